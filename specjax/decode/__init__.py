@@ -1,0 +1,1 @@
+"""Prefill, then (draft, verify, commit) until every row is done."""

@@ -1,0 +1,219 @@
+"""The jitted half of decoding: prefill, then blocks of draft -> target -> verify -> commit in a `while_loop` over one
+donated carry (2211.17192). Fixed shapes, no host transfer inside a chunk, every row with its own length.
+
+Invariant: the target's cache holds ``tokens[b, :lengths[b] - 1]``; the newest token is the root of the next block, so
+a block of K drafts feeds K + 1 tokens. Rollback is not advancing: stale slots are masked, then overwritten. Slots
+never run out inside a chunk: ``S >= longest + K + 1``, because `dynamic_update_slice` would clamp and overwrite.
+
+Dims: B rows, P prompt, K draft length, K1 = K + 1, L token buffer, S cache slots, V vocabulary, E stop ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from specjax import backend, sampling
+from specjax.models.cache import KVCache
+from specjax.types import (
+    ACCEPTED,
+    BONUS,
+    CORRECTED,
+    Context,
+    Counters,
+    DecodeState,
+    Draft,
+    Drafter,
+    Model,
+    Output,
+    Params,
+    SamplingParams,
+    Verdict,
+    Verifier,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoDraft:
+    """Plain autoregressive decoding: a block without proposals, through the same engine."""
+
+    k: int = 0
+    kind: str = "autoregressive"
+
+    def bind(self, target: Any) -> tuple[NoDraft, Params]:
+        return self, {}
+
+    def init(self, params, prompt, lengths, num_slots, target_out) -> dict:
+        return {}
+
+    def draft(self, params, state, context: Context) -> tuple[Draft, dict]:
+        batch = context.lengths.shape[0]
+        return Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch, 0), bool)), state
+
+    def commit(self, params, state, draft, verdict, target_out) -> dict:
+        return state
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """The static half of a decoder: who proposes, who checks. ``greedy``: the whole batch is at temperature 0, so
+    there is no noise and no softmax."""
+
+    target: Model
+    drafter: Drafter
+    verifier: Verifier
+    greedy: bool
+
+
+@flax.struct.dataclass
+class EngineParams:
+    target: Any
+    drafter: Any
+
+
+@flax.struct.dataclass
+class Request:
+    """A padded batch as it comes from the host. ``budget``: new tokens a row may add; 0 marks a padding row."""
+
+    prompt: Int[Array, "B P"]
+    lengths: Int[Array, " B"]
+    budget: Int[Array, " B"]
+    sampling: SamplingParams
+    seeds: Any
+    stop_ids: Int[Array, "B E"]
+
+
+def step(engine: Engine, params: EngineParams, state: DecodeState) -> DecodeState:
+    """One block for every row: draft, target, verify, commit."""
+    k = engine.drafter.k
+    noise = None if engine.greedy else sampling.fresh_noise(state.seeds, state.lengths, k)
+    context = Context(state.tokens, state.lengths, state.sampling, noise)
+    draft, drafter_state = engine.drafter.draft(params.drafter, state.drafter, context)
+    out = feed_block(engine.target, params.target, state, draft)
+    p_logits = out.logits.astype(jnp.float32) if engine.greedy else sampling.transform(out.logits, state.sampling)
+    verdict = engine.verifier(draft, p_logits, noise)
+    drafter_state = engine.drafter.commit(params.drafter, drafter_state, draft, verdict, out)
+    return commit(state.replace(cache=out.cache, drafter=drafter_state), draft, verdict)
+
+
+def feed_block(target: Model, params: Params, state: DecodeState, draft: Draft) -> Output:
+    """The target over the root and the proposals, at the slots that follow what its cache holds."""
+    root = jnp.take_along_axis(state.tokens, (state.lengths - 1)[:, None], axis=1)
+    fed = jnp.concatenate([root, draft.tokens], axis=1)
+    slots = (state.lengths - 1)[:, None] + jnp.arange(fed.shape[1])[None]
+    return target(params, fed, slots, slots, state.cache)
+
+
+def commit(state: DecodeState, draft: Draft, verdict: Verdict) -> DecodeState:
+    """Append the accepted tokens and the target's own, cut at the first stop id and at the budget exactly as plain
+    decoding would cut. The cut is after verification, so the stream keeps the target's law."""
+    n, k = verdict.num_accepted, draft.tokens.shape[1]
+    index = jnp.arange(k + 1)[None]
+    proposed = jnp.sum(jnp.cumprod(draft.valid.astype(jnp.int32), axis=1), axis=1)
+    own = index == n[:, None]
+    block = jnp.where(own, verdict.next_token[:, None], jnp.pad(draft.tokens, ((0, 0), (0, 1))))
+    own_origin = jnp.where(n < proposed, CORRECTED, BONUS)
+    origin = jnp.where(own, own_origin[:, None], ACCEPTED)
+
+    stops = jnp.any(block[:, :, None] == state.stop_ids[:, None, :], axis=2) & (index <= n[:, None])
+    first_stop = jnp.min(jnp.where(stops, index, k + 1), axis=1)
+    active = ~state.done
+    emitted = jnp.where(active, jnp.minimum(jnp.minimum(n, first_stop) + 1, state.budget - state.lengths), 0)
+    lengths = state.lengths + emitted
+
+    per_position = jnp.arange(1, k + 1)[None]
+    was_proposed = active[:, None] & (proposed[:, None] >= per_position)
+    counters = Counters(
+        blocks=state.counters.blocks + active,
+        emitted=state.counters.emitted + emitted,
+        drafted_at=state.counters.drafted_at + was_proposed,
+        reached_at=state.counters.reached_at + (was_proposed & (n[:, None] >= per_position - 1)),
+        accepted_at=state.counters.accepted_at + (active[:, None] & (n[:, None] >= per_position)),
+    )
+    return state.replace(
+        tokens=_write_rows(state.tokens, state.lengths, block),
+        origin=_write_rows(state.origin, state.lengths, origin),
+        lengths=lengths,
+        done=state.done | (first_stop < emitted) | (lengths >= state.budget),
+        counters=counters,
+    )
+
+
+def _write_rows(buffer: Int[Array, "B L"], start: Int[Array, " B"], block: Int[Array, "B K1"]) -> Int[Array, "B L"]:
+    # Entries past a row's new length are stale and overwritten by its next block; finished rows write past their end.
+    for row in range(buffer.shape[0]):
+        buffer = jax.lax.dynamic_update_slice(buffer, block[row : row + 1].astype(buffer.dtype), (row, start[row]))
+    return buffer
+
+
+@functools.cache
+def prefill(engine: Engine, num_slots: int, buffer: int):
+    """Jitted ``(params, request) -> DecodeState``: feeds the prompts, emits nothing. (The last prompt token is fed
+    with them and once more as the root: its slot is past what the invariant counts, so that is harmless.)"""
+
+    def run(params: EngineParams, request: Request) -> DecodeState:
+        batch, width = request.prompt.shape
+        k = engine.drafter.k
+        positions = jnp.broadcast_to(jnp.arange(width)[None], (batch, width))
+        cache = engine.target.init_cache(batch, num_slots)
+        out = engine.target(params.target, request.prompt, positions, positions, cache)
+        drafter = engine.drafter.init(params.drafter, request.prompt, request.lengths, num_slots, out)
+        zeros, zeros_k = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, k), jnp.int32)
+        return DecodeState(
+            tokens=jnp.pad(request.prompt, ((0, 0), (0, buffer - width))),
+            origin=jnp.zeros((batch, buffer), jnp.int32),
+            lengths=request.lengths,
+            prompt_lengths=request.lengths,
+            budget=request.lengths + request.budget,
+            done=request.budget <= 0,
+            sampling=request.sampling,
+            seeds=request.seeds,
+            stop_ids=request.stop_ids,
+            counters=Counters(zeros, zeros, zeros_k, zeros_k, zeros_k),
+            cache=out.cache,
+            drafter=drafter,
+        )
+
+    return jax.jit(run, compiler_options=backend.compiler_options())
+
+
+@functools.cache
+def chunk(engine: Engine):
+    """Jitted ``(params, state, max_steps) -> state``: blocks until all rows are done, until the next block might not
+    fit the cache, or after ``max_steps`` (traced). The state is donated."""
+
+    def run(params: EngineParams, state: DecodeState, max_steps) -> DecodeState:
+        slots = num_slots(state.cache)
+
+        def unfinished(carry):
+            count, state = carry
+            fits = jnp.max(state.lengths) + engine.drafter.k + 1 <= slots
+            return (count < max_steps) & fits & ~jnp.all(state.done)
+
+        def body(carry):
+            count, state = carry
+            return count + 1, step(engine, params, state)
+
+        return jax.lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
+
+    return jax.jit(run, donate_argnames="state", compiler_options=backend.compiler_options())
+
+
+@functools.partial(jax.jit, static_argnames="num_slots", donate_argnames="state")
+def grow(state: DecodeState, num_slots: int) -> DecodeState:
+    """Every KV cache of the state, the drafter's too, with more slots."""
+    return jax.tree.map(lambda x: x.grown(num_slots) if _is_cache(x) else x, state, is_leaf=_is_cache)
+
+
+def num_slots(cache: Any) -> int:
+    return next(c.num_slots for c in jax.tree.leaves(cache, is_leaf=_is_cache) if _is_cache(c))
+
+
+def _is_cache(x: Any) -> bool:
+    return isinstance(x, KVCache)

@@ -1,0 +1,87 @@
+"""What a generation returns. Only new tokens; one entry a row everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from specjax.metrics import DecodeStats
+from specjax.types import ORIGINS, Counters
+
+Detokenize = Callable[[Sequence[int]], str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Consecutive text of one origin: `accepted`, `corrected` or `bonus`."""
+
+    text: str
+    origin: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Tokens as they are committed, by one block or several. ``stats`` count from the start of the generation."""
+
+    tokens: list[int]
+    text: str
+    pieces: list[Piece]
+    stats: DecodeStats
+    done: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationResult:
+    """``tokens``: new tokens only. ``seeds``: the seed from which each row replays alone. ``steps``: blocks the batch
+    ran, that is, forward passes of the target over the whole batch."""
+
+    tokens: list[list[int]]
+    text: list[str]
+    origins: list[list[str]]
+    stats: list[DecodeStats]
+    seeds: list[int]
+    detokenize: Detokenize | None = dataclasses.field(default=None, repr=False)
+
+    def pieces(self, row: int = 0) -> list[Piece]:
+        """The row's text cut where the origin of the tokens changes. Raises `ValueError` without a tokenizer."""
+        if self.detokenize is None:
+            raise ValueError("pieces need a tokenizer, and the target has none")
+        return cut_pieces(self.detokenize, [], self.tokens[row], self.origins[row])
+
+
+def cut_pieces(
+    detokenize: Detokenize, before: Sequence[int], tokens: Sequence[int], origins: Sequence[str]
+) -> list[Piece]:
+    """Text of ``tokens`` after ``before``, cut by origin. Bytes of a character split between tokens go with the token
+    that completes it."""
+    pieces: list[Piece] = []
+    history, done = list(before), detokenize(before) if before else ""
+    done = done.rstrip("\ufffd")
+    for i, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
+        history.append(token)
+        text = detokenize(history)
+        if text.endswith("\ufffd") and i + 1 < len(tokens):
+            continue
+        new, done = text[len(done) :], text
+        if pieces and pieces[-1].origin == origin:
+            pieces[-1] = Piece(pieces[-1].text + new, origin)
+        else:
+            pieces.append(Piece(new, origin))
+    return pieces
+
+
+def stats_of_row(counters: Counters, row: int) -> DecodeStats:
+    """Counters are host arrays here."""
+    return DecodeStats(
+        blocks=int(counters.blocks[row]),
+        emitted=int(counters.emitted[row]),
+        drafted_at=tuple(map(int, counters.drafted_at[row])),
+        reached_at=tuple(map(int, counters.reached_at[row])),
+        accepted_at=tuple(map(int, counters.accepted_at[row])),
+    )
+
+
+def origin_names(codes: np.ndarray) -> list[str]:
+    return [ORIGINS[code] for code in codes]

@@ -1,0 +1,158 @@
+"""Text in, token windows out: local files, JSONL, Parquet or the running Python's standard library.
+
+Held-out documents are chosen by the hash of their content, so that no run, on any machine, with any seed, ever trains
+on them. A window is `length + 1` consecutive tokens of the concatenated documents, each closed by end-of-sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import grain
+import numpy as np
+
+from specjax.errors import DataError
+
+STDLIB = "python-stdlib"
+# Generated tables and topic texts, and bundled wheels: no source to learn from.
+_STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "__pycache__", "encodings", "pydoc_data", "ensurepip"}
+_TEXT_SUFFIXES = {".txt", ".md", ".py", ".rst", ".text"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    name: str
+    text: str
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def read_documents(path: str) -> list[Document]:
+    """Every document under ``path``: `python-stdlib`, a text file, a ``.jsonl`` or ``.parquet`` file with a ``text``
+    column, or a directory of such files. Sorted by name; duplicates by content and empty documents are dropped.
+
+    Raises `DataError` naming the file (and line) for anything missing, empty or not UTF-8.
+    """
+    if path == STDLIB:
+        documents = _read_stdlib()
+    else:
+        root = Path(path).expanduser()
+        if not root.exists():
+            raise DataError(
+                f"data.path: {path!r} does not exist; give a text, .jsonl or .parquet file, a directory of them, or {STDLIB!r}"
+            )
+        files = [root] if root.is_file() else sorted(f for f in root.rglob("*") if f.suffix in _READERS)
+        if not files:
+            raise DataError(f"data.path: {path!r} holds no file ending in {', '.join(sorted(_READERS))}")
+        documents = [document for file in files for document in _READERS.get(file.suffix, _read_text)(file)]
+    unique = {d.digest: d for d in documents if d.text.strip()}
+    if not unique:
+        raise DataError(f"data.path: {path!r} holds no text (every document is empty)")
+    return sorted(unique.values(), key=lambda d: d.name)
+
+
+def split_held_out(documents: Iterable[Document], fraction: float) -> tuple[list[Document], list[Document]]:
+    """(train, held out): a document is held out iff its content hash, read as a number in [0, 1), is below ``fraction``."""
+    train, held_out = [], []
+    for document in documents:
+        (held_out if int(document.digest[:16], 16) / 2**64 < fraction else train).append(document)
+    return train, held_out
+
+
+def corpus_digest(documents: Iterable[Document]) -> str:
+    """SHA-256 over the sorted content hashes: names the exact set of texts."""
+    return hashlib.sha256("".join(sorted(d.digest for d in documents)).encode()).hexdigest()
+
+
+def tokenize(tokenizer, documents: Sequence[Document], eos_id: int) -> np.ndarray:
+    """All documents as one int32 stream, each closed by ``eos_id``; ordered by content hash, so names do not matter."""
+    ordered = sorted(documents, key=lambda d: d.digest)
+    parts: list[int] = []
+    for encoded in tokenizer([d.text for d in ordered], add_special_tokens=False)["input_ids"]:
+        parts.extend(encoded)
+        parts.append(eos_id)
+    return np.asarray(parts, np.int32)
+
+
+def windows(stream: np.ndarray, length: int) -> np.ndarray:
+    """``[N, length + 1]`` windows that overlap by one token, so that every token but the first is predicted once."""
+    count = (len(stream) - 1) // length
+    if count < 1:
+        raise DataError(f"the corpus has {len(stream)} tokens, too few for one window of {length + 1}; use more text")
+    return np.lib.stride_tricks.sliding_window_view(stream, length + 1)[:: length][:count]
+
+
+def batches(windowed: np.ndarray, batch_size: int, seed: int) -> grain.MapDataset:
+    """An endless, reshuffled, random-access dataset: batch number ``i`` is a pure function of (seed, i), so the step
+    is the cursor and resuming needs nothing else."""
+    if len(windowed) < batch_size:
+        raise DataError(
+            f"the corpus has {len(windowed)} windows of {windowed.shape[1] - 1} tokens, too few for one batch of "
+            f"{batch_size}; use more text, a smaller batch_size or a smaller seq_len"
+        )
+    return grain.MapDataset.source(windowed).seed(seed).shuffle().repeat().batch(batch_size)
+
+
+def _read_stdlib() -> list[Document]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    documents = []
+    for file in root.rglob("*.py"):
+        relative = file.relative_to(root)
+        if _STDLIB_SKIPPED.isdisjoint(relative.parts):
+            # A handful of files declare another encoding; they are not worth a special case.
+            raw = file.read_bytes()
+            try:
+                documents.append(Document(relative.as_posix(), raw.decode("utf-8")))
+            except UnicodeDecodeError:
+                continue
+    if not documents:
+        raise DataError(f"data.path: {STDLIB!r} found no source files under {root}; give a path instead")
+    return documents
+
+
+def _read_text(file: Path) -> Iterator[Document]:
+    try:
+        yield Document(file.as_posix(), file.read_bytes().decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file}: not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x}); convert it, for example with iconv"
+        ) from None
+
+
+def _read_jsonl(file: Path) -> Iterator[Document]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line.decode("utf-8"))
+            except (UnicodeDecodeError, json.JSONDecodeError) as error:
+                raise DataError(f"{file}, line {number}: not a JSON object in UTF-8 ({error})") from None
+            if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+                raise DataError(f"{file}, line {number}: no string under the key 'text'")
+            yield Document(f"{file.as_posix()}:{number}", record["text"])
+
+
+def _read_parquet(file: Path) -> Iterator[Document]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f"{file}: reading Parquet needs pyarrow; pip install 'specjax[parquet]'") from None
+    table = pyarrow.parquet.ParquetFile(file)
+    if "text" not in table.schema_arrow.names:
+        raise DataError(f"{file}: no column 'text' (columns: {', '.join(table.schema_arrow.names)})")
+    row = 0
+    for batch in table.iter_batches(columns=["text"]):
+        for text in batch.column(0).to_pylist():
+            row += 1
+            yield Document(f"{file.as_posix()}:{row}", text or "")
+
+
+_READERS = {**dict.fromkeys(_TEXT_SUFFIXES, _read_text), ".jsonl": _read_jsonl, ".parquet": _read_parquet}

@@ -1,0 +1,1 @@
+"""Who proposes the block: one file each, one line in specjax.registry."""

@@ -1,0 +1,90 @@
+"""An autoregressive draft model: a small decoder with its own KV cache proposes K tokens one by one (2211.17192).
+
+Dims: B rows, P prompt, T tokens fed, K draft length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Key
+from pydantic import Field
+
+from specjax import sampling
+from specjax.types import Context, Draft, DraftOutput, Output, Params, Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModel:
+    """``model``: a path in a config, a `LoadedModel` in Python; after `bind`, its static spec."""
+
+    model: Any
+    k: Annotated[int, Field(ge=1, le=64)] = 5
+    kind: Literal["draft_model"] = "draft_model"
+
+    def bind(self, target: Any) -> tuple[DraftModel, Params]:
+        """Raises `ModelError` if the vocabularies differ."""
+        from specjax.backend import decode_layout
+        from specjax.models import hf
+
+        draft = hf.load_model(self.model) if isinstance(self.model, str) else self.model
+        hf.check_same_vocabulary(target, draft)
+        spec, params = decode_layout(draft.spec, draft.params, block=1)
+        return dataclasses.replace(self, model=spec), params
+
+    def init(
+        self, params: Params, prompt: Int[Array, "B P"], lengths: Int[Array, " B"], num_slots: int, target_out: Output
+    ) -> Any:
+        batch, fed = prompt.shape
+        positions = jnp.broadcast_to(jnp.arange(fed)[None], (batch, fed))
+        cache = self.model.init_cache(batch, num_slots)
+        return self.model(params, prompt, positions, positions, cache).cache
+
+    def draft(self, params: Params, state: Any, context: Context) -> tuple[Draft, Any]:
+        """The first pass feeds the last two committed tokens: after a full acceptance the cache has not seen the last
+        accepted one (x_K was proposed, never fed), and feeding it again otherwise changes nothing."""
+        start = jnp.maximum(context.lengths - 2, 0)
+        slots = start[:, None] + jnp.arange(2)[None]
+        fed = jnp.take_along_axis(context.tokens, slots, axis=1)
+        newest = (context.lengths - 1 - start)[:, None]
+        out = self.model(params, fed, slots, slots, state, rows=newest)
+        first, first_logits = self._propose(out, context, 0)
+
+        def step(carry, offset):
+            cache, token = carry
+            slot = (context.lengths - 1)[:, None] + offset
+            out = self.model(params, token[:, None], slot, slot, cache)
+            token, logits = self._propose(out, context, offset)
+            return (out.cache, token), (token, logits)
+
+        (cache, _), (rest, rest_logits) = jax.lax.scan(step, (out.cache, first), jnp.arange(1, self.k))
+        tokens = jnp.concatenate([first[:, None], rest.T], axis=1)
+        logits = None
+        if context.noise is not None:
+            logits = jnp.concatenate([first_logits[:, None], jnp.moveaxis(rest_logits, 0, 1)], axis=1)
+        return Draft(tokens=tokens, valid=jnp.ones(tokens.shape, bool), logits=logits), cache
+
+    def commit(self, params: Params, state: Any, draft: Draft, verdict: Verdict, target_out: Output) -> Any:
+        # Slots past the accepted prefix are stale: masked by length, then overwritten.
+        return state
+
+    def _propose(self, out: Output, context: Context, offset):
+        if context.noise is None:
+            return sampling.draw(out.logits[:, 0], None), None
+        logits = sampling.transform(out.logits, context.sampling)[:, 0]
+        return sampling.draw(logits, context.noise.draft(offset)), logits
+
+    def init_params(self, key: Key[Array, ""], target: Any) -> Params:
+        return self.model.init(key)
+
+    def train_output(
+        self, params: Params, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"], target_out: Output | None
+    ) -> DraftOutput:
+        """Position t predicts what the target's row t predicts: one prediction a position, no shift."""
+        batch, fed = tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(fed)[None], (batch, fed))
+        logits = self.model(params, tokens, positions).logits
+        return DraftOutput(logits[:, :, None], jnp.arange(fed)[:, None], mask[..., None], jnp.ones((1,), jnp.float32))

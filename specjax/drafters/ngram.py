@@ -1,0 +1,55 @@
+"""Prompt lookup: propose what followed the latest earlier occurrence of the current suffix (prompt lookup decoding,
+Saxena 2023; 2304.04487). On the device, no weights, no host round trip.
+
+Dims: B rows, L token buffer, K draft length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+from pydantic import Field
+
+from specjax.types import Context, Draft, Output, Params, Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class NGram:
+    """The longest match of ``min_n`` to ``max_n`` tokens wins, the most recent among equals; no match, no proposal.
+    Only committed tokens are proposed, and the suffix never matches itself."""
+
+    k: Annotated[int, Field(ge=1, le=64)] = 5
+    max_n: Annotated[int, Field(ge=1, le=16)] = 4
+    min_n: Annotated[int, Field(ge=1, le=16)] = 2
+    kind: Literal["ngram"] = "ngram"
+
+    def bind(self, target: Any) -> tuple[NGram, Params]:
+        return self, {}
+
+    def init(
+        self, params: Params, prompt: Int[Array, "B P"], lengths: Int[Array, " B"], num_slots: int, target_out: Output
+    ) -> dict:
+        return {}
+
+    def draft(self, params: Params, state: dict, context: Context) -> tuple[Draft, dict]:
+        tokens, lengths = context.tokens, context.lengths[:, None]
+        end = jnp.arange(tokens.shape[1])[None]
+        # matched[b, e]: how many tokens, backwards from position e, equal the suffix, up to max_n.
+        matched, alive = jnp.zeros(tokens.shape, jnp.int32), end < lengths - 1
+        for back in range(self.max_n):
+            last = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1 - back, 0), axis=1)
+            shifted = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, : tokens.shape[1]]
+            alive &= (shifted == last) & (back < lengths)
+            matched += alive
+        rank = jnp.where(matched >= self.min_n, matched * tokens.shape[1] + end, -1)
+        best = jnp.argmax(rank, axis=1)[:, None]
+        source = best + 1 + jnp.arange(self.k)[None]
+        valid = (jnp.max(rank, axis=1, keepdims=True) >= 0) & (source < lengths)
+        proposed = jnp.take_along_axis(tokens, jnp.minimum(source, tokens.shape[1] - 1), axis=1)
+        return Draft(tokens=jnp.where(valid, proposed, 0), valid=valid), state
+
+    def commit(self, params: Params, state: dict, draft: Draft, verdict: Verdict, target_out: Output) -> dict:
+        return state

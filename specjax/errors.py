@@ -1,0 +1,21 @@
+"""Errors for people: what, where, the value found, the remedy. The command line prints them as one line, status 2."""
+
+
+class SpecjaxError(ValueError):
+    """Base of every error that a user can mend."""
+
+
+class ConfigError(SpecjaxError):
+    """A run's configuration does not validate; the message names the field."""
+
+
+class DataError(SpecjaxError):
+    """A corpus or prompt cannot be used; the message names the file or prompt."""
+
+
+class ModelError(SpecjaxError):
+    """A model directory cannot be read, written or paired; the message names the file or setting."""
+
+
+class TrainingError(SpecjaxError):
+    """Training cannot go on (a loss that is not finite, a directory in use); what was saved stays valid."""

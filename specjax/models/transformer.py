@@ -1,0 +1,222 @@
+"""One decoder-only transformer: token ids in, logits, hidden states and an updated KV cache out.
+
+Weights live in flax NNX modules; `Model` is the functional view that the engine uses: the only static part is the
+config, parameters are always a traced argument. RMSNorm, rotary positions (2104.09864), grouped-query attention
+(2305.13245), SwiGLU (2002.05202).
+
+Dims: B rows, T tokens fed, S cache slots, V vocabulary, D hidden, H query heads, G key-value heads, C head features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.models.cache import KVCache, write_block
+from specjax.models.config import ModelConfig
+from specjax.types import Output, Params
+
+
+class Linear(nnx.Module):
+    """``x @ kernel``, kernel ``[in, out]``; or ``[parts, in, out / parts]`` as `specjax.backend` lays it out."""
+
+    def __init__(self, features_in: int, features_out: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        scale = features_in**-0.5
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (features_in, features_out), dtype) * scale)
+
+    def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
+        kernel = self.kernel[...]
+        if kernel.ndim == 2:
+            return jnp.einsum("bti,io->bto", x, kernel, precision=_precision(x))
+        y = jnp.einsum("bti,pio->btpo", x, kernel, precision=_precision(x))
+        return y.reshape(*x.shape[:2], -1)
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, features: int, eps: float, *, dtype: jnp.dtype):
+        self.scale = nnx.Param(jnp.ones((features,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        return x32.astype(x.dtype) * self.scale[...]
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.config = config
+        heads, kv_heads, features = config.num_heads, config.num_kv_heads, config.head_dim
+        self.q_proj = Linear(config.hidden_size, heads * features, rngs=rngs, dtype=dtype)
+        self.k_proj = Linear(config.hidden_size, kv_heads * features, rngs=rngs, dtype=dtype)
+        self.v_proj = Linear(config.hidden_size, kv_heads * features, rngs=rngs, dtype=dtype)
+        self.o_proj = Linear(heads * features, config.hidden_size, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x, rotary, slots, layer_cache, visible):
+        """``visible[B, T, S]`` says which keys each query may read; returns (attended, (keys, values))."""
+        config = self.config
+        batch, fed = x.shape[:2]
+        q = rotate(self.q_proj(x).reshape(batch, fed, config.num_heads, config.head_dim), rotary)
+        k = rotate(self.k_proj(x).reshape(batch, fed, config.num_kv_heads, config.head_dim), rotary)
+        v = self.v_proj(x).reshape(batch, fed, config.num_kv_heads, config.head_dim)
+        if layer_cache is not None:
+            k, v = (write_block(c, slots, new) for c, new in zip(layer_cache, (k, v), strict=True))
+        out = attend(q, k.astype(q.dtype), v.astype(q.dtype), visible)
+        return self.o_proj(out.reshape(batch, fed, -1)), (k, v)
+
+
+class MLP(nnx.Module):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, rngs=rngs, dtype=dtype)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, rngs=rngs, dtype=dtype)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x):
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nnx.Module):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.attention = Attention(config, rngs=rngs, dtype=dtype)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.mlp = MLP(config, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x, rotary, slots, layer_cache, visible):
+        attended, layer_cache = self.attention(self.attention_norm(x), rotary, slots, layer_cache, visible)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), layer_cache
+
+
+class Transformer(nnx.Module):
+    """The weights. Initialised at variance 1/fan_in, residual outputs scaled down by depth (GPT-2)."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
+        self.config = config
+        self.embedding = nnx.Param(
+            jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype) * 0.02
+        )
+        self.layers = nnx.List([Block(config, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        if not config.tie_embeddings:
+            self.head = Linear(config.hidden_size, config.vocab_size, rngs=rngs, dtype=dtype)
+        depth_scale = (2 * config.num_layers) ** -0.5
+        for block in self.layers:
+            for linear in (block.attention.o_proj, block.mlp.down_proj):
+                linear.kernel[...] = linear.kernel[...] * depth_scale
+
+    def __call__(self, tokens, positions, slots, cache, mask, hidden_layers):
+        x = self.embedding[...][tokens]
+        rotary = rotary_table(positions, self.config, x.dtype)
+        visible = _visible(positions, slots, cache, mask)
+        layer_caches = [None] * self.config.num_layers if cache is None else cache.layers
+        hidden, written = [], []
+        for index, (block, layer_cache) in enumerate(zip(self.layers, layer_caches, strict=True)):
+            if index in hidden_layers:
+                hidden.append(x)
+            x, layer_cache = block(x, rotary, slots, layer_cache, visible)
+            written.append(layer_cache)
+        x = self.norm(x)
+        return x, tuple(hidden), None if cache is None else KVCache(tuple(written))
+
+    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        if self.config.tie_embeddings:
+            return jnp.einsum("btd,vd->btv", x, self.embedding[...], precision=_precision(x))
+        return self.head(x)
+
+
+def rotary_table(positions: Int[Array, "B T"], config: ModelConfig, dtype) -> tuple[Array, Array]:
+    """(cos, sin), each ``[B, T, 1, C/2]``; computed in float32 whatever the model's dtype."""
+    frequencies = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies[None, None, None]
+    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+
+
+def rotate(x: Float[Array, "B T H C"], rotary: tuple[Array, Array]) -> Float[Array, "B T H C"]:
+    """Rotary embedding in Hugging Face's layout: feature i is paired with feature i + C/2."""
+    cos, sin = rotary
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def attend(
+    q: Float[Array, "B T H C"], k: Float[Array, "B S G C"], v: Float[Array, "B S G C"], visible: Bool[Array, "B T S"]
+) -> Float[Array, "B T H C"]:
+    """Grouped-query attention. The queries that share a key-value head are laid side by side, so that each of the
+    two products is one plain matrix multiplication a key-value head (2-3x on CPU over a five-axis einsum)."""
+    batch, fed, heads, features = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    q = q.reshape(batch, fed, kv_heads, group, features).transpose(0, 2, 3, 1, 4)
+    q = q.reshape(batch, kv_heads, group * fed, features)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    scores = jnp.einsum("bgqc,bgsc->bgqs", q, k, precision=_precision(q)).astype(jnp.float32) * features**-0.5
+    scores = scores.reshape(batch, kv_heads, group, fed, -1)
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(batch, kv_heads, group * fed, -1)
+    out = jnp.einsum("bgqs,bgsc->bgqc", weights, v, precision=_precision(q))
+    return out.reshape(batch, kv_heads, group, fed, features).transpose(0, 3, 1, 2, 4).reshape(batch, fed, heads, features)
+
+
+def _visible(positions, slots, cache, mask) -> Bool[Array, "B T S"]:
+    """Every query reads the slots before its block, and inside the block what ``mask`` says (default: causal)."""
+    fed = positions.shape[1]
+    if cache is None:
+        causal = jnp.tril(jnp.ones((fed, fed), bool))[None]
+        return causal if mask is None else mask
+    key_slot = jnp.arange(cache.num_slots)[None, None]
+    if mask is None:
+        return key_slot <= slots[..., None]
+    inside = key_slot - slots[:, :1, None]
+    in_block = jnp.take_along_axis(mask, jnp.clip(inside, 0, fed - 1).astype(jnp.int32), axis=2)
+    return (inside < 0) | ((inside < fed) & in_block)
+
+
+def _precision(x: Array) -> jax.lax.Precision | None:
+    # float32 means float32: without it an accelerator multiplies in TF32 or bfloat16 and greedy identity is lost.
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
+@functools.lru_cache(maxsize=64)
+def _graphdef(config: ModelConfig) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A `Transformer` as a pure function of its parameters. Static and hashable; satisfies `specjax.types.Model`."""
+
+    config: ModelConfig
+
+    def init(self, key: Array, dtype: jnp.dtype = jnp.float32) -> Params:
+        """Fresh parameters, a nested dict of arrays."""
+        _, state = nnx.split(Transformer(self.config, rngs=nnx.Rngs(params=key), dtype=dtype))
+        return nnx.to_pure_dict(state)
+
+    def init_cache(self, batch: int, num_slots: int, dtype: jnp.dtype = jnp.float32) -> KVCache:
+        config = self.config
+        return KVCache.zeros(config.num_layers, (batch, num_slots, config.num_kv_heads, config.head_dim), dtype)
+
+    def __call__(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        slots: Int[Array, "B T"] | None = None,
+        cache: KVCache | None = None,
+        mask: Bool[Array, "B T T"] | None = None,
+        hidden_layers: tuple[int, ...] = (),
+        rows: Int[Array, "B R"] | None = None,
+    ) -> Output:
+        """Feed T tokens a row; with a cache, they are written to ``slots`` (contiguous in each row) and attend
+        to every earlier slot. Returns logits for the ``rows`` of the block that are asked for (default: all T), the
+        residual streams entering ``hidden_layers`` followed by the final normed one, and the new cache."""
+        module = nnx.merge(_graphdef(self.config), nnx.State(params))
+        final, hidden, cache = module(tokens, positions, slots, cache, mask, hidden_layers)
+        wanted = final if rows is None else jnp.take_along_axis(final, rows[..., None], axis=1)
+        return Output(module.logits(wanted), (*hidden, final), cache)

@@ -1,0 +1,122 @@
+"""Toy targets whose logits are a known function of the whole prefix, read back from the KV cache slot by slot.
+
+`PrefixModel` has random logits for every (slot, token) it has seen, so its law is context-dependent and every valid
+cache slot matters; slots never written hold a large poison. A missing, stale, shifted or surplus slot therefore moves
+the law visibly, which a random transformer hides.
+
+Dims: B rows, T tokens fed, S cache slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.models.cache import KVCache, write_block
+from specjax.types import Output, Params
+
+POISON = 1e6
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixConfig:
+    vocab_size: int = 4
+    max_positions: int = 4096
+    period: int = 7
+    """Slots s and s + period share their random table: keeps the parameters small at any length."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixModel:
+    """``logits after token i = bias + sum over slots s <= i of table[s % period, token_s] / sqrt(slots)``. The cache
+    stores ``table[...]`` of every fed token as its 'keys', and the position as its 'values'."""
+
+    config: PrefixConfig
+
+    def init(self, key: jax.Array, scale: float = 2.5) -> Params:
+        config, (a, b) = self.config, jax.random.split(key)
+        table = jax.random.normal(a, (config.period, config.vocab_size, config.vocab_size)) * scale
+        return {"table": table, "bias": jax.random.normal(b, (config.vocab_size,))}
+
+    def init_cache(self, batch: int, num_slots: int, dtype=jnp.float32) -> KVCache:
+        shape = (batch, num_slots, 1, self.config.vocab_size)
+        poison = jnp.full(shape, POISON, dtype) * jnp.arange(1.0, self.config.vocab_size + 1, dtype=dtype)
+        return KVCache(((poison, jnp.full((batch, num_slots, 1, 1), POISON, dtype)),))
+
+    def __call__(
+        self, params, tokens, positions, slots=None, cache=None, mask=None, hidden_layers=(), rows=None
+    ) -> Output:
+        new = params["table"][positions % self.config.period, tokens][:, :, None]
+        where = positions.astype(jnp.float32)[:, :, None, None]
+        if cache is None:
+            slots = positions
+            keys, values = new, where
+        else:
+            keys, values = (write_block(c, slots, x) for c, x in zip(cache.layers[0], (new, where), strict=True))
+        slot = jnp.arange(keys.shape[1])
+        visible = slot[None, None] <= slots[..., None]
+        summed = jnp.sum(jnp.where(visible[..., None], keys[:, None, :, 0], 0.0), axis=2)
+        # A slot whose stored position is not its own was filled by mistake: make that visible as well.
+        misplaced = jnp.sum(jnp.where(visible, jnp.abs(values[:, None, :, 0, 0] - slot[None, None]), 0.0), axis=2)
+        scale = jnp.sqrt(positions.astype(jnp.float32) + 1.0)
+        logits = params["bias"] + (summed + misplaced[..., None] * jnp.arange(self.config.vocab_size)) / scale[..., None]
+        if rows is not None:
+            logits = jnp.take_along_axis(logits, rows[..., None], axis=1)
+        return Output(logits, (), KVCache(((keys, values),)))
+
+
+@dataclasses.dataclass(eq=False)
+class ToyModel:
+    """Stands where a `LoadedModel` stands."""
+
+    spec: Any
+    params: Params
+    eos_ids: tuple[int, ...] = ()
+    tokenizer: Any = None
+    name: str = "toy"
+
+    @property
+    def config(self):
+        return self.spec.config
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.config.vocab_size
+
+    def logits(self, tokens):
+        tokens = jnp.asarray(tokens, jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        return self.spec(self.params, tokens, positions).logits.astype(jnp.float32)
+
+
+def prefix_model(seed: int, vocab_size: int = 4, eos_ids: tuple[int, ...] = ()) -> ToyModel:
+    spec = PrefixModel(PrefixConfig(vocab_size))
+    return ToyModel(spec, spec.init(jax.random.key(seed)), eos_ids)
+
+
+def exact_law(
+    model: ToyModel, prompt: Sequence[int], length: int, temperature: float = 1.0, stop_ids: Sequence[int] = ()
+) -> dict[tuple[int, ...], float]:
+    """The target's law of ``length`` new tokens after ``prompt``, by enumeration in float64; a sequence ends early
+    after a stop id."""
+    law: dict[tuple[int, ...], float] = {}
+    continuations = list(itertools.product(range(model.vocab_size), repeat=length))
+    batch = np.asarray([[*prompt, *c] for c in continuations])
+    logits = np.asarray(model.logits(batch), np.float64)[:, len(prompt) - 1 : -1]
+    if temperature == 0:
+        probabilities = np.eye(model.vocab_size)[logits.argmax(-1)]
+    else:
+        scaled = logits / temperature
+        probabilities = np.exp(scaled - scaled.max(-1, keepdims=True))
+        probabilities /= probabilities.sum(-1, keepdims=True)
+    for row, continuation in enumerate(continuations):
+        end = next((i + 1 for i, token in enumerate(continuation) if token in stop_ids), length)
+        if all(token == 0 for token in continuation[end:]):  # one representative of each early end
+            law[continuation[:end]] = float(np.prod([probabilities[row, i, continuation[i]] for i in range(end)]))
+    return law

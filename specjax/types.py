@@ -1,0 +1,227 @@
+"""Every protocol and pytree of specjax; imports nothing of ours.
+
+Dims: B rows, P prompt, K draft length, N block nodes (root excluded; N = K for a chain), T tokens fed, S cache slots,
+L token buffer, V vocabulary, D hidden, J predictions a position.
+Axis 0 of every leaf is the row, so that rows can become slots of a server later.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key, UInt
+
+Params = Any
+"""A pytree of weights. Always a traced argument, never closed over: closed-over weights become constants."""
+
+
+@flax.struct.dataclass
+class Output:
+    """What a forward pass returns. ``logits[b, i]`` is the law of the token after the i-th of the rows asked for."""
+
+    logits: Float[Array, "B R V"]
+    hidden: tuple[Float[Array, "B T D"], ...]
+    cache: Any
+
+
+@flax.struct.dataclass
+class SamplingParams:
+    """One value a row. Temperature 0 is greedy."""
+
+    temperature: Float[Array, " B"]
+
+
+@flax.struct.dataclass
+class Noise:
+    """Fresh randomness of one block: uniforms in [0, 1), each used once, keyed by (row seed, row length at the start
+    of the block) and drawn for every (purpose, offset) at once. None in place of a Noise means an all-greedy batch."""
+
+    uniforms: Float[Array, "B 3 K1"]
+
+    DRAFT: ClassVar[int] = 0
+    ACCEPT: ClassVar[int] = 1
+    NEXT: ClassVar[int] = 2
+
+    def draft(self, offset: int | Int[Array, ""]) -> Float[Array, " B"]:
+        """The uniform that draws the draft token at ``offset`` 0 .. K-1."""
+        return self.uniforms[:, self.DRAFT, offset]
+
+    @property
+    def accept(self) -> Float[Array, "B K"]:
+        """One uniform a draft token, for the acceptance test."""
+        return self.uniforms[:, self.ACCEPT, :-1]
+
+    @property
+    def next_token(self) -> Float[Array, " B"]:
+        """The uniform that draws the target's own token."""
+        return self.uniforms[:, self.NEXT, -1]
+
+
+@flax.struct.dataclass
+class Context:
+    """What a drafter may look at: committed tokens only (``tokens[b, :lengths[b]]``; later entries are stale)."""
+
+    tokens: Int[Array, "B L"]
+    lengths: Int[Array, " B"]
+    sampling: SamplingParams
+    noise: Noise | None
+
+
+@flax.struct.dataclass
+class Draft:
+    """A proposed block. ``logits`` are after the sampling transform, exactly what each token was drawn from; None when
+    the proposal is deterministic. ``valid[b, i]`` is a prefix mask and may depend on ``tokens[b, :i]`` only, so that
+    dropping a proposal never depends on its own draw (freely, if deterministic). ``parents=None``: a chain."""
+
+    tokens: Int[Array, "B N"]
+    valid: Bool[Array, "B N"]
+    logits: Float[Array, "B N V"] | None = None
+    parents: Int[Array, "B N"] | None = None
+
+
+@flax.struct.dataclass
+class Verdict:
+    """``num_accepted[b]`` draft tokens are kept, then ``next_token[b]`` of the target's own. ``path``: the accepted
+    nodes of a tree, None for a chain (the first ``num_accepted`` tokens)."""
+
+    num_accepted: Int[Array, " B"]
+    next_token: Int[Array, " B"]
+    path: Int[Array, "B N"] | None = None
+
+
+@flax.struct.dataclass
+class Counters:
+    """Per row, counted on the device over blocks that began while the row was not done. Definitions: specjax.metrics."""
+
+    blocks: Int[Array, " B"]
+    emitted: Int[Array, " B"]
+    drafted_at: Int[Array, "B K"]
+    """#(k_r >= j): blocks with a valid proposal at position j."""
+    reached_at: Int[Array, "B K"]
+    """#(n >= j - 1 and k_r >= j): blocks whose verification got to a proposal at position j."""
+    accepted_at: Int[Array, "B K"]
+    """#(n >= j)."""
+
+
+@flax.struct.dataclass
+class DecodeState:
+    """The donated carry of a generation. Invariant: the target's cache holds ``tokens[b, :lengths[b] - 1]``; the newest
+    token is the root of the next block."""
+
+    tokens: Int[Array, "B L"]
+    origin: Int[Array, "B L"]
+    lengths: Int[Array, " B"]
+    prompt_lengths: Int[Array, " B"]
+    budget: Int[Array, " B"]
+    """Largest total length (prompt included) a row may reach."""
+    done: Bool[Array, " B"]
+    sampling: SamplingParams
+    seeds: UInt[Array, "B 2"]
+    stop_ids: Int[Array, "B E"]
+    """Token ids that end the row, padded with -1."""
+    counters: Counters
+    cache: Any
+    drafter: Any
+
+
+ORIGINS = ("prompt", "accepted", "corrected", "bonus")
+PROMPT, ACCEPTED, CORRECTED, BONUS = range(4)
+
+
+@runtime_checkable
+class Model(Protocol):
+    """A decoder as a pure function; static and hashable. A fed block is contiguous in ``slots``, row by row."""
+
+    def __call__(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        slots: Int[Array, "B T"] | None = None,
+        cache: Any = None,
+        mask: Bool[Array, "B T T"] | None = None,
+        hidden_layers: tuple[int, ...] = (),
+        rows: Int[Array, "B R"] | None = None,
+    ) -> Output: ...
+
+    def init_cache(self, batch: int, num_slots: int, dtype: jnp.dtype = ...) -> Any: ...
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Who proposes the block. Frozen and hashable; its fields are its configuration.
+
+    ``bind`` resolves what the configuration names (a model path, say) against the target and returns the static spec
+    and its parameters. ``init`` sees the padded prompts with their lengths and the target's prefill output;
+    ``commit`` runs after verification. `specjax.models.cache.KVCache` leaves of the state grow with the target's.
+    """
+
+    kind: str
+    k: int
+
+    def bind(self, target: Any) -> tuple[Drafter, Params]: ...
+    def init(
+        self, params: Params, prompt: Int[Array, "B P"], lengths: Int[Array, " B"], num_slots: int, target_out: Output
+    ) -> Any: ...
+    def draft(self, params: Params, state: Any, context: Context) -> tuple[Draft, Any]: ...
+    def commit(self, params: Params, state: Any, draft: Draft, verdict: Verdict, target_out: Output) -> Any: ...
+
+
+@runtime_checkable
+class Verifier(Protocol):
+    """Which part of the block is kept. ``p_logits[b, i]`` is the target's law after node i (0 is the root), after the
+    sampling transform. Chains have N = K."""
+
+    kind: str
+    lossless: ClassVar[bool]
+    noise: ClassVar[Literal["fresh", "coupled", "none"]]
+
+    def __call__(self, draft: Draft, p_logits: Float[Array, "B N1 V"], noise: Noise | None) -> Verdict: ...
+
+
+@flax.struct.dataclass
+class DraftOutput:
+    """A drafter's training forward. ``logits[b, t, j]`` is the draft's law of the token that the target predicts at
+    ``target_index[t, j]`` (a row of the target's logits); ``mask`` selects the predicted tokens that count."""
+
+    logits: Float[Array, "B T J V"]
+    target_index: Int[Array, "T J"]
+    mask: Bool[Array, "B T J"]
+    weight: Float[Array, " J"]
+
+
+@flax.struct.dataclass
+class FullLogits:
+    """Teacher logits over the whole vocabulary."""
+
+    logits: Float[Array, "B T V"]
+
+
+@runtime_checkable
+class Trainable(Protocol):
+    """A drafter that can be distilled; it owns the alignment of positions."""
+
+    def init_params(self, key: Key[Array, ""], target: Any) -> Params: ...
+    def train_output(
+        self, params: Params, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"], target_out: Output | None
+    ) -> DraftOutput: ...
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """Masked mean over predicted tokens. ``tokens`` are the next tokens, for losses that need labels. Returns the
+    scalar to minimise and metrics (scalars, named as in specjax.metrics)."""
+
+    kind: str
+    needs_target: ClassVar[bool]
+
+    def __call__(
+        self,
+        draft_logits: Float[Array, "B T V"],
+        target_logits: Float[Array, "B T V"] | None,
+        tokens: Int[Array, "B T"],
+        mask: Bool[Array, "B T"],
+    ) -> tuple[Float[Array, ""], dict[str, jax.Array]]: ...
