@@ -94,7 +94,7 @@ class Verdict:
 
 @flax.struct.dataclass
 class Counters:
-    """Per row, counted on the device over blocks that began while the row was not done. Definitions: specjax.metrics."""
+    """Per row, counted on the device over blocks that began while the row was not done (see specjax.metrics)."""
 
     blocks: Int[Array, " B"]
     emitted: Int[Array, " B"]

@@ -15,7 +15,7 @@ from specjax import registry
 from specjax.backend import decode_layout
 from specjax.decode import engine as engine_lib
 from specjax.decode.engine import Engine, EngineParams, NoDraft, Request
-from specjax.decode.result import Event, GenerationResult, Piece, cut_pieces, origin_names, stats_of_row
+from specjax.decode.result import Event, GenerationResult, Piece, cut_pieces, origin_names, stats_by_row
 from specjax.errors import DataError
 from specjax.types import DecodeState, Drafter, SamplingParams, Verifier
 
@@ -40,7 +40,7 @@ class Decoder:
         self._verifier = verifier
         self._greedy_verifier = registry.resolve(registry.VERIFIERS, "greedy", "verifier")()
         self._spec, target_params = decode_layout(target.spec, target.params, block=self._drafter.k + 1)
-        self._params = EngineParams(target_params, drafter_params)
+        self.params = EngineParams(target_params, drafter_params)
         room = target.config.max_positions - self._drafter.k - 1
         if room < 2:
             raise DataError(
@@ -64,10 +64,7 @@ class Decoder:
         used: empty, token ids out of range, longer than the target's positions.
         """
         batch = self._prepare(prompts, max_new_tokens, temperature, seed, ignore_eos)
-        state = None
-        for state in self._chunks(batch, _NO_LIMIT):
-            pass
-        assert state is not None
+        *_, state = self._chunks(batch, _NO_LIMIT)
         return self._result(batch, jax.device_get(_host_part(state)))
 
     def stream(
@@ -91,7 +88,22 @@ class Decoder:
             tokens = host.tokens[0, sent:length].tolist()
             text, pieces = self._text(before, tokens, origin_names(host.origin[0, sent:length]))
             sent = length
-            yield Event(tokens, text, pieces, stats_of_row(host.counters, 0), done)
+            yield Event(tokens, text, pieces, stats_by_row(host.counters)[0], done)
+
+    def engine(self, greedy: bool) -> Engine:
+        """The static half, for an all-greedy batch or any other."""
+        return Engine(self._spec, self._drafter, self._greedy_verifier if greedy else self._verifier, greedy)
+
+    def prefilled(self, prompts: Sequence[Prompt], *, max_new_tokens: int, temperature: float) -> DecodeState:
+        """The state after prefill, in a cache that holds the whole generation: where `specjax.decode.costs` starts."""
+        batch = self._prepare(prompts, max_new_tokens, temperature, 0, True)
+        engine = self.engine(batch.greedy)
+        return engine_lib.prefill(engine, batch.buffer, batch.buffer)(self.params, batch.request)
+
+    def started(self, prompts: Sequence[Prompt], *, max_new_tokens: int, temperature: float) -> DecodeState:
+        """A generation up to its first block, as `generate` does it: encode, pad, prefill, no step."""
+        batch = self._prepare(prompts, max_new_tokens, temperature, 0, True)
+        return next(iter(self._chunks(batch, 0)))
 
     def _text(self, before: list[int], tokens: list[int], origins: list[str]) -> tuple[str, list[Piece]]:
         if self.target.tokenizer is None:
@@ -104,14 +116,12 @@ class Decoder:
 
     def _chunks(self, batch: _Batch, max_steps: int) -> Iterator[DecodeState]:
         """States at chunk ends; the last one has every row done. A yielded state is consumed by the next chunk."""
-        engine = Engine(
-            self._spec, self._drafter, self._greedy_verifier if batch.greedy else self._verifier, batch.greedy
-        )
+        engine = self.engine(batch.greedy)
         slots = batch.first_slots
-        state = engine_lib.prefill(engine, slots, batch.buffer)(self._params, batch.request)
+        state = engine_lib.prefill(engine, slots, batch.buffer)(self.params, batch.request)
         run = engine_lib.chunk(engine)
         while True:
-            state = run(self._params, state, np.int32(max_steps))
+            state = run(self.params, state, np.int32(max_steps))
             lengths, done = jax.device_get((state.lengths, state.done))
             yield state
             if done.all():
@@ -130,8 +140,7 @@ class Decoder:
         budgets = _per_row("max_new_tokens", max_new_tokens, count)
         temperatures = _per_row("temperature", temperature, count)
         if isinstance(seed, (int, np.integer)):
-            # Derived as numpy derives independent streams: from the pair, not from their sum.
-            seeds = [int(np.random.SeedSequence((abs(int(seed)), i)).generate_state(1, np.uint64)[0]) for i in range(count)]
+            seeds = derive_seeds(int(seed), count)
         else:
             seeds = [int(s) % 2**64 for s in _per_row("seed", seed, count)]
         limit = self.target.config.max_positions - self._drafter.k
@@ -199,7 +208,7 @@ class Decoder:
             tokens=tokens,
             text=[self._detokenize(t) for t in tokens] if has_text else [""] * len(tokens),
             origins=[origin_names(host.origin[i, span]) for i, span in zip(rows, spans, strict=True)],
-            stats=[stats_of_row(host.counters, i) for i in rows],
+            stats=stats_by_row(host.counters)[: len(rows)],
             seeds=batch.seeds,
             detokenize=self._detokenize if has_text else None,
         )
@@ -212,6 +221,21 @@ class _Batch:
     greedy: bool
     buffer: int
     first_slots: int
+
+
+def derive_seeds(seed: int, count: int) -> list[int]:
+    """Row i's 64-bit seed: number i of the SplitMix64 stream (Steele et al. 2014) that starts at the mixed ``seed``,
+    so neither neighbouring seeds nor neighbouring rows share a stream, and (s, i) is not (i, s)."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+
+    def mix(x):
+        x = x + golden
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    start = mix(np.full(1, seed % 2**64, np.uint64))
+    return mix(start + golden * np.arange(count, dtype=np.uint64)).tolist()
 
 
 def _host_part(state: DecodeState) -> DecodeState:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from specjax import backend, sampling
-from specjax.models.cache import KVCache
+from specjax.models.cache import KVCache, write_rows
 from specjax.types import (
     ACCEPTED,
     BONUS,
@@ -127,29 +127,23 @@ def commit(state: DecodeState, draft: Draft, verdict: Verdict) -> DecodeState:
     emitted = jnp.where(active, jnp.minimum(jnp.minimum(n, first_stop) + 1, state.budget - state.lengths), 0)
     lengths = state.lengths + emitted
 
-    per_position = jnp.arange(1, k + 1)[None]
-    was_proposed = active[:, None] & (proposed[:, None] >= per_position)
-    counters = Counters(
-        blocks=state.counters.blocks + active,
-        emitted=state.counters.emitted + emitted,
-        drafted_at=state.counters.drafted_at + was_proposed,
-        reached_at=state.counters.reached_at + (was_proposed & (n[:, None] >= per_position - 1)),
-        accepted_at=state.counters.accepted_at + (active[:, None] & (n[:, None] >= per_position)),
+    position = jnp.arange(1, k + 1)[None]
+    was_proposed = active[:, None] & (proposed[:, None] >= position)
+    seen = Counters(
+        blocks=active,
+        emitted=emitted,
+        drafted_at=was_proposed,
+        reached_at=was_proposed & (n[:, None] >= position - 1),
+        accepted_at=active[:, None] & (n[:, None] >= position),
     )
+    # Entries past a row's new length are stale and overwritten by its next block; a finished row writes past its end.
     return state.replace(
-        tokens=_write_rows(state.tokens, state.lengths, block),
-        origin=_write_rows(state.origin, state.lengths, origin),
+        tokens=write_rows(state.tokens, state.lengths, block),
+        origin=write_rows(state.origin, state.lengths, origin),
         lengths=lengths,
         done=state.done | (first_stop < emitted) | (lengths >= state.budget),
-        counters=counters,
+        counters=jax.tree.map(lambda total, x: total + x.astype(jnp.int32), state.counters, seen),
     )
-
-
-def _write_rows(buffer: Int[Array, "B L"], start: Int[Array, " B"], block: Int[Array, "B K1"]) -> Int[Array, "B L"]:
-    # Entries past a row's new length are stale and overwritten by its next block; finished rows write past their end.
-    for row in range(buffer.shape[0]):
-        buffer = jax.lax.dynamic_update_slice(buffer, block[row : row + 1].astype(buffer.dtype), (row, start[row]))
-    return buffer
 
 
 @functools.cache
@@ -205,7 +199,7 @@ def chunk(engine: Engine):
     return jax.jit(run, donate_argnames="state", compiler_options=backend.compiler_options())
 
 
-@functools.partial(jax.jit, static_argnames="num_slots", donate_argnames="state")
+@functools.partial(jax.jit, static_argnames="num_slots")
 def grow(state: DecodeState, num_slots: int) -> DecodeState:
     """Every KV cache of the state, the drafter's too, with more slots."""
     return jax.tree.map(lambda x: x.grown(num_slots) if _is_cache(x) else x, state, is_leaf=_is_cache)

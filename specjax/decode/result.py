@@ -34,8 +34,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationResult:
-    """``tokens``: new tokens only. ``seeds``: the seed from which each row replays alone. ``steps``: blocks the batch
-    ran, that is, forward passes of the target over the whole batch."""
+    """``tokens``: new tokens only. ``seeds``: the seed from which each row replays alone."""
 
     tokens: list[list[int]]
     text: list[str]
@@ -72,16 +71,11 @@ def cut_pieces(
     return pieces
 
 
-def stats_of_row(counters: Counters, row: int) -> DecodeStats:
+def stats_by_row(counters: Counters) -> list[DecodeStats]:
     """Counters are host arrays here."""
-    return DecodeStats(
-        blocks=int(counters.blocks[row]),
-        emitted=int(counters.emitted[row]),
-        drafted_at=tuple(map(int, counters.drafted_at[row])),
-        reached_at=tuple(map(int, counters.reached_at[row])),
-        accepted_at=tuple(map(int, counters.accepted_at[row])),
-    )
+    fields = [getattr(counters, field.name).tolist() for field in dataclasses.fields(DecodeStats)]
+    return [DecodeStats(*(tuple(v) if isinstance(v, list) else v for v in row)) for row in zip(*fields, strict=True)]
 
 
 def origin_names(codes: np.ndarray) -> list[str]:
-    return [ORIGINS[code] for code in codes]
+    return [ORIGINS[code] for code in codes.tolist()]

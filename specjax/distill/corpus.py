@@ -46,7 +46,8 @@ def read_documents(path: str) -> list[Document]:
         root = Path(path).expanduser()
         if not root.exists():
             raise DataError(
-                f"data.path: {path!r} does not exist; give a text, .jsonl or .parquet file, a directory of them, or {STDLIB!r}"
+                f"data.path: {path!r} does not exist; "
+                f"give a text, .jsonl or .parquet file, a directory of them, or {STDLIB!r}"
             )
         files = [root] if root.is_file() else sorted(f for f in root.rglob("*") if f.suffix in _READERS)
         if not files:
@@ -59,7 +60,7 @@ def read_documents(path: str) -> list[Document]:
 
 
 def split_held_out(documents: Iterable[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """(train, held out): a document is held out iff its content hash, read as a number in [0, 1), is below ``fraction``."""
+    """(train, held out): held out is a document whose content hash, as a number in [0, 1), is below ``fraction``."""
     train, held_out = [], []
     for document in documents:
         (held_out if int(document.digest[:16], 16) / 2**64 < fraction else train).append(document)
@@ -86,7 +87,7 @@ def windows(stream: np.ndarray, length: int) -> np.ndarray:
     count = (len(stream) - 1) // length
     if count < 1:
         raise DataError(f"the corpus has {len(stream)} tokens, too few for one window of {length + 1}; use more text")
-    return np.lib.stride_tricks.sliding_window_view(stream, length + 1)[:: length][:count]
+    return np.lib.stride_tricks.sliding_window_view(stream, length + 1)[::length][:count]
 
 
 def batches(windowed: np.ndarray, batch_size: int, seed: int) -> grain.MapDataset:
@@ -122,7 +123,8 @@ def _read_text(file: Path) -> Iterator[Document]:
         yield Document(file.as_posix(), file.read_bytes().decode("utf-8"))
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{file}: not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x}); convert it, for example with iconv"
+            f"{file}: not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x}); "
+            "convert it, for example with iconv"
         ) from None
 
 

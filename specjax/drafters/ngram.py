@@ -43,7 +43,7 @@ class NGram:
             last = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1 - back, 0), axis=1)
             shifted = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, : tokens.shape[1]]
             alive &= (shifted == last) & (back < lengths)
-            matched += alive
+            matched += alive.astype(jnp.int32)
         rank = jnp.where(matched >= self.min_n, matched * tokens.shape[1] + end, -1)
         best = jnp.argmax(rank, axis=1)[:, None]
         source = best + 1 + jnp.arange(self.k)[None]

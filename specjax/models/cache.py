@@ -9,7 +9,10 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped
+
+_UNROLLED_ROWS = 16
 
 
 @flax.struct.dataclass
@@ -19,7 +22,7 @@ class KVCache:
     layers: tuple[tuple[Float[Array, "B S G C"], Float[Array, "B S G C"]], ...]
 
     @classmethod
-    def zeros(cls, num_layers: int, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> KVCache:
+    def zeros(cls, num_layers: int, shape: tuple[int, int, int, int], dtype: DTypeLike) -> KVCache:
         return cls(tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers)))
 
     @property
@@ -37,10 +40,19 @@ def write_block(
 ) -> Float[Array, "B S G C"]:
     """Write each row's T new entries at ``slots[b, 0] ...``: a block is contiguous in slots, in a tree as well.
 
-    One in-place update a row: on CPU a scatter over rows becomes a loop over single elements. The engine keeps
-    ``S >= slots[b, 0] + T``, because ``dynamic_update_slice`` clamps its start and would overwrite valid slots.
+    The engine keeps ``S >= slots[b, 0] + T``: `dynamic_update_slice` clamps its start and would overwrite valid slots.
     """
-    new = new.astype(buffer.dtype)
+    return write_rows(buffer, slots[:, 0], new.astype(buffer.dtype))
+
+
+def write_rows(buffer: Shaped[Array, "B S *F"], start: Int[Array, " B"], new: Shaped[Array, "B T *F"]):
+    """``buffer[b, start[b] : start[b] + T] = new[b]``. A few rows are written one by one: each is an update in place,
+    where the scatter over rows that `vmap` makes becomes a loop over single elements on CPU."""
+    if buffer.shape[0] > _UNROLLED_ROWS:
+        return jax.vmap(lambda b, s, n: jax.lax.dynamic_update_slice(b, n, (s, *[0] * (n.ndim - 1))))(
+            buffer, start, new
+        )
     for row in range(buffer.shape[0]):
-        buffer = jax.lax.dynamic_update_slice(buffer, new[row : row + 1], (row, slots[row, 0], 0, 0))
+        at = (row, start[row], *[0] * (new.ndim - 2))
+        buffer = jax.lax.dynamic_update_slice(buffer, new[row : row + 1], at)
     return buffer

@@ -15,6 +15,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models.cache import KVCache, write_block
@@ -25,7 +26,7 @@ from specjax.types import Output, Params
 class Linear(nnx.Module):
     """``x @ kernel``, kernel ``[in, out]``; or ``[parts, in, out / parts]`` as `specjax.backend` lays it out."""
 
-    def __init__(self, features_in: int, features_out: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, features_in: int, features_out: int, *, rngs: nnx.Rngs, dtype: DTypeLike):
         scale = features_in**-0.5
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (features_in, features_out), dtype) * scale)
 
@@ -38,7 +39,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    def __init__(self, features: int, eps: float, *, dtype: jnp.dtype):
+    def __init__(self, features: int, eps: float, *, dtype: DTypeLike):
         self.scale = nnx.Param(jnp.ones((features,), dtype))
         self.eps = eps
 
@@ -49,7 +50,7 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.config = config
         heads, kv_heads, features = config.num_heads, config.num_kv_heads, config.head_dim
         self.q_proj = Linear(config.hidden_size, heads * features, rngs=rngs, dtype=dtype)
@@ -71,7 +72,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, rngs=rngs, dtype=dtype)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, rngs=rngs, dtype=dtype)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, rngs=rngs, dtype=dtype)
@@ -81,7 +82,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.attention = Attention(config, rngs=rngs, dtype=dtype)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
@@ -96,7 +97,7 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """The weights. Initialised at variance 1/fan_in, residual outputs scaled down by depth (GPT-2)."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         self.config = config
         self.embedding = nnx.Param(
             jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype) * 0.02
@@ -160,7 +161,9 @@ def attend(
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(batch, kv_heads, group * fed, -1)
     out = jnp.einsum("bgqs,bgsc->bgqc", weights, v, precision=_precision(q))
-    return out.reshape(batch, kv_heads, group, fed, features).transpose(0, 3, 1, 2, 4).reshape(batch, fed, heads, features)
+    return (
+        out.reshape(batch, kv_heads, group, fed, features).transpose(0, 3, 1, 2, 4).reshape(batch, fed, heads, features)
+    )
 
 
 def _visible(positions, slots, cache, mask) -> Bool[Array, "B T S"]:
@@ -193,12 +196,12 @@ class Model:
 
     config: ModelConfig
 
-    def init(self, key: Array, dtype: jnp.dtype = jnp.float32) -> Params:
+    def init(self, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
         """Fresh parameters, a nested dict of arrays."""
         _, state = nnx.split(Transformer(self.config, rngs=nnx.Rngs(params=key), dtype=dtype))
         return nnx.to_pure_dict(state)
 
-    def init_cache(self, batch: int, num_slots: int, dtype: jnp.dtype = jnp.float32) -> KVCache:
+    def init_cache(self, batch: int, num_slots: int, dtype: DTypeLike = jnp.float32) -> KVCache:
         config = self.config
         return KVCache.zeros(config.num_layers, (batch, num_slots, config.num_kv_heads, config.head_dim), dtype)
 

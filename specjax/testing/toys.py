@@ -46,7 +46,7 @@ class PrefixModel:
 
     def init_cache(self, batch: int, num_slots: int, dtype=jnp.float32) -> KVCache:
         shape = (batch, num_slots, 1, self.config.vocab_size)
-        poison = jnp.full(shape, POISON, dtype) * jnp.arange(1.0, self.config.vocab_size + 1, dtype=dtype)
+        poison = POISON * jnp.broadcast_to(jnp.arange(1.0, self.config.vocab_size + 1, dtype=dtype), shape)
         return KVCache(((poison, jnp.full((batch, num_slots, 1, 1), POISON, dtype)),))
 
     def __call__(
@@ -59,13 +59,16 @@ class PrefixModel:
             keys, values = new, where
         else:
             keys, values = (write_block(c, slots, x) for c, x in zip(cache.layers[0], (new, where), strict=True))
-        slot = jnp.arange(keys.shape[1])
-        visible = slot[None, None] <= slots[..., None]
+        slot = jnp.arange(keys.shape[1])[None, None]
+        visible = slot <= slots[..., None]
         summed = jnp.sum(jnp.where(visible[..., None], keys[:, None, :, 0], 0.0), axis=2)
         # A slot whose stored position is not its own was filled by mistake: make that visible as well.
-        misplaced = jnp.sum(jnp.where(visible, jnp.abs(values[:, None, :, 0, 0] - slot[None, None]), 0.0), axis=2)
-        scale = jnp.sqrt(positions.astype(jnp.float32) + 1.0)
-        logits = params["bias"] + (summed + misplaced[..., None] * jnp.arange(self.config.vocab_size)) / scale[..., None]
+        misplaced = jnp.sum(
+            jnp.where(visible, jnp.abs(values[:, None, :, 0, 0] - slot.astype(jnp.float32)), 0.0), axis=2
+        )
+        summed += misplaced[..., None] * jnp.arange(float(self.config.vocab_size))[None, None]
+        scale = jnp.sqrt(positions.astype(jnp.float32) + 1.0)[..., None]
+        logits = params["bias"][None, None] + summed / scale
         if rows is not None:
             logits = jnp.take_along_axis(logits, rows[..., None], axis=1)
         return Output(logits, (), KVCache(((keys, values),)))

@@ -1,0 +1,41 @@
+# The two commands of the README: `make demo` and `make test`. PYTHON=python3.12 make setup chooses the interpreter.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
+
+.PHONY: setup test demo lint clean
+
+setup: $(STAMP)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "error: $(PYTHON) is too old, specjax needs Python 3.11 or newer; try PYTHON=python3.12 make setup" >&2; exit 2; }
+	@# A half-made environment would pass for a whole one next time.
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# The stamp is newer than what it was made from, so a second run installs nothing.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,parquet]'
+	@touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q
+
+demo: $(STAMP)
+	$(BIN)/python experiments/run.py configs/demo.yaml
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+# Leaves runs/ alone: it holds results.
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find specjax experiments tests -name __pycache__ -type d -prune -exec rm -rf {} +

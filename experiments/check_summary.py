@@ -1,0 +1,116 @@
+"""A demo's summary.json against the figures it must reach; prints all of them.
+
+    python experiments/check_summary.py runs/demo/report/summary.json
+
+Exit status 1 if a figure that is not a timing misses its bound (timings depend on the machine: shown, never fatal),
+2 if the file cannot be read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """``bound``: what the value must reach, in words; empty for a figure that is only reported."""
+
+    key: str
+    value: Any
+    bound: str
+    ok: bool
+    timing: bool = False
+
+
+def figures(summary: Mapping[str, Any]) -> list[Figure]:
+    """Every figure of a run, in the order of a report. A figure that was not measured misses its bound."""
+    gap = _difference(summary, "draft_nll", "target_nll")
+    return [
+        Figure("nll_gap", gap, "draft_nll - target_nll >= 0.4", gap is not None and gap >= 0.4),
+        _above(summary, "alpha_after", "alpha_before", 0.08),
+        _above(summary, "alpha_after", "alpha_ce_control", 0.05),
+        _bounded(summary, "alpha_positions", ">= 50,000", lambda x: x >= 50_000),
+        _bounded(summary, "greedy_identical", "true", lambda x: x is True),
+        _bounded(summary, "recompiles", "0", lambda x: x == 0),
+        _bounded(summary, "peak_rss_gb", "<= 6", lambda x: x <= 6),
+        _bounded(summary, "speedup_greedy", ">= 1.15", lambda x: x >= 1.15, timing=True),
+        _bounded(summary, "speedup_t1", ">= 1.3", lambda x: x >= 1.3, timing=True),
+        _bounded(summary, "memory_floor_share", ">= 0.6", lambda x: x >= 0.6, timing=True),
+        _bounded(summary, "ar_overhead", "<= 1.10", lambda x: x <= 1.10, timing=True),
+        _bounded(summary, "step_overhead", "<= 1.15", lambda x: x <= 1.15, timing=True),
+        _bounded(summary, "speedup_predicted_error", "<= 0.10", lambda x: x <= 0.10, timing=True),
+        _bounded(summary, "ar_tokens_per_s", "", lambda x: True, timing=True),
+        _bounded(summary, "spec_tokens_per_s", "", lambda x: True, timing=True),
+    ]
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) != 1:
+        print("usage: python experiments/check_summary.py SUMMARY_JSON", file=sys.stderr)
+        return 2
+    try:
+        summary = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+    except OSError as error:
+        print(f"error: {argv[0]}: {error.strerror}; make demo writes it", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"error: {argv[0]}: not JSON ({error})", file=sys.stderr)
+        return 2
+    if not isinstance(summary, dict):
+        print(f"error: {argv[0]}: a {type(summary).__name__}, expected an object", file=sys.stderr)
+        return 2
+    checked = figures(summary)
+    for figure in checked:
+        mark = ("ok" if figure.ok else "missed") if figure.bound else ""
+        kind = "timing" if figure.timing else ""
+        print(f"{mark:7} {figure.key:24} {_shown(figure.value):>14}  {figure.bound:36} {kind}".rstrip())
+    missed = [figure for figure in checked if not figure.ok and not figure.timing]
+    for figure in missed:
+        print(f"error: {figure.key} is {_shown(figure.value)}, must reach {figure.bound}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+def _bounded(
+    summary: Mapping[str, Any], key: str, bound: str, holds: Callable[[Any], bool], timing: bool = False
+) -> Figure:
+    value = summary.get(key)
+    # A boolean is no number, so that `recompiles: false` does not pass for 0.
+    measured = isinstance(value, bool) == (bound == "true") and (isinstance(value, bool) or _is_number(value))
+    return Figure(key, value, bound, measured and holds(value), timing)
+
+
+def _above(summary: Mapping[str, Any], key: str, rival: str, margin: float) -> Figure:
+    gain = _difference(summary, key, rival)
+    return Figure(
+        key,
+        summary.get(key),
+        f">= {rival} + {margin:g} = {_shown(summary[rival] + margin) if gain is not None else 'not measured'}",
+        # Both sides are rounded by nobody: the tolerance is for the subtraction alone.
+        gain is not None and gain >= margin - 1e-9,
+    )
+
+
+def _difference(summary: Mapping[str, Any], key: str, other: str) -> float | None:
+    if _is_number(summary.get(key)) and _is_number(summary.get(other)):
+        return summary[key] - summary[other]
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return "not measured" if value is None else json.dumps(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

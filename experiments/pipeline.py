@@ -1,0 +1,134 @@
+"""The main job of one config, from corpus to report: distill, decode, write `results.json`, build the report.
+
+What is finished under `out` is reused, what was interrupted goes on: training from its last checkpoint, the decoding
+benchmark from its start, because its timings belong to one run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import yaml
+from check_summary import figures as check_figures
+from rich.console import Console
+
+from specjax import report
+from specjax.config import RunConfig
+from specjax.distill import fingerprint, job, lock
+from specjax.distill.measure import decoding_figures, ticks
+from specjax.distill.progress import Bars, StepProgress, console_bars
+
+_DECODING, _SECONDS, _RESULTS = "decoding.json", "seconds.json", "results.json"
+
+
+def run(config: RunConfig) -> dict[str, Any]:
+    """Everything of one run, in ``config.out``; returns the summary. Raises `SpecjaxError` for what a user can mend."""
+    out = Path(config.out)
+    console = Console()
+    with lock.exclusive(out):
+        stopwatch = Stopwatch(out / _SECONDS, console_bars(console))
+        distilled = job.distill(config, stopwatch.bars)
+        decoding = _decoding(config, distilled, out / _DECODING, stopwatch.bars)
+        measures = dataclasses.asdict(distilled.measures)
+        summary = {**measures, "alpha_positions": measures.pop("positions"), **decoding["figures"]}
+        results = {
+            "name": out.name,
+            "date": decoding["date"],
+            "command": f"python experiments/run.py, out={config.out}",
+            "config_yaml": yaml.safe_dump(dataclasses.asdict(config), sort_keys=False),
+            "machine": {**decoding["machine"], "stream_gb_per_s": decoding["figures"].get("stream_gb_per_s")},
+            "summary": summary,
+            "figures": [dataclasses.asdict(figure) for figure in check_figures(summary)],
+            "training": _training(distilled.logs),
+            "stage_seconds": stopwatch.seconds,
+            **{key: decoding[key] for key in ("decoding", "compile_seconds", "sample")},
+        }
+        fingerprint.write_json(out / _RESULTS, results)
+        where = report.build(out)
+    console.print(f"report: {where / 'report.html'}")
+    return summary
+
+
+def _decoding(config: RunConfig, distilled: job.Distilled, file: Path, bars: Bars) -> dict[str, Any]:
+    """Measured once; kept with what it was measured on, and measured again when any of that changes."""
+    drafts = {"draft_before": distilled.draft_before, "draft_after": distilled.draft_after}
+    measured_on = {
+        "bench": dataclasses.asdict(config.bench),
+        "verifier": config.verifier,
+        "seed": config.seed,
+        "weights": [fingerprint.digest(m.params) for m in (distilled.target, *drafts.values())],
+        "specjax": importlib.metadata.version("specjax"),
+        "jax": jax.__version__,
+    }
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+        known = json.loads(file.read_text())
+        if known["measured_on"] == json.loads(json.dumps(measured_on)):
+            return known
+    total = ticks(config, len(drafts))
+    with bars("decoding", total) as progress:
+        done = 0
+
+        def tick(label: str) -> None:
+            nonlocal done
+            done += 1
+            if progress is not None:
+                progress(done, {})
+
+        measured = decoding_figures(config, distilled.target, drafts, distilled.prepared.corpus.held_out, tick)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    found = {**measured, "date": now, "machine": _machine(), "measured_on": measured_on}
+    fingerprint.write_json(file, found)
+    return found
+
+
+class Stopwatch:
+    """Seconds a stage took, added up over interrupted runs, kept in a file."""
+
+    def __init__(self, file: Path, bars: Bars):
+        self._file, self._bars = file, bars
+        self.seconds: dict[str, float] = {}
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            self.seconds = json.loads(file.read_text())
+
+    @contextlib.contextmanager
+    def bars(self, name: str, steps: int) -> Iterator[StepProgress | None]:
+        before, began = self.seconds.get(name, 0.0), time.perf_counter()
+        try:
+            with self._bars(name, steps) as progress:
+                yield progress
+        finally:
+            self.seconds[name] = round(before + time.perf_counter() - began, 1)
+            fingerprint.write_json(self._file, self.seconds)
+
+
+def _training(logs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    names = {"draft-pretrain": "pretrain", "draft-distill": "distill"}
+    control = {name.removeprefix("control-"): log for name, log in logs.items() if name.startswith("control-")}
+    return {**{short: logs[name] for name, short in names.items() if name in logs}, "control": control}
+
+
+def _machine() -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_gb": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "backend": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+    }

@@ -1,0 +1,156 @@
+"""Run a config, or every point of its sweep.
+
+    python experiments/run.py configs/demo.yaml [a.b=v]...
+
+Without `sweep:` the run goes to `out`, and its figures are printed. With it, each point goes to `out/<id>`, and
+`out/results.jsonl` has one line a run. The same command again skips finished runs and retries failed ones. Exit status:
+1 if a run failed, 2 for a config that cannot be used, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from check_summary import figures
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specjax import cli
+from specjax.config import RunConfig, SweepRun, load_sweep
+from specjax.distill.lock import exclusive
+from specjax.errors import DataError, SpecjaxError
+
+Run = Callable[[RunConfig], Mapping[str, Any]]
+RESULTS, ERROR = "results.jsonl", "error.txt"
+# Columns of the final table, where a run's summary has them.
+HEADLINES = ("target_nll", "draft_nll", "alpha_before", "alpha_after", "speedup_greedy", "speedup_t1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One line of results.jsonl. ``status``: `ok` or `failed`; ``error``: one line, None if ok."""
+
+    id: str
+    overrides: dict[str, Any]
+    status: str
+    error: str | None
+    seconds: float
+    summary: dict[str, Any] | None
+
+
+def main(config: Path, overrides: Sequence[str], run: Run) -> int:
+    """Run the config, or its sweep, with ``run(config) -> summary``. Returns the exit status."""
+    runs = load_sweep(config, overrides)
+    if [point.overrides for point in runs] == [{}]:
+        [only] = runs
+        assert only.config is not None
+        summary = run(only.config)
+        from specjax.report.terminal import figures_table
+
+        Console().print(figures_table([figure for figure in figures(summary) if figure.value is not None]))
+        return 0
+    return run_sweep(runs, run, Console())
+
+
+def run_sweep(runs: Sequence[SweepRun], run: Run, console: Console) -> int:
+    """Every run that is not finished yet; a failure is recorded and does not stop the rest. 1 if any failed."""
+    root = runs[0].out.parent
+    with exclusive(root):
+        records = read_records(root / RESULTS)
+        for number, point in enumerate(runs, 1):
+            title = f"[{number}/{len(runs)}] {point.id}: {_described(point.overrides)}"
+            if (known := records.get(point.id)) and known.status == "ok":
+                console.print(Text(f"{title}: finished earlier, skipped"))
+                continue
+            console.print(Text(title))
+            records[point.id] = record = _attempt(point, run)
+            lines = [json.dumps(dataclasses.asdict(r), default=cli.plain_json) for r in records.values()]
+            cli.write_atomically(root / RESULTS, "\n".join(lines) + "\n")
+            if record.error:
+                console.print(Text(f"failed: {record.error}", style="red"))
+        swept = [records[point.id] for point in runs]
+        console.print(_table(swept))
+        failed = sum(record.status != "ok" for record in swept)
+        console.print(Text(f"{len(swept) - failed} of {len(swept)} runs finished; results: {root / RESULTS}"))
+    return 1 if failed else 0
+
+
+def read_records(path: Path) -> dict[str, Record]:
+    """Records by id, in file order; none if there is no file yet. Raises `DataError` naming a line that is not one."""
+    if not path.exists():
+        return {}
+    records = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record = Record(**json.loads(line))
+        except (ValueError, TypeError):
+            raise DataError(f"{path}, line {number}: not a record of a run; delete the line to run it again") from None
+        records[record.id] = record
+    return records
+
+
+def _attempt(point: SweepRun, run: Run) -> Record:
+    if point.config is None:
+        return Record(point.id, point.overrides, "failed", _one_line(point.error), 0.0, None)
+    began = time.monotonic()
+    trace = point.out / ERROR
+    try:
+        summary = dict(run(point.config))
+    # Whatever ends one run, an exit included, is that run's failure; Ctrl-C is neither and passes.
+    except (Exception, SystemExit) as error:
+        point.out.mkdir(parents=True, exist_ok=True)
+        trace.write_text(traceback.format_exc(), encoding="utf-8")
+        seconds = round(time.monotonic() - began, 3)
+        return Record(point.id, point.overrides, "failed", _one_line(error), seconds, None)
+    trace.unlink(missing_ok=True)
+    return Record(point.id, point.overrides, "ok", None, round(time.monotonic() - began, 3), summary)
+
+
+def _table(records: Sequence[Record]) -> Table:
+    names = list(dict.fromkeys(name for record in records for name in record.overrides))
+    shown = [key for key in HEADLINES if any((record.summary or {}).get(key) is not None for record in records)]
+    table = Table(title="Sweep", title_justify="left", header_style="bold")
+    for header in ("run", *names, "status", "seconds", *shown):
+        table.add_column(header, overflow="fold")
+    for record in records:
+        summary = record.summary or {}
+        table.add_row(
+            record.id,
+            *(Text(_value(record.overrides.get(name))) for name in names),
+            Text(record.status, style="green" if record.status == "ok" else "bold red"),
+            f"{record.seconds:.1f}",
+            *(Text(_value(summary.get(key))) for key in shown),
+        )
+    return table
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "-" if value is None else json.dumps(value, default=cli.plain_json).strip('"')
+
+
+def _described(overrides: Mapping[str, Any]) -> str:
+    return ", ".join(f"{field}={_value(value)}" for field, value in overrides.items())
+
+
+def _one_line(error: BaseException | None) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, SpecjaxError) else f"{type(error).__name__}: {text}"
+
+
+def _pipeline(config: RunConfig) -> Mapping[str, Any]:
+    import pipeline  # beside this file; it loads JAX, which a config error need not wait for
+
+    return pipeline.run(config)
+
+
+if __name__ == "__main__":
+    cli.run_main(lambda config, overrides: main(config, overrides, _pipeline), __doc__)

@@ -1,0 +1,54 @@
+"""Speculative decoding in JAX: distill a draft, decode with it, lose nothing. The public names, loaded when asked for,
+so that `import specjax` and the command line's help do not wait for JAX."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specjax.config import RunConfig, load_config
+    from specjax.decode.decoder import Decoder
+    from specjax.decode.result import Event, GenerationResult
+    from specjax.drafters.draft_model import DraftModel
+    from specjax.drafters.ngram import NGram
+    from specjax.errors import SpecjaxError
+    from specjax.models.hf import LoadedModel, load_model, save_model
+
+__all__ = [
+    "Decoder",
+    "DraftModel",
+    "Event",
+    "GenerationResult",
+    "LoadedModel",
+    "NGram",
+    "RunConfig",
+    "SpecjaxError",
+    "load_config",
+    "load_model",
+    "save_model",
+]
+
+_HOMES = {
+    "Decoder": "specjax.decode.decoder",
+    "DraftModel": "specjax.drafters.draft_model",
+    "Event": "specjax.decode.result",
+    "GenerationResult": "specjax.decode.result",
+    "LoadedModel": "specjax.models.hf",
+    "NGram": "specjax.drafters.ngram",
+    "RunConfig": "specjax.config",
+    "SpecjaxError": "specjax.errors",
+    "load_config": "specjax.config",
+    "load_model": "specjax.models.hf",
+    "save_model": "specjax.models.hf",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'specjax' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

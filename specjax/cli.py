@@ -1,0 +1,259 @@
+"""The `specjax` command, and what every entry point shares: errors of the user in one line, exit status 2.
+
+Heavy imports wait until a command needs them, so that `--help` and mistakes in arguments answer at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from specjax.errors import DataError, SpecjaxError
+
+USER_ERROR, INTERRUPTED = 2, 130
+# What a wrong path raises wherever it is opened first.
+_PATH_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+
+app = typer.Typer(
+    help="Speculative decoding in JAX.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=v]...", help="Overrides of single fields.")]
+
+
+@contextlib.contextmanager
+def user_errors(debug: bool = False, interrupted: str = "interrupted") -> Iterator[None]:
+    """A `SpecjaxError` or a path that cannot be opened leaves as `error: ...` on stderr and exit status 2, one line a
+    problem; Ctrl-C as ``interrupted`` and 130. Anything else is a defect of specjax and keeps its traceback."""
+    try:
+        yield
+    except (SpecjaxError, *_PATH_ERRORS) as error:
+        if debug:
+            traceback.print_exc()
+        else:
+            for line in _message(error).splitlines():
+                print(f"error: {line}", file=sys.stderr)
+        raise SystemExit(USER_ERROR) from None
+    except KeyboardInterrupt:
+        print(f"\n{interrupted}", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+
+
+def run_main(
+    main: Callable[[Path, list[str]], int | None],
+    description: str | None,
+    interrupted: str = "interrupted; the same command resumes",
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Command line `CONFIG [a.b=v]... [--debug]` of a script: calls ``main(config path, overrides)`` and exits with the
+    status it returns, None for 0."""
+
+    def command(config: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
+        with user_errors(debug, interrupted):
+            status = main(config, overrides or [])
+        raise SystemExit(status or 0)
+
+    script = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    script.command(help=description)(command)
+    script(args=argv)
+
+
+@app.command()
+def generate(
+    target: Annotated[str, typer.Option(help="Target: a Hugging Face directory or hub id.")],
+    draft: Annotated[str | None, typer.Option(help="Draft: a Hugging Face directory or hub id.")] = None,
+    ngram: Annotated[bool, typer.Option("--ngram", help="Draft by n-gram prompt lookup.")] = False,
+    k: Annotated[int | None, typer.Option("-k", min=1, max=64, help="Draft length.", show_default="5")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be repeated.")] = None,
+    prompt_file: Annotated[list[Path] | None, typer.Option(help="File with one prompt; may be repeated.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    verifier: Annotated[str, typer.Option(help="Which part of a block is kept.")] = "speculative",
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = False,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights.")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    no_color: Annotated[bool, typer.Option("--no-color")] = False,
+    debug: Debug = False,
+) -> None:
+    """Continue prompts. One prompt is streamed, with every token coloured by who chose it."""
+    if draft is not None and ngram:
+        raise typer.BadParameter("--draft and --ngram exclude each other; give one, or neither to decode plainly")
+    if k is not None and draft is None and not ngram:
+        raise typer.BadParameter(f"-k {k} needs a drafter; add --draft DIR or --ngram")
+    if not prompt and not prompt_file:
+        raise typer.BadParameter("no prompt; add --prompt TEXT or --prompt-file FILE")
+    with user_errors(debug):
+        prompts = [*(prompt or []), *map(_read_prompt, prompt_file or [])]
+        decoder = _decoder(target, draft, ngram, k or 5, verifier, dtype)
+        options = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "ignore_eos": ignore_eos,
+        }
+        if as_json:
+            print(json.dumps(_as_json(prompts, decoder.generate(prompts, **options)), default=plain_json))
+        elif len(prompts) == 1:
+            _stream(decoder, prompts[0], options, no_color)
+        else:
+            _print_rows(prompts, decoder.generate(prompts, **options), no_color)
+
+
+@app.command()
+def bench(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the results to this file, as JSON.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Time the decoding of held-out prompts over the config's grid, against the autoregressive loop."""
+    with user_errors(debug):
+        from specjax.config import load_config
+
+        settings = load_config(config, overrides or [])
+        if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+            raise SpecjaxError(f"--out {out}: not a file in an existing directory; nothing could be written there")
+        from specjax.distill.measure import run_bench
+        from specjax.report.terminal import decoding_table
+
+        results = run_bench(settings)
+        Console().print(decoding_table(results["decoding"]))
+        if out is not None:
+            write_atomically(out, json.dumps(results, indent=1, default=plain_json) + "\n")
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a finished run.")],
+    debug: Debug = False,
+) -> None:
+    """Write a run's report anew: summary.json, report.md and a self-contained report.html."""
+    with user_errors(debug):
+        from specjax.report import build
+
+        print(build(run_dir))
+
+
+@app.command()
+def schema(debug: Debug = False) -> None:
+    """Print the JSON Schema of config files, for editors."""
+    with user_errors(debug):
+        from specjax.config import json_schema
+
+        print(json.dumps(json_schema(), indent=2))
+
+
+def main() -> None:
+    """The `specjax` console script."""
+    app(prog_name="specjax")
+
+
+def plain_json(value: Any) -> Any:
+    """``default`` of `json.dumps`: arrays and array scalars as lists and numbers, paths as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The whole text or what was there before, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {(error.strerror or 'cannot be opened').lower()}"
+    return str(error)
+
+
+def _read_prompt(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"--prompt-file {path}: not UTF-8 (byte {error.start}); convert it, for example with iconv"
+        ) from None
+
+
+def _decoder(target: str, draft: str | None, ngram: bool, k: int, verifier: str, dtype: str) -> Any:
+    import specjax
+
+    drafter: Any = None
+    if draft is not None:
+        drafter = specjax.DraftModel(specjax.load_model(draft, dtype=dtype), k=k)
+    elif ngram:
+        drafter = specjax.NGram(k=k)
+    return specjax.Decoder(specjax.load_model(target, dtype=dtype), drafter=drafter, verifier=verifier)
+
+
+def _stream(decoder: Any, prompt: str, options: dict[str, Any], no_color: bool) -> None:
+    """Text to stdout as it is committed; legend and statistics to stderr, so that a pipe gets the text alone."""
+    from specjax.report.terminal import legend, render_pieces
+
+    console = Console(no_color=no_color or None, highlight=False)
+    notes = Console(stderr=True, no_color=no_color or None, highlight=False)
+    first, count, last, event = None, 0, time.perf_counter(), None
+    for event in decoder.stream(prompt, **options):
+        last = time.perf_counter()
+        # The first event waits for compilation, so the rate counts from there.
+        first, count = (last, 0) if first is None else (first, count + len(event.tokens))
+        console.print(render_pieces(event.pieces), end="", soft_wrap=True)
+    console.print()
+    if event is None:
+        return
+    rate = f", {count / (last - first):,.0f} tokens/s after the first block" if first is not None and count else ""
+    if console.is_terminal and not console.no_color:
+        notes.print("\n", legend(), sep="")
+    notes.print(f"{_describe(event.stats)}{rate}")
+
+
+def _print_rows(prompts: Sequence[str], result: Any, no_color: bool) -> None:
+    from specjax.report.labels import visible
+
+    console = Console(no_color=no_color or None, highlight=False)
+    for prompt, text, stats in zip(prompts, result.text, result.stats, strict=True):
+        start = prompt if len(prompt) <= 60 else f"...{prompt[-57:]}"
+        console.print(Text(visible(start.replace("\n", " ")), style="bold"), soft_wrap=True)
+        console.print(Text(visible(text)), soft_wrap=True)
+        console.print(Text(_describe(stats), style="dim"), soft_wrap=True)
+
+
+def _describe(stats: Any) -> str:
+    text = f"{stats.emitted} tokens, {stats.target_calls} target calls"
+    if stats.drafted:
+        text += f", block efficiency {stats.block_efficiency:.2f}, acceptance rate {stats.acceptance_rate:.2f}"
+    return text
+
+
+def _as_json(prompts: Sequence[str], result: Any) -> dict[str, Any]:
+    rows = zip(prompts, result.text, result.tokens, result.seeds, result.stats, strict=True)
+    return {
+        "rows": [
+            {"prompt": prompt, "text": text, "tokens": tokens, "seed": seed, "stats": stats.to_json()}
+            for prompt, text, tokens, seed, stats in rows
+        ]
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""The typed schema of a run. OmegaConf reads YAML and ``a.b=v`` overrides, pydantic validates; errors name the field.
+
+A run is a target, data, a draft to train, and how to measure decoding. Every section has defaults except ``target``
+and ``data``, so a config file says only what is particular to it. A file may also carry ``sweep:``, a mapping from
+dotted fields to lists of values; `load_sweep` expands the product. Interpolation inside the file is allowed; resolvers,
+which read the environment, are not: a config says everything about its run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic.dataclasses import dataclass
+
+from specjax import config_io
+from specjax.errors import ConfigError
+from specjax.registry import LOSSES, VERIFIERS, resolve
+
+
+def _kind_in(table: Mapping[str, str]) -> Any:
+    """A name in a registry. Known names are not imported here: the table alone decides."""
+
+    def known(kind: str) -> str:
+        if kind not in table:
+            try:
+                resolve(table, kind, "")
+            except ConfigError as error:
+                raise ValueError(str(error).removeprefix(": ")) from None
+        return kind
+
+    return Annotated[str, AfterValidator(known), Field(json_schema_extra={"enum": [*sorted(table)]})]
+
+
+def _distinct(values: tuple) -> tuple:
+    if len(set(values)) < len(values):
+        raise ValueError(f"{list(values)} repeats a value; give each once")
+    return values
+
+
+_STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+_Grid = (Field(min_length=1), AfterValidator(_distinct))
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0, le=1)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Architecture:
+    """A Llama-shaped model to train from scratch; the vocabulary is the target's."""
+
+    hidden_size: Positive = 128
+    intermediate_size: Positive = 384
+    num_layers: Positive = 2
+    num_heads: Positive = 4
+    num_kv_heads: Positive = 4
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Architecture:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
+        if self.hidden_size // self.num_heads % 2:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} over num_heads={self.num_heads} gives heads of "
+                f"{self.hidden_size // self.num_heads} features; rotary embeddings need an even number"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        return self
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Optimizer:
+    """AdamW with linear warm-up, cosine decay to ``final_scale`` of the peak, and clipping by the global norm."""
+
+    learning_rate: Rate = 3e-3
+    warmup_steps: NonNegative = 50
+    final_scale: Annotated[float, Field(ge=0, le=1)] = 0.05
+    weight_decay: Annotated[float, Field(ge=0)] = 0.05
+    b1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    b2: Annotated[float, Field(ge=0, lt=1)] = 0.98
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Data:
+    """Text to train on and to measure on."""
+
+    path: Name
+    """`python-stdlib`, or a text, .jsonl or .parquet file, or a directory of them."""
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Share of the documents kept from training, chosen by content hash."""
+    seq_len: Annotated[int, Field(ge=8)] = 256
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Target:
+    """The model to accelerate: ``path`` of a trained one, or the ``architecture`` of one to train from scratch."""
+
+    path: Name | None = None
+    """A Hugging Face directory or hub id. None: train one from scratch on `data`, of the shape `architecture`."""
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    architecture: Architecture | None = None
+    vocab_size: Annotated[int, Field(ge=257)] = 2048
+    """Of the byte-level BPE trained with a target from scratch; a loaded target brings its own."""
+    steps: NonNegative = 0
+    batch_size: Positive = 16
+    optimizer: Optimizer = Optimizer()
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Target:
+        if (self.path is None) == (self.architecture is None):
+            found = "neither" if self.path is None else "both"
+            raise ValueError(
+                f"{found} of path and architecture given, expected one: "
+                "path loads a trained target, architecture trains one from scratch"
+            )
+        if self.path is not None and self.steps:
+            raise ValueError(f"steps={self.steps} with a path: only a target from scratch is trained; drop steps")
+        if self.architecture is not None and not self.steps:
+            raise ValueError("steps=0 with an architecture: a target from scratch has to be trained; set steps")
+        return self
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Stage:
+    """One training stage of the draft: a loss, a number of steps, an optimizer."""
+
+    loss: _kind_in(LOSSES) = "forward_kl"  # pyright: ignore[reportInvalidTypeForm]
+    steps: NonNegative = 500
+    batch_size: Positive = 16
+    optimizer: Optimizer = Optimizer()
+    eval_every: Positive = 100
+    eval_positions: Positive = 8_192
+    """Held-out positions of the acceptance measured as training goes; the final figures use `eval.positions`."""
+    save_every: Positive = 100
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Draft:
+    """The model that proposes: its shape or starting weights, and its training before distillation."""
+
+    architecture: Architecture = Architecture()
+    init: Name | None = None
+    """A Hugging Face directory to start from instead of fresh weights."""
+    pretrain: Stage = Stage(loss="cross_entropy", steps=300)
+    """Cross-entropy on the data, before distillation; 0 steps to skip."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Control:
+    """The rival of distillation: its extra tokens spent on cross-entropy instead, best of several learning rates."""
+
+    learning_rates: Annotated[tuple[Rate, ...], AfterValidator(_distinct)] = ()
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Eval:
+    """Acceptance and losses on held-out text, under teacher forcing."""
+
+    positions: Positive = 50_000
+    """Held-out positions of the final acceptance and losses."""
+    batch_size: Positive = 8
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Bench:
+    """Decoding of held-out prompts: everything in the grid, timed interleaved."""
+
+    prompts: Positive = 12
+    """Timed prompts; as many others choose k and count acceptance."""
+    prompt_tokens: Annotated[int, Field(ge=1)] = 64
+    new_tokens: Positive = 192
+    batch_sizes: Annotated[tuple[Positive, ...], *_Grid] = (1, 8)
+    temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *_Grid] = (0.0, 1.0)
+    ks: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], *_Grid] = (3, 5, 7)
+    repeats: Positive = 5
+    """Timed repetitions of the autoregressive loop and of the best k; the rest of the grid is timed once."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RunConfig:
+    """A run: a target, data, a draft to train, and how to measure decoding."""
+
+    target: Target
+    data: Data
+    draft: Draft = Draft()
+    distill: Stage = Stage()
+    control: Control = Control()
+    eval: Eval = Eval()
+    bench: Bench = Bench()
+    verifier: _kind_in(VERIFIERS) = "speculative"  # pyright: ignore[reportInvalidTypeForm]
+    seed: NonNegative = 0
+    out: Name = "runs/run"
+    """Where everything of this run goes: checkpoints, logs, the draft, the report."""
+
+    @model_validator(mode="after")
+    def _verifier_fits(self) -> RunConfig:
+        sampled = [t for t in self.bench.temperatures if t > 0]
+        # A verifier without randomness keeps the most likely token, which is the target's law at temperature 0 only.
+        if sampled and resolve(VERIFIERS, self.verifier, "verifier").noise == "none":
+            raise ValueError(
+                f"verifier {self.verifier!r} decodes at temperature 0 only, bench.temperatures has {sampled[0]:g}; "
+                "set bench.temperatures=[0] or verifier=speculative"
+            )
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepRun:
+    """One point of a sweep: either ``config`` or ``error`` is set. ``id`` names the whole configuration but ``out`` and
+    stays the same when the sweep grows; ``out`` is this run's directory."""
+
+    id: str
+    overrides: dict[str, Any]
+    out: Path
+    config: RunConfig | None
+    error: ConfigError | None = None
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run that the YAML file ``path`` describes, with ``a.b=v`` overrides (values are YAML).
+
+    Raises `ConfigError`, one line a problem: file, field, value, what was expected, the nearest key for unknown ones.
+    """
+    raw = config_io.read(path, overrides)
+    if raw.get("sweep") is not None:
+        raise ConfigError(
+            f"{path}: sweep: this file describes many runs; use experiments/run.py, or override sweep=null"
+        )
+    raw.pop("sweep", None)
+    return config_io.validate(path, raw, RunConfig, config_io.sources_of(overrides))
+
+
+def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> list[SweepRun]:
+    """Every run of the file: the product of its ``sweep`` in file order, the last field varying fastest. Without
+    ``sweep`` the one run it describes, in ``out`` itself; in a sweep each run has a directory under ``out``.
+
+    A point that does not validate carries its error and leaves the others alone. Raises `ConfigError` if the file or
+    the sweep itself is wrong, or if no point is valid.
+    """
+    raw = config_io.read(path, overrides)
+    sweep = _sweep_values(path, raw.pop("sweep", None))
+    sources = config_io.sources_of(overrides)
+    if not sweep:
+        config = config_io.validate(path, raw, RunConfig, sources)
+        return [SweepRun(_identity(raw), {}, Path(config.out), config)]
+    for field in sweep:
+        if field in sources:
+            raise ConfigError(f"{path}: {field}: set by {sources[field]} and by the sweep; drop one of them")
+    runs = [
+        _sweep_run(path, raw, dict(zip(sweep, values, strict=True)), sources)
+        for values in itertools.product(*sweep.values())
+    ]
+    if len({run.id for run in runs}) < len(runs):
+        raise ConfigError(f"{path}: sweep: the same run occurs twice; give each value once")
+    if all(run.config is None for run in runs):
+        raise ConfigError("\n".join(dict.fromkeys(str(run.error) for run in runs)))
+    return runs
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a config file, ``sweep`` included, for editors."""
+    schema = TypeAdapter(RunConfig).json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["properties"]["sweep"] = {
+        "type": ["object", "null"],
+        "description": "Dotted fields, each with the values to run; the product is run by experiments/run.py.",
+        "additionalProperties": {"type": "array", "minItems": 1},
+    }
+    return schema
+
+
+def _sweep_values(path: str | Path, sweep: DictConfig | None) -> dict[str, list[Any]]:
+    """``sweep`` as dotted field -> values; nested mappings, which overrides produce, are flattened."""
+    if sweep is None:
+        return {}
+    if not isinstance(sweep, DictConfig) or not sweep:
+        raise ConfigError(f"{path}: sweep: expected a mapping from fields to lists, as in 'distill.steps: [100, 200]'")
+    known, values = config_io.known_fields(RunConfig), {}
+    for field, choices in config_io.leaves("", OmegaConf.to_container(sweep, resolve=False)):
+        if field == "out":
+            raise ConfigError(f"{path}: sweep.out: not a field to sweep; every run gets its own directory under out")
+        if field not in known:
+            raise ConfigError(f"{path}: sweep.{field}: {config_io.unknown_key(RunConfig, field)}")
+        if not isinstance(choices, list) or not choices:
+            raise ConfigError(f"{path}: sweep.{field}: found {json.dumps(choices)}, expected a list of values")
+        values[field] = choices
+    return values
+
+
+def _sweep_run(path: str | Path, raw: DictConfig, point: dict[str, Any], sources: Mapping[str, str]) -> SweepRun:
+    nested: list[dict[str, Any]] = []
+    for field, value in point.items():
+        for part in reversed(field.split(".")):
+            value = {part: value}
+        nested.append(value)
+    try:
+        merged = typing.cast(DictConfig, OmegaConf.merge(raw, *nested))
+    except TypeError:
+        raise ConfigError(f"{path}: sweep: a field of {', '.join(point)} lies in a list, expected a section") from None
+    run_id = _identity(merged)
+    try:
+        swept = {field: f"the sweep: {field}={json.dumps(value)}" for field, value in point.items()}
+        config = config_io.validate(path, merged, RunConfig, {**sources, **swept})
+    except ConfigError as error:
+        out = OmegaConf.select(raw, "out", throw_on_resolution_failure=False, default=RunConfig.out)
+        return SweepRun(run_id, point, Path(str(out)) / run_id, None, error)
+    out = Path(config.out) / run_id
+    return SweepRun(run_id, point, out, dataclasses.replace(config, out=str(out)))
+
+
+def _identity(raw: DictConfig) -> str:
+    values = {key: value for key, value in config_io.unresolved(raw).items() if key != "out"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:10]

@@ -1,0 +1,266 @@
+"""The decoding benchmark: drafters x k x batch size x temperature on the same prompts, against the autoregressive loop
+of the same engine. Interleaved, warm-up and compilation excluded, medians of repeats, k chosen on other prompts.
+
+Metric names are those of specjax.metrics. A speedup is wall time of the autoregressive loop over wall time of
+speculation, at equal emitted tokens, end-of-sequence off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax import config as config_lib
+from specjax import metrics
+from specjax.decode import costs as costs_lib
+from specjax.decode.decoder import Decoder
+from specjax.types import Drafter
+
+AUTOREGRESSIVE = "autoregressive"
+DrafterFactory = Callable[[int], Drafter]
+Tick = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One point of the grid; ``k`` 0 is the autoregressive loop."""
+
+    drafter: str
+    k: int
+    batch_size: int
+    temperature: float
+
+
+@dataclasses.dataclass
+class Run:
+    """One pass over all prompts: summed wall seconds, new tokens row by row, counts."""
+
+    seconds: float
+    tokens: list[list[int]]
+    stats: metrics.DecodeStats
+
+
+class Bench:
+    """Everything measured on one target with one set of prompts. ``drafters``: name -> (k -> drafter)."""
+
+    def __init__(
+        self,
+        target: Any,
+        drafters: Mapping[str, DrafterFactory],
+        settings: config_lib.Bench,
+        prompts: Sequence[Sequence[int]],
+        tuning_prompts: Sequence[Sequence[int]],
+        verifier: str,
+        seed: int,
+        tick: Tick = lambda label: None,
+    ):
+        self._target, self._drafters, self._settings = target, drafters, settings
+        self._prompts, self._tuning_prompts = prompts, tuning_prompts
+        self._verifier, self._seed, self._tick = verifier, seed, tick
+        self.compile_seconds = 0.0
+
+    @functools.cache  # noqa: B019 - the bench lives as long as its decoders
+    def decoder(self, drafter: str, k: int) -> Decoder:
+        chosen = None if drafter == AUTOREGRESSIVE else self._drafters[drafter](k)
+        return Decoder(self._target, chosen, self._verifier)
+
+    def cells(self) -> list[Cell]:
+        kinds = [(AUTOREGRESSIVE, 0), *((name, k) for name in self._drafters for k in self._settings.ks)]
+        return [
+            Cell(name, k, batch_size, temperature)
+            for temperature in self._settings.temperatures
+            for batch_size in self._settings.batch_sizes
+            for name, k in kinds
+        ]
+
+    def run(self, cell: Cell, prompts: Sequence[Sequence[int]]) -> Run:
+        decoder = self.decoder(cell.drafter, cell.k)
+        seconds, tokens, stats = 0.0, [], []
+        for first in range(0, len(prompts), cell.batch_size):
+            batch = prompts[first : first + cell.batch_size]
+            start = time.perf_counter()
+            result = decoder.generate(
+                batch,
+                max_new_tokens=self._settings.new_tokens,
+                temperature=cell.temperature,
+                seed=self._seed + first,
+                ignore_eos=True,
+            )
+            seconds += time.perf_counter() - start
+            tokens += result.tokens
+            stats += result.stats
+        return Run(seconds, tokens, functools.reduce(operator.add, stats))
+
+    def warm_up(self, cell: Cell) -> None:
+        """Compile what the cell needs, on one batch."""
+        with costs_lib.count_compiles() as count:
+            self.run(cell, self._tuning_prompts[: cell.batch_size])
+        self.compile_seconds += count.seconds
+
+    def measure(self, favourite: str) -> dict:
+        """The whole grid, then the autoregressive loop against ``favourite`` at its best k, repeated in turns."""
+        grid: dict[Cell, Run] = {}
+        for cell in self.cells():
+            self.warm_up(cell)
+            grid[cell] = self.run(cell, self._prompts)
+            self._tick(_label(cell))
+        rows = {cell: self._row(cell, run, grid) for cell, run in grid.items()}
+        best, headline = {}, {}
+        for temperature in self._settings.temperatures:
+            k, tuning = self._choose_k(favourite, temperature)
+            plain = Cell(AUTOREGRESSIVE, 0, 1, temperature)
+            fast = Cell(favourite, k, 1, temperature)
+            seconds: dict[Cell, list[float]] = {plain: [], fast: []}
+            for _ in range(self._settings.repeats):
+                for cell in seconds:
+                    seconds[cell].append(self.run(cell, self._prompts).seconds)
+            medians = {cell: float(np.median(values)) for cell, values in seconds.items()}
+            for cell in seconds:
+                rows[cell] |= {
+                    "seconds": medians[cell],
+                    "tokens_per_s": rows[cell]["tokens"] / medians[cell],
+                    "repeats": len(seconds[cell]),
+                    "speedup": medians[plain] / medians[cell],
+                }
+            best[temperature] = k
+            headline[temperature] = self._headline(plain, fast, medians, tuning)
+            for (name, k_any), value in self._predictions(favourite, temperature, tuning).items():
+                rows[Cell(name, k_any, 1, temperature)]["predicted_speedup"] = value
+            self._tick(f"temperature {temperature:g}: k = {k}")
+        return {"decoding": list(rows.values()), "best_k": best, "headline": headline}
+
+    def _row(self, cell: Cell, run: Run, grid: Mapping[Cell, Run]) -> dict:
+        plain = grid[Cell(AUTOREGRESSIVE, 0, cell.batch_size, cell.temperature)]
+        reference = grid[Cell(AUTOREGRESSIVE, 0, self._settings.batch_sizes[0], cell.temperature)]
+        speculative = cell.k > 0
+        return {
+            **dataclasses.asdict(cell),
+            "k": cell.k if speculative else None,
+            "seconds": run.seconds,
+            "tokens": sum(map(len, run.tokens)),
+            "tokens_per_s": sum(map(len, run.tokens)) / run.seconds,
+            "speedup": plain.seconds / run.seconds,
+            "predicted_speedup": None,
+            "block_efficiency": run.stats.block_efficiency if speculative else None,
+            "acceptance_rate": run.stats.acceptance_rate if speculative else None,
+            "acceptance_at": list(run.stats.acceptance_at) if speculative else None,
+            "conditional_acceptance_at": list(run.stats.conditional_acceptance_at) if speculative else None,
+            "repeats": 1,
+            "identical": run.tokens == reference.tokens if cell.temperature == 0 else None,
+            "differences": self._differences(run, reference) if cell.temperature == 0 else [],
+        }
+
+    def _differences(self, run: Run, reference: Run) -> list[dict]:
+        """Where greedy output departs from the autoregressive one, with the target's top-2 margin there."""
+        found = []
+        for i, (got, want) in enumerate(zip(run.tokens, reference.tokens, strict=True)):
+            at = next((j for j, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), None)
+            if at is not None:
+                logits = self._target.logits(np.asarray([[*self._prompts[i], *want[:at]]], np.int32))[0, -1]
+                top = np.sort(np.asarray(logits))[-2:]
+                found.append({"prompt": i, "position": at, "margin": float(top[1] - top[0])})
+        return found
+
+    def _choose_k(self, name: str, temperature: float) -> tuple[int, dict[int, Run]]:
+        runs = {k: self.run(Cell(name, k, 1, temperature), self._tuning_prompts) for k in self._settings.ks}
+        return min(runs, key=lambda k: runs[k].seconds), runs
+
+    def _headline(self, plain: Cell, fast: Cell, medians: Mapping[Cell, float], tuning: Mapping[int, Run]) -> dict:
+        tokens = len(self._prompts) * self._settings.new_tokens
+        return {
+            "k": fast.k,
+            "speedup": medians[plain] / medians[fast],
+            "ar_tokens_per_s": tokens / medians[plain],
+            "spec_tokens_per_s": tokens / medians[fast],
+            "costs": dataclasses.asdict(self._costs(fast.drafter, fast.k, fast.temperature)),
+            "ar_costs": dataclasses.asdict(self._costs(AUTOREGRESSIVE, 0, plain.temperature)),
+            "step_overhead": self._costs(fast.drafter, fast.k, fast.temperature).overhead,
+            "ar_overhead": self._costs(AUTOREGRESSIVE, 0, plain.temperature).overhead,
+            "speedup_predicted": self._predict(fast.drafter, fast.k, fast.temperature, tuning[fast.k].stats),
+        }
+
+    def _predictions(self, name: str, temperature: float, tuning: Mapping[int, Run]) -> dict[tuple[str, int], float]:
+        return {(name, k): self._predict(name, k, temperature, run.stats) for k, run in tuning.items()}
+
+    def _predict(self, name: str, k: int, temperature: float, stats: metrics.DecodeStats) -> float:
+        """MATH: tau t_v(1) / (t_d + t_v(k+1) + t_o), tau from acceptance by position on the tuning prompts, each cost
+        timed alone; the prefill, which both sides pay, is added to both."""
+        plain, fast = self._costs(AUTOREGRESSIVE, 0, temperature), self._costs(name, k, temperature)
+        new = self._settings.new_tokens
+        tau = metrics.expected_block_efficiency(stats.acceptance_at)
+        blocks = new / tau
+        plain_seconds = self._prefill_seconds(AUTOREGRESSIVE, 0, temperature) + new * plain.step
+        return plain_seconds / (self._prefill_seconds(name, k, temperature) + blocks * fast.step)
+
+    @functools.cache  # noqa: B019
+    def _costs(self, name: str, k: int, temperature: float) -> costs_lib.StepCosts:
+        decoder = self.decoder(name, k)
+        # In the middle of a generation, in the largest cache that it reaches.
+        middle = [[*p, *[0] * (self._settings.new_tokens // 2)] for p in self._prompts[:1]]
+        state = decoder.prefilled(middle, max_new_tokens=self._settings.new_tokens // 2, temperature=temperature)
+        return costs_lib.step_costs(decoder.engine(temperature == 0), decoder.params, state)
+
+    @functools.cache  # noqa: B019
+    def _prefill_seconds(self, name: str, k: int, temperature: float) -> float:
+        """Prefill with the host's share of a generation: what a request costs before its first block."""
+        decoder, new = self.decoder(name, k), self._settings.new_tokens
+
+        def start():
+            return decoder.started(self._prompts[:1], max_new_tokens=new, temperature=temperature)
+
+        return costs_lib.median_seconds(start, 9)
+
+
+def count_recompiles(target: Any, drafter: Drafter | None, verifier: str, prompts: int = 50) -> int:
+    """Programs compiled while decoding ``prompts`` prompts of different lengths, temperatures, seeds and budgets, after
+    each bucket was seen once. Must be 0."""
+    decoder = Decoder(target, drafter, verifier)
+    rng = np.random.default_rng(0)
+
+    def request(i: int) -> None:
+        length = 1 + (i * 7) % 64
+        decoder.generate(
+            [rng.integers(0, target.config.vocab_size, length).tolist()],
+            max_new_tokens=1 + (i * 5) % 64,
+            temperature=(0.0, 0.3, 0.7, 1.0, 1.3)[i % 5],
+            seed=i,
+        )
+
+    for length in (1, 16, 17, 32, 33, 64):
+        for temperature in (0.0, 1.0):
+            for new in (1, 16, 17, 32, 33, 64):
+                decoder.generate([[0] * length], max_new_tokens=new, temperature=temperature)
+    with costs_lib.count_compiles() as count:
+        for i in range(prompts):
+            request(i)
+    return count.programs
+
+
+def peak_rss_gb() -> float:
+    """Largest resident memory of this process so far, in GB (10^9 bytes)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def memory_floor_share(target: Any, tokens_per_s: float) -> tuple[float, float]:
+    """(share of the memory floor that the autoregressive loop reaches, stream bandwidth in GB/s). The floor of one
+    token is reading every parameter once (embedding rows that are only looked up do not count)."""
+    read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(target.params))
+    if not target.config.tie_embeddings:
+        read -= target.params["embedding"].size * target.params["embedding"].dtype.itemsize
+    bandwidth = costs_lib.stream_bandwidth(read)
+    return tokens_per_s * read / bandwidth, bandwidth / 1e9
+
+
+def _label(cell: Cell) -> str:
+    what = cell.drafter if cell.k == 0 else f"{cell.drafter} k={cell.k}"
+    return f"{what}, batch {cell.batch_size}, temperature {cell.temperature:g}"

@@ -1,0 +1,161 @@
+"""What one step costs, timed alone on the device: passes of target and draft, whole blocks, memory bandwidth.
+
+Every cost is a `fori_loop` of many identical iterations inside one program, so launch and host time vanish; lengths
+are put back after each iteration (rollback is free), so every iteration sees the same shapes and context.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import backend
+from specjax.decode import engine as engine_lib
+from specjax.decode.engine import Engine, EngineParams
+from specjax.types import DecodeState
+
+
+@dataclasses.dataclass
+class CompileCount:
+    """Programs handed to the backend compiler (from the persistent cache or not), and seconds spent there."""
+
+    programs: int = 0
+    seconds: float = 0.0
+
+
+_open_counts: list[CompileCount] = []
+
+
+def _on_duration(event: str, seconds: float, **_) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        for count in _open_counts:
+            count.programs += 1
+            count.seconds += seconds
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_duration)
+
+
+@contextlib.contextmanager
+def count_compiles() -> Iterator[CompileCount]:
+    """Counts every program compiled inside the block, stray eager operations included."""
+    count = CompileCount()
+    _open_counts.append(count)
+    try:
+        yield count
+    finally:
+        _open_counts.remove(count)
+
+
+def median_seconds(run: Callable[[], object], repeats: int = 5) -> float:
+    """Median wall time of ``run``, whose result is waited for; one call before is not counted."""
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCosts:
+    """Seconds. ``target``: one pass over the block's K + 1 tokens; ``draft``: all passes of the draft in a block;
+    ``step``: the whole block, with transform, draws, verification and commit."""
+
+    target: float
+    draft: float
+    step: float
+
+    @property
+    def overhead(self) -> float:
+        return self.step / (self.target + self.draft)
+
+
+def step_costs(engine: Engine, params: EngineParams, state: DecodeState, iterations: int = 100) -> StepCosts:
+    """Time the parts of a block at the shapes of ``state`` (which is copied, not consumed). The three loops take turns,
+    so that a slow spell of the machine hits all of them."""
+    k = engine.drafter.k
+    batch = state.lengths.shape[0]
+
+    def loop(body, *carry):
+        def run(params, state, *carry):
+            return jax.lax.fori_loop(0, iterations, lambda _, c: body(params, state, *c), carry)
+
+        return jax.jit(run, compiler_options=backend.compiler_options()), carry
+
+    def target_pass(params, state, cache, tokens):
+        slots = (state.lengths - 1)[:, None] + jnp.arange(k + 1)[None]
+        out = engine.target(params.target, tokens, slots, slots, cache)
+        return out.cache, _depend(tokens, out.logits)
+
+    def draft_passes(params, state, cache, tokens):
+        model, start = engine.drafter.model, state.lengths - 2
+        slots = start[:, None] + jnp.arange(2)[None]
+        out = model(params.drafter, tokens, slots, slots, cache, rows=jnp.ones((batch, 1), jnp.int32))
+
+        def one(carry, offset):
+            cache, token = carry
+            slot = (state.lengths - 1)[:, None] + offset
+            out = model(params.drafter, token, slot, slot, cache)
+            return (out.cache, _depend(token, out.logits)), None
+
+        carry = (out.cache, _depend(tokens[:, :1], out.logits))
+        (cache, token), _ = jax.lax.scan(one, carry, jnp.arange(1, k))
+        return cache, jnp.concatenate([token, tokens[:, 1:]], axis=1)
+
+    def whole_step(params, state, carried):
+        after = engine_lib.step(engine, params, carried)
+        return (after.replace(lengths=carried.lengths, done=carried.done),)
+
+    tokens = jnp.zeros((batch, k + 1), jnp.int32)
+    loops = {"target": loop(target_pass, state.cache, tokens), "step": loop(whole_step, state)}
+    if hasattr(engine.drafter, "model"):
+        loops["draft"] = loop(draft_passes, state.drafter, tokens[:, :1].repeat(2, axis=1))
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    for repeat in range(6):
+        for name, (run, carry) in loops.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run(params, state, *carry))
+            if repeat:
+                seconds[name].append((time.perf_counter() - start) / iterations)
+    medians = {name: float(np.median(values)) for name, values in seconds.items()}
+    return StepCosts(medians["target"], medians.get("draft", 0.0), medians["step"])
+
+
+def _depend(tokens, logits):
+    # Ties the next iteration to this one's logits without changing the tokens, so that no pass can be hoisted.
+    return jnp.where(logits[:, :1, 0] == jnp.inf, 1, tokens)
+
+
+def stream_bandwidth(num_bytes: int, repeats: int = 20) -> float:
+    """Bytes a second at which this machine reads ``num_bytes`` of float32 over and over: the best of several ways on
+    a CPU (one or all cores), a device-side sum elsewhere. The floor of a pass is parameter bytes over this."""
+    size = max(num_bytes // 4, 1)
+    if jax.default_backend() != "cpu":
+        data = jnp.ones((size,), jnp.float32)
+        return num_bytes / median_seconds(lambda: jnp.sum(data), repeats)
+    data = np.ones(size, np.float32)
+    cores = os.cpu_count() or 1
+    parts = np.array_split(data, cores)
+
+    def read(part):
+        return float(np.dot(part, part))
+
+    with concurrent.futures.ThreadPoolExecutor(cores) as pool:
+        ways = (lambda: read(data), lambda: list(pool.map(read, parts)))
+        best = float("inf")
+        for _ in range(repeats):
+            for way in ways:
+                start = time.perf_counter()
+                way()
+                best = min(best, time.perf_counter() - start)
+    return num_bytes / best

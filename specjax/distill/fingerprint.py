@@ -1,0 +1,81 @@
+"""What determines a result, by content: digests of arrays, and a record beside the result that refuses to be mixed
+with another one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.errors import TrainingError
+
+FILE = "fingerprint.json"
+
+
+def digest(tree: Any) -> str:
+    """SHA-256 over every leaf's path, dtype, shape and bytes."""
+    total = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        array = np.ascontiguousarray(jax.device_get(leaf))
+        total.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\n".encode())
+        total.update(array.reshape(-1).view(np.uint8).data)
+    return total.hexdigest()
+
+
+def claim(directory: Path, fingerprint: Mapping[str, Any]) -> None:
+    """Create ``directory`` for the result that ``fingerprint`` determines, or check that it was made for just that.
+
+    ``fingerprint``: a JSON object. Raises `TrainingError` naming the fields that differ, or the damaged record.
+    """
+    file = directory / FILE
+    wanted = _flat(json.loads(json.dumps(fingerprint)))
+    if file.exists():
+        try:
+            found = _flat(json.loads(file.read_text()))
+        except (ValueError, AttributeError):
+            raise TrainingError(f"{file}: damaged; remove {directory} to start it over") from None
+        differing = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
+        if differing:
+            shown = ", ".join(f"{n} ({_short(found.get(n))} then, {_short(wanted.get(n))} now)" for n in differing)
+            raise TrainingError(
+                f"{directory}: was made with other settings: {shown}; give another `out`, or remove {directory}"
+            )
+        return
+    if directory.exists() and any(directory.iterdir()):
+        raise TrainingError(f"{directory}: holds files but no {FILE}; give another `out`, or remove {directory}")
+    # The directory appears with its record inside, so a kill leaves no directory of unknown origin.
+    partial = directory.with_name(f".{directory.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    (partial / FILE).write_text(json.dumps(fingerprint, indent=1, sort_keys=True) + "\n")
+    if directory.exists():
+        directory.rmdir()
+    os.rename(partial, directory)
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write so that a reader sees the old content or the new, whenever the writer is killed."""
+    partial = file.with_name(f".{file.name}.partial")
+    with partial.open("w") as out:
+        json.dump(value, out, indent=1, sort_keys=True)
+        out.write("\n")
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(partial, file)
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, item in value.items():
+        flat |= _flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item}
+    return flat
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 24 else f"{text[:20]}...{text[-1]}"

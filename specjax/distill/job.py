@@ -1,0 +1,315 @@
+"""The distillation job: a run's config in, a distilled draft as a Hugging Face directory and its acceptance out.
+
+Stages, each in its own directory under `out` and finished once: a target from scratch if none is given
+(`target-train`), the draft's pretraining (`draft-pretrain`), its distillation (`draft-distill`), and the controls,
+which spend the distillation's tokens on cross-entropy (`control-<learning rate>`). Then held-out evaluation, and
+export to `draft-before` and `draft`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import yaml
+from transformers import PreTrainedTokenizerFast
+
+from specjax import config as config_lib
+from specjax.config import RunConfig, Stage
+from specjax.distill import corpus, fingerprint, lock
+from specjax.distill.corpus import Document
+from specjax.distill.evaluate import Evaluation, evaluate_all, spread
+from specjax.distill.progress import Bars, no_bars
+from specjax.distill.tokenizer import train_tokenizer
+from specjax.distill.trainer import read_log, train_stage
+from specjax.drafters.draft_model import DraftModel
+from specjax.errors import ConfigError, DataError
+from specjax.models.config import ModelConfig
+from specjax.models.hf import LoadedModel, check_same_vocabulary, load_model, save_model
+from specjax.models.transformer import Model
+from specjax.types import Params
+
+_MIN_POSITIONS = 1024
+_CARD, _EVALUATIONS = "README.md", "evaluations.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Documents on the two sides of the split; no text is on both."""
+
+    train: list[Document]
+    held_out: list[Document]
+
+    @property
+    def digest(self) -> str:
+        return corpus.corpus_digest([*self.train, *self.held_out])
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What the training stages start from. Windows are int32 ``[N, data.seq_len + 1]``."""
+
+    target: LoadedModel
+    corpus: Corpus
+    train_windows: np.ndarray
+    held_out_windows: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Measures:
+    """Held-out figures at temperature 1, over ``positions`` predicted tokens (fewer than asked for if the held-out text
+    is shorter); nats a token. ``alpha_ce_control`` is the best of ``alpha_ce_controls`` (learning rate -> alpha), None
+    without control runs."""
+
+    target_nll: float
+    draft_nll: float
+    draft_nll_after: float
+    alpha_before: float
+    alpha_after: float
+    alpha_ce_control: float | None
+    alpha_ce_controls: dict[str, float]
+    positions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Distilled:
+    """``logs``: stage name -> records of `specjax.distill.trainer.read_log`."""
+
+    prepared: Prepared
+    draft_before: LoadedModel
+    draft_after: LoadedModel
+    measures: Measures
+    logs: dict[str, list[dict[str, float]]]
+
+    @property
+    def target(self) -> LoadedModel:
+        return self.prepared.target
+
+
+def run(config: RunConfig, bars: Bars = no_bars) -> Distilled:
+    """`distill` while holding the lock of ``config.out``. Raises `SpecjaxError` for anything the user can mend."""
+    with lock.exclusive(config.out):
+        return distill(config, bars)
+
+
+def distill(config: RunConfig, bars: Bars = no_bars) -> Distilled:
+    """The whole job; what is finished in ``config.out`` is reused, what was interrupted goes on.
+
+    The caller holds the run directory's lock (`specjax.distill.lock.exclusive`), as `run` does.
+    """
+    prepared = prepare(config, bars)
+    target = prepared.target
+    drafter, initial = _initial_draft(config, target)
+    train = functools.partial(_train, config, bars, drafter, prepared)
+    before = train("draft-pretrain", config.draft.pretrain, initial, config.seed, target)
+    after = train("draft-distill", config.distill, before, config.seed + 1, target)
+    # The controls see the batches that the distillation saw, and start where it started.
+    controls = {
+        f"{rate:g}": train(f"control-{rate:g}", _control(config.distill, rate), before, config.seed + 1, None)
+        for rate in config.control.learning_rates
+    }
+    first, last, *rivals = _evaluate(config, drafter, [before, after, *controls.values()], prepared)
+    alphas = {rate: rival.alpha for rate, rival in zip(controls, rivals, strict=True)}
+    measures = Measures(
+        target_nll=first.target_nll,
+        draft_nll=first.nll,
+        draft_nll_after=last.nll,
+        alpha_before=first.alpha,
+        alpha_after=last.alpha,
+        alpha_ce_control=max(alphas.values(), default=None),
+        alpha_ce_controls=alphas,
+        positions=first.positions,
+    )
+    loaded = functools.partial(LoadedModel, drafter.model, tokenizer=target.tokenizer, eos_ids=target.eos_ids)
+    drafts = {"draft-before": (before, first), "draft": (after, last)}
+    models = {name: loaded(params, name=name) for name, (params, _) in drafts.items()}
+    for name, (_, evaluation) in drafts.items():
+        _export(models[name], Path(config.out) / name, _draft_card(config, models[name], prepared, evaluation))
+    stages = ("target-train", "draft-pretrain", "draft-distill", *(f"control-{rate}" for rate in controls))
+    logs = {name: read_log(Path(config.out) / name) for name in stages}
+    logs = {name: log for name, log in logs.items() if log}
+    return Distilled(prepared, models["draft-before"], models["draft"], measures, logs)
+
+
+def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
+    """Read and split the corpus, load the target or train it from scratch, and cut the windows."""
+    documents = Corpus(*corpus.split_held_out(corpus.read_documents(config.data.path), config.data.held_out))
+    for side, name in ((documents.train, "training"), (documents.held_out, "measuring")):
+        if not side:
+            raise DataError(
+                f"data.path: {config.data.path!r}: none of its documents ({len(documents.train + documents.held_out)}) "
+                f"is left for {name} at data.held_out={config.data.held_out:g}; give more, smaller documents "
+                "or another data.held_out"
+            )
+    if config.target.path is None:
+        tokenizer = _tokenizer(Path(config.out) / "tokenizer", documents, config.target.vocab_size)
+        windows = _windows(config, documents, tokenizer, tokenizer.eos_token_id)
+        return Prepared(_target_from_scratch(config, documents, tokenizer, windows, bars), documents, *windows)
+    target = load_model(config.target.path, dtype=config.target.dtype, revision=config.target.revision)
+    if target.tokenizer is None or not target.eos_ids:
+        missing = "tokenizer" if target.tokenizer is None else "end-of-sequence id"
+        raise ConfigError(f"target.path: {config.target.path!r} has no {missing}, which the corpus needs; add it there")
+    _check_length(config, target.config, "target")
+    return Prepared(target, documents, *_windows(config, documents, target.tokenizer, target.eos_ids[0]))
+
+
+def _windows(config: RunConfig, documents: Corpus, tokenizer: Any, eos_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """(train, held out)."""
+    sides = []
+    for name, side in (("training", documents.train), ("held-out", documents.held_out)):
+        stream = corpus.tokenize(tokenizer, side, eos_id)
+        if len(stream) <= config.data.seq_len:
+            raise DataError(
+                f"data.path: {config.data.path!r}: its {name} part has {len(stream)} tokens, too few for one window of "
+                f"data.seq_len={config.data.seq_len}; give more text, a smaller data.seq_len or another data.held_out"
+            )
+        sides.append(corpus.windows(stream, config.data.seq_len))
+    return sides[0], sides[1]
+
+
+def _target_from_scratch(
+    config: RunConfig, documents: Corpus, tokenizer: Any, windows: tuple[np.ndarray, np.ndarray], bars: Bars
+) -> LoadedModel:
+    out, settings = Path(config.out), config.target
+    assert settings.architecture is not None  # the config holds a path or an architecture
+    spec = Model(_model_config(settings.architecture, len(tokenizer), max(_MIN_POSITIONS, config.data.seq_len)))
+    drafter = DraftModel(spec)  # as a trainable, a target is a model like any other
+    optional = {"eval_every": max(1, settings.steps // 4), "save_every": 100}
+    stage = Stage("cross_entropy", settings.steps, settings.batch_size, settings.optimizer, **optional)
+    key, _ = jax.random.split(jax.random.key(config.seed))
+    with bars("target-train", stage.steps) as progress:
+        initial = drafter.init_params(key, None)
+        args = (out / "target-train", stage, drafter, initial, None, *windows, config.seed + 2)
+        params = train_stage(*args, progress=progress)
+    target = LoadedModel(spec, params, tokenizer, (tokenizer.eos_token_id,), "target")
+    title = f"A target of {_count(params):,} parameters, trained from scratch by specjax."
+    rows = {"SHA-256 of the weights": fingerprint.digest(params), "SHA-256 of the text": documents.digest}
+    training = {"target": dataclasses.asdict(settings), "data": dataclasses.asdict(config.data), "seed": config.seed}
+    _export(target, out / "target", _card("target", title, rows, training))
+    return load_model(out / "target", dtype=settings.dtype)
+
+
+def _tokenizer(directory: Path, documents: Corpus, vocab_size: int) -> Any:
+    made_from = {"train_text": corpus.corpus_digest(documents.train), "vocab_size": vocab_size}
+    fingerprint.claim(directory, made_from)
+    files = directory / "files"
+    if not files.exists():
+        partial = directory / ".partial"
+        train_tokenizer(documents.train, vocab_size, partial)
+        os.rename(partial, files)
+    return PreTrainedTokenizerFast.from_pretrained(files)
+
+
+def _initial_draft(config: RunConfig, target: LoadedModel) -> tuple[DraftModel, Params]:
+    """The draft's static half and its weights before any training."""
+    if config.draft.init is not None:
+        draft = load_model(config.draft.init)
+        check_same_vocabulary(target, draft)
+        _check_length(config, draft.config, "draft")
+        return DraftModel(draft.spec), draft.params
+    shape = _model_config(config.draft.architecture, target.config.vocab_size, target.config.max_positions)
+    drafter = DraftModel(Model(shape))
+    _, key = jax.random.split(jax.random.key(config.seed))
+    return drafter, drafter.init_params(key, target)
+
+
+def _model_config(shape: config_lib.Architecture, vocab_size: int, max_positions: int) -> ModelConfig:
+    head_dim = shape.hidden_size // shape.num_heads
+    return ModelConfig(vocab_size, **dataclasses.asdict(shape), head_dim=head_dim, max_positions=max_positions)
+
+
+def _check_length(config: RunConfig, model: ModelConfig, name: str) -> None:
+    if config.data.seq_len > model.max_positions:
+        raise ConfigError(
+            f"data.seq_len: {config.data.seq_len} exceeds the {name}'s {model.max_positions} positions; lower it"
+        )
+
+
+def _control(distill: Stage, learning_rate: float) -> Stage:
+    optimizer = dataclasses.replace(distill.optimizer, learning_rate=learning_rate)
+    return dataclasses.replace(distill, loss="cross_entropy", optimizer=optimizer)
+
+
+def _train(
+    config: RunConfig,
+    bars: Bars,
+    drafter: DraftModel,
+    prepared: Prepared,
+    name: str,
+    stage: Stage,
+    params: Params,
+    seed: int,
+    target: LoadedModel | None,
+) -> Params:
+    if stage.steps == 0:
+        return params
+    with bars(name, stage.steps) as progress:
+        windows = (prepared.train_windows, prepared.held_out_windows)
+        return train_stage(Path(config.out) / name, stage, drafter, params, target, *windows, seed, progress)
+
+
+def _evaluate(config: RunConfig, drafter: DraftModel, models: list[Params], prepared: Prepared) -> list[Evaluation]:
+    """One evaluation a model; measured once, kept in `evaluations.json` under what it was measured on."""
+    file = Path(config.out) / _EVALUATIONS
+    try:
+        known = json.loads(file.read_text())
+    except (FileNotFoundError, ValueError):
+        known = {}
+    windows = spread(prepared.held_out_windows, config.eval.positions)
+    measured_on = (fingerprint.digest(prepared.target.params), fingerprint.digest(windows))
+    keys = [hashlib.sha256("".join((fingerprint.digest(m), *measured_on)).encode()).hexdigest() for m in models]
+    new = {key: params for key, params in zip(keys, models, strict=True) if key not in known}
+    if new:
+        settings = (prepared.target, windows, config.eval.positions, config.eval.batch_size)
+        found = evaluate_all(drafter, list(new.values()), *settings)
+        known |= {key: dataclasses.asdict(evaluation) for key, evaluation in zip(new, found, strict=True)}
+        fingerprint.write_json(file, known)
+    return [Evaluation(**known[key]) for key in keys]
+
+
+def _export(model: LoadedModel, directory: Path, card: str) -> None:
+    """The card names the weights by digest and is written with them, so the same card means the same model."""
+    file = directory / _CARD
+    if not file.exists() or file.read_text(encoding="utf-8") != card:
+        save_model(model, directory, overwrite=True, card=card)
+
+
+def _draft_card(config: RunConfig, draft: LoadedModel, prepared: Prepared, evaluation: Evaluation) -> str:
+    target = prepared.target
+    title = (
+        f"A draft model of {_count(draft.params):,} parameters for speculative decoding with the target `{target.name}`"
+        f" ({_count(target.params):,} parameters), "
+        f"{'before distillation' if draft.name == 'draft-before' else 'distilled'} by specjax."
+    )
+    rows = {
+        "alpha (E sum min(p, q), held out, temperature 1)": f"{evaluation.alpha:.4f}",
+        "loss of the draft, nats a token, held out": f"{evaluation.nll:.4f}",
+        "loss of the target": f"{evaluation.target_nll:.4f}",
+        "positions measured": f"{evaluation.positions:,}",
+        "SHA-256 of the weights": fingerprint.digest(draft.params),
+        "SHA-256 of the target's weights": fingerprint.digest(target.params),
+        "SHA-256 of the text": prepared.corpus.digest,
+    }
+    settings = dataclasses.asdict(config)
+    stages = ("draft",) if draft.name == "draft-before" else ("draft", "distill")
+    return _card(draft.name, title, rows, {name: settings[name] for name in ("target", "data", *stages, "seed")})
+
+
+def _card(name: str, title: str, rows: dict[str, str], training: dict) -> str:
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    settings = yaml.safe_dump(training, sort_keys=False)
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- speculative-decoding\n---\n\n"
+        f"# {name}\n\n{title}\n\n| | |\n|---|---|\n{table}\n\n## Training\n\n```yaml\n{settings}```\n"
+    )
+
+
+def _count(params: Params) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))

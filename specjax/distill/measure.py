@@ -1,0 +1,155 @@
+"""Evaluation by decoding: the benchmark of specjax.decode.bench on a run's held-out text, and the figures from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from specjax.config import RunConfig
+from specjax.decode import bench as bench_lib
+from specjax.decode.decoder import Decoder
+from specjax.distill import job
+from specjax.distill.corpus import Document
+from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.ngram import NGram
+from specjax.errors import DataError
+from specjax.models.hf import LoadedModel, load_model
+
+GREEDY, SAMPLED = 0.0, 1.0
+MARGIN = 1e-4
+"""Greedy output may differ from the autoregressive one only where the target's top-2 margin is below this."""
+
+
+def run_bench(config: RunConfig) -> dict[str, Any]:
+    """Decode with the drafts that `train_draft.py` left in ``config.out``. Returns the dict of `decoding_figures`."""
+    out = Path(config.out)
+    if not (out / "draft").is_dir():
+        raise DataError(f"out: {out} holds no draft; run train_draft.py with this config first, or give its `out`")
+    prepared = job.prepare(config)
+    drafts = {"draft_after": load_model(str(out / "draft"))}
+    if (out / "draft-before").is_dir():
+        drafts = {"draft_before": load_model(str(out / "draft-before")), **drafts}
+    return decoding_figures(config, prepared.target, drafts, prepared.corpus.held_out)
+
+
+def decoding_figures(
+    config: RunConfig,
+    target: LoadedModel,
+    drafts: Mapping[str, LoadedModel],
+    held_out: Sequence[Document],
+    tick: bench_lib.Tick = lambda label: None,
+) -> dict[str, Any]:
+    """Everything measured by decoding: ``decoding`` (the grid, one dict a cell), ``figures`` (the flat summary),
+    ``sample`` (one generation in pieces), ``compile_seconds``. The last of ``drafts`` is the one that counts."""
+    settings = config.bench
+    prompts = held_out_prompts(held_out, target, settings.prompt_tokens, 2 * settings.prompts)
+    timed, tuning = prompts[::2], prompts[1::2]
+    factories = {name: _draft_model(draft) for name, draft in drafts.items()} | {"ngram": lambda k: NGram(k=k)}
+    favourite = list(drafts)[-1]
+    bench = bench_lib.Bench(target, factories, settings, timed, tuning, config.verifier, config.seed, tick)
+    measured = bench.measure(favourite)
+    recompiles = bench_lib.count_recompiles(target, factories[favourite](max(settings.ks)), config.verifier)
+    tick("recompiles")
+    figures = _figures(measured, target)
+    return {
+        "decoding": measured["decoding"],
+        "figures": {**figures, "recompiles": recompiles, "peak_rss_gb": bench_lib.peak_rss_gb()},
+        "compile_seconds": bench.compile_seconds,
+        "sample": _sample(bench, favourite, measured["best_k"], timed[0], target, settings.new_tokens, config.seed),
+    }
+
+
+def ticks(config: RunConfig, drafts: int) -> int:
+    """How often `decoding_figures` reports progress."""
+    settings = config.bench
+    cells = len(settings.temperatures) * len(settings.batch_sizes) * (1 + (drafts + 1) * len(settings.ks))
+    return cells + len(settings.temperatures) + 1
+
+
+def held_out_prompts(documents: Sequence[Document], target: LoadedModel, length: int, count: int) -> list[list[int]]:
+    """``count`` prompts of ``length`` tokens from inside held-out documents: the middle of each first, in the order of
+    their content hashes, then other places. Raises `DataError` if there is too little text."""
+    texts = [target.tokenizer(d.text)["input_ids"] for d in sorted(documents, key=lambda d: d.digest)]
+    places = (1 / 2, 1 / 4, 3 / 4, 1 / 8, 3 / 8, 5 / 8, 7 / 8)
+    found = []
+    for place in places:
+        for tokens in texts:
+            start = int(len(tokens) * place)
+            if start + length <= len(tokens):
+                found.append(tokens[start : start + length])
+            if len(found) == count:
+                return found
+    raise DataError(
+        f"the held-out text gives {len(found)} prompts of {length} tokens, bench needs {count}; use more text, "
+        "a larger data.held_out, or a smaller bench.prompts or bench.prompt_tokens"
+    )
+
+
+def _draft_model(draft: LoadedModel) -> bench_lib.DrafterFactory:
+    return lambda k: DraftModel(draft, k)
+
+
+def _figures(measured: Mapping[str, Any], target: LoadedModel) -> dict[str, Any]:
+    """The flat summary. Overheads and prediction errors are the worst over the temperatures measured."""
+    greedy, sampled = (measured["headline"].get(t) for t in (GREEDY, SAMPLED))
+    figures: dict[str, Any] = {}
+    for suffix, headline in (("greedy", greedy), ("t1", sampled)):
+        if headline is not None:
+            tail = "" if suffix == "greedy" else "_t1"
+            figures |= {
+                f"speedup_{suffix}": headline["speedup"],
+                f"speedup_predicted_{suffix}": headline["speedup_predicted"],
+                f"best_k_{suffix}": headline["k"],
+                f"ar_tokens_per_s{tail}": headline["ar_tokens_per_s"],
+                f"spec_tokens_per_s{tail}": headline["spec_tokens_per_s"],
+                f"ar_overhead_{suffix}": headline["ar_overhead"],
+                f"step_overhead_{suffix}": headline["step_overhead"],
+                f"costs_ms_{suffix}": {
+                    "autoregressive": _milliseconds(headline["ar_costs"]),
+                    "speculative": _milliseconds(headline["costs"]),
+                },
+            }
+    headlines = measured["headline"].values()
+    figures["ar_overhead"] = max(h["ar_overhead"] for h in headlines)
+    figures["step_overhead"] = max(h["step_overhead"] for h in headlines)
+    figures["speedup_predicted_error"] = max(abs(h["speedup_predicted"] / h["speedup"] - 1) for h in headlines)
+    compared = [row for row in measured["decoding"] if row["identical"] is not None]
+    differences = [found for row in compared for found in row["differences"]]
+    if compared:
+        figures["greedy_identical"] = all(row["identical"] for row in compared)
+        figures["greedy_differences"] = len(differences)
+        figures["greedy_largest_margin"] = max((d["margin"] for d in differences), default=0.0)
+    if greedy is not None:
+        share, bandwidth = bench_lib.memory_floor_share(target, greedy["ar_tokens_per_s"])
+        figures |= {"memory_floor_share": share, "stream_gb_per_s": bandwidth}
+    return figures
+
+
+def _milliseconds(costs: Mapping[str, float]) -> dict[str, float]:
+    return {name: 1e3 * seconds for name, seconds in costs.items()}
+
+
+def _sample(
+    bench: bench_lib.Bench,
+    favourite: str,
+    best_k: Mapping[float, int],
+    prompt: Sequence[int],
+    target: LoadedModel,
+    new_tokens: int,
+    seed: int,
+) -> dict[str, Any]:
+    temperature, k = list(best_k.items())[-1]
+    decoder: Decoder = bench.decoder(favourite, k)
+    result = decoder.generate([prompt], max_new_tokens=new_tokens, temperature=temperature, seed=seed, ignore_eos=True)
+    return {
+        "prompt": target.tokenizer.decode(prompt),
+        "pieces": [dataclasses.asdict(piece) for piece in result.pieces(0)],
+        "drafter": favourite,
+        "k": k,
+        "temperature": temperature,
+        "backend": jax.default_backend(),
+    }

@@ -1,0 +1,67 @@
+"""JSON files and the ``SHA256SUMS`` manifest of a model directory; a flipped bit is silent in safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from specjax.errors import ModelError
+
+MANIFEST = "SHA256SUMS"
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"{file}: missing; a Hugging Face model directory has one") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: cannot be read as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{file}: holds {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_manifest(directory: Path) -> None:
+    """List every file of the directory as ``sha256sum -c`` reads it."""
+    lines = [f"{sha256(file)}  {file.name}\n" for file in sorted(directory.iterdir())]
+    (directory / MANIFEST).write_text("".join(lines), encoding="utf-8")
+
+
+def verify_manifest(directory: Path, ignored: Collection[str] = ()) -> None:
+    """Raises `ModelError` naming the first file that differs from the manifest; no manifest, nothing to check."""
+    manifest = directory / MANIFEST
+    for name, digest in _entries(manifest) if manifest.exists() else ():
+        file = directory / name
+        if name in ignored:
+            continue
+        if not file.is_file():
+            raise ModelError(f"{file}: missing, though {MANIFEST} lists it; fetch it again")
+        if sha256(file) != digest:
+            remedy = f"fetch it again, or delete {MANIFEST} if the change is meant"
+            raise ModelError(f"{file}: differs from its entry in {MANIFEST}; {remedy}")
+
+
+def _entries(manifest: Path) -> Iterator[tuple[str, str]]:
+    try:
+        lines = manifest.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{manifest}: cannot be read ({error})") from None
+    for number, line in enumerate(lines, 1):
+        digest, _, name = line.partition("  ")
+        if not re.fullmatch(r"[0-9a-f]{64}", digest) or not name or Path(name).name != name:
+            raise ModelError(f"{manifest}, line {number}: {line!r} is not '<sha256>  <file name>'")
+        yield name, digest

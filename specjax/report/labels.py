@@ -1,0 +1,110 @@
+"""Wording and number formats shared by the page, the Markdown and the terminal."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+NOT_MEASURED = "not measured"
+
+DRAFTERS: Mapping[str, str] = {
+    "autoregressive": "autoregressive",
+    "draft_before": "draft before distillation",
+    "draft_after": "draft after distillation",
+    "ngram": "n-gram lookup",
+}
+
+FIGURES: Mapping[str, str] = {
+    "target_nll": "held-out loss of the target, nats a token",
+    "draft_nll": "held-out loss of the draft before distillation, nats a token",
+    "nll_gap": "held-out loss of the draft minus the target's, nats a token",
+    "alpha_before": "acceptance E Σ min(p, q) before distillation",
+    "alpha_after": "acceptance after distillation",
+    "alpha_ce_control": "acceptance when the same tokens are spent on cross-entropy",
+    "alpha_positions": "held-out positions behind the acceptance",
+    "greedy_identical": "greedy output equals autoregressive output token for token",
+    "speedup_greedy": "wall time against the best autoregressive loop, greedy, batch 1",
+    "speedup_t1": "the same at temperature 1",
+    "ar_tokens_per_s": "autoregressive tokens a second, batch 1",
+    "spec_tokens_per_s": "speculative tokens a second, greedy, batch 1",
+    "spec_tokens_per_s_t1": "speculative tokens a second, temperature 1, batch 1",
+    "memory_floor_share": "autoregressive speed as a share of what memory bandwidth allows",
+    "ar_overhead": "one autoregressive step over its target forward",
+    "step_overhead": "one speculative step over its target and draft forwards",
+    "speedup_predicted_error": "predicted against measured speedup, relative error",
+    "recompiles": "programs compiled after every bucket was seen once",
+    "peak_rss_gb": "peak memory of the run, GB",
+}
+
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """`text` with control, bidirectional-override and surrogate characters shown instead of obeyed.
+
+    Newline and tab stay. Generated text can hold escape sequences that would drive the terminal, or reorder a page.
+    """
+
+    def show(match: re.Match[str]) -> str:
+        code = ord(match[0])
+        if code < 0x20:
+            return chr(0x2400 + code)  # the control pictures block
+        return "\u2421" if code == 0x7F else f"\\u{code:04x}"
+
+    return _UNSAFE.sub(show, text)
+
+
+def format_value(value: Any) -> str:
+    """A figure for people: four digits or so, thousands separated; None and NaN are `not measured`."""
+    match value:
+        case None:
+            return NOT_MEASURED
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float() if not math.isfinite(value):
+            return NOT_MEASURED
+        case float():
+            size = abs(value)
+            if 0 < size < 0.001:
+                return f"{value:.1e}"
+            return f"{value:,.{3 if size < 10 else 2 if size < 100 else 1 if size < 1000 else 0}f}"
+        case str():
+            return visible(value)
+        case Mapping():
+            return ", ".join(f"{format_value(key)}: {format_value(item)}" for key, item in value.items())
+        case Sequence():
+            return ", ".join(map(format_value, value))
+        case _:
+            return visible(str(value))
+
+
+def format_duration(seconds: float | None) -> str:
+    """`12.3 s`, `4 min 05 s`, `1 h 02 min`."""
+    if seconds is None or not math.isfinite(seconds):
+        return NOT_MEASURED
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def format_date(date: str) -> str:
+    """An ISO date to the minute, `2025-11-21 02:10 UTC`; text that is no date stays as it is."""
+    try:
+        moment = datetime.datetime.fromisoformat(date)
+    except ValueError:
+        return visible(date)
+    return f"{moment:%Y-%m-%d %H:%M} {moment.tzname() or ''}".strip()
+
+
+def format_temperature(temperature: float) -> str:
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
+
+
+def drafter_name(drafter: str) -> str:
+    return DRAFTERS.get(drafter, visible(drafter))

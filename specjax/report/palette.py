@@ -1,0 +1,83 @@
+"""Every colour of the reports, once: token origins (page and terminal), plot series, and the page itself.
+
+Origins stay distinguishable under protanopia and deuteranopia, and each has a mark of its own that needs no colour.
+Text colours have a contrast of at least 4.5 on their own background (WCAG AA).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Tone:
+    """One colour for a light background and one for a dark background."""
+
+    light: str
+    dark: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """How a token of one origin looks. ``terminal`` is readable on black and on white; ``attributes`` (rich) and
+    ``css`` are the marks that need no colour; ``brackets`` mark it in plain text."""
+
+    meaning: str
+    tone: Tone
+    terminal: str
+    attributes: str = ""
+    css: str = ""
+    brackets: tuple[str, str] = ("", "")
+
+    @property
+    def rich_style(self) -> str:
+        return f"{self.attributes} {self.terminal}".strip()
+
+
+ORIGINS: Mapping[str, Origin] = {
+    "prompt": Origin("what was given", Tone("#656d76", "#8d96a0"), "#808080"),
+    "accepted": Origin("drafted and accepted", Tone("#0a55a8", "#6cb6ff"), "#0072b2"),
+    "corrected": Origin(
+        "the target's token in place of a rejected draft",
+        Tone("#b84a00", "#ff9a57"),
+        "#d55e00",
+        "bold underline",
+        "font-weight: 700; text-decoration: underline solid 2px; text-underline-offset: 3px;",
+        ("⟦", "⟧"),
+    ),
+    "bonus": Origin(
+        "the target's token after a whole accepted block",
+        Tone("#007a56", "#3ddcb0"),
+        "#009e73",
+        "reverse",
+        "outline: 1px dashed; outline-offset: 0; border-radius: 2px;",
+        ("⟪", "⟫"),
+    ),
+}
+
+SERIES: Mapping[str, Tone] = {
+    "draft_after": Tone("#1f6fd0", "#5aa9ff"),
+    "draft_before": Tone("#c8600f", "#ff9d5c"),
+    "ngram": Tone("#0e8a68", "#35d0a5"),
+    "control": Tone("#8d4ba6", "#d59ae8"),
+}
+
+PAGE: Mapping[str, Tone] = {
+    "surface": Tone("#ffffff", "#12161c"),
+    "raised": Tone("#f5f7f9", "#1b212a"),
+    "ink": Tone("#1f242b", "#e4e9ef"),
+    "muted": Tone("#5b6570", "#9aa5b1"),
+    "line": Tone("#d8dee5", "#323b47"),
+    "good": Tone("#0f7a3d", "#4cc97f"),
+    "bad": Tone("#c02626", "#ff7b72"),
+}
+
+
+def css_variables() -> dict[str, Tone]:
+    """CSS variable name -> tone, for the page and the plots in it."""
+    return {
+        **{f"--{name}": tone for name, tone in PAGE.items()},
+        **{f"--{name.replace('_', '-')}": tone for name, tone in SERIES.items()},
+        **{f"--{name}": origin.tone for name, origin in ORIGINS.items()},
+    }

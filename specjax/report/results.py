@@ -1,0 +1,151 @@
+"""The schema of `results.json`, what a finished run leaves for its report; parts that were not measured may be absent.
+
+Steps and tokens of a training curve are counted from the start of its own phase.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from specjax.errors import SpecjaxError
+
+FILE_NAME = "results.json"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, from_attributes=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class Figure(_Record):
+    """One figure with what it must reach. ``timing`` figures depend on the machine."""
+
+    key: str
+    value: Any = None
+    bound: str = ""
+    ok: bool
+    timing: bool = False
+
+
+class TrainingRecord(_Record):
+    step: int
+    tokens: int | None = None
+    loss: float | None = None
+    alpha: float | None = None
+    held_out_nll: float | None = None
+
+
+class Training(_Record):
+    """``control`` maps a learning rate, as text, to its curve."""
+
+    pretrain: tuple[TrainingRecord, ...] = ()
+    distill: tuple[TrainingRecord, ...] = ()
+    control: dict[str, tuple[TrainingRecord, ...]] = {}
+
+
+class DecodingRow(_Record):
+    """One cell of the grid: wall time summed over prompts; ``acceptance_at`` is by draft position, from 1."""
+
+    drafter: str
+    k: int | None = None
+    batch_size: int = Field(ge=1)
+    temperature: float = Field(ge=0)
+    seconds: float | None = None
+    tokens: int | None = None
+    tokens_per_s: float | None = None
+    speedup: float | None = None
+    predicted_speedup: float | None = None
+    block_efficiency: float | None = None
+    acceptance_rate: float | None = None
+    acceptance_at: tuple[float, ...] | None = None
+    conditional_acceptance_at: tuple[float, ...] | None = None
+    repeats: int | None = None
+    identical: bool | None = None
+
+
+class Piece(_Record):
+    """Consecutive text of one origin."""
+
+    text: str
+    origin: Literal["prompt", "accepted", "corrected", "bonus"]
+
+
+class Sample(_Record):
+    """One generation: the prompt, then the new text piece by piece."""
+
+    prompt: str
+    pieces: tuple[Piece, ...]
+    drafter: str
+    k: int | None = None
+    temperature: float = 0.0
+
+
+class Results(_Record):
+    """The whole file."""
+
+    name: str
+    date: str
+    summary: dict[str, Any]
+    command: str | None = None
+    config_yaml: str | None = None
+    machine: dict[str, Any] = {}
+    figures: tuple[Figure, ...] = ()
+    training: Training = Training()
+    decoding: tuple[DecodingRow, ...] = ()
+    compile_seconds: float | None = None
+    stage_seconds: dict[str, float] = {}
+    sample: Sample | None = None
+
+
+def load(run_dir: Path) -> Results:
+    """The results of the run in `run_dir`; SpecjaxError names the file, field and value that cannot be used."""
+    path = run_dir / FILE_NAME
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SpecjaxError(
+            f"{path}: not found; a run writes it when it ends: finish the run, or name the directory of a finished one"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecjaxError(f"{path}: cannot be read ({error}); restore it, or delete it and run again") from error
+    except json.JSONDecodeError as error:
+        raise SpecjaxError(
+            f"{path}: line {error.lineno} is not JSON ({error.msg}); delete the file and run again to measure anew"
+        ) from error
+    try:
+        return Results.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"])) or "the top level"
+        raise SpecjaxError(
+            f"{path}: {field}: {first['msg']}, found {_short(first['input'])}; "
+            "delete the file and run again to measure anew"
+        ) from error
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def ordered(rows: tuple[DecodingRow, ...]) -> list[tuple[tuple[int, float], list[DecodingRow]]]:
+    """The grid as ((batch size, temperature), rows) in reading order; autoregressive leads, then by drafter and k."""
+    rank = {"autoregressive": 0, "draft_after": 1, "draft_before": 2}
+    groups: dict[tuple[int, float], list[DecodingRow]] = {}
+    for row in sorted(rows, key=lambda r: (r.batch_size, r.temperature, rank.get(r.drafter, 3), r.drafter, r.k or 0)):
+        groups.setdefault((row.batch_size, row.temperature), []).append(row)
+    return list(groups.items())
+
+
+def fastest(rows: list[DecodingRow]) -> DecodingRow | None:
+    """The row with the most tokens a second."""
+    timed = [row for row in rows if row.tokens_per_s is not None]
+    return max(timed, key=lambda row: row.tokens_per_s or 0.0, default=None)

@@ -1,0 +1,79 @@
+"""Every test runs under JAX's strict rules and with shapes checked: four CPU devices, no implicit dtype or rank
+promotion, shape annotations enforced by beartype. Set before JAX and specjax are first imported."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("MPLBACKEND", "agg")
+
+import jax
+import jaxtyping
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Where the mathematics is. Not the pytrees: JAX rebuilds those with placeholders and host code with numpy arrays.
+CHECKED = ["sampling", "metrics", "verifiers", "drafters", "models.transformer", "distill.losses"]
+jaxtyping.install_import_hook([f"specjax.{module}" for module in CHECKED], "beartype.beartype")
+
+from specjax.distill.corpus import Document
+from specjax.distill.tokenizer import train_tokenizer
+from specjax.models.config import ModelConfig
+from specjax.models.hf import LoadedModel
+from specjax.models.transformer import Model
+
+VOCAB = 300
+_LINES = (
+    "def add(first, second):\n    return first + second\n",
+    "for number in range(10):\n    print(number, add(number, 1))\n",
+    "class Tree:\n    def __init__(self, value, left=None, right=None):\n        self.value = value\n",
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer():
+    """A byte-level BPE of at most 300 ids, trained on a few lines."""
+    return train_tokenizer([Document(str(i), text) for i, text in enumerate(_LINES)], VOCAB)
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> ModelConfig:
+    return ModelConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_positions=256,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tiny_config, tiny_tokenizer) -> LoadedModel:
+    """Random weights; no end-of-sequence id, so that generations have the length asked for."""
+    model = Model(tiny_config)
+    return LoadedModel(model, model.init(jax.random.key(0)), tiny_tokenizer, name="tiny-target")
+
+
+@pytest.fixture(scope="session")
+def tiny_draft(tiny_tokenizer) -> LoadedModel:
+    """A smaller model over the same vocabulary."""
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        max_positions=256,
+    )
+    model = Model(config)
+    return LoadedModel(model, model.init(jax.random.key(1)), tiny_tokenizer, name="tiny-draft")

@@ -1,0 +1,311 @@
+"""The engine's invariants, through the public `Decoder`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import sampling
+from specjax.decode import engine as engine_lib
+from specjax.decode.costs import count_compiles
+from specjax.decode.decoder import Decoder, derive_seeds
+from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.ngram import NGram
+from specjax.errors import DataError, SpecjaxError
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import Model
+from specjax.testing.toys import ToyModel, prefix_model
+from specjax.types import Context, SamplingParams
+
+TARGET, DRAFT = prefix_model(0), prefix_model(1)
+RAGGED = [[1, 2, 3], [0], [1, 3] * 20, [2, 1], [3] * 11]
+
+
+def transformer(seed: int, **changes) -> ToyModel:
+    config = ModelConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+    )
+    model = Model(dataclasses.replace(config, **changes))
+    params = jax.tree.map(lambda x: x * 3.0, model.init(jax.random.key(seed)))
+    return ToyModel(model, params)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return transformer(0), transformer(1, hidden_size=16, num_layers=1)
+
+
+DRAFTERS = {f"draft k={k}": DraftModel(DRAFT, k) for k in (1, 3, 8)} | {
+    "self": DraftModel(TARGET, 4),
+    "ngram": NGram(4, max_n=3, min_n=1),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_output_is_the_autoregressive_one_on_ragged_batches(name):
+    want = Decoder(TARGET).generate(RAGGED, max_new_tokens=50).tokens
+    assert Decoder(TARGET, DRAFTERS[name]).generate(RAGGED, max_new_tokens=50).tokens == want
+    alone = [Decoder(TARGET, DRAFTERS[name]).generate([p], max_new_tokens=50).tokens[0] for p in RAGGED[:2]]
+    assert alone == want[:2]
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_greedy_output_of_a_transformer_is_the_autoregressive_one(pair, k):
+    target, draft = pair
+    prompts = [[5, 9, 11], [7], list(range(30))]
+    want = Decoder(target).generate(prompts, max_new_tokens=40)
+    got = Decoder(target, DraftModel(draft, k)).generate(prompts, max_new_tokens=40)
+    assert got.tokens == want.tokens
+    assert len({tuple(row) for row in want.tokens}) == 3, "a target that repeats itself would prove nothing"
+
+
+def test_autoregressive_output_is_the_argmax_of_the_uncached_model(pair):
+    target, _ = pair
+    [tokens] = Decoder(target).generate([[5, 9, 11]], max_new_tokens=20).tokens
+    whole = np.asarray(target.logits([[5, 9, 11, *tokens]]))[0]
+    assert tokens == whole[2:-1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_a_transformer_drafting_for_itself_is_always_accepted(pair, k, temperature):
+    target, _ = pair
+    result = Decoder(target, DraftModel(target, k)).generate(
+        [[5, 9], [3] * 9, [1]], max_new_tokens=35, temperature=temperature
+    )
+    # Block and single-token passes differ in the last bits, so a sampled draft may lose one in millions, not in dozens.
+    assert all(s.accepted == s.drafted for s in result.stats)
+
+
+def test_generation_crosses_cache_buckets_without_a_difference():
+    """128 slots, then 256, then the whole buffer."""
+    want = np.asarray(Decoder(TARGET, DraftModel(DRAFT, 3)).generate([[1, 2]], max_new_tokens=500).tokens[0])
+    whole = np.asarray(TARGET.logits([[1, 2, *want.tolist()]]))[0]
+    assert (want == whole[1:-1].argmax(-1)).all()
+
+
+def test_a_stop_token_ends_the_row_where_plain_decoding_would_end_it():
+    stopping = prefix_model(0, eos_ids=(3,))
+    plain = Decoder(stopping).generate(RAGGED, max_new_tokens=50)
+    fast = Decoder(stopping, DraftModel(TARGET, 6)).generate(RAGGED, max_new_tokens=50)
+    assert fast.tokens == plain.tokens
+    assert any(len(row) % 7 and row[-1] == 3 for row in fast.tokens), "no stop fell inside a block"
+    assert all(3 not in row[:-1] for row in fast.tokens)
+    ignoring = Decoder(stopping, DraftModel(TARGET, 6)).generate(RAGGED, max_new_tokens=50, ignore_eos=True)
+    assert [len(row) for row in ignoring.tokens] == [50] * 5
+
+
+@pytest.mark.parametrize("budget", [1, 2, 7, [1, 9, 2, 30, 5]])
+def test_a_budget_smaller_than_a_block_cuts_it(budget):
+    want = Decoder(TARGET).generate(RAGGED, max_new_tokens=30).tokens
+    got = Decoder(TARGET, DraftModel(TARGET, 8)).generate(RAGGED, max_new_tokens=budget)
+    budgets = budget if isinstance(budget, list) else [budget] * 5
+    assert got.tokens == [row[:b] for row, b in zip(want, budgets, strict=True)]
+    assert [s.emitted for s in got.stats] == budgets
+
+
+@pytest.mark.parametrize("drafter", [None, DraftModel(DRAFT, 3), NGram(3, 3, 1)], ids=["plain", "draft", "ngram"])
+def test_a_row_replays_alone_in_another_slot_from_its_own_seed(drafter):
+    decoder = Decoder(TARGET, drafter)
+    temperatures = [1.0, 0.7, 0.0, 1.3, 1.0]
+    together = decoder.generate(RAGGED, max_new_tokens=[40, 9, 30, 25, 33], temperature=temperatures, seed=7)
+    alone = decoder.generate([RAGGED[3]], max_new_tokens=25, temperature=1.3, seed=[together.seeds[3]])
+    assert alone.tokens[0] == together.tokens[3]
+    moved = decoder.generate(
+        [RAGGED[0], RAGGED[3]], max_new_tokens=[11, 25], temperature=[0.5, 1.3], seed=[5, together.seeds[3]]
+    )
+    assert moved.tokens[1] == together.tokens[3]
+    assert (
+        decoder.generate(RAGGED, max_new_tokens=30, temperature=1.0, seed=8).tokens
+        != decoder.generate(RAGGED, max_new_tokens=30, temperature=1.0, seed=9).tokens
+    )
+
+
+def test_seeds_are_distinct_across_rows_and_integers():
+    seeds = [s for base in range(50) for s in derive_seeds(base, 50)]
+    assert len(set(seeds)) == 2500
+    assert derive_seeds(3, 2) == derive_seeds(3, 50)[:2]
+
+
+def test_a_greedy_row_inside_a_sampling_batch_is_greedy():
+    decoder = Decoder(TARGET, DraftModel(DRAFT, 4))
+    want = decoder.generate(RAGGED, max_new_tokens=30).tokens
+    mixed = decoder.generate(RAGGED, max_new_tokens=30, temperature=[0.0, 1.0, 0.0, 1.0, 0.0], seed=3).tokens
+    assert [mixed[i] for i in (0, 2, 4)] == [want[i] for i in (0, 2, 4)]
+    assert mixed[1] != want[1]
+
+
+def test_the_stream_hands_out_the_tokens_of_generate_as_they_are_committed():
+    decoder = Decoder(TARGET, DraftModel(DRAFT, 3))
+    want = decoder.generate([[1, 2]], max_new_tokens=150, temperature=0.9, seed=4)
+    events = list(decoder.stream([1, 2], max_new_tokens=150, temperature=0.9, seed=4))
+    assert [t for event in events for t in event.tokens] == want.tokens[0]
+    assert len(events) == want.stats[0].blocks
+    assert all(1 <= len(e.tokens) <= 4 for e in events)
+    assert events[-1].done
+    assert not events[0].done
+    assert events[-1].stats == want.stats[0]
+
+
+def test_origins_and_counters_tell_the_same_story():
+    result = Decoder(TARGET, DraftModel(DRAFT, 3)).generate(RAGGED, max_new_tokens=48, temperature=1.0, seed=1)
+    for origins, stats in zip(result.origins, result.stats, strict=True):
+        own = sum(origin in ("corrected", "bonus") for origin in origins)
+        assert stats.blocks - own in (0, 1), "only the last block may lose its own token, to the budget"
+        assert 0 <= stats.accepted - origins.count("accepted") <= 3
+        assert stats.emitted == len(origins) == 48
+        assert stats.drafted == 3 * stats.blocks
+        assert stats.accepted_at == tuple(sorted(stats.accepted_at, reverse=True))
+        assert stats.reached_at[0] == stats.blocks
+        assert stats.reached_at[1:] == stats.accepted_at[:-1]
+
+
+def test_nothing_is_recompiled_for_other_prompts_lengths_seeds_or_temperatures():
+    decoder = Decoder(TARGET, DraftModel(DRAFT, 3))
+
+    def request(i: int) -> None:
+        rng = np.random.default_rng(i)
+        lengths = rng.integers(1, 17, 3)
+        decoder.generate(
+            [rng.integers(0, 4, n).tolist() for n in lengths],
+            max_new_tokens=rng.integers(1, 17, 3).tolist(),
+            temperature=[0.0, float(rng.uniform(0.2, 2)), 1.0] if i % 2 else 0.0,
+            seed=i,
+        )
+
+    for i in range(2):
+        request(i)
+    with count_compiles() as count:
+        for i in range(2, 20):
+            request(i)
+    assert count.programs == 0
+    with count_compiles() as count:
+        decoder.generate([[1] * 40], max_new_tokens=4)
+    assert count.programs > 0, "the counter counts"
+
+
+def test_the_loop_makes_no_host_transfer_inside_a_chunk():
+    decoder = Decoder(TARGET, DraftModel(DRAFT, 3))
+    state = decoder.prefilled([[1, 2], [3]], max_new_tokens=20, temperature=1.0)
+    steps = jnp.int32(1000)
+    run = engine_lib.chunk(decoder.engine(greedy=False))
+    run(decoder.params, jax.tree.map(jnp.copy, state), steps)
+    with jax.transfer_guard("disallow"):
+        after = run(decoder.params, state, steps)
+    assert np.asarray(after.done).all()
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("drafter", ["draft", "ngram"])
+def test_prefill_and_loop_lower_for_accelerators(pair, platform, greedy, drafter):
+    target, draft = pair
+    decoder = Decoder(target, DraftModel(draft, 3) if drafter == "draft" else NGram(3))
+    engine = decoder.engine(greedy)
+    batch = decoder._prepare([[1, 2, 3]], 8, 0.0 if greedy else 1.0, 0, False)
+    prefill = engine_lib.prefill(engine, batch.first_slots, batch.buffer)
+    jax.export.export(prefill, platforms=[platform])(decoder.params, batch.request)
+    state = jax.eval_shape(prefill, decoder.params, batch.request)
+    exported = jax.export.export(engine_lib.chunk(engine), platforms=[platform])(
+        decoder.params, state, jax.ShapeDtypeStruct((), jnp.int32)
+    )
+    assert exported.platforms == (platform,)
+
+
+def test_every_leaf_of_the_state_has_the_row_first(pair):
+    target, draft = pair
+    state = Decoder(target, DraftModel(draft, 3)).prefilled([[1], [2], [3]], max_new_tokens=4, temperature=1.0)
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(state)} == {4}
+
+
+def test_the_drafts_decode_path_gives_its_training_logits(pair):
+    """Teacher-forced: every proposal position of every block against the training forward at the same place."""
+    _, draft = pair
+    spec = DraftModel(draft.spec, 3)
+    tokens = np.random.default_rng(0).integers(0, 61, (2, 24)).astype(np.int32)
+    trained = spec.train_output(draft.params, tokens, np.ones(tokens.shape, bool), None).logits[:, :, 0]
+    state = spec.init(draft.params, tokens[:, :1], np.ones(2, np.int32), 32, None)
+    sampling_params = SamplingParams(np.ones(2, np.float32))
+    for length in (1, 2, 5, 6, 9):
+        lengths = np.full(2, length, np.int32)
+        noise = sampling.fresh_noise(jnp.zeros((2, 2), jnp.uint32), jnp.asarray(lengths), 3)
+        for start in range(1, length + 1):  # feed everything committed so far, as prefill and earlier blocks would
+            at = np.full((2, 1), start - 1, np.int32)
+            state = spec.model(draft.params, tokens[:, start - 1 : start], at, at, state).cache
+        block, state = spec.draft(
+            draft.params, state, Context(jnp.asarray(tokens), jnp.asarray(lengths), sampling_params, noise)
+        )
+        forced = np.concatenate([tokens[:, :length], np.asarray(block.tokens)], axis=1)
+        want = spec.train_output(draft.params, forced, np.ones(forced.shape, bool), None).logits[:, :, 0]
+        np.testing.assert_allclose(block.logits, want[:, length - 1 : length + 2], atol=2e-5)
+        np.testing.assert_allclose(block.logits[:, 0], trained[:, length - 1], atol=2e-5)
+
+
+def test_the_largest_cache_holds_the_longest_row_and_a_block():
+    """S >= longest + K + 1 always, or dynamic_update_slice would clamp and overwrite valid slots."""
+    decoder = Decoder(TARGET, DraftModel(DRAFT, 8))
+    for length, new in [(1, 1), (16, 16), (17, 64), (100, 28), (120, 7), (1, 500), (64, 192)]:
+        batch = decoder._prepare([[1] * length], new, 0.0, 0, True)
+        assert batch.buffer >= length + new + 8 + 1
+        assert length + 8 + 1 <= batch.first_slots <= batch.buffer
+
+
+def ngram_draft(tokens: list[int], **settings):
+    drafter = NGram(**settings)
+    padded = jnp.asarray([[*tokens, *[3] * 5]], jnp.int32)
+    context = Context(padded, jnp.asarray([len(tokens)], jnp.int32), SamplingParams(jnp.ones(1)), None)
+    draft, _ = drafter.draft({}, {}, context)
+    return [t for t, ok in zip(draft.tokens[0].tolist(), draft.valid[0].tolist(), strict=True) if ok]
+
+
+def test_ngram_proposes_what_followed_the_longest_then_latest_match():
+    assert ngram_draft([1, 2, 7, 8, 9, 1, 2], k=3, min_n=2, max_n=3) == [7, 8, 9]
+    assert ngram_draft([1, 2, 7, 5, 1, 2, 8, 5, 1, 2], k=2, min_n=2, max_n=3) == [8, 5]
+    assert ngram_draft([4, 1, 2, 7, 5, 1, 2, 8, 4, 1, 2], k=1, min_n=1, max_n=3) == [7]
+    assert ngram_draft([1, 2, 3, 4], k=3, min_n=2, max_n=3) == []
+    assert ngram_draft([6, 6], k=3, min_n=1, max_n=3) == [6], "the suffix does not match itself; only committed tokens"
+    assert ngram_draft([5], k=3, min_n=1, max_n=3) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"prompts": []}, "prompts: the list is empty"),
+        ({"prompts": "text"}, "give a list"),
+        ({"prompts": [[]]}, "prompt 0 is empty"),
+        ({"prompts": [[1], [4]]}, "prompt 1: token id 4 is outside the target's vocabulary of 4"),
+        ({"prompts": [[-1]]}, "token id -1"),
+        ({"prompts": ["text"]}, "no tokenizer"),
+        ({"prompts": [[1]], "max_new_tokens": 0}, "max_new_tokens of row 0: 0"),
+        ({"prompts": [[1]], "temperature": -1.0}, "temperature of row 0: -1.0"),
+        ({"prompts": [[1]], "temperature": float("nan")}, "temperature of row 0"),
+        ({"prompts": [[1], [2]], "seed": [1]}, "seed: 1 values for 2 prompts"),
+        ({"prompts": [[1] * 4000], "max_new_tokens": 100}, "4096 positions"),
+    ],
+)
+def test_bad_input_is_one_clear_line(call, message):
+    with pytest.raises(DataError, match=message) as error:
+        Decoder(TARGET, DraftModel(DRAFT, 2)).generate(call.pop("prompts"), **call)
+    assert "\n" not in str(error.value)
+
+
+def test_a_k_that_cannot_fit_is_refused():
+    small = ToyModel(
+        dataclasses.replace(TARGET.spec, config=dataclasses.replace(TARGET.config, max_positions=8)), TARGET.params
+    )
+    with pytest.raises(SpecjaxError, match="k=8 cannot fit"):
+        Decoder(small, DraftModel(DRAFT, 8))
+
+
+def test_the_greedy_verifier_refuses_temperatures():
+    with pytest.raises(DataError, match="temperature 0 only"):
+        Decoder(TARGET, verifier="greedy").generate([[1]], temperature=1.0)
+
+
+def test_an_unknown_verifier_names_the_nearest():
+    with pytest.raises(SpecjaxError, match="speculative"):
+        Decoder(TARGET, verifier="speculativ")

@@ -1,0 +1,296 @@
+"""The output law of the whole jitted path is the target's, and planted mistakes are found.
+
+Losslessness tests cannot see drafter bugs and acceptance tests cannot see verifier bugs, so both kinds are here, and
+each is shown to fail on errors planted on purpose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from specjax import sampling
+from specjax.decode import engine as engine_lib
+from specjax.decode.decoder import Decoder
+from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.ngram import NGram
+from specjax.testing.toys import exact_law, prefix_model
+from specjax.types import Draft, Noise, Verdict
+from specjax.verifiers import speculative
+from specjax.verifiers.chain import leading_run
+from specjax.verifiers.speculative import Speculative
+from tests.decode.laws import decode_counts, p_value
+
+TARGET, DRAFT, PROMPT = prefix_model(0), prefix_model(1), [1, 2]
+LEVEL = 1e-3 / 20
+"""Bonferroni over the law tests of this module."""
+CAUGHT = 1e-9
+
+
+@pytest.fixture(autouse=True)
+def fresh_programs():
+    """Mutants change functions that compiled programs would remember."""
+    engine_lib.prefill.cache_clear()
+    engine_lib.chunk.cache_clear()
+    yield
+    engine_lib.prefill.cache_clear()
+    engine_lib.chunk.cache_clear()
+
+
+def law_p_value(drafter, verifier="speculative", calls=None, **kwargs) -> float:
+    decoder = Decoder(TARGET, drafter, verifier)
+    counts = decode_counts(decoder, PROMPT, 3, **kwargs, **({} if calls is None else {"calls": calls}))
+    return p_value(counts, exact_law(TARGET, PROMPT, 3, kwargs.get("temperature", 1.0)))
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [None, DraftModel(DRAFT, 1), DraftModel(DRAFT, 2), DraftModel(DRAFT, 4), DraftModel(TARGET, 2), NGram(2, 3, 1)],
+    ids=["autoregressive", "k1", "k2", "k4", "self", "ngram"],
+)
+def test_three_tokens_have_exactly_the_targets_joint_law(drafter):
+    assert law_p_value(drafter) > LEVEL
+
+
+def test_temperature_shapes_draft_and_target_alike():
+    assert law_p_value(DraftModel(DRAFT, 3), temperature=0.6) > LEVEL
+
+
+def test_a_stop_token_inside_a_block_keeps_the_law_of_the_cut_sequences():
+    target = prefix_model(0, eos_ids=(3,))
+    counts = decode_counts(Decoder(target, DraftModel(DRAFT, 4)), PROMPT, 3)
+    assert p_value(counts, exact_law(target, PROMPT, 3, stop_ids=(3,))) > LEVEL
+
+
+def all_accepted(drafter, temperature) -> bool:
+    result = Decoder(TARGET, drafter).generate(
+        [[1, 2, 3], [0], [1] * 20, [2, 1]], max_new_tokens=41, temperature=temperature
+    )
+    return all(s.accepted == s.drafted and s.drafted > 0 for s in result.stats)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, [0.0, 1.0, 0.7, 1.3]])
+@pytest.mark.parametrize("k", [1, 2, 5, 8])
+def test_draft_equal_to_target_is_always_accepted(k, temperature):
+    assert all_accepted(DraftModel(TARGET, k), temperature)
+
+
+class Mutant(Speculative):
+    """Speculative sampling with room for one mistake."""
+
+    kind = "mutant"
+
+    def accept_noise(self, noise):
+        return noise.accept
+
+    def accepts(self, u, p, q):
+        return u * q < p
+
+    def run(self, accepted):
+        return leading_run(accepted)
+
+    def target_row(self, n, k):
+        return n
+
+    def draft_row(self, n, k):
+        return jnp.minimum(n, k - 1)
+
+    def residual(self, p, q, rejected):
+        return jnp.maximum(p - jnp.where(rejected[:, None], q, 0.0), 0.0)
+
+    def pick(self, residual, noise, n):
+        return sampling.inverse_cdf(residual, noise.next_token)
+
+    def __call__(self, draft, p_logits, noise):
+        p = jax.nn.softmax(p_logits, axis=-1)
+        q = jax.nn.softmax(draft.logits, axis=-1)
+        k = draft.tokens.shape[1]
+        u = self.accept_noise(noise)
+        n = self.run(
+            self.accepts(u, speculative._at(p[:, :-1], draft.tokens), speculative._at(q, draft.tokens)) & draft.valid
+        )
+        p_next, q_next = speculative._row(p, self.target_row(n, k)), speculative._row(q, self.draft_row(n, k))
+        residual = self.residual(p_next, q_next, n < k)
+        residual = jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > 1e-12, residual, p_next)
+        return Verdict(n, self.pick(residual, noise, n))
+
+
+class ResidualIsTarget(Mutant):
+    def residual(self, p, q, rejected):
+        return p
+
+
+class ResidualIsAbsolute(Mutant):
+    def residual(self, p, q, rejected):
+        return jnp.abs(p - jnp.where(rejected[:, None], q, 0.0))
+
+
+class ResidualOfFirstPosition(Mutant):
+    def draft_row(self, n, k):
+        return jnp.zeros_like(n)
+
+
+class BonusFromLastDraftRow(Mutant):
+    def target_row(self, n, k):
+        return jnp.minimum(n, k - 1)
+
+
+class DraftSubtractedFromBonus(Mutant):
+    def residual(self, p, q, rejected):
+        return jnp.maximum(p - q, 0.0)
+
+
+class OneUniformForAllPositions(Mutant):
+    def accept_noise(self, noise):
+        return jnp.broadcast_to(noise.accept[:, :1], noise.accept.shape)
+
+
+class AcceptByTargetProbability(Mutant):
+    def accepts(self, u, p, q):
+        return u < p
+
+
+class CountsAcceptsInsteadOfTheRun(Mutant):
+    def run(self, accepted):
+        return jnp.sum(accepted, axis=1)
+
+
+class ArgmaxOfResidual(Mutant):
+    def pick(self, residual, noise, n):
+        return sampling.argmax(residual)
+
+
+class RejectingUniformReused(Mutant):
+    def pick(self, residual, noise, n):
+        u = jnp.take_along_axis(noise.accept, jnp.minimum(n, noise.accept.shape[1] - 1)[:, None], axis=1)[:, 0]
+        return sampling.inverse_cdf(residual, u)
+
+
+class LastDraftNeverAccepted(Mutant):
+    def run(self, accepted):
+        return leading_run(accepted.at[:, -1].set(False))
+
+
+class TargetRowsOffByOne(Mutant):
+    def __call__(self, draft, p_logits, noise):
+        return super().__call__(draft, jnp.roll(p_logits, 1, axis=1), noise)
+
+
+class SampledDraftTakenAsCertain(Speculative):
+    kind = "mutant"
+
+    def __call__(self, draft, p_logits, noise):
+        return super().__call__(draft.replace(logits=None), p_logits, noise)
+
+
+def test_the_mutant_frame_itself_is_lossless():
+    assert law_p_value(DraftModel(DRAFT, 3), Mutant()) > LEVEL
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        ResidualIsTarget,
+        ResidualIsAbsolute,
+        ResidualOfFirstPosition,
+        BonusFromLastDraftRow,
+        DraftSubtractedFromBonus,
+        OneUniformForAllPositions,
+        AcceptByTargetProbability,
+        CountsAcceptsInsteadOfTheRun,
+        ArgmaxOfResidual,
+        RejectingUniformReused,
+        TargetRowsOffByOne,
+        SampledDraftTakenAsCertain,
+    ],
+)
+def test_a_wrong_verifier_is_caught_by_the_law(mutant):
+    assert law_p_value(DraftModel(DRAFT, 2), mutant(), calls=12) < CAUGHT
+
+
+def test_never_accepting_the_last_draft_keeps_the_law_wrong_or_the_acceptance_low():
+    """Treated as a rejection it subtracts q without having tested it, which the law shows."""
+    assert law_p_value(DraftModel(DRAFT, 2), LastDraftNeverAccepted(), calls=12) < CAUGHT
+
+
+def test_a_draft_without_the_temperature_is_caught():
+    @dataclasses.dataclass(frozen=True)
+    class ColdDraft(DraftModel):
+        def _propose(self, out, context, offset):
+            token, _ = super()._propose(out, context, offset)
+            return token, out.logits[:, 0].astype(jnp.float32)
+
+    assert law_p_value(ColdDraft(DRAFT, 2), calls=12, temperature=0.6) < CAUGHT
+
+
+def test_noise_that_ignores_the_length_is_caught(monkeypatch):
+    real = sampling.fresh_noise
+    monkeypatch.setattr(sampling, "fresh_noise", lambda s, n, k: real(s, jnp.zeros_like(n), k))
+    assert law_p_value(DraftModel(DRAFT, 1), calls=12) < CAUGHT
+
+
+def test_draft_noise_reused_for_acceptance_is_caught(monkeypatch):
+    real = sampling.fresh_noise
+
+    def tied(seeds, lengths, k):
+        uniforms = real(seeds, lengths, k).uniforms
+        return Noise(uniforms.at[:, Noise.ACCEPT].set(uniforms[:, Noise.DRAFT]))
+
+    monkeypatch.setattr(sampling, "fresh_noise", tied)
+    assert law_p_value(DraftModel(DRAFT, 2), calls=12) < CAUGHT
+
+
+def test_a_draft_cache_without_the_last_accepted_token_is_caught_by_acceptance():
+    @dataclasses.dataclass(frozen=True)
+    class Forgetful(DraftModel):
+        """Feeds only the newest token, so after a full acceptance x_K is missing."""
+
+        def draft(self, params, state, context):
+            slot, tokens, laws = (context.lengths - 1)[:, None], [], []
+            newest = jnp.take_along_axis(context.tokens, slot, axis=1)
+            for offset in range(self.k):
+                out = self.model(params, newest, slot + offset, slot + offset, state)
+                token, logits = self._propose(out, context, offset)
+                newest, state = token[:, None], out.cache
+                tokens.append(token)
+                laws.append(logits)
+            drafted = jnp.stack(tokens, axis=1)
+            logits = None if context.noise is None else jnp.stack(laws, axis=1)
+            return Draft(drafted, jnp.ones(drafted.shape, bool), logits), state
+
+    assert not all_accepted(Forgetful(TARGET, 3), 1.0)
+    # The law cannot see it: the verifier repairs whatever the drafter proposes.
+    assert law_p_value(Forgetful(DRAFT, 3), calls=12) > LEVEL
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_block_fed_at_the_wrong_position_is_caught_by_greedy_identity(monkeypatch, shift):
+    prompts = [[1, 2, 3], [2] * 9]
+    want = Decoder(TARGET).generate(prompts, max_new_tokens=30).tokens
+    engine_lib.chunk.cache_clear()
+
+    def feed(target, params, state, draft):
+        root = jnp.take_along_axis(state.tokens, (state.lengths - 1)[:, None], axis=1)
+        fed = jnp.concatenate([root, draft.tokens], axis=1)
+        slots = (state.lengths - 1)[:, None] + jnp.arange(fed.shape[1])[None]
+        return target(params, fed, slots + shift, slots, state.cache)
+
+    monkeypatch.setattr(engine_lib, "feed_block", feed)
+    assert Decoder(TARGET, DraftModel(DRAFT, 3)).generate(prompts, max_new_tokens=30).tokens != want
+
+
+def test_advancing_the_cache_over_rejected_drafts_is_caught_by_greedy_identity(monkeypatch):
+    prompts = [[1, 2, 3], [2] * 9]
+    want = Decoder(TARGET).generate(prompts, max_new_tokens=30).tokens
+    engine_lib.chunk.cache_clear()
+    real = engine_lib.feed_block
+
+    def feed(target, params, state, draft):
+        """Writes the block one slot late, as if a rejected token had not been rolled back."""
+        return real(target, params, state.replace(lengths=state.lengths + (state.counters.blocks > 0)), draft)
+
+    monkeypatch.setattr(engine_lib, "feed_block", feed)
+    assert Decoder(TARGET, DraftModel(DRAFT, 3)).generate(prompts, max_new_tokens=30).tokens != want

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import train_draft
+from specjax import config
+from specjax.cli import run_main
+from specjax.distill import fingerprint, job, lock
+from specjax.errors import ConfigError, DataError, ModelError, TrainingError
+from specjax.models.hf import LoadedModel, load_model, save_model
+from tests.distill.toys import Interrupt
+
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    """40 small Python files."""
+    directory = tmp_path_factory.mktemp("corpus")
+    for i in range(40):
+        lines = (f"def function_{i}_{j}(value):\n    return value * {i * j}\n" for j in range(6))
+        (directory / f"{i}.py").write_text("".join(lines))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def target_directory(tmp_path_factory, tiny_target):
+    directory = tmp_path_factory.mktemp("models") / "target"
+    eos = (tiny_target.tokenizer.eos_token_id,)
+    # Scaled up, so that its law is not flat and there is something to distill.
+    params = {**tiny_target.params, "embedding": 30.0 * tiny_target.params["embedding"]}
+    save_model(LoadedModel(tiny_target.spec, params, tiny_target.tokenizer, eos, "target"), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def settings(target_directory, documents):
+    def make(out, **changes) -> config.RunConfig:
+        shape = config.Architecture(hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1)
+        often = {"batch_size": 2, "eval_every": 2, "save_every": 2, "eval_positions": 2 * LENGTH}
+        run = config.RunConfig(
+            target=config.Target(path=str(target_directory)),
+            data=config.Data(path=str(documents), held_out=0.25, seq_len=LENGTH),
+            draft=config.Draft(architecture=shape, pretrain=config.Stage(loss="cross_entropy", steps=2, **often)),
+            distill=config.Stage(steps=6, **often),
+            control=config.Control(learning_rates=(0.01,)),
+            eval=config.Eval(positions=100, batch_size=2),
+            out=str(out),
+        )
+        return dataclasses.replace(run, **changes)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def finished(settings, tmp_path_factory):
+    """(config, result) of a job that ran through."""
+    run = settings(tmp_path_factory.mktemp("finished") / "run")
+    return run, job.run(run)
+
+
+class Recorder:
+    """Bars that note each stage's steps and fail at one of them."""
+
+    def __init__(self, fail_at: tuple[str, int] | None = None):
+        self.steps: dict[str, list[int]] = {}
+        self._fail_at = fail_at
+
+    @contextlib.contextmanager
+    def __call__(self, name, steps):
+        self.steps[name] = []
+
+        def progress(step, record):
+            self.steps[name].append(step)
+            if (name, step) == self._fail_at:
+                raise Interrupt
+
+        yield progress
+
+
+def test_the_job_measures_both_drafts_and_the_control_on_the_same_positions(finished):
+    _, result = finished
+    measures = result.measures
+    assert measures.positions == math.ceil(100 / LENGTH) * LENGTH
+    assert measures.alpha_ce_control == max(measures.alpha_ce_controls.values())
+    assert list(measures.alpha_ce_controls) == ["0.01"]
+    assert 0 < measures.alpha_before < measures.alpha_after <= 1
+    assert measures.alpha_ce_control != measures.alpha_after
+    assert all(math.isfinite(x) for x in (measures.target_nll, measures.draft_nll, measures.draft_nll_after))
+    assert [r["step"] for r in result.logs["draft-distill"] if "alpha" in r] == [2, 4, 6]
+    assert set(result.logs) == {"draft-pretrain", "draft-distill", "control-0.01"}
+
+
+def test_an_interrupted_job_resumes_to_the_same_final_weights(finished, settings, tmp_path):
+    _, expected = finished
+    run = settings(tmp_path / "run", control=config.Control())
+    with pytest.raises(Interrupt):
+        job.run(run, Recorder(fail_at=("draft-distill", 5)))
+    recorder = Recorder()
+    result = job.run(run, recorder)
+    assert recorder.steps == {"draft-pretrain": [], "draft-distill": [5, 6]}
+    assert fingerprint.digest(result.draft_after.params) == fingerprint.digest(expected.draft_after.params)
+    assert result.measures.alpha_after == expected.measures.alpha_after
+    assert result.measures.alpha_ce_control is None
+
+
+def test_a_second_run_reuses_everything(finished, monkeypatch):
+    run, first = finished
+    recorder = Recorder()
+    monkeypatch.setattr(job, "evaluate_all", None)
+    monkeypatch.setattr(job, "save_model", None)
+    second = job.run(run, recorder)
+    assert set(map(tuple, recorder.steps.values())) == {()}
+    assert second.measures == first.measures
+
+
+def test_the_exported_drafts_are_the_trained_ones_with_a_card_that_says_how(finished):
+    run, result = finished
+    for name, model in (("draft-before", result.draft_before), ("draft", result.draft_after)):
+        loaded = load_model(f"{run.out}/{name}")
+        assert fingerprint.digest(loaded.params) == fingerprint.digest(model.params)
+        card = (Path(run.out) / name / "README.md").read_text()
+        for text in (fingerprint.digest(model.params), result.prepared.corpus.digest, "`target`", "learning_rate"):
+            assert text in card
+    assert f"{result.measures.alpha_after:.4f}" in card
+    assert fingerprint.digest(result.draft_before.params) != fingerprint.digest(result.draft_after.params)
+
+
+def test_no_held_out_document_is_trained_on(finished):
+    prepared = finished[1].prepared
+    train, held_out = ({d.digest for d in side} for side in (prepared.corpus.train, prepared.corpus.held_out))
+    assert train
+    assert held_out
+    assert not train & held_out
+    text = prepared.target.tokenizer.decode(np.concatenate([w[:-1] for w in prepared.train_windows]))
+    for document in prepared.corpus.held_out:
+        assert document.text.splitlines()[2] not in text
+    assert prepared.corpus.train[0].text.splitlines()[2] in text
+
+
+def test_other_settings_in_the_same_directory_are_refused(finished):
+    run, _ = finished
+    longer = dataclasses.replace(run, distill=dataclasses.replace(run.distill, steps=8))
+    with pytest.raises(TrainingError, match=r"draft-distill: .*stage\.steps \(6 then, 8 now\)"):
+        job.run(longer)
+
+
+def test_a_job_in_a_directory_in_use_is_refused(finished):
+    run, _ = finished
+    with lock.exclusive(run.out), pytest.raises(TrainingError, match="in use"):
+        job.run(run)
+
+
+def test_a_target_is_trained_from_nothing_and_kept_as_a_model_directory(settings, documents, tmp_path):
+    shape = config.Architecture(hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1)
+    run = settings(tmp_path, target=config.Target(architecture=shape, vocab_size=280, steps=4, batch_size=2))
+    first = job.prepare(run)
+    kept = load_model(tmp_path / "target")
+    assert fingerprint.digest(kept.params) == fingerprint.digest(first.target.params)
+    assert kept.eos_ids == (kept.tokenizer.eos_token_id,)
+    assert kept.vocab_size == len(kept.tokenizer) == 280
+    assert kept.config.max_positions >= 1024
+    recorder = Recorder()
+    second = job.prepare(run, recorder)
+    assert recorder.steps == {"target-train": []}
+    assert fingerprint.digest(second.target.params) == fingerprint.digest(first.target.params)
+    np.testing.assert_array_equal(first.train_windows, second.train_windows)
+    other = dataclasses.replace(run, target=dataclasses.replace(run.target, vocab_size=270))
+    with pytest.raises(TrainingError, match=r"vocab_size \(280 then, 270 now\)"):
+        job.prepare(other)
+
+
+def test_a_draft_can_start_from_a_model_directory(settings, tiny_draft, tmp_path):
+    save_model(tiny_draft, tmp_path / "start")
+    still = config.Stage(loss="cross_entropy", steps=0)
+    run = settings(
+        tmp_path / "run",
+        draft=config.Draft(init=str(tmp_path / "start"), pretrain=still),
+        distill=dataclasses.replace(still, loss="forward_kl"),
+        control=config.Control(),
+    )
+    result = job.run(run)
+    assert fingerprint.digest(result.draft_after.params) == fingerprint.digest(tiny_draft.params)
+    assert result.measures.alpha_before == result.measures.alpha_after
+
+
+def test_a_starting_draft_of_another_vocabulary_is_refused(settings, tiny_draft, tmp_path):
+    spec = dataclasses.replace(tiny_draft.spec, config=dataclasses.replace(tiny_draft.config, vocab_size=301))
+    save_model(LoadedModel(spec, spec.init(jax.random.key(0))), tmp_path / "start")
+    with pytest.raises(ModelError, match="301"):
+        job.run(settings(tmp_path / "run", draft=config.Draft(init=str(tmp_path / "start"))))
+
+
+def test_windows_longer_than_the_targets_positions_are_refused(settings, documents, tmp_path):
+    data = config.Data(path=str(documents), held_out=0.25, seq_len=257)
+    with pytest.raises(ConfigError, match=r"data\.seq_len: 257 exceeds the target's 256 positions"):
+        job.run(settings(tmp_path, data=data))
+
+
+def test_a_corpus_of_one_document_cannot_be_split(settings, tmp_path):
+    (tmp_path / "one.txt").write_text("a single document\n" * 100)
+    data = config.Data(path=str(tmp_path / "one.txt"), seq_len=LENGTH)
+    with pytest.raises(DataError, match=r"one\.txt.*data\.held_out"):
+        job.run(settings(tmp_path / "run", data=data))
+
+
+def test_a_part_too_short_for_one_window_is_named(settings, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    for i in range(20):
+        (tmp_path / "corpus" / f"{i}.txt").write_text(str(i))
+    data = config.Data(path=str(tmp_path / "corpus"), held_out=0.25, seq_len=250)
+    with pytest.raises(DataError, match=r"its training part has \d+ tokens.*data\.seq_len=250"):
+        job.run(settings(tmp_path / "run", data=data))
+
+
+def test_a_bad_override_of_the_command_is_one_line_and_status_2(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("target: {path: nowhere}\ndata: {path: nowhere}\n")
+    with pytest.raises(SystemExit) as exit_:
+        run_main(train_draft.main, "", argv=[str(tmp_path / "run.yaml"), "distill.stepz=3"])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert "stepz" in error

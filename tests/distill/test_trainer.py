@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from specjax import registry
+from specjax.distill import corpus, trainer
+from specjax.distill.checkpoint import Checkpoints
+from specjax.distill.evaluate import evaluate
+from specjax.distill.trainer import TrainState, make_optimizer, make_update, microbatch_rows, read_log, train_stage
+from specjax.errors import DataError, TrainingError
+from tests.distill import toys
+from tests.distill.toys import BigramDraft, Interrupt, assert_same, bigram_params, interrupt_after
+
+KILLED_AFTER_7 = """
+import os, signal, sys
+from pathlib import Path
+import jax
+jax.config.update("jax_platforms", "cpu")
+from tests.distill import toys
+def kill(step, record):
+    if step == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+toys.train(Path(sys.argv[1]), kill)
+"""
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """(directory, final weights) of the toy stage."""
+    directory = tmp_path_factory.mktemp("uninterrupted") / "stage"
+    return directory, toys.train(directory)
+
+
+def without_speed(log):
+    return [{name: value for name, value in record.items() if name != "tokens_per_s"} for record in log]
+
+
+def test_an_interrupted_stage_resumes_to_the_same_weights_and_log(uninterrupted, tmp_path):
+    with pytest.raises(Interrupt):
+        toys.train(tmp_path / "stage", interrupt_after(7))
+    steps = []
+    assert_same(toys.train(tmp_path / "stage", lambda step, record: steps.append(step)), uninterrupted[1])
+    assert steps == list(range(6, 13))
+    assert without_speed(read_log(tmp_path / "stage")) == without_speed(read_log(uninterrupted[0]))
+    assert [record["step"] for record in read_log(tmp_path / "stage")] == [5, 6, 10, 12]
+
+
+def test_a_stage_interrupted_before_its_first_checkpoint_starts_over(uninterrupted, tmp_path):
+    with pytest.raises(Interrupt):
+        toys.train(tmp_path / "stage", interrupt_after(3))
+    assert_same(toys.train(tmp_path / "stage"), uninterrupted[1])
+
+
+def test_a_stage_killed_by_the_system_resumes_to_the_same_weights(uninterrupted, tmp_path):
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", KILLED_AFTER_7, str(tmp_path / "stage")]
+    killed = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    steps = []
+    assert_same(toys.train(tmp_path / "stage", lambda step, record: steps.append(step)), uninterrupted[1])
+    assert steps[0] == 6
+
+
+def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(uninterrupted, tmp_path):
+    with pytest.raises(Interrupt):
+        toys.train(tmp_path / "stage", interrupt_after(11))
+    (tmp_path / "stage" / "checkpoints" / "10" / "sha256.json").write_text("{}")
+    steps = []
+    assert_same(toys.train(tmp_path / "stage", lambda step, record: steps.append(step)), uninterrupted[1])
+    assert steps[0] == 6
+    assert [record["step"] for record in read_log(tmp_path / "stage")] == [5, 6, 10, 12]
+
+
+def test_a_log_line_cut_short_by_a_kill_is_dropped(uninterrupted, tmp_path):
+    with pytest.raises(Interrupt):
+        toys.train(tmp_path / "stage", interrupt_after(7))
+    with (tmp_path / "stage" / "log.jsonl").open("a") as log:
+        log.write('{"step": 7, "lo')
+    toys.train(tmp_path / "stage")
+    assert without_speed(read_log(tmp_path / "stage")) == without_speed(read_log(uninterrupted[0]))
+
+
+def test_a_finished_stage_returns_its_weights_at_once(uninterrupted):
+    directory, expected = uninterrupted
+    steps = []
+    assert_same(toys.train(directory, lambda step, record: steps.append(step)), expected)
+    assert steps == []
+
+
+def test_distillation_raises_alpha_and_lowers_the_loss(uninterrupted):
+    first, last = (read_log(uninterrupted[0])[i] for i in (0, -1))
+    before = evaluate(BigramDraft(), bigram_params(1), toys.target(), toys.windows(8, 1), 32, 4)
+    assert last["alpha"] > before.alpha + 0.05
+    assert last["loss"] < first["loss"]
+    assert last["tokens"] == 12 * 4 * toys.LENGTH
+    measured = [record["step"] for record in read_log(uninterrupted[0]) if "held_out_nll" in record]
+    assert measured == [6, 12]
+
+
+def test_the_callers_parameters_survive_the_donated_step(tmp_path):
+    params = bigram_params(1)
+    settings = (toys.target(), toys.windows(40), toys.windows(8, 1), 3)
+    train_stage(tmp_path / "stage", toys.stage(steps=1), BigramDraft(), params, *settings)
+    assert_same(params, bigram_params(1))
+
+
+def test_a_nan_loss_stops_with_its_step_and_keeps_the_last_good_checkpoint(tmp_path):
+    windows = toys.windows(40)
+    # Within an epoch of 10 steps every window is seen once: this one in step 7.
+    poisoned = (windows == corpus.batches(windows, 4, 3)[6][0]).all(axis=1)
+    windows[poisoned, 2] = toys.VOCAB - 1
+    settings = (bigram_params(1), toys.target(), windows, toys.windows(8, 1), 3)
+    with pytest.raises(TrainingError, match=r"step 7: the loss is nan.*checkpoint of step 5 is kept.*learning_rate"):
+        train_stage(tmp_path / "stage", toys.stage(), BigramDraft(poison=toys.VOCAB - 1), *settings)
+    like = TrainState(bigram_params(1), make_optimizer(toys.stage()).init(bigram_params(1)))
+    with Checkpoints(tmp_path / "stage" / "checkpoints") as checkpoints:
+        kept = checkpoints.restore_latest(like)
+    assert kept is not None
+    assert kept.step == 5
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(kept.state))
+    assert [record["step"] for record in read_log(tmp_path / "stage")] == [5]
+
+
+def test_a_directory_of_other_settings_is_refused_with_the_fields_that_differ(uninterrupted):
+    directory, _ = uninterrupted
+    with pytest.raises(TrainingError) as error:
+        toys.train(directory, steps=13, loss="cross_entropy")
+    for text in (str(directory), "stage.steps (12 then, 13 now)", "stage.loss", "another `out`"):
+        assert text in str(error.value)
+    assert "batch_size" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("seed", {"seed": 4}),
+        ("initial_params", {"params": bigram_params(2)}),
+        ("target_params", {"target": toys.target(5)}),
+        ("train_windows", {"train_windows": toys.windows(40, 7)}),
+        ("held_out_windows", {"held_out_windows": toys.windows(8, 7)}),
+        ("drafter.ignored", {"drafter": BigramDraft(ignored=2)}),
+    ],
+)
+def test_another_start_than_the_directorys_is_refused(field, change, uninterrupted):
+    settings = {
+        "drafter": BigramDraft(),
+        "params": bigram_params(1),
+        "target": toys.target(),
+        "train_windows": toys.windows(40),
+        "held_out_windows": toys.windows(8, 1),
+        "seed": 3,
+    }
+    with pytest.raises(TrainingError, match=f"other settings: {field} "):
+        train_stage(uninterrupted[0], toys.stage(), **settings | change)
+
+
+def test_how_often_a_stage_saves_and_measures_may_change(uninterrupted):
+    directory, expected = uninterrupted
+    assert_same(toys.train(directory, save_every=2, eval_every=3, eval_positions=64), expected)
+
+
+def test_a_directory_of_unknown_origin_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "stage").mkdir()
+    (tmp_path / "stage" / "thesis.txt").write_text("keep")
+    with pytest.raises(TrainingError, match=r"no fingerprint\.json"):
+        toys.train(tmp_path / "stage")
+    assert [f.name for f in (tmp_path / "stage").iterdir()] == ["thesis.txt"]
+
+
+def test_a_corpus_too_small_for_one_batch_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(DataError, match="too few for one batch of 64"):
+        toys.train(tmp_path / "stage", batch_size=64)
+    assert not (tmp_path / "stage").exists()
+
+
+def test_a_loss_that_needs_a_target_is_refused_without_one(tmp_path):
+    settings = (None, toys.windows(40), toys.windows(8, 1), 3)
+    with pytest.raises(TrainingError, match="'forward_kl' needs a target"):
+        train_stage(tmp_path / "stage", toys.stage(), BigramDraft(), bigram_params(1), *settings)
+
+
+def test_without_a_target_the_log_has_the_held_out_loss_but_no_alpha(tmp_path):
+    settings = (None, toys.windows(40), toys.windows(8, 1), 3)
+    train_stage(tmp_path / "s", toys.stage(steps=2, loss="cross_entropy"), BigramDraft(), bigram_params(1), *settings)
+    (record,) = read_log(tmp_path / "s")
+    assert "held_out_nll" in record
+    assert "alpha" not in record
+    assert "NaN" not in (tmp_path / "s" / "log.jsonl").read_text()
+
+
+def test_a_stage_of_no_steps_returns_what_it_was_given(tmp_path):
+    assert_same(toys.train(tmp_path / "stage", steps=0), bigram_params(1))
+    assert not (tmp_path / "stage").exists()
+
+
+def updated(rows: int, loss: str = "forward_kl", drafter=None):
+    """Metrics and parameters after one plain gradient step on 4 windows, in microbatches of ``rows``."""
+    drafter, target = drafter or BigramDraft(ignored=3), toys.target()
+    optimizer = optax.sgd(1.0)
+    update = make_update(drafter, registry.resolve(registry.LOSSES, loss, "loss")(), optimizer, target.spec, rows)
+    params = bigram_params(1)
+    state, metrics = update(TrainState(params, optimizer.init(params)), target.params, jnp.asarray(toys.windows(4)))
+    return metrics, state.params
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_microbatches_of_uneven_masks_give_the_gradient_of_the_whole_batch(rows):
+    counts = (toys.windows(4)[:, :-1] != 3).sum(axis=1)
+    assert len(set(counts)) > 1
+    whole, micro = updated(4), updated(rows)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), whole, micro)
+
+
+def test_weights_are_arguments_of_the_step_not_constants():
+    target, optimizer = toys.target(), make_optimizer(toys.stage())
+    update = make_update(
+        BigramDraft(), registry.resolve(registry.LOSSES, "forward_kl", "")(), optimizer, target.spec, 2
+    )
+    params = bigram_params(1)
+    state = TrainState(params, optimizer.init(params))
+    traced = jax.make_jaxpr(update)(state, target.params, jnp.asarray(toys.windows(4)))
+    assert all(np.size(constant) < toys.VOCAB for constant in traced.consts)
+    assert f"f32[{toys.VOCAB},{toys.VOCAB}]" in str(traced.in_avals).replace("float32", "f32")
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(8, 1), (24, 3), (10_000, 6), (32, 3), (1, 1)])
+def test_a_microbatch_divides_the_batch(tokens, rows, monkeypatch):
+    monkeypatch.setattr(trainer, "MICRO_TOKENS_CPU", tokens)
+    assert microbatch_rows(6, 8) == rows
+
+
+def test_only_matrices_decay():
+    optimizer = make_optimizer(toys.stage())
+    params = bigram_params(1)
+    state = optimizer.init(params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    for _ in range(3):
+        updates, state = optimizer.update(zeros, state, params)
+    np.testing.assert_array_equal(updates["bias"], 0)
+    assert np.abs(updates["table"]).max() > 0
+
+
+def test_the_log_is_json_lines(uninterrupted):
+    lines = (uninterrupted[0] / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == read_log(uninterrupted[0])
+    assert {"step", "tokens", "loss", "tokens_per_s"} <= set(json.loads(lines[0]))

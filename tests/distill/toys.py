@@ -1,0 +1,96 @@
+"""A bigram model as target and as trainable draft: the trainer sees the same seams, and it compiles in no time."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import config
+from specjax.distill.trainer import train_stage
+from specjax.types import DraftOutput, Output
+
+VOCAB, LENGTH = 12, 8
+
+
+def bigram_params(seed: int) -> dict[str, jax.Array]:
+    table, bias = jax.random.split(jax.random.key(seed))
+    return {"table": 2.0 * jax.random.normal(table, (VOCAB, VOCAB)), "bias": jax.random.normal(bias, (VOCAB,))}
+
+
+@dataclasses.dataclass(frozen=True)
+class BigramTarget:
+    def __call__(self, params, tokens, positions) -> Output:
+        return Output(params["table"][tokens] + params["bias"][None, None], (), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class BigramDraft:
+    """``poison``: a token id whose rows have NaN logits. ``ignored``: one whose rows do not count."""
+
+    poison: int = -1
+    ignored: int = -1
+
+    def init_params(self, key, target) -> Any:
+        return bigram_params(1)
+
+    def train_output(self, params, tokens, mask, target_out) -> DraftOutput:
+        logits = BigramTarget()(params, tokens, None).logits
+        logits = jnp.where((tokens == self.poison)[..., None], jnp.nan, logits)[:, :, None]
+        mask = (mask & (tokens != self.ignored))[..., None]
+        return DraftOutput(logits, jnp.arange(tokens.shape[1])[:, None], mask, jnp.ones((1,), jnp.float32))
+
+
+@dataclasses.dataclass
+class Target:
+    spec: Any
+    params: Any
+
+
+def target(seed: int = 0) -> Target:
+    return Target(BigramTarget(), bigram_params(seed))
+
+
+def windows(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB - 1, (count, LENGTH + 1)).astype(np.int32)
+
+
+def stage(**changes) -> config.Stage:
+    settings = {"steps": 12, "batch_size": 4, "eval_every": 6, "eval_positions": 32, "save_every": 5}
+    return config.Stage(**settings | changes, optimizer=config.Optimizer(learning_rate=0.1, warmup_steps=2))
+
+
+def train(directory: Path, progress=None, drafter=None, **changes) -> Any:
+    """12 steps on 40 windows, saved every 5: an epoch is 10 steps."""
+    return train_stage(
+        directory,
+        stage(**changes),
+        drafter or BigramDraft(),
+        bigram_params(1),
+        target(),
+        windows(40),
+        windows(8, 1),
+        3,
+        progress,
+    )
+
+
+class Interrupt(Exception):
+    pass
+
+
+def interrupt_after(steps: int):
+    def progress(step, record):
+        if step == steps:
+            raise Interrupt
+
+    return progress
+
+
+def assert_same(first, second) -> None:
+    """Bit for bit."""
+    jax.tree.map(np.testing.assert_array_equal, first, second)

@@ -1,0 +1,123 @@
+import dataclasses
+import io
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from specjax.errors import SpecjaxError
+from specjax.report import terminal
+from specjax.report.palette import ORIGINS
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    text: str
+    origin: str
+
+
+def printed(renderable, **options) -> str:
+    stream = io.StringIO()
+    settings = {"force_terminal": True, "color_system": "truecolor", "width": 160, "legacy_windows": False, **options}
+    Console(file=stream, **settings).print(renderable)
+    return stream.getvalue()
+
+
+def plain(renderable) -> str:
+    return printed(renderable, force_terminal=False, color_system=None)
+
+
+def luminance(color: str) -> float:
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_origins_differ_in_colour():
+    outputs = {printed(terminal.render_pieces([Piece("token", origin)])) for origin in ORIGINS}
+    assert len(outputs) == len(ORIGINS)
+
+
+def test_origins_of_new_tokens_differ_without_colour():
+    outputs = {
+        printed(terminal.render_pieces([Piece("token", origin)]), no_color=True)
+        for origin in ("accepted", "corrected", "bonus")
+    }
+    assert len(outputs) == 3
+    assert len({ORIGINS[origin].css for origin in ("accepted", "corrected", "bonus")}) == 3
+
+
+def test_origin_colours_can_be_read_on_their_backgrounds():
+    for origin in ORIGINS.values():
+        assert contrast(origin.tone.light, "#f5f7f9") >= 4.5
+        assert contrast(origin.tone.dark, "#1b212a") >= 4.5
+        assert min(contrast(origin.terminal, "#ffffff"), contrast(origin.terminal, "#000000")) >= 3
+
+
+def test_text_is_shown_as_it_is_never_as_markup():
+    text = "[bold red]x[/bold red] [link=file:///etc]y[/link] :smile: \\["
+    assert terminal.render_pieces([Piece(text, "accepted")]).plain == text
+    assert text in plain(terminal.render_pieces([Piece(text, "accepted")]))
+    figure = {"key": "[red]k[/red]", "value": "[red]v[/red]", "bound": "[/]", "ok": True}
+    table = plain(terminal.figures_table([figure]))
+    assert all(part in table for part in ("[red]k[/red]", "[red]v[/red]", "[/]"))
+    assert "[red]d[/red]" in plain(
+        terminal.decoding_table([{"drafter": "[red]d[/red]", "k": 3, "batch_size": 1, "temperature": 0.0}])
+    )
+
+
+def test_escape_sequences_in_text_do_not_reach_the_terminal():
+    hostile = "a\x1b]0;title\x07b\x9b2Jc\rd\u202ee"
+    assert plain(terminal.render_pieces([Piece(hostile, "bonus")])).strip() == "a␛]0;title␇b\\u009b2Jc␍d\\u202ee"
+
+
+def test_whitespace_of_code_is_kept():
+    text = "def f():\n    return 1\n\n\n"
+    assert terminal.render_pieces([Piece(text[:9], "accepted"), Piece(text[9:], "corrected")]).plain == text
+
+
+def test_unknown_origin_is_refused_with_the_known_ones():
+    with pytest.raises(SpecjaxError, match=r"'guessed'.*accepted, corrected, bonus"):
+        terminal.render_pieces([Piece("x", "guessed")])
+
+
+def test_legend_shows_every_origin_in_its_own_style():
+    legend = terminal.legend()
+    assert len(legend.plain.splitlines()) == len(ORIGINS)
+    for name, origin in ORIGINS.items():
+        shown = printed(terminal.render_pieces([Piece(name, name)])).strip()
+        assert shown in printed(legend)
+        assert origin.meaning in legend.plain
+
+
+def test_missed_figures_are_marked(results):
+    lines = plain(terminal.figures_table(results["figures"])).splitlines()
+    missed = [line for line in lines if "MISSED" in line]
+    assert len(missed) == 1
+    assert "speedup_greedy" in missed[0]
+    assert "1.149" in missed[0]
+    assert sum(" ok " in line for line in lines) == len(results["figures"]) - 1
+
+
+def test_decoding_table_has_every_row_and_bolds_the_fastest_of_each_group(results):
+    table = terminal.decoding_table(results["decoding"])
+    groups = 4
+    assert table.row_count == len(results["decoding"]) + groups
+    assert sum(row.style == "bold" for row in table.rows) == groups
+    assert "batch 8, temperature 1" in plain(table)
+
+
+def test_rows_may_be_objects_as_well_as_mappings(results):
+    row = dataclasses.make_dataclass("Row", results["decoding"][1])(**results["decoding"][1])
+    assert plain(terminal.decoding_table([row])) == plain(terminal.decoding_table([results["decoding"][1]]))
+
+
+def test_terminal_views_do_not_load_matplotlib():
+    code = "import sys, specjax.report.terminal; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

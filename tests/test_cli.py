@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import pytest
+from typer.testing import CliRunner
+
+import specjax
+from specjax import cli
+from specjax.errors import ConfigError, ModelError
+from specjax.metrics import DecodeStats
+
+STATS = DecodeStats(blocks=2, emitted=5, drafted_at=(2, 2), reached_at=(2, 2), accepted_at=(2, 1))
+
+
+class Decoder:
+    """Stands for `specjax.Decoder`: says what it was given."""
+
+    def __init__(self, target, drafter=None, verifier="speculative"):
+        self.drafter = drafter
+
+    def generate(self, prompts, **options):
+        return types.SimpleNamespace(
+            text=[f"<{prompt}>" for prompt in prompts],
+            tokens=[[1, 2]] * len(prompts),
+            seeds=list(range(len(prompts))),
+            stats=[STATS] * len(prompts),
+        )
+
+    def stream(self, prompt, **options):
+        for i, origin in enumerate(("accepted", "bonus")):
+            piece = types.SimpleNamespace(text=f"{origin}!", origin=origin)
+            yield types.SimpleNamespace(tokens=[i], text=piece.text, pieces=[piece], stats=STATS, done=i == 1)
+
+
+@pytest.fixture
+def decoders(monkeypatch):
+    """Replaces models and decoder; returns the drafters that were asked for."""
+    made = []
+
+    def decoder(target, drafter=None, verifier="speculative"):
+        made.append(drafter)
+        return Decoder(target, drafter, verifier)
+
+    monkeypatch.setattr(specjax, "load_model", lambda path, dtype="float32": path)
+    monkeypatch.setattr(specjax, "Decoder", decoder)
+    return made
+
+
+def call(*arguments: str):
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def test_one_prompt_is_streamed_with_its_statistics_apart(decoders):
+    result = call("generate", "--target", "t", "--draft", "d", "-k", "3", "--prompt", "x")
+    assert result.exit_code == 0
+    assert result.stdout == "accepted!bonus!\n"
+    assert "5 tokens, 2 target calls, block efficiency 2.50, acceptance rate 0.75" in result.stderr
+    assert decoders[0].k == 3
+
+
+def test_several_prompts_are_decoded_as_a_batch(decoders, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("from a file")
+    result = call("generate", "--target", "t", "--ngram", "--prompt", "x", "--prompt-file", str(file))
+    assert result.exit_code == 0
+    assert "<x>" in result.stdout
+    assert "<from a file>" in result.stdout
+    assert isinstance(decoders[0], specjax.NGram)
+
+
+def test_json_output_is_json_and_nothing_else(decoders):
+    result = call("generate", "--target", "t", "--prompt", "x", "--json")
+    [row] = json.loads(result.stdout)["rows"]
+    assert (row["text"], row["tokens"], row["stats"]["block_efficiency"]) == ("<x>", [1, 2], 2.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--prompt", "x", "--draft", "d", "--ngram"], "exclude each other"),
+        (["--prompt", "x", "-k", "4"], "needs a drafter"),
+        (["--prompt", "x", "--ngram", "-k", "0"], "greater than or equal to 1"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "greater than or equal to 1"),
+        (["--prompt", "x", "--dtype", "int4"], "int4"),
+        ([], "no prompt"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_arguments_that_do_not_fit_end_with_status_2(decoders, arguments, expected):
+    result = call("generate", "--target", "t", *arguments)
+    assert result.exit_code == 2
+    assert expected in result.stderr
+    assert not decoders
+
+
+def test_a_missing_prompt_file_is_named(decoders, tmp_path):
+    result = call("generate", "--target", "t", "--prompt-file", str(tmp_path / "none"))
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {tmp_path / 'none'}: no such file or directory\n"
+
+
+def test_a_missing_model_is_one_line_and_status_2(tmp_path):
+    result = call("generate", "--target", str(tmp_path / "none"), "--prompt", "x")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert str(tmp_path / "none") in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_debug_shows_the_traceback_and_keeps_the_status(tmp_path):
+    result = call("bench", str(tmp_path / "none.yaml"), "--debug")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert "ConfigError" in result.stderr
+
+
+def test_every_command_takes_debug():
+    for command in ("generate", "bench", "report", "schema"):
+        assert "--debug" in call(command, "--help").stdout
+
+
+@pytest.fixture
+def benched(monkeypatch):
+    """Replaces the benchmark; returns the configs it was given."""
+    seen = []
+
+    def run_bench(config):
+        seen.append(config)
+        row = {"drafter": "ngram", "k": 3, "batch_size": 1, "temperature": 0.0, "tokens_per_s": 12.5}
+        return {"decoding": [row]}
+
+    monkeypatch.setitem(sys.modules, "specjax.distill.measure", types.SimpleNamespace(run_bench=run_bench))
+    return seen
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("target: {path: m}\ndata: {path: python-stdlib}\n")
+    return path
+
+
+def test_bench_prints_a_table_and_writes_its_results(benched, config_file, tmp_path):
+    result = call("bench", str(config_file), "bench.ks=[3]", "--out", str(tmp_path / "bench.json"))
+    assert result.exit_code == 0
+    assert benched[0].bench.ks == (3,)
+    assert "12.5" in result.stdout
+    assert json.loads((tmp_path / "bench.json").read_text())["decoding"][0]["k"] == 3
+
+
+def test_bench_checks_config_and_destination_before_it_measures(benched, config_file, tmp_path):
+    assert call("bench", str(config_file), "bench.kk=[3]").exit_code == 2
+    result = call("bench", str(config_file), "--out", str(tmp_path / "nowhere/bench.json"))
+    assert result.exit_code == 2
+    assert "nowhere" in result.stderr
+    assert not benched
+
+
+def test_report_of_a_directory_without_results_is_refused(tmp_path):
+    result = call("report", str(tmp_path))
+    assert result.exit_code == 2
+    assert str(tmp_path) in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_schema_prints_json():
+    assert "sweep" in json.loads(call("schema").stdout)["properties"]
+
+
+def run_script(main, *arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.run_main(main, "A script.", argv=arguments)
+    return int(caught.value.code or 0)
+
+
+def test_a_script_gets_config_and_overrides_and_sets_the_exit_status():
+    seen = []
+    assert run_script(lambda config, overrides: seen.append((str(config), overrides)), "c.yaml", "a.b=1", "c=2") == 0
+    assert seen == [("c.yaml", ["a.b=1", "c=2"])]
+    assert run_script(lambda config, overrides: 1, "c.yaml") == 1
+    assert run_script(lambda config, overrides: 0) == 2
+
+
+def test_a_script_reports_each_problem_on_its_own_line(capsys):
+    def main(config, overrides):
+        raise ConfigError("first\nsecond")
+
+    assert run_script(main, "c.yaml") == 2
+    assert capsys.readouterr().err == "error: first\nerror: second\n"
+
+
+def test_a_script_interrupted_says_so_and_exits_130(capsys):
+    def main(config, overrides):
+        raise KeyboardInterrupt
+
+    assert run_script(main, "c.yaml") == 130
+    assert "resumes" in capsys.readouterr().err
+
+
+def test_a_defect_is_not_dressed_up_as_an_error_of_the_user():
+    def main(config, overrides):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        cli.run_main(main, None, argv=["c.yaml"])
+
+
+def test_user_errors_are_not_swallowed_silently(capsys):
+    with pytest.raises(SystemExit) as caught, cli.user_errors():
+        raise ModelError("models/x: broken")
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "error: models/x: broken\n"
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text("old")
+    with pytest.raises(UnicodeEncodeError):
+        cli.write_atomically(path, "\ud800")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_help_does_not_load_jax():
+    import subprocess
+
+    code = "import sys; from specjax import cli, config; import specjax; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_every_public_name_can_be_imported():
+    assert [name for name in specjax.__all__ if getattr(specjax, name).__name__ != name] == []
+    with pytest.raises(AttributeError, match="public names"):
+        specjax.nothing  # noqa: B018

@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from specjax.config import load_config, load_sweep
+from specjax.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+SMALLEST = "target: {path: models/target}\ndata: {path: python-stdlib}\n"
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def problem(path: Path, *overrides: str, load=load_config) -> str:
+    """The one line that the config is refused with."""
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_overrides_change_single_fields_and_leave_their_neighbours(written):
+    path = written(SMALLEST + "distill: {steps: 7, batch_size: 3}\n")
+    config = load_config(path, ["distill.steps=9", "distill.optimizer.learning_rate=1e-4", "bench.ks=[2,4]"])
+    assert (config.distill.steps, config.distill.batch_size) == (9, 3)
+    assert config.distill.optimizer.learning_rate == 1e-4
+    assert config.bench.ks == (2, 4)
+
+
+def test_a_field_can_be_interpolated_from_another(written):
+    path = written(SMALLEST + "distill: {batch_size: 6}\neval: {batch_size: '${distill.batch_size}'}\n")
+    assert load_config(path, ["distill.batch_size=5"]).eval.batch_size == 5
+
+
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", "a/${oc.decode:1}", "${oc.${data.path}:x}"])
+def test_resolvers_are_refused(written, text):
+    message = problem(written(SMALLEST + f"out: '{text}'\n"))
+    assert "out:" in message
+    assert "resolver" in message
+
+
+def test_interpolating_what_is_not_there_is_refused(written):
+    assert "seed: Interpolation key 'nowhere' not found" in problem(written(SMALLEST), "seed=${nowhere}")
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("distil.steps", "'distill'"),
+        ("distill.step", "'distill.steps'"),
+        ("distill.learning_rate", "'distill.optimizer.learning_rate'"),
+        ("draft.hidden_size", "'draft.architecture.hidden_size'"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_known_one(written, key, nearest):
+    message = problem(written(SMALLEST), f"{key}=1")
+    assert f"did you mean {nearest}?" in message
+    assert f"from the override '{key}=1'" in message
+
+
+def test_an_unknown_key_in_the_file_names_the_file_and_lists_what_is_known(written):
+    path = written(SMALLEST + "qqq: 1\n")
+    message = problem(path)
+    assert message.startswith(f"{path}: qqq: unknown key")
+    assert "bench" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("distill.steps=abc", 'found "abc", expected a valid integer'),
+        ("distill.steps=2.5", "found 2.5, expected a valid integer"),
+        ("distill.steps='12'", 'found "12", expected a valid integer'),
+        ("seed=true", "found true, expected a valid integer"),
+        ("data.path=12", "found 12, expected a valid string (quote it)"),
+        ("target.dtype=float8", "found \"float8\", expected 'float32', 'bfloat16' or 'float16'"),
+        ("bench=3", "found 3, expected a mapping of fields"),
+        ("bench.ks=3", "found 3, expected a valid list"),
+        ("draft=", "found null, expected a mapping of fields"),
+    ],
+)
+def test_a_wrong_type_names_value_and_expectation(written, override, expected):
+    message = problem(written(SMALLEST), override)
+    assert f"{override.partition('=')[0]}: {expected}" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("distill.optimizer.learning_rate=3", "less than or equal to 1"),
+        ("distill.optimizer.clip_norm=.nan", "greater than 0"),
+        ("distill.steps=-1", "greater than or equal to 0"),
+        ("data.held_out=1.0", "less than 1"),
+        ("bench.prompt_tokens=0", "greater than or equal to 1"),
+        ("bench.ks=[]", "at least one value"),
+        ("bench.ks=[3,3]", "repeats a value"),
+        ("bench.ks=[65]", "less than or equal to 64"),
+        ("out=''", "at least 1 character"),
+    ],
+)
+def test_a_value_out_of_range_says_the_range(written, override, expected):
+    message = problem(written(SMALLEST), override)
+    assert override.partition("=")[0] in message
+    assert expected in message
+
+
+def test_every_problem_gets_its_own_line(written):
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(SMALLEST), ["seed=-1", "distill.steps=x", "nope=1"])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["draft.architecture.hidden_size=130"], "hidden_size=130 is not a multiple of num_heads=4"),
+        (["draft.architecture.hidden_size=12"], "rotary embeddings need an even number"),
+        (["draft.architecture.num_kv_heads=3"], "num_heads=4 is not a multiple of num_kv_heads=3"),
+        (["target.path=null"], "neither of path and architecture"),
+        (["target.architecture.hidden_size=64"], "both of path and architecture"),
+        (["target.steps=5"], "only a target from scratch is trained"),
+        (["target.path=null", "target.architecture.hidden_size=64"], "has to be trained; set steps"),
+        (["verifier=greedy"], "temperature 0 only"),
+    ],
+)
+def test_fields_that_do_not_fit_together_are_refused(written, overrides, expected):
+    assert expected in problem(written(SMALLEST), *overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"), [("verifier=speculativ", "'speculative'"), ("distill.loss=forward-kl", "'forward_kl'")]
+)
+def test_an_unregistered_kind_names_the_nearest(written, override, nearest):
+    message = problem(written(SMALLEST), override)
+    assert f"did you mean {nearest}?" in message
+    assert "known are" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "empty"),
+        ("# nothing\n", "empty"),
+        ("- a\n- b\n", "a list at the top"),
+        ("3", "not a mapping"),
+        ("target: [", "not valid YAML"),
+        ("seed: 1\nseed: 2\n", "duplicate key seed"),
+        ("data: {path: x}\n", "target: missing"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(written, text, expected):
+    path = written(text)
+    message = problem(path)
+    assert message.startswith(f"{path}: ")
+    assert expected in message
+
+
+def test_a_missing_file_or_directory_is_named(tmp_path):
+    assert problem(tmp_path / "nope.yaml") == f"{tmp_path / 'nope.yaml'}: no such config file"
+    assert str(tmp_path) in problem(tmp_path)
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path):
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"out: caf\xe9\n")
+    assert "not UTF-8" in problem(path)
+
+
+@pytest.mark.parametrize("override", ["distill.steps", "=3", "distill..steps=3", "bench.ks=[1", "seed=${x"])
+def test_a_malformed_override_is_named(written, override):
+    assert f"override {override!r}" in problem(written(SMALLEST), override)
+
+
+def test_a_sweep_is_the_product_in_file_order_with_stable_names(written):
+    sweep = SMALLEST + "out: runs/s\nsweep: {distill.steps: [10, 20], seed: [0, 1]}\n"
+    runs = load_sweep(written(sweep))
+    assert [tuple(run.overrides.values()) for run in runs] == [(10, 0), (10, 1), (20, 0), (20, 1)]
+    assert [(run.config.distill.steps, run.config.seed) for run in runs if run.config] == [
+        (10, 0),
+        (10, 1),
+        (20, 0),
+        (20, 1),
+    ]
+    assert all(run.config and run.config.out == str(run.out) == f"runs/s/{run.id}" for run in runs)
+    larger = load_sweep(written(sweep.replace("[10, 20]", "[10, 20, 30]")))
+    assert {run.id for run in runs} < {run.id for run in larger}
+
+
+def test_a_sweep_point_changes_what_is_interpolated_from_it(written):
+    path = written(SMALLEST + "control: {learning_rates: ['${distill.optimizer.learning_rate}']}\n"
+                   "sweep: {distill.optimizer.learning_rate: [1e-3, 2e-3]}\n")  # fmt: skip
+    assert [run.config.control.learning_rates for run in load_sweep(path) if run.config] == [(1e-3,), (2e-3,)]
+
+
+def test_another_base_configuration_is_another_run(written):
+    path = written(SMALLEST + "sweep: {seed: [0, 1]}\n")
+    before, after = load_sweep(path), load_sweep(path, ["distill.steps=3"])
+    assert not {run.id for run in before} & {run.id for run in after}
+    assert [run.id for run in before] == [run.id for run in load_sweep(path, ["out=elsewhere"])]
+
+
+def test_an_invalid_point_of_a_sweep_leaves_the_others_valid(written):
+    good, bad = load_sweep(written(SMALLEST + "sweep: {seed: [0, -1]}\n"))
+    assert good.config is not None
+    assert bad.config is None
+    assert "seed: found -1" in str(bad.error)
+    assert "from the sweep" in str(bad.error)
+
+
+@pytest.mark.parametrize(
+    ("sweep", "expected"),
+    [
+        ("{seeed: [1]}", "did you mean 'seed'?"),
+        ("{seed: []}", "expected a list of values"),
+        ("{seed: 3}", "expected a list of values"),
+        ("{seed: [1, 1]}", "occurs twice"),
+        ("{seed: [-1]}", "seed: found -1"),
+        ("{out: [a]}", "not a field to sweep"),
+        ("[1]", "expected a mapping"),
+    ],
+)
+def test_a_sweep_that_is_wrong_as_a_whole_is_refused(written, sweep, expected):
+    assert expected in problem(written(SMALLEST + f"sweep: {sweep}\n"), load=load_sweep)
+
+
+def test_a_swept_field_cannot_be_overridden_too(written):
+    message = problem(written(SMALLEST + "sweep: {seed: [0, 1]}\n"), "seed=4", load=load_sweep)
+    assert "set by the override 'seed=4' and by the sweep" in message
+
+
+def test_a_file_without_sweep_is_one_run_in_out_itself(written):
+    [run] = load_sweep(written(SMALLEST + "out: runs/one\n"))
+    assert (run.overrides, str(run.out), run.config and run.config.out) == ({}, "runs/one", "runs/one")
+
+
+def test_a_sweep_is_no_single_run_unless_it_is_switched_off(written):
+    path = written(SMALLEST + "sweep: {seed: [0, 1]}\n")
+    assert "experiments/run.py" in problem(path)
+    assert load_config(path, ["sweep=null"]).seed == 0
+
+
+def test_the_committed_schema_is_current():
+    from specjax.config import json_schema
+
+    committed = json.loads((ROOT / "configs/schema.json").read_text(encoding="utf-8"))
+    assert committed == json_schema(), "run: specjax schema > configs/schema.json"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_is_valid_and_says_how_to_run_it(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    header = "\n".join(line for line in lines[: lines.index("")] if line.startswith("#"))
+    assert lines[0] == "# yaml-language-server: $schema=schema.json"
+    assert f"configs/{path.name}" in header
+    assert all(run.config is not None for run in load_sweep(path))
+
+
+def test_the_demo_draft_has_the_size_that_its_header_says():
+    draft = load_config(ROOT / "configs/demo.yaml").draft.architecture
+    a = dataclasses.asdict(draft)
+    kv = a["hidden_size"] * a["num_kv_heads"] // a["num_heads"]
+    layer = 2 * a["hidden_size"] * (a["hidden_size"] + kv) + 3 * a["hidden_size"] * a["intermediate_size"]
+    assert 0.7e6 < 2048 * a["hidden_size"] + a["num_layers"] * layer < 1.5e6

@@ -1,0 +1,35 @@
+"""Distill a draft for a target: python train_draft.py configs/demo.yaml distill.steps=200
+
+Resumable: the same command goes on after an interruption. Leaves the draft as a Hugging Face directory in `out`/draft.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specjax.cli import run_main
+
+
+def main(config: Path, overrides: list[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from specjax.config import load_config
+    from specjax.distill import job
+    from specjax.distill.progress import console_bars
+
+    settings = load_config(config, overrides)
+    console = Console()
+    measures = job.run(settings, console_bars(console)).measures
+    table = Table("held out", "loss (nats a token)", "alpha", title=f"{measures.positions:,} positions")
+    table.add_row("target", f"{measures.target_nll:.4f}", "")
+    table.add_row("draft before", f"{measures.draft_nll:.4f}", f"{measures.alpha_before:.4f}")
+    table.add_row("draft distilled", f"{measures.draft_nll_after:.4f}", f"{measures.alpha_after:.4f}")
+    if measures.alpha_ce_control is not None:
+        table.add_row("cross-entropy control", "", f"{measures.alpha_ce_control:.4f}")
+    console.print(table)
+    console.print(f"draft: {Path(settings.out) / 'draft'}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    run_main(main, __doc__)
