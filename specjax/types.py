@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import flax.struct
 import jax
-import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 Params = Any
@@ -147,7 +147,7 @@ class Model(Protocol):
         rows: Int[Array, "B R"] | None = None,
     ) -> Output: ...
 
-    def init_cache(self, batch: int, num_slots: int, dtype: jnp.dtype = ...) -> Any: ...
+    def init_cache(self, batch: int, num_slots: int, dtype: DTypeLike = ...) -> Any: ...
 
 
 @runtime_checkable
@@ -159,8 +159,10 @@ class Drafter(Protocol):
     ``commit`` runs after verification. `specjax.models.cache.KVCache` leaves of the state grow with the target's.
     """
 
-    kind: str
-    k: int
+    @property
+    def kind(self) -> str: ...
+    @property
+    def k(self) -> int: ...
 
     def bind(self, target: Any) -> tuple[Drafter, Params]: ...
     def init(
@@ -175,7 +177,9 @@ class Verifier(Protocol):
     """Which part of the block is kept. ``p_logits[b, i]`` is the target's law after node i (0 is the root), after the
     sampling transform. Chains have N = K."""
 
-    kind: str
+    @property
+    def kind(self) -> str: ...
+
     lossless: ClassVar[bool]
     noise: ClassVar[Literal["fresh", "coupled", "none"]]
 
@@ -215,7 +219,9 @@ class Loss(Protocol):
     """Masked mean over predicted tokens. ``tokens`` are the next tokens, for losses that need labels. Returns the
     scalar to minimise and metrics (scalars, named as in specjax.metrics)."""
 
-    kind: str
+    @property
+    def kind(self) -> str: ...
+
     needs_target: ClassVar[bool]
 
     def __call__(

@@ -36,7 +36,12 @@ class DraftModel:
         return dataclasses.replace(self, model=spec), params
 
     def init(
-        self, params: Params, prompt: Int[Array, "B P"], lengths: Int[Array, " B"], num_slots: int, target_out: Output
+        self,
+        params: Params,
+        prompt: Int[Array, "B P"],
+        lengths: Int[Array, " B"],
+        num_slots: int,
+        target_out: Output | None,
     ) -> Any:
         batch, fed = prompt.shape
         positions = jnp.broadcast_to(jnp.arange(fed)[None], (batch, fed))

@@ -46,7 +46,8 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return x32.astype(x.dtype) * self.scale[...]
+        scale = self.scale[...]
+        return x32.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
 
 
 class Attention(nnx.Module):
@@ -146,7 +147,7 @@ def rotate(x: Float[Array, "B T H C"], rotary: tuple[Array, Array]) -> Float[Arr
 
 
 def attend(
-    q: Float[Array, "B T H C"], k: Float[Array, "B S G C"], v: Float[Array, "B S G C"], visible: Bool[Array, "B T S"]
+    q: Float[Array, "B T H C"], k: Float[Array, "B S G C"], v: Float[Array, "B S G C"], visible: Bool[Array, "#B T S"]
 ) -> Float[Array, "B T H C"]:
     """Grouped-query attention. The queries that share a key-value head are laid side by side, so that each of the
     two products is one plain matrix multiplication a key-value head (2-3x on CPU over a five-axis einsum)."""

@@ -226,23 +226,23 @@ def test_the_drafts_decode_path_gives_its_training_logits(pair):
     """Teacher-forced: every proposal position of every block against the training forward at the same place."""
     _, draft = pair
     spec = DraftModel(draft.spec, 3)
-    tokens = np.random.default_rng(0).integers(0, 61, (2, 24)).astype(np.int32)
-    trained = spec.train_output(draft.params, tokens, np.ones(tokens.shape, bool), None).logits[:, :, 0]
-    state = spec.init(draft.params, tokens[:, :1], np.ones(2, np.int32), 32, None)
-    sampling_params = SamplingParams(np.ones(2, np.float32))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 24)), jnp.int32)
+
+    def train_logits(tokens):
+        return spec.train_output(draft.params, tokens, jnp.ones(tokens.shape, bool), None).logits[:, :, 0]
+
+    state = spec.init(draft.params, tokens[:, :1], jnp.ones(2, jnp.int32), 32, None)
     for length in (1, 2, 5, 6, 9):
-        lengths = np.full(2, length, np.int32)
-        noise = sampling.fresh_noise(jnp.zeros((2, 2), jnp.uint32), jnp.asarray(lengths), 3)
+        lengths = jnp.full(2, length, jnp.int32)
+        noise = sampling.fresh_noise(jnp.zeros((2, 2), jnp.uint32), lengths, 3)
         for start in range(1, length + 1):  # feed everything committed so far, as prefill and earlier blocks would
-            at = np.full((2, 1), start - 1, np.int32)
+            at = jnp.full((2, 1), start - 1, jnp.int32)
             state = spec.model(draft.params, tokens[:, start - 1 : start], at, at, state).cache
-        block, state = spec.draft(
-            draft.params, state, Context(jnp.asarray(tokens), jnp.asarray(lengths), sampling_params, noise)
-        )
-        forced = np.concatenate([tokens[:, :length], np.asarray(block.tokens)], axis=1)
-        want = spec.train_output(draft.params, forced, np.ones(forced.shape, bool), None).logits[:, :, 0]
+        context = Context(tokens, lengths, SamplingParams(jnp.ones(2)), noise)
+        block, state = spec.draft(draft.params, state, context)
+        want = train_logits(jnp.concatenate([tokens[:, :length], block.tokens], axis=1))
         np.testing.assert_allclose(block.logits, want[:, length - 1 : length + 2], atol=2e-5)
-        np.testing.assert_allclose(block.logits[:, 0], trained[:, length - 1], atol=2e-5)
+        np.testing.assert_allclose(block.logits[:, 0], train_logits(tokens)[:, length - 1], atol=2e-5)
 
 
 def test_the_largest_cache_holds_the_longest_row_and_a_block():
