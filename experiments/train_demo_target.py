@@ -23,12 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from transformers import PreTrainedTokenizerFast
 
 from specjax.distill import corpus
 from specjax.distill.tokenizer import train_tokenizer
 from specjax.models.config import ModelConfig
-from specjax.models.hf import LoadedModel, save_model
+from specjax.models.hf import LoadedModel, import_transformers, save_model
 from specjax.models.transformer import Model
 
 VOCAB, HELD_OUT, SEED = 2048, 0.05, 0
@@ -136,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     train, held_out = corpus.split_held_out(corpus.read_documents(corpus.STDLIB), HELD_OUT)
     tokenizer_dir = args.work / "tokenizer"
     if tokenizer_dir.exists():
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
+        tokenizer = import_transformers().PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
     else:
         tokenizer = train_tokenizer(train, VOCAB, tokenizer_dir)
     stream, held_out_stream = (corpus.tokenize(tokenizer, d, tokenizer.eos_token_id) for d in (train, held_out))

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import numpy as np
 import yaml
-from transformers import PreTrainedTokenizerFast
 
 from specjax import config as config_lib
 from specjax.config import RunConfig, Stage
@@ -32,7 +31,7 @@ from specjax.distill.trainer import read_log, train_stage
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError
 from specjax.models.config import ModelConfig
-from specjax.models.hf import LoadedModel, check_same_vocabulary, load_model, save_model
+from specjax.models.hf import LoadedModel, check_same_vocabulary, import_transformers, load_model, save_model
 from specjax.models.transformer import Model
 from specjax.types import Params
 
@@ -204,7 +203,7 @@ def _tokenizer(directory: Path, documents: Corpus, vocab_size: int) -> Any:
         partial = directory / ".partial"
         train_tokenizer(documents.train, vocab_size, partial)
         os.rename(partial, files)
-    return PreTrainedTokenizerFast.from_pretrained(files)
+    return import_transformers().PreTrainedTokenizerFast.from_pretrained(files)
 
 
 def _initial_draft(config: RunConfig, target: LoadedModel) -> tuple[DraftModel, Params]:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from specjax.distill.corpus import Document
+from specjax.models.hf import import_transformers
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -26,7 +26,7 @@ def train_tokenizer(documents: Iterable[Document], vocab_size: int, directory: P
         show_progress=False,
     )
     tokenizer.train_from_iterator((d.text for d in sorted(documents, key=lambda d: d.digest)), trainer)
-    fast = PreTrainedTokenizerFast(
+    fast = import_transformers().PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
     if directory is not None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,7 +45,7 @@ def target_directory(tmp_path_factory, tiny_target):
 def settings(target_directory, documents):
     def make(out, **changes) -> config.RunConfig:
         shape = config.Architecture(hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1)
-        often = {"batch_size": 2, "eval_every": 2, "save_every": 2, "eval_positions": 2 * LENGTH}
+        often: dict[str, Any] = {"batch_size": 2, "eval_every": 2, "save_every": 2, "eval_positions": 2 * LENGTH}
         run = config.RunConfig(
             target=config.Target(path=str(target_directory)),
             data=config.Data(path=str(documents), held_out=0.25, seq_len=LENGTH),
