@@ -98,9 +98,17 @@ class ToyModel:
         return self.spec(self.params, tokens, positions).logits.astype(jnp.float32)
 
 
-def prefix_model(seed: int, vocab_size: int = 4, eos_ids: tuple[int, ...] = ()) -> ToyModel:
+def prefix_model(seed: int, vocab_size: int = 4, eos_ids: tuple[int, ...] = (), scale: float = 2.5) -> ToyModel:
     spec = PrefixModel(PrefixConfig(vocab_size))
-    return ToyModel(spec, spec.init(jax.random.key(seed)), eos_ids)
+    return ToyModel(spec, spec.init(jax.random.key(seed), scale), eos_ids)
+
+
+def related(model: ToyModel, seed: int, share: float = 0.6) -> ToyModel:
+    """A draft for ``model``: ``share`` of its own logits, the rest those of another. Blocks are accepted in part, so
+    every branch of a verifier is taken often."""
+    other = model.spec.init(jax.random.key(seed))
+    params = jax.tree.map(lambda a, b: share * a + (1 - share) * b, model.params, other)
+    return ToyModel(model.spec, params, model.eos_ids)
 
 
 def exact_law(
