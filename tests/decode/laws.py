@@ -11,7 +11,8 @@ from scipy import stats
 from specjax.decode.decoder import Decoder
 
 ROWS, CALLS = 1024, 62
-"""62 x 896 = 55,552 counted rows: 99% power against a total variation of 0.02 over 64 cells at level 1e-3."""
+"""62 x 896 = 55,552 counted rows: 99% power against a total variation of 0.02 over 64 cells at level 1e-3;
+less at the Bonferroni-corrected level that the tests use."""
 
 
 def decode_counts(decoder: Decoder, prompt: Sequence[int], length: int, *, calls: int = CALLS, **kwargs):
