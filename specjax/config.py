@@ -63,12 +63,17 @@ class Architecture:
     num_layers: Positive = 2
     num_heads: Positive = 4
     num_kv_heads: Positive = 4
+    head_dim: Positive | None = None
+    """Features of a head; None: hidden_size / num_heads."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Architecture:
-        if self.hidden_size % self.num_heads:
+        if self.head_dim is not None:
+            if self.head_dim % 2:
+                raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings need an even number")
+        elif self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
-        if self.hidden_size // self.num_heads % 2:
+        elif self.hidden_size // self.num_heads % 2:
             raise ValueError(
                 f"hidden_size={self.hidden_size} over num_heads={self.num_heads} gives heads of "
                 f"{self.hidden_size // self.num_heads} features; rotary embeddings need an even number"
@@ -152,7 +157,8 @@ class Draft:
 
     architecture: Architecture = Architecture()
     init: Name | None = None
-    """A Hugging Face directory to start from instead of fresh weights."""
+    """Weights to start from: None for fresh ones; `target` for a part of the target, cut to `architecture`
+    (specjax/distill/prune.py); else a Hugging Face directory, whose shape replaces `architecture`."""
     pretrain: Stage = Stage(loss="cross_entropy", steps=300)
     """Cross-entropy on the data, before distillation; 0 steps to skip."""
 

@@ -26,6 +26,7 @@ from specjax.distill import corpus, fingerprint, lock
 from specjax.distill.corpus import Document
 from specjax.distill.evaluate import Evaluation, evaluate_all, spread
 from specjax.distill.progress import Bars, no_bars
+from specjax.distill.prune import prune
 from specjax.distill.tokenizer import train_tokenizer
 from specjax.distill.trainer import read_log, train_stage
 from specjax.drafters.draft_model import DraftModel
@@ -35,6 +36,9 @@ from specjax.models.hf import LoadedModel, check_same_vocabulary, import_transfo
 from specjax.models.transformer import Model
 from specjax.types import Params
 
+CUT_FROM_TARGET = "target"
+"""The value of `draft.init` that cuts the draft from the target; a directory of that name is ./target."""
+_CALIBRATION_TOKENS = 8192
 _MIN_POSITIONS = 1024
 _CARD, _EVALUATIONS = "README.md", "evaluations.json"
 
@@ -105,7 +109,7 @@ def distill(config: RunConfig, bars: Bars = no_bars) -> Distilled:
     """
     prepared = prepare(config, bars)
     target = prepared.target
-    drafter, initial = _initial_draft(config, target)
+    drafter, initial = _initial_draft(config, prepared)
     train = functools.partial(_train, config, bars, drafter, prepared)
     before = train("draft-pretrain", config.draft.pretrain, initial, config.seed, target)
     after = train("draft-distill", config.distill, before, config.seed + 1, target)
@@ -206,22 +210,28 @@ def _tokenizer(directory: Path, documents: Corpus, vocab_size: int) -> Any:
     return import_transformers().PreTrainedTokenizerFast.from_pretrained(files)
 
 
-def _initial_draft(config: RunConfig, target: LoadedModel) -> tuple[DraftModel, Params]:
+def _initial_draft(config: RunConfig, prepared: Prepared) -> tuple[DraftModel, Params]:
     """The draft's static half and its weights before any training."""
-    if config.draft.init is not None:
-        draft = load_model(config.draft.init)
+    target, init = prepared.target, config.draft.init
+    if init is not None and init != CUT_FROM_TARGET:
+        draft = load_model(init)
         check_same_vocabulary(target, draft)
         _check_length(config, draft.config, "draft")
         return DraftModel(draft.spec), draft.params
     shape = _model_config(config.draft.architecture, target.config.vocab_size, target.config.max_positions)
+    if init == CUT_FROM_TARGET:
+        inherited = ("rope_theta", "rms_norm_eps", "tie_embeddings")
+        shape = dataclasses.replace(shape, **{name: getattr(target.config, name) for name in inherited})
+        calibration = spread(prepared.train_windows, _CALIBRATION_TOKENS)[:, :-1]
+        return DraftModel(Model(shape)), prune(target, shape, calibration)
     drafter = DraftModel(Model(shape))
     _, key = jax.random.split(jax.random.key(config.seed))
     return drafter, drafter.init_params(key, target)
 
 
 def _model_config(shape: config_lib.Architecture, vocab_size: int, max_positions: int) -> ModelConfig:
-    head_dim = shape.hidden_size // shape.num_heads
-    return ModelConfig(vocab_size, **dataclasses.asdict(shape), head_dim=head_dim, max_positions=max_positions)
+    sizes = dataclasses.asdict(shape) | {"head_dim": shape.head_dim or shape.hidden_size // shape.num_heads}
+    return ModelConfig(vocab_size, **sizes, max_positions=max_positions)
 
 
 def _check_length(config: RunConfig, model: ModelConfig, name: str) -> None:

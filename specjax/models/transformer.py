@@ -79,7 +79,10 @@ class MLP(nnx.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, rngs=rngs, dtype=dtype)
 
     def __call__(self, x):
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.neurons(x))
+
+    def neurons(self, x):
+        return jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)
 
 
 class Block(nnx.Module):
@@ -202,6 +205,10 @@ class Model:
         _, state = nnx.split(Transformer(self.config, rngs=nnx.Rngs(params=key), dtype=dtype))
         return nnx.to_pure_dict(state)
 
+    def module(self, params: Params) -> Transformer:
+        """The NNX module that holds ``params``."""
+        return nnx.merge(_graphdef(self.config), nnx.State(params))
+
     def init_cache(self, batch: int, num_slots: int, dtype: DTypeLike = jnp.float32) -> KVCache:
         config = self.config
         return KVCache.zeros(config.num_layers, (batch, num_slots, config.num_kv_heads, config.head_dim), dtype)
@@ -220,7 +227,7 @@ class Model:
         """Feed T tokens a row; with a cache, they are written to ``slots`` (contiguous in each row) and attend
         to every earlier slot. Returns logits for the ``rows`` of the block that are asked for (default: all T), the
         residual streams entering ``hidden_layers`` followed by the final normed one, and the new cache."""
-        module = nnx.merge(_graphdef(self.config), nnx.State(params))
+        module = self.module(params)
         final, hidden, cache = module(tokens, positions, slots, cache, mask, hidden_layers)
         wanted = final if rows is None else jnp.take_along_axis(final, rows[..., None], axis=1)
         return Output(module.logits(wanted), (*hidden, final), cache)
