@@ -207,7 +207,7 @@ class Bench:
         # In the middle of a generation, in the largest cache that it reaches.
         middle = [[*p, *[0] * (self._settings.new_tokens // 2)] for p in self._prompts[:1]]
         state = decoder.prefilled(middle, max_new_tokens=self._settings.new_tokens // 2, temperature=temperature)
-        return costs_lib.step_costs(decoder.engine(temperature == 0), decoder.params, state)
+        return costs_lib.step_costs(*decoder.engine(temperature == 0, rows=1), state)
 
     @functools.cache  # noqa: B019
     def _prefill_seconds(self, name: str, k: int, temperature: float) -> float:

@@ -36,11 +36,10 @@ class Decoder:
         if isinstance(verifier, str):
             verifier = registry.resolve(registry.VERIFIERS, verifier, "verifier")()
         self.target = target
-        self._drafter, drafter_params = (drafter or NoDraft()).bind(target)
+        self._drafter, self._drafter_params = (drafter or NoDraft()).bind(target)
         self._verifier = verifier
         self._greedy_verifier = registry.resolve(registry.VERIFIERS, "greedy", "verifier")()
-        self._spec, target_params = decode_layout(target.spec, target.params, block=self._drafter.k + 1)
-        self.params = EngineParams(target_params, drafter_params)
+        self._layouts: dict[bool, tuple[Any, EngineParams]] = {}
         room = target.config.max_positions - self._drafter.k - 1
         if room < 2:
             raise DataError(
@@ -90,15 +89,21 @@ class Decoder:
             sent = length
             yield Event(tokens, text, pieces, stats_by_row(host.counters)[0], done)
 
-    def engine(self, greedy: bool) -> Engine:
-        """The static half, for an all-greedy batch or any other."""
-        return Engine(self._spec, self._drafter, self._greedy_verifier if greedy else self._verifier, greedy)
+    def engine(self, greedy: bool, rows: int) -> tuple[Engine, EngineParams]:
+        """The static half, for an all-greedy batch or any other, and the weights as ``rows`` padded rows read them."""
+        one_token = rows * (self._drafter.k + 1) == 1
+        if one_token not in self._layouts:
+            tokens = rows * (self._drafter.k + 1)
+            spec, params = decode_layout(self.target.spec, self.target.params, tokens=tokens)
+            self._layouts[one_token] = spec, EngineParams(params, self._drafter_params)
+        spec, params = self._layouts[one_token]
+        return Engine(spec, self._drafter, self._greedy_verifier if greedy else self._verifier, greedy), params
 
     def prefilled(self, prompts: Sequence[Prompt], *, max_new_tokens: int, temperature: float) -> DecodeState:
         """The state after prefill, in a cache that holds the whole generation: where `specjax.decode.costs` starts."""
         batch = self._prepare(prompts, max_new_tokens, temperature, 0, True)
-        engine = self.engine(batch.greedy)
-        return engine_lib.prefill(engine, batch.buffer, batch.buffer)(self.params, batch.request)
+        engine, params = self.engine(batch.greedy, batch.rows)
+        return engine_lib.prefill(engine, batch.buffer, batch.buffer)(params, batch.request)
 
     def started(self, prompts: Sequence[Prompt], *, max_new_tokens: int, temperature: float) -> DecodeState:
         """A generation up to its first block, as `generate` does it: encode, pad, prefill, no step."""
@@ -116,12 +121,12 @@ class Decoder:
 
     def _chunks(self, batch: _Batch, max_steps: int) -> Iterator[DecodeState]:
         """States at chunk ends; the last one has every row done. A yielded state is consumed by the next chunk."""
-        engine = self.engine(batch.greedy)
+        engine, params = self.engine(batch.greedy, batch.rows)
         slots = batch.first_slots
-        state = engine_lib.prefill(engine, slots, batch.buffer)(self.params, batch.request)
+        state = engine_lib.prefill(engine, slots, batch.buffer)(params, batch.request)
         run = engine_lib.chunk(engine)
         while True:
-            state = run(self.params, state, np.int32(max_steps))
+            state = run(params, state, np.int32(max_steps))
             lengths, done = jax.device_get((state.lengths, state.done))
             yield state
             if done.all():
@@ -221,6 +226,11 @@ class _Batch:
     greedy: bool
     buffer: int
     first_slots: int
+
+    @property
+    def rows(self) -> int:
+        """Padded rows."""
+        return self.request.prompt.shape[0]
 
 
 def derive_seeds(seed: int, count: int) -> list[int]:

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Int
 
-from specjax import config, registry
+from specjax import backend, config, registry
 from specjax.distill import corpus, fingerprint
 from specjax.distill.checkpoint import Checkpoints
 from specjax.distill.evaluate import evaluate, matched, target_output
@@ -79,6 +79,7 @@ def train_stage(
         )
     if stage.steps == 0:
         return params
+    backend.keep_freed_memory()
     batches = corpus.batches(train_windows, stage.batch_size, seed)
     made_from = (params, None if target is None else target.params, train_windows, held_out_windows)
     fingerprint.claim(directory, _fingerprint(stage, drafter, seed, *made_from))
@@ -198,7 +199,7 @@ def make_update(drafter: Trainable, loss: Loss, optimizer: optax.GradientTransfo
         metrics |= {"grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
         return TrainState(optax.apply_updates(state.params, updates), opt), metrics
 
-    return jax.jit(update, donate_argnums=0)
+    return jax.jit(update, donate_argnums=0, compiler_options=backend.compiler_options())
 
 
 def read_log(directory: Path) -> list[dict[str, float]]:

@@ -192,10 +192,11 @@ def test_the_loop_makes_no_host_transfer_inside_a_chunk():
     decoder = Decoder(TARGET, DraftModel(DRAFT, 3))
     state = decoder.prefilled([[1, 2], [3]], max_new_tokens=20, temperature=1.0)
     steps = jnp.int32(1000)
-    run = engine_lib.chunk(decoder.engine(greedy=False))
-    run(decoder.params, jax.tree.map(jnp.copy, state), steps)
+    engine, params = decoder.engine(greedy=False, rows=2)
+    run = engine_lib.chunk(engine)
+    run(params, jax.tree.map(jnp.copy, state), steps)
     with jax.transfer_guard("disallow"):
-        after = run(decoder.params, state, steps)
+        after = run(params, state, steps)
     assert np.asarray(after.done).all()
 
 
@@ -205,13 +206,13 @@ def test_the_loop_makes_no_host_transfer_inside_a_chunk():
 def test_prefill_and_loop_lower_for_accelerators(pair, platform, greedy, drafter):
     target, draft = pair
     decoder = Decoder(target, DraftModel(draft, 3) if drafter == "draft" else NGram(3))
-    engine = decoder.engine(greedy)
+    engine, params = decoder.engine(greedy, rows=1)
     batch = decoder._prepare([[1, 2, 3]], 8, 0.0 if greedy else 1.0, 0, False)
     prefill = engine_lib.prefill(engine, batch.first_slots, batch.buffer)
-    jax.export.export(prefill, platforms=[platform])(decoder.params, batch.request)
-    state = jax.eval_shape(prefill, decoder.params, batch.request)
+    jax.export.export(prefill, platforms=[platform])(params, batch.request)
+    state = jax.eval_shape(prefill, params, batch.request)
     exported = jax.export.export(engine_lib.chunk(engine), platforms=[platform])(
-        decoder.params, state, jax.ShapeDtypeStruct((), jnp.int32)
+        params, state, jax.ShapeDtypeStruct((), jnp.int32)
     )
     assert exported.platforms == (platform,)
 

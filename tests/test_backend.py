@@ -1,0 +1,33 @@
+"""A layout changes how weights lie in memory, never what the model computes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.backend import compiler_options, decode_layout
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import Model
+
+CONFIG = ModelConfig(
+    64, hidden_size=24, intermediate_size=40, num_layers=2, num_heads=6, num_kv_heads=3, head_dim=10, max_positions=64
+)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_layout_keeps_the_logits(tie, tokens):
+    model = Model(dataclasses.replace(CONFIG, tie_embeddings=tie))
+    params = model.init(jax.random.key(0))
+    spec, laid_out = decode_layout(model, params, tokens=tokens)
+    fed = jnp.arange(10, dtype=jnp.int32)[None]  # more than one token, so that parts and positions cannot be mixed up
+    logits = spec(laid_out, fed, fed).logits
+    np.testing.assert_allclose(logits, model(params, fed, fed).logits, atol=1e-5)
+    assert not spec.config.tie_embeddings
+    assert (laid_out["head"]["kernel"].ndim == 3) == (tokens == 1 and jax.default_backend() == "cpu")
+
+
+def test_the_compiler_knows_its_options():
+    assert jax.jit(lambda x: x + 1, compiler_options=compiler_options())(1) == 2
