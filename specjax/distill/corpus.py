@@ -21,6 +21,7 @@ from specjax.errors import DataError
 STDLIB = "python-stdlib"
 # Generated tables and topic texts, and bundled wheels: no source to learn from.
 _STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "__pycache__", "encodings", "pydoc_data", "ensurepip"}
+_LONGEST_PART = 16_384
 _TEXT_SUFFIXES = {".txt", ".md", ".py", ".rst", ".text"}
 
 
@@ -36,7 +37,9 @@ class Document:
 
 def read_documents(path: str) -> list[Document]:
     """Every document under ``path``: `python-stdlib`, a text file, a ``.jsonl`` or ``.parquet`` file with a ``text``
-    column, or a directory of such files. Sorted by name; duplicates by content and empty documents are dropped.
+    column, or a directory of such files. Sorted by name; duplicates by content and empty documents are dropped. What a
+    user brings is cut at line ends into parts of at most `_LONGEST_PART` characters, so that one long file can be split
+    into text to train on and text to measure on.
 
     Raises `DataError` naming the file (and line) for anything missing, empty or not UTF-8.
     """
@@ -52,11 +55,26 @@ def read_documents(path: str) -> list[Document]:
         files = [root] if root.is_file() else sorted(f for f in root.rglob("*") if f.suffix in _READERS)
         if not files:
             raise DataError(f"data.path: {path!r} holds no file ending in {', '.join(sorted(_READERS))}")
-        documents = [document for file in files for document in _READERS.get(file.suffix, _read_text)(file)]
+        whole = (document for file in files for document in _READERS.get(file.suffix, _read_text)(file))
+        documents = [part for document in whole for part in _parts(document)]
     unique = {d.digest: d for d in documents if d.text.strip()}
     if not unique:
         raise DataError(f"data.path: {path!r} holds no text (every document is empty)")
     return sorted(unique.values(), key=lambda d: d.name)
+
+
+def _parts(document: Document) -> Iterator[Document]:
+    if len(document.text) <= _LONGEST_PART:
+        yield document
+        return
+    start, number = 0, 1
+    while start < len(document.text):
+        end = start + _LONGEST_PART
+        if end < len(document.text):
+            # After the last line end that fits; a longer line is cut where it must be.
+            end = document.text.rfind("\n", start, end) + 1 or end
+        yield Document(f"{document.name}:{number:06}", document.text[start:end])
+        start, number = end, number + 1
 
 
 def split_held_out(documents: Iterable[Document], fraction: float) -> tuple[list[Document], list[Document]]:

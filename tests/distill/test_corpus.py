@@ -1,0 +1,54 @@
+"""Text in, documents and windows out: nothing lost, nothing on both sides of the split."""
+
+import json
+
+import numpy as np
+import pytest
+
+from specjax.distill import corpus
+from specjax.errors import DataError
+
+
+def test_one_long_file_is_cut_at_line_ends_and_can_be_split(tmp_path):
+    lines = [f"line {i} of a long file\n" for i in range(20_000)]
+    one_line = " ".join(map(str, range(8_000)))
+    (tmp_path / "long.txt").write_text("".join(lines) + one_line)
+    documents = corpus.read_documents(str(tmp_path / "long.txt"))
+    assert "".join(d.text for d in documents) == "".join(lines) + one_line
+    assert max(len(d.text) for d in documents) <= 16_384
+    assert all(d.text.endswith("\n") for d in documents if "line" in d.text and "7999" not in d.text)
+    train, held_out = corpus.split_held_out(documents, 0.2)
+    assert train and held_out
+    assert not {d.digest for d in train} & {d.digest for d in held_out}
+
+
+def test_a_short_file_stays_whole(tmp_path):
+    (tmp_path / "short.txt").write_text("a\n" * 100)
+    (document,) = corpus.read_documents(str(tmp_path))
+    assert document.text == "a\n" * 100
+
+
+def test_duplicates_and_empty_documents_are_dropped(tmp_path):
+    rows = ["same", "same", "  \n", "other"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    assert sorted(d.text for d in corpus.read_documents(str(tmp_path))) == ["other", "same"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "holds no text"), (b"\xff\xfe\x00bad", "UTF-8"), (b"\n \n", "holds no text")],
+)
+def test_unusable_text_is_refused_by_name(tmp_path, content, message):
+    (tmp_path / "bad.txt").write_bytes(content)
+    with pytest.raises(DataError, match=message) as refused:
+        corpus.read_documents(str(tmp_path / "bad.txt"))
+    assert "bad.txt" in str(refused.value)
+
+
+def test_windows_predict_every_token_but_the_first_once():
+    stream = np.arange(41, dtype=np.int32)
+    windows = corpus.windows(stream, 8)
+    assert windows.shape == (5, 9)
+    assert windows[:, 1:].ravel().tolist() == list(range(1, 41))
+    with pytest.raises(DataError, match="too few for one window"):
+        corpus.windows(stream[:8], 8)
