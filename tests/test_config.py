@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -128,6 +127,7 @@ def test_every_problem_gets_its_own_line(written):
     [
         (["draft.architecture.hidden_size=130"], "hidden_size=130 is not a multiple of num_heads=4"),
         (["draft.architecture.hidden_size=12"], "rotary embeddings need an even number"),
+        (["draft.architecture.head_dim=7"], "head_dim=7 is odd"),
         (["draft.architecture.num_kv_heads=3"], "num_heads=4 is not a multiple of num_kv_heads=3"),
         (["target.path=null"], "neither of path and architecture"),
         (["target.architecture.hidden_size=64"], "both of path and architecture"),
@@ -269,8 +269,10 @@ def test_every_shipped_config_is_valid_and_says_how_to_run_it(path):
 
 
 def test_the_demo_draft_has_the_size_that_its_header_says():
-    draft = load_config(ROOT / "configs/demo.yaml").draft.architecture
-    a = dataclasses.asdict(draft)
-    kv = a["hidden_size"] * a["num_kv_heads"] // a["num_heads"]
-    layer = 2 * a["hidden_size"] * (a["hidden_size"] + kv) + 3 * a["hidden_size"] * a["intermediate_size"]
-    assert 0.7e6 < 2048 * a["hidden_size"] + a["num_layers"] * layer < 1.5e6
+    path = ROOT / "configs/demo.yaml"
+    a = load_config(path).draft.architecture
+    assert a.head_dim is not None
+    attention = 2 * a.hidden_size * a.head_dim * (a.num_heads + a.num_kv_heads)
+    size = 2048 * a.hidden_size + a.num_layers * (attention + 3 * a.hidden_size * a.intermediate_size)
+    assert 0.7e6 < size < 1.5e6
+    assert f"{size / 1e6:.1f}M parameters" in path.read_text()

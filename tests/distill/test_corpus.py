@@ -18,7 +18,8 @@ def test_one_long_file_is_cut_at_line_ends_and_can_be_split(tmp_path):
     assert max(len(d.text) for d in documents) <= 16_384
     assert all(d.text.endswith("\n") for d in documents if "line" in d.text and "7999" not in d.text)
     train, held_out = corpus.split_held_out(documents, 0.2)
-    assert train and held_out
+    assert train
+    assert held_out
     assert not {d.digest for d in train} & {d.digest for d in held_out}
 
 

@@ -230,3 +230,22 @@ def test_a_bad_override_of_the_command_is_one_line_and_status_2(tmp_path, capsys
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert "stepz" in error
+
+
+def test_a_draft_cut_from_its_target_has_the_target_s_conventions(settings, tmp_path):
+    run = settings(tmp_path / "cut", control=config.Control())
+    shape = load_model(run.target.path).config
+    names = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    whole = config.Architecture(**{name: getattr(shape, name) for name in names})
+    skipped = dataclasses.replace(run.draft.pretrain, steps=0)
+    result = job.run(dataclasses.replace(run, draft=config.Draft(whole, init="target", pretrain=skipped)))
+    # Nothing was cut and nothing trained yet: the target itself, in other directions.
+    assert result.measures.alpha_before == pytest.approx(1, abs=1e-3)
+    assert load_model(str(tmp_path / "cut" / "draft")).config == shape
+
+
+def test_a_cut_that_does_not_fit_names_the_field(settings, tmp_path):
+    run = settings(tmp_path / "cut")
+    cut = dataclasses.replace(run.draft, init="target", architecture=config.Architecture(hidden_size=4096))
+    with pytest.raises(ConfigError, match=r"draft\.architecture, cut from the target: hidden_size=4096 exceeds"):
+        job.run(dataclasses.replace(run, draft=cut))

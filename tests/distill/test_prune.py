@@ -37,7 +37,9 @@ def target(tie: bool, dead_neurons=(), dead_heads=(), dead_layers=(), dead_direc
             layer["mlp"]["down_proj"]["kernel"][:] = 0
             layer["attention"]["o_proj"]["kernel"][:] = 0
     # A tied head keeps the last scale's diagonal only, so there it is one number.
-    params["norm"]["scale"] = params["norm"]["scale"] * 1.5 if tie else params["norm"]["scale"] * rng.uniform(0.5, 2, 24)
+    params["norm"]["scale"] = (
+        params["norm"]["scale"] * 1.5 if tie else params["norm"]["scale"] * rng.uniform(0.5, 2, 24)
+    )
     if dead_directions:
         rotation, _ = np.linalg.qr(rng.normal(size=(24, 24)))
         keep = (rotation[:, dead_directions:] @ rotation[:, dead_directions:].T).astype(np.float32)
