@@ -233,7 +233,7 @@ def test_weights_are_arguments_of_the_step_not_constants():
     )
     params = bigram_params(1)
     state = TrainState(params, optimizer.init(params))
-    traced = jax.make_jaxpr(update)(state, target.params, jnp.asarray(toys.windows(4)))
+    traced = update.trace(state, target.params, jnp.asarray(toys.windows(4))).jaxpr
     assert all(np.size(constant) < toys.VOCAB for constant in traced.consts)
     assert f"f32[{toys.VOCAB},{toys.VOCAB}]" in str(traced.in_avals).replace("float32", "f32")
 
