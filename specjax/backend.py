@@ -1,5 +1,5 @@
-"""Everything that depends on the kind of device, in one place: how weights are laid out for decoding and how the
-decode loop is compiled. Nothing here changes a result beyond the order of a sum."""
+"""Everything that depends on the kind of device, in one place: how weights are laid out for decoding, how
+programs are compiled, how the host keeps memory. Nothing here changes a result beyond the order of a sum."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from specjax.types import Params
 _COLUMN_BLOCKS = 2
 
 
-def decode_layout(spec, params: Params, *, tokens: int) -> tuple:
-    """(spec, params) laid out for passes of ``tokens`` tokens, all rows together.
+def decode_layout(spec, params: Params, *, one_token: bool) -> tuple:
+    """(spec, params) laid out for decoding; ``one_token``: a pass feeds a single token, all rows together.
 
     A tied head is untied into a transposed copy: ``x @ embedding.T`` reads columns, 1.6-2x slower on CPU for two or
     more tokens. For one token on CPU, kernels become two stacked column blocks: XLA runs a matrix-vector product of a
@@ -29,7 +29,7 @@ def decode_layout(spec, params: Params, *, tokens: int) -> tuple:
     if spec.config.tie_embeddings:
         spec = Model(dataclasses.replace(spec.config, tie_embeddings=False))
         params = {**params, "head": {"kernel": jnp.array(params["embedding"].T)}}
-    if tokens == 1 and jax.default_backend() == "cpu":
+    if one_token and jax.default_backend() == "cpu":
         params = jax.tree_util.tree_map_with_path(_column_blocks, params)
     return spec, params
 

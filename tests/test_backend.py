@@ -17,16 +17,16 @@ CONFIG = ModelConfig(
 
 
 @pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_a_layout_keeps_the_logits(tie, tokens):
+@pytest.mark.parametrize("one_token", [True, False])
+def test_a_layout_keeps_the_logits(tie, one_token):
     model = Model(dataclasses.replace(CONFIG, tie_embeddings=tie))
     params = model.init(jax.random.key(0))
-    spec, laid_out = decode_layout(model, params, tokens=tokens)
+    spec, laid_out = decode_layout(model, params, one_token=one_token)
     fed = jnp.arange(10, dtype=jnp.int32)[None]  # more than one token, so that parts and positions cannot be mixed up
     logits = spec(laid_out, fed, fed).logits
     np.testing.assert_allclose(logits, model(params, fed, fed).logits, atol=1e-5)
     assert not spec.config.tie_embeddings
-    assert (laid_out["head"]["kernel"].ndim == 3) == (tokens == 1 and jax.default_backend() == "cpu")
+    assert (laid_out["head"]["kernel"].ndim == 3) == (one_token and jax.default_backend() == "cpu")
 
 
 def test_the_compiler_knows_its_options():

@@ -201,7 +201,7 @@ class Bench:
         plain_seconds = self._prefill_seconds(AUTOREGRESSIVE, 0, temperature) + new * plain.step
         return plain_seconds / (self._prefill_seconds(name, k, temperature) + blocks * fast.step)
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019 - as above
     def _costs(self, name: str, k: int, temperature: float) -> costs_lib.StepCosts:
         decoder = self.decoder(name, k)
         # In the middle of a generation, in the largest cache that it reaches.
@@ -209,7 +209,7 @@ class Bench:
         state = decoder.prefilled(middle, max_new_tokens=self._settings.new_tokens // 2, temperature=temperature)
         return costs_lib.step_costs(*decoder.engine(temperature == 0, rows=1), state)
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019 - as above
     def _prefill_seconds(self, name: str, k: int, temperature: float) -> float:
         """Prefill with the host's share of a generation: what a request costs before its first block."""
         decoder, new = self.decoder(name, k), self._settings.new_tokens

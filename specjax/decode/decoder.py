@@ -93,8 +93,7 @@ class Decoder:
         """The static half, for an all-greedy batch or any other, and the weights as ``rows`` padded rows read them."""
         one_token = rows * (self._drafter.k + 1) == 1
         if one_token not in self._layouts:
-            tokens = rows * (self._drafter.k + 1)
-            spec, params = decode_layout(self.target.spec, self.target.params, tokens=tokens)
+            spec, params = decode_layout(self.target.spec, self.target.params, one_token=one_token)
             self._layouts[one_token] = spec, EngineParams(params, self._drafter_params)
         spec, params = self._layouts[one_token]
         return Engine(spec, self._drafter, self._greedy_verifier if greedy else self._verifier, greedy), params

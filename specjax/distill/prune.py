@@ -106,6 +106,7 @@ def _calibrate(spec: transformer.Model, params: Params, tokens: Int[Array, "B T"
     x = module.embedding[...][tokens]
     rotary = transformer.rotary_table(positions, spec.config, x.dtype)
     covariances, energies = [], []
+    # The forward pass again, layer by layer: the stream between attention and MLP is no output of the model.
 
     def covariance(x: Float[Array, "B T D"]) -> Float[Array, "D D"]:
         x = x.astype(jnp.float32)

@@ -190,7 +190,10 @@ def make_update(drafter: Trainable, loss: Loss, optimizer: optax.GradientTransfo
             zeros = jax.tree.map(
                 lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums, state.params, target_params, micro[0])
             )
-            add = lambda total, w: (jax.tree.map(jnp.add, total, sums(state.params, target_params, w)), None)  # noqa: E731
+
+            def add(total: _Sums, windows):
+                return jax.tree.map(jnp.add, total, sums(state.params, target_params, windows)), None
+
             total, _ = jax.lax.scan(add, zeros, micro)
         count = jnp.maximum(total.count, 1.0)
         grads, metrics = jax.tree.map(lambda x: x / count.astype(x.dtype), (total.grads, total.metrics))

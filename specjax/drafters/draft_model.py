@@ -32,7 +32,7 @@ class DraftModel:
 
         draft = hf.load_model(self.model) if isinstance(self.model, str) else self.model
         hf.check_same_vocabulary(target, draft)
-        spec, params = decode_layout(draft.spec, draft.params, tokens=1)
+        spec, params = decode_layout(draft.spec, draft.params, one_token=True)
         return dataclasses.replace(self, model=spec), params
 
     def init(

@@ -143,6 +143,6 @@ def _replace(path: Path, content: bytes) -> None:
             file.write(content)
         os.chmod(name, 0o644)  # mkstemp keeps it to the owner; a report is for others to read
         os.replace(name, path)
-    except BaseException:
+    except BaseException:  # Ctrl-C too must leave no partial file; raised again
         Path(name).unlink(missing_ok=True)
         raise

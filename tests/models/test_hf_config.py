@@ -1,0 +1,142 @@
+"""The config of a Hugging Face directory: every spelling read, every unknown setting refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from specjax.errors import ModelError
+from specjax.models.hf import load_model, save_model
+from tests.models.directories import change
+
+ROPES = {
+    "old": {"rope_theta": 500.0},
+    "old, null scaling": {"rope_theta": 500.0, "rope_scaling": None},
+    "new": {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}},
+    "new, type left out": {"rope_parameters": {"rope_theta": 500.0}},
+    "new beside old": {"rope_theta": 500.0, "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}},
+    "new wins over top level": {"rope_theta": 7.0, "rope_parameters": {"rope_theta": 500.0}},
+    "old default scaling": {"rope_theta": 500.0, "rope_scaling": {"type": "default"}},
+    "scaling replaces parameters": {"rope_parameters": {"rope_theta": 500.0}, "rope_scaling": {"rope_type": "default"}},
+    "absent": {},
+}
+
+
+@pytest.mark.parametrize("spelling", ROPES)
+def test_every_spelling_of_rotary_settings_is_read_as_transformers_reads_it(llama, spelling):
+    from transformers import LlamaConfig
+
+    path = llama.write(rope_theta=None)
+    change(path / "config.json", **ROPES[spelling])
+    theirs = LlamaConfig.from_pretrained(path).to_dict()["rope_parameters"]["rope_theta"]
+    assert load_model(path).config.rope_theta == theirs
+    assert theirs == (500.0 if "500" in str(ROPES[spelling]) and "replaces" not in spelling else 10_000.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type='linear'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.rope_type='llama3'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5.0}}, "rope_parameters.rope_type='yarn'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters.full_attention="),
+        ({"rope_parameters": {"factor": 2.0}}, "rope_parameters.factor=2.0"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2"),
+        ({"sliding_window": 4096}, "sliding_window=4096"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types="),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types="),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_setting_that_is_not_implemented_is_refused_by_name_and_value(llama, settings, named):
+    path = llama.write()
+    change(path / "config.json", **settings)
+    with pytest.raises(ModelError) as refused:
+        load_model(path)
+    assert named in str(refused.value)
+    assert "config.json" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sliding_window": 4096, "use_sliding_window": False},
+        {"sliding_window": None, "pretraining_tp": 1, "quantization_config": None, "attention_dropout": 0.0},
+        {"layer_types": ["full_attention", "full_attention"]},
+        {"rope_parameters": {"rope_theta": 50.0, "rope_type": "default", "partial_rotary_factor": 1.0}},
+    ],
+    ids=str,
+)
+def test_an_inactive_setting_changes_nothing(llama, settings):
+    path = llama.write()
+    before = load_model(path)
+    change(path / "config.json", **settings)
+    assert load_model(path).config == before.config
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"model_type": "gpt2"}, "model_type='gpt2' is not implemented; known are llama"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 should be a positive int"),
+        ({"vocab_size": "37"}, "vocab_size='37' should be a positive int"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0 should be a positive float"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' should be true or false"),
+        ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+        ({"num_attention_heads": 3}, "num_attention_heads=3"),
+        ({"eos_token_id": 37}, "eos_token_id=37 should be token ids in 0 .. 36"),
+        ({"eos_token_id": [1, "x"]}, "eos_token_id="),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bad_value_is_one_line_that_names_it(llama, settings, named):
+    path = llama.write()
+    change(path / "config.json", **settings)
+    with pytest.raises(ModelError) as refused:
+        load_model(path)
+    assert named in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_absent_settings_take_the_defaults_of_transformers(llama):
+    from transformers import LlamaConfig
+
+    path = llama.write(num_key_value_heads=4)
+    absent = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "rope_theta", "tie_word_embeddings")
+    config = {k: v for k, v in llama.config.items() if k not in absent}
+    (path / "config.json").write_text(json.dumps(config))
+    ours, theirs = load_model(path).config, LlamaConfig(**config)
+    assert (ours.num_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, theirs.head_dim) == (4, 4)
+    assert (ours.rms_norm_eps, ours.max_positions) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
+    assert (ours.rope_theta, ours.tie_embeddings) == (
+        theirs.to_dict()["rope_parameters"]["rope_theta"],
+        theirs.tie_word_embeddings,
+    )
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": [4, 9, 4]}, 3, (4, 9)),
+        ({"eos_token_id": 0}, 3, (0,)),
+        ({"temperature": 1.0}, 3, (3,)),
+        (None, [3, 8], (3, 8)),
+        (None, None, ()),
+    ],
+)
+def test_generation_stops_on_generation_config_and_falls_back_to_config(llama, tmp_path, generation, config, expected):
+    path = llama.write(eos_token_id=config)
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    loaded = load_model(path)
+    assert loaded.eos_ids == expected
+    save_model(loaded, tmp_path / "copy")
+    assert load_model(tmp_path / "copy").eos_ids == expected
