@@ -20,6 +20,7 @@ import numpy as np
 from specjax import backend
 from specjax.decode import engine as engine_lib
 from specjax.decode.engine import Engine, EngineParams
+from specjax.models import cache as cache_lib
 from specjax.types import DecodeState
 
 
@@ -85,6 +86,7 @@ def step_costs(engine: Engine, params: EngineParams, state: DecodeState, iterati
     so that a slow spell of the machine hits all of them."""
     k = engine.drafter.k
     batch = state.lengths.shape[0]
+    state = cache_lib.fold(state)
 
     def loop(body, *carry):
         def run(params, state, *carry):

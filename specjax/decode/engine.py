@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from specjax import backend, sampling
-from specjax.models.cache import KVCache, write_rows
+from specjax.models import cache as cache_lib
+from specjax.models.cache import write_rows
 from specjax.types import (
     ACCEPTED,
     BONUS,
@@ -183,7 +184,7 @@ def chunk(engine: Engine):
     fit the cache, or after ``max_steps`` (traced). The state is donated."""
 
     def run(params: EngineParams, state: DecodeState, max_steps) -> DecodeState:
-        slots = num_slots(state.cache)
+        slots = cache_lib.num_slots(state.cache)
 
         def unfinished(carry):
             count, state = carry
@@ -194,7 +195,8 @@ def chunk(engine: Engine):
             count, state = carry
             return count + 1, step(engine, params, state)
 
-        return jax.lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
+        final = jax.lax.while_loop(unfinished, body, (jnp.int32(0), cache_lib.fold(state)))[1]
+        return cache_lib.unfold(final, len(state.lengths))
 
     return jax.jit(run, donate_argnames="state", compiler_options=backend.compiler_options())
 
@@ -202,12 +204,4 @@ def chunk(engine: Engine):
 @functools.partial(jax.jit, static_argnames="num_slots")
 def grow(state: DecodeState, num_slots: int) -> DecodeState:
     """Every KV cache of the state, the drafter's too, with more slots."""
-    return jax.tree.map(lambda x: x.grown(num_slots) if _is_cache(x) else x, state, is_leaf=_is_cache)
-
-
-def num_slots(cache: Any) -> int:
-    return next(c.num_slots for c in jax.tree.leaves(cache, is_leaf=_is_cache) if _is_cache(c))
-
-
-def _is_cache(x: Any) -> bool:
-    return isinstance(x, KVCache)
+    return cache_lib.grow(state, num_slots)

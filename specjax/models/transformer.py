@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models.cache import KVCache, write_block
+from specjax.models.cache import KVCache, as_layer, fold, unfold, write_block
 from specjax.models.config import ModelConfig
 from specjax.types import Output, Params
 
@@ -62,16 +62,16 @@ class Attention(nnx.Module):
         self.o_proj = Linear(heads * features, config.hidden_size, rngs=rngs, dtype=dtype)
 
     def __call__(self, x, rotary, slots, layer_cache, visible):
-        """``visible[B, T, S]`` says which keys each query may read; returns (attended, (keys, values))."""
+        """``layer_cache`` is folded; ``visible[B, T, S]`` says which keys each query may read. Returns (attended,
+        (keys, values))."""
         config = self.config
         batch, fed = x.shape[:2]
         q = rotate(self.q_proj(x).reshape(batch, fed, config.num_heads, config.head_dim), rotary)
         k = rotate(self.k_proj(x).reshape(batch, fed, config.num_kv_heads, config.head_dim), rotary)
         v = self.v_proj(x).reshape(batch, fed, config.num_kv_heads, config.head_dim)
-        if layer_cache is not None:
-            k, v = (write_block(c, slots, new) for c, new in zip(layer_cache, (k, v), strict=True))
-        out = attend(q, k.astype(q.dtype), v.astype(q.dtype), visible)
-        return self.o_proj(out.reshape(batch, fed, -1)), (k, v)
+        layer_cache = as_layer(k, v) if layer_cache is None else write_block(layer_cache, slots, k, v)
+        out = attend(q, *(x.astype(q.dtype) for x in layer_cache), visible)
+        return self.o_proj(out.reshape(batch, fed, -1)), layer_cache
 
 
 class MLP(nnx.Module):
@@ -121,7 +121,8 @@ class Transformer(nnx.Module):
         x = self.embedding[...][tokens]
         rotary = rotary_table(positions, self.config, x.dtype)
         visible = _visible(positions, slots, cache, mask)
-        layer_caches = [None] * self.config.num_layers if cache is None else cache.layers
+        folded = cache is None or cache.layers[0][0].ndim == 3
+        layer_caches = [None] * self.config.num_layers if cache is None else (cache if folded else fold(cache)).layers
         hidden, written = [], []
         for index, (block, layer_cache) in enumerate(zip(self.layers, layer_caches, strict=True)):
             if index in hidden_layers:
@@ -129,7 +130,9 @@ class Transformer(nnx.Module):
             x, layer_cache = block(x, rotary, slots, layer_cache, visible)
             written.append(layer_cache)
         x = self.norm(x)
-        return x, tuple(hidden), None if cache is None else KVCache(tuple(written))
+        if cache is not None:
+            cache = KVCache(tuple(written)) if folded else unfold(KVCache(tuple(written)), len(tokens))
+        return x, tuple(hidden), cache
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         if self.config.tie_embeddings:
@@ -152,24 +155,20 @@ def rotate(x: Float[Array, "B T H C"], rotary: tuple[Array, Array]) -> Float[Arr
 
 
 def attend(
-    q: Float[Array, "B T H C"], k: Float[Array, "B S G C"], v: Float[Array, "B S G C"], visible: Bool[Array, "#B T S"]
+    q: Float[Array, "B T H C"], k: Float[Array, "BG C S"], v: Float[Array, "BG S C"], visible: Bool[Array, "#B T S"]
 ) -> Float[Array, "B T H C"]:
     """Grouped-query attention. The queries that share a key-value head are laid side by side, so that each of the
     two products is one plain matrix multiplication a key-value head (2-3x on CPU over a five-axis einsum)."""
     batch, fed, heads, features = q.shape
-    kv_heads = k.shape[2]
-    group = heads // kv_heads
-    q = q.reshape(batch, fed, kv_heads, group, features).transpose(0, 2, 3, 1, 4)
-    q = q.reshape(batch, kv_heads, group * fed, features)
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    scores = jnp.einsum("bgqc,bgsc->bgqs", q, k, precision=_precision(q)).astype(jnp.float32) * features**-0.5
-    scores = scores.reshape(batch, kv_heads, group, fed, -1)
+    group = batch * heads // len(k)
+    q = q.reshape(batch, fed, -1, group, features).transpose(0, 2, 3, 1, 4).reshape(len(k), group * fed, features)
+    scores = jnp.einsum("hqc,hcs->hqs", q, k, precision=_precision(q)).astype(jnp.float32) * features**-0.5
+    scores = scores.reshape(batch, -1, group, fed, k.shape[2])
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(batch, kv_heads, group * fed, -1)
-    out = jnp.einsum("bgqs,bgsc->bgqc", weights, v, precision=_precision(q))
-    return (
-        out.reshape(batch, kv_heads, group, fed, features).transpose(0, 3, 1, 2, 4).reshape(batch, fed, heads, features)
-    )
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(len(k), group * fed, -1)
+    out = jnp.einsum("hqs,hsc->hqc", weights, v, precision=_precision(q))
+    out = out.reshape(batch, -1, group, fed, features).transpose(0, 3, 1, 2, 4)
+    return out.reshape(batch, fed, heads, features)
 
 
 def _visible(positions, slots, cache, mask) -> Bool[Array, "B T S"]:
@@ -213,7 +212,7 @@ class Model:
 
     def init_cache(self, batch: int, num_slots: int, dtype: DTypeLike = jnp.float32) -> KVCache:
         config = self.config
-        return KVCache.zeros(config.num_layers, (batch, num_slots, config.num_kv_heads, config.head_dim), dtype)
+        return KVCache.zeros(config.num_layers, batch, num_slots, config.num_kv_heads, config.head_dim, dtype)
 
     def __call__(
         self,
@@ -226,9 +225,9 @@ class Model:
         hidden_layers: tuple[int, ...] = (),
         rows: Int[Array, "B R"] | None = None,
     ) -> Output:
-        """Feed T tokens a row; with a cache, they are written to ``slots`` (contiguous in each row) and attend
-        to every earlier slot. Returns logits for the ``rows`` of the block that are asked for (default: all T), the
-        residual streams entering ``hidden_layers`` followed by the final normed one, and the new cache."""
+        """Feed T tokens a row; with a cache (folded or not), they are written to ``slots`` (contiguous in each row) and
+        attend to every earlier slot. Returns logits for the ``rows`` of the block that are asked for (default: all T),
+        the residual streams entering ``hidden_layers`` followed by the final normed one, and the new cache."""
         module = self.module(params)
         final, hidden, cache = module(tokens, positions, slots, cache, mask, hidden_layers)
         wanted = final if rows is None else jnp.take_along_axis(final, rows[..., None], axis=1)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.models.cache import KVCache, write_block
+from specjax.models.cache import KVCache, as_layer, write_block
 from specjax.types import Output, Params
 
 POISON = 1e6
@@ -45,9 +45,9 @@ class PrefixModel:
         return {"table": table, "bias": jax.random.normal(b, (config.vocab_size,))}
 
     def init_cache(self, batch: int, num_slots: int, dtype=jnp.float32) -> KVCache:
-        shape = (batch, num_slots, 1, self.config.vocab_size)
-        poison = POISON * jnp.broadcast_to(jnp.arange(1.0, self.config.vocab_size + 1, dtype=dtype), shape)
-        return KVCache(((poison, jnp.full((batch, num_slots, 1, 1), POISON, dtype)),))
+        shape = (batch, 1, self.config.vocab_size, num_slots)
+        poison = POISON * jnp.broadcast_to(jnp.arange(1.0, self.config.vocab_size + 1, dtype=dtype)[:, None], shape)
+        return KVCache(((poison, jnp.full((batch, 1, num_slots, 1), POISON, dtype)),))
 
     def __call__(
         self, params, tokens, positions, slots=None, cache=None, mask=None, hidden_layers=(), rows=None
@@ -56,22 +56,25 @@ class PrefixModel:
         where = positions.astype(jnp.float32)[:, :, None, None]
         if cache is None:
             slots = positions
-            keys, values = new, where
+            layer = as_layer(new, where)
         else:
-            keys, values = (write_block(c, slots, x) for c, x in zip(cache.layers[0], (new, where), strict=True))
+            layer = write_block(
+                tuple(x.reshape(len(tokens), *x.shape[-2:]) for x in cache.layers[0]), slots, new, where
+            )
+        keys, values = layer[0].transpose(0, 2, 1), layer[1][..., 0]
         slot = jnp.arange(keys.shape[1])[None, None]
         visible = slot <= slots[..., None]
-        summed = jnp.sum(jnp.where(visible[..., None], keys[:, None, :, 0], 0.0), axis=2)
+        summed = jnp.sum(jnp.where(visible[..., None], keys[:, None], 0.0), axis=2)
         # A slot whose stored position is not its own was filled by mistake: make that visible as well.
-        misplaced = jnp.sum(
-            jnp.where(visible, jnp.abs(values[:, None, :, 0, 0] - slot.astype(jnp.float32)), 0.0), axis=2
-        )
+        misplaced = jnp.sum(jnp.where(visible, jnp.abs(values[:, None] - slot.astype(jnp.float32)), 0.0), axis=2)
         summed += misplaced[..., None] * jnp.arange(float(self.config.vocab_size))[None, None]
         scale = jnp.sqrt(positions.astype(jnp.float32) + 1.0)[..., None]
         logits = params["bias"][None, None] + summed / scale
         if rows is not None:
             logits = jnp.take_along_axis(logits, rows[..., None], axis=1)
-        return Output(logits, (), KVCache(((keys, values),)))
+        if cache is not None:
+            layer = tuple(x.reshape(old.shape) for x, old in zip(layer, cache.layers[0], strict=True))
+        return Output(logits, (), KVCache((layer,)))
 
 
 @dataclasses.dataclass(eq=False)
