@@ -92,7 +92,7 @@ def step_costs(engine: Engine, params: EngineParams, state: DecodeState, iterati
         def run(params, state, *carry):
             return jax.lax.fori_loop(0, iterations, lambda _, c: body(params, state, *c), carry)
 
-        return jax.jit(run, compiler_options=backend.compiler_options()), carry
+        return jax.jit(run, compiler_options=backend.compiler_options(decoding=True)), carry
 
     def target_pass(params, state, cache, tokens):
         slots = (state.lengths - 1)[:, None] + jnp.arange(k + 1)[None]

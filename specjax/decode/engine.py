@@ -175,7 +175,7 @@ def prefill(engine: Engine, num_slots: int, buffer: int):
             drafter=drafter,
         )
 
-    return jax.jit(run, compiler_options=backend.compiler_options())
+    return jax.jit(run, compiler_options=backend.compiler_options(decoding=True))
 
 
 @functools.cache
@@ -198,7 +198,7 @@ def chunk(engine: Engine):
         final = jax.lax.while_loop(unfinished, body, (jnp.int32(0), cache_lib.fold(state)))[1]
         return cache_lib.unfold(final, len(state.lengths))
 
-    return jax.jit(run, donate_argnames="state", compiler_options=backend.compiler_options())
+    return jax.jit(run, donate_argnames="state", compiler_options=backend.compiler_options(decoding=True))
 
 
 @functools.partial(jax.jit, static_argnames="num_slots")
