@@ -107,38 +107,47 @@ class Bench:
         self.compile_seconds += count.seconds
 
     def measure(self, favourite: str) -> dict:
-        """The whole grid, then the autoregressive loop against ``favourite`` at its best k, repeated in turns."""
-        grid: dict[Cell, Run] = {}
+        """The whole grid once; but the autoregressive loop and ``favourite`` at its best k, batch 1, in turns and
+        repeated: their seconds are medians."""
         for cell in self.cells():
             self.warm_up(cell)
-            grid[cell] = self.run(cell, self._prompts)
-            self._tick(_label(cell))
-        rows = {cell: self._row(cell, run, grid) for cell, run in grid.items()}
-        best, headline = {}, {}
+            self._tick(f"compiled: {_label(cell)}")
+        grid: dict[Cell, Run] = {}
+        best, tunings = {}, {}
         for temperature in self._settings.temperatures:
-            k, tuning = self._choose_k(favourite, temperature)
-            plain = Cell(AUTOREGRESSIVE, 0, 1, temperature)
-            fast = Cell(favourite, k, 1, temperature)
-            seconds: dict[Cell, list[float]] = {plain: [], fast: []}
-            for _ in range(self._settings.repeats):
-                for cell in seconds:
-                    seconds[cell].append(self.run(cell, self._prompts).seconds)
-            medians = {cell: float(np.median(values)) for cell, values in seconds.items()}
-            for cell in seconds:
-                rows[cell] |= {
-                    "seconds": medians[cell],
-                    "tokens_per_s": rows[cell]["tokens"] / medians[cell],
-                    "repeats": len(seconds[cell]),
-                    "speedup": medians[plain] / medians[cell],
-                }
+            k, tunings[temperature] = self._choose_k(favourite, temperature)
             best[temperature] = k
-            headline[temperature] = self._headline(plain, fast, medians, tuning)
-            for (name, k_any), value in self._predictions(favourite, temperature, tuning).items():
-                rows[Cell(name, k_any, 1, temperature)]["predicted_speedup"] = value
+            grid |= self._in_turns(_plain(temperature), Cell(favourite, k, 1, temperature))
             self._tick(f"temperature {temperature:g}: k = {k}")
+        repeated = set(grid)
+        for cell in self.cells():
+            if cell not in grid:
+                grid[cell] = self.run(cell, self._prompts)
+            self._tick(_label(cell))
+        # Batch 1 is always measured, also where it is no part of the grid.
+        order = dict.fromkeys((*self.cells(), *grid))
+        rows = {cell: self._row(cell, grid, self._settings.repeats if cell in repeated else 1) for cell in order}
+        headline = {}
+        for temperature, k in best.items():
+            fast = Cell(favourite, k, 1, temperature)
+            headline[temperature] = self._headline(_plain(temperature), fast, grid, tunings[temperature])
+            for (name, k_any), value in self._predictions(favourite, temperature, tunings[temperature]).items():
+                if (cell := Cell(name, k_any, 1, temperature)) in rows:
+                    rows[cell]["predicted_speedup"] = value
         return {"decoding": list(rows.values()), "best_k": best, "headline": headline}
 
-    def _row(self, cell: Cell, run: Run, grid: Mapping[Cell, Run]) -> dict:
+    def _in_turns(self, *cells: Cell) -> dict[Cell, Run]:
+        runs: dict[Cell, list[Run]] = {cell: [] for cell in cells}
+        for _ in range(self._settings.repeats):
+            for cell in cells:
+                runs[cell].append(self.run(cell, self._prompts))
+        return {
+            cell: dataclasses.replace(done[0], seconds=float(np.median([run.seconds for run in done])))
+            for cell, done in runs.items()
+        }
+
+    def _row(self, cell: Cell, grid: Mapping[Cell, Run], repeats: int) -> dict:
+        run = grid[cell]
         plain = grid[Cell(AUTOREGRESSIVE, 0, cell.batch_size, cell.temperature)]
         reference = grid[Cell(AUTOREGRESSIVE, 0, self._settings.batch_sizes[0], cell.temperature)]
         speculative = cell.k > 0
@@ -154,7 +163,7 @@ class Bench:
             "acceptance_rate": run.stats.acceptance_rate if speculative else None,
             "acceptance_at": list(run.stats.acceptance_at) if speculative else None,
             "conditional_acceptance_at": list(run.stats.conditional_acceptance_at) if speculative else None,
-            "repeats": 1,
+            "repeats": repeats,
             "identical": run.tokens == reference.tokens if cell.temperature == 0 else None,
             "differences": self._differences(run, reference) if cell.temperature == 0 else [],
         }
@@ -174,13 +183,13 @@ class Bench:
         runs = {k: self.run(Cell(name, k, 1, temperature), self._tuning_prompts) for k in self._settings.ks}
         return min(runs, key=lambda k: runs[k].seconds), runs
 
-    def _headline(self, plain: Cell, fast: Cell, medians: Mapping[Cell, float], tuning: Mapping[int, Run]) -> dict:
+    def _headline(self, plain: Cell, fast: Cell, grid: Mapping[Cell, Run], tuning: Mapping[int, Run]) -> dict:
         tokens = len(self._prompts) * self._settings.new_tokens
         return {
             "k": fast.k,
-            "speedup": medians[plain] / medians[fast],
-            "ar_tokens_per_s": tokens / medians[plain],
-            "spec_tokens_per_s": tokens / medians[fast],
+            "speedup": grid[plain].seconds / grid[fast].seconds,
+            "ar_tokens_per_s": tokens / grid[plain].seconds,
+            "spec_tokens_per_s": tokens / grid[fast].seconds,
             "costs": dataclasses.asdict(self._costs(fast.drafter, fast.k, fast.temperature)),
             "ar_costs": dataclasses.asdict(self._costs(AUTOREGRESSIVE, 0, plain.temperature)),
             "step_overhead": self._costs(fast.drafter, fast.k, fast.temperature).overhead,
@@ -259,6 +268,10 @@ def memory_floor_share(target: Any, tokens_per_s: float) -> tuple[float, float]:
         read -= target.params["embedding"].size * target.params["embedding"].dtype.itemsize
     bandwidth = costs_lib.stream_bandwidth(read)
     return tokens_per_s * read / bandwidth, bandwidth / 1e9
+
+
+def _plain(temperature: float) -> Cell:
+    return Cell(AUTOREGRESSIVE, 0, 1, temperature)
 
 
 def _label(cell: Cell) -> str:

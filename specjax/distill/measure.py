@@ -67,7 +67,7 @@ def ticks(config: RunConfig, drafts: int) -> int:
     """How often `decoding_figures` reports progress."""
     settings = config.bench
     cells = len(settings.temperatures) * len(settings.batch_sizes) * (1 + (drafts + 1) * len(settings.ks))
-    return cells + len(settings.temperatures) + 1
+    return 2 * cells + len(settings.temperatures) + 1
 
 
 def held_out_prompts(documents: Sequence[Document], target: LoadedModel, length: int, count: int) -> list[list[int]]:
