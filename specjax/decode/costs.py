@@ -9,9 +9,11 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,8 @@ from specjax.decode import engine as engine_lib
 from specjax.decode.engine import Engine, EngineParams
 from specjax.models import cache as cache_lib
 from specjax.types import DecodeState
+
+_TURNS = 5
 
 
 @dataclasses.dataclass
@@ -81,12 +85,14 @@ class StepCosts:
         return self.step / (self.target + self.draft)
 
 
-def step_costs(engine: Engine, params: EngineParams, state: DecodeState, iterations: int = 100) -> StepCosts:
-    """Time the parts of a block at the shapes of ``state`` (which is copied, not consumed). The three loops take turns,
-    so that a slow spell of the machine hits all of them."""
-    k = engine.drafter.k
+def step_costs(
+    engines: Sequence[Engine], params: EngineParams, states: Sequence[DecodeState], iterations: int = 100
+) -> list[StepCosts]:
+    """Time the parts of a block at the shapes of ``states`` (which are copied, not consumed). ``engines`` differ in how
+    they sample, so they share their passes. The loops take turns, so that a slow spell of the machine hits all."""
+    engine, states = engines[0], [cache_lib.fold(state) for state in states]
+    state, k = states[0], engine.drafter.k
     batch = state.lengths.shape[0]
-    state = cache_lib.fold(state)
 
     def loop(body, *carry):
         def run(params, state, *carry):
@@ -114,23 +120,25 @@ def step_costs(engine: Engine, params: EngineParams, state: DecodeState, iterati
         (cache, token), _ = jax.lax.scan(one, carry, jnp.arange(1, k))
         return cache, jnp.concatenate([token, tokens[:, 1:]], axis=1)
 
-    def whole_step(params, state, carried):
+    def whole_step(engine, params, state, carried):
         after = engine_lib.step(engine, params, carried)
         return (after.replace(lengths=carried.lengths, done=carried.done),)
 
     tokens = jnp.zeros((batch, k + 1), jnp.int32)
-    loops = {"target": loop(target_pass, state.cache, tokens), "step": loop(whole_step, state)}
+    loops: dict[Any, tuple] = {"target": loop(target_pass, state.cache, tokens)}
     if hasattr(engine.drafter, "model"):
         loops["draft"] = loop(draft_passes, state.drafter, tokens[:, :1].repeat(2, axis=1))
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for repeat in range(6):
+    for i, carried in enumerate(states):
+        loops[i] = loop(functools.partial(whole_step, engines[i]), carried)
+    seconds: dict[Any, list[float]] = {name: [] for name in loops}
+    for repeat in range(1 + _TURNS):
         for name, (run, carry) in loops.items():
             start = time.perf_counter()
             jax.block_until_ready(run(params, state, *carry))
             if repeat:
                 seconds[name].append((time.perf_counter() - start) / iterations)
     medians = {name: float(np.median(values)) for name, values in seconds.items()}
-    return StepCosts(medians["target"], medians.get("draft", 0.0), medians["step"])
+    return [StepCosts(medians["target"], medians.get("draft", 0.0), medians[i]) for i in range(len(states))]
 
 
 def _depend(tokens, logits):

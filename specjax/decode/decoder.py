@@ -22,7 +22,7 @@ from specjax.types import DecodeState, Drafter, SamplingParams, Verifier
 Prompt = str | Sequence[int]
 
 _NO_LIMIT = np.iinfo(np.int32).max
-_MIN_BUCKET, _FIRST_SLOTS, _STOP_IDS = 16, 128, 8
+_MIN_BUCKET, _FIRST_SLOTS, _STOP_IDS = 16, 256, 8
 
 
 class Decoder:
@@ -88,6 +88,22 @@ class Decoder:
             text, pieces = self._text(before, tokens, origin_names(host.origin[0, sent:length]))
             sent = length
             yield Event(tokens, text, pieces, stats_by_row(host.counters)[0], done)
+
+    def compile(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        temperature: float | Sequence[float] = 0.0,
+    ) -> None:
+        """Compile all that `generate` runs for arguments of these sizes, without decoding a token."""
+        batch = self._prepare(prompts, max_new_tokens, temperature, 0, True)
+        engine, params = self.engine(batch.greedy, batch.rows)
+        run, slots = engine_lib.chunk(engine), batch.first_slots
+        state = run(params, engine_lib.prefill(engine, slots, batch.buffer)(params, batch.request), np.int32(0))
+        while slots < batch.buffer:
+            slots = _next_slots(slots, batch.buffer)
+            state = run(params, engine_lib.grow(state, slots), np.int32(0))
 
     def engine(self, greedy: bool, rows: int) -> tuple[Engine, EngineParams]:
         """The static half, for an all-greedy batch or any other, and the weights as ``rows`` padded rows read them."""

@@ -22,12 +22,10 @@ from specjax.types import Draft, Noise, Verdict
 from specjax.verifiers import speculative
 from specjax.verifiers.chain import leading_run
 from specjax.verifiers.speculative import Speculative
-from tests.decode.laws import decode_counts, p_value
+from tests.decode.laws import LEVEL, decode_counts, p_value
 
 TARGET = prefix_model(0, scale=1.2)
 DRAFT, PROMPT = related(TARGET, 1), [1, 2]
-LEVEL = 1e-3 / 20
-"""Bonferroni over the law tests of this module."""
 CAUGHT = 1e-9
 
 
