@@ -20,6 +20,8 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-5
     tie_embeddings: bool = True
+    fused_projections: bool = False
+    """Query, key and value are one kernel, gate and up another: a layout for decoding, see `specjax.backend`."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

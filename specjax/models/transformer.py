@@ -78,36 +78,49 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.config = config
-        heads, kv_heads, features = config.num_heads, config.num_kv_heads, config.head_dim
-        self.q_proj = Linear(config.hidden_size, heads * features, rngs=rngs, dtype=dtype)
-        self.k_proj = Linear(config.hidden_size, kv_heads * features, rngs=rngs, dtype=dtype)
-        self.v_proj = Linear(config.hidden_size, kv_heads * features, rngs=rngs, dtype=dtype)
-        self.o_proj = Linear(heads * features, config.hidden_size, rngs=rngs, dtype=dtype)
+        sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        linear = functools.partial(Linear, rngs=rngs, dtype=dtype)
+        if config.fused_projections:
+            self.qkv_proj = linear(config.hidden_size, sum(sizes) * config.head_dim)
+        else:
+            self.q_proj, self.k_proj, self.v_proj = (linear(config.hidden_size, n * config.head_dim) for n in sizes)
+        self.o_proj = linear(config.num_heads * config.head_dim, config.hidden_size)
 
     def __call__(self, x, rotary, slots, layer_cache, visible):
         """``layer_cache`` is folded; ``visible[B, T, S]`` says which keys each query may read. Returns (attended,
         (keys, values))."""
-        config = self.config
         batch, fed = x.shape[:2]
-        q = rotate(self.q_proj(x).reshape(batch, fed, config.num_heads, config.head_dim), rotary)
-        k = rotate(self.k_proj(x).reshape(batch, fed, config.num_kv_heads, config.head_dim), rotary)
-        v = self.v_proj(x).reshape(batch, fed, config.num_kv_heads, config.head_dim)
+        q, k, v = (y.reshape(batch, fed, -1, self.config.head_dim) for y in self.projections(x))
+        q, k = rotate(q, rotary), rotate(k, rotary)
         layer_cache = as_layer(k, v) if layer_cache is None else write_block(layer_cache, slots, k, v)
         out = attend(q, *(x.astype(q.dtype) for x in layer_cache), visible)
         return self.o_proj(out.reshape(batch, fed, -1)), layer_cache
 
+    def projections(self, x) -> tuple[Array, Array, Array]:
+        if not self.config.fused_projections:
+            return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        queries, keys = (n * self.config.head_dim for n in (self.config.num_heads, self.config.num_kv_heads))
+        q, k, v = jnp.split(self.qkv_proj(x), (queries, queries + keys), axis=-1)
+        return q, k, v
+
 
 class MLP(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, rngs=rngs, dtype=dtype)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, rngs=rngs, dtype=dtype)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, rngs=rngs, dtype=dtype)
+        hidden, neurons = config.hidden_size, config.intermediate_size
+        if config.fused_projections:
+            self.gate_up_proj = Linear(hidden, 2 * neurons, rngs=rngs, dtype=dtype)
+        else:
+            self.gate_proj = Linear(hidden, neurons, rngs=rngs, dtype=dtype)
+            self.up_proj = Linear(hidden, neurons, rngs=rngs, dtype=dtype)
+        self.down_proj = Linear(neurons, hidden, rngs=rngs, dtype=dtype)
+        self.fused = config.fused_projections
 
     def __call__(self, x):
         return self.down_proj(self.neurons(x))
 
     def neurons(self, x):
-        return jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1) if self.fused else (self.gate_proj(x), self.up_proj(x))
+        return jax.nn.silu(gate) * up
 
 
 class Block(nnx.Module):
