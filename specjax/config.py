@@ -68,11 +68,12 @@ class Architecture:
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Architecture:
+        if self.hidden_size % self.num_heads:
+            # With a head_dim of its own it need not be; but transformers would refuse to load the draft.
+            raise ValueError(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
         if self.head_dim is not None:
             if self.head_dim % 2:
                 raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings need an even number")
-        elif self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
         elif self.hidden_size // self.num_heads % 2:
             raise ValueError(
                 f"hidden_size={self.hidden_size} over num_heads={self.num_heads} gives heads of "
