@@ -82,10 +82,19 @@ def test_a_transformer_drafting_for_itself_is_always_accepted(pair, k, temperatu
 
 
 def test_generation_crosses_cache_buckets_without_a_difference():
-    """128 slots, then 256, then the whole buffer."""
-    want = np.asarray(Decoder(TARGET, DraftModel(DRAFT, 3)).generate([[1, 2]], max_new_tokens=500).tokens[0])
+    """256 slots, then 512, then the whole buffer."""
+    want = np.asarray(Decoder(TARGET, DraftModel(DRAFT, 3)).generate([[1, 2]], max_new_tokens=900).tokens[0])
     whole = np.asarray(TARGET.logits([[1, 2, *want.tolist()]]))[0]
     assert (want == whole[1:-1].argmax(-1)).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_compile_leaves_nothing_for_generate_to_compile(temperature):
+    decoder = Decoder(TARGET, DraftModel(DRAFT, 5))
+    decoder.compile([[1] * 9], max_new_tokens=800, temperature=temperature)
+    with count_compiles() as count:
+        decoder.generate([[2] * 13], max_new_tokens=780, temperature=temperature)
+    assert count.programs == 0
 
 
 def test_a_stop_token_ends_the_row_where_plain_decoding_would_end_it():
