@@ -22,10 +22,10 @@ def decode_layout(spec, params: Params, *, one_token: bool) -> tuple:
     """(spec, params) laid out for decoding; ``one_token``: a pass feeds a single token, all rows together.
 
     Projections that read the same input become one kernel. A tied head is untied into its own copy, laid out as the
-    other kernels are. On CPU those become stacked blocks of
-    columns, see `Linear`. For one token, two blocks: XLA runs a matrix-vector product of a megabyte on one core, and a
-    batch of two on two (1.2-2x). For more tokens, blocks of one column: XLA's matrix product packs the kernel anew in
-    every call, which costs twice the reading of it, and `few_rows_product` does not (1.5-2x for 2 to 12 tokens).
+    other kernels are. On CPU those become stacked blocks of columns, see `Linear`. For one token, two blocks: XLA runs
+    a matrix-vector product of a megabyte on one core, and a batch of two on two (1.2-2x). For more tokens, blocks of
+    one column: XLA's matrix product packs the kernel anew in every call, which costs twice the reading of it, and
+    `few_rows_product` does not (1.5-2x for 2 to 12 tokens).
     """
     if not isinstance(spec, Model):
         return spec, params

@@ -136,9 +136,9 @@ class Bench:
         for temperature, k in best.items():
             fast = Cell(favourite, k, 1, temperature)
             headline[temperature] = self._headline(_plain(temperature), fast, grid, tunings[temperature])
-            for (name, k_any), value in self._predictions(favourite, temperature, tunings[temperature]).items():
-                if (cell := Cell(name, k_any, 1, temperature)) in rows:
-                    rows[cell]["predicted_speedup"] = value
+            for tried, run in tunings[temperature].items():
+                if (cell := Cell(favourite, tried, 1, temperature)) in rows:
+                    rows[cell]["predicted_speedup"] = self._predict(favourite, tried, temperature, run.stats)
         return {"decoding": list(rows.values()), "best_k": best, "headline": headline}
 
     def _in_turns(self, *cells: Cell) -> dict[Cell, Run]:
@@ -154,7 +154,7 @@ class Bench:
     def _row(self, cell: Cell, grid: Mapping[Cell, Run], repeats: int) -> dict:
         run = grid[cell]
         plain = grid[Cell(AUTOREGRESSIVE, 0, cell.batch_size, cell.temperature)]
-        reference = grid[Cell(AUTOREGRESSIVE, 0, self._settings.batch_sizes[0], cell.temperature)]
+        reference = grid[_plain(cell.temperature)]
         speculative = cell.k > 0
         differences = self._differences(run, reference) if cell.temperature == 0 else []
         return {
@@ -204,9 +204,6 @@ class Bench:
             "ar_overhead": self._costs(AUTOREGRESSIVE, 0, plain.temperature).overhead,
             "speedup_predicted": self._predict(fast.drafter, fast.k, fast.temperature, tuning[fast.k].stats),
         }
-
-    def _predictions(self, name: str, temperature: float, tuning: Mapping[int, Run]) -> dict[tuple[str, int], float]:
-        return {(name, k): self._predict(name, k, temperature, run.stats) for k, run in tuning.items()}
 
     def _predict(self, name: str, k: int, temperature: float, stats: metrics.DecodeStats) -> float:
         """MATH: tau t_v(1) / (t_d + t_v(k+1) + t_o), tau from acceptance by position on the tuning prompts, each cost

@@ -108,6 +108,7 @@ def _write(buffer: Array, start: Int[Array, " B"], new: Array, axis: int) -> Arr
     """Write at ``start[b]`` of ``axis``. A few rows are written one by one: each is an update in place, where the
     scatter over rows that `vmap` makes becomes a loop over single elements on CPU."""
     rows, heads = len(start), len(buffer) // len(start)
+    new = new.astype(buffer.dtype)
 
     def at(row, slot):
         return (row, *(slot if i == axis else 0 for i in range(1, buffer.ndim)))
@@ -118,5 +119,5 @@ def _write(buffer: Array, start: Int[Array, " B"], new: Array, axis: int) -> Arr
         return written.reshape(buffer.shape)
     for row in range(rows):
         theirs = new[row * heads : (row + 1) * heads]
-        buffer = jax.lax.dynamic_update_slice(buffer, theirs.astype(buffer.dtype), at(row * heads, start[row]))
+        buffer = jax.lax.dynamic_update_slice(buffer, theirs, at(row * heads, start[row]))
     return buffer

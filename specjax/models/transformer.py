@@ -52,7 +52,8 @@ class Linear(nnx.Module):
 
 def few_rows_product(x: Float[Array, "M I"], kernel: Float[Array, "O I"]) -> Float[Array, "M O"]:
     """``x @ kernel.T`` for few rows, as one reduction with M results that reads each row of the kernel once."""
-    # XLA would compute what makes x anew for every row of the kernel; a division it takes to be too dear for that.
+    # XLA would compute what makes x anew for every row of the kernel; a division it takes to be too dear for that
+    # (element by element: by a scalar, it would turn it into a product and fuse that).
     x = x / jnp.where(jnp.isinf(x), 2.0, 1.0).astype(x.dtype)
     zeros = (jnp.zeros((), x.dtype),) * len(x)
     columns = jax.lax.reduce(tuple(kernel * row[None] for row in x), zeros, _add_all, (1,))
