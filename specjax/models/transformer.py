@@ -36,10 +36,10 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
         kernel = self.kernel[...]
-        if kernel.ndim == 2:
-            return jnp.einsum("bti,io->bto", x, kernel, precision=_precision(x))
         rows = x.reshape(-1, x.shape[-1])
-        if kernel.shape[2] == 1 and len(rows) <= FEW_ROWS:
+        if kernel.ndim == 2:
+            y = matrix_product(rows, kernel)
+        elif kernel.shape[2] == 1 and len(rows) <= FEW_ROWS:
             y = few_rows_product(rows, kernel[..., 0])
         elif kernel.shape[2] == 1:
             y = jnp.einsum("mi,oi->mo", rows, kernel[..., 0], precision=_precision(x))
@@ -48,6 +48,29 @@ class Linear(nnx.Module):
             repeated = jnp.broadcast_to(rows, (len(kernel), *rows.shape))
             y = jnp.einsum("pmi,pio->pmo", repeated, kernel, precision=_precision(x)).swapaxes(0, 1)
         return y.reshape(*x.shape[:2], -1)
+
+
+@jax.custom_vjp
+def matrix_product(x: Float[Array, "M I"], kernel: Float[Array, "I O"]) -> Float[Array, "M O"]:
+    """``x @ kernel``, whose derivative by the kernel is ``x.T @ dy``. JAX's own, ``(dy.T @ x).T``, lets XLA on CPU fuse
+    what makes dy into its transposition, where nothing is vectorised (1.2x a training step)."""
+    return jnp.einsum("mi,io->mo", x, kernel, precision=_precision(x))
+
+
+def _matrix_product_forward(x, kernel):
+    return matrix_product(x, kernel), (x, kernel)
+
+
+def _matrix_product_backward(saved, dy):
+    x, kernel = saved
+    precision = _precision(x)
+    return (
+        jnp.einsum("mo,io->mi", dy, kernel, precision=precision),
+        jax.lax.dot_general(x, dy, (((0,), (0,)), ((), ())), precision=precision),
+    )
+
+
+matrix_product.defvjp(_matrix_product_forward, _matrix_product_backward)
 
 
 def few_rows_product(x: Float[Array, "M I"], kernel: Float[Array, "O I"]) -> Float[Array, "M O"]:
@@ -94,7 +117,8 @@ class Attention(nnx.Module):
         q, k, v = (y.reshape(batch, fed, -1, self.config.head_dim) for y in self.projections(x))
         q, k = rotate(q, rotary), rotate(k, rotary)
         layer_cache = as_layer(k, v) if layer_cache is None else write_block(layer_cache, slots, k, v)
-        out = attend(q, *(x.astype(q.dtype) for x in layer_cache), visible)
+        k, v = (x.astype(q.dtype) for x in layer_cache)
+        out = attend(q, k, v, visible)
         return self.o_proj(out.reshape(batch, fed, -1)), layer_cache
 
     def projections(self, x) -> tuple[Array, Array, Array]:
@@ -173,7 +197,7 @@ class Transformer(nnx.Module):
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         if self.config.tie_embeddings:
-            return jnp.einsum("btd,vd->btv", x, self.embedding[...], precision=_precision(x))
+            return matrix_product(x.reshape(-1, x.shape[-1]), self.embedding[...].T).reshape(*x.shape[:2], -1)
         return self.head(x)
 
 
