@@ -5,6 +5,7 @@ and runs the jitted chunks of `specjax.decode.engine`; `generate` and `stream` a
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -33,13 +34,13 @@ class Decoder:
     """
 
     def __init__(self, target: Any, drafter: Drafter | None = None, verifier: str | Verifier = "speculative"):
-        if isinstance(verifier, str):
-            verifier = registry.resolve(registry.VERIFIERS, verifier, "verifier")()
+        def named(kind: str) -> Verifier:
+            return registry.resolve(registry.VERIFIERS, kind, "verifier")()
+
         self.target = target
         self._drafter, self._drafter_params = (drafter or NoDraft()).bind(target)
-        self._verifier = verifier
-        self._greedy_verifier = registry.resolve(registry.VERIFIERS, "greedy", "verifier")()
-        self._layouts: dict[bool, tuple[Any, EngineParams]] = {}
+        self._verifier = named(verifier) if isinstance(verifier, str) else verifier
+        self._greedy_verifier = named("greedy")
         room = target.config.max_positions - self._drafter.k - 1
         if room < 2:
             raise DataError(
@@ -100,30 +101,30 @@ class Decoder:
         batch = self._prepare(prompts, max_new_tokens, temperature, 0, True)
         engine, params = self.engine(batch.greedy, batch.rows)
         run, slots = engine_lib.chunk(engine), batch.first_slots
-        state = run(params, engine_lib.prefill(engine, slots, batch.buffer)(params, batch.request), np.int32(0))
+        state = run(params, self._prefill(batch, slots), np.int32(0))
         while slots < batch.buffer:
             slots = _next_slots(slots, batch.buffer)
             state = run(params, engine_lib.grow(state, slots), np.int32(0))
 
     def engine(self, greedy: bool, rows: int) -> tuple[Engine, EngineParams]:
         """The static half, for an all-greedy batch or any other, and the weights as ``rows`` padded rows read them."""
-        one_token = rows * (self._drafter.k + 1) == 1
-        if one_token not in self._layouts:
-            spec, params = decode_layout(self.target.spec, self.target.params, one_token=one_token)
-            self._layouts[one_token] = spec, EngineParams(params, self._drafter_params)
-        spec, params = self._layouts[one_token]
-        return Engine(spec, self._drafter, self._greedy_verifier if greedy else self._verifier, greedy), params
+        spec, params = _laid_out(self.target, rows * (self._drafter.k + 1) == 1)
+        engine = Engine(spec, self._drafter, self._greedy_verifier if greedy else self._verifier, greedy)
+        return engine, EngineParams(params, self._drafter_params)
 
     def prefilled(self, prompts: Sequence[Prompt], *, max_new_tokens: int, temperature: float) -> DecodeState:
         """The state after prefill, in a cache that holds the whole generation: where `specjax.decode.costs` starts."""
         batch = self._prepare(prompts, max_new_tokens, temperature, 0, True)
-        engine, params = self.engine(batch.greedy, batch.rows)
-        return engine_lib.prefill(engine, batch.buffer, batch.buffer)(params, batch.request)
+        return self._prefill(batch, batch.buffer)
 
     def started(self, prompts: Sequence[Prompt], *, max_new_tokens: int, temperature: float) -> DecodeState:
         """A generation up to its first block, as `generate` does it: encode, pad, prefill, no step."""
         batch = self._prepare(prompts, max_new_tokens, temperature, 0, True)
         return next(iter(self._chunks(batch, 0)))
+
+    def _prefill(self, batch: _Batch, slots: int) -> DecodeState:
+        engine, params = self.engine(batch.greedy, batch.rows)
+        return engine_lib.prefill(engine.target, engine.drafter, slots, batch.buffer)(params, batch.request)
 
     def _text(self, before: list[int], tokens: list[int], origins: list[str]) -> tuple[str, list[Piece]]:
         if self.target.tokenizer is None:
@@ -138,7 +139,7 @@ class Decoder:
         """States at chunk ends; the last one has every row done. A yielded state is consumed by the next chunk."""
         engine, params = self.engine(batch.greedy, batch.rows)
         slots = batch.first_slots
-        state = engine_lib.prefill(engine, slots, batch.buffer)(params, batch.request)
+        state = self._prefill(batch, slots)
         run = engine_lib.chunk(engine)
         while True:
             state = run(params, state, np.int32(max_steps))
@@ -181,15 +182,16 @@ class Decoder:
         width = _bucket(max(map(len, rows)), _MIN_BUCKET)
         new = _bucket(max(int(b) for b in budgets), _MIN_BUCKET, step=64)
         padded = _bucket(count, 1)
-        prompt = np.zeros((padded, width), np.int32)
+        # Host arrays where the engine's types say device arrays: the jitted prefill takes both.
+        prompt: Any = np.zeros((padded, width), np.int32)
         for i, row in enumerate(rows):
             prompt[i, : len(row)] = row
 
-        def pad(values, fill, dtype):
+        def pad(values, fill, dtype) -> Any:
             return np.asarray([*values, *[fill] * (padded - count)], dtype)
 
         stops = () if ignore_eos else tuple(self.target.eos_ids)
-        stop_ids = np.full((padded, max(_STOP_IDS, len(stops))), -1, np.int32)
+        stop_ids: Any = np.full((padded, max(_STOP_IDS, len(stops))), -1, np.int32)
         stop_ids[:, : len(stops)] = stops
         words = [(s >> 32, s & 0xFFFFFFFF) for s in seeds]
         request = Request(
@@ -248,6 +250,17 @@ class _Batch:
         return self.request.prompt.shape[0]
 
 
+_layouts: weakref.WeakKeyDictionary[Any, dict[bool, tuple[Any, Any, Any]]] = weakref.WeakKeyDictionary()
+"""Target -> one_token -> (the weights it was made from, spec, weights laid out), shared by all decoders of a target."""
+
+
+def _laid_out(target: Any, one_token: bool) -> tuple[Any, Any]:
+    known = _layouts.setdefault(target, {})
+    if one_token not in known or known[one_token][0] is not target.params:
+        known[one_token] = target.params, *decode_layout(target.spec, target.params, one_token=one_token)
+    return known[one_token][1:]
+
+
 def derive_seeds(seed: int, count: int) -> list[int]:
     """Row i's 64-bit seed: number i of the SplitMix64 stream (Steele et al. 2014) that starts at the mixed ``seed``,
     so neither neighbouring seeds nor neighbouring rows share a stream, and (s, i) is not (i, s)."""
@@ -264,7 +277,7 @@ def derive_seeds(seed: int, count: int) -> list[int]:
 
 
 def _host_part(state: DecodeState) -> DecodeState:
-    return state.replace(cache=None, drafter=None)
+    return dataclasses.replace(state, cache=None, drafter=None)
 
 
 def _per_row(name: str, value: Any, count: int) -> list:

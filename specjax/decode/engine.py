@@ -100,7 +100,7 @@ def step(engine: Engine, params: EngineParams, state: DecodeState) -> DecodeStat
     p_logits = out.logits.astype(jnp.float32) if engine.greedy else sampling.transform(out.logits, state.sampling)
     verdict = engine.verifier(draft, p_logits, noise)
     drafter_state = engine.drafter.commit(params.drafter, drafter_state, draft, verdict, out)
-    return commit(state.replace(cache=out.cache, drafter=drafter_state), draft, verdict)
+    return commit(dataclasses.replace(state, cache=out.cache, drafter=drafter_state), draft, verdict)
 
 
 def feed_block(target: Model, params: Params, state: DecodeState, draft: Draft) -> Output:
@@ -138,7 +138,8 @@ def commit(state: DecodeState, draft: Draft, verdict: Verdict) -> DecodeState:
         accepted_at=active[:, None] & (n[:, None] >= position),
     )
     # Entries past a row's new length are stale and overwritten by its next block; a finished row writes past its end.
-    return state.replace(
+    return dataclasses.replace(
+        state,
         tokens=write_rows(state.tokens, state.lengths, block),
         origin=write_rows(state.origin, state.lengths, origin),
         lengths=lengths,
@@ -148,17 +149,17 @@ def commit(state: DecodeState, draft: Draft, verdict: Verdict) -> DecodeState:
 
 
 @functools.cache
-def prefill(engine: Engine, num_slots: int, buffer: int):
+def prefill(target: Model, drafter: Drafter, num_slots: int, buffer: int):
     """Jitted ``(params, request) -> DecodeState``: feeds the prompts, emits nothing. (The last prompt token is fed
     with them and once more as the root: its slot is past what the invariant counts, so that is harmless.)"""
 
     def run(params: EngineParams, request: Request) -> DecodeState:
         batch, width = request.prompt.shape
-        k = engine.drafter.k
+        k = drafter.k
         positions = jnp.broadcast_to(jnp.arange(width)[None], (batch, width))
-        cache = engine.target.init_cache(batch, num_slots)
-        out = engine.target(params.target, request.prompt, positions, positions, cache)
-        drafter = engine.drafter.init(params.drafter, request.prompt, request.lengths, num_slots, out)
+        cache = target.init_cache(batch, num_slots)
+        out = target(params.target, request.prompt, positions, positions, cache)
+        drafter_state = drafter.init(params.drafter, request.prompt, request.lengths, num_slots, out)
         zeros, zeros_k = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, k), jnp.int32)
         return DecodeState(
             tokens=jnp.pad(request.prompt, ((0, 0), (0, buffer - width))),
@@ -172,7 +173,7 @@ def prefill(engine: Engine, num_slots: int, buffer: int):
             stop_ids=request.stop_ids,
             counters=Counters(zeros, zeros, zeros_k, zeros_k, zeros_k),
             cache=out.cache,
-            drafter=drafter,
+            drafter=drafter_state,
         )
 
     return jax.jit(run, compiler_options=backend.compiler_options(decoding=True))
