@@ -73,7 +73,8 @@ def compiler_options(*, decoding: bool = False) -> dict[str, str | bool | int]:
     any order (infinities and NaN keep their meaning), without which `few_rows_product` is not vectorised."""
     if jax.default_backend() != "cpu":
         return {}
-    return {"xla_cpu_prefer_vector_width": 512} | ({"xla_cpu_enable_fast_math": True} if decoding else {})
+    options: dict[str, str | bool | int] = {"xla_cpu_prefer_vector_width": 512}
+    return options | ({"xla_cpu_enable_fast_math": True} if decoding else {})
 
 
 def keep_freed_memory() -> None:

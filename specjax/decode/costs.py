@@ -39,11 +39,11 @@ class CompileCount:
 _open_counts: list[CompileCount] = []
 
 
-def _on_duration(event: str, seconds: float, **_) -> None:
+def _on_duration(event: str, duration_secs: float, **_: str | int | float) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
         for count in _open_counts:
             count.programs += 1
-            count.seconds += seconds
+            count.seconds += duration_secs
 
 
 jax.monitoring.register_event_duration_secs_listener(_on_duration)
@@ -90,6 +90,7 @@ def step_costs(
 ) -> list[StepCosts]:
     """Time the parts of a block at the shapes of ``states`` (which are copied, not consumed). ``engines`` differ in how
     they sample, so they share their passes. The loops take turns, so that a slow spell of the machine hits all."""
+    model: Any = getattr(engines[0].drafter, "model", None)
     engine, states = engines[0], [cache_lib.fold(state) for state in states]
     state, k = states[0], engine.drafter.k
     batch = state.lengths.shape[0]
@@ -106,7 +107,7 @@ def step_costs(
         return out.cache, _depend(tokens, out.logits)
 
     def draft_passes(params, state, cache, tokens):
-        model, start = engine.drafter.model, state.lengths - 2
+        start = state.lengths - 2
         slots = start[:, None] + jnp.arange(2)[None]
         out = model(params.drafter, tokens, slots, slots, cache, rows=jnp.ones((batch, 1), jnp.int32))
 
@@ -122,11 +123,11 @@ def step_costs(
 
     def whole_step(engine, params, state, carried):
         after = engine_lib.step(engine, params, carried)
-        return (after.replace(lengths=carried.lengths, done=carried.done),)
+        return (dataclasses.replace(after, lengths=carried.lengths, done=carried.done),)
 
     tokens = jnp.zeros((batch, k + 1), jnp.int32)
     loops: dict[Any, tuple] = {"target": loop(target_pass, state.cache, tokens)}
-    if hasattr(engine.drafter, "model"):
+    if model is not None:
         loops["draft"] = loop(draft_passes, state.drafter, tokens[:, :1].repeat(2, axis=1))
     for i, carried in enumerate(states):
         loops[i] = loop(functools.partial(whole_step, engines[i]), carried)

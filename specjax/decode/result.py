@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from specjax.metrics import DecodeStats
@@ -74,8 +76,12 @@ def cut_pieces(
 def stats_by_row(counters: Counters) -> list[DecodeStats]:
     """Counters are host arrays here."""
     fields = [getattr(counters, field.name).tolist() for field in dataclasses.fields(DecodeStats)]
-    return [DecodeStats(*(tuple(v) if isinstance(v, list) else v for v in row)) for row in zip(*fields, strict=True)]
+
+    def plain(value) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    return [DecodeStats(*map(plain, row)) for row in zip(*fields, strict=True)]
 
 
-def origin_names(codes: np.ndarray) -> list[str]:
+def origin_names(codes: np.ndarray | jax.Array) -> list[str]:
     return [ORIGINS[code] for code in codes.tolist()]

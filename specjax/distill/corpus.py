@@ -12,6 +12,7 @@ import json
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import grain
 import numpy as np
@@ -116,7 +117,8 @@ def batches(windowed: np.ndarray, batch_size: int, seed: int) -> grain.MapDatase
             f"the corpus has {len(windowed)} windows of {windowed.shape[1] - 1} tokens, too few for one batch of "
             f"{batch_size}; use more text, a smaller batch_size or a smaller seq_len"
         )
-    return grain.MapDataset.source(windowed).seed(seed).shuffle().repeat().batch(batch_size)
+    rows = cast(Sequence[np.ndarray], windowed)
+    return grain.MapDataset.source(rows).seed(seed).shuffle().repeat().batch(batch_size)
 
 
 def _read_stdlib() -> list[Document]:

@@ -230,7 +230,8 @@ def _initial_draft(config: RunConfig, prepared: Prepared) -> tuple[DraftModel, P
 
 
 def _model_config(shape: config_lib.Architecture, vocab_size: int, max_positions: int) -> ModelConfig:
-    sizes = dataclasses.asdict(shape) | {"head_dim": shape.head_dim or shape.hidden_size // shape.num_heads}
+    sizes: dict[str, Any] = dataclasses.asdict(shape)
+    sizes["head_dim"] = shape.head_dim or shape.hidden_size // shape.num_heads
     return ModelConfig(vocab_size, **sizes, max_positions=max_positions)
 
 

@@ -68,7 +68,7 @@ class DraftModel:
         (cache, _), (rest, rest_logits) = jax.lax.scan(step, (out.cache, first), jnp.arange(1, self.k))
         tokens = jnp.concatenate([first[:, None], rest.T], axis=1)
         logits = None
-        if context.noise is not None:
+        if first_logits is not None and rest_logits is not None:
             logits = jnp.concatenate([first_logits[:, None], jnp.moveaxis(rest_logits, 0, 1)], axis=1)
         return Draft(tokens=tokens, valid=jnp.ones(tokens.shape, bool), logits=logits), cache
 

@@ -114,8 +114,8 @@ def _write(buffer: Array, start: Int[Array, " B"], new: Array, axis: int) -> Arr
         return (row, *(slot if i == axis else 0 for i in range(1, buffer.ndim)))
 
     if rows > _UNROLLED_ROWS:
-        by_row = (x.reshape(rows, heads, *x.shape[1:]) for x in (buffer, new))
-        written = jax.vmap(lambda b, n, s: jax.lax.dynamic_update_slice(b, n, at(0, s)))(*by_row, start)
+        old, new = (x.reshape(rows, heads, *x.shape[1:]) for x in (buffer, new))
+        written = jax.vmap(lambda b, n, s: jax.lax.dynamic_update_slice(b, n, at(0, s)))(old, new, start)
         return written.reshape(buffer.shape)
     for row in range(rows):
         theirs = new[row * heads : (row + 1) * heads]

@@ -54,13 +54,12 @@ class PrefixModel:
     ) -> Output:
         new = params["table"][positions % self.config.period, tokens][:, :, None]
         where = positions.astype(jnp.float32)[:, :, None, None]
+        slots = positions if slots is None else slots
         if cache is None:
-            slots = positions
             layer = as_layer(new, where)
         else:
-            layer = write_block(
-                tuple(x.reshape(len(tokens), *x.shape[-2:]) for x in cache.layers[0]), slots, new, where
-            )
+            keys, values = (x.reshape(len(tokens), *x.shape[-2:]) for x in cache.layers[0])
+            layer = write_block((keys, values), slots, new, where)
         keys, values = layer[0].transpose(0, 2, 1), layer[1][..., 0]
         slot = jnp.arange(keys.shape[1])[None, None]
         visible = slot <= slots[..., None]
@@ -73,7 +72,8 @@ class PrefixModel:
         if rows is not None:
             logits = jnp.take_along_axis(logits, rows[..., None], axis=1)
         if cache is not None:
-            layer = tuple(x.reshape(old.shape) for x, old in zip(layer, cache.layers[0], strict=True))
+            keys, values = (x.reshape(old.shape) for x, old in zip(layer, cache.layers[0], strict=True))
+            layer = keys, values
         return Output(logits, (), KVCache((layer,)))
 
 

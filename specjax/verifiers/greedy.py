@@ -22,7 +22,7 @@ class Greedy:
 
     kind: Literal["greedy"] = "greedy"
     lossless: ClassVar[bool] = True
-    noise: ClassVar[Literal["none"]] = "none"
+    noise: ClassVar[Literal["fresh", "coupled", "none"]] = "none"
 
     def __call__(self, draft: Draft, p_logits: Float[Array, "B K1 V"], noise: Noise | None) -> Verdict:
         best = sampling.argmax(p_logits)

@@ -27,7 +27,7 @@ class Speculative:
 
     kind: Literal["speculative"] = "speculative"
     lossless: ClassVar[bool] = True
-    noise: ClassVar[Literal["fresh"]] = "fresh"
+    noise: ClassVar[Literal["fresh", "coupled", "none"]] = "fresh"
 
     def __call__(self, draft: Draft, p_logits: Float[Array, "B K1 V"], noise: Noise | None) -> Verdict:
         assert noise is not None, "the engine builds the noise that the verifier declares"

@@ -217,7 +217,7 @@ def test_prefill_and_loop_lower_for_accelerators(pair, platform, greedy, drafter
     decoder = Decoder(target, DraftModel(draft, 3) if drafter == "draft" else NGram(3))
     engine, params = decoder.engine(greedy, rows=1)
     batch = decoder._prepare([[1, 2, 3]], 8, 0.0 if greedy else 1.0, 0, False)
-    prefill = engine_lib.prefill(engine, batch.first_slots, batch.buffer)
+    prefill = engine_lib.prefill(engine.target, engine.drafter, batch.first_slots, batch.buffer)
     jax.export.export(prefill, platforms=[platform])(params, batch.request)
     state = jax.eval_shape(prefill, params, batch.request)
     exported = jax.export.export(engine_lib.chunk(engine), platforms=[platform])(
@@ -251,6 +251,7 @@ def test_the_drafts_decode_path_gives_its_training_logits(pair):
         context = Context(tokens, lengths, SamplingParams(jnp.ones(2)), noise)
         block, state = spec.draft(draft.params, state, context)
         want = train_logits(jnp.concatenate([tokens[:, :length], block.tokens], axis=1))
+        assert block.logits is not None
         np.testing.assert_allclose(block.logits, want[:, length - 1 : length + 2], atol=2e-5)
         np.testing.assert_allclose(block.logits[:, 0], train_logits(tokens)[:, length - 1], atol=2e-5)
 

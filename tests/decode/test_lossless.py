@@ -18,7 +18,7 @@ from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.testing.toys import exact_law, prefix_model, related
-from specjax.types import Draft, Noise, Verdict
+from specjax.types import Draft, Noise, Verdict, Verifier
 from specjax.verifiers import speculative
 from specjax.verifiers.chain import leading_run
 from specjax.verifiers.speculative import Speculative
@@ -39,7 +39,7 @@ def fresh_programs():
     engine_lib.chunk.cache_clear()
 
 
-def law_p_value(drafter, verifier="speculative", calls=None, **kwargs) -> float:
+def law_p_value(drafter, verifier: str | Verifier = "speculative", calls=None, **kwargs) -> float:
     decoder = Decoder(TARGET, drafter, verifier)
     counts = decode_counts(decoder, PROMPT, 3, **kwargs, **({} if calls is None else {"calls": calls}))
     return p_value(counts, exact_law(TARGET, PROMPT, 3, kwargs.get("temperature", 1.0)))
@@ -80,8 +80,6 @@ def test_draft_equal_to_target_is_always_accepted(k, temperature):
 class Mutant(Speculative):
     """Speculative sampling with room for one mistake."""
 
-    kind = "mutant"
-
     def accept_noise(self, noise):
         return noise.accept
 
@@ -105,6 +103,7 @@ class Mutant(Speculative):
 
     def __call__(self, draft, p_logits, noise):
         p = jax.nn.softmax(p_logits, axis=-1)
+        assert draft.logits is not None
         q = jax.nn.softmax(draft.logits, axis=-1)
         k = draft.tokens.shape[1]
         u = self.accept_noise(noise)
@@ -188,10 +187,8 @@ class ResidualOnlyDropsTheRejectedToken(Mutant):
 
 
 class SampledDraftTakenAsCertain(Speculative):
-    kind = "certain"
-
     def __call__(self, draft, p_logits, noise):
-        return super().__call__(draft.replace(logits=None), p_logits, noise)
+        return super().__call__(dataclasses.replace(draft, logits=None), p_logits, noise)
 
 
 def test_a_sampled_draft_taken_as_certain_keeps_the_law_but_accepts_less():
