@@ -37,5 +37,5 @@ lint: $(DEV_STAMP)
 
 # Leaves runs/ alone: it holds results.
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
 	find specjax experiments tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import importlib.metadata
+import hashlib
 import json
 import os
 import platform
+import shlex
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,10 +25,11 @@ import yaml
 from check_summary import figures as check_figures
 from rich.console import Console
 
+import specjax
 from specjax import report
 from specjax.config import RunConfig
 from specjax.distill import fingerprint, job, lock
-from specjax.distill.measure import decoding_figures, ticks
+from specjax.distill.measure import check, decoding_figures
 from specjax.distill.progress import Bars, StepProgress, console_bars
 
 _DECODING, _SECONDS, _RESULTS = "decoding.json", "seconds.json", "results.json"
@@ -38,14 +41,16 @@ def run(config: RunConfig) -> dict[str, Any]:
     console = Console()
     with lock.exclusive(out):
         stopwatch = Stopwatch(out / _SECONDS, console_bars(console))
-        distilled = job.distill(config, stopwatch.bars)
+        prepared = job.prepare(config, stopwatch.bars)
+        check(config, prepared)
+        distilled = job.distill(config, stopwatch.bars, prepared)
         decoding = _decoding(config, distilled, out / _DECODING, stopwatch.bars)
         measures = dataclasses.asdict(distilled.measures)
         summary = {**measures, "alpha_positions": measures.pop("positions"), **decoding["figures"]}
         results = {
             "name": out.name,
             "date": decoding["date"],
-            "command": f"python experiments/run.py, out={config.out}",
+            "command": shlex.join(["python", *sys.argv]),
             "config_yaml": yaml.safe_dump(dataclasses.asdict(config), sort_keys=False),
             "machine": {**decoding["machine"], "stream_gb_per_s": decoding["figures"].get("stream_gb_per_s")},
             "summary": summary,
@@ -68,28 +73,24 @@ def _decoding(config: RunConfig, distilled: job.Distilled, file: Path, bars: Bar
         "verifier": config.verifier,
         "seed": config.seed,
         "weights": [fingerprint.digest(m.params) for m in (distilled.target, *drafts.values())],
-        "specjax": importlib.metadata.version("specjax"),
+        "specjax": _source_digest(),
         "jax": jax.__version__,
     }
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
         known = json.loads(file.read_text())
         if known["measured_on"] == json.loads(json.dumps(measured_on)):
             return known
-    total = ticks(config, len(drafts))
-    with bars("decoding", total) as progress:
-        done = 0
-
-        def tick(label: str) -> None:
-            nonlocal done
-            done += 1
-            if progress is not None:
-                progress(done, {})
-
-        measured = decoding_figures(config, distilled.target, drafts, distilled.prepared.corpus.held_out, tick)
+    measured = decoding_figures(config, distilled.target, drafts, distilled.prepared.corpus.held_out, bars)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     found = {**measured, "date": now, "machine": _machine(), "measured_on": measured_on}
     fingerprint.write_json(file, found)
     return found
+
+
+def _source_digest() -> str:
+    """Of every source file of specjax: timings are of one code."""
+    files = sorted(Path(specjax.__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 class Stopwatch:

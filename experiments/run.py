@@ -54,7 +54,7 @@ def main(config: Path, overrides: Sequence[str], run: Run) -> int:
         summary = run(only.config)
         from specjax.report.terminal import figures_table
 
-        Console().print(figures_table([figure for figure in figures(summary) if figure.value is not None]))
+        Console().print(figures_table(figures(summary)))
         return 0
     return run_sweep(runs, run, Console())
 

@@ -131,10 +131,15 @@ def bench(
         if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
             raise SpecjaxError(f"--out {out}: not a file in an existing directory; nothing could be written there")
         from specjax.distill.measure import run_bench
+        from specjax.distill.progress import console_bars
         from specjax.report.terminal import decoding_table
 
-        results = run_bench(settings)
-        Console().print(decoding_table(results["decoding"]))
+        results = run_bench(settings, console_bars(Console(stderr=True)))
+        console = Console()
+        console.print(decoding_table(results["decoding"]))
+        figures = results.get("figures", {})
+        shown = [f"{name} {figures[name]:.2f}" for name in ("speedup_greedy", "speedup_t1") if name in figures]
+        console.print(", ".join(shown) or "no temperature of 0 or 1: no headline speedup")
         if out is not None:
             write_atomically(out, json.dumps(results, indent=1, default=plain_json) + "\n")
 
@@ -208,7 +213,7 @@ def _decoder(target: str, draft: str | None, ngram: bool, k: int, verifier: str,
 
 def _stream(decoder: Any, prompt: str, options: dict[str, Any], no_color: bool) -> None:
     """Text to stdout as it is committed; legend and statistics to stderr, so that a pipe gets the text alone."""
-    from specjax.report.terminal import legend, render_pieces
+    from specjax.report.terminal import legend
 
     console = Console(no_color=no_color or None, highlight=False)
     notes = Console(stderr=True, no_color=no_color or None, highlight=False)
@@ -217,7 +222,7 @@ def _stream(decoder: Any, prompt: str, options: dict[str, Any], no_color: bool) 
         last = time.perf_counter()
         # The first event waits for compilation, so the rate counts from there.
         first, count = (last, 0) if first is None else (first, count + len(event.tokens))
-        console.print(render_pieces(event.pieces), end="", soft_wrap=True)
+        _print_pieces(console, event.pieces, event.text)
     console.print()
     if event is None:
         return
@@ -227,14 +232,26 @@ def _stream(decoder: Any, prompt: str, options: dict[str, Any], no_color: bool) 
     notes.print(f"{_describe(event.stats)}{rate}")
 
 
+def _print_pieces(console: Console, pieces: Sequence[Any], text: str) -> None:
+    from specjax.report.terminal import render_pieces
+
+    if console.is_terminal:
+        console.print(render_pieces(pieces), end="", soft_wrap=True)
+    else:
+        # Rich would turn tabs into spaces.
+        console.file.write(text)
+        console.file.flush()
+
+
 def _print_rows(prompts: Sequence[str], result: Any, no_color: bool) -> None:
     from specjax.report.labels import visible
 
     console = Console(no_color=no_color or None, highlight=False)
-    for prompt, text, stats in zip(prompts, result.text, result.stats, strict=True):
+    for row, (prompt, text, stats) in enumerate(zip(prompts, result.text, result.stats, strict=True)):
         start = prompt if len(prompt) <= 60 else f"...{prompt[-57:]}"
         console.print(Text(visible(start.replace("\n", " ")), style="bold"), soft_wrap=True)
-        console.print(Text(visible(text)), soft_wrap=True)
+        _print_pieces(console, result.pieces(row), text)
+        console.print()
         console.print(Text(_describe(stats), style="dim"), soft_wrap=True)
 
 

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from specjax import config_io
 from specjax.errors import ConfigError
-from specjax.registry import LOSSES, VERIFIERS, resolve
+from specjax.registry import DRAFTERS, LOSSES, VERIFIERS, resolve
 
 
 def _kind_in(table: Mapping[str, str]) -> Any:
@@ -48,6 +48,7 @@ def _distinct(values: tuple) -> tuple:
 
 _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 _Grid = (Field(min_length=1), AfterValidator(_distinct))
+_WEIGHTLESS = {kind: where for kind, where in DRAFTERS.items() if kind != "draft_model"}
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, le=1)]
@@ -191,6 +192,8 @@ class Bench:
     batch_sizes: Annotated[tuple[Positive, ...], *_Grid] = (1, 8)
     temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *_Grid] = (0.0, 1.0)
     ks: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], *_Grid] = (3, 5, 7)
+    drafters: Annotated[tuple[_kind_in(_WEIGHTLESS), ...], AfterValidator(_distinct)] = ("ngram",)  # pyright: ignore
+    """Registered drafters that need no weights, beside the trained draft; at their default settings."""
     repeats: Positive = 5
     """Timed repetitions of the autoregressive loop and of the best k; the rest of the grid is timed once."""
 

@@ -105,8 +105,3 @@ class DecodeStats:
 def expected_block_efficiency(acceptance_at: Sequence[float]) -> float:
     """tau = 1 + sum_j s_j from measured unconditional acceptance by position (2211.17192 with s_j for alpha^j)."""
     return 1.0 + float(np.sum(acceptance_at))
-
-
-def predicted_speedup(tau: float, target_one: float, draft: float, target_block: float, overhead: float = 0.0) -> float:
-    """tau * t_v(1) / (t_d(K) + t_v(K + 1) + t_o); all costs in the same unit."""
-    return tau * target_one / (draft + target_block + overhead)

@@ -27,11 +27,12 @@ class Decoder:
             tokens=[[1, 2]] * len(prompts),
             seeds=list(range(len(prompts))),
             stats=[STATS] * len(prompts),
+            pieces=lambda row: [types.SimpleNamespace(text=f"<{prompts[row]}>", origin="accepted")],
         )
 
     def stream(self, prompt, **options):
         for i, origin in enumerate(("accepted", "bonus")):
-            piece = types.SimpleNamespace(text=f"{origin}!", origin=origin)
+            piece = types.SimpleNamespace(text=f"{origin}!{prompt if i else ''}", origin=origin)
             yield types.SimpleNamespace(tokens=[i], text=piece.text, pieces=[piece], stats=STATS, done=i == 1)
 
 
@@ -56,9 +57,14 @@ def call(*arguments: str):
 def test_one_prompt_is_streamed_with_its_statistics_apart(decoders):
     result = call("generate", "--target", "t", "--draft", "d", "-k", "3", "--prompt", "x")
     assert result.exit_code == 0
-    assert result.stdout == "accepted!bonus!\n"
+    assert result.stdout == "accepted!bonus!x\n"
     assert "5 tokens, 2 target calls, block efficiency 2.50, acceptance rate 0.75" in result.stderr
     assert decoders[0].k == 3
+
+
+def test_a_pipe_gets_the_text_unchanged(decoders):
+    makefile = "all:\n\tmake\t[bold]\n"
+    assert call("generate", "--target", "t", "--prompt", makefile).stdout == f"accepted!bonus!{makefile}\n"
 
 
 def test_several_prompts_are_decoded_as_a_batch(decoders, tmp_path):
@@ -127,10 +133,10 @@ def benched(monkeypatch):
     """Replaces the benchmark; returns the configs it was given."""
     seen = []
 
-    def run_bench(config):
+    def run_bench(config, bars):
         seen.append(config)
         row = {"drafter": "ngram", "k": 3, "batch_size": 1, "temperature": 0.0, "tokens_per_s": 12.5}
-        return {"decoding": [row]}
+        return {"decoding": [row], "figures": {"speedup_greedy": 1.234}}
 
     monkeypatch.setitem(sys.modules, "specjax.distill.measure", types.SimpleNamespace(run_bench=run_bench))
     return seen
@@ -148,6 +154,7 @@ def test_bench_prints_a_table_and_writes_its_results(benched, config_file, tmp_p
     assert result.exit_code == 0
     assert benched[0].bench.ks == (3,)
     assert "12.5" in result.stdout
+    assert "speedup_greedy 1.23" in result.stdout
     assert json.loads((tmp_path / "bench.json").read_text())["decoding"][0]["k"] == 3
 
 

@@ -28,7 +28,7 @@ from specjax.types import Drafter
 
 AUTOREGRESSIVE = "autoregressive"
 DrafterFactory = Callable[[int], Drafter]
-Tick = Callable[[str], None]
+Tick = Callable[[], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +62,18 @@ class Bench:
         tuning_prompts: Sequence[Sequence[int]],
         verifier: str,
         seed: int,
-        tick: Tick = lambda label: None,
+        tick: Tick = lambda: None,
     ):
         self._target, self._drafters, self._settings = target, drafters, settings
         self._prompts, self._tuning_prompts = prompts, tuning_prompts
         self._verifier, self._seed, self._tick = verifier, seed, tick
         self.compile_seconds = 0.0
+        # Made or measured once, and freed with the bench.
+        self.decoder = functools.cache(self._decoder)
+        self._all_costs = functools.cache(self._measure_costs)
+        self._prefill_seconds = functools.cache(self._measure_prefill)
 
-    @functools.cache  # noqa: B019 - the bench lives as long as its decoders
-    def decoder(self, drafter: str, k: int) -> Decoder:
+    def _decoder(self, drafter: str, k: int) -> Decoder:
         chosen = None if drafter == AUTOREGRESSIVE else self._drafters[drafter](k)
         return Decoder(self._target, chosen, self._verifier)
 
@@ -116,19 +119,19 @@ class Bench:
         repeated: their seconds are medians."""
         for cell in self.cells():
             self.compile(cell)
-            self._tick(f"compiled: {_label(cell)}")
+            self._tick()
         grid: dict[Cell, Run] = {}
         best, tunings = {}, {}
         for temperature in self._settings.temperatures:
             k, tunings[temperature] = self._choose_k(favourite, temperature)
             best[temperature] = k
             grid |= self._in_turns(_plain(temperature), Cell(favourite, k, 1, temperature))
-            self._tick(f"temperature {temperature:g}: k = {k}")
+            self._tick()
         repeated = set(grid)
         for cell in self.cells():
             if cell not in grid:
                 grid[cell] = self.run(cell, self._prompts)
-            self._tick(_label(cell))
+            self._tick()
         # Batch 1 is always measured, also where it is no part of the grid.
         order = dict.fromkeys((*self.cells(), *grid))
         rows = {cell: self._row(cell, grid, self._settings.repeats if cell in repeated else 1) for cell in order}
@@ -206,8 +209,9 @@ class Bench:
         }
 
     def _predict(self, name: str, k: int, temperature: float, stats: metrics.DecodeStats) -> float:
-        """MATH: tau t_v(1) / (t_d + t_v(k+1) + t_o), tau from acceptance by position on the tuning prompts, each cost
-        timed alone; the prefill, which both sides pay, is added to both."""
+        """Seconds of plain decoding over those of speculation: n steps over n / tau blocks, each timed alone, and on
+        both sides the prefill. tau is from acceptance by position on the tuning prompts (2211.17192, section 3.3,
+        with a block's own cost in place of k draft passes and one target pass)."""
         plain, fast = self._costs(AUTOREGRESSIVE, 0, temperature), self._costs(name, k, temperature)
         new = self._settings.new_tokens
         tau = metrics.expected_block_efficiency(stats.acceptance_at)
@@ -218,8 +222,7 @@ class Bench:
     def _costs(self, name: str, k: int, temperature: float) -> costs_lib.StepCosts:
         return self._all_costs(name, k)[temperature]
 
-    @functools.cache  # noqa: B019 - as above
-    def _all_costs(self, name: str, k: int) -> dict[float, costs_lib.StepCosts]:
+    def _measure_costs(self, name: str, k: int) -> dict[float, costs_lib.StepCosts]:
         """By temperature, which changes the step but none of its passes; in the largest cache of a generation."""
         decoder, temperatures = self.decoder(name, k), self._settings.temperatures
         new = self._settings.new_tokens
@@ -228,8 +231,7 @@ class Bench:
         costs = costs_lib.step_costs([engine for engine, _ in engines], engines[0][1], states)
         return dict(zip(temperatures, costs, strict=True))
 
-    @functools.cache  # noqa: B019 - as above
-    def _prefill_seconds(self, name: str, k: int, temperature: float) -> float:
+    def _measure_prefill(self, name: str, k: int, temperature: float) -> float:
         """Prefill with the host's share of a generation: what a request costs before its first block."""
         decoder, new = self.decoder(name, k), self._settings.new_tokens
 
@@ -281,8 +283,3 @@ def memory_floor_share(target: Any, tokens_per_s: float) -> tuple[float, float]:
 
 def _plain(temperature: float) -> Cell:
     return Cell(AUTOREGRESSIVE, 0, 1, temperature)
-
-
-def _label(cell: Cell) -> str:
-    what = cell.drafter if cell.k == 0 else f"{cell.drafter} k={cell.k}"
-    return f"{what}, batch {cell.batch_size}, temperature {cell.temperature:g}"

@@ -4,6 +4,7 @@ and runs the jitted chunks of `specjax.decode.engine`; `generate` and `stream` a
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import weakref
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,8 @@ class Decoder:
         def named(kind: str) -> Verifier:
             return registry.resolve(registry.VERIFIERS, kind, "verifier")()
 
+        if drafter is not None and drafter.k < 1:
+            raise DataError(f"drafter {drafter.kind!r}: k={drafter.k}; a block needs at least one proposal")
         self.target = target
         self._drafter, self._drafter_params = (drafter or NoDraft()).bind(target)
         self._verifier = named(verifier) if isinstance(verifier, str) else verifier
@@ -64,7 +67,8 @@ class Decoder:
         used: empty, token ids out of range, longer than the target's positions.
         """
         batch = self._prepare(prompts, max_new_tokens, temperature, seed, ignore_eos)
-        *_, state = self._chunks(batch, _NO_LIMIT)
+        # The last state alone: a cache that was outgrown is freed.
+        state = collections.deque(self._chunks(batch, _NO_LIMIT), maxlen=1).pop()
         return self._result(batch, jax.device_get(_host_part(state)))
 
     def stream(
@@ -79,6 +83,8 @@ class Decoder:
     ) -> Iterator[Event]:
         """The same loop as `generate` for one prompt, stopping every ``steps_per_event`` blocks to hand out what was
         committed. The tokens are those of `generate` with the same arguments."""
+        if steps_per_event < 1:
+            raise DataError(f"steps_per_event: {steps_per_event}; an event takes at least one block")
         batch = self._prepare([prompt], max_new_tokens, temperature, seed, ignore_eos)
         sent = start = int(batch.request.lengths[0])
         for state in self._chunks(batch, steps_per_event):
@@ -86,7 +92,7 @@ class Decoder:
             length, done = int(host.lengths[0]), bool(host.done[0])
             before = host.tokens[0, start:sent].tolist()
             tokens = host.tokens[0, sent:length].tolist()
-            text, pieces = self._text(before, tokens, origin_names(host.origin[0, sent:length]))
+            text, pieces = self._text(before, tokens, origin_names(host.origin[0, sent:length]), done)
             sent = length
             yield Event(tokens, text, pieces, stats_by_row(host.counters)[0], done)
 
@@ -126,10 +132,10 @@ class Decoder:
         engine, params = self.engine(batch.greedy, batch.rows)
         return engine_lib.prefill(engine.target, engine.drafter, slots, batch.buffer)(params, batch.request)
 
-    def _text(self, before: list[int], tokens: list[int], origins: list[str]) -> tuple[str, list[Piece]]:
+    def _text(self, before: list[int], tokens: list[int], origins: list[str], last: bool) -> tuple[str, list[Piece]]:
         if self.target.tokenizer is None:
             return "", []
-        pieces = cut_pieces(self._detokenize, before, tokens, origins)
+        pieces = cut_pieces(self._detokenize, before, tokens, origins, last)
         return "".join(piece.text for piece in pieces), pieces
 
     def _detokenize(self, tokens: Sequence[int]) -> str:
@@ -255,6 +261,7 @@ _layouts: weakref.WeakKeyDictionary[Any, dict[bool, tuple[Any, Any, Any]]] = wea
 
 
 def _laid_out(target: Any, one_token: bool) -> tuple[Any, Any]:
+    one_token = one_token and jax.default_backend() == "cpu"  # elsewhere there is one layout
     known = _layouts.setdefault(target, {})
     if one_token not in known or known[one_token][0] is not target.params:
         known[one_token] = target.params, *decode_layout(target.spec, target.params, one_token=one_token)

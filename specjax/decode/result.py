@@ -53,17 +53,17 @@ class GenerationResult:
 
 
 def cut_pieces(
-    detokenize: Detokenize, before: Sequence[int], tokens: Sequence[int], origins: Sequence[str]
+    detokenize: Detokenize, before: Sequence[int], tokens: Sequence[int], origins: Sequence[str], last: bool = True
 ) -> list[Piece]:
     """Text of ``tokens`` after ``before``, cut by origin. Bytes of a character split between tokens go with the token
-    that completes it."""
+    that completes it; unless these are the ``last`` tokens, an incomplete end waits for the next call."""
     pieces: list[Piece] = []
     history, done = list(before), detokenize(before) if before else ""
     done = done.rstrip("\ufffd")
     for i, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
         history.append(token)
         text = detokenize(history)
-        if text.endswith("\ufffd") and i + 1 < len(tokens):
+        if text.endswith("\ufffd") and not (last and i + 1 == len(tokens)):
             continue
         new, done = text[len(done) :], text
         if pieces and pieces[-1].origin == origin:

@@ -1,7 +1,8 @@
 """Text in, token windows out: local files, JSONL, Parquet or the running Python's standard library.
 
-Held-out documents are chosen by the hash of their content, so that no run, on any machine, with any seed, ever trains
-on them. A window is `length + 1` consecutive tokens of the concatenated documents, each closed by end-of-sequence.
+Held-out documents are chosen by the hash of their content, so that no run over the same text, on any machine, with any
+seed, ever trains on them. (An edited file is another document: the standard library of another Python version holds
+near copies of what the shipped target was trained on.) A window is `length + 1` consecutive tokens of the concatenated documents, each closed by end-of-sequence.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def read_documents(path: str) -> list[Document]:
                 f"data.path: {path!r} does not exist; "
                 f"give a text, .jsonl or .parquet file, a directory of them, or {STDLIB!r}"
             )
-        files = [root] if root.is_file() else sorted(f for f in root.rglob("*") if f.suffix in _READERS)
+        files = [root] if root.is_file() else sorted(f for f in root.rglob("*") if f.suffix in _READERS and f.is_file())
         if not files:
             raise DataError(f"data.path: {path!r} holds no file ending in {', '.join(sorted(_READERS))}")
         whole = (document for file in files for document in _READERS.get(file.suffix, _read_text)(file))
@@ -159,6 +160,10 @@ def _read_jsonl(file: Path) -> Iterator[Document]:
                 raise DataError(f"{file}, line {number}: not a JSON object in UTF-8 ({error})") from None
             if not isinstance(record, dict) or not isinstance(record.get("text"), str):
                 raise DataError(f"{file}, line {number}: no string under the key 'text'")
+            try:
+                record["text"].encode("utf-8")
+            except UnicodeEncodeError:
+                raise DataError(f"{file}, line {number}: 'text' holds half of a surrogate pair; drop it") from None
             yield Document(f"{file.as_posix()}:{number}", record["text"])
 
 
@@ -167,9 +172,15 @@ def _read_parquet(file: Path) -> Iterator[Document]:
         import pyarrow.parquet
     except ImportError:
         raise DataError(f"{file}: reading Parquet needs pyarrow; pip install 'specjax[parquet]'") from None
-    table = pyarrow.parquet.ParquetFile(file)
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{file}: not a Parquet file ({str(error).splitlines()[0]})") from None
     if "text" not in table.schema_arrow.names:
         raise DataError(f"{file}: no column 'text' (columns: {', '.join(table.schema_arrow.names)})")
+    kind = table.schema_arrow.field("text").type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        raise DataError(f"{file}: the column 'text' holds {kind}, expected strings")
     row = 0
     for batch in table.iter_batches(columns=["text"]):
         for text in batch.column(0).to_pylist():

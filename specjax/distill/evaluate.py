@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.distill.losses import negative_log_likelihood
+from specjax.distill.progress import StepProgress
 from specjax.metrics import alpha_per_position
 from specjax.types import DraftOutput, Output, Params, Trainable
 
@@ -69,7 +70,13 @@ def evaluate(
 
 
 def evaluate_all(
-    drafter: Trainable, params: Sequence[Params], target: Any, windows: np.ndarray, positions: int, batch_size: int
+    drafter: Trainable,
+    params: Sequence[Params],
+    target: Any,
+    windows: np.ndarray,
+    positions: int,
+    batch_size: int,
+    progress: StepProgress | None = None,
 ) -> list[Evaluation]:
     """Every model of one shape on the same positions, at one target forward a batch.
 
@@ -85,7 +92,10 @@ def evaluate_all(
         real = np.arange(batch_size) < len(batch)
         batch = np.concatenate([batch, np.repeat(batch[:1], batch_size - len(batch), axis=0)])
         sums.append(_sums(drafter, spec, tuple(params), target_params, jnp.asarray(batch), jnp.asarray(real)))
-    # Fetched at the end; batches are added up in float64.
+        if progress is not None:
+            jax.block_until_ready(sums[-1])
+            progress(len(sums), {})
+    # Batches are added up in float64.
     totals = jax.tree.map(lambda *x: np.sum(np.asarray(x, np.float64), axis=0), *jax.device_get(sums))
     return [
         Evaluation(

@@ -44,7 +44,8 @@ def claim(directory: Path, fingerprint: Mapping[str, Any]) -> None:
         if differing:
             shown = ", ".join(f"{n} ({_short(found.get(n))} then, {_short(wanted.get(n))} now)" for n in differing)
             raise TrainingError(
-                f"{directory}: was made with other settings: {shown}; give another `out`, or remove {directory}"
+                f"{directory}: was made with other settings: {shown}; "
+                f"give another `out`, or remove {directory} and what was made from it in {directory.parent}"
             )
         return
     if directory.exists() and any(directory.iterdir()):

@@ -41,6 +41,8 @@ CUT_FROM_TARGET = "target"
 _CALIBRATION_TOKENS = 8192
 _MIN_POSITIONS = 1024
 _CARD, _EVALUATIONS = "README.md", "evaluations.json"
+_EXPORTS = ("draft-before", "draft")
+_MADE_BY = "by specjax"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +104,15 @@ def run(config: RunConfig, bars: Bars = no_bars) -> Distilled:
         return distill(config, bars)
 
 
-def distill(config: RunConfig, bars: Bars = no_bars) -> Distilled:
-    """The whole job; what is finished in ``config.out`` is reused, what was interrupted goes on.
+def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None = None) -> Distilled:
+    """The whole job; what is finished in ``config.out`` is reused, what was interrupted goes on. ``prepared``: what
+    `prepare` gave for this config, if it was called before.
 
     The caller holds the run directory's lock (`specjax.distill.lock.exclusive`), as `run` does.
     """
-    prepared = prepare(config, bars)
+    for name in _EXPORTS:
+        _refuse_foreign(Path(config.out) / name)
+    prepared = prepare(config, bars) if prepared is None else prepared
     target = prepared.target
     drafter, initial = _initial_draft(config, prepared)
     train = functools.partial(_train, config, bars, drafter, prepared)
@@ -118,7 +123,7 @@ def distill(config: RunConfig, bars: Bars = no_bars) -> Distilled:
         f"{rate:g}": train(f"control-{rate:g}", _control(config.distill, rate), before, config.seed + 1, None)
         for rate in config.control.learning_rates
     }
-    first, last, *rivals = _evaluate(config, drafter, [before, after, *controls.values()], prepared)
+    first, last, *rivals = _evaluate(config, bars, drafter, [before, after, *controls.values()], prepared)
     alphas = {rate: rival.alpha for rate, rival in zip(controls, rivals, strict=True)}
     measures = Measures(
         target_nll=first.target_nll,
@@ -131,7 +136,7 @@ def distill(config: RunConfig, bars: Bars = no_bars) -> Distilled:
         positions=first.positions,
     )
     loaded = functools.partial(LoadedModel, drafter.model, tokenizer=target.tokenizer, eos_ids=target.eos_ids)
-    drafts = {"draft-before": (before, first), "draft": (after, last)}
+    drafts = dict(zip(_EXPORTS, ((before, first), (after, last)), strict=True))
     models = {name: loaded(params, name=name) for name, (params, _) in drafts.items()}
     for name, (_, evaluation) in drafts.items():
         _export(models[name], Path(config.out) / name, _draft_card(config, models[name], prepared, evaluation))
@@ -258,14 +263,14 @@ def _train(
     seed: int,
     target: LoadedModel | None,
 ) -> Params:
-    if stage.steps == 0:
-        return params
-    with bars(name, stage.steps) as progress:
+    with (bars if stage.steps else no_bars)(name, stage.steps) as progress:
         windows = (prepared.train_windows, prepared.held_out_windows)
         return train_stage(Path(config.out) / name, stage, drafter, params, target, *windows, seed, progress)
 
 
-def _evaluate(config: RunConfig, drafter: DraftModel, models: list[Params], prepared: Prepared) -> list[Evaluation]:
+def _evaluate(
+    config: RunConfig, bars: Bars, drafter: DraftModel, models: list[Params], prepared: Prepared
+) -> list[Evaluation]:
     """One evaluation a model; measured once, kept in `evaluations.json` under what it was measured on."""
     file = Path(config.out) / _EVALUATIONS
     try:
@@ -278,10 +283,21 @@ def _evaluate(config: RunConfig, drafter: DraftModel, models: list[Params], prep
     new = {key: params for key, params in zip(keys, models, strict=True) if key not in known}
     if new:
         settings = (prepared.target, windows, config.eval.positions, config.eval.batch_size)
-        found = evaluate_all(drafter, list(new.values()), *settings)
+        with bars("evaluation", -(-len(windows) // config.eval.batch_size)) as progress:
+            found = evaluate_all(drafter, list(new.values()), *settings, progress)
         known |= {key: dataclasses.asdict(evaluation) for key, evaluation in zip(new, found, strict=True)}
         fingerprint.write_json(file, known)
     return [Evaluation(**known[key]) for key in keys]
+
+
+def _refuse_foreign(directory: Path) -> None:
+    """A model that this job did not write is not replaced."""
+    card = directory / _CARD
+    ours = card.exists() and _MADE_BY in card.read_text(encoding="utf-8", errors="replace")
+    if directory.is_dir() and any(directory.iterdir()) and not ours:
+        raise DataError(
+            f"out: {directory} holds something else, and the draft goes there; move it, or give another `out`"
+        )
 
 
 def _export(model: LoadedModel, directory: Path, card: str) -> None:
@@ -296,7 +312,7 @@ def _draft_card(config: RunConfig, draft: LoadedModel, prepared: Prepared, evalu
     title = (
         f"A draft model of {_count(draft.params):,} parameters for speculative decoding with the target `{target.name}`"
         f" ({_count(target.params):,} parameters), "
-        f"{'before distillation' if draft.name == 'draft-before' else 'distilled'} by specjax."
+        f"{'before distillation' if draft.name == 'draft-before' else 'distilled'} {_MADE_BY}."
     )
     rows = {
         "alpha (E sum min(p, q), held out, temperature 1)": f"{evaluation.alpha:.4f}",

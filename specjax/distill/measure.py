@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from specjax import registry
 from specjax.config import RunConfig
 from specjax.decode import bench as bench_lib
 from specjax.decode.decoder import Decoder
 from specjax.distill import job
 from specjax.distill.corpus import Document
+from specjax.distill.progress import Bars, no_bars
 from specjax.drafters.draft_model import DraftModel
-from specjax.drafters.ngram import NGram
 from specjax.errors import DataError
 from specjax.models.hf import LoadedModel, load_model
 
 GREEDY, SAMPLED = 0.0, 1.0
-MARGIN = 1e-4
-"""Greedy output may differ from the autoregressive one only where the target's top-2 margin is below this."""
 
 
-def run_bench(config: RunConfig) -> dict[str, Any]:
+def run_bench(config: RunConfig, bars: Bars = no_bars) -> dict[str, Any]:
     """Decode with the drafts that `train_draft.py` left in ``config.out``. Returns the dict of `decoding_figures`."""
     out = Path(config.out)
     if not (out / "draft").is_dir():
         raise DataError(f"out: {out} holds no draft; run train_draft.py with this config first, or give its `out`")
-    prepared = job.prepare(config)
+    prepared = job.prepare(config, bars)
     drafts = {"draft_after": load_model(str(out / "draft"))}
     if (out / "draft-before").is_dir():
         drafts = {"draft_before": load_model(str(out / "draft-before")), **drafts}
-    return decoding_figures(config, prepared.target, drafts, prepared.corpus.held_out)
+    return decoding_figures(config, prepared.target, drafts, prepared.corpus.held_out, bars)
 
 
 def decoding_figures(
@@ -41,19 +41,28 @@ def decoding_figures(
     target: LoadedModel,
     drafts: Mapping[str, LoadedModel],
     held_out: Sequence[Document],
-    tick: bench_lib.Tick = lambda label: None,
+    bars: Bars = no_bars,
 ) -> dict[str, Any]:
     """Everything measured by decoding: ``decoding`` (the grid, one dict a cell), ``figures`` (the flat summary),
     ``sample`` (one generation in pieces), ``compile_seconds``. The last of ``drafts`` is the one that counts."""
     settings = config.bench
     prompts = held_out_prompts(held_out, target, settings.prompt_tokens, 2 * settings.prompts)
     timed, tuning = prompts[::2], prompts[1::2]
-    factories = {name: _draft_model(draft) for name, draft in drafts.items()} | {"ngram": lambda k: NGram(k=k)}
+    factories = {name: _draft_model(draft) for name, draft in drafts.items()} | {
+        kind: _registered(kind) for kind in settings.drafters
+    }
     favourite = list(drafts)[-1]
-    bench = bench_lib.Bench(target, factories, settings, timed, tuning, config.verifier, config.seed, tick)
-    measured = bench.measure(favourite)
-    recompiles = bench_lib.count_recompiles(target, factories[favourite](max(settings.ks)), config.verifier)
-    tick("recompiles")
+    with bars("decoding", _ticks(config, len(drafts))) as progress:
+        done = itertools.count(1)
+
+        def tick() -> None:
+            if progress is not None:
+                progress(next(done), {})
+
+        bench = bench_lib.Bench(target, factories, settings, timed, tuning, config.verifier, config.seed, tick)
+        measured = bench.measure(favourite)
+        recompiles = bench_lib.count_recompiles(target, factories[favourite](max(settings.ks)), config.verifier)
+        tick()
     figures = _figures(measured, target)
     return {
         "decoding": measured["decoding"],
@@ -63,10 +72,23 @@ def decoding_figures(
     }
 
 
-def ticks(config: RunConfig, drafts: int) -> int:
+def check(config: RunConfig, prepared: job.Prepared) -> None:
+    """Refuse, before any training, what `decoding_figures` could not decode."""
+    settings, target = config.bench, prepared.target
+    held_out_prompts(prepared.corpus.held_out, target, settings.prompt_tokens, 2 * settings.prompts)
+    needed = settings.prompt_tokens + settings.new_tokens + max(settings.ks)
+    if needed > target.config.max_positions:
+        raise DataError(
+            f"bench: prompt_tokens={settings.prompt_tokens}, new_tokens={settings.new_tokens} and k={max(settings.ks)} "
+            f"need {needed} positions, the target has {target.config.max_positions}; lower one of them"
+        )
+
+
+def _ticks(config: RunConfig, drafts: int) -> int:
     """How often `decoding_figures` reports progress."""
     settings = config.bench
-    cells = len(settings.temperatures) * len(settings.batch_sizes) * (1 + (drafts + 1) * len(settings.ks))
+    decoders = 1 + (drafts + len(settings.drafters)) * len(settings.ks)
+    cells = len(settings.temperatures) * len(settings.batch_sizes) * decoders
     return 2 * cells + len(settings.temperatures) + 1
 
 
@@ -91,6 +113,11 @@ def held_out_prompts(documents: Sequence[Document], target: LoadedModel, length:
 
 def _draft_model(draft: LoadedModel) -> bench_lib.DrafterFactory:
     return lambda k: DraftModel(draft, k)
+
+
+def _registered(kind: str) -> bench_lib.DrafterFactory:
+    drafter = registry.resolve(registry.DRAFTERS, kind, "bench.drafters")
+    return lambda k: drafter(k=k)
 
 
 def _figures(measured: Mapping[str, Any], target: LoadedModel) -> dict[str, Any]:

@@ -77,12 +77,12 @@ def train_stage(
         raise TrainingError(
             f"{directory.name}: the loss {stage.loss!r} needs a target model; use cross_entropy or give one"
         )
-    if stage.steps == 0:
-        return params
     backend.keep_freed_memory()
     batches = corpus.batches(train_windows, stage.batch_size, seed)
     made_from = (params, None if target is None else target.params, train_windows, held_out_windows)
     fingerprint.claim(directory, _fingerprint(stage, drafter, seed, *made_from))
+    if stage.steps == 0:
+        return params
     optimizer = make_optimizer(stage)
     # Copies: the step donates its state, and the caller keeps its parameters.
     params = jax.tree.map(jnp.array, params)

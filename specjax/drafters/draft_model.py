@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Int, Key
 from pydantic import Field
 
 from specjax import sampling
+from specjax.models.cache import dtype_for
 from specjax.types import Context, Draft, DraftOutput, Output, Params, Verdict
 
 
@@ -45,7 +46,7 @@ class DraftModel:
     ) -> Any:
         batch, fed = prompt.shape
         positions = jnp.broadcast_to(jnp.arange(fed)[None], (batch, fed))
-        cache = self.model.init_cache(batch, num_slots)
+        cache = self.model.init_cache(batch, num_slots, dtype_for(params))
         return self.model(params, prompt, positions, positions, cache).cache
 
     def draft(self, params: Params, state: Any, context: Context) -> tuple[Draft, Any]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 from pydantic import Field
 
+from specjax.errors import ConfigError
 from specjax.types import Context, Draft, Output, Params, Verdict
 
 
@@ -25,6 +26,10 @@ class NGram:
     max_n: Annotated[int, Field(ge=1, le=16)] = 4
     min_n: Annotated[int, Field(ge=1, le=16)] = 2
     kind: Literal["ngram"] = "ngram"
+
+    def __post_init__(self):
+        if not 1 <= self.min_n <= self.max_n:
+            raise ConfigError(f"ngram: min_n={self.min_n}, max_n={self.max_n}; need 1 <= min_n <= max_n")
 
     def bind(self, target: Any) -> tuple[NGram, Params]:
         return self, {}

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
+from specjax.types import Params
+
 _UNROLLED_ROWS = 16
 
 
@@ -74,6 +76,11 @@ def unfold(tree: Any, batch: int) -> Any:
 
 def _reshaped(tree: Any, reshape) -> Any:
     return jax.tree.map(lambda x: jax.tree.map(reshape, x) if is_cache(x) else x, tree, is_leaf=is_cache)
+
+
+def dtype_for(params: Params) -> jnp.dtype:
+    """What a cache keeps: numbers of the kind the model computes with, which all its weights have."""
+    return jax.tree.leaves(params)[0].dtype
 
 
 def as_layer(keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> tuple[Array, Array]:

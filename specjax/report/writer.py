@@ -33,6 +33,7 @@ def write(run_dir: Path) -> Path:
     context = {
         "run": run,
         "groups": [(*key, rows, results.fastest(rows)) for key, rows in results.ordered(run.decoding)],
+        "bounded": sum(bool(figure.bound) for figure in run.figures),
         "missed": [figure for figure in run.figures if not figure.ok],
         "origins": palette.ORIGINS,
         "counts": _characters_by_origin(run),

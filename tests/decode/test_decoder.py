@@ -203,6 +203,10 @@ def test_the_loop_makes_no_host_transfer_inside_a_chunk():
     steps = jnp.int32(1000)
     engine, params = decoder.engine(greedy=False, rows=2)
     run = engine_lib.chunk(engine)
+    program = run.trace(params, state, steps).lower().as_text()
+    assert "while" in program
+    for way_out in ("callback", "outfeed", "infeed", "send", "recv"):
+        assert way_out not in program
     run(params, jax.tree.map(jnp.copy, state), steps)
     with jax.transfer_guard("disallow"):
         after = run(params, state, steps)
@@ -212,8 +216,10 @@ def test_the_loop_makes_no_host_transfer_inside_a_chunk():
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("drafter", ["draft", "ngram"])
-def test_prefill_and_loop_lower_for_accelerators(pair, platform, greedy, drafter):
-    target, draft = pair
+def test_prefill_and_loop_lower_for_accelerators(monkeypatch, platform, greedy, drafter):
+    # Fresh models: weights are laid out, and programs made, for the backend that is asked for first.
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    target, draft = transformer(2, rms_norm_eps=1e-6), transformer(3, hidden_size=16, rms_norm_eps=1e-6)
     decoder = Decoder(target, DraftModel(draft, 3) if drafter == "draft" else NGram(3))
     engine, params = decoder.engine(greedy, rows=1)
     batch = decoder._prepare([[1, 2, 3]], 8, 0.0 if greedy else 1.0, 0, False)
@@ -224,6 +230,25 @@ def test_prefill_and_loop_lower_for_accelerators(pair, platform, greedy, drafter
         params, state, jax.ShapeDtypeStruct((), jnp.int32)
     )
     assert exported.platforms == (platform,)
+
+
+def test_weights_are_laid_out_once_for_all_decoders_of_a_target(pair):
+    target, draft = pair
+    of_one, of_other = (Decoder(target, DraftModel(draft, k)).engine(True, rows=1)[1].target for k in (2, 3))
+    assert all(a is b for a, b in zip(jax.tree.leaves(of_one), jax.tree.leaves(of_other), strict=True))
+    changed = dataclasses.replace(target)
+    before = Decoder(changed).engine(True, rows=1)[1].target
+    changed.params = jax.tree.map(lambda x: x + 1, changed.params)
+    after = Decoder(changed).engine(True, rows=1)[1].target
+    assert not np.array_equal(jax.tree.leaves(before)[0], jax.tree.leaves(after)[0])
+
+
+def test_a_cache_keeps_numbers_of_the_models_type(pair):
+    target, draft = pair
+    half = dataclasses.replace(target, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), target.params))
+    state = Decoder(half, DraftModel(draft, 2)).prefilled([[1, 2]], max_new_tokens=4, temperature=1.0)
+    assert {x.dtype for x in jax.tree.leaves(state.cache)} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves(state.drafter)} == {jnp.dtype(jnp.float32)}
 
 
 def test_every_leaf_of_the_state_has_the_row_first(pair):

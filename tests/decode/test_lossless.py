@@ -303,11 +303,13 @@ def test_advancing_the_cache_over_rejected_drafts_is_caught_by_greedy_identity(m
     prompts = [[1, 2, 3], [2] * 9]
     want = Decoder(TARGET).generate(prompts, max_new_tokens=30).tokens
     engine_lib.chunk.cache_clear()
-    real = engine_lib.feed_block
 
     def feed(target, params, state, draft):
-        """Writes the block one slot late, as if a rejected token had not been rolled back."""
-        return real(target, params, state.replace(lengths=state.lengths + jnp.minimum(state.counters.blocks, 1)), draft)
+        """The right tokens at the right positions, but one slot late after the first block: a rejected draft stays."""
+        root = jnp.take_along_axis(state.tokens, (state.lengths - 1)[:, None], axis=1)
+        fed = jnp.concatenate([root, draft.tokens], axis=1)
+        positions = (state.lengths - 1)[:, None] + jnp.arange(fed.shape[1])[None]
+        return target(params, fed, positions, positions + jnp.minimum(state.counters.blocks, 1)[:, None], state.cache)
 
     monkeypatch.setattr(engine_lib, "feed_block", feed)
     assert Decoder(TARGET, DraftModel(DRAFT, 3)).generate(prompts, max_new_tokens=30).tokens != want

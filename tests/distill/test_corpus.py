@@ -53,3 +53,46 @@ def test_windows_predict_every_token_but_the_first_once():
     assert windows[:, 1:].ravel().tolist() == list(range(1, 41))
     with pytest.raises(DataError, match="too few for one window"):
         corpus.windows(stream[:8], 8)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": 3}', "line 2: no string under the key 'text'"),
+        (b'["text"]', "line 2: no string under the key 'text'"),
+        (b'{"text": ', "line 2: not a JSON object"),
+        (b'{"text": "\xff"}', "line 2: not a JSON object in UTF-8"),
+        (b'{"text": "\\ud800"}', "line 2: 'text' holds half of a surrogate pair"),
+    ],
+)
+def test_a_bad_line_of_jsonl_is_named(tmp_path, line, message):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"text": "good"}\n' + line + b"\n")
+    with pytest.raises(DataError, match=message) as refused:
+        corpus.read_documents(str(tmp_path / "rows.jsonl"))
+    assert "rows.jsonl" in str(refused.value)
+
+
+def test_parquet_is_read_by_its_text_column(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"id": [1, 2, 3], "text": ["one\n", None, "two\n"]}), file)
+    assert sorted(d.text for d in corpus.read_documents(str(tmp_path))) == ["one\n", "two\n"]
+    for table, message in (
+        ({"id": [1]}, "no column 'text' \\(columns: id\\)"),
+        ({"text": [1]}, "holds int64, expected strings"),
+        ({"text": [b"x"]}, "holds binary, expected strings"),
+    ):
+        parquet.write_table(pyarrow.table(table), file)
+        with pytest.raises(DataError, match=message):
+            corpus.read_documents(str(file))
+    file.write_bytes(b"PAR1 and then nothing")
+    with pytest.raises(DataError, match="not a Parquet file"):
+        corpus.read_documents(str(file))
+
+
+def test_a_directory_named_like_a_file_is_entered(tmp_path):
+    (tmp_path / "package.py").mkdir()
+    (tmp_path / "package.py" / "a.py").write_text("text\n")
+    (document,) = corpus.read_documents(str(tmp_path))
+    assert document.text == "text\n"

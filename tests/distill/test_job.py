@@ -106,7 +106,7 @@ def test_an_interrupted_job_resumes_to_the_same_final_weights(finished, settings
         job.run(run, Recorder(fail_at=("draft-distill", 5)))
     recorder = Recorder()
     result = job.run(run, recorder)
-    assert recorder.steps == {"draft-pretrain": [], "draft-distill": [5, 6]}
+    assert recorder.steps == {"draft-pretrain": [], "draft-distill": [5, 6], "evaluation": [1, 2, 3, 4]}
     assert fingerprint.digest(result.draft_after.params) == fingerprint.digest(expected.draft_after.params)
     assert result.measures.alpha_after == expected.measures.alpha_after
     assert result.measures.alpha_ce_control is None
@@ -249,3 +249,21 @@ def test_a_cut_that_does_not_fit_names_the_field(settings, tmp_path):
     cut = dataclasses.replace(run.draft, init="target", architecture=config.Architecture(hidden_size=4096))
     with pytest.raises(ConfigError, match=r"draft\.architecture, cut from the target: hidden_size=4096 exceeds"):
         job.run(dataclasses.replace(run, draft=cut))
+
+
+def test_a_job_without_distillation_does_not_replace_a_distilled_draft(finished):
+    run, result = finished
+    before = fingerprint.digest(load_model(str(Path(run.out) / "draft")).params)
+    with pytest.raises(TrainingError, match=r"draft-distill.*stage.steps \(6 then, 0 now\)"):
+        job.run(dataclasses.replace(run, distill=dataclasses.replace(run.distill, steps=0)))
+    assert fingerprint.digest(load_model(str(Path(run.out) / "draft")).params) == before
+    assert fingerprint.digest(result.draft_after.params) == before
+
+
+def test_a_model_of_the_users_own_is_not_replaced(settings, tmp_path):
+    mine = tmp_path / "run" / "draft" / "model.safetensors"
+    mine.parent.mkdir(parents=True)
+    mine.write_bytes(b"precious")
+    with pytest.raises(DataError, match="holds something else"):
+        job.run(settings(tmp_path / "run"))
+    assert mine.read_bytes() == b"precious"
