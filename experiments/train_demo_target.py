@@ -1,16 +1,18 @@
 """Train the demo's target from scratch: Python source -> byte-level BPE -> Llama-shaped decoder -> HF directory.
 
-    python experiments/train_demo_target.py --out models/demo-target        # about 90 minutes on 2 quiet CPU cores
+    python experiments/train_demo_target.py --out models/demo-target        # about 150 minutes on 2 quiet CPU cores
 
-Resumable: run the same command again after an interruption. The model starts with half of its layers and is stacked
-once (1904.10631's idea, applied once), which saves a quarter of the computation; the learning rate is constant after a
-warm-up and decays linearly over the last quarter; the length grows 256 -> 512 -> 1,024, so late positions are trained.
+Resumable: run the same command again after an interruption. The model grows twice while it learns, which costs half of
+what its final shape would from the start: it begins with half of its layers and is stacked (1904.10631's idea, applied
+once); later its MLPs become 2.6 times as wide without changing what it computes (1511.05641). The learning rate rises
+and falls once for each width; the length grows 256 -> 512 -> 1,024, so late positions are trained.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -35,22 +37,41 @@ TOKENS_A_STEP, MICRO_TOKENS = 4096, 512
 FINAL = ModelConfig(
     vocab_size=VOCAB,
     hidden_size=512,
-    intermediate_size=1280,
+    intermediate_size=3328,
     num_layers=4,
     num_heads=8,
     num_kv_heads=4,
     head_dim=64,
     max_positions=1024,
 )
-SHALLOW = dataclasses.replace(FINAL, num_layers=FINAL.num_layers // 2)
-PEAK_LR, WARMUP, WEIGHT_DECAY = 2e-3, 100, 0.1
-SHALLOW_SHARE, DECAY_SHARE = 0.55, 0.25
-"""Shares of the steps: before stacking, and with a falling rate at the end."""
-LENGTHS = {256: 0.0, 512: 0.75, 1024: 0.92}
-"""Length -> share of the steps after which it is used."""
+NARROW = dataclasses.replace(FINAL, intermediate_size=1280)
+SHALLOW = dataclasses.replace(NARROW, num_layers=2)
+# What changes at which step of the full run.
+STEPS = 2500
+SHAPES = {0: SHALLOW, 1100: NARROW, 2001: FINAL}
+RATES = {0: 0.0, 100: 2e-3, 1500: 2e-3, 2000: 4e-5, 2050: 1e-3, 2200: 1e-3, STEPS: 2e-5}
+"""The learning rate at these steps, linear in between."""
+LENGTHS = {0: 256, 1501: 512, 1841: 1024, 2001: 512, 2400: 1024}
+WEIGHT_DECAY = 0.1
 CURVE_POSITIONS = 64 * 512
 # Large activations come from fresh pages at every step; huge pages and no trimming save a quarter of the time on CPU.
 MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4000000000:glibc.malloc.trim_threshold=100000000000"
+
+
+def grow(state, old: ModelConfig, new: ModelConfig, key):
+    """``state`` of shape ``old`` as one of shape ``new``. The moments grow like the weights, so the optimizer does not
+    start over."""
+
+    def is_params(x):
+        return isinstance(x, dict) and "layers" in x
+
+    def grown(x, of_weights: bool):
+        return widen(stack(x, new.num_layers // old.num_layers), old, new, key if of_weights else None)
+
+    # No two layers share a buffer afterwards, or it could not be donated.
+    copies = functools.partial(jax.tree.map, jnp.array)
+    opt = jax.tree.map(lambda x: grown(x, False) if is_params(x) else x, state["opt"], is_leaf=is_params)
+    return copies({"params": grown(state["params"], True), "opt": opt})
 
 
 def stack(params, times: int):
@@ -59,14 +80,26 @@ def stack(params, times: int):
     return {**params, "layers": {i: layers[i % len(layers)] for i in range(times * len(layers))}}
 
 
-def stack_state(state, times: int):
-    """The moments are stacked like the weights, so the optimizer does not start over."""
+def widen(params, old: ModelConfig, new: ModelConfig, key):
+    """Add neurons that read at random and are not read yet, so the function stays; without a key, zeros (moments)."""
+    added = new.intermediate_size - old.intermediate_size
+    if not added:
+        return params
 
-    def has_layers(x):
-        return isinstance(x, dict) and "layers" in x
+    def wider(index, name, kernel):
+        shape = (added, kernel.shape[1]) if name == "down_proj" else (kernel.shape[0], added)
+        if key is None or name == "down_proj":
+            more = jnp.zeros(shape, kernel.dtype)
+        else:
+            more = jax.random.normal(jax.random.fold_in(key, 2 * index + (name == "up_proj")), shape, kernel.dtype)
+            more = more * len(kernel) ** -0.5
+        return {"kernel": jnp.concatenate([kernel, more], axis=0 if name == "down_proj" else 1)}
 
-    stacked = jax.tree.map(lambda x: stack(x, times) if has_layers(x) else x, state, is_leaf=has_layers)
-    return jax.tree.map(jnp.array, stacked)  # no two layers share a buffer, or it could not be donated
+    layers = {
+        index: {**layer, "mlp": {name: wider(index, name, linear["kernel"]) for name, linear in layer["mlp"].items()}}
+        for index, layer in params["layers"].items()
+    }
+    return {**params, "layers": layers}
 
 
 def loss_of(model: Model, params, tokens):
@@ -94,15 +127,10 @@ def make_update(model: Model, optimizer, length: int):
 
 
 def make_optimizer(total: int) -> optax.GradientTransformation:
-    decay = int(total * DECAY_SHARE)
-    schedule = optax.join_schedules(
-        [
-            optax.linear_schedule(0.0, PEAK_LR, WARMUP),
-            optax.constant_schedule(PEAK_LR),
-            optax.linear_schedule(PEAK_LR, 0.02 * PEAK_LR, decay),
-        ],
-        [WARMUP, total - decay],
-    )
+    at, rates = jnp.array([step * total // STEPS for step in RATES], jnp.float32), jnp.array(list(RATES.values()))
+
+    def schedule(step):
+        return jnp.interp(jnp.asarray(step, jnp.float32), at, rates)
 
     def decayed(params):
         return jax.tree.map(lambda x: x.ndim > 1, params)
@@ -128,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("models/demo-target"))
     parser.add_argument("--work", type=Path, default=Path("runs/demo-target"), help="checkpoints and log")
-    parser.add_argument("--tokens", type=float, default=8.2e6)
+    parser.add_argument("--steps", type=int, default=STEPS, help="fewer: everything happens proportionally earlier")
     args = parser.parse_args(argv)
     args.work.mkdir(parents=True, exist_ok=True)
 
@@ -139,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         tokenizer = train_tokenizer(train, VOCAB, tokenizer_dir)
     stream, held_out_stream = (corpus.tokenize(tokenizer, d, tokenizer.eos_token_id) for d in (train, held_out))
-    total = int(args.tokens) // TOKENS_A_STEP
+    total = args.steps
     print(f"{len(train)} files, {len(stream):,} tokens, {len(held_out_stream):,} held out; {total} steps", flush=True)
 
     params = train_target(total, args.work, stream, held_out_stream)
@@ -154,11 +182,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 def train_target(total: int, work: Path, stream: np.ndarray, held_out_stream: np.ndarray):
     """The final parameters; goes on from the last checkpoint in ``work``."""
     optimizer = make_optimizer(total)
-    stack_at = int(total * SHALLOW_SHARE)
     data = {
         length: corpus.batches(corpus.windows(stream, length), TOKENS_A_STEP // length, seed=SEED + length)
-        for length in LENGTHS
+        for length in set(LENGTHS.values())
     }
+
+    def current(table: dict, step: int):
+        """The table's entry for the update that follows ``step`` updates."""
+        return [value for since, value in table.items() if since * total // STEPS <= step][-1]
 
     def fresh(config):
         params = Model(config).init(jax.random.key(SEED))
@@ -167,17 +198,18 @@ def train_target(total: int, work: Path, stream: np.ndarray, held_out_stream: np
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager((work / "checkpoints").absolute(), options=options) as manager:
         start = manager.latest_step() or 0
+        # What was saved has the shape of the update before.
+        shape = current(SHAPES, max(0, start - 1))
         if start:
-            abstract = jax.eval_shape(lambda: fresh(FINAL if start > stack_at else SHALLOW))
-            state = manager.restore(start, args=ocp.args.StandardRestore(abstract))
+            state = manager.restore(start, args=ocp.args.StandardRestore(jax.eval_shape(lambda: fresh(shape))))
         else:
-            state = fresh(SHALLOW)
+            state = fresh(shape)
         began, last, update, update_for = time.time(), start, None, None
         for step in range(start, total):
-            if step == stack_at:
-                state = stack_state(state, FINAL.num_layers // SHALLOW.num_layers)
-            model = Model(SHALLOW if step < stack_at else FINAL)
-            length = max(n for n, share in LENGTHS.items() if step >= share * total)
+            new = current(SHAPES, step)
+            if new != shape:
+                state, shape = grow(state, shape, new, jax.random.key(SEED + step)), new
+            model, length = Model(shape), current(LENGTHS, step)
             if update_for != (model, length):
                 update, update_for = make_update(model, optimizer, length), (model, length)
             assert update is not None
@@ -208,6 +240,10 @@ def read_log(file: Path) -> list[dict]:
 def model_card(model: LoadedModel, total: int, loss: float, positions: int, train, held_out, log) -> str:
     parameters = sum(x.size for x in jax.tree.leaves(model.params))
     version = ".".join(map(str, sys.version_info[:3]))
+
+    def at(step: int) -> int:
+        return step * total // STEPS
+
     rows = {
         "held-out loss": f"{loss:.4f} nats a token over {positions:,} positions (files chosen by their hash, float32)",
         "trained on": f"{total * TOKENS_A_STEP:,} tokens: {total:,} steps of {TOKENS_A_STEP:,}",
@@ -218,10 +254,13 @@ def model_card(model: LoadedModel, total: int, loss: float, positions: int, trai
         "shape": f"{FINAL.num_layers} layers, hidden {FINAL.hidden_size}, SwiGLU {FINAL.intermediate_size}, "
         f"{FINAL.num_heads} query and {FINAL.num_kv_heads} key-value heads of {FINAL.head_dim}, tied embeddings, "
         f"{FINAL.max_positions:,} positions, byte-level BPE of {FINAL.vocab_size:,}",
-        "optimizer": f"AdamW in float32, rate {PEAK_LR:g} after {WARMUP} steps of warm-up, linear decay over the last "
-        f"quarter, weight decay {WEIGHT_DECAY:g}, betas 0.9 and 0.95, gradient norm clipped at 1",
-        "schedule": f"the first {SHALLOW_SHARE:.0%} of the steps with half of the layers, then stacked; sequences of "
-        "256 tokens, 512 after 75% and 1,024 after 92% of the steps",
+        "optimizer": f"AdamW in float32, weight decay {WEIGHT_DECAY:g}, betas 0.9 and 0.95, gradient norm clipped at 1",
+        "learning rate": "linear between " + ", ".join(f"{rate:g} (step {at(step):,})" for step, rate in RATES.items()),
+        "growth": ", ".join(
+            f"{c.num_layers} layers with SwiGLU {c.intermediate_size:,} from step {at(step):,}"
+            for step, c in SHAPES.items()
+        ),
+        "sequences": ", ".join(f"{length:,} tokens from step {at(step):,}" for step, length in LENGTHS.items()),
         "machine": f"{os.cpu_count()} cores, {jax.default_backend()}, JAX {jax.__version__}",
         "made by": "`python experiments/train_demo_target.py`",
     }
