@@ -186,7 +186,7 @@ class Bench:
     """Decoding of held-out prompts: everything in the grid, timed interleaved."""
 
     prompts: Positive = 12
-    """Timed prompts; as many others choose k and count acceptance."""
+    """Timed prompts. As many others choose k; three times as many count the acceptance that predicts the speedup."""
     prompt_tokens: Annotated[int, Field(ge=1)] = 64
     new_tokens: Positive = 192
     batch_sizes: Annotated[tuple[Positive, ...], *_Grid] = (1, 8)

@@ -1,5 +1,6 @@
 """The decoding benchmark: drafters x k x batch size x temperature on the same prompts, against the autoregressive loop
-of the same engine. Interleaved, warm-up and compilation excluded, medians of repeats, k chosen on other prompts.
+of the same engine. Warm-up and compilation excluded, medians of repeats, k chosen on other prompts; all points of one
+batch size take turns at every batch of prompts, so that a slow spell of the machine meets them all.
 
 Metric names are those of specjax.metrics. A speedup is wall time of the autoregressive loop over wall time of
 speculation, at equal emitted tokens, end-of-sequence off.
@@ -31,6 +32,10 @@ DrafterFactory = Callable[[int], Drafter]
 Tick = Callable[[], None]
 
 
+def _silent() -> None:
+    pass
+
+
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """One point of the grid; ``k`` 0 is the autoregressive loop."""
@@ -43,15 +48,19 @@ class Cell:
 
 @dataclasses.dataclass
 class Run:
-    """One pass over all prompts: summed wall seconds, new tokens row by row, counts."""
+    """Some prompts decoded: summed wall seconds, new tokens row by row, counts."""
 
     seconds: float
     tokens: list[list[int]]
     stats: metrics.DecodeStats
 
+    def __add__(self, other: Run) -> Run:
+        return Run(self.seconds + other.seconds, self.tokens + other.tokens, self.stats + other.stats)
+
 
 class Bench:
-    """Everything measured on one target with one set of prompts. ``drafters``: name -> (k -> drafter)."""
+    """Everything measured on one target with one set of prompts. ``drafters``: name -> (k -> drafter). As many of
+    ``tuning_prompts`` as there are ``prompts`` choose k; acceptance at that k is counted on all of them."""
 
     def __init__(
         self,
@@ -62,15 +71,14 @@ class Bench:
         tuning_prompts: Sequence[Sequence[int]],
         verifier: str,
         seed: int,
-        tick: Tick = lambda: None,
     ):
         self._target, self._drafters, self._settings = target, drafters, settings
         self._prompts, self._tuning_prompts = prompts, tuning_prompts
-        self._verifier, self._seed, self._tick = verifier, seed, tick
+        self._verifier, self._seed = verifier, seed
         self.compile_seconds = 0.0
         # Made or measured once, and freed with the bench.
         self.decoder = functools.cache(self._decoder)
-        self._all_costs = functools.cache(self._measure_costs)
+        self._timer = functools.cache(self._step_timer)
         self._prefill_seconds = functools.cache(self._measure_prefill)
 
     def _decoder(self, drafter: str, k: int) -> Decoder:
@@ -86,26 +94,6 @@ class Bench:
             for name, k in kinds
         ]
 
-    def run(self, cell: Cell, prompts: Sequence[Sequence[int]]) -> Run:
-        """Whole batches only: the last one is filled up with the first prompts again, which are rows as any other."""
-        decoder = self.decoder(cell.drafter, cell.k)
-        seconds, tokens, stats = 0.0, [], []
-        prompts = [*prompts, *itertools.islice(itertools.cycle(prompts), -len(prompts) % cell.batch_size)]
-        for first in range(0, len(prompts), cell.batch_size):
-            batch = prompts[first : first + cell.batch_size]
-            start = time.perf_counter()
-            result = decoder.generate(
-                batch,
-                max_new_tokens=self._settings.new_tokens,
-                temperature=cell.temperature,
-                seed=self._seed + first,
-                ignore_eos=True,
-            )
-            seconds += time.perf_counter() - start
-            tokens += result.tokens
-            stats += result.stats
-        return Run(seconds, tokens, functools.reduce(operator.add, stats))
-
     def compile(self, cell: Cell) -> None:
         batch = [self._prompts[0]] * cell.batch_size
         with costs_lib.count_compiles() as count:
@@ -114,65 +102,99 @@ class Bench:
             )
         self.compile_seconds += count.seconds
 
-    def measure(self, favourite: str) -> dict:
-        """The whole grid once; but the autoregressive loop and ``favourite`` at its best k, batch 1, in turns and
-        repeated: their seconds are medians."""
-        for cell in self.cells():
+    def run(self, cells: Sequence[Cell], prompts: Sequence[Sequence[int]], tick: Tick = _silent) -> dict[Cell, Run]:
+        """Every cell, all of one batch size, over all prompts: batch by batch, the cells in turns. Whole batches only:
+        the last one is filled up with the first prompts again, which are rows as any other."""
+        [size] = {cell.batch_size for cell in cells}
+        prompts = [*prompts, *itertools.islice(itertools.cycle(prompts), -len(prompts) % size)]
+        runs: dict[Cell, list[Run]] = {cell: [] for cell in cells}
+        for first in range(0, len(prompts), size):
+            for cell, done in runs.items():
+                done.append(self._decode(cell, prompts[first : first + size], self._seed + first))
+                tick()
+        return {cell: functools.reduce(operator.add, done) for cell, done in runs.items()}
+
+    def _decode(self, cell: Cell, batch: Sequence[Sequence[int]], seed: int) -> Run:
+        decoder, new = self.decoder(cell.drafter, cell.k), self._settings.new_tokens
+        start = time.perf_counter()
+        result = decoder.generate(batch, max_new_tokens=new, temperature=cell.temperature, seed=seed, ignore_eos=True)
+        seconds = time.perf_counter() - start
+        return Run(seconds, result.tokens, functools.reduce(operator.add, result.stats))
+
+    @property
+    def num_ticks(self) -> int:
+        """How often `measure` reports progress: every compiled cell, every decoded batch."""
+        settings, cells, prompts = self._settings, self.cells(), len(self._prompts)
+        temperatures = len(settings.temperatures)
+        tuning = temperatures * (prompts * len(settings.ks) + max(len(self._tuning_prompts) - prompts, 0))
+        once = sum(-(-prompts // cell.batch_size) for cell in cells)
+        if 1 not in settings.batch_sizes:
+            once += 2 * temperatures * prompts
+        return len(cells) + tuning + once + 2 * temperatures * prompts * (settings.repeats - 1)
+
+    def measure(self, favourite: str, tick: Tick = _silent) -> dict:
+        """The whole grid once; but the autoregressive loop and ``favourite`` at its best k, batch 1, ``repeats`` times:
+        their seconds are medians. What a step costs is timed between the repeats."""
+        settings, cells = self._settings, self.cells()
+        for cell in cells:
             self.compile(cell)
-            self._tick()
-        grid: dict[Cell, Run] = {}
-        best, tunings = {}, {}
-        for temperature in self._settings.temperatures:
-            k, tunings[temperature] = self._choose_k(favourite, temperature)
-            best[temperature] = k
-            grid |= self._in_turns(_plain(temperature), Cell(favourite, k, 1, temperature))
-            self._tick()
-        repeated = set(grid)
-        for cell in self.cells():
-            if cell not in grid:
-                grid[cell] = self.run(cell, self._prompts)
-            self._tick()
+            tick()
+        best, tunings = self._tune(favourite, tick)
+        pairs = [cell for t, k in best.items() for cell in (_plain(t), Cell(favourite, k, 1, t))]
+        timers = [self._timer(name, k) for name, k in [(AUTOREGRESSIVE, 0), *((favourite, k) for k in settings.ks)]]
         # Batch 1 is always measured, also where it is no part of the grid.
-        order = dict.fromkeys((*self.cells(), *grid))
-        rows = {cell: self._row(cell, grid, self._settings.repeats if cell in repeated else 1) for cell in order}
-        headline = {}
-        for temperature, k in best.items():
-            fast = Cell(favourite, k, 1, temperature)
-            headline[temperature] = self._headline(_plain(temperature), fast, grid, tunings[temperature])
-            for tried, run in tunings[temperature].items():
-                if (cell := Cell(favourite, tried, 1, temperature)) in rows:
-                    rows[cell]["predicted_speedup"] = self._predict(favourite, tried, temperature, run.stats)
+        runs: dict[Cell, list[Run]] = {cell: [] for cell in (*cells, *pairs)}
+        ones = [cell for cell in runs if cell.batch_size == 1]
+        for repeat in range(settings.repeats):
+            for cell, run in self.run(pairs if repeat else ones, self._prompts, tick).items():
+                runs[cell].append(run)
+            for timer in timers:
+                timer.turn()
+        for size in set(settings.batch_sizes) - {1}:
+            batched = [cell for cell in cells if cell.batch_size == size]
+            for cell, run in self.run(batched, self._prompts, tick).items():
+                runs[cell].append(run)
+        rows = {cell: self._row(cell, runs) for cell in runs}
+        for cell, run in tunings.items():
+            if cell in rows:
+                rows[cell]["predicted_speedup"] = self._predict(cell, run.stats)
+        headline = {
+            t: self._headline(Cell(favourite, k, 1, t), runs, tunings[Cell(favourite, k, 1, t)])
+            for t, k in best.items()
+        }
         return {"decoding": list(rows.values()), "best_k": best, "headline": headline}
 
-    def _in_turns(self, *cells: Cell) -> dict[Cell, Run]:
-        runs: dict[Cell, list[Run]] = {cell: [] for cell in cells}
-        for _ in range(self._settings.repeats):
-            for cell in cells:
-                runs[cell].append(self.run(cell, self._prompts))
-        return {
-            cell: dataclasses.replace(done[0], seconds=float(np.median([run.seconds for run in done])))
-            for cell, done in runs.items()
-        }
+    def _tune(self, favourite: str, tick: Tick) -> tuple[dict[float, int], dict[Cell, Run]]:
+        """The best k by temperature, and what was run to find it; the best ones on all tuning prompts."""
+        settings, count = self._settings, len(self._prompts)
+        choosing, rest = self._tuning_prompts[:count], self._tuning_prompts[count:]
+        best, runs = {}, {}
+        for t in settings.temperatures:
+            found = self.run([Cell(favourite, k, 1, t) for k in settings.ks], choosing, tick)
+            fastest = min(found, key=lambda cell: found[cell].seconds)
+            if rest:
+                found[fastest] += self.run([fastest], rest, tick)[fastest]
+            best[t] = fastest.k
+            runs |= found
+        return best, runs
 
-    def _row(self, cell: Cell, grid: Mapping[Cell, Run], repeats: int) -> dict:
-        run = grid[cell]
-        plain = grid[Cell(AUTOREGRESSIVE, 0, cell.batch_size, cell.temperature)]
-        reference = grid[_plain(cell.temperature)]
-        speculative = cell.k > 0
-        differences = self._differences(run, reference) if cell.temperature == 0 else []
+    def _row(self, cell: Cell, runs: Mapping[Cell, list[Run]]) -> dict:
+        run, speculative = runs[cell][0], cell.k > 0
+        differences = self._differences(run, runs[_plain(cell.temperature)][0]) if cell.temperature == 0 else []
+        seconds, tokens = _seconds(runs[cell]), sum(map(len, run.tokens))
         return {
             **dataclasses.asdict(cell),
             "k": cell.k if speculative else None,
-            "seconds": run.seconds,
-            "tokens": sum(map(len, run.tokens)),
-            "tokens_per_s": sum(map(len, run.tokens)) / run.seconds,
-            "speedup": plain.seconds / run.seconds,
+            "seconds": seconds,
+            "tokens": tokens,
+            "tokens_per_s": tokens / seconds,
+            "speedup": _speedup(cell, runs),
             "predicted_speedup": None,
             "block_efficiency": run.stats.block_efficiency if speculative else None,
             "acceptance_rate": run.stats.acceptance_rate if speculative else None,
             "acceptance_at": list(run.stats.acceptance_at) if speculative else None,
             "conditional_acceptance_at": list(run.stats.conditional_acceptance_at) if speculative else None,
-            "repeats": repeats,
+            "repeats": len(runs[cell]),
             "identical": not differences if cell.temperature == 0 else None,
             "differences": differences,
         }
@@ -190,53 +212,50 @@ class Bench:
                 found.append({"prompt": prompt, "position": at, "margin": float(top[1] - top[0])})
         return found
 
-    def _choose_k(self, name: str, temperature: float) -> tuple[int, dict[int, Run]]:
-        runs = {k: self.run(Cell(name, k, 1, temperature), self._tuning_prompts) for k in self._settings.ks}
-        return min(runs, key=lambda k: runs[k].seconds), runs
-
-    def _headline(self, plain: Cell, fast: Cell, grid: Mapping[Cell, Run], tuning: Mapping[int, Run]) -> dict:
+    def _headline(self, fast: Cell, runs: Mapping[Cell, list[Run]], tuning: Run) -> dict:
+        plain = _plain(fast.temperature)
         tokens = len(self._prompts) * self._settings.new_tokens
+        costs, plain_costs = self._costs(fast), self._costs(plain)
         return {
             "k": fast.k,
-            "speedup": grid[plain].seconds / grid[fast].seconds,
-            "ar_tokens_per_s": tokens / grid[plain].seconds,
-            "spec_tokens_per_s": tokens / grid[fast].seconds,
-            "costs": dataclasses.asdict(self._costs(fast.drafter, fast.k, fast.temperature)),
-            "ar_costs": dataclasses.asdict(self._costs(AUTOREGRESSIVE, 0, plain.temperature)),
-            "step_overhead": self._costs(fast.drafter, fast.k, fast.temperature).overhead,
-            "ar_overhead": self._costs(AUTOREGRESSIVE, 0, plain.temperature).overhead,
-            "speedup_predicted": self._predict(fast.drafter, fast.k, fast.temperature, tuning[fast.k].stats),
+            "speedup": _speedup(fast, runs),
+            "ar_tokens_per_s": tokens / _seconds(runs[plain]),
+            "spec_tokens_per_s": tokens / _seconds(runs[fast]),
+            "costs": dataclasses.asdict(costs),
+            "ar_costs": dataclasses.asdict(plain_costs),
+            "step_overhead": costs.overhead,
+            "ar_overhead": plain_costs.overhead,
+            "speedup_predicted": self._predict(fast, tuning.stats),
+            "speedup_predicted_in_sample": self._predict(fast, runs[fast][0].stats),
         }
 
-    def _predict(self, name: str, k: int, temperature: float, stats: metrics.DecodeStats) -> float:
+    def _predict(self, cell: Cell, stats: metrics.DecodeStats) -> float:
         """Seconds of plain decoding over those of speculation: n steps over n / tau blocks, each timed alone, and on
-        both sides the prefill. tau is from acceptance by position on the tuning prompts (2211.17192, section 3.3,
-        with a block's own cost in place of k draft passes and one target pass)."""
-        plain, fast = self._costs(AUTOREGRESSIVE, 0, temperature), self._costs(name, k, temperature)
-        new = self._settings.new_tokens
-        tau = metrics.expected_block_efficiency(stats.acceptance_at)
-        blocks = new / tau
-        plain_seconds = self._prefill_seconds(AUTOREGRESSIVE, 0, temperature) + new * plain.step
-        return plain_seconds / (self._prefill_seconds(name, k, temperature) + blocks * fast.step)
+        both sides the prefill. tau is from the acceptance by position in ``stats`` (2211.17192, section 3.3, with a
+        block's own cost in place of k draft passes and one target pass)."""
+        plain, new = _plain(cell.temperature), self._settings.new_tokens
+        blocks = new / metrics.expected_block_efficiency(stats.acceptance_at)
+        plain_seconds = self._prefill_seconds(plain) + new * self._costs(plain).step
+        return plain_seconds / (self._prefill_seconds(cell) + blocks * self._costs(cell).step)
 
-    def _costs(self, name: str, k: int, temperature: float) -> costs_lib.StepCosts:
-        return self._all_costs(name, k)[temperature]
+    def _costs(self, cell: Cell) -> costs_lib.StepCosts:
+        which = self._settings.temperatures.index(cell.temperature)
+        return self._timer(cell.drafter, cell.k).costs()[which]
 
-    def _measure_costs(self, name: str, k: int) -> dict[float, costs_lib.StepCosts]:
-        """By temperature, which changes the step but none of its passes; in the largest cache of a generation."""
+    def _step_timer(self, name: str, k: int) -> costs_lib.StepTimer:
+        """For all temperatures, which change the step but none of its passes; in the largest cache of a generation."""
         decoder, temperatures = self.decoder(name, k), self._settings.temperatures
         new = self._settings.new_tokens
         engines = [decoder.engine(t == 0, rows=1) for t in temperatures]
         states = [decoder.prefilled(self._prompts[:1], max_new_tokens=new, temperature=t) for t in temperatures]
-        costs = costs_lib.step_costs([engine for engine, _ in engines], engines[0][1], states)
-        return dict(zip(temperatures, costs, strict=True))
+        return costs_lib.StepTimer([engine for engine, _ in engines], engines[0][1], states)
 
-    def _measure_prefill(self, name: str, k: int, temperature: float) -> float:
+    def _measure_prefill(self, cell: Cell) -> float:
         """Prefill with the host's share of a generation: what a request costs before its first block."""
-        decoder, new = self.decoder(name, k), self._settings.new_tokens
+        decoder, new = self.decoder(cell.drafter, cell.k), self._settings.new_tokens
 
         def start():
-            return decoder.started(self._prompts[:1], max_new_tokens=new, temperature=temperature)
+            return decoder.started(self._prompts[:1], max_new_tokens=new, temperature=cell.temperature)
 
         return costs_lib.median_seconds(start, 9)
 
@@ -283,3 +302,13 @@ def memory_floor_share(target: Any, tokens_per_s: float) -> tuple[float, float]:
 
 def _plain(temperature: float) -> Cell:
     return Cell(AUTOREGRESSIVE, 0, 1, temperature)
+
+
+def _seconds(runs: Sequence[Run]) -> float:
+    return float(np.median([run.seconds for run in runs]))
+
+
+def _speedup(cell: Cell, runs: Mapping[Cell, Sequence[Run]]) -> float:
+    """Of medians; of the first turn, in which both took part, where the cell was timed once."""
+    plain = runs[Cell(AUTOREGRESSIVE, 0, cell.batch_size, cell.temperature)]
+    return _seconds(plain[: len(runs[cell])]) / _seconds(runs[cell])

@@ -25,10 +25,8 @@ from specjax.decode.engine import Engine, EngineParams
 from specjax.models import cache as cache_lib
 from specjax.types import DecodeState
 
-_TURNS = 3
 
-
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class CompileCount:
     """Programs handed to the backend compiler (from the persistent cache or not), and seconds spent there."""
 
@@ -85,21 +83,49 @@ class StepCosts:
         return self.step / (self.target + self.draft)
 
 
-def step_costs(
-    engines: Sequence[Engine], params: EngineParams, states: Sequence[DecodeState], iterations: int = 100
-) -> list[StepCosts]:
-    """Time the parts of a block at the shapes of ``states`` (which are copied, not consumed). ``engines`` differ in how
-    they sample, so they share their passes. The loops take turns, so that a slow spell of the machine hits all."""
-    model: Any = getattr(engines[0].drafter, "model", None)
-    engine, states = engines[0], [cache_lib.fold(state) for state in states]
-    state, k = states[0], engine.drafter.k
-    batch = state.lengths.shape[0]
+class StepTimer:
+    """Times the parts of a block at the shapes of ``states`` (which are copied, not consumed). ``engines`` differ in
+    how they sample, so they share their passes. Compiles when made; every `turn` runs each loop once, so that turns
+    can be spread over the measurement which the costs are to explain."""
 
-    def loop(body, *carry):
-        def run(params, state, *carry):
-            return jax.lax.fori_loop(0, iterations, lambda _, c: body(params, state, *c), carry)
+    def __init__(
+        self, engines: Sequence[Engine], params: EngineParams, states: Sequence[DecodeState], iterations: int = 100
+    ):
+        self._iterations, self._count = iterations, len(engines)
+        states = [cache_lib.fold(state) for state in states]
+        self._loops = {
+            name: functools.partial(_loop(body), params=params, state=states[0], carry=carry)
+            for name, (body, carry) in _parts(engines, states).items()
+        }
+        self._seconds: dict[str, list[float]] = {name: [] for name in self._loops}
+        for run in self._loops.values():
+            jax.block_until_ready(run(iterations=1))
 
-        return jax.jit(run, compiler_options=backend.compiler_options(decoding=True)), carry
+    def turn(self) -> None:
+        for name, run in self._loops.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run(iterations=self._iterations))
+            self._seconds[name].append((time.perf_counter() - start) / self._iterations)
+
+    def costs(self) -> list[StepCosts]:
+        """Of each engine; medians over the turns so far."""
+        medians = {name: float(np.median(seconds)) for name, seconds in self._seconds.items()}
+        steps = [medians[f"step {i}"] for i in range(self._count)]
+        return [StepCosts(medians["target"], medians.get("draft", 0.0), step) for step in steps]
+
+
+def _loop(body):
+    def run(iterations, params, state, carry):
+        return jax.lax.fori_loop(0, iterations, lambda _, carry: body(params, state, *carry), carry)
+
+    return jax.jit(run, compiler_options=backend.compiler_options(decoding=True))
+
+
+def _parts(engines: Sequence[Engine], states: Sequence[DecodeState]) -> dict[str, tuple[Callable, tuple]]:
+    """Name -> (one iteration ``(params, state, *carry) -> carry``, the first carry)."""
+    engine, state = engines[0], states[0]
+    model: Any = getattr(engine.drafter, "model", None)
+    k, batch = engine.drafter.k, state.lengths.shape[0]
 
     def target_pass(params, state, cache, tokens):
         slots = (state.lengths - 1)[:, None] + jnp.arange(k + 1)[None]
@@ -126,20 +152,12 @@ def step_costs(
         return (dataclasses.replace(after, lengths=carried.lengths, done=carried.done),)
 
     tokens = jnp.zeros((batch, k + 1), jnp.int32)
-    loops: dict[Any, tuple] = {"target": loop(target_pass, state.cache, tokens)}
+    parts: dict[str, tuple[Callable, tuple]] = {"target": (target_pass, (state.cache, tokens))}
     if model is not None:
-        loops["draft"] = loop(draft_passes, state.drafter, tokens[:, :1].repeat(2, axis=1))
+        parts["draft"] = draft_passes, (state.drafter, jnp.zeros((batch, 2), jnp.int32))
     for i, carried in enumerate(states):
-        loops[i] = loop(functools.partial(whole_step, engines[i]), carried)
-    seconds: dict[Any, list[float]] = {name: [] for name in loops}
-    for repeat in range(1 + _TURNS):
-        for name, (run, carry) in loops.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run(params, state, *carry))
-            if repeat:
-                seconds[name].append((time.perf_counter() - start) / iterations)
-    medians = {name: float(np.median(values)) for name, values in seconds.items()}
-    return [StepCosts(medians["target"], medians.get("draft", 0.0), medians[i]) for i in range(len(states))]
+        parts[f"step {i}"] = functools.partial(whole_step, engines[i]), (carried,)
+    return parts
 
 
 def _depend(tokens, logits):

@@ -2,7 +2,8 @@
 
 Held-out documents are chosen by the hash of their content, so that no run over the same text, on any machine, with any
 seed, ever trains on them. (An edited file is another document: the standard library of another Python version holds
-near copies of what the shipped target was trained on.) A window is `length + 1` consecutive tokens of the concatenated documents, each closed by end-of-sequence.
+near copies of what the shipped target was trained on.) A window is `length + 1` consecutive tokens of the concatenated
+documents, each closed by end-of-sequence.
 """
 
 from __future__ import annotations

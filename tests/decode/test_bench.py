@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import weakref
 
 import jax
@@ -20,6 +21,7 @@ from specjax.distill.corpus import Document
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import ConfigError, DataError
+from specjax.metrics import DecodeStats
 from specjax.testing.toys import prefix_model, related
 
 TARGET = prefix_model(0, scale=1.2)
@@ -27,7 +29,7 @@ DRAFT = related(TARGET, 1)
 SETTINGS = config.Bench(
     prompts=3, prompt_tokens=2, new_tokens=12, batch_sizes=(2,), temperatures=(0.0, 1.0), ks=(1, 3), repeats=2
 )
-PROMPTS, TUNING = [[1, 2], [3], [0, 1]], [[2], [1, 3], [0]]
+PROMPTS, TUNING = [[1, 2], [3], [0, 1]], [[2], [1, 3], [0], [3, 1]]
 
 
 def pair(k: int) -> list[tuple[str, int | None]]:
@@ -42,7 +44,10 @@ def make(**changes) -> Bench:
 
 @pytest.fixture(scope="module")
 def measured():
-    return make().measure("draft_after")
+    bench, ticks = make(), []
+    found = bench.measure("draft_after", lambda: ticks.append(None))
+    assert len(ticks) == bench.num_ticks
+    return found
 
 
 def test_every_point_of_the_grid_is_there_once_and_batch_1_for_the_headline(measured):
@@ -62,17 +67,25 @@ def test_every_point_of_the_grid_is_there_once_and_batch_1_for_the_headline(meas
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
 
 
-def test_speedups_are_ratios_of_wall_times_at_the_same_batch_and_temperature(measured):
-    seconds = {(r["drafter"], r["k"], r["batch_size"], r["temperature"]): r["seconds"] for r in measured["decoding"]}
-    for row in measured["decoding"]:
-        plain = seconds[AUTOREGRESSIVE, None, row["batch_size"], row["temperature"]]
-        assert row["speedup"] == pytest.approx(plain / row["seconds"])
-    for temperature, headline in measured["headline"].items():
-        best = measured["best_k"][temperature]
-        assert headline["k"] == best
-        plain, fast = (seconds[name, k, 1, temperature] for name, k in pair(best))
-        assert headline["speedup"] == pytest.approx(plain / fast)
-        assert headline["ar_tokens_per_s"] == pytest.approx(36 / plain)
+def test_speedups_are_ratios_of_wall_times_at_the_same_batch_and_temperature(monkeypatch):
+    """Every batch takes 1, 2, 3, ... units in the order decoded, so each ratio tells which runs it compares."""
+    bench, clock = make(batch_sizes=(1,), ks=(1,), temperatures=(0.0,)), itertools.count(1)
+    decode = Bench._decode
+    monkeypatch.setattr(Bench, "_decode", lambda *args: dataclasses.replace(decode(*args), seconds=float(next(clock))))
+    measured = bench.measure("draft_after")
+    seconds = {row["drafter"]: row["seconds"] for row in measured["decoding"]}
+    # Four tuning prompts; then three prompts with three cells in turns; then the pair alone in turns.
+    first = {AUTOREGRESSIVE: 5 + 8 + 11, "draft_after": 6 + 9 + 12, "ngram": 7 + 10 + 13}
+    second = {AUTOREGRESSIVE: 14 + 16 + 18, "draft_after": 15 + 17 + 19}
+    median = {name: (first[name] + second[name]) / 2 for name in second}
+    assert seconds == {**median, "ngram": first["ngram"]}
+    speedups = {row["drafter"]: row["speedup"] for row in measured["decoding"]}
+    expected = median[AUTOREGRESSIVE] / median["draft_after"]
+    assert speedups == {AUTOREGRESSIVE: 1, "draft_after": expected, "ngram": first[AUTOREGRESSIVE] / first["ngram"]}
+    headline = measured["headline"][0.0]
+    assert (headline["k"], headline["speedup"]) == (1, expected)
+    assert headline["ar_tokens_per_s"] == 36 / median[AUTOREGRESSIVE]
+    assert headline["spec_tokens_per_s"] == 36 / median["draft_after"]
 
 
 def test_greedy_rows_are_compared_and_sampled_ones_are_not(measured):
@@ -82,7 +95,7 @@ def test_greedy_rows_are_compared_and_sampled_ones_are_not(measured):
 
 def test_a_token_that_differs_is_found_with_the_targets_margin_there():
     bench = make()
-    plain = bench.run(Cell(AUTOREGRESSIVE, 0, 1, 0.0), PROMPTS)
+    [plain] = bench.run([Cell(AUTOREGRESSIVE, 0, 1, 0.0)], PROMPTS).values()
     assert bench._differences(plain, plain) == []
     changed = [list(tokens) for tokens in plain.tokens]
     changed[1][4] = (changed[1][4] + 1) % TARGET.config.vocab_size
@@ -96,32 +109,33 @@ def test_a_token_that_differs_is_found_with_the_targets_margin_there():
 def test_the_prediction_is_the_ratio_of_the_parts(monkeypatch):
     """tau 1.75 (acceptance .5 and .25), a block of 2 units against plain steps of 1, prefill 3 and 4 units."""
     bench = make(new_tokens=14)
-    stats = dataclasses.replace(
-        bench.run(Cell("draft_after", 1, 1, 1.0), TUNING).stats, blocks=4, drafted_at=(4, 4), accepted_at=(2, 1)
-    )
-    steps = {AUTOREGRESSIVE: costs.StepCosts(1.0, 0.0, 1.0), "draft_after": costs.StepCosts(1.0, 0.5, 2.0)}
-    monkeypatch.setattr(bench, "_all_costs", lambda name, k: {1.0: steps[name]})
-    monkeypatch.setattr(bench, "_prefill_seconds", lambda name, k, t: 3.0 if name == AUTOREGRESSIVE else 4.0)
-    assert bench._predict("draft_after", 2, 1.0, stats) == pytest.approx((3 + 14) / (4 + 2 * 14 / 1.75))
+    stats = DecodeStats(blocks=4, emitted=7, drafted_at=(4, 4), reached_at=(4, 2), accepted_at=(2, 1))
+    steps = {0: costs.StepCosts(1.0, 0.0, 1.0), 2: costs.StepCosts(1.0, 0.5, 2.0)}
+    monkeypatch.setattr(bench, "_costs", lambda cell: steps[cell.k])
+    monkeypatch.setattr(bench, "_prefill_seconds", lambda cell: 4.0 if cell.k else 3.0)
+    assert bench._predict(Cell("draft_after", 2, 1, 1.0), stats) == pytest.approx((3 + 14) / (4 + 2 * 14 / 1.75))
 
 
-def test_k_is_the_fastest_on_the_tuning_prompts(monkeypatch):
+def test_k_is_the_fastest_on_other_prompts_and_its_acceptance_is_counted_on_all_of_them(monkeypatch):
     bench, asked = make(), []
 
-    def run(cell, prompts):
-        asked.append(prompts)
-        return bench_lib.Run({1: 3.0, 3: 2.0}[cell.k], [], None)  # type: ignore[arg-type]
+    def run(cells, prompts, tick):
+        asked.append(([cell.k for cell in cells], prompts))
+        stats = DecodeStats(1, 1, (1,), (1,), (0,))
+        return {cell: bench_lib.Run({1: 3.0, 3: 2.0}[cell.k], [], stats) for cell in cells}
 
     monkeypatch.setattr(bench, "run", run)
-    assert bench._choose_k("draft_after", 1.0)[0] == 3
-    assert asked == [TUNING, TUNING]
+    best, runs = bench._tune("draft_after", lambda: None)
+    assert best == {0.0: 3, 1.0: 3}
+    assert asked == [([1, 3], TUNING[:3]), ([3], TUNING[3:])] * 2
+    assert {(cell.k, run.stats.blocks) for cell, run in runs.items()} == {(1, 1), (3, 2)}
 
 
 def test_costs_of_a_step_are_more_than_those_of_its_passes_and_a_lost_bench_is_freed():
     bench = make()
-    found = bench._all_costs("draft_after", 3)
-    assert set(found) == {0.0, 1.0}
-    for cost in found.values():
+    bench._timer("draft_after", 3).turn()
+    for temperature in (0.0, 1.0):
+        cost = bench._costs(Cell("draft_after", 3, 1, temperature))
         assert cost.target > 0
         assert cost.draft > 0
         assert cost.overhead == pytest.approx(cost.step / (cost.target + cost.draft))
@@ -159,7 +173,7 @@ def test_prompts_come_from_held_out_text_and_do_not_repeat(tiny_target):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"new_tokens": 250}, "need 261 positions, the target has 256"), ({"prompts": 90}, "bench needs 180")],
+    [({"new_tokens": 250}, "need 261 positions, the target has 256"), ({"prompts": 90}, "bench needs 360")],
 )
 def test_what_could_not_be_decoded_is_refused_before_training(tiny_target, changes, message):
     settings = config.Bench(**{"prompts": 2, "prompt_tokens": 8, "new_tokens": 16, "ks": (3,), **changes})
