@@ -215,16 +215,15 @@ class Bench:
     def _headline(self, fast: Cell, runs: Mapping[Cell, list[Run]], tuning: Run) -> dict:
         plain = _plain(fast.temperature)
         tokens = len(self._prompts) * self._settings.new_tokens
-        costs, plain_costs = self._costs(fast), self._costs(plain)
         return {
             "k": fast.k,
             "speedup": _speedup(fast, runs),
             "ar_tokens_per_s": tokens / _seconds(runs[plain]),
             "spec_tokens_per_s": tokens / _seconds(runs[fast]),
-            "costs": dataclasses.asdict(costs),
-            "ar_costs": dataclasses.asdict(plain_costs),
-            "step_overhead": costs.overhead,
-            "ar_overhead": plain_costs.overhead,
+            "costs": dataclasses.asdict(costs_lib.median(self._costs(fast))),
+            "ar_costs": dataclasses.asdict(costs_lib.median(self._costs(plain))),
+            "step_overhead": float(np.median([cost.overhead for cost in self._costs(fast)])),
+            "ar_overhead": float(np.median([cost.overhead for cost in self._costs(plain)])),
             "speedup_predicted": self._predict(fast, tuning.stats),
             "speedup_predicted_in_sample": self._predict(fast, runs[fast][0].stats),
         }
@@ -232,13 +231,14 @@ class Bench:
     def _predict(self, cell: Cell, stats: metrics.DecodeStats) -> float:
         """Seconds of plain decoding over those of speculation: n steps over n / tau blocks, each timed alone, and on
         both sides the prefill. tau is from the acceptance by position in ``stats`` (2211.17192, section 3.3, with a
-        block's own cost in place of k draft passes and one target pass)."""
+        block's own cost in place of k draft passes and one target pass). The median over the turns of the costs."""
         plain, new = _plain(cell.temperature), self._settings.new_tokens
         blocks = new / metrics.expected_block_efficiency(stats.acceptance_at)
-        plain_seconds = self._prefill_seconds(plain) + new * self._costs(plain).step
-        return plain_seconds / (self._prefill_seconds(cell) + blocks * self._costs(cell).step)
+        first = self._prefill_seconds(plain), self._prefill_seconds(cell)
+        turns = zip(self._costs(plain), self._costs(cell), strict=True)
+        return float(np.median([(first[0] + new * p.step) / (first[1] + blocks * c.step) for p, c in turns]))
 
-    def _costs(self, cell: Cell) -> costs_lib.StepCosts:
+    def _costs(self, cell: Cell) -> list[costs_lib.StepCosts]:
         which = self._settings.temperatures.index(cell.temperature)
         return self._timer(cell.drafter, cell.k).costs()[which]
 
