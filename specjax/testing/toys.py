@@ -10,6 +10,7 @@ Dims: B rows, T tokens fed, S cache slots, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -97,8 +98,13 @@ class ToyModel:
 
     def logits(self, tokens):
         tokens = jnp.asarray(tokens, jnp.int32)
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-        return self.spec(self.params, tokens, positions).logits.astype(jnp.float32)
+        return _logits(self.spec, self.params, tokens)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(spec, params, tokens):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    return spec(params, tokens, positions).logits.astype(jnp.float32)
 
 
 def prefix_model(seed: int, vocab_size: int = 4, eos_ids: tuple[int, ...] = (), scale: float = 2.5) -> ToyModel:

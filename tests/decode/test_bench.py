@@ -27,7 +27,7 @@ from specjax.testing.toys import prefix_model, related
 TARGET = prefix_model(0, scale=1.2)
 DRAFT = related(TARGET, 1)
 SETTINGS = config.Bench(
-    prompts=3, prompt_tokens=2, new_tokens=12, batch_sizes=(2,), temperatures=(0.0, 1.0), ks=(1, 3), repeats=2
+    prompts=3, prompt_tokens=2, new_tokens=12, batch_sizes=(2,), temperatures=(0.0, 1.0), ks=(2,), repeats=2
 )
 PROMPTS, TUNING = [[1, 2], [3], [0, 1]], [[2], [1, 3], [0], [3, 1]]
 
@@ -54,9 +54,7 @@ def test_every_point_of_the_grid_is_there_once_and_batch_1_for_the_headline(meas
     points = [(r["drafter"], r["k"], r["batch_size"], r["temperature"]) for r in measured["decoding"]]
     assert len(set(points)) == len(points)
     asked = {
-        (name, k, 2, t)
-        for t in (0.0, 1.0)
-        for name, k in [(AUTOREGRESSIVE, None), *((d, k) for d in ("draft_after", "ngram") for k in (1, 3))]
+        (name, k, 2, t) for t in (0.0, 1.0) for name, k in [(AUTOREGRESSIVE, None), ("draft_after", 2), ("ngram", 2)]
     }
     headline = {(name, k, 1, t) for t, best in measured["best_k"].items() for name, k in pair(best)}
     assert set(points) == asked | headline
@@ -117,7 +115,7 @@ def test_the_prediction_is_the_ratio_of_the_parts(monkeypatch):
 
 
 def test_k_is_the_fastest_on_other_prompts_and_its_acceptance_is_counted_on_all_of_them(monkeypatch):
-    bench, asked = make(), []
+    bench, asked = make(ks=(1, 3)), []
 
     def run(cells, prompts, tick):
         asked.append(([cell.k for cell in cells], prompts))

@@ -30,7 +30,7 @@ def transformer(seed: int, **changes) -> ToyModel:
         vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
     )
     model = Model(dataclasses.replace(config, **changes))
-    params = jax.tree.map(lambda x: x * 3.0, model.init(jax.random.key(seed)))
+    params = jax.tree.map(lambda x: x * 3.0, jax.jit(model.init)(jax.random.key(seed)))
     return ToyModel(model, params)
 
 
@@ -121,7 +121,7 @@ def test_a_budget_smaller_than_a_block_cuts_it(budget):
 def test_a_row_replays_alone_in_another_slot_from_its_own_seed(drafter):
     decoder = Decoder(TARGET, drafter)
     temperatures = [1.0, 0.7, 0.0, 1.3, 1.0]
-    together = decoder.generate(RAGGED, max_new_tokens=[40, 9, 30, 25, 33], temperature=temperatures, seed=7)
+    together = decoder.generate(RAGGED, max_new_tokens=[32, 9, 30, 25, 28], temperature=temperatures, seed=7)
     alone = decoder.generate([RAGGED[3]], max_new_tokens=25, temperature=1.3, seed=[together.seeds[3]])
     assert alone.tokens[0] == together.tokens[3]
     moved = decoder.generate(
@@ -213,23 +213,24 @@ def test_the_loop_makes_no_host_transfer_inside_a_chunk():
     assert np.asarray(after.done).all()
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("drafter", ["draft", "ngram"])
-def test_prefill_and_loop_lower_for_accelerators(monkeypatch, platform, greedy, drafter):
-    # Fresh models: weights are laid out, and programs made, for the backend that is asked for first.
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+def test_prefill_and_loop_lower_for_accelerators(monkeypatch, greedy, drafter):
+    # Fresh models: weights are laid out, and programs made, for the backend that is asked for first; all but "cpu" are
+    # treated alike.
+    platforms = ("tpu", "cuda")
+    monkeypatch.setattr(jax, "default_backend", lambda: platforms[0])
     target, draft = transformer(2, rms_norm_eps=1e-6), transformer(3, hidden_size=16, rms_norm_eps=1e-6)
     decoder = Decoder(target, DraftModel(draft, 3) if drafter == "draft" else NGram(3))
     engine, params = decoder.engine(greedy, rows=1)
     batch = decoder._prepare([[1, 2, 3]], 8, 0.0 if greedy else 1.0, 0, False)
     prefill = engine_lib.prefill(engine.target, engine.drafter, batch.first_slots, batch.buffer)
-    jax.export.export(prefill, platforms=[platform])(params, batch.request)
+    jax.export.export(prefill, platforms=platforms)(params, batch.request)
     state = jax.eval_shape(prefill, params, batch.request)
-    exported = jax.export.export(engine_lib.chunk(engine), platforms=[platform])(
+    exported = jax.export.export(engine_lib.chunk(engine), platforms=platforms)(
         params, state, jax.ShapeDtypeStruct((), jnp.int32)
     )
-    assert exported.platforms == (platform,)
+    assert exported.platforms == platforms
 
 
 def test_weights_are_laid_out_once_for_all_decoders_of_a_target(pair):
@@ -263,18 +264,20 @@ def test_the_drafts_decode_path_gives_its_training_logits(pair):
     spec = DraftModel(draft.spec, 3)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 24)), jnp.int32)
 
+    @jax.jit
     def train_logits(tokens):
         return spec.train_output(draft.params, tokens, jnp.ones(tokens.shape, bool), None).logits[:, :, 0]
 
+    feed, propose = jax.jit(spec.model.__call__), jax.jit(spec.draft)
     state = spec.init(draft.params, tokens[:, :1], jnp.ones(2, jnp.int32), 32, None)
     for length in (1, 2, 5, 6, 9):
         lengths = jnp.full(2, length, jnp.int32)
         noise = sampling.fresh_noise(jnp.zeros((2, 2), jnp.uint32), lengths, 3)
         for start in range(1, length + 1):  # feed everything committed so far, as prefill and earlier blocks would
             at = jnp.full((2, 1), start - 1, jnp.int32)
-            state = spec.model(draft.params, tokens[:, start - 1 : start], at, at, state).cache
+            state = feed(draft.params, tokens[:, start - 1 : start], at, at, state).cache
         context = Context(tokens, lengths, SamplingParams(jnp.ones(2)), noise)
-        block, state = spec.draft(draft.params, state, context)
+        block, state = propose(draft.params, state, context)
         want = train_logits(jnp.concatenate([tokens[:, :length], block.tokens], axis=1))
         assert block.logits is not None
         np.testing.assert_allclose(block.logits, want[:, length - 1 : length + 2], atol=2e-5)
@@ -294,7 +297,7 @@ def ngram_draft(tokens: list[int], **settings):
     drafter = NGram(**settings)
     padded = jnp.asarray([[*tokens, *[3] * 5]], jnp.int32)
     context = Context(padded, jnp.asarray([len(tokens)], jnp.int32), SamplingParams(jnp.ones(1)), None)
-    draft, _ = drafter.draft({}, {}, context)
+    draft, _ = jax.jit(drafter.draft)({}, {}, context)
     return [t for t, ok in zip(draft.tokens[0].tolist(), draft.valid[0].tolist(), strict=True) if ok]
 
 

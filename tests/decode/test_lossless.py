@@ -71,10 +71,10 @@ def all_accepted(drafter, temperature) -> bool:
     return all(s.accepted == s.drafted and s.drafted > 0 for s in result.stats)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0, [0.0, 1.0, 0.7, 1.3]])
 @pytest.mark.parametrize("k", [1, 2, 5, 8])
-def test_draft_equal_to_target_is_always_accepted(k, temperature):
-    assert all_accepted(DraftModel(TARGET, k), temperature)
+def test_draft_equal_to_target_is_always_accepted(k):
+    for temperature in (0.0, 1.0, [0.0, 1.0, 0.7, 1.3]):
+        assert all_accepted(DraftModel(TARGET, k), temperature), temperature
 
 
 class Mutant(Speculative):

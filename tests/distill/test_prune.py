@@ -23,7 +23,7 @@ def target(tie: bool, dead_neurons=(), dead_heads=(), dead_layers=(), dead_direc
     """Random weights and norm scales; what is dead contributes nothing to the stream."""
     model = Model(dataclasses.replace(SHAPE, tie_embeddings=tie))
     key = jax.random.key(1)
-    params = jax.tree.map(np.array, model.init(key))
+    params = jax.tree.map(np.array, jax.jit(model.init)(key))
     params["embedding"] = params["embedding"] * 50
     rng = np.random.default_rng(2)
     for i, layer in params["layers"].items():
@@ -53,7 +53,7 @@ def target(tie: bool, dead_neurons=(), dead_heads=(), dead_layers=(), dead_direc
 
 def logits(spec: Model, params) -> np.ndarray:
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1], dtype=jnp.int32)[None], TOKENS.shape)
-    return np.asarray(spec(params, jnp.asarray(TOKENS), positions).logits)
+    return np.asarray(jax.jit(spec.__call__)(params, jnp.asarray(TOKENS), positions).logits)
 
 
 @pytest.mark.parametrize(
