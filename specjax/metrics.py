@@ -102,6 +102,13 @@ class DecodeStats:
         return {name: getattr(self, name) for name in names}
 
 
-def expected_block_efficiency(acceptance_at: Sequence[float]) -> float:
-    """tau = 1 + sum_j s_j from measured unconditional acceptance by position (2211.17192 with s_j for alpha^j)."""
-    return 1.0 + float(np.sum(acceptance_at))
+def expected_blocks(acceptance_at: Sequence[float], tokens: int) -> float:
+    """Blocks that emit ``tokens`` tokens, when each block accepts by position as measured, whatever came before. More
+    than ``tokens / tau``, because the budget cuts the last block: E[N_m] = 1 + sum_j Pr(j emitted) E[N_(m-j)]."""
+    reached = np.array([1.0, *acceptance_at, 0.0])
+    emitted = reached[:-1] - reached[1:]
+    expected = np.zeros(tokens + 1)
+    for m in range(1, tokens + 1):
+        before = expected[max(m - len(emitted), 0) : m][::-1]
+        expected[m] = 1.0 + emitted[: len(before)] @ before
+    return float(expected[tokens])

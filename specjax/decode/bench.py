@@ -229,11 +229,12 @@ class Bench:
         }
 
     def _predict(self, cell: Cell, stats: metrics.DecodeStats) -> float:
-        """Seconds of plain decoding over those of speculation: n steps over n / tau blocks, each timed alone, and on
-        both sides the prefill. tau is from the acceptance by position in ``stats`` (2211.17192, section 3.3, with a
-        block's own cost in place of k draft passes and one target pass). The median over the turns of the costs."""
+        """Seconds of plain decoding over those of speculation: the steps and the blocks that emit all tokens, each
+        timed alone, and on both sides the prefill. Blocks follow from the acceptance by position in ``stats``
+        (2211.17192, section 3.3, with a block's own cost in place of k draft passes and one target pass, and with the
+        last block cut at the budget). The median over the turns of the costs."""
         plain, new = _plain(cell.temperature), self._settings.new_tokens
-        blocks = new / metrics.expected_block_efficiency(stats.acceptance_at)
+        blocks = metrics.expected_blocks(stats.acceptance_at, new)
         first = self._prefill_seconds(plain), self._prefill_seconds(cell)
         turns = zip(self._costs(plain), self._costs(cell), strict=True)
         return float(np.median([(first[0] + new * p.step) / (first[1] + blocks * c.step) for p, c in turns]))

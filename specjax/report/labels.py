@@ -35,6 +35,7 @@ FIGURES: Mapping[str, str] = {
     "ar_overhead": "one autoregressive step over its target forward",
     "step_overhead": "one speculative step over its target and draft forwards",
     "speedup_predicted_error": "predicted against measured speedup, relative error",
+    "speedup_predicted_error_in_sample": "the same with the acceptance of the timed prompts: the error of the costs",
     "recompiles": "programs compiled after every bucket was seen once",
     "peak_rss_gb": "peak memory of the run, GB",
 }

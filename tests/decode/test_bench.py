@@ -21,7 +21,7 @@ from specjax.distill.corpus import Document
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import ConfigError, DataError
-from specjax.metrics import DecodeStats
+from specjax.metrics import DecodeStats, expected_blocks
 from specjax.testing.toys import prefix_model, related
 
 TARGET = prefix_model(0, scale=1.2)
@@ -105,13 +105,27 @@ def test_a_token_that_differs_is_found_with_the_targets_margin_there():
 
 
 def test_the_prediction_is_the_ratio_of_the_parts(monkeypatch):
-    """tau 1.75 (acceptance .5 and .25), a block of 2 units against plain steps of 1, prefill 3 and 4 units."""
+    """Both drafts are always accepted: 5 blocks of 2 units for 14 tokens, 14 steps of 1, prefill 3 and 4 units."""
     bench = make(new_tokens=14)
-    stats = DecodeStats(blocks=4, emitted=7, drafted_at=(4, 4), reached_at=(4, 2), accepted_at=(2, 1))
+    stats = DecodeStats(blocks=4, emitted=12, drafted_at=(4, 4), reached_at=(4, 4), accepted_at=(4, 4))
     steps = {0: [costs.StepCosts(1.0, 0.0, 1.0)], 2: [costs.StepCosts(1.0, 0.5, 2.0)]}
     monkeypatch.setattr(bench, "_costs", lambda cell: steps[cell.k])
     monkeypatch.setattr(bench, "_prefill_seconds", lambda cell: 4.0 if cell.k else 3.0)
-    assert bench._predict(Cell("draft_after", 2, 1, 1.0), stats) == pytest.approx((3 + 14) / (4 + 2 * 14 / 1.75))
+    assert bench._predict(Cell("draft_after", 2, 1, 1.0), stats) == pytest.approx((3 + 14) / (4 + 2 * 5))
+
+
+def test_the_expected_number_of_blocks_counts_the_one_that_the_budget_cuts():
+    assert expected_blocks((), 7) == expected_blocks((0.0, 0.0), 7) == 7
+    assert [expected_blocks((1.0, 1.0), n) for n in (1, 3, 4, 6, 7)] == [1, 1, 2, 2, 3]
+    # One draft, accepted half of the time: two tokens take one block or two.
+    assert expected_blocks((0.5,), 2) == 1.5
+    rng, counts = np.random.default_rng(0), []
+    for _ in range(4000):
+        left, blocks = 20, 0
+        while left > 0:
+            left, blocks = left - 1 - np.sum(rng.random() < np.array([0.8, 0.5, 0.3])), blocks + 1
+        counts.append(blocks)
+    assert expected_blocks((0.8, 0.5, 0.3), 20) == pytest.approx(np.mean(counts), abs=5 * np.std(counts) / 4000**0.5)
 
 
 def test_k_is_the_fastest_on_other_prompts_and_its_acceptance_is_counted_on_all_of_them(monkeypatch):
