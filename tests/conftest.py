@@ -10,6 +10,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("MPLBACKEND", "agg")
 
+import beartype
 import jax
 import jaxtyping
 import pytest
@@ -17,10 +18,14 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Where the mathematics is. Not the pytrees: JAX rebuilds those with placeholders and host code with numpy arrays. Nor
-# the counts of metrics, made by the ten thousand in the law tests.
+# Where the mathematics is. Not the pytrees: JAX rebuilds those with placeholders and host code with numpy arrays. Of
+# metrics its one function of arrays alone: the law tests make counts by the ten thousand.
 CHECKED = ["sampling", "verifiers", "drafters", "models.transformer", "distill.losses"]
 jaxtyping.install_import_hook([f"specjax.{module}" for module in CHECKED], "beartype.beartype")
+
+from specjax import metrics
+
+metrics.alpha_per_position = jaxtyping.jaxtyped(typechecker=beartype.beartype)(metrics.alpha_per_position)
 
 from specjax.distill.corpus import Document
 from specjax.distill.tokenizer import train_tokenizer
