@@ -13,8 +13,13 @@ DRAFTERS = {
     "ngram": "specjax.drafters.ngram:NGram",
 }
 VERIFIERS = {
+    "block": "specjax.verifiers.block:Block",
+    "coupled": "specjax.verifiers.coupled:Coupled",
     "greedy": "specjax.verifiers.greedy:Greedy",
+    "lenient": "specjax.verifiers.lenient:Lenient",
     "speculative": "specjax.verifiers.speculative:Speculative",
+    "top_k": "specjax.verifiers.top_k:TopK",
+    "typical": "specjax.verifiers.typical:Typical",
 }
 LOSSES = {
     "cross_entropy": "specjax.distill.losses:CrossEntropy",

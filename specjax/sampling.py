@@ -1,15 +1,21 @@
 """Logits to logits, row by row, and keyed draws. One transform serves draft, target and the plain baseline.
 
-Dims: B rows, R block rows, K draft length, V vocabulary.
+Meanings and order are those of transformers: bias and forbidden tokens, repetition penalty (prompt and generated
+tokens), `min_new_tokens`, the user's processor, then temperature, top-k, top-p, min-p. Presence and frequency
+penalties, which it does not have, are vLLM's: over generated tokens alone, after the repetition penalty. vLLM applies
+min-p before top-k and top-p, so that with both the set of top-p can differ.
+
+Dims: B rows, R block rows, L token buffer, N drafted tokens, K draft length, V vocabulary.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
-from specjax.types import Noise, SamplingParams
+from specjax.models.cache import write_rows
+from specjax.types import Context, CoupledNoise, LogitsContext, Noise, SamplingParams
 
 _GROUP = 64
 """Width of the groups of the two-level inverse CDF: about the square root of usual vocabularies."""
@@ -24,12 +30,73 @@ def argmax(logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:
     return jnp.minimum(jnp.min(jnp.where(at_top, index, size), axis=-1), size - 1)
 
 
-def transform(logits: Float[Array, "B R V"], sampling: SamplingParams) -> Float[Array, "B R V"]:
-    """float32 logits after the sampling parameters: what is drawn from and compared. Temperature 0 becomes the log of
-    a one-hot (0 at the argmax, -inf elsewhere), so nothing downstream branches on temperature."""
-    logits = logits.astype(jnp.float32)
+def transform(
+    logits: Float[Array, "B R V"], context: Context, drafted: Int[Array, "B N"], first: int | Int[Array, ""] = 0
+) -> Float[Array, "B R V"]:
+    """float32 logits after all sampling parameters: what is drawn from and compared. Row r follows the committed tokens
+    and the first ``first + r`` of ``drafted``. Temperature 0 becomes the log of a one-hot (0 at the argmax, -inf
+    elsewhere), so nothing downstream branches on temperature."""
+    return warp(process(logits, context, drafted, first), context.sampling)
+
+
+def process(
+    logits: Float[Array, "B R V"], context: Context, drafted: Int[Array, "B N"], first: int | Int[Array, ""] = 0
+) -> Float[Array, "B R V"]:
+    """The first half of `transform`, which moves an argmax too: all but temperature, top-k, top-p and min-p."""
+    logits, s = logits.astype(jnp.float32), context.sampling
+    penalties = (s.repetition_penalty != 1, s.presence_penalty != 0, s.frequency_penalty != 0, s.min_new_tokens > 0)
+    # Paid only by batches with a row that asks for it.
+    wanted = jnp.any(jnp.stack(penalties)) | jnp.any(s.bias != 0)
+    logits = jax.lax.cond(wanted, lambda: _penalised(logits, context, drafted, first), lambda: logits)
+    if context.processor is None:
+        return logits
+    tokens = write_rows(context.tokens, context.lengths, drafted)
+
+    def at_node(node, offset):
+        return context.processor(node, LogitsContext(tokens, context.lengths + offset, context.prompt_lengths))
+
+    return jax.vmap(at_node, in_axes=(1, 0), out_axes=1)(logits, first + jnp.arange(logits.shape[1]))
+
+
+def _penalised(logits, context: Context, drafted, first) -> Float[Array, "B R V"]:
+    s, (batch, nodes, size) = context.sampling, logits.shape
+    rows = jnp.arange(batch)[:, None]
+    position = jnp.arange(context.tokens.shape[1])[None]
+    committed = position < context.lengths[:, None]
+    generated = committed & (position >= context.prompt_lengths[:, None])
+
+    def counted(counts: Bool[Array, "B L"]):
+        return jnp.zeros((batch, size), jnp.int32).at[rows, context.tokens].add(counts.astype(jnp.int32))[:, None]
+
+    before, token = first + jnp.arange(nodes), jnp.arange(size)
+    of_drafts = jnp.zeros((batch, nodes, size), jnp.int32)
+    for i in range(drafted.shape[1]):
+        counts = (drafted[:, i, None, None] == token[None, None]) & (i < before)[None, :, None]
+        of_drafts += counts.astype(jnp.int32)
+    count = counted(generated) + of_drafts
+    seen = (counted(committed) + of_drafts) > 0
+
+    def each(values):
+        return values[:, None, None]
+
+    logits = logits + s.bias[:, None]
+    penalty = jnp.where(seen, each(s.repetition_penalty), 1.0)
+    logits = jnp.where(logits > 0, logits / penalty, logits * penalty)
+    logits -= jnp.where(count > 0, each(s.presence_penalty), 0.0)
+    logits -= each(s.frequency_penalty) * count.astype(jnp.float32)
+    # Ids of -1 fill up the list; they index past the end and are dropped.
+    stop = jnp.where(context.stop_ids < 0, size, context.stop_ids)
+    stops = jnp.zeros((batch, size), bool).at[rows, stop].set(True, mode="drop")
+    new = (context.lengths - context.prompt_lengths)[:, None] + before[None]
+    return jnp.where(stops[:, None] & (new < s.min_new_tokens[:, None])[..., None], -jnp.inf, logits)
+
+
+def warp(logits: Float[Array, "B R V"], sampling: SamplingParams) -> Float[Array, "B R V"]:
+    """The second half of `transform`: temperature, then the three cuts. None of them moves the argmax."""
     temperature = sampling.temperature[:, None, None]
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
+    cut = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    scaled = jax.lax.cond(jnp.any(cut), lambda: _cut(scaled, sampling), lambda: scaled)
 
     def with_greedy_rows():
         index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
@@ -38,6 +105,40 @@ def transform(logits: Float[Array, "B R V"], sampling: SamplingParams) -> Float[
 
     # The argmax over V is paid only by batches that hold a greedy row.
     return jax.lax.cond(jnp.any(sampling.temperature == 0), with_greedy_rows, lambda: scaled)
+
+
+def _cut(logits: Float[Array, "B R V"], sampling: SamplingParams) -> Float[Array, "B R V"]:
+    """top-k, then top-p of what it left, then min-p. Tokens that tie with the last one kept are kept."""
+    top_k, top_p, min_p = (x[:, None, None] for x in (sampling.top_k, sampling.top_p, sampling.min_p))
+
+    def keep(logits, kept, wanted):
+        return jnp.where(kept | ~wanted, logits, -jnp.inf)
+
+    ones = jnp.ones_like(logits)
+    logits = keep(logits, logits >= _threshold(logits, ones, top_k.astype(jnp.float32)), top_k > 0)
+    p = jax.nn.softmax(logits, axis=-1)
+    best = jnp.max(p, axis=-1, keepdims=True)
+    logits = keep(logits, (p >= _threshold(p, p, top_p)) | (p == best), top_p < 1)
+    return keep(logits, p >= min_p * best, min_p > 0)
+
+
+def _threshold(
+    values: Float[Array, "B R V"], weights: Float[Array, "B R V"], enough: Float[Array, "B 1 1"]
+) -> Float[Array, "B R 1"]:
+    """The largest t for which the entries ``values >= t`` weigh ``enough``; the smallest float if none does. Bit by bit
+    through the floats in their order: 32 passes over V and no sort, which is slower on every backend."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    top = jnp.uint32(1 << 31)
+    # Ordered as the floats are: negative ones turned round, below the others.
+    order = jnp.where(bits >= top, ~bits, bits | top)
+
+    def add_bit(i, found):
+        candidate = found | (top >> i.astype(jnp.uint32))
+        weight = jnp.sum(jnp.where(order >= candidate, weights, 0.0), axis=-1, keepdims=True)
+        return jnp.where(weight >= enough, candidate, found)
+
+    found = jax.lax.fori_loop(0, 32, add_bit, jnp.zeros((*values.shape[:2], 1), jnp.uint32))
+    return jax.lax.bitcast_convert_type(jnp.where(found >= top, found & ~top, ~found), jnp.float32)
 
 
 def fresh_noise(seeds: UInt[Array, "B 2"], lengths: Int[Array, " B"], k: int) -> Noise:
@@ -51,12 +152,26 @@ def fresh_noise(seeds: UInt[Array, "B 2"], lengths: Int[Array, " B"], k: int) ->
     return Noise(jax.vmap(of_row)(seeds, lengths))
 
 
-def draw(logits: Float[Array, "B V"], uniform: Float[Array, " B"] | None) -> Int[Array, " B"]:
-    """One token a row from transformed logits; without noise (an all-greedy batch), the argmax."""
-    if uniform is None:
+def coupled_noise(seeds: UInt[Array, "B 2"], lengths: Int[Array, " B"], k: int, size: int) -> CoupledNoise:
+    """Gumbel noise of the next ``k + 1`` positions over ``size`` tokens, keyed by (row seed, absolute position)."""
+
+    def at(seed, position):
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+        return jax.random.gumbel(key, (size,), jnp.float32)
+
+    positions = lengths[:, None] + jnp.arange(k + 1)[None]
+    return CoupledNoise(jax.vmap(jax.vmap(at, in_axes=(None, 0)))(seeds, positions))
+
+
+def draw(logits: Float[Array, "B V"], noise: Float[Array, " B"] | Float[Array, "B V"] | None) -> Int[Array, " B"]:
+    """One token a row from transformed logits: by inverse CDF from a uniform, or as the argmax with Gumbel noise added.
+    Without noise (an all-greedy batch), the argmax."""
+    if noise is None:
         return argmax(logits)
+    if noise.ndim == 2:
+        return argmax(logits + noise)
     # Unnormalised weights: the inverse CDF scales its threshold by their sum.
-    return inverse_cdf(jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), uniform)
+    return inverse_cdf(jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), noise)
 
 
 def inverse_cdf(weights: Float[Array, "B V"], uniform: Float[Array, " B"]) -> Int[Array, " B"]:

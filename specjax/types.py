@@ -7,6 +7,7 @@ Axis 0 of every leaf is the row, so that rows can become slots of a server later
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import flax.struct
@@ -29,9 +30,37 @@ class Output:
 
 @flax.struct.dataclass
 class SamplingParams:
-    """One value a row. Temperature 0 is greedy."""
+    """One value a row, each with a value that changes nothing; what they mean is said in `specjax.sampling`."""
 
     temperature: Float[Array, " B"]
+    """0 is greedy."""
+    top_k: Int[Array, " B"]
+    """0: off."""
+    top_p: Float[Array, " B"]
+    """1: off."""
+    min_p: Float[Array, " B"]
+    """0: off."""
+    repetition_penalty: Float[Array, " B"]
+    """1: off."""
+    presence_penalty: Float[Array, " B"]
+    frequency_penalty: Float[Array, " B"]
+    min_new_tokens: Int[Array, " B"]
+    bias: Float[Array, "B V"]
+    """Added to the logits; -inf forbids a token."""
+
+
+@flax.struct.dataclass
+class LogitsContext:
+    """What a user's logits processor may look at: the tokens before the one to choose, ``tokens[b, :lengths[b]]``
+    (prompt, generated, and the drafts before this one); later entries are stale."""
+
+    tokens: Int[Array, "B L"]
+    lengths: Int[Array, " B"]
+    prompt_lengths: Int[Array, " B"]
+
+
+LogitsProcessor = Callable[[Float[Array, "B V"], LogitsContext], Float[Array, "B V"]]
+"""Traced into the step, so it must be pure; another function is another program."""
 
 
 @flax.struct.dataclass
@@ -61,13 +90,29 @@ class Noise:
 
 
 @flax.struct.dataclass
+class CoupledNoise:
+    """Gumbel noise of the K + 1 tokens a block may choose, keyed by (row seed, absolute position of the token) alone:
+    a position that is drawn again sees the same noise, and so does plain sampling."""
+
+    gumbel: Float[Array, "B K1 V"]
+
+    def draft(self, offset: int | Int[Array, ""]) -> Float[Array, "B V"]:
+        """The noise that draws the draft token at ``offset`` 0 .. K-1."""
+        return self.gumbel[:, offset]
+
+
+@flax.struct.dataclass
 class Context:
-    """What a drafter may look at: committed tokens only (``tokens[b, :lengths[b]]``; later entries are stale)."""
+    """What a drafter may look at: committed tokens only (``tokens[b, :lengths[b]]``; later entries are stale). It is
+    also all that `specjax.sampling.transform` needs, for draft and target alike."""
 
     tokens: Int[Array, "B L"]
     lengths: Int[Array, " B"]
+    prompt_lengths: Int[Array, " B"]
+    stop_ids: Int[Array, "B E"]
     sampling: SamplingParams
-    noise: Noise | None
+    noise: Noise | CoupledNoise | None
+    processor: LogitsProcessor | None = flax.struct.field(pytree_node=False, default=None)
 
 
 @flax.struct.dataclass
@@ -90,6 +135,15 @@ class Verdict:
     num_accepted: Int[Array, " B"]
     next_token: Int[Array, " B"]
     path: Int[Array, "B N"] | None = None
+
+
+@flax.struct.dataclass
+class Law:
+    """What a verifier does with given drafts: ``num_accepted[b, n]``, the chance to keep n of them, and
+    ``next_token[b, n]``, the law of the token that follows."""
+
+    num_accepted: Float[Array, "B K1"]
+    next_token: Float[Array, "B K1 V"]
 
 
 @flax.struct.dataclass
@@ -123,6 +177,10 @@ class DecodeState:
     stop_ids: Int[Array, "B E"]
     """Token ids that end the row, padded with -1."""
     counters: Counters
+    nan_at: Int[Array, " B"]
+    """Position of the token for which a user's logits processor left no law; -1: none. Ends the row."""
+    logprobs: Float[Array, "B L"] | None
+    """Of the emitted tokens, where asked for."""
     cache: Any
     drafter: Any
 
@@ -175,15 +233,18 @@ class Drafter(Protocol):
 @runtime_checkable
 class Verifier(Protocol):
     """Which part of the block is kept. ``p_logits[b, i]`` is the target's law after node i (0 is the root), after the
-    sampling transform. Chains have N = K."""
+    sampling transform. Chains have N = K. ``reference``: an arXiv id. ``law``: the exact law of
+    what ``__call__`` does with given drafts and probabilities."""
 
     @property
     def kind(self) -> str: ...
 
     lossless: ClassVar[bool]
     noise: ClassVar[Literal["fresh", "coupled", "none"]]
+    reference: ClassVar[str]
 
-    def __call__(self, draft: Draft, p_logits: Float[Array, "B N1 V"], noise: Noise | None) -> Verdict: ...
+    def __call__(self, draft: Draft, p_logits: Float[Array, "B N1 V"], noise: Any) -> Verdict: ...
+    def law(self, draft: Draft, p: Float[Array, "B N1 V"], q: Float[Array, "B N V"] | None) -> Law: ...
 
 
 @flax.struct.dataclass

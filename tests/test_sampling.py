@@ -8,7 +8,22 @@ import numpy as np
 import pytest
 
 from specjax import sampling
-from specjax.types import SamplingParams
+from specjax.testing.references import sampling_logits
+from specjax.testing.toys import context, neutral_sampling
+
+
+def transformed(logits, tokens=((0,),), prompt_lengths=None, drafted=None, first=0, **fields):
+    """The transform after ``tokens`` (one list a row) and ``drafted``."""
+    batch, nodes, size = logits.shape
+    lengths = [len(t) for t in tokens]
+    buffer = np.zeros((len(tokens), max(lengths) + nodes), np.int32)
+    for i, row in enumerate(tokens):
+        buffer[i, : len(row)] = row
+    buffer, lengths = np.resize(buffer, (batch, buffer.shape[1])), np.resize(lengths, batch)
+    prompts = lengths if prompt_lengths is None else np.resize(prompt_lengths, batch)
+    drafted = jnp.zeros((batch, nodes - 1), jnp.int32) if drafted is None else jnp.asarray(drafted, jnp.int32)
+    at = context(buffer, lengths, neutral_sampling(batch, size, **fields), None, prompts)
+    return jax.jit(sampling.transform)(logits, at, drafted, first)
 
 
 @pytest.mark.parametrize("size", [1, 3, 64, 65, 1000, 4096])
@@ -43,14 +58,14 @@ def test_argmax_ties_go_to_the_lowest_index():
 
 def test_temperature_is_a_division_and_zero_a_log_one_hot():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 5)), jnp.float32)
-    out = sampling.transform(logits, SamplingParams(jnp.asarray([0.5, 0.0, 1.0])))
+    out = transformed(logits, temperature=[0.5, 0.0, 1.0])
     np.testing.assert_allclose(out[0], logits[0] * 2, rtol=1e-6)
     np.testing.assert_array_equal(np.asarray(jax.nn.softmax(out[1])), np.eye(5)[np.asarray(logits[1]).argmax(-1)])
     np.testing.assert_array_equal(out[2], logits[2])
 
 
 def test_bfloat16_logits_are_compared_in_float32():
-    out = sampling.transform(jnp.zeros((1, 1, 4), jnp.bfloat16), SamplingParams(jnp.ones(1)))
+    out = transformed(jnp.zeros((1, 1, 4), jnp.bfloat16))
     assert out.dtype == jnp.float32
 
 
@@ -63,3 +78,84 @@ def test_noise_depends_on_seed_and_length_alone_and_no_uniform_is_used_twice():
     assert len(set(values.tolist())) == values.size == 3 * 3 * 5
     assert (values >= 0).all()
     assert (values < 1).all()
+
+
+SETTINGS = [
+    {"temperature": 0.7, "top_k": 5},
+    {"top_p": 0.6},
+    {"temperature": 1.4, "top_k": 30, "top_p": 0.9, "min_p": 0.05},
+    {"min_p": 0.3},
+    {"repetition_penalty": 1.7},
+    {"repetition_penalty": 0.6, "presence_penalty": 0.4, "frequency_penalty": 0.8, "top_p": 0.8},
+    {"presence_penalty": -0.5, "frequency_penalty": -0.3},
+    {"min_new_tokens": 6},
+    {"min_new_tokens": 4, "top_k": 3},
+    {},
+]
+NEUTRAL = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_new_tokens": 0,
+}
+
+
+def test_every_parameter_at_every_draft_position_is_its_definition():
+    """All settings as rows of one batch: what a row asks for changes no other, and the drafts before a node count."""
+    rng = np.random.default_rng(0)
+    batch, nodes, size = len(SETTINGS), 4, 40
+    logits = rng.normal(size=(batch, nodes, size)).astype(np.float32) * 2
+    tokens, drafted = rng.integers(0, 12, (batch, 9)), rng.integers(0, 12, (batch, nodes - 1))
+    bias = np.where(rng.random((batch, size)) < 0.2, rng.normal(size=(batch, size)), 0.0)
+    bias[3:6, 20:30], bias[9] = -np.inf, 0.0
+    fields = {name: np.asarray([s.get(name, neutral) for s in SETTINGS]) for name, neutral in NEUTRAL.items()}
+    sampled = neutral_sampling(batch, size, bias=bias, **fields)
+    buffer = np.concatenate([tokens, np.full((batch, nodes), 1)], axis=1)  # stale entries count for nothing
+    at = context(buffer, [9] * batch, sampled, None, [6] * batch, stop_ids=(3, 7, -1))
+    transform, drafts = jax.jit(sampling.transform), jnp.asarray(drafted, jnp.int32)
+    got = np.asarray(transform(jnp.asarray(logits), at, drafts, 0))
+    for row, settings in enumerate(SETTINGS):
+        for node in range(nodes):
+            generated = [*tokens[row, 6:], *drafted[row, :node]]
+            want = sampling_logits(
+                logits[row, node], tokens[row, :6], generated, bias=bias[row], stop_ids=(3, 7), **settings
+            )
+            kept = np.isfinite(want)
+            np.testing.assert_array_equal(np.isfinite(got[row, node]), kept, err_msg=f"{settings} at node {node}")
+            np.testing.assert_allclose(got[row, node][kept], want[kept], rtol=2e-5, atol=2e-5)
+            # The draft sees one node at a time, through the same function.
+            alone = transform(jnp.asarray(logits[:, node : node + 1]), at, drafts, node)
+            np.testing.assert_allclose(alone[row, 0][kept], got[row, node][kept], rtol=1e-6, atol=1e-6)
+
+
+def test_a_row_without_parameters_is_untouched_by_its_neighbours():
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 50)), jnp.float32)
+    out = transformed(logits, top_k=[0, 5], top_p=[1.0, 0.5], min_p=[0.0, 0.2], repetition_penalty=[1.0, 1.5])
+    np.testing.assert_array_equal(out[0], logits[0])
+    assert np.isinf(np.asarray(out[1])).any()
+
+
+def test_ties_with_the_last_token_kept_are_kept():
+    logits = jnp.asarray([[[2.0, 1.0, 1.0, 0.0, -0.0, -3.0]]])
+    kept = [np.isfinite(np.asarray(transformed(logits, **cut))).sum() for cut in ({"top_k": [2]}, {"top_p": [0.6]})]
+    assert kept == [3, 3]
+    assert np.isfinite(np.asarray(transformed(logits, top_k=[4]))).sum() == 5
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.999999])
+def test_the_most_likely_token_always_stays(top_p):
+    logits = jnp.asarray(np.random.default_rng(2).normal(size=(8, 1, 1000)) * 5, jnp.float32)
+    out = np.asarray(transformed(logits, top_p=[top_p] * 8))
+    np.testing.assert_array_equal(out.argmax(-1), np.asarray(logits).argmax(-1))
+    assert (np.isfinite(out).sum(-1) >= 1).all()
+
+
+def test_coupled_noise_is_a_function_of_seed_and_position():
+    seeds = jnp.asarray([[1, 2], [1, 2], [3, 4]], jnp.uint32)
+    noise = sampling.coupled_noise(seeds, jnp.asarray([5, 7, 5], jnp.int32), 3, 10).gumbel
+    np.testing.assert_array_equal(noise[0, 2:], noise[1, :2])
+    assert len(set(np.asarray(noise).ravel().tolist())) == noise.size - 2 * 10

@@ -1,5 +1,5 @@
-"""The host half of decoding: prompts in, results or a stream of events out. Checks every input, pads it into buckets,
-and runs the jitted chunks of `specjax.decode.engine`; `generate` and `stream` are the same loop.
+"""The host half of decoding: prompts in, results or a stream of events out. Runs the jitted chunks of
+`specjax.decode.engine` on what `specjax.decode.request` checked and padded; `generate` and `stream` are the same loop.
 """
 
 from __future__ import annotations
@@ -8,23 +8,26 @@ import collections
 import dataclasses
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax import registry
 from specjax.backend import decode_layout
 from specjax.decode import engine as engine_lib
-from specjax.decode.engine import Engine, EngineParams, NoDraft, Request
-from specjax.decode.result import Event, GenerationResult, Piece, cut_pieces, origin_names, stats_by_row
+from specjax.decode import request as request_lib
+from specjax.decode import stops as stops_lib
+from specjax.decode.engine import Engine, EngineParams, Logprobs, NoDraft
+from specjax.decode.request import Batch, Prompt, SamplingOptions
+from specjax.decode.result import Event, GenerationResult, Piece, cut_pieces, cut_text, origin_names, stats_by_row
 from specjax.errors import DataError
-from specjax.types import DecodeState, Drafter, SamplingParams, Verifier
-
-Prompt = str | Sequence[int]
+from specjax.types import DecodeState, Drafter, LogitsProcessor, Verifier
 
 _NO_LIMIT = np.iinfo(np.int32).max
-_MIN_BUCKET, _FIRST_SLOTS, _STOP_IDS = 16, 256, 8
+_STOP_STRING_STEPS = 8
+"""Blocks between two looks for stop strings."""
 
 
 class Decoder:
@@ -56,61 +59,83 @@ class Decoder:
         prompts: Sequence[Prompt],
         *,
         max_new_tokens: int | Sequence[int] = 128,
-        temperature: float | Sequence[float] = 0.0,
         seed: int | Sequence[int] = 0,
         ignore_eos: bool = False,
+        stop_strings: str | Sequence[str] | Sequence[Sequence[str]] | None = None,
+        logprobs: Logprobs | None = None,
+        logits_processor: LogitsProcessor | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> GenerationResult:
-        """Decode a batch; every argument is a scalar or one value a row.
+        """Decode a batch; every argument is a scalar or one value a row. ``sampling``: `SamplingOptions`.
 
         An integer ``seed`` s gives row i the seed derived from (s, i); the seeds used are in the result, and any row
-        replays alone from its own (``seed=[result.seeds[i]]``). Raises `DataError` naming the prompt that cannot be
-        used: empty, token ids out of range, longer than the target's positions.
+        replays alone from its own (``seed=[result.seeds[i]]``).
+
+        ``stop_strings`` end a row where its new text holds one: the text stops before it, the tokens with the one that
+        completes it (counters also hold what was decoded before the host saw it). ``logprobs`` of the emitted tokens:
+        'raw' of the target's own law, 'processed' after all sampling parameters. ``logits_processor``: a pure,
+        traceable ``(logits[B, V], specjax.types.LogitsContext) -> logits[B, V]``, for draft and target alike, before
+        temperature.
+
+        Raises `DataError` naming argument, row and value of what cannot be used.
         """
-        batch = self._prepare(prompts, max_new_tokens, temperature, seed, ignore_eos)
+        run = self._run(prompts, max_new_tokens, seed, ignore_eos, stop_strings, logprobs, logits_processor, sampling)
         # The last state alone: a cache that was outgrown is freed.
-        state = collections.deque(self._chunks(batch, _NO_LIMIT), maxlen=1).pop()
-        return self._result(batch, jax.device_get(_host_part(state)))
+        state = collections.deque(
+            self._chunks(run, _STOP_STRING_STEPS if any(run.stops) else _NO_LIMIT), maxlen=1
+        ).pop()
+        return self._result(run, jax.device_get(_host_part(state)))
 
     def stream(
         self,
         prompt: Prompt,
         *,
         max_new_tokens: int = 128,
-        temperature: float = 0.0,
         seed: int = 0,
         ignore_eos: bool = False,
+        stop_strings: str | Sequence[str] | None = None,
+        logprobs: Logprobs | None = None,
+        logits_processor: LogitsProcessor | None = None,
         steps_per_event: int = 1,
+        **sampling: Unpack[SamplingOptions],
     ) -> Iterator[Event]:
         """The same loop as `generate` for one prompt, stopping every ``steps_per_event`` blocks to hand out what was
-        committed. The tokens are those of `generate` with the same arguments."""
+        committed (without what may begin a stop string). The tokens are those of `generate` with the same arguments."""
         if steps_per_event < 1:
             raise DataError(f"steps_per_event: {steps_per_event}; an event takes at least one block")
-        batch = self._prepare([prompt], max_new_tokens, temperature, seed, ignore_eos)
-        sent = start = int(batch.request.lengths[0])
-        for state in self._chunks(batch, steps_per_event):
+        run = self._run([prompt], max_new_tokens, seed, ignore_eos, stop_strings, logprobs, logits_processor, sampling)
+        sent = start = int(run.batch.request.lengths[0])
+        for state in self._chunks(run, steps_per_event):
             host = jax.device_get(_host_part(state))
-            length, done = int(host.lengths[0]), bool(host.done[0])
-            before = host.tokens[0, start:sent].tolist()
-            tokens = host.tokens[0, sent:length].tolist()
+            found, done = run.cuts[0], bool(host.done[0]) or run.cuts[0] is not None
+            length = int(host.lengths[0]) if found is None else start + found[0]
+            if not done:
+                length = self._decided(host.tokens[0, start:length].tolist(), run.stops[0], sent - start) + start
+            before, tokens = host.tokens[0, start:sent].tolist(), host.tokens[0, sent:length].tolist()
             text, pieces = self._text(before, tokens, origin_names(host.origin[0, sent:length]), done)
+            if found is not None:
+                sent_text = self._detokenize(before).rstrip("\ufffd") if before else ""
+                pieces = cut_text(pieces, len(found[1]) - len(sent_text))
+                text = "".join(piece.text for piece in pieces)
+            values = None if host.logprobs is None else host.logprobs[0, sent:length].tolist()
             sent = length
-            yield Event(tokens, text, pieces, stats_by_row(host.counters)[0], done)
+            yield Event(tokens, text, pieces, stats_by_row(host.counters)[0], done, values)
 
     def compile(
         self,
         prompts: Sequence[Prompt],
         *,
         max_new_tokens: int | Sequence[int] = 128,
-        temperature: float | Sequence[float] = 0.0,
+        **sampling: Unpack[SamplingOptions],
     ) -> None:
         """Compile all that `generate` runs for arguments of these sizes, without decoding a token."""
-        batch = self._prepare(prompts, max_new_tokens, temperature, 0, True)
-        engine, params = self.engine(batch.greedy, batch.rows)
-        run, slots = engine_lib.chunk(engine), batch.first_slots
-        state = run(params, self._prefill(batch, slots), np.int32(0))
+        run = self._run(prompts, max_new_tokens, 0, True, sampling=sampling)
+        batch, slots = run.batch, run.batch.first_slots
+        chunk = engine_lib.chunk(run.engine)
+        state = chunk(run.params, self._prefill(run, slots), np.int32(0))
         while slots < batch.buffer:
-            slots = _next_slots(slots, batch.buffer)
-            state = run(params, engine_lib.grow(state, slots), np.int32(0))
+            slots = request_lib.next_slots(slots, batch.buffer)
+            state = chunk(run.params, engine_lib.grow(state, slots), np.int32(0))
 
     def engine(self, greedy: bool, rows: int) -> tuple[Engine, EngineParams]:
         """The static half, for an all-greedy batch or any other, and the weights as ``rows`` padded rows read them."""
@@ -118,19 +143,49 @@ class Decoder:
         engine = Engine(spec, self._drafter, self._greedy_verifier if greedy else self._verifier, greedy)
         return engine, EngineParams(params, self._drafter_params)
 
-    def prefilled(self, prompts: Sequence[Prompt], *, max_new_tokens: int, temperature: float) -> DecodeState:
+    def prefilled(
+        self, prompts: Sequence[Prompt], *, max_new_tokens: int, **sampling: Unpack[SamplingOptions]
+    ) -> DecodeState:
         """The state after prefill, in a cache that holds the whole generation: where `specjax.decode.costs` starts."""
-        batch = self._prepare(prompts, max_new_tokens, temperature, 0, True)
-        return self._prefill(batch, batch.buffer)
+        run = self._run(prompts, max_new_tokens, 0, True, sampling=sampling)
+        return self._prefill(run, run.batch.buffer)
 
-    def started(self, prompts: Sequence[Prompt], *, max_new_tokens: int, temperature: float) -> DecodeState:
+    def started(
+        self, prompts: Sequence[Prompt], *, max_new_tokens: int, **sampling: Unpack[SamplingOptions]
+    ) -> DecodeState:
         """A generation up to its first block, as `generate` does it: encode, pad, prefill, no step."""
-        batch = self._prepare(prompts, max_new_tokens, temperature, 0, True)
-        return next(iter(self._chunks(batch, 0)))
+        return next(iter(self._chunks(self._run(prompts, max_new_tokens, 0, True, sampling=sampling), 0)))
 
-    def _prefill(self, batch: _Batch, slots: int) -> DecodeState:
+    def _run(
+        self, prompts, max_new_tokens, seed, ignore_eos, stop_strings=None, logprobs=None, processor=None, sampling=None
+    ) -> _Run:
+        args = (self.target, self._drafter.k, prompts, max_new_tokens, seed, ignore_eos, sampling or {})
+        batch = request_lib.prepare(*args)
+        if self._verifier.kind == "greedy" and not batch.greedy:
+            raise DataError("verifier 'greedy' decodes at temperature 0 only; use 'speculative' for other temperatures")
+        if logprobs not in (None, "raw", "processed"):
+            raise DataError(f"logprobs: {logprobs!r}; give 'raw', 'processed' or None")
+        if processor is not None:
+            request_lib.check_processor(processor, batch.request)
         engine, params = self.engine(batch.greedy, batch.rows)
-        return engine_lib.prefill(engine.target, engine.drafter, slots, batch.buffer)(params, batch.request)
+        engine = dataclasses.replace(engine, processor=processor, logprobs=logprobs)
+        stops = stops_lib.check(stop_strings, len(prompts), self.target.tokenizer is not None)
+        return _Run(batch, engine, params, stops, [None] * len(prompts))
+
+    def _prefill(self, run: _Run, slots: int) -> DecodeState:
+        engine = run.engine
+        prefill = engine_lib.prefill(
+            engine.target, engine.drafter, slots, run.batch.buffer, engine.logprobs is not None
+        )
+        return prefill(run.params, run.batch.request)
+
+    def _decided(self, tokens: list[int], stops: Sequence[str], sent: int) -> int:
+        """How many of ``tokens`` can be handed out: the text after them begins with what may begin a stop string."""
+        text = self._detokenize(tokens) if stops else ""
+        held, count = stops_lib.undecided(text, stops), len(tokens)
+        while held and count > sent and len(self._detokenize(tokens[:count])) > len(text) - held:
+            count -= 1
+        return count
 
     def _text(self, before: list[int], tokens: list[int], origins: list[str], last: bool) -> tuple[str, list[Piece]]:
         if self.target.tokenizer is None:
@@ -141,119 +196,86 @@ class Decoder:
     def _detokenize(self, tokens: Sequence[int]) -> str:
         return self.target.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
 
-    def _chunks(self, batch: _Batch, max_steps: int) -> Iterator[DecodeState]:
+    def _chunks(self, run: _Run, max_steps: int) -> Iterator[DecodeState]:
         """States at chunk ends; the last one has every row done. A yielded state is consumed by the next chunk."""
-        engine, params = self.engine(batch.greedy, batch.rows)
-        slots = batch.first_slots
-        state = self._prefill(batch, slots)
-        run = engine_lib.chunk(engine)
+        batch, slots = run.batch, run.batch.first_slots
+        state = self._prefill(run, slots)
+        chunk = engine_lib.chunk(run.engine)
         while True:
-            state = run(params, state, np.int32(max_steps))
-            lengths, done = jax.device_get((state.lengths, state.done))
+            state = chunk(run.params, state, np.int32(max_steps))
+            lengths, done, nan_at = jax.device_get((state.lengths, state.done, state.nan_at))
+            _refuse_nan(run, nan_at)
+            if any(run.stops):
+                done = self._cut_at_stop_strings(run, state, lengths, done)
+                state = dataclasses.replace(state, done=jnp.asarray(done))
             yield state
             if done.all():
                 return
             if lengths.max() + self._drafter.k + 1 > slots:
-                slots = _next_slots(slots, batch.buffer)
+                slots = request_lib.next_slots(slots, batch.buffer)
                 state = engine_lib.grow(state, slots)
 
-    def _prepare(self, prompts, max_new_tokens, temperature, seed, ignore_eos) -> _Batch:
-        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-            raise DataError("prompts: give a list of strings or of token-id lists; for one prompt, a list of one")
-        if not prompts:
-            raise DataError("prompts: the list is empty; give at least one prompt")
-        rows = [self._encode(prompt, i) for i, prompt in enumerate(prompts)]
-        count = len(rows)
-        budgets = _per_row("max_new_tokens", max_new_tokens, count)
-        temperatures = _per_row("temperature", temperature, count)
-        if isinstance(seed, (int, np.integer)):
-            seeds = derive_seeds(int(seed), count)
-        else:
-            seeds = [int(s) % 2**64 for s in _per_row("seed", seed, count)]
-        limit = self.target.config.max_positions - self._drafter.k
-        for i, (row, budget, t) in enumerate(zip(rows, budgets, temperatures, strict=True)):
-            if int(budget) != budget or budget < 1:
-                raise DataError(f"max_new_tokens of row {i}: {budget} is not a whole number of at least 1")
-            if not (np.isfinite(t) and t >= 0):
-                raise DataError(f"temperature of row {i}: {t} is not a finite number >= 0")
-            if len(row) + budget > limit:
-                raise DataError(
-                    f"prompt {i} has {len(row)} tokens; with max_new_tokens={budget} and a block of {self._drafter.k} "
-                    f"drafts it exceeds the target's {self.target.config.max_positions} positions; shorten one of them"
-                )
-        greedy = all(t == 0 for t in temperatures)
-        if self._verifier.kind == "greedy" and not greedy:
-            raise DataError("verifier 'greedy' decodes at temperature 0 only; use 'speculative' for other temperatures")
+    def _cut_at_stop_strings(self, run: _Run, state: DecodeState, lengths, done) -> np.ndarray:
+        """Notes in ``run.cuts`` where a row's text ends; returns ``done`` with those rows."""
+        tokens, done = jax.device_get(state.tokens), done.copy()
+        for i, stops in enumerate(run.stops):
+            start = int(run.batch.request.lengths[i])
+            if run.cuts[i] is None:
+                new = tokens[i, start : lengths[i]].tolist()
+                run.cuts[i] = stops_lib.cut(self._detokenize, new, stops, run.checked[i])
+                run.checked[i] = len(new)
+            done[i] |= run.cuts[i] is not None
+        return done
 
-        width = _bucket(max(map(len, rows)), _MIN_BUCKET)
-        new = _bucket(max(int(b) for b in budgets), _MIN_BUCKET, step=64)
-        padded = _bucket(count, 1)
-        # Host arrays where the engine's types say device arrays: the jitted prefill takes both.
-        prompt: Any = np.zeros((padded, width), np.int32)
-        for i, row in enumerate(rows):
-            prompt[i, : len(row)] = row
-
-        def pad(values, fill, dtype) -> Any:
-            return np.asarray([*values, *[fill] * (padded - count)], dtype)
-
-        stops = () if ignore_eos else tuple(self.target.eos_ids)
-        stop_ids: Any = np.full((padded, max(_STOP_IDS, len(stops))), -1, np.int32)
-        stop_ids[:, : len(stops)] = stops
-        words = [(s >> 32, s & 0xFFFFFFFF) for s in seeds]
-        request = Request(
-            prompt=prompt,
-            lengths=pad(map(len, rows), 1, np.int32),
-            budget=pad(budgets, 0, np.int32),
-            sampling=SamplingParams(temperature=pad(temperatures, 0.0 if greedy else 1.0, np.float32)),
-            seeds=pad(words, (0, 0), np.uint32),
-            stop_ids=stop_ids,
-        )
-        buffer = -(-(width + new + self._drafter.k + 1) // 32) * 32
-        first = _next_slots(max(_FIRST_SLOTS // 2, (width + self._drafter.k + 2) // 2), buffer)
-        return _Batch(request, seeds, greedy, buffer, first)
-
-    def _encode(self, prompt: Prompt, index: int) -> list[int]:
-        if isinstance(prompt, str):
-            if self.target.tokenizer is None:
-                raise DataError(f"prompt {index} is text, but the target has no tokenizer; give token ids")
-            ids = self.target.tokenizer(prompt)["input_ids"]
-        else:
-            ids = [int(t) for t in prompt]
-        if not ids:
-            raise DataError(f"prompt {index} is empty; give at least one token (for example the beginning-of-sequence)")
-        vocabulary = self.target.config.vocab_size
-        bad = next((t for t in ids if not 0 <= t < vocabulary), None)
-        if bad is not None:
-            raise DataError(f"prompt {index}: token id {bad} is outside the target's vocabulary of {vocabulary}")
-        return ids
-
-    def _result(self, batch: _Batch, host: DecodeState) -> GenerationResult:
-        rows = range(len(batch.seeds))
-        spans = [slice(int(host.prompt_lengths[i]), int(host.lengths[i])) for i in rows]
+    def _result(self, run: _Run, host: DecodeState) -> GenerationResult:
+        rows = range(len(run.batch.seeds))
+        starts, ends = host.prompt_lengths, host.lengths
+        spans = [slice(starts[i], ends[i] if (c := run.cuts[i]) is None else starts[i] + c[0]) for i in rows]
         tokens = [host.tokens[i, span].tolist() for i, span in zip(rows, spans, strict=True)]
         has_text = self.target.tokenizer is not None
+        texts = (
+            [self._detokenize(t) if cut is None else cut[1] for t, cut in zip(tokens, run.cuts, strict=True)]
+            if has_text
+            else [""] * len(tokens)
+        )
         return GenerationResult(
             tokens=tokens,
-            text=[self._detokenize(t) for t in tokens] if has_text else [""] * len(tokens),
+            text=texts,
             origins=[origin_names(host.origin[i, span]) for i, span in zip(rows, spans, strict=True)],
             stats=stats_by_row(host.counters)[: len(rows)],
-            seeds=batch.seeds,
+            seeds=run.batch.seeds,
+            logprobs=None
+            if host.logprobs is None
+            else [host.logprobs[i, span].tolist() for i, span in zip(rows, spans, strict=True)],
             detokenize=self._detokenize if has_text else None,
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Batch:
-    request: Request
-    seeds: list[int]
-    greedy: bool
-    buffer: int
-    first_slots: int
+@dataclasses.dataclass
+class _Run:
+    """One generation. ``cuts``: (tokens, text) of the rows whose stop string was found; ``checked``: new tokens
+    that are known to hold none."""
 
-    @property
-    def rows(self) -> int:
-        """Padded rows."""
-        return self.request.prompt.shape[0]
+    batch: Batch
+    engine: Engine
+    params: EngineParams
+    stops: list[tuple[str, ...]]
+    cuts: list[tuple[int, str] | None]
+    checked: list[int] = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.checked = [0] * len(self.cuts)
+
+
+def _refuse_nan(run: _Run, nan_at: np.ndarray) -> None:
+    row = next((i for i in range(len(run.cuts)) if nan_at[i] >= 0), None)
+    if row is not None:
+        processor = run.engine.processor
+        name = getattr(processor, "__name__", type(processor).__name__)
+        raise DataError(
+            f"logits_processor {name}: NaN, or no token left, in row {row} at position {nan_at[row]} "
+            f"(new token {nan_at[row] - run.batch.request.lengths[row] + 1}); return numbers, at least one above -inf"
+        )
 
 
 _layouts: weakref.WeakKeyDictionary[Any, dict[bool, tuple[Any, Any, Any]]] = weakref.WeakKeyDictionary()
@@ -268,41 +290,5 @@ def _laid_out(target: Any, one_token: bool) -> tuple[Any, Any]:
     return known[one_token][1:]
 
 
-def derive_seeds(seed: int, count: int) -> list[int]:
-    """Row i's 64-bit seed: number i of the SplitMix64 stream (Steele et al. 2014) that starts at the mixed ``seed``,
-    so neither neighbouring seeds nor neighbouring rows share a stream, and (s, i) is not (i, s)."""
-    golden = np.uint64(0x9E3779B97F4A7C15)
-
-    def mix(x):
-        x = x + golden
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
-
-    start = mix(np.full(1, seed % 2**64, np.uint64))
-    return mix(start + golden * np.arange(count, dtype=np.uint64)).tolist()
-
-
 def _host_part(state: DecodeState) -> DecodeState:
     return dataclasses.replace(state, cache=None, drafter=None)
-
-
-def _per_row(name: str, value: Any, count: int) -> list:
-    if isinstance(value, (int, float, np.number)):
-        return [value] * count
-    values = list(value)
-    if len(values) != count:
-        raise DataError(f"{name}: {len(values)} values for {count} prompts; give one value or one a row")
-    return values
-
-
-def _bucket(size: int, smallest: int, step: int | None = None) -> int:
-    """The next power of two (or, past ``step``, the next multiple of it), at least ``smallest``."""
-    if step is not None and size > step:
-        return -(-size // step) * step
-    return max(smallest, 1 << (size - 1).bit_length())
-
-
-def _next_slots(slots: int, most: int) -> int:
-    """Twice the slots; all of them when that would leave less than half a bucket for the last program."""
-    return most if 3 * slots >= most else 2 * slots

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from specjax import backend, sampling
 from specjax.models import cache as cache_lib
@@ -28,16 +28,21 @@ from specjax.types import (
     CORRECTED,
     Context,
     Counters,
+    CoupledNoise,
     DecodeState,
     Draft,
     Drafter,
+    LogitsProcessor,
     Model,
+    Noise,
     Output,
     Params,
     SamplingParams,
     Verdict,
     Verifier,
 )
+
+Logprobs = Literal["raw", "processed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +69,15 @@ class NoDraft:
 @dataclasses.dataclass(frozen=True)
 class Engine:
     """The static half of a decoder: who proposes, who checks. ``greedy``: the whole batch is at temperature 0, so
-    there is no noise and no softmax."""
+    there is no noise and no softmax. ``logprobs``: of the target's own law, or after the sampling
+    parameters."""
 
     target: Model
     drafter: Drafter
     verifier: Verifier
     greedy: bool
+    processor: LogitsProcessor | None = None
+    logprobs: Logprobs | None = None
 
 
 @flax.struct.dataclass
@@ -92,15 +100,60 @@ class Request:
 
 def step(engine: Engine, params: EngineParams, state: DecodeState) -> DecodeState:
     """One block for every row: draft, target, verify, commit."""
-    k = engine.drafter.k
-    noise = None if engine.greedy else sampling.fresh_noise(state.seeds, state.lengths, k)
-    context = Context(state.tokens, state.lengths, state.sampling, noise)
+    context = Context(
+        state.tokens,
+        state.lengths,
+        state.prompt_lengths,
+        state.stop_ids,
+        state.sampling,
+        None if engine.greedy else block_noise(engine, state),
+        engine.processor,
+    )
     draft, drafter_state = engine.drafter.draft(params.drafter, state.drafter, context)
     out = feed_block(engine.target, params.target, state, draft)
-    p_logits = out.logits.astype(jnp.float32) if engine.greedy else sampling.transform(out.logits, state.sampling)
-    verdict = engine.verifier(draft, p_logits, noise)
+    transform = sampling.process if engine.greedy else sampling.transform
+    p_logits = transform(out.logits, context, draft.tokens)
+    verdict = engine.verifier(draft, p_logits, context.noise)
     drafter_state = engine.drafter.commit(params.drafter, drafter_state, draft, verdict, out)
-    return commit(dataclasses.replace(state, cache=out.cache, drafter=drafter_state), draft, verdict)
+    state = dataclasses.replace(state, cache=out.cache, drafter=drafter_state)
+    if engine.processor is not None:
+        state = end_without_a_law(state, draft, p_logits)
+    if engine.logprobs is not None:
+        laws = out.logits.astype(jnp.float32) if engine.logprobs == "raw" else p_logits
+        state = keep_logprobs(state, draft, verdict, laws)
+    return commit(state, draft, verdict)
+
+
+def block_noise(engine: Engine, state: DecodeState) -> Noise | CoupledNoise:
+    """Of the kind that the verifier declares."""
+    k = engine.drafter.k
+    if engine.verifier.noise == "coupled":
+        return sampling.coupled_noise(state.seeds, state.lengths, k, state.sampling.bias.shape[1])
+    return sampling.fresh_noise(state.seeds, state.lengths, k)
+
+
+def end_without_a_law(state: DecodeState, draft: Draft, p_logits: Float[Array, "B K1 V"]) -> DecodeState:
+    """Ends the rows in whose block a position has NaN, or no token left; the host reports the position."""
+    best = jnp.max(p_logits, axis=-1)  # NaN if one of them is
+    fed = jnp.pad(draft.valid, ((0, 0), (1, 0)), constant_values=True)
+    missing = (jnp.isnan(best) | (best == -jnp.inf)) & fed
+    found = jnp.any(missing, axis=1) & ~state.done
+    at = state.lengths + jnp.argmax(missing, axis=1).astype(jnp.int32)
+    return dataclasses.replace(state, nan_at=jnp.where(found, at, state.nan_at), done=state.done | found)
+
+
+def keep_logprobs(state: DecodeState, draft: Draft, verdict: Verdict, laws: Float[Array, "B K1 V"]) -> DecodeState:
+    """Of every token that `commit` may append, under ``laws``."""
+    tokens = block_tokens(draft, verdict)
+    of_token = jnp.take_along_axis(laws, tokens[..., None], axis=-1)[..., 0]
+    logprobs = of_token - jax.scipy.special.logsumexp(laws, axis=-1)
+    return dataclasses.replace(state, logprobs=write_rows(state.logprobs, state.lengths, logprobs))
+
+
+def block_tokens(draft: Draft, verdict: Verdict) -> Int[Array, "B K1"]:
+    """The accepted tokens, then the target's own; later entries mean nothing."""
+    own = jnp.arange(draft.tokens.shape[1] + 1)[None] == verdict.num_accepted[:, None]
+    return jnp.where(own, verdict.next_token[:, None], jnp.pad(draft.tokens, ((0, 0), (0, 1))))
 
 
 def feed_block(target: Model, params: Params, state: DecodeState, draft: Draft) -> Output:
@@ -117,10 +170,9 @@ def commit(state: DecodeState, draft: Draft, verdict: Verdict) -> DecodeState:
     n, k = verdict.num_accepted, draft.tokens.shape[1]
     index = jnp.arange(k + 1)[None]
     proposed = jnp.sum(jnp.cumprod(draft.valid.astype(jnp.int32), axis=1), axis=1)
-    own = index == n[:, None]
-    block = jnp.where(own, verdict.next_token[:, None], jnp.pad(draft.tokens, ((0, 0), (0, 1))))
+    block = block_tokens(draft, verdict)
     own_origin = jnp.where(n < proposed, CORRECTED, BONUS)
-    origin = jnp.where(own, own_origin[:, None], ACCEPTED)
+    origin = jnp.where(index == n[:, None], own_origin[:, None], ACCEPTED)
 
     stops = jnp.any(block[:, :, None] == state.stop_ids[:, None, :], axis=2) & (index <= n[:, None])
     first_stop = jnp.min(jnp.where(stops, index, k + 1), axis=1)
@@ -149,7 +201,7 @@ def commit(state: DecodeState, draft: Draft, verdict: Verdict) -> DecodeState:
 
 
 @functools.cache
-def prefill(target: Model, drafter: Drafter, num_slots: int, buffer: int):
+def prefill(target: Model, drafter: Drafter, num_slots: int, buffer: int, logprobs: bool = False):
     """Jitted ``(params, request) -> DecodeState``: feeds the prompts, emits nothing. (The last prompt token is fed
     with them and once more as the root: its slot is past what the invariant counts, so that is harmless.)"""
 
@@ -172,6 +224,8 @@ def prefill(target: Model, drafter: Drafter, num_slots: int, buffer: int):
             seeds=request.seeds,
             stop_ids=request.stop_ids,
             counters=Counters(zeros, zeros, zeros_k, zeros_k, zeros_k),
+            nan_at=zeros - 1,
+            logprobs=jnp.zeros((batch, buffer), jnp.float32) if logprobs else None,
             cache=out.cache,
             drafter=drafter_state,
         )

@@ -25,31 +25,47 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Tokens as they are committed, by one block or several. ``stats`` count from the start of the generation."""
+    """Tokens as they are committed, by one block or several. ``stats`` count from the start of the generation.
+    ``logprobs``: of these tokens, where asked for."""
 
     tokens: list[int]
     text: str
     pieces: list[Piece]
     stats: DecodeStats
     done: bool
+    logprobs: list[float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationResult:
-    """``tokens``: new tokens only. ``seeds``: the seed from which each row replays alone."""
+    """``tokens``: new tokens only. ``seeds``: the seed from which each row replays alone. ``logprobs``: natural logs of
+    the tokens' probabilities, where asked for."""
 
     tokens: list[list[int]]
     text: list[str]
     origins: list[list[str]]
     stats: list[DecodeStats]
     seeds: list[int]
+    logprobs: list[list[float]] | None = None
     detokenize: Detokenize | None = dataclasses.field(default=None, repr=False)
 
     def pieces(self, row: int = 0) -> list[Piece]:
         """The row's text cut where the origin of the tokens changes. Raises `ValueError` without a tokenizer."""
         if self.detokenize is None:
             raise ValueError("pieces need a tokenizer, and the target has none")
-        return cut_pieces(self.detokenize, [], self.tokens[row], self.origins[row])
+        pieces = cut_pieces(self.detokenize, [], self.tokens[row], self.origins[row])
+        return cut_text(pieces, len(self.text[row]))
+
+
+def cut_text(pieces: Sequence[Piece], length: int) -> list[Piece]:
+    """The pieces of the first ``length`` characters."""
+    kept = []
+    for piece in pieces:
+        text = piece.text[: max(length, 0)]
+        length -= len(piece.text)
+        if text or not piece.text:
+            kept.append(Piece(text, piece.origin))
+    return kept
 
 
 def cut_pieces(

@@ -57,17 +57,17 @@ class DraftModel:
         fed = jnp.take_along_axis(context.tokens, slots, axis=1)
         newest = (context.lengths - 1 - start)[:, None]
         out = self.model(params, fed, slots, slots, state, rows=newest)
-        first, first_logits = self._propose(out, context, 0)
+        tokens, first_logits = self._propose(out, context, jnp.zeros((len(start), self.k), jnp.int32), 0)
 
         def step(carry, offset):
-            cache, token = carry
+            cache, tokens = carry
+            token = jax.lax.dynamic_slice_in_dim(tokens, offset - 1, 1, axis=1)
             slot = (context.lengths - 1)[:, None] + offset
-            out = self.model(params, token[:, None], slot, slot, cache)
-            token, logits = self._propose(out, context, offset)
-            return (out.cache, token), (token, logits)
+            out = self.model(params, token, slot, slot, cache)
+            tokens, logits = self._propose(out, context, tokens, offset)
+            return (out.cache, tokens), logits
 
-        (cache, _), (rest, rest_logits) = jax.lax.scan(step, (out.cache, first), jnp.arange(1, self.k))
-        tokens = jnp.concatenate([first[:, None], rest.T], axis=1)
+        (cache, tokens), rest_logits = jax.lax.scan(step, (out.cache, tokens), jnp.arange(1, self.k))
         logits = None
         if first_logits is not None and rest_logits is not None:
             logits = jnp.concatenate([first_logits[:, None], jnp.moveaxis(rest_logits, 0, 1)], axis=1)
@@ -77,11 +77,15 @@ class DraftModel:
         # Slots past the accepted prefix are stale: masked by length, then overwritten.
         return state
 
-    def _propose(self, out: Output, context: Context, offset):
+    def _propose(self, out: Output, context: Context, tokens: Int[Array, "B K"], offset):
+        """``tokens`` with the one at ``offset`` drawn, and the logits it was drawn from (None without noise)."""
         if context.noise is None:
-            return sampling.draw(out.logits[:, 0], None), None
-        logits = sampling.transform(out.logits, context.sampling)[:, 0]
-        return sampling.draw(logits, context.noise.draft(offset)), logits
+            logits, noise = sampling.process(out.logits, context, tokens, offset)[:, 0], None
+        else:
+            logits, noise = sampling.transform(out.logits, context, tokens, offset)[:, 0], context.noise.draft(offset)
+        drawn = sampling.draw(logits, noise)[:, None]
+        tokens = jax.lax.dynamic_update_slice_in_dim(tokens, drawn, offset, axis=1)
+        return tokens, None if noise is None else logits
 
     def init_params(self, key: Key[Array, ""], target: Any) -> Params:
         return self.model.init(key)

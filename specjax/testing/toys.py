@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.models.cache import KVCache, as_layer, write_block
-from specjax.types import Output, Params
+from specjax.types import Context, Output, Params, SamplingParams
 
 POISON = 1e6
 
@@ -118,6 +118,24 @@ def related(model: ToyModel, seed: int, share: float = 0.6) -> ToyModel:
     other = model.spec.init(jax.random.key(seed))
     params = jax.tree.map(lambda a, b: share * a + (1 - share) * b, model.params, other)
     return ToyModel(model.spec, params, model.eos_ids)
+
+
+def neutral_sampling(batch: int, vocab_size: int, **fields: Any) -> SamplingParams:
+    """Sampling parameters that change nothing; ``fields`` replace single ones, one value a row."""
+    zeros, ones = jnp.zeros(batch), jnp.ones(batch)
+    whole = jnp.zeros(batch, jnp.int32)
+    bias = jnp.zeros((batch, vocab_size))
+    neutral = SamplingParams(ones, whole, ones, zeros, ones, zeros, zeros, whole, bias)
+    values = {name: jnp.asarray(x, getattr(neutral, name).dtype) for name, x in fields.items()}
+    return dataclasses.replace(neutral, **values)
+
+
+def context(tokens, lengths, sampling: SamplingParams, noise=None, prompt_lengths=None, stop_ids=(-1,)) -> Context:
+    """What draft and transform see in the middle of a generation."""
+    lengths = jnp.asarray(lengths, jnp.int32)
+    stops = jnp.tile(jnp.asarray(stop_ids, jnp.int32)[None], (len(lengths), 1))
+    prompt_lengths = lengths if prompt_lengths is None else jnp.asarray(prompt_lengths, jnp.int32)
+    return Context(jnp.asarray(tokens, jnp.int32), lengths, prompt_lengths, stops, sampling, noise)
 
 
 def exact_law(

@@ -1,11 +1,121 @@
-"""What chain verifiers share. Dims: B rows, K draft length."""
+"""What chain verifiers share. A rule gives the chance to keep each draft token and the unnormalised law of the token
+after them; counting, drawing and the exact `law` are here, so that what is proven is what is sampled.
+
+Dims: B rows, K draft length, K1 = K + 1, V vocabulary.
+"""
 
 from __future__ import annotations
 
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax import sampling
+from specjax.types import Draft, Law, Noise, Verdict
+
+_TINY = 1e-12
+"""A residual sum at or below this is rounding (p == q): the branch has probability 0 in exact arithmetic."""
+
+
+class Chances(NamedTuple):
+    """``keep[b, i]``: the chance that position i succeeds. ``weight[b, n]``: w in the residual ``(w p - q)+`` after n
+    tokens; None for 1. Positions that are not valid are ignored."""
+
+    keep: Float[Array, "B K"]
+    weight: Float[Array, "B K1"] | None = None
+
+
+class ChainVerifier:
+    """Keeps a prefix of the draft, then one token from the residual; the target's next law after the whole draft."""
+
+    noise: ClassVar[Literal["fresh", "coupled", "none"]] = "fresh"
+    last_success: ClassVar[bool] = False
+    """Keep up to the last position that succeeds, not up to the first that fails."""
+
+    def chances(self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None) -> Chances:
+        """``q`` None: the draft is certain (a point mass at each token)."""
+        raise NotImplementedError
+
+    def residual(
+        self, p: Float[Array, "B V"], q: Float[Array, "B V"], weight: Float[Array, " B"] | None
+    ) -> Float[Array, "B V"]:
+        """Unnormalised law of the token after a rejection. ``q`` may be made where it is used: read it once."""
+        scaled = p if weight is None else weight[:, None] * p
+        return jnp.maximum(scaled - q, 0.0)
+
+    def __call__(self, draft: Draft, p_logits: Float[Array, "B K1 V"], noise: Any) -> Verdict:
+        assert isinstance(noise, Noise), "the engine builds the noise that the verifier declares"
+        p = jax.nn.softmax(p_logits, axis=-1)
+        q = None if draft.logits is None else jax.nn.softmax(draft.logits, axis=-1)
+        chances = self.chances(draft, p, q)
+        success = (noise.accept < chances.keep) & draft.valid
+        n = last_success(success) if self.last_success else leading_run(success)
+        return Verdict(n, sampling.inverse_cdf(self._next(draft, p, q, chances, n), noise.next_token))
+
+    def law(self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None) -> Law:
+        """Exact, for any float type. ``p``, ``q``: the probabilities of target and draft."""
+        chances = self.chances(draft, p, q)
+        keep = jnp.where(draft.valid, chances.keep, 0.0).astype(p.dtype)
+        counts = last_success_law(keep) if self.last_success else leading_run_law(keep)
+        rows = [self._next(draft, p, q, chances, jnp.full(len(p), n, jnp.int32)) for n in range(p.shape[1])]
+        following = jnp.stack(rows, axis=1)
+        return Law(counts, following / jnp.sum(following, axis=-1, keepdims=True))
+
+    def _next(self, draft: Draft, p, q, chances: Chances, num_accepted: Int[Array, " B"]) -> Float[Array, "B V"]:
+        """Unnormalised law of the next token: the residual after a rejection, p after a whole draft."""
+        rejected = (num_accepted < leading_run(draft.valid))[:, None]
+        p_next = row(p, num_accepted)
+        if q is None:
+            # A point mass at the rejected token, compared where it is used: no one-hot of V is stored.
+            tokens = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
+            index = jax.lax.broadcasted_iota(jnp.int32, p_next.shape, 1)
+            q_next = (index == row(tokens, num_accepted)[:, None]).astype(p.dtype)
+        else:
+            q_next = row(q, jnp.minimum(num_accepted, q.shape[1] - 1))
+        weight = None if chances.weight is None else row(chances.weight, num_accepted)
+        residual = jnp.where(rejected, self.residual(p_next, q_next, weight), p_next)
+        return jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > _TINY, residual, p_next)
 
 
 def leading_run(accepted: Bool[Array, "B K"]) -> Int[Array, " B"]:
     """Number of accepted tokens before the first that is not."""
     return jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1)
+
+
+def last_success(success: Bool[Array, "B K"]) -> Int[Array, " B"]:
+    """Number of tokens up to the last success, 0 without any."""
+    return jnp.max(jnp.where(success, jnp.arange(1, success.shape[1] + 1)[None], 0), axis=1, initial=0)
+
+
+def leading_run_law(keep: Float[Array, "B K"]) -> Float[Array, "B K1"]:
+    """Pr(`leading_run` = n) of independent successes."""
+    one = jnp.ones((len(keep), 1), keep.dtype)
+    reached = jnp.concatenate([one, jnp.cumprod(keep, axis=1)], axis=1)
+    return reached * jnp.concatenate([1.0 - keep, one], axis=1)
+
+
+def last_success_law(keep: Float[Array, "B K"]) -> Float[Array, "B K1"]:
+    """Pr(`last_success` = n) of independent successes."""
+    one = jnp.ones((len(keep), 1), keep.dtype)
+    failed_after = jnp.cumprod((1.0 - keep)[:, ::-1], axis=1)[:, ::-1]
+    return jnp.concatenate([one, keep], axis=1) * jnp.concatenate([failed_after, one], axis=1)
+
+
+def ratios(draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None) -> Float[Array, "B K"]:
+    """p(x) / q(x) of every draft token; 1 where q(x) = 0, which is never drawn."""
+    p_drafted = at(p[:, :-1], draft.tokens)
+    if q is None:
+        return p_drafted
+    q_drafted = at(q, draft.tokens)
+    return jnp.where(q_drafted > 0, p_drafted / jnp.where(q_drafted > 0, q_drafted, 1.0), 1.0)
+
+
+def at(probabilities: Float[Array, "B K V"], tokens: Int[Array, "B K"]) -> Float[Array, "B K"]:
+    return jnp.take_along_axis(probabilities, tokens[..., None], axis=-1)[..., 0]
+
+
+def row(values: Array, index: Int[Array, " B"]) -> Array:
+    """``values[b, index[b]]``."""
+    return jnp.take_along_axis(values, index.reshape(-1, *[1] * (values.ndim - 1)), axis=1)[:, 0]

@@ -6,14 +6,14 @@ Dims: B rows, K draft length, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-import jax.numpy as jnp
+import jax
 from jaxtyping import Array, Float
 
 from specjax import sampling
-from specjax.types import Draft, Noise, Verdict
-from specjax.verifiers.chain import leading_run
+from specjax.types import Draft, Law, Verdict
+from specjax.verifiers.chain import leading_run, leading_run_law, row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +23,15 @@ class Greedy:
     kind: Literal["greedy"] = "greedy"
     lossless: ClassVar[bool] = True
     noise: ClassVar[Literal["fresh", "coupled", "none"]] = "none"
+    reference: ClassVar[str] = "2211.17192"
 
-    def __call__(self, draft: Draft, p_logits: Float[Array, "B K1 V"], noise: Noise | None) -> Verdict:
+    def __call__(self, draft: Draft, p_logits: Float[Array, "B K1 V"], noise: Any) -> Verdict:
         best = sampling.argmax(p_logits)
         num_accepted = leading_run((draft.tokens == best[:, :-1]) & draft.valid)
-        return Verdict(num_accepted, jnp.take_along_axis(best, num_accepted[:, None], axis=1)[:, 0])
+        return Verdict(num_accepted, row(best, num_accepted))
+
+    def law(self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None) -> Law:
+        """Exact, for any float type: of the law whose argmax it takes, not of ``p``."""
+        best = sampling.argmax(p)
+        keep = ((draft.tokens == best[:, :-1]) & draft.valid).astype(p.dtype)
+        return Law(leading_run_law(keep), jax.nn.one_hot(best, p.shape[-1], dtype=p.dtype))

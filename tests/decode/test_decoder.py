@@ -12,14 +12,14 @@ import pytest
 from specjax import sampling
 from specjax.decode import engine as engine_lib
 from specjax.decode.costs import count_compiles
-from specjax.decode.decoder import Decoder, derive_seeds
+from specjax.decode.decoder import Decoder
+from specjax.decode.request import derive_seeds, prepare
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import DataError, SpecjaxError
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model
-from specjax.testing.toys import ToyModel, prefix_model
-from specjax.types import Context, SamplingParams
+from specjax.testing.toys import ToyModel, context, neutral_sampling, prefix_model
 
 TARGET, DRAFT = prefix_model(0), prefix_model(1)
 RAGGED = [[1, 2, 3], [0], [1, 3] * 20, [2, 1], [3] * 11]
@@ -223,7 +223,7 @@ def test_prefill_and_loop_lower_for_accelerators(monkeypatch, greedy, drafter):
     target, draft = transformer(2, rms_norm_eps=1e-6), transformer(3, hidden_size=16, rms_norm_eps=1e-6)
     decoder = Decoder(target, DraftModel(draft, 3) if drafter == "draft" else NGram(3))
     engine, params = decoder.engine(greedy, rows=1)
-    batch = decoder._prepare([[1, 2, 3]], 8, 0.0 if greedy else 1.0, 0, False)
+    batch = prepare(target, 3, [[1, 2, 3]], 8, 0, False, {"temperature": 0.0 if greedy else 1.0})
     prefill = engine_lib.prefill(engine.target, engine.drafter, batch.first_slots, batch.buffer)
     jax.export.export(prefill, platforms=platforms)(params, batch.request)
     state = jax.eval_shape(prefill, params, batch.request)
@@ -276,8 +276,8 @@ def test_the_drafts_decode_path_gives_its_training_logits(pair):
         for start in range(1, length + 1):  # feed everything committed so far, as prefill and earlier blocks would
             at = jnp.full((2, 1), start - 1, jnp.int32)
             state = feed(draft.params, tokens[:, start - 1 : start], at, at, state).cache
-        context = Context(tokens, lengths, SamplingParams(jnp.ones(2)), noise)
-        block, state = propose(draft.params, state, context)
+        seen = context(tokens, lengths, neutral_sampling(2, 61), noise)
+        block, state = propose(draft.params, state, seen)
         want = train_logits(jnp.concatenate([tokens[:, :length], block.tokens], axis=1))
         assert block.logits is not None
         np.testing.assert_allclose(block.logits, want[:, length - 1 : length + 2], atol=2e-5)
@@ -286,9 +286,8 @@ def test_the_drafts_decode_path_gives_its_training_logits(pair):
 
 def test_the_largest_cache_holds_the_longest_row_and_a_block():
     """S >= longest + K + 1 always, or dynamic_update_slice would clamp and overwrite valid slots."""
-    decoder = Decoder(TARGET, DraftModel(DRAFT, 8))
     for length, new in [(1, 1), (16, 16), (17, 64), (100, 28), (120, 7), (1, 500), (64, 192)]:
-        batch = decoder._prepare([[1] * length], new, 0.0, 0, True)
+        batch = prepare(TARGET, 8, [[1] * length], new, 0, True, {})
         assert batch.buffer >= length + new + 8 + 1
         assert length + 8 + 1 <= batch.first_slots <= batch.buffer
 
@@ -296,8 +295,7 @@ def test_the_largest_cache_holds_the_longest_row_and_a_block():
 def ngram_draft(tokens: list[int], **settings):
     drafter = NGram(**settings)
     padded = jnp.asarray([[*tokens, *[3] * 5]], jnp.int32)
-    context = Context(padded, jnp.asarray([len(tokens)], jnp.int32), SamplingParams(jnp.ones(1)), None)
-    draft, _ = jax.jit(drafter.draft)({}, {}, context)
+    draft, _ = jax.jit(drafter.draft)({}, {}, context(padded, [len(tokens)], neutral_sampling(1, 16)))
     return [t for t, ok in zip(draft.tokens[0].tolist(), draft.valid[0].tolist(), strict=True) if ok]
 
 

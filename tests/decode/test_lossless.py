@@ -19,8 +19,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.testing.toys import exact_law, prefix_model, related
 from specjax.types import Draft, Noise, Verdict, Verifier
-from specjax.verifiers import speculative
-from specjax.verifiers.chain import leading_run
+from specjax.verifiers.chain import at, leading_run, row
 from specjax.verifiers.speculative import Speculative
 from tests.decode.laws import LEVEL, decode_counts, p_value
 
@@ -107,10 +106,8 @@ class Mutant(Speculative):
         q = jax.nn.softmax(draft.logits, axis=-1)
         k = draft.tokens.shape[1]
         u = self.accept_noise(noise)
-        n = self.run(
-            self.accepts(u, speculative._at(p[:, :-1], draft.tokens), speculative._at(q, draft.tokens)) & draft.valid
-        )
-        p_next, q_next = speculative._row(p, self.target_row(n, k)), speculative._row(q, self.draft_row(n, k))
+        n = self.run(self.accepts(u, at(p[:, :-1], draft.tokens), at(q, draft.tokens)) & draft.valid)
+        p_next, q_next = row(p, self.target_row(n, k)), row(q, self.draft_row(n, k))
         token = jnp.take_along_axis(draft.tokens, self.draft_row(n, k)[:, None], axis=1)
         residual = self.residual(p_next, q_next, n < k, token)
         residual = jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > 1e-12, residual, p_next)
@@ -236,9 +233,9 @@ def test_never_accepting_the_last_draft_keeps_the_law_wrong_or_the_acceptance_lo
 def test_a_draft_without_the_temperature_is_caught():
     @dataclasses.dataclass(frozen=True)
     class ColdDraft(DraftModel):
-        def _propose(self, out, context, offset):
-            token, _ = super()._propose(out, context, offset)
-            return token, out.logits[:, 0].astype(jnp.float32)
+        def _propose(self, out, context, tokens, offset):
+            tokens, _ = super()._propose(out, context, tokens, offset)
+            return tokens, out.logits[:, 0].astype(jnp.float32)
 
     assert law_p_value(ColdDraft(DRAFT, 2), calls=12, temperature=0.6) < CAUGHT
 
@@ -266,17 +263,16 @@ def test_a_draft_cache_without_the_last_accepted_token_is_caught_by_acceptance()
         """Feeds only the newest token, so after a full acceptance x_K is missing."""
 
         def draft(self, params, state, context):
-            slot, tokens, laws = (context.lengths - 1)[:, None], [], []
+            slot, laws = (context.lengths - 1)[:, None], []
+            tokens = jnp.zeros((len(slot), self.k), jnp.int32)
             newest = jnp.take_along_axis(context.tokens, slot, axis=1)
             for offset in range(self.k):
                 out = self.model(params, newest, slot + offset, slot + offset, state)
-                token, logits = self._propose(out, context, offset)
-                newest, state = token[:, None], out.cache
-                tokens.append(token)
+                tokens, logits = self._propose(out, context, tokens, offset)
+                newest, state = tokens[:, offset : offset + 1], out.cache
                 laws.append(logits)
-            drafted = jnp.stack(tokens, axis=1)
             logits = None if context.noise is None else jnp.stack(laws, axis=1)
-            return Draft(drafted, jnp.ones(drafted.shape, bool), logits), state
+            return Draft(tokens, jnp.ones(tokens.shape, bool), logits), state
 
     assert not all_accepted(Forgetful(TARGET, 3), 1.0)
     # The law cannot see it: the verifier repairs whatever the drafter proposes.

@@ -1,0 +1,294 @@
+"""The arguments of a generation, checked row by row and padded into the buckets that programs are compiled for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict
+
+import jax
+import numpy as np
+
+from specjax.decode.engine import Request
+from specjax.errors import DataError
+from specjax.types import LogitsContext, LogitsProcessor, SamplingParams
+
+Prompt = str | Sequence[int]
+_MIN_BUCKET, _FIRST_SLOTS, _STOP_IDS = 16, 256, 8
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Each one value for all rows or one a row; without it, nothing changes. Meanings: `specjax.sampling`."""
+
+    temperature: float | Sequence[float]
+    """0 is greedy."""
+    top_k: int | Sequence[int]
+    """Keep the k most likely tokens; 0: off."""
+    top_p: float | Sequence[float]
+    """Keep the most likely tokens that reach this probability together; 1: off."""
+    min_p: float | Sequence[float]
+    """Keep tokens at least this many times as likely as the most likely one; 0: off."""
+    repetition_penalty: float | Sequence[float]
+    """Divides positive logits of tokens seen in prompt or output, multiplies negative ones; 1: off."""
+    presence_penalty: float | Sequence[float]
+    """Taken from the logit of every generated token."""
+    frequency_penalty: float | Sequence[float]
+    """Taken from it once for each time it was generated."""
+    min_new_tokens: int | Sequence[int]
+    """No stop token before so many."""
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]]
+    """Token id -> what is added to its logit."""
+    banned_tokens: Sequence[int] | Sequence[Sequence[int]]
+    allowed_tokens: Sequence[int] | Sequence[Sequence[int]]
+    """All others are banned; an empty list allows all."""
+    stop_token_ids: Sequence[int] | Sequence[Sequence[int]]
+    """Beside the target's end-of-sequence ids."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What the engine gets, and how it is run. ``buffer``: cache slots of the whole generation."""
+
+    request: Request
+    seeds: list[int]
+    greedy: bool
+    buffer: int
+    first_slots: int
+
+    @property
+    def rows(self) -> int:
+        """Padded rows."""
+        return self.request.prompt.shape[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Range:
+    """What a number may be: neutral value, test, its words."""
+
+    neutral: float
+    holds: Callable[[float], bool]
+    expected: str
+    whole: bool = False
+
+
+_NUMBERS = {
+    "temperature": _Range(0.0, lambda x: x >= 0, "a finite number >= 0"),
+    "top_k": _Range(0, lambda x: x >= 0, "a whole number >= 0 (0: all tokens)", whole=True),
+    "top_p": _Range(1.0, lambda x: 0 < x <= 1, "in (0, 1] (1: all tokens)"),
+    "min_p": _Range(0.0, lambda x: 0 <= x <= 1, "in [0, 1] (0: all tokens)"),
+    "repetition_penalty": _Range(1.0, lambda x: x > 0, "a finite number > 0 (1: none)"),
+    "presence_penalty": _Range(0.0, lambda x: True, "a finite number (0: none)"),
+    "frequency_penalty": _Range(0.0, lambda x: True, "a finite number (0: none)"),
+    "min_new_tokens": _Range(0, lambda x: x >= 0, "a whole number >= 0", whole=True),
+}
+
+
+def prepare(
+    target: Any,
+    k: int,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int | Sequence[int],
+    seed: int | Sequence[int],
+    ignore_eos: bool,
+    options: Mapping[str, Any],
+) -> Batch:
+    """Raises `DataError` naming the argument, the row and the value that cannot be used."""
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        raise DataError("prompts: give a list of strings or of token-id lists; for one prompt, a list of one")
+    if not prompts:
+        raise DataError("prompts: the list is empty; give at least one prompt")
+    unknown = next((name for name in options if name not in SamplingOptions.__annotations__), None)
+    if unknown is not None:
+        raise TypeError(
+            f"{unknown!r} is no argument of a generation, known are {', '.join(SamplingOptions.__annotations__)}"
+        )
+    rows = [_encode(target, prompt, i) for i, prompt in enumerate(prompts)]
+    count = len(rows)
+    budgets = per_row("max_new_tokens", max_new_tokens, count)
+    numbers = {name: _numbers(name, options.get(name, r.neutral), count) for name, r in _NUMBERS.items()}
+    seeds = (
+        derive_seeds(int(seed), count)
+        if isinstance(seed, (int, np.integer))
+        else [int(s) % 2**64 for s in per_row("seed", seed, count)]
+    )
+    positions, size = target.config.max_positions, target.config.vocab_size
+    for i, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
+        if int(budget) != budget or budget < 1:
+            raise DataError(f"max_new_tokens of row {i}: {budget} is not a whole number of at least 1")
+        if len(row) + budget > positions - k:
+            raise DataError(
+                f"prompt {i} has {len(row)} tokens; with max_new_tokens={budget} and a block of {k} "
+                f"drafts it exceeds the target's {positions} positions; shorten one of them"
+            )
+        if numbers["top_k"][i] > size:
+            raise DataError(f"top_k of row {i}: {numbers['top_k'][i]} exceeds the vocabulary of {size}; 0 keeps all")
+        if numbers["min_new_tokens"][i] > budget:
+            raise DataError(
+                f"min_new_tokens of row {i}: {numbers['min_new_tokens'][i]} exceeds max_new_tokens={budget}"
+            )
+    greedy = all(t == 0 for t in numbers["temperature"])
+
+    width = _bucket(max(map(len, rows)), _MIN_BUCKET)
+    new = _bucket(max(int(b) for b in budgets), _MIN_BUCKET, step=64)
+    padded = _bucket(count, 1)
+    # Host arrays where the engine's types say device arrays: the jitted prefill takes both.
+    prompt: Any = np.zeros((padded, width), np.int32)
+    for i, row in enumerate(rows):
+        prompt[i, : len(row)] = row
+
+    def pad(values, fill, dtype) -> Any:
+        return np.asarray([*values, *[fill] * (padded - count)], dtype)
+
+    stops = _stop_ids(target, options, count, ignore_eos)
+    stop_ids: Any = np.full((padded, _bucket(max(map(len, stops)), _STOP_IDS)), -1, np.int32)
+    for i, ids in enumerate(stops):
+        stop_ids[i, : len(ids)] = ids
+    bias: Any = np.zeros((padded, size), np.float32)
+    bias[:count] = _bias(options, size, count)
+    for i, (row, least) in enumerate(zip(bias, numbers["min_new_tokens"], strict=False)):
+        left = np.isfinite(row)
+        if least:
+            left[stops[i]] = False
+        if not left.any():
+            raise DataError(
+                f"row {i}: banned_tokens, allowed_tokens, logit_bias and min_new_tokens leave no token; allow one"
+            )
+
+    sampled = {name: np.int32 if r.whole else np.float32 for name, r in _NUMBERS.items()}
+    neutral = {name: r.neutral for name, r in _NUMBERS.items()} | {"temperature": 0.0 if greedy else 1.0}
+    words = [(s >> 32, s & 0xFFFFFFFF) for s in seeds]
+    request = Request(
+        prompt=prompt,
+        lengths=pad(map(len, rows), 1, np.int32),
+        budget=pad(budgets, 0, np.int32),
+        sampling=SamplingParams(
+            bias=bias, **{name: pad(numbers[name], neutral[name], dtype) for name, dtype in sampled.items()}
+        ),
+        seeds=pad(words, (0, 0), np.uint32),
+        stop_ids=stop_ids,
+    )
+    buffer = -(-(width + new + k + 1) // 32) * 32
+    first = next_slots(max(_FIRST_SLOTS // 2, (width + k + 2) // 2), buffer)
+    return Batch(request, seeds, greedy, buffer, first)
+
+
+def check_processor(processor: LogitsProcessor, request: Request) -> None:
+    """Refuse, before any decoding, a processor that does not return what it was given the shape of."""
+    batch, size = request.sampling.bias.shape
+    logits, lengths = jax.ShapeDtypeStruct((batch, size), np.float32), jax.ShapeDtypeStruct((batch,), np.int32)
+    context = LogitsContext(jax.ShapeDtypeStruct((batch, 32), np.int32), lengths, lengths)  # type: ignore[arg-type]
+    name = getattr(processor, "__name__", type(processor).__name__)
+    try:
+        hash(processor)
+        out = jax.eval_shape(processor, logits, context)
+    except TypeError as error:
+        raise DataError(f"logits_processor {name}: cannot be called as f(logits, context): {error}") from error
+    if getattr(out, "shape", None) != logits.shape or out.dtype != logits.dtype:
+        found = f"{out.dtype}{list(out.shape)}" if hasattr(out, "shape") else type(out).__name__
+        raise DataError(
+            f"logits_processor {name}: returns {found} for logits of float32{list(logits.shape)}; "
+            "return an array of the same shape and dtype"
+        )
+
+
+def per_row(name: str, value: Any, count: int) -> list:
+    if isinstance(value, (int, float, np.number)):
+        return [value] * count
+    values = list(value)
+    if len(values) != count:
+        raise DataError(f"{name}: {len(values)} values for {count} prompts; give one value or one a row")
+    return values
+
+
+def next_slots(slots: int, most: int) -> int:
+    """Twice the slots; all of them when that would leave less than half a bucket for the last program."""
+    return most if 3 * slots >= most else 2 * slots
+
+
+def derive_seeds(seed: int, count: int) -> list[int]:
+    """Row i's 64-bit seed: number i of the SplitMix64 stream (Steele et al. 2014) that starts at the mixed ``seed``,
+    so neither neighbouring seeds nor neighbouring rows share a stream, and (s, i) is not (i, s)."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+
+    def mix(x):
+        x = x + golden
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    start = mix(np.full(1, seed % 2**64, np.uint64))
+    return mix(start + golden * np.arange(count, dtype=np.uint64)).tolist()
+
+
+def _numbers(name: str, value: Any, count: int) -> list:
+    limits, values = _NUMBERS[name], per_row(name, value, count)
+    for i, x in enumerate(values):
+        number = isinstance(x, (int, float, np.number)) and math.isfinite(x)
+        if not (number and limits.holds(float(x)) and (not limits.whole or int(x) == x)):
+            raise DataError(f"{name} of row {i}: {x} is not {limits.expected}")
+    return values
+
+
+def _lists(name: str, value: Any, count: int) -> list:
+    """One list (or mapping) for all rows, or one a row; None in a row is an empty one."""
+    if value is None:
+        return [()] * count
+    if isinstance(value, Mapping) or all(isinstance(x, (int, np.integer)) for x in value):
+        return [value] * count
+    return [() if x is None else x for x in per_row(name, value, count)]
+
+
+def _check_ids(name: str, ids: Sequence[int], size: int, row: int) -> None:
+    bad = next((x for x in ids if isinstance(x, bool) or int(x) != x or not 0 <= x < size), None)
+    if bad is not None:
+        raise DataError(f"{name} of row {row}: {bad} is no token id of the vocabulary of {size}")
+
+
+def _stop_ids(target: Any, options: Mapping[str, Any], count: int, ignore_eos: bool) -> list[list[int]]:
+    own = [] if ignore_eos else list(target.eos_ids)
+    given = _lists("stop_token_ids", options.get("stop_token_ids"), count)
+    for i, ids in enumerate(given):
+        _check_ids("stop_token_ids", ids, target.config.vocab_size, i)
+    return [list(dict.fromkeys([*own, *map(int, ids)])) for ids in given]
+
+
+def _bias(options: Mapping[str, Any], size: int, count: int) -> np.ndarray:
+    bias = np.zeros((count, size), np.float32)
+    for i, values in enumerate(_lists("logit_bias", options.get("logit_bias"), count)):
+        _check_ids("logit_bias", list(values), size, i)
+        for token, value in dict(values).items():
+            if math.isnan(value) or value == math.inf:
+                raise DataError(f"logit_bias of row {i}: {value} for token {token} is not a number below infinity")
+            bias[i, token] = value
+    for i, ids in enumerate(_lists("banned_tokens", options.get("banned_tokens"), count)):
+        _check_ids("banned_tokens", ids, size, i)
+        bias[i, list(ids)] = -np.inf
+    for i, ids in enumerate(_lists("allowed_tokens", options.get("allowed_tokens"), count)):
+        _check_ids("allowed_tokens", ids, size, i)
+        if len(ids):
+            bias[i, np.setdiff1d(np.arange(size), ids)] = -np.inf
+    return bias
+
+
+def _encode(target: Any, prompt: Prompt, index: int) -> list[int]:
+    if isinstance(prompt, str):
+        if target.tokenizer is None:
+            raise DataError(f"prompt {index} is text, but the target has no tokenizer; give token ids")
+        ids = target.tokenizer(prompt)["input_ids"]
+    else:
+        ids = [int(t) for t in prompt]
+    if not ids:
+        raise DataError(f"prompt {index} is empty; give at least one token (for example the beginning-of-sequence)")
+    vocabulary = target.config.vocab_size
+    bad = next((t for t in ids if not 0 <= t < vocabulary), None)
+    if bad is not None:
+        raise DataError(f"prompt {index}: token id {bad} is outside the target's vocabulary of {vocabulary}")
+    return ids
+
+
+def _bucket(size: int, smallest: int, step: int | None = None) -> int:
+    """The next power of two (or, past ``step``, the next multiple of it), at least ``smallest``."""
+    if step is not None and size > step:
+        return -(-size // step) * step
+    return max(smallest, 1 << max(size - 1, 0).bit_length())

@@ -1,0 +1,59 @@
+"""Stop strings: found on the host between chunks, cut exactly. They are looked for in the new text alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from specjax.decode.request import per_row
+from specjax.errors import DataError
+
+Detokenize = Callable[[Sequence[int]], str]
+
+
+def check(value: Any, count: int, has_tokenizer: bool) -> list[tuple[str, ...]]:
+    """Stop strings of every row. ``value``: a string, a list of strings for all rows, or a list of lists."""
+    if isinstance(value, str):
+        value = [value]
+    if value is None or all(isinstance(x, str) for x in value):
+        rows = [tuple(value or ())] * count
+    else:
+        rows = [(x,) if isinstance(x, str) else tuple(x or ()) for x in per_row("stop_strings", value, count)]
+    for i, stops in enumerate(rows):
+        if any(not isinstance(stop, str) or not stop for stop in stops):
+            raise DataError(
+                f"stop_strings of row {i}: {list(stops)} has something else than text; give non-empty strings"
+            )
+    if any(rows) and not has_tokenizer:
+        raise DataError("stop_strings need text, and the target has no tokenizer; use stop_token_ids")
+    return rows
+
+
+def cut(
+    detokenize: Detokenize, tokens: Sequence[int], stops: Sequence[str], checked: int = 0
+) -> tuple[int, str] | None:
+    """(tokens up to the one that completes a stop string, text before that string), or None. The first ``checked``
+    tokens are known to hold none."""
+    if not stops or _find(detokenize(tokens), stops) is None:
+        return None
+    for count in range(checked + 1, len(tokens) + 1):
+        text = detokenize(tokens[:count])
+        start = _find(text, stops)
+        if start is not None:
+            return count, text[:start]
+    return None
+
+
+def undecided(text: str, stops: Sequence[str]) -> int:
+    """Characters at the end of ``text`` that may begin a stop string: a stream holds them back."""
+    longest = 0
+    for stop in stops:
+        for size in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:size]):
+                longest = size
+                break
+    return longest
+
+
+def _find(text: str, stops: Sequence[str]) -> int | None:
+    return min((start for stop in stops if (start := text.find(stop)) >= 0), default=None)

@@ -1,0 +1,50 @@
+"""Definitions written out slowly, in float64, to hold the fast code against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def sampling_logits(
+    logits: np.ndarray,
+    prompt: Sequence[int],
+    generated: Sequence[int],
+    *,
+    bias: np.ndarray | None = None,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    min_new_tokens: int = 0,
+    stop_ids: Sequence[int] = (),
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> np.ndarray:
+    """What `specjax.sampling.transform` makes of the ``[V]`` logits after ``prompt`` and ``generated``."""
+    x = np.asarray(logits, np.float64) + (0.0 if bias is None else np.asarray(bias, np.float64))
+    for token in {*prompt, *generated}:
+        x[token] = x[token] / repetition_penalty if x[token] > 0 else x[token] * repetition_penalty
+    for token in set(generated):
+        x[token] -= presence_penalty + frequency_penalty * list(generated).count(token)
+    if len(generated) < min_new_tokens:
+        x[list(stop_ids)] = -np.inf
+    if temperature == 0:
+        return np.where(np.arange(len(x)) == x.argmax(), 0.0, -np.inf)
+    x = x / temperature
+    if top_k:
+        x[x < np.sort(x)[-top_k]] = -np.inf
+    p = softmax(x)
+    if top_p < 1:
+        # The least likely token that is still needed to reach top_p, and all that are as likely.
+        descending = np.sort(p)[::-1]
+        x[p < descending[np.argmax(descending.cumsum() >= top_p - 1e-12)]] = -np.inf
+    x[p < min_p * p.max()] = -np.inf
+    return x
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    weights = np.exp(x - x.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)

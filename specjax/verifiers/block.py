@@ -1,0 +1,43 @@
+"""Block verification (2403.10444): the drafts are judged together, and the longest prefix that succeeds is kept, also
+past a failure. Never fewer accepted tokens in expectation than the token rule, from the same drafts and the same p, q.
+
+Needs fresh noise in every block: a rejected position is drawn again, and the decision looked at tokens after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+
+from specjax.verifiers.chain import ChainVerifier, Chances, at, leading_run, ratios
+
+
+@dataclasses.dataclass(frozen=True)
+class Block(ChainVerifier):
+    """Exact for sampled drafts and for deterministic ones (``draft.logits`` None: q is a point mass)."""
+
+    kind: Literal["block"] = "block"
+    lossless: ClassVar[bool] = True
+    reference: ClassVar[str] = "2403.10444"
+    last_success: ClassVar[bool] = True
+
+    def chances(self, draft, p, q) -> Chances:
+        """b_i = min(1, b_(i-1) p/q), b_0 = 1; what is left after i tokens is S_i = sum (b_i p - q)+ of position i + 1.
+        The last valid position succeeds with b, one before it with S_i / (S_i + 1 - b_i)."""
+        ratio = ratios(draft, p, q)
+        weights = [jnp.ones(len(ratio), ratio.dtype)]
+        for i in range(ratio.shape[1]):  # the clamp acts on every factor, not on the product
+            weights.append(jnp.minimum(weights[-1] * ratio[:, i], 1.0))
+        weight = jnp.stack(weights, axis=1)
+        b, inner = weight[:, 1:], weight[:, 1:-1]
+        if q is None:
+            left = inner * (1.0 - at(p[:, 1:-1], draft.tokens[:, 1:]))
+        else:
+            left = jnp.sum(jnp.maximum(inner[..., None] * p[:, 1:-1] - q[:, 1:], 0.0), axis=-1)
+        whole = left + (1.0 - inner)
+        # 0/0: nothing is left because p = q, and everything later is kept.
+        h = jnp.where(whole > 0, left / jnp.where(whole > 0, whole, 1.0), 1.0)
+        last = jnp.arange(1, b.shape[1] + 1)[None] == leading_run(draft.valid)[:, None]
+        return Chances(jnp.where(last, b, jnp.pad(h, ((0, 0), (0, 1)))), weight)

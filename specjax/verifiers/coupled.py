@@ -1,0 +1,81 @@
+"""Drafter-invariant coupling (2408.07978): draft and target take the argmax of log-probability plus the same Gumbel
+noise, a function of the row's seed and the absolute position alone. What is emitted is what plain sampling with that
+noise emits, token for token, whatever drafts.
+
+Dims: B rows, K draft length, K1 = K + 1, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from specjax import sampling
+from specjax.types import CoupledNoise, Draft, Law, Verdict
+from specjax.verifiers.chain import at, leading_run, leading_run_law, row
+
+
+@dataclasses.dataclass(frozen=True)
+class Coupled:
+    """Keep draft tokens while they equal the target's choice. Needs no draft probabilities and no residual."""
+
+    kind: Literal["coupled"] = "coupled"
+    lossless: ClassVar[bool] = True
+    noise: ClassVar[Literal["fresh", "coupled", "none"]] = "coupled"
+    reference: ClassVar[str] = "2408.07978"
+
+    def __call__(self, draft: Draft, p_logits: Float[Array, "B K1 V"], noise: Any) -> Verdict:
+        assert isinstance(noise, CoupledNoise), "the engine builds the noise that the verifier declares"
+        chosen = sampling.argmax(p_logits + noise.gumbel)
+        num_accepted = leading_run((draft.tokens == chosen[:, :-1]) & draft.valid)
+        return Verdict(num_accepted, row(chosen, num_accepted))
+
+    def law(self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None) -> Law:
+        """Over the noise, given the drafts it chose; exact for any float type, for small vocabularies (V^3 memory)."""
+        if q is None:
+            chosen = p[:, :-1]
+        else:
+            joint = jax.vmap(jax.vmap(_joint))(p[:, :-1], q, draft.tokens)
+            # A draft that is never chosen has no row to speak of.
+            joint = jnp.where(at(q, draft.tokens)[..., None] > 0, joint, p[:, :-1])
+            chosen = joint / jnp.sum(joint, axis=-1, keepdims=True)
+        keep = jnp.where(draft.valid, at(chosen, draft.tokens), 0.0)
+        index = jnp.arange(p.shape[-1])[None, None]
+        # Another choice than the draft's, if there was one.
+        other = jnp.where((index == draft.tokens[..., None]) & draft.valid[..., None], 0.0, chosen)
+        other = jnp.where(draft.valid[..., None], other, p[:, :-1])
+        other = other / jnp.maximum(jnp.sum(other, axis=-1, keepdims=True), jnp.finfo(p.dtype).tiny)
+        return Law(leading_run_law(keep), jnp.concatenate([other, p[:, -1:]], axis=1))
+
+
+def _joint(p: Float[Array, " V"], q: Float[Array, " V"], a: Int[Array, ""]) -> Float[Array, " V"]:
+    """Pr(draft chooses a, target chooses b) for every b. In the exponential race the two choices are a and b != a for
+    ratios r of their arrival times from q_b/q_a to p_b/p_a: the integral of (1 + r + sum_u max(q_u/q_a, r p_u/p_b))^-2
+    over the other u, whose maxima change sides at the ``turns``."""
+
+    def divided(x, y):
+        return jnp.where(y > 0, x / jnp.where(y > 0, y, 1.0), jnp.inf)
+
+    token = jnp.arange(len(p))
+    same = jnp.sum(jnp.maximum(divided(p, p[a]), divided(q, q[a])))
+
+    def different(b):
+        others = (token != a) & (token != b)
+        low, high = divided(q[b], q[a]), divided(p[b], p[a])
+        turns = divided(q * p[b], q[a] * p)
+        edges = jnp.sort(jnp.concatenate([jnp.clip(turns, low, high), jnp.stack([low, high])]))
+        start, end = edges[:-1], edges[1:]
+        turned = (turns[None] <= start[:, None]) & others[None]
+        constant = 1.0 + jnp.sum(jnp.where(others[None] & ~turned, divided(q, q[a])[None], 0.0), axis=1)
+        slope = 1.0 + jnp.sum(jnp.where(turned, divided(p, p[b])[None], 0.0), axis=1)
+        value = constant + slope * start
+        finite = jnp.isfinite(end)
+        last = jnp.where(finite, end, start)
+        piece = jnp.where(finite, (last - start) / (value * (constant + slope * last)), 1.0 / (slope * value))
+        return jnp.where((high > low) & (p[b] > 0), jnp.sum(jnp.where(start < end, piece, 0.0)), 0.0)
+
+    return jnp.where(token == a, 1.0 / same, jax.vmap(different)(token))

@@ -1,0 +1,30 @@
+"""Top-k acceptance (as in 1811.03115, section 5.1): keep a draft token that is among the target's k most likely ones,
+whatever the draft thought of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, ClassVar, Literal
+
+import jax.numpy as jnp
+from pydantic import Field
+
+from specjax.verifiers.chain import ChainVerifier, Chances, at
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK(ChainVerifier):
+    """LOSSY: no randomness in the acceptance, the target's own law after it. Ties with the k-th are kept."""
+
+    k: Annotated[int, Field(ge=1)] = 4
+    kind: Literal["top_k"] = "top_k"
+    lossless: ClassVar[bool] = False
+    reference: ClassVar[str] = "1811.03115"
+
+    def chances(self, draft, p, q) -> Chances:
+        drafted = at(p[:, :-1], draft.tokens)
+        better = jnp.sum(p[:, :-1] > drafted[..., None], axis=-1)
+        return Chances(((better < self.k) & (drafted > 0)).astype(p.dtype))
+
+    def residual(self, p, q, weight):
+        return p

@@ -1,0 +1,31 @@
+"""Typical acceptance (Medusa, 2401.10774): keep a draft token that is likely enough for how undecided the target is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, ClassVar, Literal
+
+import jax.numpy as jnp
+from jax.scipy.special import entr
+from pydantic import Field
+
+from specjax.verifiers.chain import ChainVerifier, Chances, at
+
+
+@dataclasses.dataclass(frozen=True)
+class Typical(ChainVerifier):
+    """LOSSY: keep x while p(x) > min(epsilon, delta exp(-H(p))), H in nats; after that the target's own law."""
+
+    epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.09
+    delta: Annotated[float, Field(gt=0)] = 0.3
+    kind: Literal["typical"] = "typical"
+    lossless: ClassVar[bool] = False
+    reference: ClassVar[str] = "2401.10774"
+
+    def chances(self, draft, p, q) -> Chances:
+        entropy = jnp.sum(entr(p[:, :-1]), axis=-1)
+        threshold = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
+        return Chances((at(p[:, :-1], draft.tokens) > threshold).astype(p.dtype))
+
+    def residual(self, p, q, weight):
+        return p
