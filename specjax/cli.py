@@ -128,8 +128,7 @@ def bench(
         from specjax.config import load_config
 
         settings = load_config(config, overrides or [])
-        if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
-            raise SpecjaxError(f"--out {out}: not a file in an existing directory; nothing could be written there")
+        _check_file(out)
         from specjax.distill.measure import run_bench
         from specjax.distill.progress import console_bars
         from specjax.report.terminal import decoding_table
@@ -142,6 +141,67 @@ def bench(
         console.print(", ".join(shown) or "no temperature of 0 or 1: no headline speedup")
         if out is not None:
             write_atomically(out, json.dumps(results, indent=1, default=plain_json) + "\n")
+
+
+@app.command()
+def numerics(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts.")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, help="Greedy tokens a prompt.")] = 128,
+    out: Annotated[Path | None, typer.Option(help="Also write the results to this file, as JSON.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Where the target's logits depend on how they are computed: dtype, batch size, single tokens or blocks."""
+    with user_errors(debug):
+        from specjax.config import load_config
+
+        settings = load_config(config, overrides or [])
+        _check_file(out)
+        from specjax.distill.progress import console_bars
+        from specjax.numerics import run_numerics
+        from specjax.report.terminal import numerics_table
+
+        results = run_numerics(settings, prompts, tokens, console_bars(Console(stderr=True)))
+        Console().print(numerics_table(results["comparisons"]))
+        if out is not None:
+            write_atomically(out, json.dumps(results, indent=1, default=plain_json) + "\n")
+
+
+@app.command()
+def certify(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for certificate.json and certificate.md.", show_default="the run's")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Prove, for the config's target, drafter, verifier and sampling parameters, that the output is the target's.
+
+    Exit status 1 if a check fails."""
+    with user_errors(debug):
+        from specjax.config import load_config
+
+        settings = load_config(config, overrides or [])
+        directory = Path(settings.out) if out is None else out
+        if directory.exists() and not directory.is_dir():
+            raise SpecjaxError(f"--out {directory}: not a directory; the certificate goes there")
+        from specjax.distill.measure import run_certify
+        from specjax.distill.progress import console_bars
+
+        certificate = run_certify(settings, console_bars(Console(stderr=True)))
+        directory.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(certificate.to_json(), indent=1, default=plain_json) + "\n"
+        write_atomically(directory / "certificate.json", text)
+        write_atomically(directory / "certificate.md", certificate.to_markdown())
+        console = Console(highlight=False)
+        for check in certificate.checks:
+            mark = {True: "pass", False: "FAIL", None: "    "}[check.passed]
+            console.print(f"{mark}  {check.name}: {check.summary}", soft_wrap=True)
+        console.print(f"{certificate.verdict}  ({directory / 'certificate.md'})", soft_wrap=True)
+    if certificate.verdict == "FAIL":
+        raise SystemExit(1)
 
 
 @app.command()
@@ -183,6 +243,12 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _check_file(out: Path | None) -> None:
+    """Before anything is measured."""
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        raise SpecjaxError(f"--out {out}: not a file in an existing directory; nothing could be written there")
 
 
 def _message(error: Exception) -> str:

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from specjax import config_io
 from specjax.errors import ConfigError
-from specjax.registry import DRAFTERS, LOSSES, VERIFIERS, resolve
+from specjax.registry import DRAFTERS, LOSSES, VERIFIERS, build, resolve
 
 
 def _kind_in(table: Mapping[str, str]) -> Any:
@@ -38,6 +38,22 @@ def _kind_in(table: Mapping[str, str]) -> Any:
         return kind
 
     return Annotated[str, AfterValidator(known), Field(json_schema_extra={"enum": [*sorted(table)]})]
+
+
+def _buildable(table: Mapping[str, str]) -> Any:
+    """A kind in a registry at its defaults, or a mapping ``{kind: ..., field: value}``."""
+
+    def known(spec: Any) -> Any:
+        if spec is not None:
+            try:
+                build(table, spec, "")
+            except ConfigError as error:
+                raise ValueError(str(error).removeprefix(": ").removeprefix(".")) from None
+        return spec
+
+    kinds = {"enum": [*sorted(table)]}
+    fields = {"type": "object", "required": ["kind"], "properties": {"kind": kinds}}
+    return Annotated[Any, AfterValidator(known), Field(json_schema_extra={"anyOf": [kinds, fields]})]
 
 
 def _distinct(values: tuple) -> tuple:
@@ -199,6 +215,53 @@ class Bench:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class Sampling:
+    """Sampling parameters of all decoding in a run, beside the temperature; their meanings: specjax/sampling.py."""
+
+    top_k: NonNegative = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_new_tokens: NonNegative = 0
+    logit_bias: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Token id -> what is added to its logit."""
+    banned_tokens: tuple[NonNegative, ...] = ()
+    allowed_tokens: tuple[NonNegative, ...] = ()
+    """All others are banned; empty: none is."""
+    stop_token_ids: tuple[NonNegative, ...] = ()
+    """Beside the target's end-of-sequence ids."""
+
+    def options(self) -> dict[str, Any]:
+        """As arguments of `Decoder.generate`."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Certify:
+    """What `specjax certify` checks, and how surely."""
+
+    drafter: _buildable(DRAFTERS) = None  # pyright: ignore[reportInvalidTypeForm]
+    """`{kind: draft_model, model: PATH, k: 5}`, `{kind: ngram, k: 5}`, ...; None: the draft trained in `out`."""
+    k: Annotated[int, Field(ge=1, le=64)] = 5
+    """Draft length of the trained draft."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    prompts: Annotated[int, Field(ge=4)] = 8
+    prompt_tokens: Positive = 64
+    new_tokens: Annotated[int, Field(ge=3)] = 192
+    batch_size: Positive = 16
+    """Rows of a batch of sampled generations; the prompts take turns."""
+    total_variation: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    """A law this far off is found with probability `power`."""
+    power: Annotated[float, Field(gt=0, lt=1)] = 0.99
+    level: Annotated[float, Field(gt=0, lt=1)] = 1e-3
+    """Probability that an exact pair is failed by chance."""
+    margin: Annotated[float, Field(ge=0)] = 1e-4
+    """Largest gap between the two best logits at which another choice is put down to rounding."""
+
+
+@dataclass(frozen=True, config=_STRICT)
 class RunConfig:
     """A run: a target, data, a draft to train, and how to measure decoding."""
 
@@ -209,7 +272,12 @@ class RunConfig:
     control: Control = Control()
     eval: Eval = Eval()
     bench: Bench = Bench()
-    verifier: _kind_in(VERIFIERS) = "speculative"  # pyright: ignore[reportInvalidTypeForm]
+    sampling: Sampling = Sampling()
+    certify: Certify = Certify()
+    verifier: _buildable(VERIFIERS) = "speculative"  # pyright: ignore[reportInvalidTypeForm]
+    """A kind, or `{kind: lenient, lenience: 0.5}` and the like."""
+    require_lossless: bool = False
+    """Refuse a verifier that changes the target's law."""
     seed: NonNegative = 0
     out: Name = "runs/run"
     """Where everything of this run goes: checkpoints, logs, the draft, the report."""
@@ -218,10 +286,17 @@ class RunConfig:
     def _verifier_fits(self) -> RunConfig:
         sampled = [t for t in self.bench.temperatures if t > 0]
         # A verifier without randomness keeps the most likely token, which is the target's law at temperature 0 only.
-        if sampled and resolve(VERIFIERS, self.verifier, "verifier").noise == "none":
+        verifier = build(VERIFIERS, self.verifier, "verifier")
+        if sampled and verifier.noise == "none":
             raise ValueError(
-                f"verifier {self.verifier!r} decodes at temperature 0 only, bench.temperatures has {sampled[0]:g}; "
+                f"verifier {verifier.kind!r} decodes at temperature 0 only, bench.temperatures has {sampled[0]:g}; "
                 "set bench.temperatures=[0] or verifier=speculative"
+            )
+        if self.require_lossless and not verifier.lossless:
+            exact = sorted(kind for kind in VERIFIERS if resolve(VERIFIERS, kind, "").lossless)
+            raise ValueError(
+                f"verifier {verifier.kind!r} changes the target's law and require_lossless is true; "
+                f"use one of {', '.join(exact)}, or require_lossless=false"
             )
         return self
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 from collections.abc import Mapping
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from specjax.errors import ConfigError
 
@@ -35,3 +39,27 @@ def resolve(table: Mapping[str, str], kind: str, what: str) -> type:
         raise ConfigError(f"{what}: {kind!r} is unknown, known are {', '.join(sorted(table))}{hint}")
     module, _, name = table[kind].partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def build(table: Mapping[str, str], spec: str | Mapping[str, Any], what: str) -> Any:
+    """What a config names: a kind at its defaults, or a mapping ``{kind: ..., field: value}``. Raises `ConfigError`
+    naming the field that is missing, unknown or out of range."""
+    spec = {"kind": spec} if isinstance(spec, str) else spec
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("kind"), str):
+        raise ConfigError(
+            f"{what}: found {spec!r}, expected a kind or a mapping with one, as in {{kind: {next(iter(table))}}}"
+        )
+    cls = resolve(table, spec["kind"], what)
+    known = [field.name for field in dataclasses.fields(cls)]
+    for name in spec:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"{what}.{name}: unknown key of {spec['kind']!r}; {hint}")
+    try:
+        return TypeAdapter(cls).validate_python(dict(spec))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        field = ".".join((what, *map(str, problem["loc"])))
+        expected = problem["msg"].replace("Input should be ", "")
+        raise ConfigError(f"{field}: found {problem.get('input')!r}, expected {expected}") from None

@@ -25,7 +25,7 @@ from specjax import config as config_lib
 from specjax import metrics
 from specjax.decode import costs as costs_lib
 from specjax.decode.decoder import Decoder
-from specjax.types import Drafter
+from specjax.types import Drafter, Verifier
 
 AUTOREGRESSIVE = "autoregressive"
 DrafterFactory = Callable[[int], Drafter]
@@ -69,12 +69,13 @@ class Bench:
         settings: config_lib.Bench,
         prompts: Sequence[Sequence[int]],
         tuning_prompts: Sequence[Sequence[int]],
-        verifier: str,
+        verifier: Verifier,
+        sampling: Mapping[str, Any],
         seed: int,
     ):
         self._target, self._drafters, self._settings = target, drafters, settings
         self._prompts, self._tuning_prompts = prompts, tuning_prompts
-        self._verifier, self._seed = verifier, seed
+        self._verifier, self._sampling, self._seed = verifier, sampling, seed
         self.compile_seconds = 0.0
         # Made or measured once, and freed with the bench.
         self.decoder = functools.cache(self._decoder)
@@ -82,8 +83,9 @@ class Bench:
         self._prefill_seconds = functools.cache(self._measure_prefill)
 
     def _decoder(self, drafter: str, k: int) -> Decoder:
-        chosen = None if drafter == AUTOREGRESSIVE else self._drafters[drafter](k)
-        return Decoder(self._target, chosen, self._verifier)
+        if drafter == AUTOREGRESSIVE:  # with the cheapest noise, whatever the verifier
+            return Decoder(self._target)
+        return Decoder(self._target, self._drafters[drafter](k), self._verifier)
 
     def cells(self) -> list[Cell]:
         kinds = [(AUTOREGRESSIVE, 0), *((name, k) for name in self._drafters for k in self._settings.ks)]
@@ -98,7 +100,7 @@ class Bench:
         batch = [self._prompts[0]] * cell.batch_size
         with costs_lib.count_compiles() as count:
             self.decoder(cell.drafter, cell.k).compile(
-                batch, max_new_tokens=self._settings.new_tokens, temperature=cell.temperature
+                batch, max_new_tokens=self._settings.new_tokens, temperature=cell.temperature, **self._sampling
             )
         self.compile_seconds += count.seconds
 
@@ -117,7 +119,8 @@ class Bench:
     def _decode(self, cell: Cell, batch: Sequence[Sequence[int]], seed: int) -> Run:
         decoder, new = self.decoder(cell.drafter, cell.k), self._settings.new_tokens
         start = time.perf_counter()
-        result = decoder.generate(batch, max_new_tokens=new, temperature=cell.temperature, seed=seed, ignore_eos=True)
+        options = {"temperature": cell.temperature, **self._sampling}
+        result = decoder.generate(batch, max_new_tokens=new, seed=seed, ignore_eos=True, **options)
         seconds = time.perf_counter() - start
         return Run(seconds, result.tokens, functools.reduce(operator.add, result.stats))
 
@@ -248,7 +251,10 @@ class Bench:
         decoder, temperatures = self.decoder(name, k), self._settings.temperatures
         new = self._settings.new_tokens
         engines = [decoder.engine(t == 0, rows=1) for t in temperatures]
-        states = [decoder.prefilled(self._prompts[:1], max_new_tokens=new, temperature=t) for t in temperatures]
+        states = [
+            decoder.prefilled(self._prompts[:1], max_new_tokens=new, temperature=t, **self._sampling)
+            for t in temperatures
+        ]
         return costs_lib.StepTimer([engine for engine, _ in engines], engines[0][1], states)
 
     def _measure_prefill(self, cell: Cell) -> float:
@@ -256,12 +262,13 @@ class Bench:
         decoder, new = self.decoder(cell.drafter, cell.k), self._settings.new_tokens
 
         def start():
-            return decoder.started(self._prompts[:1], max_new_tokens=new, temperature=cell.temperature)
+            options = {"temperature": cell.temperature, **self._sampling}
+            return decoder.started(self._prompts[:1], max_new_tokens=new, **options)
 
         return costs_lib.median_seconds(start, 9)
 
 
-def count_recompiles(target: Any, drafter: Drafter | None, verifier: str, prompts: int = 50) -> int:
+def count_recompiles(target: Any, drafter: Drafter | None, verifier: Verifier, prompts: int = 50) -> int:
     """Programs compiled while decoding ``prompts`` prompts of different lengths, temperatures, seeds and budgets, after
     each bucket was seen once. Must be 0."""
     decoder = Decoder(target, drafter, verifier)

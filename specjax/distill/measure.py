@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 
+from specjax import certify as certify_lib
 from specjax import registry
 from specjax.config import RunConfig
 from specjax.decode import bench as bench_lib
+from specjax.decode import request
 from specjax.decode.decoder import Decoder
 from specjax.distill import job
 from specjax.distill.corpus import Document
@@ -39,6 +41,26 @@ def run_bench(config: RunConfig, bars: Bars = no_bars) -> dict[str, Any]:
     return decoding_figures(config, prepared.target, drafts, prepared.corpus.held_out, bars)
 
 
+def run_certify(config: RunConfig, bars: Bars = no_bars) -> certify_lib.Certificate:
+    """Certify the drafter that ``config.certify`` names, or the draft that `train_draft.py` left in ``config.out``."""
+    settings, spec = config.certify, config.certify.drafter
+    draft = Path(config.out) / "draft"
+    if spec is None and not draft.is_dir():
+        raise DataError(
+            f"out: {config.out} holds no draft; run train_draft.py with this config, or give certify.drafter"
+        )
+    spec = {"kind": "draft_model", "model": str(draft), "k": settings.k} if spec is None else spec
+    drafter = registry.build(registry.DRAFTERS, spec, "certify.drafter")
+    verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")
+    prepared = job.prepare(config, bars)
+    prompts = held_out_prompts(prepared.corpus.held_out, prepared.target, settings.prompt_tokens, settings.prompts)
+    with bars("certify", certify_lib.num_ticks(settings, verifier)) as progress:
+        done = itertools.count(1)
+        tick = (lambda: progress(next(done), {})) if progress else (lambda: None)
+        args = (prepared.target, drafter, verifier, prompts, config.sampling.options(), settings, config.seed)
+        return certify_lib.certify(*args, tick)
+
+
 def decoding_figures(
     config: RunConfig,
     target: LoadedModel,
@@ -55,18 +77,22 @@ def decoding_figures(
         kind: _registered(kind) for kind in settings.drafters
     }
     favourite = list(drafts)[-1]
-    bench = bench_lib.Bench(target, factories, settings, timed, tuning, config.verifier, config.seed)
+    verifier, sampling = registry.build(registry.VERIFIERS, config.verifier, "verifier"), config.sampling.options()
+    bench = bench_lib.Bench(target, factories, settings, timed, tuning, verifier, sampling, config.seed)
     with bars("decoding", bench.num_ticks) as progress:
         done = itertools.count(1)
         tick = (lambda: progress(next(done), {})) if progress else (lambda: None)
         measured = bench.measure(favourite, tick)
-    recompiles = bench_lib.count_recompiles(target, factories[favourite](max(settings.ks)), config.verifier)
+    recompiles = bench_lib.count_recompiles(target, factories[favourite](max(settings.ks)), verifier)
     figures = _figures(measured, target)
     return {
         "decoding": measured["decoding"],
         "figures": {**figures, "recompiles": recompiles, "peak_rss_gb": bench_lib.peak_rss_gb()},
         "compile_seconds": bench.compile_seconds,
-        "sample": _sample(bench, favourite, measured["best_k"], timed[0], target, settings.new_tokens, config.seed),
+        "verifier": {"kind": verifier.kind, "lossless": verifier.lossless},
+        "sample": _sample(
+            bench, favourite, measured["best_k"], timed[0], target, settings.new_tokens, sampling, config.seed
+        ),
     }
 
 
@@ -80,6 +106,7 @@ def check(config: RunConfig, prepared: job.Prepared) -> None:
             f"bench: prompt_tokens={settings.prompt_tokens}, new_tokens={settings.new_tokens} and k={max(settings.ks)} "
             f"need {needed} positions, the target has {target.config.max_positions}; lower one of them"
         )
+    request.prepare(target, max(settings.ks), [[0]], settings.new_tokens, 0, True, config.sampling.options())
 
 
 def held_out_prompts(documents: Sequence[Document], target: LoadedModel, length: int, count: int) -> list[list[int]]:
@@ -162,11 +189,13 @@ def _sample(
     prompt: Sequence[int],
     target: LoadedModel,
     new_tokens: int,
+    sampling: Mapping[str, Any],
     seed: int,
 ) -> dict[str, Any]:
     temperature, k = list(best_k.items())[-1]
     decoder: Decoder = bench.decoder(favourite, k)
-    result = decoder.generate([prompt], max_new_tokens=new_tokens, temperature=temperature, seed=seed, ignore_eos=True)
+    options = {"temperature": temperature, **sampling}
+    result = decoder.generate([prompt], max_new_tokens=new_tokens, seed=seed, ignore_eos=True, **options)
     return {
         "prompt": target.tokenizer.decode(prompt),
         "pieces": [dataclasses.asdict(piece) for piece in result.pieces(0)],

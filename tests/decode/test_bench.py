@@ -23,6 +23,7 @@ from specjax.drafters.ngram import NGram
 from specjax.errors import ConfigError, DataError
 from specjax.metrics import DecodeStats, expected_blocks
 from specjax.testing.toys import prefix_model, related
+from specjax.verifiers.speculative import Speculative
 
 TARGET = prefix_model(0, scale=1.2)
 DRAFT = related(TARGET, 1)
@@ -39,7 +40,7 @@ def pair(k: int) -> list[tuple[str, int | None]]:
 
 def make(**changes) -> Bench:
     drafters = {"draft_after": lambda k: DraftModel(DRAFT, k), "ngram": lambda k: NGram(k, min_n=1)}
-    return Bench(TARGET, drafters, dataclasses.replace(SETTINGS, **changes), PROMPTS, TUNING, "speculative", seed=0)
+    return Bench(TARGET, drafters, dataclasses.replace(SETTINGS, **changes), PROMPTS, TUNING, Speculative(), {}, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -158,10 +159,10 @@ def test_costs_of_a_step_are_more_than_those_of_its_passes_and_a_lost_bench_is_f
 
 
 def test_recompiles_are_counted_where_there_are_some(monkeypatch):
-    assert bench_lib.count_recompiles(TARGET, DraftModel(DRAFT, 2), "speculative", prompts=12) == 0
+    assert bench_lib.count_recompiles(TARGET, DraftModel(DRAFT, 2), Speculative(), prompts=12) == 0
     # Nothing seen before: every bucket is compiled inside the count.
     monkeypatch.setattr(Decoder, "compile", lambda *_, **__: None)
-    assert bench_lib.count_recompiles(prefix_model(5), DraftModel(prefix_model(6), 3), "speculative", prompts=4) > 0
+    assert bench_lib.count_recompiles(prefix_model(5), DraftModel(prefix_model(6), 3), Speculative(), prompts=4) > 0
 
 
 def test_the_memory_floor_counts_each_weight_once(monkeypatch, tiny_target):

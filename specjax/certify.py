@@ -1,0 +1,332 @@
+"""A certificate for one target, drafter, verifier and set of sampling parameters: that decoding with them gives what
+the target alone would give. Three checks of the real decoder, none of which trusts the code that it checks:
+
+- greedy output, token for token, against the autoregressive loop, with the target's top-2 margin where they differ;
+- the law of sampled tokens against the exact law of each after what was emitted before it, from one teacher-forced
+  forward and `specjax.testing.references`, by a chi-square test sized beforehand;
+- the target as its own draft: every token must be accepted (which alone finds a drafter that feeds its cache wrongly).
+
+For the coupled rule also its promise: the output of plain sampling, token for token. A lossy rule gets the distance
+that it costs in place of a test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from scipy import optimize, stats
+
+from specjax import sampling as sampling_lib
+from specjax.config import Certify
+from specjax.decode.decoder import Decoder
+from specjax.drafters.draft_model import DraftModel
+from specjax.testing.references import sampling_logits, softmax
+from specjax.types import Drafter, Verifier
+
+CELLS = 16
+_RANKS = np.array([1, 2, 4, 8, 16, 64, 256])
+"""First rank past each of the first seven groups of likely tokens; the eighth holds the rest."""
+_EDGE = 1e-3
+"""A token this close to the least likely one kept by top-k, top-p or min-p may be in or out by rounding."""
+Tick = Callable[[], None]
+_OFF: dict[str, tuple] = {
+    "top_k": (0,),
+    "top_p": (1.0,),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "min_new_tokens": (0,),
+}
+_NUMBERS, _CUTS = tuple(_OFF), ("top_k", "top_p", "min_p")
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """``passed`` None: measured, not judged."""
+
+    name: str
+    passed: bool | None
+    summary: str
+    details: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificate:
+    """``subject``: what was certified, as names and settings."""
+
+    subject: dict[str, Any]
+    checks: list[Check]
+
+    @property
+    def verdict(self) -> str:
+        if any(check.passed is False for check in self.checks):
+            return "FAIL"
+        return "PASS" if self.subject["lossless"] else "LOSSY"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"verdict": self.verdict, **dataclasses.asdict(self)}
+
+    def to_markdown(self) -> str:
+        about = "\n".join(f"| {name} | {value} |" for name, value in self.subject.items())
+        marks = {True: "pass", False: "**FAIL**", None: "measured"}
+        rows = "\n".join(f"| {c.name} | {marks[c.passed]} | {c.summary} |" for c in self.checks)
+        return (
+            f"# Certificate: {self.verdict}\n\n| | |\n|---|---|\n{about}\n\n"
+            f"| check | result | measured |\n|---|---|---|\n{rows}\n"
+        )
+
+
+def certify(
+    target: Any,
+    drafter: Drafter,
+    verifier: Verifier,
+    prompts: Sequence[Sequence[int]],
+    sampling: Mapping[str, Any],
+    settings: Certify,
+    seed: int = 0,
+    tick: Tick = lambda: None,
+) -> Certificate:
+    """``prompts``: at least four. ``sampling``: arguments of `Decoder.generate`, without the temperature."""
+    context = _Context(target, drafter, verifier, prompts, sampling, settings, seed, tick)
+    checks = [greedy_identity(context)]
+    if verifier.noise != "none":
+        checks += [sampled_law(context), self_acceptance(context)]
+    if verifier.noise == "coupled":
+        checks.append(coupled_identity(context))
+    subject = {
+        "target": target.name,
+        "drafter": drafter.kind,
+        "k": drafter.k,
+        "verifier": verifier.kind,
+        "lossless": verifier.lossless,
+        "reference": f"arXiv {verifier.reference}",
+        "temperature": settings.temperature,
+        "sampling": {name: value for name, value in sampling.items() if value not in _OFF.get(name, ((), {}))}
+        or "none",
+        "prompts": len(prompts),
+        "seed": seed,
+    }
+    return Certificate(subject, checks)
+
+
+def num_ticks(settings: Certify, verifier: Verifier) -> int:
+    """How often `certify` reports progress."""
+    return 2 + (0 if verifier.noise == "none" else _calls(settings) + 1 + (verifier.noise == "coupled"))
+
+
+class _Context:
+    """What the checks share: the subject and its decoders."""
+
+    def __init__(
+        self,
+        target: Any,
+        drafter: Drafter,
+        verifier: Verifier,
+        prompts,
+        sampling,
+        settings: Certify,
+        seed: int,
+        tick: Tick,
+    ):
+        self.target, self.drafter, self.verifier = target, drafter, verifier
+        self.prompts: list[list[int]] = [list(prompt) for prompt in prompts]
+        self.sampling, self.settings, self.seed, self.tick = dict(sampling), settings, seed, tick
+        self.plain, self.fast = Decoder(target, None, verifier), Decoder(target, drafter, verifier)
+        self._bias = np.zeros(target.config.vocab_size)
+        for token, value in self.sampling.get("logit_bias", {}).items():
+            self._bias[token] = value
+        self._bias[list(self.sampling.get("banned_tokens", ()))] = -np.inf
+        if allowed := list(self.sampling.get("allowed_tokens", ())):
+            self._bias[np.setdiff1d(np.arange(len(self._bias)), allowed)] = -np.inf
+
+    def generate(self, decoder: Decoder, prompts: Sequence[list[int]], **options: Any) -> Any:
+        options = {"max_new_tokens": self.settings.new_tokens, "ignore_eos": True, **self.sampling, **options}
+        return decoder.generate(prompts, **options)
+
+    def law(
+        self, logits: np.ndarray, prompt: Sequence[int], generated: Sequence[int], temperature: float, cuts: bool = True
+    ) -> np.ndarray:
+        """Logits ``[V]`` after the sampling parameters, in float64; ``cuts``: top-k, top-p and min-p as well."""
+        names = _NUMBERS if cuts else [name for name in _NUMBERS if name not in _CUTS]
+        options = {name: self.sampling[name] for name in names if name in self.sampling}
+        stops = list(self.sampling.get("stop_token_ids", ()))
+        return sampling_logits(
+            logits, prompt, generated, bias=self._bias, stop_ids=stops, temperature=temperature, **options
+        )
+
+    def logits(self, prompt: Sequence[int], generated: Sequence[int]) -> np.ndarray:
+        """Of the target before each of ``generated``, float32 ``[len(generated), V]``, by one forward of one shape."""
+        padding = [0] * (self.settings.new_tokens - len(generated))
+        found = np.asarray(self.target.logits([[*prompt, *generated, *padding]]))[0]
+        return found[len(prompt) - 1 :][: len(generated)]
+
+
+def greedy_identity(context: _Context) -> Check:
+    """Batch 1 and all prompts at once, against the autoregressive loop."""
+    prompts, differences = context.prompts, []
+    want = context.generate(context.plain, prompts).tokens
+    context.tick()
+    together = context.generate(context.fast, prompts).tokens
+    alone = [context.generate(context.fast, [prompt]).tokens[0] for prompt in prompts]
+    for size, found in ((len(prompts), together), (1, alone)):
+        for i, (a, b) in enumerate(zip(found, want, strict=True)):
+            at = _first_difference(a, b)
+            if at is not None:
+                law = context.law(context.logits(prompts[i], b)[at], prompts[i], b[:at], 1.0, cuts=False)
+                differences.append({"prompt": i, "batch_size": size, "position": at, "margin": _margin(law)})
+    context.tick()
+    count = sum(map(len, want))
+    return _identity("greedy identity", differences, 2 * count, context.settings.margin)
+
+
+def coupled_identity(context: _Context) -> Check:
+    """Sampled output against plain sampling with the same noise."""
+    prompts, t = context.prompts, context.settings.temperature
+    options = {"temperature": t, "seed": context.seed + 1}
+    want, found = (context.generate(d, prompts, **options) for d in (context.plain, context.fast))
+    differences = []
+    for i, (a, b) in enumerate(zip(found.tokens, want.tokens, strict=True)):
+        at = _first_difference(a, b)
+        if at is not None:
+            law = context.law(context.logits(prompts[i], b)[at], prompts[i], b[:at], t)
+            words = jnp.asarray([[want.seeds[i] >> 32, want.seeds[i] & 0xFFFFFFFF]], jnp.uint32)
+            position = jnp.asarray([len(prompts[i]) + at], jnp.int32)
+            noise = sampling_lib.coupled_noise(words, position, 0, len(law)).gumbel[0, 0]
+            differences.append({"prompt": i, "position": at, "margin": _margin(law + np.asarray(noise))})
+    context.tick()
+    return _identity("coupled identity", differences, sum(map(len, want.tokens)), context.settings.margin)
+
+
+def self_acceptance(context: _Context) -> Check:
+    """The target drafts for itself, greedily and sampled."""
+    prompts = context.prompts
+    decoder = Decoder(context.target, DraftModel(context.target, context.drafter.k), context.verifier)
+    temperatures = [0.0 if i % 4 == 3 else context.settings.temperature for i in range(len(prompts))]
+    new = min(context.settings.new_tokens, 64)
+    options = {"temperature": temperatures, "max_new_tokens": new, "seed": context.seed}
+    counts = context.generate(decoder, prompts, **options).stats
+    drafted, accepted = sum(s.drafted for s in counts), sum(s.accepted for s in counts)
+    context.tick()
+    # Passes of one token and of a block round differently: p / q is 1 up to about 1e-5, and a draw may fall between.
+    passed = accepted >= 0.999 * drafted if context.verifier.lossless else None
+    summary = f"{accepted:,} of {drafted:,} draft tokens accepted with the target as its own draft"
+    return Check("self acceptance", passed, summary, {"drafted": drafted, "accepted": accepted})
+
+
+def sampled_law(context: _Context) -> Check:
+    """Every sampled token against the exact law after its own prefix, over 16 cells that are a function of that law:
+    eight groups of ranks by two halves of the vocabulary. Given the prefix the counts have mean and covariance of one
+    draw from that law, so that their sum over all tokens, whatever the prefixes, gives a chi-square statistic."""
+    settings, observed = context.settings, np.zeros(CELLS)
+    expected, covariance, outside, tokens = np.zeros(CELLS), np.zeros((CELLS, CELLS)), [], 0
+    size, calls = sample_size(settings), _calls(settings)
+    for call in range(20 * calls):  # more than planned where stop tokens end rows early
+        if tokens >= size:
+            break
+        rows = [
+            context.prompts[(call * settings.batch_size + i) % len(context.prompts)] for i in range(settings.batch_size)
+        ]
+        options = {"temperature": settings.temperature, "seed": context.seed + 1 + call}
+        for prompt, new in zip(rows, context.generate(context.fast, rows, **options).tokens, strict=True):
+            for j, logits in enumerate(context.logits(prompt, new)):
+                law = context.law(logits, prompt, new[:j], settings.temperature)
+                p = softmax(law)
+                if p[new[j]] == 0 and (gap := _outside_by(context, logits, law, prompt, new, j)) > _EDGE:
+                    outside.append({"token": int(new[j]), "position": j, "gap": gap})
+                cell = _cells(p)
+                mass = np.bincount(cell, p, CELLS)
+                observed[cell[new[j]]] += 1
+                expected += mass
+                covariance += np.diag(mass) - np.outer(mass, mass)
+                tokens += 1
+        if call < calls:
+            context.tick()
+    statistic, freedom = _chi_square(observed - expected, covariance, expected)
+    p_value = float(stats.chi2.sf(statistic, freedom))
+    off, noise = np.abs(observed - expected).sum() / 2 / tokens, _noise_floor(covariance) / tokens
+    details = {
+        "tokens": tokens,
+        "cells": CELLS,
+        "p_value": p_value,
+        "statistic": statistic,
+        "degrees_of_freedom": freedom,
+        "total_variation": float(off),
+        "total_variation_of_exact_sampling": float(noise),
+        "outside_the_support": outside[:20],
+    }
+    distance = f"total variation over {CELLS} cells {off:.4f} (exact sampling of as many: about {noise:.4f})"
+    if not context.verifier.lossless:
+        return Check("sampled law", None, f"{tokens:,} tokens: {distance}", details)
+    passed = p_value >= settings.level and not outside and tokens >= size
+    summary = f"{tokens:,} tokens: p = {p_value:.3g}, {distance}"
+    if outside:
+        summary += f"; {len(outside)} tokens of probability zero"
+    return Check("sampled law", passed, summary, details)
+
+
+def sample_size(settings: Certify) -> int:
+    """Tokens for which any law at ``settings.total_variation`` over the cells is found with ``settings.power``: the
+    noncentrality is at least 4 N TV^2."""
+    freedom = CELLS - 1
+    critical = stats.chi2.isf(settings.level, freedom)
+    needed = optimize.brentq(lambda x: stats.ncx2.sf(critical, freedom, x) - settings.power, 1e-6, 1e4)
+    return int(np.ceil(needed / (4 * settings.total_variation**2)))
+
+
+def _calls(settings: Certify) -> int:
+    return -(-sample_size(settings) // (settings.batch_size * settings.new_tokens))
+
+
+def _cells(p: np.ndarray) -> np.ndarray:
+    """The cell of every token of the vocabulary. The halves are by a mixed-up token id, so that no half is rare."""
+    rank = np.empty(len(p), np.int64)
+    rank[np.argsort(-p, kind="stable")] = np.arange(len(p))
+    half = (np.arange(len(p), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) & np.uint64(1)
+    return 2 * np.searchsorted(_RANKS, rank, side="right") + half.astype(np.int64)
+
+
+def _outside_by(context: _Context, logits, law, prompt, new, j: int) -> float:
+    """How far below the least likely token of the support the emitted one is, in logits; inf for a forbidden one."""
+    free = context.law(logits, prompt, new[:j], context.settings.temperature, cuts=False)
+    return float(free[np.isfinite(law)].min() - free[new[j]])
+
+
+def _chi_square(difference: np.ndarray, covariance: np.ndarray, expected: np.ndarray) -> tuple[float, int]:
+    """(statistic, degrees of freedom). Cells that expect fewer than 5 are merged into the largest."""
+    few = expected < 5
+    merge = np.eye(len(expected))
+    merge[few] = np.eye(len(expected))[expected.argmax()]
+    merge = merge[:, ~few]
+    difference, covariance = difference @ merge, merge.T @ covariance @ merge
+    freedom = len(difference) - 1
+    # The counts add up, so one direction has no variance.
+    inverse = np.linalg.pinv(covariance, rcond=1e-9, hermitian=True)
+    return float(difference @ inverse @ difference), freedom
+
+
+def _noise_floor(covariance: np.ndarray) -> float:
+    """Expected half of the absolute differences of counts with this covariance."""
+    return float(np.sqrt(np.diag(covariance) * 2 / np.pi).sum() / 2)
+
+
+def _identity(name: str, differences: list[dict[str, Any]], tokens: int, margin: float) -> Check:
+    worst = max((d["margin"] for d in differences), default=0.0)
+    summary = f"{tokens:,} tokens, {len(differences)} rows differ"
+    if differences:
+        summary += f", at top-2 margins up to {worst:.2g} (allowed {margin:g})"
+    return Check(name, worst <= margin, summary, {"tokens": tokens, "differences": differences, "allowed": margin})
+
+
+def _first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    return next((i for i, (x, y) in enumerate(itertools.zip_longest(a, b)) if x != y), None)
+
+
+def _margin(logits: np.ndarray) -> float:
+    top = np.sort(logits)[-2:]
+    return float(top[1] - top[0])

@@ -1,0 +1,166 @@
+"""The certificate passes what is exact, and fails planted mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from specjax import certify as certify_lib
+from specjax.certify import CELLS, certify, sample_size
+from specjax.config import Certify
+from specjax.decode import engine as engine_lib
+from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.ngram import NGram
+from specjax.testing.toys import prefix_model, related
+from specjax.types import Draft
+from specjax.verifiers.block import Block
+from specjax.verifiers.coupled import Coupled
+from specjax.verifiers.speculative import Speculative
+from specjax.verifiers.top_k import TopK
+
+TARGET = prefix_model(0, vocab_size=40, scale=1.5)
+DRAFT = related(TARGET, 1)
+PROMPTS = [[1, 2, 3, 4], [7, 7, 30, 5], [12, 9, 9, 1], [39, 0, 21, 20]]
+# A larger distance needs fewer tokens; the mistakes below are larger still.
+SETTINGS = Certify(new_tokens=32, batch_size=64, total_variation=0.04)
+
+
+@pytest.fixture(autouse=True)
+def fresh_programs():
+    yield
+    engine_lib.prefill.cache_clear()
+    engine_lib.chunk.cache_clear()
+
+
+def verdict(drafter, verifier, settings=SETTINGS, **sampling):
+    certificate = certify(TARGET, drafter, verifier, PROMPTS, sampling, settings)
+    return certificate, {check.name: check.passed for check in certificate.checks}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "verifier", "sampling"),
+    [
+        (DraftModel(DRAFT, 3), Speculative(), {"top_p": 0.9, "repetition_penalty": 1.2, "banned_tokens": [3]}),
+        pytest.param(NGram(3, min_n=1), Block(), {"top_k": 12, "frequency_penalty": 0.2}, marks=pytest.mark.proof),
+        pytest.param(DraftModel(DRAFT, 3), Coupled(), {"min_p": 0.02, "logit_bias": {4: 1.0}}, marks=pytest.mark.proof),
+    ],
+)
+def test_what_is_exact_passes(drafter, verifier, sampling):
+    certificate, checks = verdict(drafter, verifier, **sampling)
+    assert certificate.verdict == "PASS"
+    assert all(checks.values())
+    assert ("coupled identity" in checks) is (verifier.kind == "coupled")
+    assert certificate.checks[1].details["tokens"] >= sample_size(SETTINGS)
+    assert json.loads(json.dumps(certificate.to_json()))["verdict"] == "PASS"
+    assert "PASS" in certificate.to_markdown().splitlines()[0]
+
+
+class ResidualIsTarget(Speculative):
+    def residual(self, p, q, weight):
+        return p
+
+
+@dataclasses.dataclass(frozen=True)
+class ColdDraft(DraftModel):
+    """Draws at the temperature, and reports the logits without it."""
+
+    def _propose(self, out, context, tokens, offset):
+        tokens, _ = super()._propose(out, context, tokens, offset)
+        return tokens, None if context.noise is None else out.logits[:, 0].astype(jnp.float32)
+
+
+def test_a_wrong_residual_fails():
+    certificate, checks = verdict(DraftModel(DRAFT, 3), ResidualIsTarget())
+    assert certificate.verdict == "FAIL"
+    assert checks == {"greedy identity": True, "sampled law": False, "self acceptance": True}
+
+
+def test_a_draft_that_reports_other_probabilities_fails():
+    settings = dataclasses.replace(SETTINGS, temperature=0.6)
+    certificate, checks = verdict(ColdDraft(DRAFT, 3), Speculative(), settings)
+    assert certificate.verdict == "FAIL"
+    assert checks["sampled law"] is False
+
+
+def test_a_block_fed_one_position_late_fails(monkeypatch):
+    def feed(target, params, state, draft: Draft):
+        root = jnp.take_along_axis(state.tokens, (state.lengths - 1)[:, None], axis=1)
+        fed = jnp.concatenate([root, draft.tokens], axis=1)
+        slots = (state.lengths - 1)[:, None] + jnp.arange(fed.shape[1])[None]
+        late = int(fed.shape[1] > 1)  # the autoregressive loop stays right
+        return target(params, fed, slots + late, slots, state.cache)
+
+    monkeypatch.setattr(engine_lib, "feed_block", feed)
+    certificate, checks = verdict(DraftModel(DRAFT, 3), Speculative())
+    assert certificate.verdict == "FAIL"
+    assert checks["greedy identity"] is False
+    worst = max(d["margin"] for d in certificate.checks[0].details["differences"])
+    assert worst > SETTINGS.margin
+
+
+@pytest.mark.proof
+def test_a_drafter_that_forgets_fails_self_acceptance_alone(monkeypatch):
+    """The verifier repairs its output: only the acceptance tells."""
+
+    def forgetful(self, params, state, context):
+        slot = (context.lengths - 1)[:, None]
+        tokens, laws = jnp.zeros((len(slot), self.k), jnp.int32), []
+        newest = jnp.take_along_axis(context.tokens, slot, axis=1)
+        for offset in range(self.k):
+            out = self.model(params, newest, slot + offset, slot + offset, state)
+            tokens, logits = self._propose(out, context, tokens, offset)
+            newest, state = tokens[:, offset : offset + 1], out.cache
+            laws.append(logits)
+        logits = None if context.noise is None else jnp.stack(laws, axis=1)
+        return Draft(tokens, jnp.ones(tokens.shape, bool), logits), state
+
+    monkeypatch.setattr(DraftModel, "draft", forgetful)
+    certificate, checks = verdict(DraftModel(DRAFT, 3), Block())
+    assert certificate.verdict == "FAIL"
+    assert checks == {"greedy identity": True, "sampled law": True, "self acceptance": False}
+
+
+@pytest.mark.proof
+def test_a_lossy_rule_gets_its_distance():
+    certificate, checks = verdict(DraftModel(DRAFT, 3), TopK(k=3))
+    assert certificate.verdict == "LOSSY"
+    assert checks == {"greedy identity": True, "sampled law": None, "self acceptance": None}
+    details = certificate.checks[1].details
+    assert details["total_variation"] > 5 * details["total_variation_of_exact_sampling"]
+
+
+@pytest.mark.proof
+def test_a_forbidden_token_fails_whatever_the_counts(monkeypatch):
+    found = certify_lib._Context.generate
+
+    def smuggles(self, decoder, prompts, **options):
+        result = found(self, decoder, prompts, **options)
+        result.tokens[0][5] = 3
+        return result
+
+    monkeypatch.setattr(certify_lib._Context, "generate", smuggles)
+    certificate, checks = verdict(DraftModel(DRAFT, 2), Speculative(), banned_tokens=[3])
+    assert checks["sampled law"] is False
+    assert certificate.checks[1].details["outside_the_support"][0]["gap"] == np.inf
+
+
+def test_the_sample_size_has_its_power():
+    settings = Certify()
+    tokens = sample_size(settings)
+    critical = stats.chi2.isf(settings.level, CELLS - 1)
+    assert stats.ncx2.sf(critical, CELLS - 1, 4 * tokens * 0.02**2) >= 0.99
+    assert 34_000 < tokens < 35_000  # the table of MATH for 16 cells
+
+
+def test_cells_are_a_partition_by_rank_and_half():
+    p = np.random.default_rng(0).dirichlet(np.ones(2048))
+    cells = certify_lib._cells(p)
+    assert set(cells) <= set(range(CELLS))
+    assert set(cells[np.argsort(-p)[:1]]) <= {0, 1}
+    assert {len(np.flatnonzero(cells // 2 == g)) for g in range(8)} == {1, 2, 4, 8, 48, 192, 1792}
+    assert 800 < (cells % 2 == 0).sum() < 1250
