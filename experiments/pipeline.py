@@ -57,7 +57,7 @@ def run(config: RunConfig) -> dict[str, Any]:
             "figures": [dataclasses.asdict(figure) for figure in check_figures(summary)],
             "training": _training(distilled.logs),
             "stage_seconds": stopwatch.seconds,
-            **{key: decoding[key] for key in ("decoding", "compile_seconds", "sample")},
+            **{key: decoding[key] for key in ("decoding", "verifier", "compile_seconds", "sample")},
         }
         fingerprint.write_json(out / _RESULTS, results)
         where = report.build(out)
@@ -71,6 +71,7 @@ def _decoding(config: RunConfig, distilled: job.Distilled, file: Path, bars: Bar
     measured_on = {
         "bench": dataclasses.asdict(config.bench),
         "verifier": config.verifier,
+        "sampling": dataclasses.asdict(config.sampling),
         "seed": config.seed,
         "weights": [fingerprint.digest(m.params) for m in (distilled.target, *drafts.values())],
         "specjax": _source_digest(),

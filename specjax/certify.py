@@ -115,6 +115,19 @@ def certify(
     return Certificate(subject, checks)
 
 
+def measured_distance(
+    target: Any,
+    drafter: Drafter,
+    verifier: Verifier,
+    prompts: Sequence[Sequence[int]],
+    sampling: Mapping[str, Any],
+    settings: Certify,
+    seed: int,
+) -> dict[str, Any]:
+    """The details of `sampled_law` alone: what a lossy rule costs."""
+    return sampled_law(_Context(target, drafter, verifier, prompts, sampling, settings, seed, lambda: None)).details
+
+
 def num_ticks(settings: Certify, verifier: Verifier) -> int:
     """How often `certify` reports progress."""
     return 2 + (0 if verifier.noise == "none" else _calls(settings) + 1 + (verifier.noise == "coupled"))

@@ -6,6 +6,7 @@ Heavy imports wait until a command needs them, so that `--help` and mistakes in 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -88,7 +89,9 @@ def generate(
     verifier: Annotated[str, typer.Option(help="Which part of a block is kept.")] = "speculative",
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = False,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights.")] = "float32",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of text; of one prompt with its latencies.")
+    ] = False,
     no_color: Annotated[bool, typer.Option("--no-color")] = False,
     debug: Debug = False,
 ) -> None:
@@ -109,7 +112,11 @@ def generate(
             "ignore_eos": ignore_eos,
         }
         if as_json:
-            print(json.dumps(_as_json(prompts, decoder.generate(prompts, **options)), default=plain_json))
+            if len(prompts) == 1:
+                results = _timed_json(decoder, prompts[0], options)
+            else:
+                results = _as_json(prompts, decoder.generate(prompts, **options))
+            print(json.dumps(results, default=plain_json))
         elif len(prompts) == 1:
             _stream(decoder, prompts[0], options, no_color)
         else:
@@ -330,12 +337,27 @@ def _describe(stats: Any) -> str:
 
 def _as_json(prompts: Sequence[str], result: Any) -> dict[str, Any]:
     rows = zip(prompts, result.text, result.tokens, result.seeds, result.stats, strict=True)
-    return {
-        "rows": [
-            {"prompt": prompt, "text": text, "tokens": tokens, "seed": seed, "stats": stats.to_json()}
-            for prompt, text, tokens, seed, stats in rows
-        ]
-    }
+    return {"rows": list(itertools.starmap(_row_json, rows))}
+
+
+def _row_json(prompt: str, text: str, tokens: Sequence[int], seed: int, stats: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "text": text, "tokens": tokens, "seed": seed, "stats": stats.to_json()}
+
+
+def _timed_json(decoder: Any, prompt: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The same for one prompt, decoded as a stream after compiling, and when its tokens came."""
+    from specjax.decode.request import derive_seeds
+    from specjax.metrics import Latencies
+
+    decoder.compile([prompt], max_new_tokens=options["max_new_tokens"], temperature=options["temperature"])
+    events, times, start = [], [], time.perf_counter()
+    for event in decoder.stream(prompt, **options):
+        times += [time.perf_counter() - start] * len(event.tokens)
+        events.append(event)
+    text, tokens = "".join(event.text for event in events), [token for event in events for token in event.tokens]
+    [seed] = derive_seeds(options["seed"], 1)
+    row = _row_json(prompt, text, tokens, seed, events[-1].stats)
+    return {"rows": [row], "latency_s": Latencies([times]).to_json()}
 
 
 if __name__ == "__main__":

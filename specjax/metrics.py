@@ -1,4 +1,5 @@
-"""Every metric once, under the one name it has everywhere: code, JSON, reports.
+"""Every metric once, under the one name it has everywhere: code, JSON, reports. docs/metrics.md compares them with the
+counts of other projects.
 
 A block is one draft-and-verify step of one row. N = blocks, n = draft tokens accepted in a block, k_r = draft tokens
 that were proposed validly in it (padding is not drafted).
@@ -13,11 +14,26 @@ that were proposed validly in it (padding is not drafted).
     acceptance_at[j]             s_j = #(n >= j) / #(k_r >= j), unconditional, j = 1..k
     conditional_acceptance_at[j] a_j = #(n >= j) / #(n >= j - 1 and k_r >= j)
     alpha              E sum_v min(p(v), q(v)) under teacher forcing on given text: 1 - total variation, per position
+    alpha_mle          the alpha that explains the counts best if every proposal is accepted with the same chance
+
+Predicted from alpha or tau and from costs (`expected_emitted` and what follows it), and measured:
+
+    expected_emitted   tau of a block of k proposals
+    expected_blocks    N for a given number of tokens, from acceptance_at
+    walltime_speedup   tau tokens for k draft passes and one target pass
+    mbsu               the same where reading the weights is all that costs
+    operations_factor  arithmetic for a token, over plain decoding
+    best_k             the k of the largest walltime_speedup
+    ttft, tpot, itl    of a request, see `Latencies`
+    tokens_per_s       emitted / wall seconds, all rows together
+    cost_per_1k_tokens money, at a price per hour of the machine
+    speedup            wall time of the autoregressive loop / of speculation, equal emitted tokens: specjax.decode.bench
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -80,6 +96,12 @@ class DecodeStats:
         return self.accepted / max(self.drafted, 1)
 
     @property
+    def alpha_mle(self) -> float:
+        """Maximum likelihood for n geometric, cut off at k_r: accepted / (accepted + blocks that rejected a proposal).
+        Not accepted_length / k. Of token verification; a rule that looks at the whole block has no such rejections."""
+        return self.accepted / max(sum(self.reached_at), 1)
+
+    @property
     def acceptance_at(self) -> tuple[float, ...]:
         return tuple(a / max(d, 1) for a, d in zip(self.accepted_at, self.drafted_at, strict=True))
 
@@ -96,10 +118,38 @@ class DecodeStats:
             "block_efficiency",
             "accepted_length",
             "acceptance_rate",
+            "alpha_mle",
             "acceptance_at",
             "conditional_acceptance_at",
         )
         return {name: getattr(self, name) for name in names}
+
+
+def expected_emitted(alpha: float, k: int) -> float:
+    """tau = 1 + alpha + ... + alpha^k: each of k proposals is accepted with chance alpha (2211.17192, section 3.1)."""
+    return float(sum(alpha**j for j in range(k + 1)))
+
+
+def walltime_speedup(tau: float, k: int, c: float) -> float:
+    """Over plain decoding, if a pass of the target costs the same for 1 token as for k + 1 (2211.17192, section 3.3).
+    ``c``: seconds of a draft pass over seconds of a target pass."""
+    return tau / (k * c + 1)
+
+
+def mbsu(tau: float, k: int, draft_bytes: int, target_bytes: int) -> float:
+    """Memory-bound speedup (2403.00858): `walltime_speedup` at the ratio of the bytes that a pass reads."""
+    return walltime_speedup(tau, k, draft_bytes / target_bytes)
+
+
+def operations_factor(tau: float, k: int, c: float) -> float:
+    """Arithmetic operations a token over those of plain decoding, above 1 as a rule (2211.17192, section 3.4).
+    ``c``: operations of a draft pass over those of a target pass over one token."""
+    return (k * c + k + 1) / tau
+
+
+def best_k(alpha: float, c: float, most: int = 64) -> int:
+    """The k of the largest `walltime_speedup`, at most ``most``; the smallest of several. 0: do not speculate."""
+    return max(range(most + 1), key=lambda k: walltime_speedup(expected_emitted(alpha, k), k, c))
 
 
 def expected_blocks(acceptance_at: Sequence[float], tokens: int) -> float:
@@ -112,3 +162,52 @@ def expected_blocks(acceptance_at: Sequence[float], tokens: int) -> float:
         before = expected[max(m - len(emitted), 0) : m][::-1]
         expected[m] = 1.0 + emitted[: len(before)] @ before
     return float(expected[tokens])
+
+
+@dataclasses.dataclass(frozen=True)
+class Latencies:
+    """Of several requests. ``commit_times``: for each, the seconds from handing it in to the commit of each of its
+    tokens; the tokens of one block share theirs. Compilation is not part of it."""
+
+    commit_times: Sequence[Sequence[float]]
+
+    def __post_init__(self):
+        for i, times in enumerate(self.commit_times):
+            if len(times) == 0 or any(b < a for a, b in itertools.pairwise(times)):
+                raise ValueError(f"request {i}: its commit times are {list(times)}; give one a token, in order")
+
+    @property
+    def ttft(self) -> list[float]:
+        """Time to the first token, one a request; the whole first block comes with it."""
+        return [times[0] for times in self.commit_times]
+
+    @property
+    def tpot(self) -> list[float]:
+        """Time per output token after the first, (last - first) / (tokens - 1); one a request with two tokens."""
+        return [(times[-1] - times[0]) / (len(times) - 1) for times in self.commit_times if len(times) > 1]
+
+    @property
+    def itl(self) -> list[float]:
+        """Inter-token latency, the silences: between one commit and the next, of all requests together. No zeros for
+        the tokens inside a block, so its mean is above that of tpot whenever blocks emit more than a token."""
+        return [b - a for times in self.commit_times for a, b in itertools.pairwise(times) if b > a]
+
+    def to_json(self) -> dict[str, float | None]:
+        """P50 and P99 over all requests pooled (percentiles of several runs are not to be averaged); None without a
+        value."""
+        return {
+            f"{name}_p{percent}": float(np.percentile(values, percent)) if values else None
+            for name in ("ttft", "tpot", "itl")
+            for percent in (50, 99)
+            for values in [getattr(self, name)]
+        }
+
+
+def tokens_per_s(emitted: int, seconds: float) -> float:
+    """Throughput: tokens of all rows over the wall seconds that all of them took together."""
+    return emitted / seconds
+
+
+def cost_per_1k_tokens(price_per_hour: float, tokens_per_s: float) -> float:
+    """In the currency of ``price_per_hour``, what the machine costs while it emits a thousand tokens at that rate."""
+    return price_per_hour / 3600 * 1000 / tokens_per_s

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 import specjax
 from specjax import cli
+from specjax.decode.request import derive_seeds
 from specjax.errors import ConfigError, ModelError
 from specjax.metrics import DecodeStats
 
@@ -29,6 +30,9 @@ class Decoder:
             stats=[STATS] * len(prompts),
             pieces=lambda row: [types.SimpleNamespace(text=f"<{prompts[row]}>", origin="accepted")],
         )
+
+    def compile(self, prompts, **options):
+        pass
 
     def stream(self, prompt, **options):
         for i, origin in enumerate(("accepted", "bonus")):
@@ -78,9 +82,18 @@ def test_several_prompts_are_decoded_as_a_batch(decoders, tmp_path):
 
 
 def test_json_output_is_json_and_nothing_else(decoders):
-    result = call("generate", "--target", "t", "--prompt", "x", "--json")
-    [row] = json.loads(result.stdout)["rows"]
-    assert (row["text"], row["tokens"], row["stats"]["block_efficiency"]) == ("<x>", [1, 2], 2.5)
+    result = call("generate", "--target", "t", "--prompt", "x", "--prompt", "y", "--json")
+    _, row = json.loads(result.stdout)["rows"]
+    assert (row["text"], row["tokens"], row["stats"]["block_efficiency"]) == ("<y>", [1, 2], 2.5)
+
+
+def test_json_of_one_prompt_tells_when_its_tokens_came(decoders):
+    found = json.loads(call("generate", "--target", "t", "--prompt", "x", "--seed", "3", "--json").stdout)
+    [row] = found["rows"]
+    assert (row["text"], row["tokens"], row["stats"]["block_efficiency"]) == ("accepted!bonus!x", [0, 1], 2.5)
+    assert row["seed"] == derive_seeds(3, 1)[0]
+    assert 0 < found["latency_s"]["ttft_p50"] < 1
+    assert found["latency_s"]["tpot_p50"] == found["latency_s"]["itl_p99"] > 0
 
 
 @pytest.mark.parametrize(
@@ -124,7 +137,7 @@ def test_debug_shows_the_traceback_and_keeps_the_status(tmp_path):
 
 
 def test_every_command_takes_debug():
-    for command in ("generate", "bench", "report", "schema"):
+    for command in ("generate", "bench", "numerics", "report", "schema"):
         assert "--debug" in call(command, "--help").stdout
 
 

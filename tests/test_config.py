@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from specjax.config import load_config, load_sweep
 from specjax.errors import ConfigError
+from specjax.registry import VERIFIERS, build
+from specjax.verifiers.lenient import Lenient
 
 ROOT = Path(__file__).parent.parent
 SMALLEST = "target: {path: models/target}\ndata: {path: python-stdlib}\n"
@@ -276,3 +279,33 @@ def test_the_demo_draft_has_the_size_that_its_header_says():
     size = 2048 * a.hidden_size + a.num_layers * (attention + 3 * a.hidden_size * a.intermediate_size)
     assert 0.7e6 < size < 1.5e6
     assert f"{size / 1e6:.1f}M parameters" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("verifier: blok", "verifier: 'blok' is unknown, known are block, coupled, .*; did you mean 'block'?"),
+        ("verifier: {kind: lenient, lenience: 2}", "verifier: lenience: found 2, expected less than or equal to 1"),
+        ("verifier: {kind: lenient, leniense: 0.5}", "leniense: unknown key of 'lenient'; did you mean 'lenience'?"),
+        ("verifier: {lenience: 0.5}", "expected a kind or a mapping with one"),
+        (
+            "verifier: lenient\nrequire_lossless: true",
+            "'lenient' changes the target's law and require_lossless is true",
+        ),
+        ("certify: {drafter: draft_model}", "certify.drafter: model: found .* expected Field required"),
+        ("certify: {drafter: {kind: ngram, k: 0}}", "certify.drafter: k: found 0"),
+        ("sampling: {top_p: 0}", "sampling.top_p: found 0"),
+        ("sampling: {banned_tokens: [-1]}", "sampling.banned_tokens.0: found -1"),
+    ],
+)
+def test_a_verifier_drafter_or_sampling_parameter_that_cannot_be_is_refused(written, text, message):
+    assert re.search(message, problem(written(SMALLEST + text + "\n")))
+
+
+def test_a_verifier_with_its_fields_and_sampling_parameters_are_read(written):
+    text = "verifier: {kind: lenient, lenience: 0.25}\nsampling: {logit_bias: {5: -1.5}, banned_tokens: [1, 2]}\n"
+    config = load_config(written(SMALLEST + text))
+    assert build(VERIFIERS, config.verifier, "verifier") == Lenient(lenience=0.25)
+    assert config.sampling.options()["logit_bias"] == {5: -1.5}
+    assert (config.sampling.top_k, config.sampling.banned_tokens) == (0, (1, 2))
+    assert load_config(written(SMALLEST), ["verifier=block", "require_lossless=true"]).verifier == "block"

@@ -84,12 +84,17 @@ def decoding_figures(
         tick = (lambda: progress(next(done), {})) if progress else (lambda: None)
         measured = bench.measure(favourite, tick)
     recompiles = bench_lib.count_recompiles(target, factories[favourite](max(settings.ks)), verifier)
-    figures = _figures(measured, target)
+    figures, distance = _figures(measured, target), {}
+    if not verifier.lossless:
+        drafter = factories[favourite](next(reversed(measured["best_k"].values())))
+        options = dataclasses.replace(config.certify, new_tokens=settings.new_tokens)
+        found = certify_lib.measured_distance(target, drafter, verifier, timed, sampling, options, config.seed)
+        distance = {name: found[name] for name in ("total_variation", "total_variation_of_exact_sampling")}
     return {
         "decoding": measured["decoding"],
         "figures": {**figures, "recompiles": recompiles, "peak_rss_gb": bench_lib.peak_rss_gb()},
         "compile_seconds": bench.compile_seconds,
-        "verifier": {"kind": verifier.kind, "lossless": verifier.lossless},
+        "verifier": {"kind": verifier.kind, "lossless": verifier.lossless, **distance},
         "sample": _sample(
             bench, favourite, measured["best_k"], timed[0], target, settings.new_tokens, sampling, config.seed
         ),

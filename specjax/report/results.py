@@ -88,6 +88,16 @@ class Sample(_Record):
     temperature: float = 0.0
 
 
+class Verifier(_Record):
+    """The rule that all drafts were verified by. Of a lossy one, how far its sampled tokens are from the target's law,
+    and how far exact sampling of as many would be by chance."""
+
+    kind: str
+    lossless: bool
+    total_variation: float | None = None
+    total_variation_of_exact_sampling: float | None = None
+
+
 class Results(_Record):
     """The whole file."""
 
@@ -100,6 +110,7 @@ class Results(_Record):
     figures: tuple[Figure, ...] = ()
     training: Training = Training()
     decoding: tuple[DecodingRow, ...] = ()
+    verifier: Verifier | None = None
     compile_seconds: float | None = None
     stage_seconds: dict[str, float] = {}
     sample: Sample | None = None

@@ -1,11 +1,12 @@
-"""The report's views for a terminal: a generation coloured by the origin of its tokens, figures, the decoding grid.
+"""The report's views for a terminal: a generation coloured by the origin of its tokens, figures, the decoding grid,
+numerics.
 
 Everything is built from rich `Text`, never from markup, so that generated text such as `[red]` is shown as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rich.table import Table
@@ -86,4 +87,37 @@ def decoding_table(rows: Sequence[Any]) -> Table:
                 *(Text("-" if cell is None else format_value(cell)) for cell in cells),
                 style="bold" if row is best else "",
             )
+    return table
+
+
+def numerics_table(comparisons: Sequence[Mapping[str, Any]]) -> Table:
+    """What `specjax.numerics` found (its JSON), a section for each path that others are compared with."""
+    table = Table(
+        title="Drift of the logits of the same tokens",
+        title_justify="left",
+        header_style="bold",
+        caption_justify="left",
+    )
+    table.caption = (
+        "Absolute differences to single tokens at batch 1. near ties: positions where the two best logits are closer "
+        "than the drift; other: where another token is best; first: the first such output token (its margin)."
+    )
+    table.add_column("against, path")
+    for header in ("max", "mean", "near ties", "other", "first"):
+        table.add_column(header, justify="right")
+    reference = None
+    for found in comparisons:
+        if found["reference"] != reference:
+            reference = found["reference"]
+            table.add_section()
+            table.add_row(Text(visible(reference), style="italic"))
+        first = min(found["differences"], key=lambda d: d["position"], default=None)
+        cells = (
+            format_value(found["drift_max"]),
+            format_value(found["drift_mean"]),
+            f"{found['margin_below_drift']:.2%}",
+            f"{found['choices_differ']:.2%}",
+            "none" if first is None else f"{first['position']} ({format_value(first['margin'])})",
+        )
+        table.add_row(Text("  " + visible(found["name"].removeprefix(f"{reference}, "))), *map(Text, cells))
     return table

@@ -1,0 +1,228 @@
+"""Metrics against values computed by hand, and against what docs/metrics.md says of them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specjax import metrics
+from specjax.metrics import (
+    DecodeStats,
+    Latencies,
+    best_k,
+    cost_per_1k_tokens,
+    expected_blocks,
+    expected_emitted,
+    mbsu,
+    operations_factor,
+    tokens_per_s,
+    walltime_speedup,
+)
+
+DOCUMENT = Path(__file__).parent.parent / "docs/metrics.md"
+
+# alpha -> tau at K = 1, 2, 3, 4, 5, 7, 8.
+TAU = {
+    0.3: (1.3, 1.39, 1.417, 1.4251, 1.4275, 1.4285, 1.4285),
+    0.5: (1.5, 1.75, 1.875, 1.9375, 1.9688, 1.9922, 1.9961),
+    0.6: (1.6, 1.96, 2.176, 2.3056, 2.3834, 2.458, 2.4748),
+    0.7: (1.7, 2.19, 2.533, 2.7731, 2.9412, 3.1412, 3.1988),
+    0.8: (1.8, 2.44, 2.952, 3.3616, 3.6893, 4.1611, 4.3289),
+    0.9: (1.9, 2.71, 3.439, 4.0951, 4.6856, 5.6953, 6.1258),
+}
+# (alpha, c) -> (best K, speedup there).
+BEST = {
+    (0.6, 0.02): (6, 2.1697),
+    (0.6, 0.05): (4, 1.9213),
+    (0.6, 0.1): (3, 1.6738),
+    (0.6, 0.2): (2, 1.4),
+    (0.8, 0.02): (11, 3.8167),
+    (0.8, 0.05): (8, 3.0921),
+    (0.8, 0.1): (6, 2.4696),
+    (0.8, 0.2): (4, 1.8676),
+    (0.9, 0.02): (19, 6.3654),
+    (0.9, 0.05): (13, 4.6741),
+    (0.9, 0.1): (10, 3.4309),
+    (0.9, 0.2): (7, 2.3731),
+}
+
+
+def counted(blocks: list[tuple[int, int]], k: int, cut: int = 0) -> DecodeStats:
+    """Stats of blocks (k_r, n); ``cut`` tokens were verified but not emitted."""
+    positions = range(1, k + 1)
+    return DecodeStats(
+        blocks=len(blocks),
+        emitted=sum(n + 1 for _, n in blocks) - cut,
+        drafted_at=tuple(sum(k_r >= j for k_r, _ in blocks) for j in positions),
+        reached_at=tuple(sum(k_r >= j and n >= j - 1 for k_r, n in blocks) for j in positions),
+        accepted_at=tuple(sum(n >= j for _, n in blocks) for j in positions),
+    )
+
+
+# The worked example of docs/metrics.md.
+EXAMPLE = counted([(4, 4), (4, 1), (4, 0), (2, 2), (0, 0), (4, 3)], k=4, cut=1)
+
+
+def test_tau_of_the_table():
+    for alpha, row in TAU.items():
+        found = [expected_emitted(alpha, k) for k in (1, 2, 3, 4, 5, 7, 8)]
+        assert found == pytest.approx(row, abs=5.1e-5)
+    assert expected_emitted(1.0, 5) == 6
+    assert expected_emitted(0.0, 5) == 1
+    assert expected_emitted(0.7, 0) == 1
+
+
+def test_the_best_k_of_the_table():
+    for (alpha, c), (k, speedup) in BEST.items():
+        assert best_k(alpha, c) == k
+        assert walltime_speedup(expected_emitted(alpha, k), k, c) == pytest.approx(speedup, abs=5.1e-5)
+    assert best_k(0.3, 0.35) == 0
+    assert best_k(1.0, 0.1, most=9) == 9
+
+
+def test_speculation_pays_only_where_alpha_exceeds_the_cost_ratio():
+    assert best_k(0.35, 0.3) > 0
+    assert best_k(0.3, 0.3) == 0
+    assert walltime_speedup(expected_emitted(0.7, 1), 1, 0.2) == pytest.approx(1.7 / 1.2)
+
+
+def test_operations_and_memory_of_the_table():
+    assert walltime_speedup(expected_emitted(0.8, 5), 5, 0.05) == pytest.approx(2.951424)
+    assert operations_factor(expected_emitted(0.8, 5), 5, 0.05) == pytest.approx(1.694097, abs=5.1e-7)
+    assert walltime_speedup(expected_emitted(0.5, 3), 3, 0.05) == pytest.approx(1.630435, abs=5.1e-7)
+    assert operations_factor(expected_emitted(0.5, 3), 3, 0.05) == pytest.approx(2.213333, abs=5.1e-7)
+    # 3 tokens for reading the target once and a tenth of it five times.
+    assert mbsu(3.0, 5, 100, 1000) == pytest.approx(2.0)
+
+
+def test_counts_of_the_worked_example():
+    stats = EXAMPLE
+    assert (stats.drafted, stats.accepted, stats.emitted, stats.target_calls) == (18, 10, 15, 6)
+    assert stats.block_efficiency == pytest.approx(15 / 6)
+    assert stats.accepted_length == pytest.approx(10 / 6)
+    assert stats.acceptance_rate == pytest.approx(10 / 18)
+    assert stats.acceptance_at == pytest.approx((4 / 5, 3 / 5, 2 / 4, 1 / 4))
+    assert stats.conditional_acceptance_at == pytest.approx((4 / 5, 3 / 4, 2 / 2, 1 / 2))
+    # Three blocks rejected a proposal: n = 1 and n = 0 and n = 3 of four.
+    assert stats.alpha_mle == pytest.approx(10 / 13)
+
+
+def test_without_cuts_tau_follows_from_acceptance_at_a_common_k():
+    stats = counted([(3, 3), (3, 1), (3, 0), (3, 2)], k=3)
+    assert stats.block_efficiency == pytest.approx(1 + sum(stats.acceptance_at))
+    assert stats.acceptance_at == pytest.approx(tuple(np.cumprod(stats.conditional_acceptance_at)))
+
+
+def test_stats_add_up_by_their_counts():
+    both = EXAMPLE + EXAMPLE
+    assert both.to_json() | {"drafted": 18, "accepted": 10, "emitted": 15, "target_calls": 6} == EXAMPLE.to_json()
+    with pytest.raises(ValueError, match="do not add"):
+        _ = EXAMPLE + counted([(1, 1)], k=1)
+
+
+def test_alpha_mle_finds_the_alpha_that_made_the_counts():
+    rng = np.random.default_rng(0)
+    k, alpha = 3, 0.7
+    n = np.minimum(rng.geometric(1 - alpha, 40_000) - 1, k)
+    stats = counted([(k, int(x)) for x in n], k)
+    assert stats.alpha_mle == pytest.approx(alpha, abs=0.01)
+    assert stats.accepted_length / k < alpha - 0.1  # the mean alone is far off
+
+
+def test_nothing_decoded_gives_zeros_and_no_division_by_zero():
+    stats = counted([], k=2)
+    assert stats.block_efficiency == stats.acceptance_rate == stats.alpha_mle == 0
+    assert stats.acceptance_at == (0, 0)
+
+
+def test_expected_blocks_counts_the_block_that_the_budget_cuts():
+    assert expected_blocks([], 5) == 5
+    assert expected_blocks([1.0, 1.0], 6) == 2
+    assert expected_blocks([1.0, 1.0], 7) == 3
+    # One proposal, accepted half of the time: 1 block, then 1 + 1/2, then 1 + (1.5 + 1) / 2.
+    assert [expected_blocks([0.5], m) for m in (1, 2, 3)] == pytest.approx([1, 1.5, 2.25])
+
+
+def test_latencies_of_bursts():
+    # Blocks of 1, 4 and 2 tokens; one block of three; a single token.
+    slow = [0.10, 0.14, 0.14, 0.14, 0.14, 0.20, 0.20]
+    latencies = Latencies([slow, [0.30, 0.30, 0.30], [0.05]])
+    assert latencies.ttft == [0.10, 0.30, 0.05]
+    assert latencies.tpot == pytest.approx([0.10 / 6, 0.0])
+    assert latencies.itl == pytest.approx([0.04, 0.06])
+
+
+def test_percentiles_are_pooled_over_requests():
+    latencies = Latencies([[1.0, 2.0], [3.0, 5.0], [5.0, 9.0]])
+    found = latencies.to_json()
+    assert found["ttft_p50"] == 3.0
+    assert found["tpot_p50"] == 2.0
+    assert found["itl_p99"] == pytest.approx(2 + 0.98 * 2)  # between the second and third of 1, 2, 4
+    assert Latencies([[1.0]]).to_json() == {
+        "ttft_p50": 1.0,
+        "ttft_p99": 1.0,
+        "tpot_p50": None,
+        "tpot_p99": None,
+        "itl_p50": None,
+        "itl_p99": None,
+    }
+
+
+@pytest.mark.parametrize("times", [[], [0.2, 0.1]])
+def test_commit_times_must_be_there_and_in_order(times):
+    with pytest.raises(ValueError, match="request 1"):
+        Latencies([[0.1], times])
+
+
+def test_cost_of_a_thousand_tokens():
+    assert tokens_per_s(emitted=500, seconds=2.0) == 250
+    # A machine at 3.6 an hour costs 0.001 a second; a thousand tokens take 4 seconds.
+    assert cost_per_1k_tokens(3.6, 250) == pytest.approx(0.004)
+
+
+def documented_names() -> list[str]:
+    table = DOCUMENT.read_text(encoding="utf-8").split("## Our metrics")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    return [name for row in rows for name in re.findall(r"`([a-z0-9_]+)", row)]
+
+
+def test_every_metric_of_the_document_is_one_of_ours():
+    names = documented_names()
+    assert len(names) > 15
+    text, known = inspect.getdoc(metrics) or "", {*vars(metrics), *vars(DecodeStats), *vars(Latencies)}
+    assert [name for name in names if name not in known and not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_every_metric_of_the_code_is_in_the_document():
+    functions = {name for name, f in vars(metrics).items() if inspect.isfunction(f)} - {"alpha_per_position"}
+    own = functions | set(EXAMPLE.to_json()) | {"ttft", "tpot", "itl"}
+    assert own - set(documented_names()) == set()
+
+
+def test_the_worked_example_of_the_document_is_the_one_computed_here():
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for name in ("block_efficiency", "accepted_length", "acceptance_rate", "alpha_mle"):
+        assert re.search(rf"\| `{name}` \|[^|]*\| {getattr(EXAMPLE, name):.3f} \|", text), name
+
+
+def test_the_conversions_of_the_document_give_its_examples():
+    stats, k = EXAMPLE, 4
+    proposing = stats.drafted_at[0]
+    by_position = [s * d / proposing for s, d in zip(stats.acceptance_at, stats.drafted_at, strict=True)]
+    converted = {
+        "vLLM, mean acceptance length": f"{1 + stats.accepted / proposing:.3f}",
+        "vLLM, draft acceptance rate": f"{stats.acceptance_rate:.3f}",
+        "vLLM, per-position acceptance rate": ", ".join(f"{s:.1f}".lstrip("0") for s in by_position),
+        "SGLang, accept length": f"{1 + stats.accepted_length:.3f}",
+        "SGLang, accept rate (since April 2026)": f"{stats.acceptance_rate * stats.drafted / (stats.blocks * k):.3f}",
+        "SGLang, accept rate (before)": f"{(1 + stats.accepted_length) / (k + 1):.3f}",
+        "sglang-jax, accept_ratio": f"{100 * (1 + stats.accepted_length) / (k + 1):.1f} %",
+        "Spec-Bench, mean accepted tokens": f"{1 + stats.accepted_length:.3f}",
+    }
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for name, value in converted.items():
+        assert re.search(rf"^\| {re.escape(name)} \|[^|]*\| {re.escape(value)} \|", text, re.M), name
