@@ -85,6 +85,14 @@ def generate(
     prompt_file: Annotated[list[Path] | None, typer.Option(help="File with one prompt; may be repeated.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likely tokens that reach this together.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens this many times as likely as the best.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Of tokens in prompt and output; 1: none.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Of tokens in the output.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, each time it occurs.")] = 0.0,
+    min_new_tokens: Annotated[int, typer.Option(help="No end-of-sequence before.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     verifier: Annotated[str, typer.Option(help="Which part of a block is kept.")] = "speculative",
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = False,
@@ -105,9 +113,19 @@ def generate(
     with user_errors(debug):
         prompts = [*(prompt or []), *map(_read_prompt, prompt_file or [])]
         decoder = _decoder(target, draft, ngram, k or 5, verifier, dtype)
+        if not decoder.lossless and temperature > 0:
+            print(f"note: verifier {verifier!r} is lossy, this is not the target's law", file=sys.stderr)
         options = {
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "min_new_tokens": min_new_tokens,
+            "stop_strings": stop,
             "seed": seed,
             "ignore_eos": ignore_eos,
         }
@@ -116,6 +134,7 @@ def generate(
                 results = _timed_json(decoder, prompts[0], options)
             else:
                 results = _as_json(prompts, decoder.generate(prompts, **options))
+            results["verifier"] = {"kind": verifier, "lossless": decoder.lossless}
             print(json.dumps(results, default=plain_json))
         elif len(prompts) == 1:
             _stream(decoder, prompts[0], options, no_color)

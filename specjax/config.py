@@ -210,6 +210,8 @@ class Bench:
     ks: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], *_Grid] = (3, 5, 7)
     drafters: Annotated[tuple[_kind_in(_WEIGHTLESS), ...], AfterValidator(_distinct)] = ("ngram",)  # pyright: ignore
     """Registered drafters that need no weights, beside the trained draft; at their default settings."""
+    price_per_hour: Annotated[float, Field(gt=0)] | None = None
+    """Of the machine, in any currency: adds the cost of a thousand tokens to every point."""
     repeats: Positive = 5
     """Timed repetitions of the autoregressive loop and of the best k; the rest of the grid is timed once."""
 

@@ -185,12 +185,14 @@ class Bench:
         run, speculative = runs[cell][0], cell.k > 0
         differences = self._differences(run, runs[_plain(cell.temperature)][0]) if cell.temperature == 0 else []
         seconds, tokens = _seconds(runs[cell]), sum(map(len, run.tokens))
+        price = self._settings.price_per_hour
         return {
             **dataclasses.asdict(cell),
             "k": cell.k if speculative else None,
             "seconds": seconds,
             "tokens": tokens,
-            "tokens_per_s": tokens / seconds,
+            "tokens_per_s": metrics.tokens_per_s(tokens, seconds),
+            "cost_per_1k_tokens": None if price is None else metrics.cost_per_1k_tokens(price, tokens / seconds),
             "speedup": _speedup(cell, runs),
             "predicted_speedup": None,
             "block_efficiency": run.stats.block_efficiency if speculative else None,

@@ -54,6 +54,11 @@ class Decoder:
                 f"a block needs k + 1 of them; use k <= {max(target.config.max_positions - 3, 0)}"
             )
 
+    @property
+    def lossless(self) -> bool:
+        """Whether sampled output has the target's law."""
+        return self._verifier.lossless
+
     def generate(
         self,
         prompts: Sequence[Prompt],

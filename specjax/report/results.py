@@ -61,6 +61,7 @@ class DecodingRow(_Record):
     seconds: float | None = None
     tokens: int | None = None
     tokens_per_s: float | None = None
+    cost_per_1k_tokens: float | None = None
     speedup: float | None = None
     predicted_speedup: float | None = None
     block_efficiency: float | None = None

@@ -148,6 +148,16 @@ def test_value_just_below_its_bound_is_not_rounded_up_to_it(built):
     assert "1.149×" in parsed.text
 
 
+@pytest.mark.parametrize("lossless", [True, False])
+def test_a_lossy_verifier_is_labelled_with_its_distance(plotless, save, lossless):
+    distance = {} if lossless else {"total_variation": 0.25, "total_variation_of_exact_sampling": 0.0062}
+    plotless["verifier"] = {"kind": "lenient", "lossless": lossless, **distance}
+    directory = report.build(save(plotless))
+    for name in ("report.md", "report.html"):
+        text = (directory / name).read_text()
+        assert ("0.25" in text) is ("lossy: not the target" in text) is (not lossless)
+
+
 def test_markdown_tables_keep_their_columns_whatever_the_cells_hold(results, save):
     results["figures"][0]["bound"] = "a | b\nc"
     markdown = (report.build(save(results)) / "report.md").read_text()
