@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: setup test proof demo lint clean
+.PHONY: setup test proof mutants demo lint clean
 
 setup: $(STAMP)
 
@@ -25,11 +25,15 @@ $(DEV_STAMP): $(STAMP)
 	@touch $@
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "not proof"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "not proof and not mutants"
 
 # Exactness, the long part: statistical laws through the jitted loop, and 10,000 enumerated tables a rule.
 proof: $(STAMP)
 	XLA_FLAGS=--xla_backend_optimization_level=2 $(BIN)/python -m pytest -n 2 -q -m proof
+
+# A test that cannot fail proves nothing: errors planted in the shipped code, each with the test that finds it.
+mutants: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -q -m mutants tests/mutants
 
 demo: $(STAMP)
 	$(BIN)/python experiments/run.py configs/demo.yaml

@@ -45,7 +45,7 @@ def main() -> None:
     for k in args.ks:
         counts = {rule: tokens_and_calls(prepared.target, DraftModel(draft, k), rule, prompts, args.batch, config)
                   for rule in RULES}  # fmt: skip
-        ratio, low, high = bootstrap(*(counts[rule] for rule in RULES))
+        ratio, low, high = bootstrap(counts["speculative"], counts["block"])
         tau = {rule: float(counts[rule][:, 0].sum() / counts[rule][:, 1].sum()) for rule in RULES}
         rows.append({"k": k, **tau, "ratio": ratio, "low": low, "high": high, "prompts": len(prompts)})
         print(f"k = {k}: token {tau['speculative']:.3f}, block {tau['block']:.3f} tokens a target call; "

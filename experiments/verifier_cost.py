@@ -69,6 +69,8 @@ def main() -> int:
         floor = read_seconds(given)
         for kind in args.verifiers:
             memory, text = compiled[kind].memory_analysis(), compiled[kind].as_text()
+            assert memory is not None  # every backend that we know tells
+            assert text is not None
             transfers = sum(text.count(word) for word in ("infeed", "outfeed", "xla_python", "callback"))
             extra = memory.temp_size_in_bytes / given
             share = seconds[kind] / (seconds[kind] + seconds["target"] + args.k * seconds["draft"])

@@ -288,7 +288,7 @@ def sample_size(settings: Certify) -> int:
     noncentrality is at least 4 N TV^2."""
     freedom = CELLS - 1
     critical = stats.chi2.isf(settings.level, freedom)
-    needed = optimize.brentq(lambda x: stats.ncx2.sf(critical, freedom, x) - settings.power, 1e-6, 1e4)
+    needed: Any = optimize.brentq(lambda x: stats.ncx2.sf(critical, freedom, x) - settings.power, 1e-6, 1e4)
     return int(np.ceil(needed / (4 * settings.total_variation**2)))
 
 

@@ -51,8 +51,8 @@ def _buildable(table: Mapping[str, str]) -> Any:
                 raise ValueError(str(error).removeprefix(": ").removeprefix(".")) from None
         return spec
 
-    kinds = {"enum": [*sorted(table)]}
-    fields = {"type": "object", "required": ["kind"], "properties": {"kind": kinds}}
+    kinds: dict[str, Any] = {"enum": [*sorted(table)]}
+    fields: dict[str, Any] = {"type": "object", "required": ["kind"], "properties": {"kind": kinds}}
     return Annotated[Any, AfterValidator(known), Field(json_schema_extra={"anyOf": [kinds, fields]})]
 
 

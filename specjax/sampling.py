@@ -48,12 +48,13 @@ def process(
     # Paid only by batches with a row that asks for it.
     wanted = jnp.any(jnp.stack(penalties)) | jnp.any(s.bias != 0)
     logits = jax.lax.cond(wanted, lambda: _penalised(logits, context, drafted, first), lambda: logits)
-    if context.processor is None:
+    processor = context.processor
+    if processor is None:
         return logits
     tokens = write_rows(context.tokens, context.lengths, drafted)
 
     def at_node(node, offset):
-        return context.processor(node, LogitsContext(tokens, context.lengths + offset, context.prompt_lengths))
+        return processor(node, LogitsContext(tokens, context.lengths + offset, context.prompt_lengths))
 
     return jax.vmap(at_node, in_axes=(1, 0), out_axes=1)(logits, first + jnp.arange(logits.shape[1]))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,7 +124,7 @@ def test_every_parameter_at_every_draft_position_is_its_definition():
         for node in range(nodes):
             generated = [*tokens[row, 6:], *drafted[row, :node]]
             want = sampling_logits(
-                logits[row, node], tokens[row, :6], generated, bias=bias[row], stop_ids=(3, 7), **settings
+                logits[row, node], tokens[row, :6].tolist(), generated, bias=bias[row], stop_ids=(3, 7), **settings
             )
             kept = np.isfinite(want)
             np.testing.assert_array_equal(np.isfinite(got[row, node]), kept, err_msg=f"{settings} at node {node}")
@@ -141,7 +143,8 @@ def test_a_row_without_parameters_is_untouched_by_its_neighbours():
 
 def test_ties_with_the_last_token_kept_are_kept():
     logits = jnp.asarray([[[2.0, 1.0, 1.0, 0.0, -0.0, -3.0]]])
-    kept = [np.isfinite(np.asarray(transformed(logits, **cut))).sum() for cut in ({"top_k": [2]}, {"top_p": [0.6]})]
+    cuts: list[dict[str, Any]] = [{"top_k": [2]}, {"top_p": [0.6]}]
+    kept = [np.isfinite(np.asarray(transformed(logits, **cut))).sum() for cut in cuts]
     assert kept == [3, 3]
     assert np.isfinite(np.asarray(transformed(logits, top_k=[4]))).sum() == 5
 

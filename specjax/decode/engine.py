@@ -146,6 +146,7 @@ def keep_logprobs(state: DecodeState, draft: Draft, verdict: Verdict, laws: Floa
     """Of every token that `commit` may append, under ``laws``."""
     tokens = block_tokens(draft, verdict)
     of_token = jnp.take_along_axis(laws, tokens[..., None], axis=-1)[..., 0]
+    assert state.logprobs is not None  # prefill made room where they are asked for
     logprobs = of_token - jax.scipy.special.logsumexp(laws, axis=-1)
     return dataclasses.replace(state, logprobs=write_rows(state.logprobs, state.lengths, logprobs))
 

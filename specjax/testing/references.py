@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+
+Processor = Callable[[np.ndarray, Sequence[int], Sequence[int]], np.ndarray]
+"""``(logits[V], prompt, generated) -> logits[V]``: what a `specjax.types.LogitsProcessor` does to one row."""
 
 
 def sampling_logits(
@@ -18,6 +21,7 @@ def sampling_logits(
     frequency_penalty: float = 0.0,
     min_new_tokens: int = 0,
     stop_ids: Sequence[int] = (),
+    processor: Processor | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -31,6 +35,8 @@ def sampling_logits(
         x[token] -= presence_penalty + frequency_penalty * list(generated).count(token)
     if len(generated) < min_new_tokens:
         x[list(stop_ids)] = -np.inf
+    if processor is not None:
+        x = processor(x, prompt, generated)
     if temperature == 0:
         return np.where(np.arange(len(x)) == x.argmax(), 0.0, -np.inf)
     x = x / temperature
@@ -43,6 +49,22 @@ def sampling_logits(
         x[p < descending[np.argmax(descending.cumsum() >= top_p - 1e-12)]] = -np.inf
     x[p < min_p * p.max()] = -np.inf
     return x
+
+
+def bias_vector(
+    size: int,
+    logit_bias: Mapping[int, float] | None = None,
+    banned_tokens: Sequence[int] = (),
+    allowed_tokens: Sequence[int] = (),
+) -> np.ndarray:
+    """What the three arguments of a generation that are one add to the ``[V]`` logits."""
+    bias = np.zeros(size)
+    for token, value in (logit_bias or {}).items():
+        bias[token] = value
+    for token in range(size):
+        if token in banned_tokens or (allowed_tokens and token not in allowed_tokens):
+            bias[token] = -np.inf
+    return bias
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

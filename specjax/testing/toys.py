@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.models.cache import KVCache, as_layer, write_block
+from specjax.testing import references
 from specjax.types import Context, Output, Params, SamplingParams
 
 POISON = 1e6
@@ -139,22 +140,35 @@ def context(tokens, lengths, sampling: SamplingParams, noise=None, prompt_length
 
 
 def exact_law(
-    model: ToyModel, prompt: Sequence[int], length: int, temperature: float = 1.0, stop_ids: Sequence[int] = ()
+    model: ToyModel,
+    prompt: Sequence[int],
+    length: int,
+    *,
+    stop_token_ids: Sequence[int] = (),
+    logit_bias: Mapping[int, float] | None = None,
+    banned_tokens: Sequence[int] = (),
+    allowed_tokens: Sequence[int] = (),
+    **settings: Any,
 ) -> dict[tuple[int, ...], float]:
-    """The target's law of ``length`` new tokens after ``prompt``, by enumeration in float64; a sequence ends early
-    after a stop id."""
+    """The law of ``length`` new tokens after ``prompt`` by enumeration in float64, without those of probability zero; a
+    sequence ends early after a stop id. Arguments as those of a generation; ``settings``: the rest of
+    `references.sampling_logits`, which alone says what they mean."""
+    stops = [*model.eos_ids, *stop_token_ids]
+    bias = references.bias_vector(model.vocab_size, logit_bias, banned_tokens, allowed_tokens)
     law: dict[tuple[int, ...], float] = {}
     continuations = list(itertools.product(range(model.vocab_size), repeat=length))
     batch = np.asarray([[*prompt, *c] for c in continuations])
-    logits = np.asarray(model.logits(batch), np.float64)[:, len(prompt) - 1 : -1]
-    if temperature == 0:
-        probabilities = np.eye(model.vocab_size)[logits.argmax(-1)]
-    else:
-        scaled = logits / temperature
-        probabilities = np.exp(scaled - scaled.max(-1, keepdims=True))
-        probabilities /= probabilities.sum(-1, keepdims=True)
-    for row, continuation in enumerate(continuations):
-        end = next((i + 1 for i, token in enumerate(continuation) if token in stop_ids), length)
-        if all(token == 0 for token in continuation[end:]):  # one representative of each early end
-            law[continuation[:end]] = float(np.prod([probabilities[row, i, continuation[i]] for i in range(end)]))
+    rows = np.asarray(model.logits(batch), np.float64)[:, len(prompt) - 1 : -1]
+    for logits, continuation in zip(rows, continuations, strict=True):
+        end = next((i + 1 for i, token in enumerate(continuation) if token in stops), length)
+        if any(continuation[end:]):
+            continue  # one representative of each early end
+        probability = 1.0
+        for i, token in enumerate(continuation[:end]):
+            after = references.sampling_logits(
+                logits[i], prompt, continuation[:i], bias=bias, stop_ids=stops, **settings
+            )
+            probability *= references.softmax(after)[token]
+        if probability > 0:
+            law[continuation[:end]] = float(probability)
     return law

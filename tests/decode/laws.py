@@ -3,32 +3,83 @@
 from __future__ import annotations
 
 import collections
+import gc
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from scipy import stats
 
 from specjax.decode.decoder import Decoder
 
-LEVEL = 1e-3 / 20
-"""Bonferroni over the law tests; there are fewer than 20."""
-ROWS, CALLS = 1024, 72
-"""72 x 896 = 64,512 counted rows: 99% power at `LEVEL` against any law at a total variation of 0.02, over 64 cells
-(noncentrality at least 4 N TV^2 = 103.2)."""
+LAWS = 60
+"""Bonferroni: there are no more law tests than this."""
+LEVEL = 1e-3 / LAWS
+ROWS, CALLS = 2048, 36
+SMOKE_CALLS, SMOKE_LEVEL = 8, 1e-3
+NEUTRAL: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_new_tokens": 0,
+    "logit_bias": {},
+    "banned_tokens": [],
+    "allowed_tokens": [],
+    "stop_token_ids": [],
+}
+OTHERS: dict[str, Any] = {
+    "top_k": 2,
+    "top_p": 0.6,
+    "min_p": 0.2,
+    "repetition_penalty": 0.5,
+    "presence_penalty": 2.0,
+    "frequency_penalty": -1.0,
+    "min_new_tokens": 2,
+    "logit_bias": {2: 4.0},
+    "banned_tokens": [0],
+    "stop_token_ids": [1],
+}
+"""Parameters of the neighbours, where the parameters are what is tested."""
 
 
-def decode_counts(decoder: Decoder, prompt: Sequence[int], length: int, *, calls: int = CALLS, **kwargs):
-    """How often each new sequence comes out, over many rows with different seeds among ragged neighbours."""
+def counted_rows(calls: int = CALLS) -> int:
+    return calls * ROWS * 15 // 16
+
+
+def decode_counts(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    length: int,
+    *,
+    calls: int = CALLS,
+    neighbours: Mapping[str, Any] | None = None,
+    logits_processor=None,
+    **settings: Any,
+) -> collections.Counter[tuple[int, ...]]:
+    """How often each new sequence comes out, over many rows with different seeds among ragged neighbours: every 16th
+    row has another prompt, length, temperature and the parameters of ``neighbours``, which must change nothing."""
     counts: collections.Counter[tuple[int, ...]] = collections.Counter()
-    # Every eighth row is a neighbour with another prompt, length and temperature, which must change nothing.
-    prompts = [[1, 0, 2, 1, 3] if i % 8 == 7 else list(prompt) for i in range(ROWS)]
-    temperature = kwargs.pop("temperature", 1.0)
-    temperatures = [0.0 if i % 16 == 15 else temperature for i in range(len(prompts))]
-    for call in range(calls):
-        result = decoder.generate(prompts, max_new_tokens=length, temperature=temperatures, seed=1000 + call, **kwargs)
-        for i, row in enumerate(result.tokens):
-            if i % 8 != 7:
-                counts[tuple(row)] += 1
+    counted = np.arange(ROWS) % 16 != 15
+    prompts = [list(prompt) if own else [1, 0, 2, 1, 3] for own in counted]
+    others = {"temperature": 0.5, **(neighbours or {})}
+    options: dict[str, Any] = {
+        name: [(settings if own else others).get(name, NEUTRAL[name]) for own in counted]
+        for name in {*settings, *others}
+    }
+    options["temperature"][31::32] = [0.0] * len(options["temperature"][31::32])
+    gc.disable()  # a collection walks over all that JAX has traced: a quarter of the time
+    try:
+        for call in range(calls):
+            result = decoder.generate(
+                prompts, max_new_tokens=length, seed=1000 + call, logits_processor=logits_processor, **options
+            )
+            counts.update(tuple(row) for row, own in zip(result.tokens, counted, strict=True) if own)
+    finally:
+        gc.enable()
     return counts
 
 
@@ -50,3 +101,10 @@ def p_value(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ...],
             expected = np.append(np.delete(expected, keep), expected[keep].sum())
     statistic = float(((observed - expected) ** 2 / expected).sum())
     return float(stats.chi2.sf(statistic, len(expected) - 1))
+
+
+def power(rows: int, level: float, distance: float, cells: int) -> float:
+    """Of `p_value` < ``level`` against any law at a total variation of ``distance``: its noncentrality is at least
+    4 rows distance^2 (Cauchy-Schwarz)."""
+    critical = stats.chi2.isf(level, cells - 1)
+    return float(stats.ncx2.sf(critical, cells - 1, 4 * rows * distance**2))

@@ -4,6 +4,7 @@ nothing of what they mean, nothing is compiled anew for them, and bad ones are r
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,7 @@ SIZE = 12
 TARGET = prefix_model(0, vocab_size=SIZE, scale=2.0, eos_ids=(3,))
 DRAFT = related(TARGET, 1)
 PROMPTS = [[1, 2, 1], [5], [1, 2, 6, 7, 1, 2], [4, 4]]
-PER_ROW = {
+PER_ROW: dict[str, Any] = {
     "repetition_penalty": [1.0, 1.5, 0.8, 1.2],
     "presence_penalty": [0.7, 0.0, -0.4, 0.0],
     "frequency_penalty": [0.0, 0.9, 0.3, 0.0],
@@ -56,7 +57,7 @@ def with_text(model: ToyModel) -> ToyModel:
 
 @pytest.mark.parametrize("drafter", [DraftModel(DRAFT, 3), NGram(4, min_n=1)], ids=["draft", "ngram"])
 def test_greedy_output_with_every_parameter_is_the_autoregressive_one(drafter):
-    options = {"max_new_tokens": 24, **PER_ROW}
+    options: dict[str, Any] = {"max_new_tokens": 24, **PER_ROW}
     plain = Decoder(TARGET).generate(PROMPTS, **options)
     assert Decoder(TARGET, drafter).generate(PROMPTS, **options).tokens == plain.tokens
     for i, row in enumerate(plain.tokens):  # and it is what the definition says, token by token
@@ -81,12 +82,13 @@ def test_greedy_output_with_every_parameter_is_the_autoregressive_one(drafter):
 @pytest.mark.parametrize("kind", ["draft", "self", "ngram"])
 def test_coupled_output_is_plain_samplings_token_for_token(kind, k):
     drafter = {"draft": DraftModel(DRAFT, k), "self": DraftModel(TARGET, k), "ngram": NGram(k, min_n=1)}[kind]
-    options = {"max_new_tokens": 40, "temperature": [1.0, 0.7, 0.0, 1.3], "seed": 5, **PER_ROW, **CUTS}
+    options: dict[str, Any] = {"max_new_tokens": 40, "temperature": [1.0, 0.7, 0.0, 1.3], "seed": 5, **PER_ROW, **CUTS}
     plain = Decoder(TARGET, verifier="coupled").generate(PROMPTS, **options)
     fast = Decoder(TARGET, drafter, verifier="coupled").generate(PROMPTS, **options)
     assert fast.tokens == plain.tokens
     assert kind != "self" or all(s.accepted == s.drafted for s in fast.stats)
-    assert plain.tokens != Decoder(TARGET, verifier="coupled").generate(PROMPTS, **{**options, "seed": 6}).tokens
+    options["seed"] = 6
+    assert plain.tokens != Decoder(TARGET, verifier="coupled").generate(PROMPTS, **options).tokens
 
 
 @pytest.mark.parametrize("kind", sorted(set(VERIFIERS) - {"greedy"}))
@@ -102,20 +104,27 @@ def test_every_rule_takes_sampled_and_certain_drafts_and_greedy_rows_stay_greedy
 
 @pytest.mark.parametrize("verifier", ["speculative", "block", "coupled"])
 def test_a_draft_equal_to_its_target_is_always_accepted_with_every_parameter(verifier):
-    options = {"max_new_tokens": 30, "temperature": [1.0, 0.7, 0.0, 1.3], **PER_ROW, **CUTS}
+    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": [1.0, 0.7, 0.0, 1.3], **PER_ROW, **CUTS}
     result = Decoder(TARGET, DraftModel(TARGET, 4), verifier).generate(PROMPTS, **options)
     assert all(s.accepted == s.drafted > 0 for s in result.stats)
 
 
 @pytest.mark.parametrize("kind", ["raw", "processed"])
 def test_logprobs_are_those_of_the_emitted_tokens(kind):
-    options = {"max_new_tokens": 14, "temperature": [1.0, 0.6, 0.0, 1.0], "seed": 3, "top_k": [0, 5, 0, 4]}
+    options: dict[str, Any] = {
+        "max_new_tokens": 14,
+        "temperature": [1.0, 0.6, 0.0, 1.0],
+        "seed": 3,
+        "top_k": [0, 5, 0, 4],
+    }
     result = Decoder(TARGET, DraftModel(DRAFT, 3)).generate(PROMPTS, logprobs=kind, presence_penalty=0.5, **options)
     assert result.logprobs is not None
     for i, (row, got) in enumerate(zip(result.tokens, result.logprobs, strict=True)):
         logits = np.asarray(TARGET.logits([[*PROMPTS[i], *row]]))[0, len(PROMPTS[i]) - 1 : -1]
         for j, token in enumerate(row):
-            settings = {name: options[name][i] for name in ("temperature", "top_k")} | {"presence_penalty": 0.5}
+            settings: dict[str, Any] = {name: options[name][i] for name in ("temperature", "top_k")} | {
+                "presence_penalty": 0.5
+            }
             law = sampling_logits(logits[j], PROMPTS[i], row[:j], **({} if kind == "raw" else settings))
             assert got[j] == pytest.approx(np.log(softmax(law)[token]), abs=1e-5)
     events = list(Decoder(TARGET, DraftModel(DRAFT, 3)).stream(PROMPTS[0], max_new_tokens=8, logprobs="raw"))
@@ -127,7 +136,7 @@ def test_logprobs_are_those_of_the_emitted_tokens(kind):
 
 def test_a_stop_string_cuts_where_it_is_completed():
     target, draft = with_text(TARGET), with_text(DRAFT)
-    options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 8, "ignore_eos": True}
+    options: dict[str, Any] = {"max_new_tokens": 60, "temperature": 1.0, "seed": 8, "ignore_eos": True}
     free = Decoder(target, verifier="coupled").generate(PROMPTS, **options)
     stops = [free.text[0][7:9], free.text[1][20:23], "never there", free.text[3][0]]
     rows = [[stops[0]], [stops[1], "zz"], [stops[2]], [stops[3]]]
@@ -145,7 +154,7 @@ def test_a_stop_string_cuts_where_it_is_completed():
 
 def test_a_stream_never_shows_a_part_of_a_stop_string():
     target = with_text(TARGET)
-    options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 8, "ignore_eos": True}
+    options: dict[str, Any] = {"max_new_tokens": 60, "temperature": 1.0, "seed": 8, "ignore_eos": True}
     decoder = Decoder(target, DraftModel(with_text(DRAFT), 3), verifier="coupled")
     free = decoder.generate(PROMPTS[:1], **options).text[0]
     for stop in (free[9:13], free[30:32], free[:2]):
@@ -166,7 +175,7 @@ def test_a_processor_sees_the_prefix_of_every_draft_position():
         index = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
         return jnp.where((index == last) & (context.lengths > context.prompt_lengths)[:, None], -jnp.inf, logits)
 
-    options = {"max_new_tokens": 24, "ignore_eos": True, "logits_processor": no_repeats}
+    options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "logits_processor": no_repeats}
     plain = Decoder(TARGET).generate(PROMPTS, **options)
     assert plain.tokens != Decoder(TARGET).generate(PROMPTS, max_new_tokens=24, ignore_eos=True).tokens
     assert all(a != b for row in plain.tokens for a, b in itertools.pairwise(row))
@@ -178,7 +187,7 @@ def test_a_processor_sees_the_prefix_of_every_draft_position():
 
 
 def test_a_processor_of_another_shape_is_refused_before_decoding():
-    decoder = Decoder(TARGET)
+    decoder: Any = Decoder(TARGET)
     for wrong, found in (
         (lambda logits, context: logits[:, :-1], r"float32\[4, 11\]"),
         (lambda logits, context: logits.astype(jnp.bfloat16), r"bfloat16\[4, 12\]"),

@@ -29,7 +29,7 @@ SETTINGS = [
 
 def processors(settings, bias):
     """As `GenerationMixin._get_logits_processor` orders them."""
-    found = hf.LogitsProcessorList([hf.SequenceBiasLogitsProcessor({(t,): float(b) for t, b in enumerate(bias) if b})])
+    found = hf.LogitsProcessorList([hf.SequenceBiasLogitsProcessor([[[t], float(b)] for t, b in enumerate(bias) if b])])
     if "repetition_penalty" in settings:
         found.append(hf.RepetitionPenaltyLogitsProcessor(settings["repetition_penalty"]))
     found.append(hf.NoBadWordsLogitsProcessor([[11], [12]]))

@@ -49,12 +49,13 @@ class Tables:
     def output(self, law: Law, chance: np.ndarray | None = None) -> np.ndarray:
         """The law of the first K + 1 tokens, ``[T, V^(K + 1)]``: what a block emits, then the target's own. ``chance``
         of the drafts, ``[T, V^K]``; the default is that of being drawn."""
-        chance = self.chance if chance is None else chance
+        drawn = self.chance if chance is None else chance
         stopped = np.zeros((self.count, 1))
         for n in range(self.k + 1):
-            mass = (chance * law.num_accepted[..., n])[..., None] * law.next_token[:, :, n]
+            mass = (drawn * law.num_accepted[..., n])[..., None] * law.next_token[:, :, n]
             ends = np.zeros((self.count, self.size**n, self.size))
-            np.add.at(ends, (slice(None), self._prefix[n]), mass)
+            for draft, prefix in enumerate(self._prefix[n]):
+                ends[:, prefix] += mass[:, draft]
             stopped = (stopped[..., None] * self.p[n] + ends).reshape(self.count, -1)
         return stopped
 

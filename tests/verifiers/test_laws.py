@@ -100,7 +100,7 @@ THREE = (F(1, 2), F(1, 3), F(1, 6)), (F(1, 6), F(1, 6), F(2, 3))
 )
 def test_the_expected_number_accepted_is_the_closed_form(verifier, laws, expected):
     for k, value in enumerate(expected, 1):
-        tables = context_free(*laws, k)
+        tables = context_free(laws[0], laws[1], k)
         assert tables.expected_accepted(tables.law(verifier))[0] == pytest.approx(float(F(value)), abs=1e-13)
 
 

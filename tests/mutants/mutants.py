@@ -1,0 +1,875 @@
+"""Errors planted in the shipped code, each with the test of the suite that finds it. A patch keeps all of the real
+function but its one mistake, as far as that can be done from outside."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from specjax import sampling
+from specjax.decode import engine
+from specjax.distill import losses
+from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.ngram import NGram
+from specjax.models import cache
+from specjax.types import CoupledNoise, Draft, Noise, Verdict
+from specjax.verifiers import chain, greedy
+from specjax.verifiers.block import Block
+from specjax.verifiers.chain import ChainVerifier, Chances, row
+from specjax.verifiers.coupled import Coupled
+from specjax.verifiers.speculative import Speculative
+from tests import test_sampling
+from tests.decode import test_blocks, test_decoder, test_lossless, test_options
+from tests.distill import test_losses
+from tests.verifiers import test_laws
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """``killer``: a test function, called with ``parameters`` (or fixtures), which the suite runs it with too.
+    ``lossless``: the output keeps its law, so that only a test of the acceptance can find it."""
+
+    name: str
+    part: str
+    plant: Callable[[Patch], None]
+    killer: Callable[..., None]
+    parameters: dict[str, Any]
+    lossless: bool
+
+    @property
+    def killed_by(self) -> str:
+        named = (value for value in self.parameters.values() if not isinstance(value, tuple))
+        values = "-".join(str(getattr(value, "kind", value)) for value in named)
+        return self.killer.__name__ + (f"[{values}]" if values else "")
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(part: str, killer: Callable[..., None], *, lossless: bool = False, **parameters: Any):
+    """Enters the decorated patch into the table, under the name of its function."""
+
+    def enter(plant: Callable[[Patch], None]):
+        MUTANTS.append(Mutant(plant.__name__.replace("_", " "), part, plant, killer, parameters, lossless))
+        return plant
+
+    return enter
+
+
+def wrap(patch: Patch, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    patch.setattr(owner, name, make(getattr(owner, name)))
+
+
+def replaced(context, **fields):
+    """A context with other sampling parameters."""
+    return dataclasses.replace(context, sampling=dataclasses.replace(context.sampling, **fields))
+
+
+# The token rule. Its exact law is read off the shipped class, in float64.
+
+JOINT_LAW = test_laws.test_the_output_has_the_targets_joint_law
+CALL_LAW = test_laws.test_a_call_samples_from_the_law
+TOKEN, BLOCK, COUPLED = test_laws.LOSSLESS
+token_law = mutant("token rule", JOINT_LAW, verifier=TOKEN, size=3, k=2)
+token_call = mutant("token rule", CALL_LAW, verifier=Speculative())
+
+
+def next_law(patch: Patch, change: Callable[..., tuple]) -> None:
+    """Changes ``(draft, p, q, n)`` on their way into the law of the next token."""
+
+    def make(real):
+        def mutated(self, draft, p, q, chances, n):
+            draft, p, q, n = change(draft, p, q, n)
+            return real(self, draft, p, q, chances, n)
+
+        return mutated
+
+    wrap(patch, ChainVerifier, "_next", make)
+
+
+def chances(patch: Patch, rule: type, change: Callable[..., Chances]) -> None:
+    """Replaces the chances by ``change(real chances, draft, p, q)``."""
+
+    def make(real):
+        return lambda self, draft, p, q: change(real(self, draft, p, q), draft, p, q)
+
+    wrap(patch, rule, "chances", make)
+
+
+@token_law
+def residual_is_the_target(patch):
+    patch.setattr(ChainVerifier, "residual", lambda self, p, q, weight: p)
+
+
+@token_law
+def residual_is_the_absolute_difference(patch):
+    patch.setattr(ChainVerifier, "residual", lambda self, p, q, weight: jnp.abs(p - q))
+
+
+@token_law
+def residual_only_drops_the_rejected_token(patch):
+    """Right for a point mass, wrong for a draft that was sampled and accepted by p/q."""
+    next_law(patch, lambda draft, p, q, n: (draft, p, None, n))
+
+
+@token_law
+def residual_of_the_first_position(patch):
+    next_law(patch, lambda draft, p, q, n: (draft, p, jnp.broadcast_to(q[:, :1], q.shape), n))
+
+
+@token_law
+def residual_of_the_position_before(patch):
+    next_law(patch, lambda draft, p, q, n: (draft, p, jnp.concatenate([q[:, :1], q[:, :-1]], axis=1), n))
+
+
+@token_law
+def bonus_from_the_last_drafts_row(patch):
+    next_law(patch, lambda draft, p, q, n: (draft, jnp.concatenate([p[:, :-1], p[:, -2:-1]], axis=1), q, n))
+
+
+@token_law
+def draft_subtracted_from_the_bonus(patch):
+    def mutated(self, draft, p, q, chances, n):
+        return self.residual(row(p, n), row(q, jnp.minimum(n, q.shape[1] - 1)), None)
+
+    patch.setattr(ChainVerifier, "_next", mutated)
+
+
+@token_law
+def accepts_by_the_targets_probability(patch):
+    chances(patch, Speculative, lambda c, draft, p, q: Chances(chain.at(p[:, :-1], draft.tokens)))
+
+
+@token_law
+def accepts_the_argmax_while_sampling(patch):
+    def change(c, draft, p, q):
+        return Chances((draft.tokens == sampling.argmax(p[:, :-1])).astype(p.dtype))
+
+    chances(patch, Speculative, change)
+
+
+@token_law
+def last_draft_never_accepted(patch):
+    """Treated as a rejection it subtracts q without having tested it."""
+    chances(patch, Speculative, lambda c, draft, p, q: Chances(c.keep.at[:, -1].set(0.0)))
+
+
+@mutant("dtype", JOINT_LAW, verifier=TOKEN, size=3, k=2)
+def draft_probabilities_in_bfloat16(patch):
+    """Only in the ratio, as rounded tokens and exact probabilities would make them."""
+
+    def make(real):
+        return lambda self, draft, p, q: real(self, draft, p, q.astype(jnp.bfloat16).astype(p.dtype))
+
+    wrap(patch, Speculative, "chances", make)
+
+
+@token_call
+def counts_accepts_instead_of_the_run(patch):
+    patch.setattr(chain, "leading_run", lambda accepted: jnp.sum(accepted.astype(jnp.int32), axis=1))
+
+
+@token_call
+def argmax_of_the_residual(patch):
+    patch.setattr(chain, "sampling", SimpleNamespace(inverse_cdf=lambda weights, uniform: sampling.argmax(weights)))
+
+
+@token_call
+def rejecting_uniform_draws_the_residual(patch):
+    def make(real):
+        def mutated(self, draft, p_logits, noise):
+            n = real(self, draft, p_logits, noise).num_accepted
+            rejecting = row(noise.accept, jnp.minimum(n, noise.accept.shape[1] - 1))
+            return real(self, draft, p_logits, Noise(noise.uniforms.at[:, Noise.NEXT, -1].set(rejecting)))
+
+        return mutated
+
+    wrap(patch, ChainVerifier, "__call__", make)
+
+
+@token_call
+def one_uniform_for_all_positions(patch):
+    def accept(self):
+        uniforms = self.uniforms[:, self.ACCEPT, :-1]
+        return jnp.broadcast_to(uniforms[:, :1], uniforms.shape)
+
+    patch.setattr(Noise, "accept", property(accept))
+
+
+@token_call
+def drafts_uniforms_accept_them(patch):
+    patch.setattr(Noise, "accept", property(lambda self: self.uniforms[:, self.DRAFT, :-1]))
+
+
+@mutant("token rule", test_laws.test_a_draft_that_stops_early_keeps_the_law, verifier=TOKEN)
+def short_proposal_ends_as_a_rejection(patch):
+    """After all of k_r < K proposals were accepted there is nothing to subtract."""
+
+    def change(draft, p, q, n):
+        return dataclasses.replace(draft, valid=jnp.ones_like(draft.valid)), p, q, n
+
+    next_law(patch, change)
+
+
+@mutant("token rule", test_lossless.test_draft_equal_to_target_is_always_accepted, k=2, lossless=True)
+def sampled_draft_taken_as_certain(patch):
+    """Given any x the point-mass rule gives p, so a mixture over x does too."""
+
+    def make(real):
+        def mutated(self, draft, p_logits, noise):
+            return real(self, dataclasses.replace(draft, logits=None), p_logits, noise)
+
+        return mutated
+
+    wrap(patch, ChainVerifier, "__call__", make)
+
+
+# The block rule.
+
+block_law = mutant("block rule", JOINT_LAW, verifier=BLOCK, size=3, k=3)
+
+
+@block_law
+def block_weight_without_its_clamp(patch):
+    """Clamped as a product at the end, not factor by factor."""
+
+    def change(c, draft, p, q):
+        weight = jnp.cumprod(chain.ratios(draft, p, q), axis=1).clip(max=1.0)
+        inner = weight[:, :-1]
+        left = jnp.sum(jnp.maximum(inner[..., None] * p[:, 1:-1] - q[:, 1:], 0.0), axis=-1)
+        whole = left + 1.0 - inner
+        h = jnp.where(whole > 0, left / jnp.where(whole > 0, whole, 1.0), 1.0)
+        return Chances(
+            jnp.concatenate([h, weight[:, -1:]], axis=1), jnp.pad(weight, ((0, 0), (1, 0)), constant_values=1)
+        )
+
+    chances(patch, Block, change)
+
+
+@block_law
+def block_succeeds_by_its_weight(patch):
+    """h = b at every position, not at the last alone."""
+    chances(patch, Block, lambda c, draft, p, q: Chances(c.weight[:, 1:], c.weight))
+
+
+@block_law
+def block_stops_at_the_first_failure(patch):
+    patch.setattr(Block, "last_success", False)
+
+
+@block_law
+def block_residual_without_its_weight(patch):
+    chances(patch, Block, lambda c, draft, p, q: Chances(c.keep, None))
+
+
+@mutant("block rule", test_laws.test_a_draft_that_stops_early_keeps_the_law, verifier=BLOCK)
+def block_ends_at_k_where_the_proposal_is_shorter(patch):
+    """The last valid position must succeed with b."""
+
+    def make(real):
+        def mutated(self, draft, p, q):
+            return real(self, dataclasses.replace(draft, valid=jnp.ones_like(draft.valid)), p, q)
+
+        return mutated
+
+    wrap(patch, Block, "chances", make)
+
+
+# Coupling.
+
+POSITION_NOISE = test_sampling.test_coupled_noise_is_a_function_of_seed_and_position
+coupled_output = mutant(
+    "coupled", test_options.test_coupled_output_is_plain_samplings_token_for_token, kind="draft", k=3
+)
+coupled_noise = mutant("coupled", POSITION_NOISE)
+
+
+def gumbel(patch: Patch, change: Callable[..., Any]) -> None:
+    """Replaces the noise by ``change(real, seeds, lengths, k, size)``."""
+
+    def make(real):
+        def mutated(seeds, lengths, k, size):
+            return CoupledNoise(change(lambda *args: real(*args).gumbel, seeds, lengths, k, size))
+
+        return mutated
+
+    wrap(patch, sampling, "coupled_noise", make)
+
+
+@coupled_output
+def coupled_key_folded_by_the_blocks_start(patch):
+    """A position that is drawn again sees other noise."""
+
+    def change(real, seeds, lengths, k, size):
+        return real(seeds, lengths * 1000, k, size)
+
+    gumbel(patch, change)
+
+
+@coupled_output
+def coupled_noise_reused_across_positions(patch):
+    def change(real, seeds, lengths, k, size):
+        noise = real(seeds, lengths, k, size)
+        return jnp.broadcast_to(noise[:, :1], noise.shape)
+
+    gumbel(patch, change)
+
+
+@coupled_output
+def coupled_bonus_without_its_own_noise(patch):
+    def change(real, seeds, lengths, k, size):
+        return real(seeds, lengths, k, size).at[:, -1].set(0.0)
+
+    gumbel(patch, change)
+
+
+@coupled_noise
+def coupled_noise_reused_across_rows(patch):
+    def change(real, seeds, lengths, k, size):
+        return real(jnp.broadcast_to(seeds[:1], seeds.shape), lengths, k, size)
+
+    gumbel(patch, change)
+
+
+@mutant(
+    "coupled", test_options.test_a_draft_equal_to_its_target_is_always_accepted_with_every_parameter, verifier="coupled"
+)
+def coupled_draft_by_the_noise_of_the_next_position(patch):
+    """The output keeps its law, but draft and target no longer race in the same noise."""
+    patch.setattr(CoupledNoise, "draft", lambda self, offset: self.gumbel[:, offset + 1])
+
+
+@coupled_output
+def coupled_target_draws_without_the_noise(patch):
+    def mutated(self, draft, p_logits, noise):
+        chosen = sampling.argmax(p_logits)
+        n = chain.leading_run((draft.tokens == chosen[:, :-1]) & draft.valid)
+        return Verdict(n, row(sampling.argmax(p_logits + noise.gumbel), n))
+
+    patch.setattr(Coupled, "__call__", mutated)
+
+
+# Greedy decoding, and the engine at temperature 0: token by token what a simulation without caches does.
+
+greedy_blocks = mutant("greedy", test_blocks.test_greedy_blocks_are_those_of_a_simulation_without_caches, name="k4")
+engine_blocks = mutant("engine", test_blocks.test_greedy_blocks_are_those_of_a_simulation_without_caches, name="k4")
+
+
+@greedy_blocks
+def greedy_counts_matches_instead_of_the_run(patch):
+    patch.setattr(greedy, "leading_run", lambda accepted: jnp.sum(accepted.astype(jnp.int32), axis=1))
+
+
+@greedy_blocks
+def greedy_correction_from_the_bonus_row(patch):
+    patch.setattr(greedy, "row", lambda values, index: values[:, -1])
+
+
+@greedy_blocks
+def greedy_correction_is_the_rejected_draft(patch):
+    def make(real):
+        def mutated(self, draft, p_logits, noise):
+            verdict, last = real(self, draft, p_logits, noise), draft.tokens.shape[1] - 1
+            return Verdict(verdict.num_accepted, row(draft.tokens, jnp.minimum(verdict.num_accepted, last)))
+
+        return mutated
+
+    wrap(patch, greedy.Greedy, "__call__", make)
+
+
+@mutant("greedy", test_sampling.test_argmax_ties_go_to_the_lowest_index)
+def ties_go_to_the_highest_index(patch):
+    def mutated(logits):
+        return logits.shape[-1] - 1 - jnp.argmax(logits[..., ::-1], axis=-1)
+
+    patch.setattr(sampling, "argmax", mutated)
+
+
+@mutant("greedy", test_decoder.test_a_greedy_row_inside_a_sampling_batch_is_greedy)
+def temperature_zero_is_taken_for_one(patch):
+    """Of a row among others, because the division by 0 is guarded."""
+
+    def make(real):
+        def mutated(logits, parameters):
+            warm = jnp.where(parameters.temperature > 0, parameters.temperature, 1.0)
+            return real(logits, dataclasses.replace(parameters, temperature=warm))
+
+        return mutated
+
+    wrap(patch, sampling, "warp", make)
+
+
+def fed(patch: Patch, positions: int = 0, slots: Callable[[Any], Any] | None = None, root: int = 0) -> None:
+    """The block fed at other positions or slots, or from another root."""
+
+    def mutated(target, params, state, draft):
+        last = jnp.take_along_axis(state.tokens, (state.lengths - 1 + root)[:, None], axis=1)
+        tokens = jnp.concatenate([last, draft.tokens], axis=1)
+        at = (state.lengths - 1)[:, None] + jnp.arange(tokens.shape[1])[None]
+        late = 0 if slots is None else slots(state)[:, None]
+        return target(params, tokens, at + positions, at + late, state.cache)
+
+    patch.setattr(engine, "feed_block", mutated)
+
+
+@engine_blocks
+def root_one_position_early(patch):
+    fed(patch, positions=-1)
+
+
+@engine_blocks
+def root_one_position_late(patch):
+    fed(patch, positions=1)
+
+
+@engine_blocks
+def root_is_the_token_before(patch):
+    fed(patch, root=-1)
+
+
+@engine_blocks
+def cache_advanced_over_a_rejected_draft(patch):
+    """The right tokens at the right positions, one slot late after the first block."""
+    fed(patch, slots=lambda state: jnp.minimum(state.counters.blocks, 1))
+
+
+@engine_blocks
+def target_rows_off_by_one(patch):
+    def make(real):
+        def mutated(*args):
+            out = real(*args)
+            return dataclasses.replace(out, logits=jnp.roll(out.logits, 1, axis=1))
+
+        return mutated
+
+    wrap(patch, engine, "feed_block", make)
+
+
+@engine_blocks
+def own_token_written_behind_the_whole_draft(patch):
+    def mutated(draft, verdict):
+        return jnp.concatenate([draft.tokens, verdict.next_token[:, None]], axis=1)
+
+    patch.setattr(engine, "block_tokens", mutated)
+
+
+def committed(patch: Patch, before: Callable[..., tuple], after: Callable[..., Any]) -> None:
+    """``commit`` of another state and draft; ``after(real outcome, mutated outcome, state)`` is what results."""
+
+    def make(real):
+        def mutated(state, draft, verdict):
+            return after(real(state, draft, verdict), real(*before(state, draft), verdict), state)
+
+        return mutated
+
+    wrap(patch, engine, "commit", make)
+
+
+def awake(state, draft):
+    return dataclasses.replace(state, done=jnp.zeros_like(state.done)), draft
+
+
+@mutant("engine", test_decoder.test_a_stop_token_ends_the_row_where_plain_decoding_would_end_it)
+def stop_token_inside_a_block_ignored(patch):
+    """Only the last token of a block is looked at."""
+
+    def after(real, mutated, state):
+        last = jnp.take_along_axis(mutated.tokens, (mutated.lengths - 1)[:, None], axis=1)
+        ends = jnp.any(last == state.stop_ids, axis=1) & (mutated.lengths > state.lengths)
+        return dataclasses.replace(mutated, stop_ids=state.stop_ids, done=mutated.done | ends)
+
+    committed(patch, lambda state, draft: (dataclasses.replace(state, stop_ids=0 * state.stop_ids - 1), draft), after)
+
+
+@mutant("engine", test_decoder.test_a_budget_smaller_than_a_block_cuts_it, budget=7)
+def budget_ignored_inside_a_block(patch):
+    def before(state, draft):
+        return dataclasses.replace(state, budget=state.budget + draft.tokens.shape[1]), draft
+
+    def after(real, mutated, state):
+        return dataclasses.replace(mutated, budget=state.budget, done=mutated.done | (mutated.lengths >= state.budget))
+
+    committed(patch, before, after)
+
+
+@engine_blocks
+def finished_rows_still_counted(patch):
+    committed(patch, awake, lambda real, mutated, state: dataclasses.replace(real, counters=mutated.counters))
+
+
+@mutant("engine", test_decoder.test_a_stop_token_ends_the_row_where_plain_decoding_would_end_it)
+def finished_rows_still_advance(patch):
+    def after(real, mutated, state):
+        return dataclasses.replace(mutated, done=mutated.lengths >= state.budget)
+
+    committed(patch, awake, after)
+
+
+@mutant("engine", test_blocks.test_greedy_blocks_are_those_of_a_simulation_without_caches, name="ngram")
+def invalid_proposals_counted_as_drafted(patch):
+    def before(state, draft):
+        return state, dataclasses.replace(draft, valid=jnp.ones_like(draft.valid))
+
+    committed(patch, before, lambda real, mutated, state: dataclasses.replace(real, counters=mutated.counters))
+
+
+@engine_blocks
+def bonus_called_a_correction(patch):
+    patch.setattr(engine, "BONUS", engine.CORRECTED)
+
+
+@mutant("engine", test_decoder.test_generation_crosses_cache_buckets_without_a_difference)
+def grown_cache_loses_what_it_held(patch):
+    def emptied(x):
+        return jax.tree.map(jnp.zeros_like, x) if cache.is_cache(x) else x
+
+    def make(real):
+        return lambda tree, slots: jax.tree.map(emptied, real(tree, slots), is_leaf=cache.is_cache)
+
+    wrap(patch, cache, "grow", make)
+
+
+@mutant("logprobs", test_options.test_logprobs_are_those_of_the_emitted_tokens, kind="raw")
+def logprobs_shifted_by_one(patch):
+    def make(real):
+        return lambda state, draft, verdict, laws: real(state, draft, verdict, jnp.roll(laws, 1, axis=1))
+
+    wrap(patch, engine, "keep_logprobs", make)
+
+
+# The sampling transform, against its definition written out in float64.
+
+definition = mutant("sampling", test_sampling.test_every_parameter_at_every_draft_position_is_its_definition)
+
+
+def penalised(patch: Patch, change: Callable[..., tuple]) -> None:
+    """Changes ``(context, drafted, first)`` on their way into bias, penalties and `min_new_tokens`."""
+
+    def make(real):
+        return lambda logits, context, drafted, first: real(logits, *change(context, drafted, first))
+
+    wrap(patch, sampling, "_penalised", make)
+
+
+def cut(patch: Patch, change: Callable[[Any], dict[str, Any]]) -> None:
+    """Changes parameters on their way into temperature, top-k, top-p and min-p."""
+
+    def make(real):
+        return lambda logits, parameters: real(logits, dataclasses.replace(parameters, **change(parameters)))
+
+    wrap(patch, sampling, "warp", make)
+
+
+@definition
+def top_p_ignored(patch):
+    cut(patch, lambda s: {"top_p": jnp.ones_like(s.top_p)})
+
+
+@definition
+def top_k_keeps_one_more(patch):
+    cut(patch, lambda s: {"top_k": jnp.where(s.top_k > 0, s.top_k + 1, 0)})
+
+
+@definition
+def top_p_before_top_k(patch):
+    def make(real):
+        def mutated(logits, s):
+            first = real(logits, dataclasses.replace(s, top_k=0 * s.top_k, min_p=0 * s.min_p))
+            return real(first, dataclasses.replace(s, top_p=jnp.ones_like(s.top_p)))
+
+        return mutated
+
+    wrap(patch, sampling, "_cut", make)
+
+
+@definition
+def drafts_not_counted_by_penalties(patch):
+    penalised(patch, lambda context, drafted, first: (context, 0 * drafted - 1, first))
+
+
+@definition
+def penalties_count_the_draft_they_judge(patch):
+    """One draft too many: that which the row is to accept or reject."""
+
+    def make(real):
+        def mutated(logits, context, drafted, first):
+            least = context.sampling.min_new_tokens
+            shifted = replaced(context, min_new_tokens=jnp.where(least > 0, least + 1, 0))
+            return real(logits, shifted, drafted, first + 1)
+
+        return mutated
+
+    wrap(patch, sampling, "_penalised", make)
+
+
+@definition
+def generated_penalties_count_the_prompt(patch):
+    def change(context, drafted, first):
+        shifted = replaced(context, min_new_tokens=context.sampling.min_new_tokens + context.prompt_lengths)
+        return dataclasses.replace(shifted, prompt_lengths=0 * context.prompt_lengths), drafted, first
+
+    penalised(patch, change)
+
+
+@definition
+def repetition_penalty_forgets_the_sign(patch):
+    """Dividing a negative logit makes the token more likely."""
+
+    def make(real):
+        def mutated(logits, context, drafted, first):
+            shift = jnp.min(logits, axis=-1, keepdims=True) - 1.0
+            return real(logits - shift, context, drafted, first) + shift
+
+        return mutated
+
+    wrap(patch, sampling, "_penalised", make)
+
+
+@definition
+def min_new_tokens_off_by_one(patch):
+    def change(context, drafted, first):
+        least = context.sampling.min_new_tokens
+        return replaced(context, min_new_tokens=jnp.maximum(least - 1, 0)), drafted, first
+
+    penalised(patch, change)
+
+
+@definition
+def bias_not_applied(patch):
+    def change(context, drafted, first):
+        return replaced(context, bias=jnp.zeros_like(context.sampling.bias)), drafted, first
+
+    penalised(patch, change)
+
+
+@definition
+def transform_rounds_to_bfloat16(patch):
+    def make(real):
+        def mutated(logits, context, drafted, first=0):
+            return real(logits.astype(jnp.bfloat16), context, drafted, first)
+
+        return mutated
+
+    wrap(patch, sampling, "process", make)
+
+
+@mutant("sampling", test_options.test_a_processor_sees_the_prefix_of_every_draft_position)
+def processor_does_not_see_the_drafts(patch):
+    patch.setattr(sampling, "write_rows", lambda tokens, start, new: tokens)
+
+
+# Noise.
+
+NOISE = test_sampling.test_noise_depends_on_seed_and_length_alone_and_no_uniform_is_used_twice
+fresh = mutant("noise", NOISE)
+
+
+def uniforms(patch: Patch, change: Callable[..., Any]) -> None:
+    """Replaces the uniforms by ``change(real, seeds, lengths, k)``."""
+
+    def make(real):
+        return lambda seeds, lengths, k: Noise(change(lambda *args: real(*args).uniforms, seeds, lengths, k))
+
+    wrap(patch, sampling, "fresh_noise", make)
+
+
+@fresh
+def one_key_for_all_rows(patch):
+    uniforms(patch, lambda real, seeds, lengths, k: real(jnp.broadcast_to(seeds[:1], seeds.shape), lengths, k))
+
+
+@fresh
+def key_ignores_the_length(patch):
+    uniforms(patch, lambda real, seeds, lengths, k: real(seeds, 0 * lengths, k))
+
+
+@fresh
+def acceptance_reuses_the_drafts_uniforms(patch):
+    def change(real, seeds, lengths, k):
+        values = real(seeds, lengths, k)
+        return values.at[:, Noise.ACCEPT].set(values[:, Noise.DRAFT])
+
+    uniforms(patch, change)
+
+
+@mutant("noise", test_decoder.test_a_row_replays_alone_in_another_slot_from_its_own_seed, drafter=None)
+def key_folded_by_the_slot(patch):
+    def change(real, seeds, lengths, k):
+        return real(seeds + jnp.arange(len(seeds), dtype=jnp.uint32)[:, None], lengths, k)
+
+    uniforms(patch, change)
+
+
+@mutant("noise", test_lossless.test_three_coins_show_noise_that_decides_twice)
+def uniforms_keyed_by_position_under_block_verification(patch):
+    """A rejected position is drawn again with the noise that the rejection looked at. The token rule survives it."""
+
+    def change(real, seeds, lengths, k):
+        return jnp.concatenate([real(seeds, lengths + i, 0) for i in range(k + 1)], axis=2)
+
+    uniforms(patch, change)
+
+
+@mutant("noise", test_lossless.test_the_law_of_three_tokens_in_short)
+def one_uniform_for_all_drafts(patch):
+    patch.setattr(Noise, "draft", lambda self, offset: self.uniforms[:, self.DRAFT, 0])
+
+
+# The drafter.
+
+SELF = test_lossless.test_draft_equal_to_target_is_always_accepted
+SELF_WITH_ALL = test_options.test_a_draft_equal_to_its_target_is_always_accepted_with_every_parameter
+short_law = mutant("drafter", test_lossless.test_the_law_of_three_tokens_in_short)
+PARAMETER_LAW = test_lossless.test_every_sampling_parameter_has_the_law_of_its_definition
+
+
+def proposed(patch: Patch, change: Callable[..., tuple]) -> None:
+    """Replaces a proposal by ``change(real, out, context, tokens, offset)``."""
+
+    def make(real):
+        def mutated(self, out, context, tokens, offset):
+            return change(lambda *args: real(self, *args), out, context, tokens, offset)
+
+        return mutated
+
+    wrap(patch, DraftModel, "_propose", make)
+
+
+@mutant("drafter", SELF, k=2, lossless=True)
+def draft_cache_misses_the_last_accepted_token(patch):
+    """Feeds only the newest token, so after a full acceptance x_K is missing."""
+
+    def mutated(self, params, state, context):
+        slot, laws = (context.lengths - 1)[:, None], []
+        tokens = jnp.zeros((len(slot), self.k), jnp.int32)
+        newest = jnp.take_along_axis(context.tokens, slot, axis=1)
+        for offset in range(self.k):
+            out = self.model(params, newest, slot + offset, slot + offset, state)
+            tokens, logits = self._propose(out, context, tokens, offset)
+            newest, state = tokens[:, offset : offset + 1], out.cache
+            laws.append(logits)
+        logits = None if context.noise is None else jnp.stack(laws, axis=1)
+        return Draft(tokens, jnp.ones(tokens.shape, bool), logits), state
+
+    patch.setattr(DraftModel, "draft", mutated)
+
+
+@mutant("drafter", test_blocks.test_greedy_blocks_are_those_of_a_simulation_without_caches, name="k4", lossless=True)
+def draft_cache_keeps_rejected_drafts(patch):
+    """What was written once stays, also where the target corrected it."""
+
+    def make(real):
+        def mutated(self, params, state, context):
+            draft, new = real(self, params, state, context)
+            (keys, positions), (new_keys, new_positions) = state.layers[0], new.layers[0]
+            written = positions < 1e5
+            kept = jnp.where(written[..., 0][:, None], keys, new_keys), jnp.where(written, positions, new_positions)
+            return draft, dataclasses.replace(new, layers=(kept,))
+
+        return mutated
+
+    wrap(patch, DraftModel, "draft", make)
+
+
+@short_law
+def unlikely_draws_are_dropped(patch):
+    """By their own value: what is left is no sample of q."""
+
+    def make(real):
+        def mutated(self, params, state, context):
+            draft, new = real(self, params, state, context)
+            if draft.logits is None:
+                return draft, new
+            likely = chain.at(jax.nn.softmax(draft.logits, axis=-1), draft.tokens) > 0.3
+            return dataclasses.replace(draft, valid=jnp.cumprod(likely.astype(jnp.int32), axis=1) > 0), new
+
+        return mutated
+
+    wrap(patch, DraftModel, "draft", make)
+
+
+@short_law
+def draft_takes_its_argmax_and_reports_its_law(patch):
+    patch.setattr(sampling, "draw", lambda logits, noise: sampling.argmax(logits))
+
+
+@mutant("drafter", PARAMETER_LAW, verifier="speculative", setting="temperature")
+def draft_reports_its_law_without_the_temperature(patch):
+    def change(real, out, context, tokens, offset):
+        tokens, logits = real(out, context, tokens, offset)
+        warm = replaced(context, temperature=jnp.ones_like(context.sampling.temperature))
+        raw = sampling.transform(out.logits, warm, tokens, offset)
+        return tokens, None if logits is None else raw[:, 0]
+
+    proposed(patch, change)
+
+
+@mutant("drafter", PARAMETER_LAW, verifier="block", setting="top_p")
+def draft_reports_its_law_before_the_cuts(patch):
+    def change(real, out, context, tokens, offset):
+        tokens, logits = real(out, context, tokens, offset)
+        s = context.sampling
+        uncut = replaced(context, top_k=0 * s.top_k, top_p=jnp.ones_like(s.top_p), min_p=0 * s.min_p)
+        raw = sampling.transform(out.logits, uncut, tokens, offset)
+        return tokens, None if logits is None else raw[:, 0]
+
+    proposed(patch, change)
+
+
+@mutant("drafter", SELF, k=2, lossless=True)
+def temperature_on_the_target_only(patch):
+    def change(real, out, context, tokens, offset):
+        warm = replaced(context, temperature=jnp.ones_like(context.sampling.temperature))
+        return real(out, warm, tokens, offset)
+
+    proposed(patch, change)
+
+
+@mutant("drafter", SELF_WITH_ALL, verifier="speculative", lossless=True)
+def bias_on_the_target_only(patch):
+    def change(real, out, context, tokens, offset):
+        return real(out, replaced(context, bias=jnp.zeros_like(context.sampling.bias)), tokens, offset)
+
+    proposed(patch, change)
+
+
+@mutant("drafter", SELF_WITH_ALL, verifier="speculative", lossless=True)
+def penalties_of_the_draft_do_not_see_its_own_tokens(patch):
+    def change(real, out, context, tokens, offset):
+        new, logits = real(out, context, 0 * tokens - 1, offset)
+        drawn = jax.lax.dynamic_slice_in_dim(new, offset, 1, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(tokens, drawn, offset, axis=1), logits
+
+    proposed(patch, change)
+
+
+@mutant("drafter", test_decoder.test_ngram_proposes_what_followed_the_longest_then_latest_match)
+def ngram_proposes_past_the_end(patch):
+    def make(real):
+        def mutated(self, params, state, context):
+            draft, state = real(self, params, state, context)
+            return dataclasses.replace(draft, valid=jnp.broadcast_to(draft.valid[:, :1], draft.valid.shape)), state
+
+        return mutated
+
+    wrap(patch, NGram, "draft", make)
+
+
+# The loss.
+
+BATCH = inspect.unwrap(test_losses.batch)()
+"""What the fixture gives."""
+
+
+@mutant("loss", test_losses.test_forward_kl_is_the_masked_mean_of_sum_p_log_p_over_q, batch=BATCH)
+def loss_mask_shifted_with_the_inputs(patch):
+    wrap(patch, losses, "masked_mean", lambda real: lambda values, mask: real(values, jnp.roll(mask, 1, axis=1)))

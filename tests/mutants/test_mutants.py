@@ -1,0 +1,74 @@
+"""A test that cannot fail proves nothing: for each planted error, one test of the suite that finds it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from pathlib import Path
+
+import jax
+import pytest
+
+from specjax.decode import engine
+from tests.decode.test_lossless import test_the_law_of_three_tokens_in_short as short_law
+from tests.mutants.mutants import MUTANTS, Mutant
+from tests.verifiers import test_laws
+
+TESTS = Path(__file__).parents[1]
+
+
+def forget_programs() -> None:
+    """A compiled program remembers the functions it was made of."""
+    engine.prefill.cache_clear()
+    engine.chunk.cache_clear()
+    jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def fresh_programs():
+    forget_programs()
+    yield
+    forget_programs()
+
+
+def run_killer(mutant: Mutant) -> None:
+    with contextlib.ExitStack() as stack:
+        if mutant.killer.__module__ == test_laws.__name__:  # what its fixture sets
+            stack.enter_context(jax.enable_x64(True))
+            stack.enter_context(jax.numpy_dtype_promotion("standard"))
+        mutant.killer(**mutant.parameters)
+
+
+def claimed_by_a_test(error: AssertionError) -> bool:
+    """Raised by an assertion of the test, not by one on the way to it."""
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return raised_in.is_relative_to(TESTS) or "numpy/testing" in raised_in.as_posix()
+
+
+def test_every_killer_is_a_test_that_the_suite_runs():
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 30
+    for mutant in MUTANTS:
+        assert mutant.killer.__name__.startswith("test_")
+        marks = [mark for mark in getattr(mutant.killer, "pytestmark", []) if mark.name == "parametrize"]
+        given: list[str] = []
+        for mark in marks:
+            names = [n.strip() for n in mark.args[0].split(",")] if isinstance(mark.args[0], str) else [*mark.args[0]]
+            values = tuple(mutant.parameters[name] for name in names)
+            runs = [tuple(v) if len(names) > 1 else (v,) for v in mark.args[1]]
+            assert values in runs, mutant.name
+            given += names
+        given += [name for name in mutant.parameters if name in vars(sys.modules[mutant.killer.__module__])]
+        assert sorted(given) == sorted(mutant.parameters), mutant.name
+
+
+@pytest.mark.mutants
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_a_planted_error_is_found(mutant: Mutant, monkeypatch, record_property):
+    record_property("mutant", (mutant.name, mutant.part, mutant.killed_by))
+    mutant.plant(monkeypatch)
+    if mutant.lossless:
+        short_law()
+    with pytest.raises(AssertionError) as caught:
+        run_killer(mutant)
+    assert claimed_by_a_test(caught.value), "an error in the planted code itself finds nothing"
