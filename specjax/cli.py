@@ -165,6 +165,10 @@ def bench(
         figures = results.get("figures", {})
         shown = [f"{name} {figures[name]:.2f}" for name in ("speedup_greedy", "speedup_t1") if name in figures]
         console.print(", ".join(shown) or "no temperature of 0 or 1: no headline speedup")
+        rule = results.get("verifier", {})
+        if rule.get("lossless") is False:
+            far = f"total variation {rule['total_variation']:.3f} from the target's law over 16 cells"
+            console.print(f"verifier {rule['kind']!r} is lossy: {far}", soft_wrap=True)
         if out is not None:
             write_atomically(out, json.dumps(results, indent=1, default=plain_json) + "\n")
 

@@ -67,7 +67,7 @@ class Decoder:
         seed: int | Sequence[int] = 0,
         ignore_eos: bool = False,
         stop_strings: str | Sequence[str] | Sequence[Sequence[str]] | None = None,
-        logprobs: Logprobs | None = None,
+        logprobs: Logprobs | bool | None = None,
         logits_processor: LogitsProcessor | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> GenerationResult:
@@ -78,9 +78,9 @@ class Decoder:
 
         ``stop_strings`` end a row where its new text holds one: the text stops before it, the tokens with the one that
         completes it (counters also hold what was decoded before the host saw it). ``logprobs`` of the emitted tokens:
-        'raw' of the target's own law, 'processed' after all sampling parameters. ``logits_processor``: a pure,
-        traceable ``(logits[B, V], specjax.types.LogitsContext) -> logits[B, V]``, for draft and target alike, before
-        temperature.
+        'raw' (or True) of the target's own law, 'processed' after all sampling parameters. ``logits_processor``: a
+        pure, traceable ``(logits[B, V], specjax.types.LogitsContext) -> logits[B, V]``, for draft and target alike,
+        before temperature.
 
         Raises `DataError` naming argument, row and value of what cannot be used.
         """
@@ -99,7 +99,7 @@ class Decoder:
         seed: int = 0,
         ignore_eos: bool = False,
         stop_strings: str | Sequence[str] | None = None,
-        logprobs: Logprobs | None = None,
+        logprobs: Logprobs | bool | None = None,
         logits_processor: LogitsProcessor | None = None,
         steps_per_event: int = 1,
         **sampling: Unpack[SamplingOptions],
@@ -168,8 +168,9 @@ class Decoder:
         batch = request_lib.prepare(*args)
         if self._verifier.kind == "greedy" and not batch.greedy:
             raise DataError("verifier 'greedy' decodes at temperature 0 only; use 'speculative' for other temperatures")
+        logprobs = ("raw" if logprobs else None) if isinstance(logprobs, bool) else logprobs
         if logprobs not in (None, "raw", "processed"):
-            raise DataError(f"logprobs: {logprobs!r}; give 'raw', 'processed' or None")
+            raise DataError(f"logprobs: {logprobs!r}; give 'raw' (or True), 'processed' or None")
         if processor is not None:
             request_lib.check_processor(processor, batch.request)
         engine, params = self.engine(batch.greedy, batch.rows)

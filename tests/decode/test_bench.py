@@ -197,6 +197,33 @@ def test_what_could_not_be_decoded_is_refused_before_training(tiny_target, chang
         measure.check(run, prepared)
 
 
+@pytest.mark.proof
+def test_figures_of_a_lossy_rule_say_so_and_how_far_it_is(tiny_target, tiny_draft):
+    settings = config.Bench(
+        prompts=4,
+        prompt_tokens=8,
+        new_tokens=16,
+        batch_sizes=(1,),
+        temperatures=(1.0,),
+        ks=(3,),
+        repeats=1,
+        drafters=(),
+    )
+    run = config.RunConfig(
+        target=config.Target(path="x"),
+        data=config.Data(path="x"),
+        bench=settings,
+        sampling=config.Sampling(top_k=20),
+        certify=config.Certify(total_variation=0.05),
+        verifier={"kind": "top_k", "k": 40},
+    )
+    figures = measure.decoding_figures(run, tiny_target, {"draft_after": tiny_draft}, documents(4, 60))
+    rule = figures["verifier"]
+    assert (rule["kind"], rule["lossless"]) == ("top_k", False)
+    # Whatever the draft draws from the target's twenty is kept: a law far from the target's.
+    assert rule["total_variation"] > 3 * rule["total_variation_of_exact_sampling"] > 0
+
+
 def test_a_registered_drafter_takes_part_by_its_name(monkeypatch):
     assert config.Bench(drafters=()).drafters == ()
     assert measure._registered("ngram")(4) == NGram(k=4)

@@ -127,7 +127,7 @@ def test_logprobs_are_those_of_the_emitted_tokens(kind):
             }
             law = sampling_logits(logits[j], PROMPTS[i], row[:j], **({} if kind == "raw" else settings))
             assert got[j] == pytest.approx(np.log(softmax(law)[token]), abs=1e-5)
-    events = list(Decoder(TARGET, DraftModel(DRAFT, 3)).stream(PROMPTS[0], max_new_tokens=8, logprobs="raw"))
+    events = list(Decoder(TARGET, DraftModel(DRAFT, 3)).stream(PROMPTS[0], max_new_tokens=8, logprobs=True))
     whole = Decoder(TARGET).generate(PROMPTS[:1], max_new_tokens=8, logprobs="raw")
     assert [t for e in events for t in e.tokens] == whole.tokens[0]
     assert whole.logprobs is not None
