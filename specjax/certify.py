@@ -191,8 +191,11 @@ def greedy_identity(context: _Context) -> Check:
         for i, (a, b) in enumerate(zip(found, want, strict=True)):
             at = _first_difference(a, b)
             if at is not None:
-                law = context.law(context.logits(prompts[i], b)[at], prompts[i], b[:at], 1.0, cuts=False)
-                differences.append({"prompt": i, "batch_size": size, "position": at, "margin": _margin(law)})
+                margin = np.inf  # one of them went on after the other's stop token
+                if at < len(b):
+                    law = context.law(context.logits(prompts[i], b)[at], prompts[i], b[:at], 1.0, cuts=False)
+                    margin = _margin(law)
+                differences.append({"prompt": i, "batch_size": size, "position": at, "margin": margin})
     context.tick()
     count = sum(map(len, want))
     return _identity("greedy identity", differences, 2 * count, context.settings.margin)
@@ -207,11 +210,15 @@ def coupled_identity(context: _Context) -> Check:
     for i, (a, b) in enumerate(zip(found.tokens, want.tokens, strict=True)):
         at = _first_difference(a, b)
         if at is not None:
-            law = context.law(context.logits(prompts[i], b)[at], prompts[i], b[:at], t)
-            words = jnp.asarray([[want.seeds[i] >> 32, want.seeds[i] & 0xFFFFFFFF]], jnp.uint32)
-            position = jnp.asarray([len(prompts[i]) + at], jnp.int32)
-            noise = sampling_lib.coupled_noise(words, position, 0, len(law)).gumbel[0, 0]
-            differences.append({"prompt": i, "position": at, "margin": _margin(law + np.asarray(noise))})
+            margin = np.inf
+            if at < len(b):
+                law = context.law(context.logits(prompts[i], b)[at], prompts[i], b[:at], t)
+                words = jnp.asarray([[want.seeds[i] >> 32, want.seeds[i] & 0xFFFFFFFF]], jnp.uint32)
+                position = jnp.asarray([len(prompts[i]) + at], jnp.int32)
+                margin = _margin(
+                    law + np.asarray(sampling_lib.coupled_noise(words, position, 0, len(law)).gumbel[0, 0])
+                )
+            differences.append({"prompt": i, "position": at, "margin": margin})
     context.tick()
     return _identity("coupled identity", differences, sum(map(len, want.tokens)), context.settings.margin)
 
@@ -261,7 +268,7 @@ def sampled_law(context: _Context) -> Check:
         if call < calls:
             context.tick()
     statistic, freedom = _chi_square(observed - expected, covariance, expected)
-    p_value = float(stats.chi2.sf(statistic, freedom))
+    p_value = float(stats.chi2.sf(statistic, freedom)) if freedom else 1.0  # everything in one cell
     off, noise = np.abs(observed - expected).sum() / 2 / tokens, _noise_floor(covariance) / tokens
     details = {
         "tokens": tokens,
