@@ -1,6 +1,6 @@
 """Block verification against the token rule on one pair at temperature 1: tokens a target call, with intervals.
 
-    python experiments/block_against_token.py configs/demo.yaml [a.b=v]... [--prompts 64] [--ks 5 7]
+    python experiments/block_against_token.py configs/demo.yaml [a.b=v]... [--prompts 48] [--ks 5 7]
 
 The same held-out prompts and seeds for both rules; the interval of the ratio is a bootstrap over prompts (95%, 10,000
 resamples), so what differs between prompts does not count for the rules. Needs the draft that train_draft.py leaves in
@@ -12,8 +12,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import shlex
+import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import track
@@ -31,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--ks", type=int, nargs="+", default=[5, 7])
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--out", type=Path)
@@ -51,8 +54,13 @@ def main() -> None:
         print(f"k = {k}: token {tau['speculative']:.3f}, block {tau['block']:.3f} tokens a target call; "
               f"block / token {ratio:.3f} [{low:.3f}, {high:.3f}]")  # fmt: skip
     if args.out is not None:
-        now = datetime.datetime.now(datetime.UTC).date().isoformat()
-        args.out.write_text(json.dumps({"config": str(args.config), "date": now, "rows": rows}, indent=1) + "\n")
+        about = {
+            "command": shlex.join(["python", *sys.argv]),
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "device": jax.devices()[0].device_kind,
+            "new_tokens": settings.new_tokens,
+        }
+        args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
 def tokens_and_calls(target, drafter, rule: str, prompts, batch: int, config) -> np.ndarray:

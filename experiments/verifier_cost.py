@@ -89,13 +89,15 @@ def verifier_program(kind: str, batch: int, k: int, vocab: int):
     q_logits = p_logits[:, :k] + jax.random.normal(keys[1], (batch, k, vocab))
     tokens = jax.random.categorical(keys[2], q_logits).astype(jnp.int32)
     seeds, lengths = jnp.arange(2 * batch, dtype=jnp.uint32).reshape(batch, 2), jnp.full(batch, 64, jnp.int32)
-    if verifier.noise == "coupled":
-        noise = sampling.coupled_noise(seeds, lengths, k, vocab)
-    else:
-        noise = sampling.fresh_noise(seeds, lengths, k)
     draft = Draft(tokens, jnp.ones(tokens.shape, bool), q_logits)
-    run = jax.jit(verifier.__call__, compiler_options=backend.compiler_options(decoding=True))
-    return run, (draft, p_logits, noise)
+
+    def run(draft, p_logits, seeds):
+        """With the noise, which is made anew in every block."""
+        if verifier.noise == "coupled":
+            return verifier(draft, p_logits, sampling.coupled_noise(seeds, lengths, k, vocab))
+        return verifier(draft, p_logits, sampling.fresh_noise(seeds, lengths, k))
+
+    return jax.jit(run, compiler_options=backend.compiler_options(decoding=True)), (draft, p_logits, seeds)
 
 
 def model_pass(hidden: int, layers: int, vocab: int, batch: int, fed: int):

@@ -134,7 +134,7 @@ def generate(
                 results = _timed_json(decoder, prompts[0], options)
             else:
                 results = _as_json(prompts, decoder.generate(prompts, **options))
-            results["verifier"] = {"kind": verifier, "lossless": decoder.lossless}
+            results["verifier"] = {"kind": verifier, "lossless": decoder.lossless or temperature == 0}
             print(json.dumps(results, default=plain_json))
         elif len(prompts) == 1:
             _stream(decoder, prompts[0], options, no_color)

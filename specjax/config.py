@@ -248,7 +248,7 @@ class Certify:
     """`{kind: draft_model, model: PATH, k: 5}`, `{kind: ngram, k: 5}`, ...; None: the draft trained in `out`."""
     k: Annotated[int, Field(ge=1, le=64)] = 5
     """Draft length of the trained draft."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=1e-5)] = 1.0
     prompts: Annotated[int, Field(ge=4)] = 8
     prompt_tokens: Positive = 64
     new_tokens: Annotated[int, Field(ge=3)] = 192

@@ -26,7 +26,7 @@ def argmax(logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:
     size = logits.shape[-1]
     index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     at_top = logits == jnp.max(logits, axis=-1, keepdims=True)
-    # A row of NaN has no top; keep the id in range, the run fails elsewhere.
+    # A row of NaN has no top; keep the id in range.
     return jnp.minimum(jnp.min(jnp.where(at_top, index, size), axis=-1), size - 1)
 
 
@@ -126,8 +126,8 @@ def _cut(logits: Float[Array, "B R V"], sampling: SamplingParams) -> Float[Array
 def _threshold(
     values: Float[Array, "B R V"], weights: Float[Array, "B R V"], enough: Float[Array, "B 1 1"]
 ) -> Float[Array, "B R 1"]:
-    """The largest t for which the entries ``values >= t`` weigh ``enough``; the smallest float if none does. Bit by bit
-    through the floats in their order: 32 passes over V and no sort, which is slower on every backend."""
+    """The largest t for which the entries ``values >= t`` weigh ``enough``; -inf if not even all of them do, by
+    rounding. Bit by bit through the floats in their order: 32 passes over V, and no sort."""
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     top = jnp.uint32(1 << 31)
     # Ordered as the floats are: negative ones turned round, below the others.
@@ -139,7 +139,8 @@ def _threshold(
         return jnp.where(weight >= enough, candidate, found)
 
     found = jax.lax.fori_loop(0, 32, add_bit, jnp.zeros((*values.shape[:2], 1), jnp.uint32))
-    return jax.lax.bitcast_convert_type(jnp.where(found >= top, found & ~top, ~found), jnp.float32)
+    threshold = jax.lax.bitcast_convert_type(jnp.where(found >= top, found & ~top, ~found), jnp.float32)
+    return jnp.where(found == 0, -jnp.inf, threshold)
 
 
 def fresh_noise(seeds: UInt[Array, "B 2"], lengths: Int[Array, " B"], k: int) -> Noise:

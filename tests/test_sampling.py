@@ -157,6 +157,12 @@ def test_the_most_likely_token_always_stays(top_p):
     assert (np.isfinite(out).sum(-1) >= 1).all()
 
 
+@pytest.mark.parametrize("top_p", [0.9999999, float(np.nextafter(np.float32(1), np.float32(0)))])
+def test_a_top_p_that_rounding_never_reaches_keeps_all(top_p):
+    logits = jnp.asarray(np.random.default_rng(3).normal(size=(4, 1, 128_000)), jnp.float32)
+    assert np.isfinite(np.asarray(transformed(logits, top_p=[top_p] * 4))).mean() > 0.98
+
+
 def test_coupled_noise_is_a_function_of_seed_and_position():
     seeds = jnp.asarray([[1, 2], [1, 2], [3, 4]], jnp.uint32)
     noise = sampling.coupled_noise(seeds, jnp.asarray([5, 7, 5], jnp.int32), 3, 10).gumbel

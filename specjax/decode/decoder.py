@@ -80,7 +80,7 @@ class Decoder:
         completes it (counters also hold what was decoded before the host saw it). ``logprobs`` of the emitted tokens:
         'raw' (or True) of the target's own law, 'processed' after all sampling parameters. ``logits_processor``: a
         pure, traceable ``(logits[B, V], specjax.types.LogitsContext) -> logits[B, V]``, for draft and target alike,
-        before temperature.
+        before temperature; compiled for, so pass the same function again, not a new lambda.
 
         Raises `DataError` naming argument, row and value of what cannot be used.
         """
@@ -166,13 +166,16 @@ class Decoder:
     ) -> _Run:
         args = (self.target, self._drafter.k, prompts, max_new_tokens, seed, ignore_eos, sampling or {})
         batch = request_lib.prepare(*args)
-        if self._verifier.kind == "greedy" and not batch.greedy:
-            raise DataError("verifier 'greedy' decodes at temperature 0 only; use 'speculative' for other temperatures")
+        if self._verifier.noise == "none" and not batch.greedy:
+            kind = self._verifier.kind
+            raise DataError(
+                f"verifier {kind!r} decodes at temperature 0 only; use 'speculative' for other temperatures"
+            )
         logprobs = ("raw" if logprobs else None) if isinstance(logprobs, bool) else logprobs
         if logprobs not in (None, "raw", "processed"):
             raise DataError(f"logprobs: {logprobs!r}; give 'raw' (or True), 'processed' or None")
         if processor is not None:
-            request_lib.check_processor(processor, batch.request)
+            request_lib.check_processor(processor, batch.request, batch.buffer)
         engine, params = self.engine(batch.greedy, batch.rows)
         engine = dataclasses.replace(engine, processor=processor, logprobs=logprobs)
         stops = stops_lib.check(stop_strings, len(prompts), self.target.tokenizer is not None)
@@ -187,9 +190,10 @@ class Decoder:
 
     def _decided(self, tokens: list[int], stops: Sequence[str], sent: int) -> int:
         """How many of ``tokens`` can be handed out: the text after them begins with what may begin a stop string."""
-        text = self._detokenize(tokens) if stops else ""
+        # Without the bytes of a character that is not complete.
+        text = self._detokenize(tokens).rstrip("\ufffd") if stops else ""
         held, count = stops_lib.undecided(text, stops), len(tokens)
-        while held and count > sent and len(self._detokenize(tokens[:count])) > len(text) - held:
+        while held and count > sent and len(self._detokenize(tokens[:count]).rstrip("\ufffd")) > len(text) - held:
             count -= 1
         return count
 
@@ -250,6 +254,7 @@ class Decoder:
             origins=[origin_names(host.origin[i, span]) for i, span in zip(rows, spans, strict=True)],
             stats=stats_by_row(host.counters)[: len(rows)],
             seeds=run.batch.seeds,
+            lossless=run.engine.verifier.lossless,
             logprobs=None
             if host.logprobs is None
             else [host.logprobs[i, span].tolist() for i, span in zip(rows, spans, strict=True)],

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax import backend, sampling
 from specjax.models import cache as cache_lib
@@ -113,15 +113,18 @@ def step(engine: Engine, params: EngineParams, state: DecodeState) -> DecodeStat
     out = feed_block(engine.target, params.target, state, draft)
     transform = sampling.process if engine.greedy else sampling.transform
     p_logits = transform(out.logits, context, draft.tokens)
+    lawful = None
+    if engine.processor is not None:
+        draft, lawful = cut_without_a_law(draft, p_logits)
     verdict = engine.verifier(draft, p_logits, context.noise)
     drafter_state = engine.drafter.commit(params.drafter, drafter_state, draft, verdict, out)
     state = dataclasses.replace(state, cache=out.cache, drafter=drafter_state)
-    if engine.processor is not None:
-        state = end_without_a_law(state, draft, p_logits)
     if engine.logprobs is not None:
-        laws = out.logits.astype(jnp.float32) if engine.logprobs == "raw" else p_logits
+        processed = sampling.warp(p_logits, state.sampling) if engine.greedy else p_logits
+        laws = out.logits.astype(jnp.float32) if engine.logprobs == "raw" else processed
         state = keep_logprobs(state, draft, verdict, laws)
-    return commit(state, draft, verdict)
+    after = commit(state, draft, verdict)
+    return after if lawful is None else end_without_a_law(state, after, verdict, lawful)
 
 
 def block_noise(engine: Engine, state: DecodeState) -> Noise | CoupledNoise:
@@ -132,14 +135,28 @@ def block_noise(engine: Engine, state: DecodeState) -> Noise | CoupledNoise:
     return sampling.fresh_noise(state.seeds, state.lengths, k)
 
 
-def end_without_a_law(state: DecodeState, draft: Draft, p_logits: Float[Array, "B K1 V"]) -> DecodeState:
-    """Ends the rows in whose block a position has NaN, or no token left; the host reports the position."""
-    best = jnp.max(p_logits, axis=-1)  # NaN if one of them is
-    fed = jnp.pad(draft.valid, ((0, 0), (1, 0)), constant_values=True)
-    missing = (jnp.isnan(best) | (best == -jnp.inf)) & fed
-    found = jnp.any(missing, axis=1) & ~state.done
-    at = state.lengths + jnp.argmax(missing, axis=1).astype(jnp.int32)
-    return dataclasses.replace(state, nan_at=jnp.where(found, at, state.nan_at), done=state.done | found)
+def cut_without_a_law(draft: Draft, p_logits: Float[Array, "B K1 V"]) -> tuple[Draft, Bool[Array, "B K1"]]:
+    """The draft up to where a user's processor left NaN or no token, to draft or target; and where the target has a
+    law. What is cut depends on earlier tokens alone, so the output keeps its law."""
+
+    def has_law(logits):
+        return jnp.isfinite(jnp.max(logits, axis=-1))  # the maximum is NaN if one of them is
+
+    lawful = has_law(p_logits)
+    both = lawful[:, :-1] if draft.logits is None else lawful[:, :-1] & has_law(draft.logits)
+    valid = draft.valid & (jnp.cumprod(both.astype(jnp.int32), axis=1) > 0)
+    return dataclasses.replace(draft, valid=valid), lawful
+
+
+def end_without_a_law(
+    before: DecodeState, after: DecodeState, verdict: Verdict, lawful: Bool[Array, "B K1"]
+) -> DecodeState:
+    """Ends the rows whose own token was to come from no law, if it was to be emitted; the host reports the position."""
+    n = verdict.num_accepted
+    emits_own = after.lengths - before.lengths == n + 1
+    found = emits_own & ~jnp.take_along_axis(lawful, n[:, None], axis=1)[:, 0]
+    nan_at = jnp.where(found, before.lengths + n, after.nan_at)
+    return dataclasses.replace(after, nan_at=nan_at, done=after.done | found)
 
 
 def keep_logprobs(state: DecodeState, draft: Draft, verdict: Verdict, laws: Float[Array, "B K1 V"]) -> DecodeState:
@@ -234,7 +251,7 @@ def prefill(target: Model, drafter: Drafter, num_slots: int, buffer: int, logpro
     return jax.jit(run, compiler_options=backend.compiler_options(decoding=True))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def chunk(engine: Engine):
     """Jitted ``(params, state, max_steps) -> state``: blocks until all rows are done, until the next block might not
     fit the cache, or after ``max_steps`` (traced). The state is donated."""

@@ -73,7 +73,7 @@ class _Range:
 
 
 _NUMBERS = {
-    "temperature": _Range(0.0, lambda x: x >= 0, "a finite number >= 0"),
+    "temperature": _Range(0.0, lambda x: x == 0 or x >= 1e-5, "a finite number >= 0 (0, or at least 1e-5)"),
     "top_k": _Range(0, lambda x: x >= 0, "a whole number >= 0 (0: all tokens)", whole=True),
     "top_p": _Range(1.0, lambda x: 0 < x <= 1, "in (0, 1] (1: all tokens)"),
     "min_p": _Range(0.0, lambda x: 0 <= x <= 1, "in [0, 1] (0: all tokens)"),
@@ -173,11 +173,11 @@ def prepare(
     return Batch(request, seeds, greedy, buffer, first)
 
 
-def check_processor(processor: LogitsProcessor, request: Request) -> None:
+def check_processor(processor: LogitsProcessor, request: Request, buffer: int) -> None:
     """Refuse, before any decoding, a processor that does not return what it was given the shape of."""
     batch, size = request.sampling.bias.shape
     logits, lengths = jax.ShapeDtypeStruct((batch, size), np.float32), jax.ShapeDtypeStruct((batch,), np.int32)
-    context = LogitsContext(jax.ShapeDtypeStruct((batch, 32), np.int32), lengths, lengths)  # type: ignore[arg-type]
+    context = LogitsContext(jax.ShapeDtypeStruct((batch, buffer), np.int32), lengths, lengths)  # type: ignore[arg-type]
     name = getattr(processor, "__name__", type(processor).__name__)
     try:
         hash(processor)
@@ -195,6 +195,8 @@ def check_processor(processor: LogitsProcessor, request: Request) -> None:
 def per_row(name: str, value: Any, count: int) -> list:
     if isinstance(value, (int, float, np.number)):
         return [value] * count
+    if not isinstance(value, (Sequence, np.ndarray)) or isinstance(value, str):
+        raise DataError(f"{name}: {value!r}; give one value, or a list of one a row")
     values = list(value)
     if len(values) != count:
         raise DataError(f"{name}: {len(values)} values for {count} prompts; give one value or one a row")
@@ -224,8 +226,9 @@ def derive_seeds(seed: int, count: int) -> list[int]:
 def _numbers(name: str, value: Any, count: int) -> list:
     limits, values = _NUMBERS[name], per_row(name, value, count)
     for i, x in enumerate(values):
-        number = isinstance(x, (int, float, np.number)) and math.isfinite(x)
-        if not (number and limits.holds(float(x)) and (not limits.whole or int(x) == x)):
+        # As the device sees it: what overflows in float32 is no number there.
+        number = isinstance(x, (int, float, np.number)) and math.isfinite(x) and abs(x) < 1e30
+        if not (number and limits.holds(float(np.float32(x))) and (not limits.whole or int(x) == x)):
             raise DataError(f"{name} of row {i}: {x} is not {limits.expected}")
     return values
 
@@ -234,13 +237,22 @@ def _lists(name: str, value: Any, count: int) -> list:
     """One list (or mapping) for all rows, or one a row; None in a row is an empty one."""
     if value is None:
         return [()] * count
+    if not isinstance(value, (Mapping, Sequence, np.ndarray)) or isinstance(value, str):
+        raise DataError(f"{name}: {value!r}; give a list for all rows, or one a row")
     if isinstance(value, Mapping) or all(isinstance(x, (int, np.integer)) for x in value):
         return [value] * count
-    return [() if x is None else x for x in per_row(name, value, count)]
+    rows = [() if x is None else x for x in per_row(name, value, count)]
+    wrong = next((i for i, x in enumerate(rows) if isinstance(x, str) or not isinstance(x, (Mapping, Sequence))), None)
+    if wrong is not None:
+        raise DataError(f"{name} of row {wrong}: {rows[wrong]!r} is no list")
+    return rows
 
 
 def _check_ids(name: str, ids: Sequence[int], size: int, row: int) -> None:
-    bad = next((x for x in ids if isinstance(x, bool) or int(x) != x or not 0 <= x < size), None)
+    def is_id(x) -> bool:
+        return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and 0 <= x < size
+
+    bad = next((x for x in ids if not is_id(x)), None)
     if bad is not None:
         raise DataError(f"{name} of row {row}: {bad} is no token id of the vocabulary of {size}")
 
@@ -258,8 +270,8 @@ def _bias(options: Mapping[str, Any], size: int, count: int) -> np.ndarray:
     for i, values in enumerate(_lists("logit_bias", options.get("logit_bias"), count)):
         _check_ids("logit_bias", list(values), size, i)
         for token, value in dict(values).items():
-            if math.isnan(value) or value == math.inf:
-                raise DataError(f"logit_bias of row {i}: {value} for token {token} is not a number below infinity")
+            if not isinstance(value, (int, float, np.number)) or math.isnan(value) or value > 1e30:
+                raise DataError(f"logit_bias of row {i}: {value} for token {token} is not a number below 1e30")
             bias[i, token] = value
     for i, ids in enumerate(_lists("banned_tokens", options.get("banned_tokens"), count)):
         _check_ids("banned_tokens", ids, size, i)

@@ -46,6 +46,8 @@ class GenerationResult:
     origins: list[list[str]]
     stats: list[DecodeStats]
     seeds: list[int]
+    lossless: bool = True
+    """False: the verifier changed the target's law."""
     logprobs: list[list[float]] | None = None
     detokenize: Detokenize | None = dataclasses.field(default=None, repr=False)
 

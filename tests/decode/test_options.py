@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -199,6 +200,95 @@ def test_a_processor_of_another_shape_is_refused_before_decoding():
 
 
 @pytest.mark.parametrize("drafter", [None, DraftModel(DRAFT, 3)], ids=["plain", "draft"])
+def test_a_draft_beyond_what_a_processor_allows_is_cut_and_plain_decoding_is_unchanged():
+    """No token is left after a forbidden one: plain decoding never gets there, an n-gram proposal does."""
+
+    def grammar(logits, context):
+        index = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
+        seen = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None]
+        new = (seen >= context.prompt_lengths[:, None]) & (seen < context.lengths[:, None])
+        broken = jnp.any(new & (context.tokens == 2), axis=1)[:, None]
+        return jnp.where((index == 2) | broken, -jnp.inf, logits)
+
+    options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "logits_processor": grammar}
+    plain = Decoder(TARGET).generate(PROMPTS, **options)
+    assert Decoder(TARGET, NGram(4, min_n=1)).generate(PROMPTS, **options).tokens == plain.tokens
+    sampled = Decoder(TARGET, NGram(4, min_n=1), "block").generate(PROMPTS, temperature=1.0, **options)
+    assert all(2 not in row for row in sampled.tokens)
+
+
+def test_a_processor_that_leaves_the_draft_no_law_ends_the_proposal():
+    """By what it is given it tells draft from target, and takes everything from the draft."""
+    bound = float(np.asarray(TARGET.logits([PROMPTS[0]])).max())
+    draft = ToyModel(DRAFT.spec, jax.tree.map(lambda x: x * 50, DRAFT.params))
+
+    def only_small(logits, context):
+        return jnp.where(jnp.max(logits, axis=1, keepdims=True) > 10 * bound, jnp.nan, logits)
+
+    options: dict[str, Any] = {"max_new_tokens": 16, "temperature": 1.0, "ignore_eos": True}
+    for verifier in ("speculative", "block"):
+        result = Decoder(TARGET, DraftModel(draft, 3), verifier).generate(
+            PROMPTS, logits_processor=only_small, **options
+        )
+        assert sum(s.drafted for s in result.stats) < 3 * sum(s.blocks for s in result.stats)
+        assert [len(row) for row in result.tokens] == [16] * 4
+    coupled = [
+        Decoder(TARGET, drafter, "coupled").generate(PROMPTS, logits_processor=only_small, **options).tokens
+        for drafter in (None, DraftModel(draft, 3))
+    ]
+    assert coupled[0] == coupled[1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_law_missing_after_the_budget_is_not_missed(temperature):
+    def ends(logits, context):
+        return jnp.where((context.lengths - context.prompt_lengths >= 9)[:, None], jnp.nan, logits)
+
+    options: dict[str, Any] = {"temperature": temperature, "ignore_eos": True, "logits_processor": ends}
+    result = Decoder(TARGET, DraftModel(TARGET, 4)).generate(PROMPTS, max_new_tokens=9, **options)
+    assert [len(row) for row in result.tokens] == [9] * 4
+
+
+def test_processed_logprobs_of_a_greedy_row_are_the_same_beside_a_sampled_one():
+    decoder, options = Decoder(TARGET, DraftModel(DRAFT, 3)), {"max_new_tokens": 8, "ignore_eos": True}
+    alone = decoder.generate(PROMPTS, logprobs="processed", **options)
+    mixed = decoder.generate(PROMPTS, logprobs="processed", temperature=[0.0, 0.0, 0.0, 1.0], **options)
+    assert alone.logprobs is not None
+    assert mixed.logprobs is not None
+    assert alone.logprobs[:3] == mixed.logprobs[:3] == [[0.0] * 8] * 3
+
+
+@pytest.mark.proof
+def test_coupled_output_is_plain_samplings_in_optimised_code():
+    test_coupled_output_is_plain_samplings_token_for_token("draft", 3)
+
+
+def test_a_stream_holds_back_a_stop_string_that_ends_in_half_a_character():
+    class Bytes(Letters):
+        """Tokens 4 and 7 are the two bytes of one character."""
+
+        def decode(self, ids, **_):
+            table = [b"\xc3" if i == 4 else b"\xa9" if i == 7 else self.TEXT[i].encode() for i in range(SIZE)]
+            return b"".join(table[i] for i in ids).decode("utf-8", errors="replace")
+
+    target = ToyModel(TARGET.spec, TARGET.params, (), Bytes())
+    script = [1, 2, 5, 4, 7, 6, 1, 0]
+
+    def scripted(logits, context):
+        at = jnp.minimum(context.lengths - context.prompt_lengths, len(script) - 1)
+        wanted = jnp.asarray(script, jnp.int32)[at][:, None]
+        return jnp.where(jnp.arange(SIZE, dtype=jnp.int32)[None] == wanted, 0.0, -jnp.inf)
+
+    options: dict[str, Any] = {"max_new_tokens": 8, "stop_strings": "f\u00e9", "logits_processor": scripted}
+    whole = Decoder(target).generate([[1]], **options)
+    assert whole.text == ["bc"]
+    shown = ""
+    for event in Decoder(target).stream([1], **options):
+        shown += event.text
+        assert whole.text[0].startswith(shown)
+    assert shown == "bc"
+
+
 def test_a_processor_that_returns_nan_stops_with_row_and_position(drafter):
     def fails(logits, context):
         at = (context.lengths - context.prompt_lengths == 5) & (jnp.arange(len(logits)) == 2)
@@ -258,6 +348,14 @@ def test_nothing_is_compiled_for_other_parameters():
         ({"stop_token_ids": [12]}, "stop_token_ids of row 0: 12"),
         ({"top_k": [1, 2]}, "top_k: 2 values for 4 prompts"),
         ({"stop_strings": "a"}, "stop_strings need text"),
+        ({"temperature": None}, "temperature: None; give one value"),
+        ({"temperature": 1e-38}, "temperature of row 0: 1e-38"),
+        ({"presence_penalty": 1e300}, r"presence_penalty of row 0: 1e\+300"),
+        ({"repetition_penalty": 1e-50}, "repetition_penalty of row 0: 1e-50"),
+        ({"logit_bias": {1: 1e300}}, r"logit_bias of row 0: 1e\+300"),
+        ({"logit_bias": {1: None}}, "logit_bias of row 0: None"),
+        ({"stop_token_ids": 5}, "stop_token_ids: 5; give a list"),
+        ({"banned_tokens": ["a"] * 4}, "banned_tokens of row 0: 'a' is no list"),
         ({"logprobs": "all"}, "logprobs: 'all'"),
     ],
 )
