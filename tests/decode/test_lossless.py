@@ -107,7 +107,7 @@ def law_of(settings: dict[str, Any]) -> dict[tuple[int, ...], float]:
 
 def test_the_rows_suffice_for_99_percent_power():
     """At the level of each of all law tests, against any law at a total variation of 0.02 over 64 cells."""
-    tests = len(VERIFIERS) * (len(DRAFTERS) + 1 + len(COMBINATIONS)) + 2 * len(PARAMETERS) + 1
+    tests = len(VERIFIERS) * (len(DRAFTERS) + 2 + len(COMBINATIONS)) + 2 * len(PARAMETERS) + 1
     assert tests <= laws.LAWS
     assert laws.power(laws.counted_rows(), laws.LEVEL, 0.02, 64) >= 0.99
     assert laws.power(laws.counted_rows(laws.SMOKE_CALLS), laws.SMOKE_LEVEL, 0.04, 64) >= 0.99
@@ -170,6 +170,16 @@ def test_every_sampling_parameter_has_the_law_of_its_definition(verifier, settin
     settings: dict[str, Any] = SETTINGS[setting]
     decoder = Decoder(SHAPED, DraftModel(SHAPED_DRAFT, 3), verifier)
     counts = laws.decode_counts(decoder, PROMPT, 3, neighbours=laws.OTHERS, **settings)
+    assert laws.p_value(counts, law_of(settings)) > laws.LEVEL
+
+
+@proof
+@by_verifier
+def test_a_certain_draft_with_all_parameters_has_the_law_of_their_definition(verifier):
+    settings: dict[str, Any] = COMBINATIONS["cuts"]
+    counts = laws.decode_counts(
+        Decoder(SHAPED, NGram(3, min_n=1), verifier), PROMPT, 3, neighbours=laws.OTHERS, **settings
+    )
     assert laws.p_value(counts, law_of(settings)) > laws.LEVEL
 
 
