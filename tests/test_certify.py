@@ -80,6 +80,7 @@ def test_a_wrong_residual_fails():
     assert checks == {"greedy identity": True, "sampled law": False, "self acceptance": True}
 
 
+@pytest.mark.proof
 def test_a_draft_that_reports_other_probabilities_fails():
     settings = dataclasses.replace(SETTINGS, temperature=0.6)
     certificate, checks = verdict(ColdDraft(DRAFT, 3), Speculative(), settings)
@@ -87,6 +88,7 @@ def test_a_draft_that_reports_other_probabilities_fails():
     assert checks["sampled law"] is False
 
 
+@pytest.mark.proof
 def test_a_block_fed_one_position_late_fails(monkeypatch):
     def feed(target, params, state, draft: Draft):
         root = jnp.take_along_axis(state.tokens, (state.lengths - 1)[:, None], axis=1)

@@ -19,6 +19,8 @@ STATS = DecodeStats(blocks=2, emitted=5, drafted_at=(2, 2), reached_at=(2, 2), a
 class Decoder:
     """Stands for `specjax.Decoder`: says what it was given."""
 
+    lossless = True
+
     def __init__(self, target, drafter=None, verifier="speculative"):
         self.drafter = drafter
 

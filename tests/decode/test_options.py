@@ -92,6 +92,7 @@ def test_coupled_output_is_plain_samplings_token_for_token(kind, k):
     assert plain.tokens != Decoder(TARGET, verifier="coupled").generate(PROMPTS, **options).tokens
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", sorted(set(VERIFIERS) - {"greedy"}))
 def test_every_rule_takes_sampled_and_certain_drafts_and_greedy_rows_stay_greedy(kind):
     verifier = resolve(VERIFIERS, kind, "")()
@@ -199,7 +200,6 @@ def test_a_processor_of_another_shape_is_refused_before_decoding():
             decoder.generate(PROMPTS, logits_processor=wrong)
 
 
-@pytest.mark.parametrize("drafter", [None, DraftModel(DRAFT, 3)], ids=["plain", "draft"])
 def test_a_draft_beyond_what_a_processor_allows_is_cut_and_plain_decoding_is_unchanged():
     """No token is left after a forbidden one: plain decoding never gets there, an n-gram proposal does."""
 
@@ -289,6 +289,7 @@ def test_a_stream_holds_back_a_stop_string_that_ends_in_half_a_character():
     assert shown == "bc"
 
 
+@pytest.mark.parametrize("drafter", [None, DraftModel(DRAFT, 3)], ids=["plain", "draft"])
 def test_a_processor_that_returns_nan_stops_with_row_and_position(drafter):
     def fails(logits, context):
         at = (context.lengths - context.prompt_lengths == 5) & (jnp.arange(len(logits)) == 2)
