@@ -250,7 +250,7 @@ def _lists(name: str, value: Any, count: int) -> list:
 
 def _check_ids(name: str, ids: Sequence[int], size: int, row: int) -> None:
     def is_id(x) -> bool:
-        return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and 0 <= x < size
+        return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and 0 <= int(x) < size
 
     bad = next((x for x in ids if not is_id(x)), None)
     if bad is not None:
