@@ -24,7 +24,7 @@ from scipy import optimize, stats
 from specjax import sampling as sampling_lib
 from specjax.config import Certify
 from specjax.decode.decoder import Decoder
-from specjax.decode.request import prepare
+from specjax.decode.request import NUMBERS, prepare
 from specjax.drafters.draft_model import DraftModel
 from specjax.testing.references import bias_vector, sampling_logits, softmax
 from specjax.types import Drafter, Verifier
@@ -35,16 +35,8 @@ _RANKS = np.array([1, 2, 4, 8, 16, 64, 256])
 _EDGE = 1e-3
 """A token this close to the least likely one kept by top-k, top-p or min-p may be in or out by rounding."""
 Tick = Callable[[], None]
-_OFF: dict[str, tuple] = {
-    "top_k": (0,),
-    "top_p": (1.0,),
-    "min_p": (0.0,),
-    "repetition_penalty": (1.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "min_new_tokens": (0,),
-}
-_NUMBERS, _CUTS = tuple(_OFF), ("top_k", "top_p", "min_p")
+_CUTS = ("top_k", "top_p", "min_p")
+_NUMBERS = tuple(name for name in NUMBERS if name != "temperature")
 _LISTS = ("logit_bias", "banned_tokens", "allowed_tokens")
 
 
@@ -97,7 +89,7 @@ def certify(
     """``prompts``: at least four. ``sampling``: arguments of `Decoder.generate`, without the temperature."""
     # What cannot be decoded is refused before anything is.
     prepare(target, drafter.k, prompts, settings.new_tokens, 0, True, {**sampling, "temperature": settings.temperature})
-    context = _Context(target, drafter, verifier, prompts, sampling, settings, seed, tick)
+    context = Subject(target, drafter, verifier, prompts, sampling, settings, seed, tick)
     checks = [greedy_identity(context)]
     if verifier.noise != "none":
         checks += [sampled_law(context), self_acceptance(context)]
@@ -111,7 +103,7 @@ def certify(
         "lossless": verifier.lossless,
         "reference": f"arXiv {verifier.reference}",
         "temperature": settings.temperature,
-        "sampling": {name: value for name, value in sampling.items() if value not in _OFF.get(name, ((), {}))}
+        "sampling": {name: x for name, x in sampling.items() if (x != NUMBERS[name].neutral if name in NUMBERS else x)}
         or "none",
         "prompts": len(prompts),
         "seed": seed,
@@ -119,26 +111,13 @@ def certify(
     return Certificate(subject, checks)
 
 
-def measured_distance(
-    target: Any,
-    drafter: Drafter,
-    verifier: Verifier,
-    prompts: Sequence[Sequence[int]],
-    sampling: Mapping[str, Any],
-    settings: Certify,
-    seed: int,
-) -> dict[str, Any]:
-    """The details of `sampled_law` alone: what a lossy rule costs."""
-    return sampled_law(_Context(target, drafter, verifier, prompts, sampling, settings, seed, lambda: None)).details
-
-
 def num_ticks(settings: Certify, verifier: Verifier) -> int:
     """How often `certify` reports progress."""
     return 2 + (0 if verifier.noise == "none" else _calls(settings) + 1 + (verifier.noise == "coupled"))
 
 
-class _Context:
-    """What the checks share: the subject and its decoders."""
+class Subject:
+    """What is certified, with its decoders: what the checks are called with."""
 
     def __init__(
         self,
@@ -149,7 +128,7 @@ class _Context:
         sampling,
         settings: Certify,
         seed: int,
-        tick: Tick,
+        tick: Tick = lambda: None,
     ):
         self.target, self.drafter, self.verifier = target, drafter, verifier
         self.prompts: list[list[int]] = [list(prompt) for prompt in prompts]
@@ -180,7 +159,7 @@ class _Context:
         return found[len(prompt) - 1 :][: len(generated)]
 
 
-def greedy_identity(context: _Context) -> Check:
+def greedy_identity(context: Subject) -> Check:
     """Batch 1 and all prompts at once, against the autoregressive loop."""
     prompts, differences = context.prompts, []
     want = context.generate(context.plain, prompts).tokens
@@ -201,7 +180,7 @@ def greedy_identity(context: _Context) -> Check:
     return _identity("greedy identity", differences, 2 * count, context.settings.margin)
 
 
-def coupled_identity(context: _Context) -> Check:
+def coupled_identity(context: Subject) -> Check:
     """Sampled output against plain sampling with the same noise."""
     prompts, t = context.prompts, context.settings.temperature
     options = {"temperature": t, "seed": context.seed + 1}
@@ -223,7 +202,7 @@ def coupled_identity(context: _Context) -> Check:
     return _identity("coupled identity", differences, sum(map(len, want.tokens)), context.settings.margin)
 
 
-def self_acceptance(context: _Context) -> Check:
+def self_acceptance(context: Subject) -> Check:
     """The target drafts for itself, greedily and sampled."""
     prompts = context.prompts
     decoder = Decoder(context.target, DraftModel(context.target, context.drafter.k), context.verifier)
@@ -239,7 +218,7 @@ def self_acceptance(context: _Context) -> Check:
     return Check("self acceptance", passed, summary, {"drafted": drafted, "accepted": accepted})
 
 
-def sampled_law(context: _Context) -> Check:
+def sampled_law(context: Subject) -> Check:
     """Every sampled token against the exact law after its own prefix, over 16 cells that are a function of that law:
     eight groups of ranks by two halves of the vocabulary. Given the prefix the counts have mean and covariance of one
     draw from that law, so that their sum over all tokens, whatever the prefixes, gives a chi-square statistic."""
@@ -313,7 +292,7 @@ def _cells(p: np.ndarray) -> np.ndarray:
     return 2 * np.searchsorted(_RANKS, rank, side="right") + half.astype(np.int64)
 
 
-def _outside_by(context: _Context, logits, law, prompt, new, j: int) -> float:
+def _outside_by(context: Subject, logits, law, prompt, new, j: int) -> float:
     """How far below the least likely token of the support the emitted one is, in logits; inf for a forbidden one."""
     free = context.law(logits, prompt, new[:j], context.settings.temperature, cuts=False)
     return float(free[np.isfinite(law)].min() - free[new[j]])

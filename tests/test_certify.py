@@ -22,6 +22,7 @@ from specjax.verifiers.block import Block
 from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.speculative import Speculative
 from specjax.verifiers.top_k import TopK
+from tests.mutants.mutants import draft_cache_misses_the_last_accepted_token
 
 TARGET = prefix_model(0, vocab_size=40, scale=1.5)
 DRAFT = related(TARGET, 1)
@@ -109,19 +110,7 @@ def test_a_block_fed_one_position_late_fails(monkeypatch):
 def test_a_drafter_that_forgets_fails_self_acceptance_alone(monkeypatch):
     """The verifier repairs its output: only the acceptance tells."""
 
-    def forgetful(self, params, state, context):
-        slot = (context.lengths - 1)[:, None]
-        tokens, laws = jnp.zeros((len(slot), self.k), jnp.int32), []
-        newest = jnp.take_along_axis(context.tokens, slot, axis=1)
-        for offset in range(self.k):
-            out = self.model(params, newest, slot + offset, slot + offset, state)
-            tokens, logits = self._propose(out, context, tokens, offset)
-            newest, state = tokens[:, offset : offset + 1], out.cache
-            laws.append(logits)
-        logits = None if context.noise is None else jnp.stack(laws, axis=1)
-        return Draft(tokens, jnp.ones(tokens.shape, bool), logits), state
-
-    monkeypatch.setattr(DraftModel, "draft", forgetful)
+    draft_cache_misses_the_last_accepted_token(monkeypatch)
     certificate, checks = verdict(DraftModel(DRAFT, 3), Block())
     assert certificate.verdict == "FAIL"
     assert checks == {"greedy identity": True, "sampled law": True, "self acceptance": False}
@@ -138,14 +127,14 @@ def test_a_lossy_rule_gets_its_distance():
 
 @pytest.mark.proof
 def test_a_forbidden_token_fails_whatever_the_counts(monkeypatch):
-    found = certify_lib._Context.generate
+    found = certify_lib.Subject.generate
 
     def smuggles(self, decoder, prompts, **options):
         result = found(self, decoder, prompts, **options)
         result.tokens[0][5] = 3
         return result
 
-    monkeypatch.setattr(certify_lib._Context, "generate", smuggles)
+    monkeypatch.setattr(certify_lib.Subject, "generate", smuggles)
     certificate, checks = verdict(DraftModel(DRAFT, 2), Speculative(), banned_tokens=[3])
     assert checks["sampled law"] is False
     assert certificate.checks[1].details["outside_the_support"][0]["gap"] == np.inf

@@ -72,7 +72,7 @@ class _Range:
     whole: bool = False
 
 
-_NUMBERS = {
+NUMBERS = {
     "temperature": _Range(0.0, lambda x: x == 0 or x >= 1e-5, "a finite number >= 0 (0, or at least 1e-5)"),
     "top_k": _Range(0, lambda x: x >= 0, "a whole number >= 0 (0: all tokens)", whole=True),
     "top_p": _Range(1.0, lambda x: 0 < x <= 1, "in (0, 1] (1: all tokens)"),
@@ -106,7 +106,7 @@ def prepare(
     rows = [_encode(target, prompt, i) for i, prompt in enumerate(prompts)]
     count = len(rows)
     budgets = per_row("max_new_tokens", max_new_tokens, count)
-    numbers = {name: _numbers(name, options.get(name, r.neutral), count) for name, r in _NUMBERS.items()}
+    numbers = {name: _numbers(name, options.get(name, r.neutral), count) for name, r in NUMBERS.items()}
     seeds = (
         derive_seeds(int(seed), count)
         if isinstance(seed, (int, np.integer))
@@ -155,8 +155,8 @@ def prepare(
                 f"row {i}: banned_tokens, allowed_tokens, logit_bias and min_new_tokens leave no token; allow one"
             )
 
-    sampled = {name: np.int32 if r.whole else np.float32 for name, r in _NUMBERS.items()}
-    neutral = {name: r.neutral for name, r in _NUMBERS.items()} | {"temperature": 0.0 if greedy else 1.0}
+    sampled = {name: np.int32 if r.whole else np.float32 for name, r in NUMBERS.items()}
+    neutral = {name: r.neutral for name, r in NUMBERS.items()} | {"temperature": 0.0 if greedy else 1.0}
     words = [(s >> 32, s & 0xFFFFFFFF) for s in seeds]
     request = Request(
         prompt=prompt,
@@ -224,7 +224,7 @@ def derive_seeds(seed: int, count: int) -> list[int]:
 
 
 def _numbers(name: str, value: Any, count: int) -> list:
-    limits, values = _NUMBERS[name], per_row(name, value, count)
+    limits, values = NUMBERS[name], per_row(name, value, count)
     for i, x in enumerate(values):
         # As the device sees it: what overflows in float32 is no number there.
         number = isinstance(x, (int, float, np.number)) and math.isfinite(x) and abs(x) < 1e30

@@ -88,7 +88,8 @@ def decoding_figures(
     if not verifier.lossless:
         drafter = factories[favourite](next(reversed(measured["best_k"].values())))
         options = dataclasses.replace(config.certify, new_tokens=settings.new_tokens)
-        found = certify_lib.measured_distance(target, drafter, verifier, timed, sampling, options, config.seed)
+        subject = certify_lib.Subject(target, drafter, verifier, timed, sampling, options, config.seed)
+        found = certify_lib.sampled_law(subject).details
         distance = {name: found[name] for name in ("total_variation", "total_variation_of_exact_sampling")}
     return {
         "decoding": measured["decoding"],
