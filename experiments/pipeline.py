@@ -26,7 +26,7 @@ from check_summary import figures as check_figures
 from rich.console import Console
 
 import specjax
-from specjax import report
+from specjax import registry, report
 from specjax.config import RunConfig
 from specjax.distill import fingerprint, job, lock
 from specjax.distill.measure import check, decoding_figures
@@ -68,10 +68,12 @@ def run(config: RunConfig) -> dict[str, Any]:
 def _decoding(config: RunConfig, distilled: job.Distilled, file: Path, bars: Bars) -> dict[str, Any]:
     """Measured once; kept with what it was measured on, and measured again when any of that changes."""
     drafts = {"draft_before": distilled.draft_before, "draft_after": distilled.draft_after}
+    verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")
     measured_on = {
         "bench": dataclasses.asdict(config.bench),
         "verifier": config.verifier,
         "sampling": dataclasses.asdict(config.sampling),
+        "certify": None if verifier.lossless else dataclasses.asdict(config.certify),
         "seed": config.seed,
         "weights": [fingerprint.digest(m.params) for m in (distilled.target, *drafts.values())],
         "specjax": _source_digest(),

@@ -92,6 +92,10 @@ def generate(
     presence_penalty: Annotated[float, typer.Option(help="Of tokens in the output.")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="The same, each time it occurs.")] = 0.0,
     min_new_tokens: Annotated[int, typer.Option(help="No end-of-sequence before.")] = 0,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(metavar="ID=VALUE", help="Added to a token's logit; may be repeated.")
+    ] = None,
+    ban: Annotated[list[int] | None, typer.Option(metavar="ID", help="Token never emitted; may be repeated.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     verifier: Annotated[str, typer.Option(help="Which part of a block is kept.")] = "speculative",
@@ -100,6 +104,9 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of text; of one prompt with its latencies.")
     ] = False,
+    logprobs: Annotated[
+        Literal["raw", "processed"] | None, typer.Option(help="Of the tokens, with --json: before or after sampling.")
+    ] = None,
     no_color: Annotated[bool, typer.Option("--no-color")] = False,
     debug: Debug = False,
 ) -> None:
@@ -110,6 +117,8 @@ def generate(
         raise typer.BadParameter(f"-k {k} needs a drafter; add --draft DIR or --ngram")
     if not prompt and not prompt_file:
         raise typer.BadParameter("no prompt; add --prompt TEXT or --prompt-file FILE")
+    if logprobs is not None and not as_json:
+        raise typer.BadParameter("--logprobs are printed with --json only; add it")
     with user_errors(debug):
         prompts = [*(prompt or []), *map(_read_prompt, prompt_file or [])]
         decoder = _decoder(target, draft, ngram, k or 5, verifier, dtype)
@@ -125,7 +134,10 @@ def generate(
             "presence_penalty": presence_penalty,
             "frequency_penalty": frequency_penalty,
             "min_new_tokens": min_new_tokens,
+            "logit_bias": _biases(logit_bias or []),
+            "banned_tokens": ban or [],
             "stop_strings": stop,
+            "logprobs": logprobs,
             "seed": seed,
             "ignore_eos": ignore_eos,
         }
@@ -296,6 +308,13 @@ def _read_prompt(path: Path) -> str:
         ) from None
 
 
+def _biases(given: Sequence[str]) -> dict[int, float]:
+    try:
+        return {int(token): float(value) for token, value in (text.split("=") for text in given)}
+    except ValueError:
+        raise DataError(f"--logit-bias {' '.join(given)}: give ID=VALUE, as in --logit-bias 42=-1.5") from None
+
+
 def _decoder(target: str, draft: str | None, ngram: bool, k: int, verifier: str, dtype: str) -> Any:
     import specjax
 
@@ -359,12 +378,14 @@ def _describe(stats: Any) -> str:
 
 
 def _as_json(prompts: Sequence[str], result: Any) -> dict[str, Any]:
-    rows = zip(prompts, result.text, result.tokens, result.seeds, result.stats, strict=True)
+    logprobs = result.logprobs or [None] * len(prompts)
+    rows = zip(prompts, result.text, result.tokens, result.seeds, result.stats, logprobs, strict=True)
     return {"rows": list(itertools.starmap(_row_json, rows))}
 
 
-def _row_json(prompt: str, text: str, tokens: Sequence[int], seed: int, stats: Any) -> dict[str, Any]:
-    return {"prompt": prompt, "text": text, "tokens": tokens, "seed": seed, "stats": stats.to_json()}
+def _row_json(prompt: str, text: str, tokens: Sequence[int], seed: int, stats: Any, logprobs: Any) -> dict[str, Any]:
+    row = {"prompt": prompt, "text": text, "tokens": tokens, "seed": seed, "stats": stats.to_json()}
+    return row if logprobs is None else {**row, "logprobs": logprobs}
 
 
 def _timed_json(decoder: Any, prompt: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -372,14 +393,16 @@ def _timed_json(decoder: Any, prompt: str, options: dict[str, Any]) -> dict[str,
     from specjax.decode.request import derive_seeds
     from specjax.metrics import Latencies
 
-    decoder.compile([prompt], max_new_tokens=options["max_new_tokens"], temperature=options["temperature"])
+    shaping = ("max_new_tokens", "temperature", "logprobs")
+    decoder.compile([prompt], **{name: options[name] for name in shaping})
     events, times, start = [], [], time.perf_counter()
     for event in decoder.stream(prompt, **options):
         times += [time.perf_counter() - start] * len(event.tokens)
         events.append(event)
     text, tokens = "".join(event.text for event in events), [token for event in events for token in event.tokens]
     [seed] = derive_seeds(options["seed"], 1)
-    row = _row_json(prompt, text, tokens, seed, events[-1].stats)
+    values = None if options["logprobs"] is None else [value for event in events for value in event.logprobs]
+    row = _row_json(prompt, text, tokens, seed, events[-1].stats, values)
     return {"rows": [row], "latency_s": Latencies([times]).to_json()}
 
 

@@ -63,3 +63,11 @@ def build(table: Mapping[str, str], spec: str | Mapping[str, Any], what: str) ->
         field = ".".join((what, *map(str, problem["loc"])))
         expected = problem["msg"].replace("Input should be ", "")
         raise ConfigError(f"{field}: found {problem.get('input')!r}, expected {expected}") from None
+
+
+def checked(table: Mapping[str, str], instance: Any, what: str) -> Any:
+    """An instance of a registered class with its fields checked as a config's are; one of another class as it is."""
+    cls = type(instance)
+    if table.get(instance.kind) != f"{cls.__module__}:{cls.__qualname__}":
+        return instance
+    return build(table, {field.name: getattr(instance, field.name) for field in dataclasses.fields(cls)}, what)

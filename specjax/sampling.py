@@ -159,7 +159,8 @@ def coupled_noise(seeds: UInt[Array, "B 2"], lengths: Int[Array, " B"], k: int, 
 
     def at(seed, position):
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-        return jax.random.gumbel(key, (size,), jnp.float32)
+        # "high": tokens of probability below 2^-23 stay possible.
+        return jax.random.gumbel(key, (size,), jnp.float32, mode="high")
 
     positions = lengths[:, None] + jnp.arange(k + 1)[None]
     return CoupledNoise(jax.vmap(jax.vmap(at, in_axes=(None, 0)))(seeds, positions))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from specjax.config import Certify
 from specjax.decode import engine as engine_lib
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
+from specjax.errors import DataError
 from specjax.testing.toys import prefix_model, related
 from specjax.types import Draft
 from specjax.verifiers.block import Block
@@ -73,6 +75,12 @@ class ColdDraft(DraftModel):
     def _propose(self, out, context, tokens, offset):
         tokens, _ = super()._propose(out, context, tokens, offset)
         return tokens, None if context.noise is None else out.logits[:, 0].astype(jnp.float32)
+
+
+def test_a_target_in_low_precision_is_refused_with_the_remedy():
+    low = dataclasses.replace(TARGET, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), TARGET.params))
+    with pytest.raises(DataError, match="bfloat16.*certify with target.dtype=float32"):
+        certify(low, NGram(3), Speculative(), PROMPTS, {}, SETTINGS)
 
 
 def test_a_wrong_residual_fails():

@@ -30,6 +30,7 @@ class Decoder:
             tokens=[[1, 2]] * len(prompts),
             seeds=list(range(len(prompts))),
             stats=[STATS] * len(prompts),
+            logprobs=[[-1.0, -2.0]] * len(prompts) if options["logprobs"] else None,
             pieces=lambda row: [types.SimpleNamespace(text=f"<{prompts[row]}>", origin="accepted")],
         )
 
@@ -39,7 +40,10 @@ class Decoder:
     def stream(self, prompt, **options):
         for i, origin in enumerate(("accepted", "bonus")):
             piece = types.SimpleNamespace(text=f"{origin}!{prompt if i else ''}", origin=origin)
-            yield types.SimpleNamespace(tokens=[i], text=piece.text, pieces=[piece], stats=STATS, done=i == 1)
+            logprobs = [-1.0 - i] if options["logprobs"] else None
+            yield types.SimpleNamespace(
+                tokens=[i], text=piece.text, pieces=[piece], stats=STATS, done=i == 1, logprobs=logprobs
+            )
 
 
 @pytest.fixture
@@ -89,6 +93,26 @@ def test_json_output_is_json_and_nothing_else(decoders):
     assert (row["text"], row["tokens"], row["stats"]["block_efficiency"]) == ("<y>", [1, 2], 2.5)
 
 
+@pytest.mark.parametrize("prompts", [["--prompt", "x"], ["--prompt", "x", "--prompt", "y"]])
+def test_json_has_logprobs_where_asked_for(decoders, prompts):
+    for extra, expected in (["--logprobs", "raw"], [-1.0, -2.0]), ([], None):
+        result = call("generate", "--target", "t", *prompts, "--json", *extra)
+        assert [row.get("logprobs") for row in json.loads(result.stdout)["rows"]] == [expected] * (len(prompts) // 2)
+
+
+def test_token_options_reach_the_decoder(decoders, monkeypatch):
+    given = {}
+    monkeypatch.setattr(Decoder, "stream", lambda self, prompt, **options: given.update(options) or iter(()))
+    options = ["--logit-bias", "42=-1.5", "--logit-bias", "7=2", "--ban", "3", "--ban", "4"]
+    assert call("generate", "--target", "t", "--prompt", "x", *options).exit_code == 0
+    assert (given["logit_bias"], given["banned_tokens"]) == ({42: -1.5, 7: 2.0}, [3, 4])
+    wrong = call("generate", "--target", "t", "--prompt", "x", "--logit-bias", "42:1")
+    assert (wrong.exit_code, wrong.stderr) == (
+        2,
+        "error: --logit-bias 42:1: give ID=VALUE, as in --logit-bias 42=-1.5\n",
+    )
+
+
 def test_json_of_one_prompt_tells_when_its_tokens_came(decoders):
     found = json.loads(call("generate", "--target", "t", "--prompt", "x", "--seed", "3", "--json").stdout)
     [row] = found["rows"]
@@ -106,6 +130,7 @@ def test_json_of_one_prompt_tells_when_its_tokens_came(decoders):
         (["--prompt", "x", "--ngram", "-k", "0"], "greater than or equal to 1"),
         (["--prompt", "x", "--max-new-tokens", "0"], "greater than or equal to 1"),
         (["--prompt", "x", "--dtype", "int4"], "int4"),
+        (["--prompt", "x", "--logprobs", "raw"], "with --json only"),
         ([], "no prompt"),
         (["--nonsense"], "--nonsense"),
     ],

@@ -25,6 +25,7 @@ from specjax import config as config_lib
 from specjax import metrics
 from specjax.decode import costs as costs_lib
 from specjax.decode.decoder import Decoder
+from specjax.testing.target_law import TargetLaw
 from specjax.types import Drafter, Verifier
 
 AUTOREGRESSIVE = "autoregressive"
@@ -78,6 +79,7 @@ class Bench:
         self._verifier, self._seed = verifier, seed
         # Every row has its whole budget, as the target's own end-of-sequence is off too.
         self._sampling = {**sampling, "stop_token_ids": ()}
+        self._law = TargetLaw(target, self._sampling, settings.new_tokens)
         self.compile_seconds = 0.0
         # Made or measured once, and freed with the bench.
         self.decoder = functools.cache(self._decoder)
@@ -214,9 +216,8 @@ class Bench:
             want = reference.tokens[prompt]
             at = next((j for j, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), None)
             if at is not None:
-                logits = self._target.logits(np.asarray([[*self._prompts[prompt], *want[:at]]], np.int32))[0, -1]
-                top = np.sort(np.asarray(logits))[-2:]
-                found.append({"prompt": prompt, "position": at, "margin": float(top[1] - top[0])})
+                margin = self._law.greedy_margin(self._prompts[prompt], want, at)
+                found.append({"prompt": prompt, "position": at, "margin": margin})
         return found
 
     def _headline(self, fast: Cell, runs: Mapping[Cell, list[Run]], tuning: Run) -> dict:

@@ -35,18 +35,19 @@ class Decoder:
 
     ``target``: a `specjax.load_model` result. ``drafter``: `DraftModel`, `NGram`, ...; None decodes autoregressively
     through the same engine. ``verifier``: a registered kind or an instance; an all-greedy batch uses `greedy`.
+
+    Raises `ConfigError` for a verifier that is unknown or has a field out of range, `DataError` for a drafter that cannot
+    fit, `ModelError` for vocabularies that differ.
     """
 
     def __init__(self, target: Any, drafter: Drafter | None = None, verifier: str | Verifier = "speculative"):
-        def named(kind: str) -> Verifier:
-            return registry.resolve(registry.VERIFIERS, kind, "verifier")()
-
         if drafter is not None and drafter.k < 1:
             raise DataError(f"drafter {drafter.kind!r}: k={drafter.k}; a block needs at least one proposal")
         self.target = target
         self._drafter, self._drafter_params = (drafter or NoDraft()).bind(target)
-        self._verifier = named(verifier) if isinstance(verifier, str) else verifier
-        self._greedy_verifier = named("greedy")
+        made = registry.build if isinstance(verifier, str) else registry.checked
+        self._verifier: Verifier = made(registry.VERIFIERS, verifier, "verifier")
+        self._greedy_verifier: Verifier = registry.build(registry.VERIFIERS, "greedy", "verifier")
         room = target.config.max_positions - self._drafter.k - 1
         if room < 2:
             raise DataError(
@@ -131,10 +132,12 @@ class Decoder:
         prompts: Sequence[Prompt],
         *,
         max_new_tokens: int | Sequence[int] = 128,
+        logprobs: Logprobs | bool | None = None,
+        logits_processor: LogitsProcessor | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> None:
         """Compile all that `generate` runs for arguments of these sizes, without decoding a token."""
-        run = self._run(prompts, max_new_tokens, 0, True, sampling=sampling)
+        run = self._run(prompts, max_new_tokens, 0, True, None, logprobs, logits_processor, sampling)
         batch, slots = run.batch, run.batch.first_slots
         chunk = engine_lib.chunk(run.engine)
         state = chunk(run.params, self._prefill(run, slots), np.int32(0))
@@ -254,6 +257,7 @@ class Decoder:
             origins=[origin_names(host.origin[i, span]) for i, span in zip(rows, spans, strict=True)],
             stats=stats_by_row(host.counters)[: len(rows)],
             seeds=run.batch.seeds,
+            verifier=run.engine.verifier.kind,
             lossless=run.engine.verifier.lossless,
             logprobs=None
             if host.logprobs is None

@@ -38,16 +38,17 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationResult:
-    """``tokens``: new tokens only. ``seeds``: the seed from which each row replays alone. ``logprobs``: natural logs of
-    the tokens' probabilities, where asked for."""
+    """``tokens``: new tokens only. ``seeds``: the seed from which each row replays alone. ``verifier``: the kind that
+    decided (`greedy` if all rows are at temperature 0), ``lossless`` unless it changes the target's law. ``logprobs``:
+    natural logs of the tokens' probabilities, where asked for."""
 
     tokens: list[list[int]]
     text: list[str]
     origins: list[list[str]]
     stats: list[DecodeStats]
     seeds: list[int]
-    lossless: bool = True
-    """False: the verifier changed the target's law."""
+    verifier: str
+    lossless: bool
     logprobs: list[list[float]] | None = None
     detokenize: Detokenize | None = dataclasses.field(default=None, repr=False)
 

@@ -38,9 +38,10 @@ def pair(k: int) -> list[tuple[str, int | None]]:
     return [(AUTOREGRESSIVE, None), ("draft_after", k)]
 
 
-def make(**changes) -> Bench:
+def make(sampling=None, **changes) -> Bench:
     drafters = {"draft_after": lambda k: DraftModel(DRAFT, k), "ngram": lambda k: NGram(k, min_n=1)}
-    return Bench(TARGET, drafters, dataclasses.replace(SETTINGS, **changes), PROMPTS, TUNING, Speculative(), {}, seed=0)
+    settings = dataclasses.replace(SETTINGS, **changes)
+    return Bench(TARGET, drafters, settings, PROMPTS, TUNING, Speculative(), sampling or {}, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +94,14 @@ def test_greedy_rows_are_compared_and_sampled_ones_are_not(measured):
 
 
 def test_a_token_that_differs_is_found_with_the_targets_margin_there():
-    bench = make()
+    bench = make(sampling={"logit_bias": {3: 0.5}})
     [plain] = bench.run([Cell(AUTOREGRESSIVE, 0, 1, 0.0)], PROMPTS).values()
     assert bench._differences(plain, plain) == []
     changed = [list(tokens) for tokens in plain.tokens]
     changed[1][4] = (changed[1][4] + 1) % TARGET.config.vocab_size
     [found] = bench._differences(dataclasses.replace(plain, tokens=changed), plain)
     logits = TARGET.logits(np.asarray([[*PROMPTS[1], *plain.tokens[1][:4]]], np.int32))[0, -1]
-    top = np.sort(np.asarray(logits))
+    top = np.sort(np.asarray(logits) + np.where(np.arange(TARGET.config.vocab_size) == 3, 0.5, 0.0))
     assert (found["prompt"], found["position"]) == (1, 4)
     assert found["margin"] == pytest.approx(float(top[-1] - top[-2]), abs=1e-6)
 

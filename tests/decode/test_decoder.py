@@ -20,6 +20,7 @@ from specjax.errors import DataError, SpecjaxError
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model
 from specjax.testing.toys import ToyModel, context, neutral_sampling, prefix_model
+from specjax.verifiers.lenient import Lenient
 
 TARGET, DRAFT = prefix_model(0), prefix_model(1)
 RAGGED = [[1, 2, 3], [0], [1, 3] * 20, [2, 1], [3] * 11]
@@ -88,13 +89,20 @@ def test_generation_crosses_cache_buckets_without_a_difference():
     assert (want == whole[1:-1].argmax(-1)).all()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_compile_leaves_nothing_for_generate_to_compile(temperature):
+def _halve(logits, context):
+    return logits / 2
+
+
+@pytest.mark.parametrize(
+    ("temperature", "options"), [(0.0, {}), (1.0, {}), (1.0, {"logprobs": "raw", "logits_processor": _halve})]
+)
+def test_compile_leaves_nothing_for_generate_to_compile(temperature, options):
     decoder = Decoder(TARGET, DraftModel(DRAFT, 5))
-    decoder.compile([[1] * 9], max_new_tokens=800, temperature=temperature)
+    decoder.compile([[1] * 9], max_new_tokens=800, temperature=temperature, **options)
     with count_compiles() as count:
-        decoder.generate([[2] * 13], max_new_tokens=780, temperature=temperature)
+        result = decoder.generate([[2] * 13], max_new_tokens=780, temperature=temperature, **options)
     assert count.programs == 0
+    assert (result.verifier, result.lossless) == ("speculative" if temperature else "greedy", True)
 
 
 def test_a_stop_token_ends_the_row_where_plain_decoding_would_end_it():
@@ -328,6 +336,12 @@ def test_bad_input_is_one_clear_line(call, message):
     with pytest.raises(DataError, match=message) as error:
         Decoder(TARGET, DraftModel(DRAFT, 2)).generate(call.pop("prompts"), **call)
     assert "\n" not in str(error.value)
+
+
+def test_a_verifier_made_in_python_is_checked_as_a_configs_is():
+    with pytest.raises(SpecjaxError, match=r"verifier.lenience: found 5.0, expected less than or equal to 1"):
+        Decoder(TARGET, verifier=Lenient(lenience=5.0))
+    assert not Decoder(TARGET, verifier=Lenient(lenience=0.5)).lossless
 
 
 def test_a_k_that_cannot_fit_is_refused():

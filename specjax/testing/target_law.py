@@ -1,0 +1,52 @@
+"""The law that decoding must follow: one target under one set of sampling parameters, token by token, from a teacher-
+forced forward and `specjax.testing.references` in float64, with none of the code that decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax.decode.request import NUMBERS
+from specjax.testing.references import bias_vector, sampling_logits
+
+_CUTS = ("top_k", "top_p", "min_p")
+_LISTS = ("logit_bias", "banned_tokens", "allowed_tokens")
+
+
+class TargetLaw:
+    """``sampling``: arguments of `Decoder.generate`, one value each; ``new_tokens``: most tokens after a prompt."""
+
+    def __init__(self, target: Any, sampling: Mapping[str, Any], new_tokens: int):
+        self._target, self._new_tokens = target, new_tokens
+        self._numbers = {name: sampling[name] for name in NUMBERS if name in sampling and name != "temperature"}
+        self._stop_ids = list(sampling.get("stop_token_ids", ()))
+        lists = {name: sampling[name] for name in _LISTS if name in sampling}
+        self._bias = bias_vector(target.config.vocab_size, **lists)
+
+    def logits(self, prompt: Sequence[int], generated: Sequence[int]) -> np.ndarray:
+        """Of the target before each of ``generated``, float32 ``[len(generated), V]``, by one forward of one shape."""
+        padding = [0] * (self._new_tokens - len(generated))
+        found = np.asarray(self._target.logits([[*prompt, *generated, *padding]]))[0]
+        return found[len(prompt) - 1 :][: len(generated)]
+
+    def transformed(
+        self, logits: np.ndarray, prompt: Sequence[int], generated: Sequence[int], temperature: float, cuts: bool = True
+    ) -> np.ndarray:
+        """Logits ``[V]`` after the sampling parameters, in float64; ``cuts``: top-k, top-p and min-p as well."""
+        numbers = {name: x for name, x in self._numbers.items() if cuts or name not in _CUTS}
+        return sampling_logits(
+            logits, prompt, generated, bias=self._bias, stop_ids=self._stop_ids, temperature=temperature, **numbers
+        )
+
+    def greedy_margin(self, prompt: Sequence[int], generated: Sequence[int], position: int) -> float:
+        """`margin` of the choice of ``generated[position]`` at temperature 0."""
+        logits = self.logits(prompt, generated)[position]
+        return margin(self.transformed(logits, prompt, generated[:position], 1.0, cuts=False))
+
+
+def margin(logits: np.ndarray) -> float:
+    """Of the largest logit over the second."""
+    top = np.sort(logits)[-2:]
+    return float(top[1] - top[0])
