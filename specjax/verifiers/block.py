@@ -7,9 +7,12 @@ Needs fresh noise in every block: a rejected position is drawn again, and the de
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from specjax.verifiers.chain import ChainVerifier, Chances, at, leading_run, ratios
 
@@ -32,12 +35,20 @@ class Block(ChainVerifier):
             weights.append(jnp.minimum(weights[-1] * ratio[:, i], 1.0))
         weight = jnp.stack(weights, axis=1)
         b, inner = weight[:, 1:], weight[:, 1:-1]
-        if q is None:
+        if q is None or q.shape[1] == 1:
             left = inner * (1.0 - at(p[:, 1:-1], draft.tokens[:, 1:]))
         else:
-            left = jnp.sum(jnp.maximum(inner[..., None] * p[:, 1:-1] - q[:, 1:], 0.0), axis=-1)
+            left = sums([jnp.maximum(weight[:, i, None] * p[:, i] - q[:, i], 0.0) for i in range(1, q.shape[1])])
         whole = left + (1.0 - inner)
         # 0/0: nothing is left because p = q, and everything later is kept.
         h = jnp.where(whole > 0, left / jnp.where(whole > 0, whole, 1.0), 1.0)
         last = jnp.arange(1, b.shape[1] + 1)[None] == leading_run(draft.valid)[:, None]
         return Chances(jnp.where(last, b, jnp.pad(h, ((0, 0), (0, 1)))), weight)
+
+
+def sums(rows: Sequence[Float[Array, "B V"]]) -> Float[Array, "B N"]:
+    """Of each of N rows, in one reduction with N results, which makes its operands as it reads them: a plain sum over
+    [B, N, V] is a library call on CPU, for which XLA would store them."""
+    zeros = (jnp.zeros((), rows[0].dtype),) * len(rows)
+    found = jax.lax.reduce(tuple(rows), zeros, lambda a, b: tuple(map(jnp.add, a, b)), (1,))
+    return jnp.stack(found, axis=1)
