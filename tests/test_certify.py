@@ -79,7 +79,7 @@ class ColdDraft(DraftModel):
 
 def test_a_target_in_low_precision_is_refused_with_the_remedy():
     low = dataclasses.replace(TARGET, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), TARGET.params))
-    with pytest.raises(DataError, match="bfloat16.*certify with target.dtype=float32"):
+    with pytest.raises(DataError, match=r"bfloat16.*certify with target\.dtype=float32"):
         certify(low, NGram(3), Speculative(), PROMPTS, {}, SETTINGS)
 
 

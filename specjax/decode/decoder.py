@@ -36,8 +36,8 @@ class Decoder:
     ``target``: a `specjax.load_model` result. ``drafter``: `DraftModel`, `NGram`, ...; None decodes autoregressively
     through the same engine. ``verifier``: a registered kind or an instance; an all-greedy batch uses `greedy`.
 
-    Raises `ConfigError` for a verifier that is unknown or has a field out of range, `DataError` for a drafter that cannot
-    fit, `ModelError` for vocabularies that differ.
+    Raises `ConfigError` for a verifier that is unknown or has a field out of range, `DataError` for a drafter that
+    cannot fit, `ModelError` for vocabularies that differ.
     """
 
     def __init__(self, target: Any, drafter: Drafter | None = None, verifier: str | Verifier = "speculative"):
