@@ -45,9 +45,12 @@ class Decoder:
             raise DataError(f"drafter {drafter.kind!r}: k={drafter.k}; a block needs at least one proposal")
         self.target = target
         self._drafter, self._drafter_params = (drafter or NoDraft()).bind(target)
-        made = registry.build if isinstance(verifier, str) else registry.checked
-        self._verifier: Verifier = made(registry.VERIFIERS, verifier, "verifier")
-        self._greedy_verifier: Verifier = registry.build(registry.VERIFIERS, "greedy", "verifier")
+        table = registry.VERIFIERS
+        if isinstance(verifier, str):
+            self._verifier: Verifier = registry.build(table, verifier, "verifier")
+        else:
+            self._verifier = registry.checked(table, verifier, "verifier")
+        self._greedy_verifier: Verifier = registry.build(table, "greedy", "verifier")
         room = target.config.max_positions - self._drafter.k - 1
         if room < 2:
             raise DataError(
