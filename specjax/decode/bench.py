@@ -231,6 +231,7 @@ class Bench:
             "costs": dataclasses.asdict(costs_lib.median(self._costs(fast))),
             "ar_costs": dataclasses.asdict(costs_lib.median(self._costs(plain))),
             "step_overhead": float(np.median([cost.overhead for cost in self._costs(fast)])),
+            "step_overhead_apart": float(np.median([cost.overhead_apart for cost in self._costs(fast)])),
             "ar_overhead": float(np.median([cost.overhead for cost in self._costs(plain)])),
             "speedup_predicted": self._predict(fast, tuning.stats),
             "speedup_predicted_in_sample": self._predict(fast, runs[fast][0].stats),

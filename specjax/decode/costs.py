@@ -70,15 +70,24 @@ def median_seconds(run: Callable[[], object], repeats: int = 5) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class StepCosts:
-    """Seconds. ``target``: one pass over the block's K + 1 tokens; ``draft``: all passes of the draft in a block;
-    ``step``: the whole block, with transform, draws, verification and commit."""
+    """Seconds. ``target``: one pass over the block's K + 1 tokens, ``draft``: all passes of the draft in a block, each
+    alone in its loop; ``passes``: both in turn, as a block makes them; ``step``: the whole block, with transform,
+    draws, verification and commit."""
 
     target: float
     draft: float
+    passes: float
     step: float
 
     @property
     def overhead(self) -> float:
+        """Of the step over its passes."""
+        return self.step / self.passes
+
+    @property
+    def overhead_apart(self) -> float:
+        """Of the step over the sum of passes timed alone: a draft that fits into a processor's cache stays there in a
+        loop of its own, and in a block it is read from memory again after every pass of the target."""
         return self.step / (self.target + self.draft)
 
 
@@ -118,7 +127,10 @@ class StepTimer:
     def costs(self) -> list[list[StepCosts]]:
         """Of each engine, one a turn."""
         return [
-            [StepCosts(turn["target"], turn.get("draft", 0.0), turn[f"step {i}"]) for turn in self._turns]
+            [
+                StepCosts(t["target"], t.get("draft", 0.0), t.get("passes", t["target"]), t[f"step {i}"])
+                for t in self._turns
+            ]
             for i in range(self._count)
         ]
 
@@ -161,6 +173,12 @@ def _parts(engines: Sequence[Engine], states: Sequence[DecodeState]) -> dict[str
         (cache, token), _ = jax.lax.scan(one, carry, jnp.arange(1, k))
         return cache, jnp.concatenate([token, tokens[:, 1:]], axis=1)
 
+    def both_passes(params, lengths, target_carry, draft_carry):
+        draft_cache, drafted = draft_passes(params, lengths, *draft_carry)
+        cache, fed = target_carry
+        cache, fed = target_pass(params, lengths, cache, _depend(fed, drafted[:, :1].astype(jnp.float32)))
+        return (cache, fed), (draft_cache, _depend(drafted, fed[:, :1].astype(jnp.float32)))
+
     def whole_step(engine, params, lengths, state):
         state = dataclasses.replace(state, lengths=lengths)
         return (dataclasses.replace(engine_lib.step(engine, params, state), done=state.done),)
@@ -168,15 +186,17 @@ def _parts(engines: Sequence[Engine], states: Sequence[DecodeState]) -> dict[str
     tokens = jnp.zeros((batch, k + 1), jnp.int32)
     parts: dict[str, tuple[Callable, tuple]] = {"target": (target_pass, (state.cache, tokens))}
     if model is not None:
-        parts["draft"] = draft_passes, (state.drafter, tokens[:, :1].repeat(2, axis=1))
+        draft_carry = state.drafter, tokens[:, :1].repeat(2, axis=1)
+        parts["draft"] = draft_passes, draft_carry
+        parts["passes"] = both_passes, ((state.cache, tokens), draft_carry)
     for i, carried in enumerate(states):
         parts[f"step {i}"] = functools.partial(whole_step, engines[i]), (carried,)
     return parts
 
 
-def _depend(tokens, logits):
-    # Ties the next iteration to all of this one's logits without changing the tokens: no pass is hoisted or cut down.
-    return jnp.where(jnp.max(logits) == jnp.inf, 1, tokens)
+def _depend(tokens, values):
+    # Ties the next pass to all of this one's values without changing the tokens: no pass is hoisted or cut down.
+    return jnp.where(jnp.max(values) == jnp.inf, 1, tokens)
 
 
 def stream_bandwidth(num_bytes: int, repeats: int = 20) -> float:

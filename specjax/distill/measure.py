@@ -158,6 +158,7 @@ def _figures(measured: Mapping[str, Any], target: LoadedModel) -> dict[str, Any]
                 f"spec_tokens_per_s{tail}": headline["spec_tokens_per_s"],
                 f"ar_overhead_{suffix}": headline["ar_overhead"],
                 f"step_overhead_{suffix}": headline["step_overhead"],
+                f"step_overhead_apart_{suffix}": headline["step_overhead_apart"],
                 f"costs_ms_{suffix}": {
                     "autoregressive": _milliseconds(headline["ar_costs"]),
                     "speculative": _milliseconds(headline["costs"]),
@@ -166,6 +167,7 @@ def _figures(measured: Mapping[str, Any], target: LoadedModel) -> dict[str, Any]
     headlines = measured["headline"].values()
     figures["ar_overhead"] = max(h["ar_overhead"] for h in headlines)
     figures["step_overhead"] = max(h["step_overhead"] for h in headlines)
+    figures["step_overhead_apart"] = max(h["step_overhead_apart"] for h in headlines)
     # With tau from other prompts, and from the timed ones: the second is the error of the costs alone.
     for tail in ("", "_in_sample"):
         predicted = f"speedup_predicted{tail}"

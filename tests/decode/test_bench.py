@@ -110,7 +110,7 @@ def test_the_prediction_is_the_ratio_of_the_parts(monkeypatch):
     """Both drafts are always accepted: 5 blocks of 2 units for 14 tokens, 14 steps of 1, prefill 3 and 4 units."""
     bench = make(new_tokens=14)
     stats = DecodeStats(blocks=4, emitted=12, drafted_at=(4, 4), reached_at=(4, 4), accepted_at=(4, 4))
-    steps = {0: [costs.StepCosts(1.0, 0.0, 1.0)], 2: [costs.StepCosts(1.0, 0.5, 2.0)]}
+    steps = {0: [costs.StepCosts(1.0, 0.0, 1.0, 1.0)], 2: [costs.StepCosts(1.0, 0.5, 1.7, 2.0)]}
     monkeypatch.setattr(bench, "_costs", lambda cell: steps[cell.k])
     monkeypatch.setattr(bench, "_prefill_seconds", lambda cell: 4.0 if cell.k else 3.0)
     assert bench._predict(Cell("draft_after", 2, 1, 1.0), stats) == pytest.approx((3 + 14) / (4 + 2 * 5))
@@ -152,7 +152,8 @@ def test_costs_of_a_step_are_more_than_those_of_its_passes_and_a_lost_bench_is_f
         [cost] = bench._costs(Cell("draft_after", 3, 1, temperature))
         assert cost.target > 0
         assert cost.draft > 0
-        assert cost.overhead == pytest.approx(cost.step / (cost.target + cost.draft))
+        assert cost.overhead == pytest.approx(cost.step / cost.passes)
+        assert cost.overhead_apart == pytest.approx(cost.step / (cost.target + cost.draft))
     gone = weakref.ref(bench)
     del bench
     gc.collect()
