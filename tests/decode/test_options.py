@@ -19,6 +19,7 @@ from specjax.errors import DataError, SpecjaxError
 from specjax.registry import VERIFIERS, resolve
 from specjax.testing.references import sampling_logits, softmax
 from specjax.testing.toys import ToyModel, prefix_model, related
+from tests.cases import in_proof
 
 SIZE = 12
 TARGET = prefix_model(0, vocab_size=SIZE, scale=2.0, eos_ids=(3,))
@@ -79,8 +80,16 @@ def test_greedy_output_with_every_parameter_is_the_autoregressive_one(drafter):
         assert len(row) > settings["min_new_tokens"] or settings["min_new_tokens"] == 0
 
 
-@pytest.mark.parametrize("k", [1, 3, 6])
-@pytest.mark.parametrize("kind", ["draft", "self", "ngram"])
+@pytest.mark.parametrize(
+    ("kind", "k"),
+    [
+        *(("draft", 3), ("self", 1), ("ngram", 6)),
+        *(
+            in_proof(*case)
+            for case in (("draft", 1), ("draft", 6), ("self", 3), ("self", 6), ("ngram", 1), ("ngram", 3))
+        ),
+    ],
+)
 def test_coupled_output_is_plain_samplings_token_for_token(kind, k):
     drafter = {"draft": DraftModel(DRAFT, k), "self": DraftModel(TARGET, k), "ngram": NGram(k, min_n=1)}[kind]
     options: dict[str, Any] = {"max_new_tokens": 40, "temperature": [1.0, 0.7, 0.0, 1.3], "seed": 5, **PER_ROW, **CUTS}
