@@ -83,11 +83,11 @@ def test_greedy_output_with_every_parameter_is_the_autoregressive_one(drafter):
 @pytest.mark.parametrize(
     ("kind", "k"),
     [
-        *(("draft", 3), ("self", 1), ("ngram", 6)),
-        *(
-            in_proof(*case)
-            for case in (("draft", 1), ("draft", 6), ("self", 3), ("self", 6), ("ngram", 1), ("ngram", 3))
-        ),
+        ("draft", 3),
+        ("self", 1),
+        ("ngram", 6),
+        *(in_proof("draft", k) for k in (1, 6)),
+        *(in_proof(kind, 3) for kind in ("self", "ngram")),
     ],
 )
 def test_coupled_output_is_plain_samplings_token_for_token(kind, k):

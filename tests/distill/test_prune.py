@@ -12,6 +12,7 @@ from specjax.errors import ConfigError
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
+from tests.cases import in_proof
 
 SHAPE = ModelConfig(
     64, hidden_size=24, intermediate_size=40, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=64
@@ -60,11 +61,11 @@ def logits(spec: Model, params) -> np.ndarray:
     ("tie", "dead", "cut"),
     [
         (True, {}, {}),
-        (False, {}, {}),
+        in_proof(False, {}, {}),
         (False, {"dead_neurons": (0, 7, 30)}, {"intermediate_size": 37}),
         (True, {"dead_heads": (0,)}, {"num_heads": 2, "num_kv_heads": 1}),
-        (False, {"dead_layers": (1,)}, {"num_layers": 2}),
-        (True, {"dead_layers": (1, 2)}, {"num_layers": 1}),
+        in_proof(False, {"dead_layers": (1,)}, {"num_layers": 2}),
+        in_proof(True, {"dead_layers": (1, 2)}, {"num_layers": 1}),
         (True, {"dead_directions": 6}, {"hidden_size": 18}),
     ],
 )
