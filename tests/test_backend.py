@@ -9,7 +9,8 @@ import pytest
 
 from specjax.backend import compiler_options, decode_layout
 from specjax.models.config import ModelConfig
-from specjax.models.transformer import FEW_ROWS, Model
+from specjax.models.layers import FEW_ROWS
+from specjax.models.transformer import Model
 
 CONFIG = ModelConfig(
     64, hidden_size=24, intermediate_size=40, num_layers=2, num_heads=6, num_kv_heads=3, head_dim=10, max_positions=64
