@@ -107,7 +107,7 @@ def _calibrate(spec: transformer.Model, params: Params, tokens: Int[Array, "B T"
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     visible = jnp.tril(jnp.ones((1, tokens.shape[1], tokens.shape[1]), bool))
     x = module.embedding[...][tokens]
-    rope = spec.config.layer(0).rope
+    (rope,) = spec.config.ropes
     rotary = rotary_table(positions, rope, spec.config.head_dim, x.dtype, tokens.shape[1])
     covariances, energies = [], []
     # The forward pass again, layer by layer: the stream between attention and MLP is no output of the model.
@@ -119,9 +119,9 @@ def _calibrate(spec: transformer.Model, params: Params, tokens: Int[Array, "B T"
 
     for block in module.layers:
         covariances.append(covariance(x))
-        x = x + block.attention(block.attention_norm(x), rotary, positions, None, visible)[0]
+        x = x + block.attention(transformer.normed(block.attention_norm, x), rotary, positions, None, visible)[0]
         covariances.append(covariance(x))
-        neurons = block.mlp.neurons(block.mlp_norm(x))
+        neurons = block.mlp.neurons(transformer.normed(block.mlp_norm, x))
         down = block.mlp.down_proj
         energies.append(jnp.mean(jnp.square(neurons), axis=(0, 1)) * jnp.sum(jnp.square(down.kernel[...]), axis=1))
         x = x + down(neurons)

@@ -235,12 +235,12 @@ def _write_files(model: LoadedModel, directory: Path, dtype: str, card: str | No
         # Written even when null: an absent id means the family's default there, not none.
         "bos_token_id": getattr(tokenizer, "bos_token_id", None),
         "eos_token_id": model.eos_ids[0] if len(model.eos_ids) == 1 else list(model.eos_ids) or None,
+        "pad_token_id": getattr(tokenizer, "pad_token_id", None),
     }
     settings = {"architectures": [family.architecture], "model_type": family.model_type, "dtype": dtype}
     settings |= {"torch_dtype": dtype, **described, **special}
     write_json(directory / "config.json", settings)
-    pad = {"pad_token_id": getattr(tokenizer, "pad_token_id", None)}
-    write_json(directory / "generation_config.json", {k: v for k, v in (special | pad).items() if v is not None})
+    write_json(directory / "generation_config.json", {k: v for k, v in special.items() if v is not None})
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
         _rename_tokenizer_class(directory / "tokenizer_config.json")

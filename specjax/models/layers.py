@@ -200,8 +200,8 @@ def attend(
     batch, fed, heads, features = q.shape
     group = batch * heads // len(k)
     q = q.reshape(batch, fed, -1, group, features).transpose(0, 2, 3, 1, 4).reshape(len(k), group * fed, features)
-    scale = features**-0.5 if scale is None else scale
-    scores = jnp.einsum("hqc,hcs->hqs", q, k, precision=_precision(q)).astype(jnp.float32) * scale
+    scores = jnp.einsum("hqc,hcs->hqs", q, k, precision=_precision(q)).astype(jnp.float32)
+    scores = scores * (features**-0.5 if scale is None else scale)
     scores = soft_capped(scores, soft_cap)
     scores = scores.reshape(batch, -1, group, fed, k.shape[2])
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)

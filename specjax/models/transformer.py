@@ -45,24 +45,24 @@ class Block(nnx.Module):
         return self.mlp if hasattr(self, "mlp") else self.experts
 
     def __call__(self, x, rotary, slots, layer_cache, visible):
-        read = _normed(self.attention_norm, x)
+        read = normed(self.attention_norm, x)
         attended, layer_cache = self.attention(read, rotary, slots, layer_cache, visible)
-        attended = _normed(self.attention_post_norm, attended)
+        attended = normed(self.attention_post_norm, attended)
         if self.residual == "sequential":
             x = self.add(x, attended)
-            return self.add(x, self.fed_forward(_normed(self.mlp_norm, x))), layer_cache
+            return self.add(x, self.fed_forward(normed(self.mlp_norm, x))), layer_cache
         if self.residual == "parallel":
-            read = _normed(self.mlp_norm, x)
+            read = normed(self.mlp_norm, x)
         return self.add(x, attended + self.fed_forward(read)), layer_cache
 
     def fed_forward(self, x):
-        return _normed(self.mlp_post_norm, self.feed_forward(x))
+        return normed(self.mlp_post_norm, self.feed_forward(x))
 
     def add(self, x, change):
         return x + (change if self.residual_multiplier == 1 else change * self.residual_multiplier)
 
 
-def _normed(norm, x):
+def normed(norm, x):
     return x if norm is None else norm(x)
 
 
@@ -97,7 +97,7 @@ class Transformer(nnx.Module):
         if config.embedding_multiplier != 1:
             x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
         total = tokens.shape[1] if cache is None else cache.total
-        rotary = {rope: rotary_table(positions, rope, config.head_dim, x.dtype, total) for rope in config.ropes}
+        tables = {rope: rotary_table(positions, rope, config.head_dim, x.dtype, total) for rope in config.ropes}
         everything = _visible(positions, slots, cache, mask)
         visible = {
             window: everything if window is None else everything & _within(window, positions, slots, cache)
@@ -110,7 +110,8 @@ class Transformer(nnx.Module):
             if index in hidden_layers:
                 hidden.append(x)
             kind = config.layer(index)
-            x, layer_cache = block(x, rotary.get(kind.rope), slots, layer_cache, visible[kind.window])
+            rotary = None if kind.rope is None else tables[kind.rope]
+            x, layer_cache = block(x, rotary, slots, layer_cache, visible[kind.window])
             written.append(layer_cache)
         x = self.norm(x)
         if cache is not None:

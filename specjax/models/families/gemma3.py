@@ -16,6 +16,7 @@ _POSITIONS = 131_072
 
 
 def _read(settings: Settings) -> ModelConfig:
+    settings.only({"attn_logit_softcapping": None})  # transformers does not apply it here
     # Only where layer_types is absent: transformers is known to write a pattern that is not the model's.
     pattern = settings.number("sliding_window_pattern", int, 6)
     sliding = [(i + 1) % pattern != 0 for i in range(layer_count(settings))]

@@ -11,7 +11,7 @@ from specjax.models.families.settings import (
     Settings,
     layer_count,
     read_decoder,
-    read_window,
+    read_switched_window,
     sliding_layers,
     write_decoder,
     write_layers,
@@ -33,7 +33,7 @@ def _read(settings: Settings) -> ModelConfig:
 
 def windowed_layers(settings: Settings) -> list[LayerKind]:
     """Hub configs carry a ``sliding_window`` that ``use_sliding_window: false`` (the default) keeps inactive."""
-    window = read_window(settings, absent=4096) if settings.flag("use_sliding_window", False) else None
+    window = read_switched_window(settings, absent=4096)
     first = settings.number("max_window_layers", int, 28, least=0)
     sliding = [window is not None and i >= first for i in range(layer_count(settings))]
     return sliding_layers(settings, read_rope(settings, max_positions=POSITIONS), window, sliding)

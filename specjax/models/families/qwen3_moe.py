@@ -9,7 +9,7 @@ from specjax.models.config import Experts, LayerKind, ModelConfig, Norm
 from specjax.models.families.base import TENSORS, Family, Tensor
 from specjax.models.families.qwen2 import POSITIONS
 from specjax.models.families.rope import read_rope, write_rope
-from specjax.models.families.settings import Settings, layer_count, read_decoder, read_window, write_decoder
+from specjax.models.families.settings import Settings, layer_count, read_decoder, read_switched_window, write_decoder
 
 _MLP = "model.layers.{}.mlp"
 
@@ -23,7 +23,7 @@ def _read(settings: Settings) -> ModelConfig:
         intermediate_size=settings.number("moe_intermediate_size", int, 768),
         normalised=settings.flag("norm_topk_prob", False),
     )
-    window = read_window(settings, absent=4096) if settings.flag("use_sliding_window", False) else None
+    window = read_switched_window(settings, absent=4096)
     kind = LayerKind(read_rope(settings, max_positions=POSITIONS), window)
     step = settings.number("decoder_sparse_step", int, 1)
     plain = settings.numbers("mlp_only_layers", int) if settings.get("mlp_only_layers") else ()

@@ -184,6 +184,12 @@ def read_window(settings: Settings, absent: int | None = None) -> int | None:
     return settings.number("sliding_window", int, None)
 
 
+def read_switched_window(settings: Settings, absent: int | None = None) -> int | None:
+    """The same, in families where it is inactive without ``use_sliding_window``."""
+    window = read_window(settings, absent)
+    return window if settings.flag("use_sliding_window", False) else None
+
+
 def sliding_layers(
     settings: Settings, rope: Rope | None, window: int | None, sliding: Sequence[bool]
 ) -> list[LayerKind]:

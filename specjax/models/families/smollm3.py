@@ -12,7 +12,7 @@ from specjax.models.families.settings import (
     Settings,
     layer_count,
     read_decoder,
-    read_window,
+    read_switched_window,
     sliding_layers,
     write_decoder,
     write_layers,
@@ -23,7 +23,7 @@ _POSITIONS = 32_768
 
 def _read(settings: Settings) -> ModelConfig:
     biased, count = settings.flag("attention_bias", False), layer_count(settings)
-    window = read_window(settings) if settings.flag("use_sliding_window", False) else None
+    window = read_switched_window(settings)
     rotated = _rotated_layers(settings, count)
     rope = read_rope(settings, theta=2e6, max_positions=_POSITIONS)
     kinds = sliding_layers(settings, rope, window, [window is not None and not turns for turns in rotated])
