@@ -233,6 +233,13 @@ def test_old_spellings_read_as_the_same_model(name):
     assert read(in_old_spelling(name)) == read(VARIANTS[name])
 
 
+def test_the_first_name_of_longrope_is_known():
+    """transformers 5 refuses it, the first Phi 3 releases have it."""
+    settings = in_old_spelling("phi3-longrope-short")
+    settings["rope_scaling"] = {**settings["rope_scaling"], "type": "su"}
+    assert read(settings) == read(VARIANTS["phi3-longrope-short"])
+
+
 @pytest.mark.parametrize(
     ("name", "absent", "expected"),
     [

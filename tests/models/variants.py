@@ -174,12 +174,15 @@ OLD: dict[str, dict[str, Any]] = {
                 **{key: VARIANTS[name]["rope_parameters"][key] for key in ("short_factor", "long_factor")},
             },
         }
-        for name, kind in (("phi3-longrope-short", "su"), ("phi3-longrope-long", "yarn"))
+        for name, kind in (("phi3-longrope-short", "longrope"), ("phi3-longrope-long", "yarn"))
     },
 }
 """Variant -> its settings as transformers 4 and the Hub spell them, instead of ``rope_parameters``."""
 
 
 def in_old_spelling(name: str) -> dict[str, Any]:
-    settings = {key: value for key, value in VARIANTS[name].items() if key != "rope_parameters"}
-    return {key: value for key, value in (settings | OLD[name]).items() if value is not None}
+    """None in `OLD` stands for a setting that did not exist."""
+    settings = {
+        key: value for key, value in VARIANTS[name].items() if key not in OLD[name] and key != "rope_parameters"
+    }
+    return settings | {key: value for key, value in OLD[name].items() if value is not None}

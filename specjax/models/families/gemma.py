@@ -16,6 +16,7 @@ def _read(settings: Settings) -> ModelConfig:
     # The first releases say "gelu" and mean its approximation with a hyperbolic tangent.
     if settings.values.get("hidden_act") == "gelu":
         settings = Settings({**settings.values, "hidden_act": "gelu_pytorch_tanh"}, settings.where)
+    settings.only({"hidden_activation": "gelu_pytorch_tanh"})
     biased = settings.flag("attention_bias", False)
     return read_decoder(
         settings,
