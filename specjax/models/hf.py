@@ -103,7 +103,7 @@ def load_model(path_or_hub_id: str | os.PathLike, dtype: str = "float32", revisi
         tokenizer=_read_tokenizer(directory),
         eos_ids=_read_eos_ids(directory, settings, config.vocab_size),
         name=Path(path_or_hub_id).name or directory.name,
-        family=family.model_type,
+        family=family.saved_as or family.model_type,
     )
 
 

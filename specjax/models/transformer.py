@@ -101,7 +101,7 @@ class Transformer(nnx.Module):
         everything = _visible(positions, slots, cache, mask)
         visible = {
             window: everything if window is None else everything & _within(window, positions, slots, cache)
-            for window in {kind.window for kind in config.layers}
+            for window in dict.fromkeys(kind.window for kind in config.layers)
         }
         folded = cache is None or cache.layers[0][0].ndim == 3
         layer_caches = [None] * config.num_layers if cache is None else (cache if folded else fold(cache)).layers

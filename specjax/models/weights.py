@@ -70,7 +70,7 @@ def _check_names(
     directory: Path, family: Family, config: ModelConfig, stored: Mapping[str, _Stored], wanted: set[str]
 ) -> None:
     embedding, head = family.tensors["embedding"].name, family.tensors["head.kernel"].name
-    unexpected = {name for name in stored.keys() - wanted if not any(re.search(b, name) for b in family.buffers)}
+    unexpected = {name for name in stored.keys() - wanted if not any(re.search(b, name) for b in family.others)}
     missing = wanted - stored.keys()
     if config.tie_embeddings and head in unexpected and not missing:
         if not np.array_equal(stored[head].value(), stored[embedding].value()):

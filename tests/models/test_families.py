@@ -24,12 +24,12 @@ from specjax.models.transformer import Model
 from tests.models.variants import OLD, VARIANTS, in_old_spelling
 
 ROWS = 3
-FULL = {
-    name: variant
-    for name, variant in VARIANTS.items()
-    if not name.startswith("llama-") or name in ("llama-tied-biased", "llama-yarn")
-}
-"""Without what differs from others in one number only."""
+DECODED = (
+    *("llama-tied-biased", "llama-yarn", "mistral-window", "mixtral", "qwen2-window", "qwen3", "qwen3_moe-some-layers"),
+    *("gemma2", "gemma3", "phi3-longrope-long", "olmo2-biased", "smollm3-window", "starcoder2", "granite"),
+    *("cohere-qk-norm", "gpt2", "gpt_neox", "gpt_neox-sequential"),
+)
+"""One or two of each family, with everything that matters to a cache or a layout."""
 
 
 def read(settings: dict) -> ModelConfig:
@@ -57,11 +57,10 @@ def random_params(config: ModelConfig, seed: int = 0):
 
 @functools.cache
 def small(name: str) -> tuple[Model, dict]:
-    """The variant with one layer of each kind, two at least."""
+    """The variant with one layer of each kind."""
     config = read(VARIANTS[name])
     kinds = tuple(dict.fromkeys(config.layers))
-    layers = kinds if len(kinds) > 1 else kinds[:1]
-    config = dataclasses.replace(config, num_layers=max(2, len(kinds)), layers=layers)
+    config = dataclasses.replace(config, num_layers=len(kinds), layers=kinds)
     return Model(config), random_params(config)
 
 
@@ -70,7 +69,7 @@ def random_tokens(seed: int, *shape: int) -> np.ndarray:
 
 
 def test_every_family_has_a_variant():
-    assert {variant["model_type"] for variant in VARIANTS.values()} == set(FAMILIES)
+    assert {variant["model_type"] for variant in VARIANTS.values()} | {"gemma3"} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -82,7 +81,7 @@ def test_a_config_that_is_written_reads_as_it_was(name):
     json.dumps(again)
 
 
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_what_is_saved_loads_and_saves_bit_for_bit(name, tmp_path):
     config = read(VARIANTS[name])
     params = random_params(config)
@@ -95,43 +94,34 @@ def test_what_is_saved_loads_and_saves_bit_for_bit(name, tmp_path):
         assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes()
 
 
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("name", DECODED)
 def test_decoding_in_blocks_at_ragged_positions_equals_the_full_forward(name):
-    model, params = small(name)
+    """The blocks in the layout for decoding, which must not change what is computed."""
+    plain, params = small(name)
+    model, laid_out = decode_layout(plain, params, one_token=True)
     lengths, blocks = jnp.array([1, 12, 5]), (8, 1, 3)
     tokens = jnp.asarray(random_tokens(1, ROWS, 24))
 
     @jax.jit
-    def run(params):
+    def run(params, laid_out):
         positions = jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32)[None], tokens.shape)
-        expected = model(params, tokens, positions).logits
+        expected = plain(params, tokens, positions).logits
         cache = with_total(model.init_cache(ROWS, 40), jnp.full((ROWS,), 24))
         cache = jax.tree.map(lambda x: x if x.ndim == 1 else jnp.full_like(x, 1e9), cache)
         fed = jnp.where(positions[:, :16] < lengths[:, None], tokens[:, :16], 0)
-        cache = model(params, fed, positions[:, :16], positions[:, :16], cache).cache
+        cache = model(laid_out, fed, positions[:, :16], positions[:, :16], cache).cache
         differences, start = [], lengths
         for size in blocks:
             at = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-            out = model(params, jnp.take_along_axis(tokens, at, axis=1), at, at, cache)
+            out = model(laid_out, jnp.take_along_axis(tokens, at, axis=1), at, at, cache)
             cache, start = out.cache, start + size
             differences.append(out.logits - jnp.take_along_axis(expected, at[..., None], axis=1))
         return jnp.concatenate(differences, axis=1), expected
 
-    difference, expected = run(params)
+    difference, expected = run(params, laid_out)
+    assert model.config.fused_projections
     assert np.std(expected) > 0.3
     assert np.abs(difference).max() < 1e-4 * np.std(expected)
-
-
-@pytest.mark.parametrize("name", FULL)
-def test_a_layout_for_decoding_keeps_the_logits(name):
-    model, params = small(name)
-    fed = jnp.asarray(random_tokens(2, 1, 9))
-    positions = jnp.arange(9, dtype=jnp.int32)[None]
-    spec, laid_out = decode_layout(model, params, one_token=True)
-    run = jax.jit(lambda: (model(params, fed, positions).logits, spec(laid_out, fed, positions).logits))
-    expected, found = run()
-    assert np.abs(found - expected).max() < 1e-4 * np.std(expected)
-    assert spec.config.fused_projections
 
 
 def test_fused_and_interleaved_tensors_are_cut_as_they_are_stored(tmp_path):
@@ -181,6 +171,21 @@ def test_buffers_of_old_files_and_a_missing_prefix_are_no_obstacle(tmp_path):
     rotary = {"gpt_neox.layers.0.attention.rotary_emb.inv_freq": np.ones(4, np.float32)}
     rewrite(tmp_path / "gpt_neox", stored | masks | rotary)
     jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path / "gpt_neox").params, params)
+
+
+def test_of_a_model_that_also_sees_the_text_part_is_read(tmp_path):
+    params, stored = save("gemma3", tmp_path)
+    seeing = {f"language_model.{name}": value for name, value in stored.items()}
+    seeing |= {name: np.ones(2, np.float32) for name in ("vision_tower.x.weight", "multi_modal_projector.y.weight")}
+    rewrite(tmp_path / "gemma3", seeing)
+    sparse = {key: value for key, value in VARIANTS["gemma3"].items() if key != "num_attention_heads"}
+    settings = {"model_type": "gemma3", "text_config": sparse, "vision_config": {}}
+    assert read(settings).num_heads == 8
+    settings["text_config"] = VARIANTS["gemma3"]
+    (tmp_path / "gemma3" / "config.json").write_text(json.dumps(settings))
+    loaded = load_model(tmp_path / "gemma3")
+    assert (loaded.config, loaded.family) == (read(VARIANTS["gemma3"]), "gemma3_text")
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
 
 
 def test_every_expert_is_needed(tmp_path):

@@ -125,6 +125,19 @@ def test_transformers_reads_what_is_saved(variant, tmp_path):
     assert specjax.load_model(tmp_path).config == pair(variant).ours.config
 
 
+def test_the_text_part_of_a_model_that_also_sees(tmp_path):
+    sees = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sees |= {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
+    parts = {"text_config": VARIANTS["gemma3"], "vision_config": sees}
+    config = transformers.Gemma3Config(**parts, mm_tokens_per_image=4)
+    theirs = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    theirs.save_pretrained(tmp_path)
+    fed = tokens("gemma3")
+    ours = specjax.load_model(tmp_path)
+    assert error(np.asarray(ours.logits(fed)), their_logits(theirs, fed)) < TOLERANCE
+    assert ours.config == pair("gemma3").ours.config
+
+
 @pytest.mark.parametrize("variant", OLD)
 def test_both_read_old_spellings_as_the_same_model(variant, tmp_path):
     shutil.copytree(pair(variant).directory, tmp_path, dirs_exist_ok=True)

@@ -40,7 +40,8 @@ class Tensor:
 @dataclasses.dataclass(frozen=True)
 class Family:
     """One Hugging Face model type. ``tensors``: our parameter path -> where it is stored. ``prefix``: how stored names
-    begin, left out in some files. ``buffers``: patterns of names that older versions stored beside the weights."""
+    begin, left out in some files. ``others``: patterns of names that are not its weights, such as the buffers of older
+    versions. ``saved_as``: the model type to save as, where it is another one."""
 
     model_type: str
     architecture: str
@@ -48,7 +49,8 @@ class Family:
     write_config: Callable[[ModelConfig], dict[str, Any]]
     tensors: Mapping[str, Tensor]
     prefix: str = ""
-    buffers: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
+    others: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
+    saved_as: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

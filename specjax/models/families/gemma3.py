@@ -1,4 +1,5 @@
-"""Gemma 3, text (2503.19786): local layers with windows and a rotary base of their own, normalised queries and keys."""
+"""Gemma 3 (2503.19786): local layers with windows and a rotary base of their own, normalised queries and keys. Of the
+models that also see, the part that reads and writes text; it is saved as a model of text alone."""
 
 from __future__ import annotations
 
@@ -54,4 +55,22 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {**write_gemma(config), **old, "rope_parameters": new}
 
 
-GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", _read, _write, GEMMA_TENSORS)
+def _read_text_part(settings: Settings) -> ModelConfig:
+    """``text_config``, which leaves out even sizes that have a default."""
+    settings.only({"quantization_config": None})
+    sizes = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216}
+    sizes |= {"num_hidden_layers": 26, "num_attention_heads": 8}
+    text = settings.inner("text_config").values
+    return _read(Settings({**sizes, **text}, settings.where, "text_config."))
+
+
+GEMMA3_TEXT = Family("gemma3_text", "Gemma3ForCausalLM", _read, _write, GEMMA_TENSORS)
+GEMMA3 = Family(
+    "gemma3",
+    "Gemma3ForConditionalGeneration",
+    _read_text_part,
+    _write,
+    {path: dataclasses.replace(tensor, name=f"language_model.{tensor.name}") for path, tensor in GEMMA_TENSORS.items()},
+    others=(r"\.rotary_emb\.inv_freq$", r"^vision_tower\.", r"^multi_modal_projector\."),
+    saved_as="gemma3_text",
+)

@@ -73,5 +73,5 @@ GPT2 = Family(
         **_conv("layers.{}.mlp.down_proj", "transformer.h.{}.mlp.c_proj"),
     },
     prefix="transformer.",
-    buffers=(r"\.attn\.(masked_)?bias$",),
+    others=(r"\.attn\.(masked_)?bias$",),
 )

@@ -64,5 +64,5 @@ GPT_NEOX = Family(
         **linear("layers.{}.mlp.up_proj", f"{_LAYER}.mlp.dense_h_to_4h"),
         **linear("layers.{}.mlp.down_proj", f"{_LAYER}.mlp.dense_4h_to_h"),
     },
-    buffers=(r"\.attention\.(masked_)?bias$", r"\.rotary_emb\.inv_freq$"),
+    others=(r"\.attention\.(masked_)?bias$", r"\.rotary_emb\.inv_freq$"),
 )
