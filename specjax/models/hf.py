@@ -8,7 +8,6 @@ Dims: B rows, T tokens, V vocabulary, D hidden.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -251,14 +250,20 @@ def _write_files(model: LoadedModel, directory: Path, dtype: str, card: str | No
 def _describe(family: Family, config: ModelConfig) -> dict[str, Any]:
     """config.json without its ids. Raises `ModelError` for a config that the family has no settings for."""
     described: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):  # of a value that it cannot write, or not read again
+    try:
         described = family.write_config(config)
-        if family.read_config(Settings(described, "config.json")) == config:
-            return described
-    raise ModelError(
-        f"this model cannot be saved as {family.model_type!r}, whose config.json cannot say what it computes; "
-        "set LoadedModel.family to the family it comes from"
-    )
+        again = family.read_config(Settings(described, "config.json"))
+        lost = ", ".join(
+            f.name for f in dataclasses.fields(config) if getattr(again, f.name) != getattr(config, f.name)
+        )
+    except ValueError as error:  # of a value that it cannot write, or not read again
+        lost = str(error)
+    if lost:
+        raise ModelError(
+            f"this model cannot be saved as {family.model_type!r}, whose config.json does not hold all that it is "
+            f"({lost}); set LoadedModel.family to the family it comes from"
+        )
+    return described
 
 
 def _rename_tokenizer_class(file: Path) -> None:

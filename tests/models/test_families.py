@@ -24,12 +24,14 @@ from specjax.models.transformer import Model
 from tests.models.variants import OLD, VARIANTS, in_old_spelling
 
 ROWS = 3
-DECODED = (
+SAVED = (
     *("llama-tied-biased", "mistral-window", "mixtral", "qwen2-window", "qwen3", "qwen3_moe-some-layers", "gemma"),
     *("gemma2", "gemma3", "phi3-longrope-long", "olmo2-biased", "smollm3-window", "starcoder2", "granite"),
     *("cohere-qk-norm", "gpt2", "gpt_neox"),
 )
-"""One of each family, with everything that matters to a cache or a layout."""
+"""One of each family."""
+DECODED = tuple(name for name in SAVED if name not in ("mistral-window", "qwen3", "gemma", "granite"))
+"""Without those in which nothing that matters to a cache or a layout is new."""
 
 
 def read(settings: dict) -> ModelConfig:
@@ -81,7 +83,7 @@ def test_a_config_that_is_written_reads_as_it_was(name):
     json.dumps(again)
 
 
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize("name", SAVED)
 def test_what_is_saved_loads_and_saves_bit_for_bit(name, tmp_path):
     config = read(VARIANTS[name])
     params = random_params(config)
