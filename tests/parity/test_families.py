@@ -31,6 +31,7 @@ TOLERANCE = 2e-4
 """Largest difference of a logit, in standard deviations of all logits."""
 PROMPT, NEW = 12, 32
 DYNAMIC_PAST = "llama-dynamic-past"
+CHECKPOINTS = tempfile.TemporaryDirectory()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ def pair(variant: str) -> Pair:
             else:
                 fan_in = weight.shape[0] if settings.get("n_embd") and "lm_head" not in name else weight.shape[-1]
                 weight.copy_(1.5 * fan_in**-0.5 * noise)
-    directory = Path(tempfile.mkdtemp()) / variant
+    directory = Path(CHECKPOINTS.name) / variant
     theirs.save_pretrained(directory)
     return Pair(theirs, specjax.load_model(directory), directory)
 
