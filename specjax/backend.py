@@ -40,23 +40,21 @@ def decode_layout(spec, params: Params, *, one_token: bool) -> tuple:
 
 def _fused(spec: Model, params: Params) -> tuple[Model, Params]:
     def fuse(layer: Params, fused: str, names: tuple[str, ...]) -> Params:
-        kernels = [layer[name]["kernel"] for name in names]
         rest = {name: value for name, value in layer.items() if name not in names}
-        return {**rest, fused: {"kernel": jnp.concatenate(kernels, axis=1)}}
+        return {**rest, fused: jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *(layer[name] for name in names))}
 
     def block(layer: Params) -> Params:
-        return {
-            **layer,
-            "attention": fuse(layer["attention"], "qkv_proj", ("q_proj", "k_proj", "v_proj")),
-            "mlp": fuse(layer["mlp"], "gate_up_proj", ("gate_proj", "up_proj")),
-        }
+        fused = {"attention": fuse(layer["attention"], "qkv_proj", ("q_proj", "k_proj", "v_proj"))}
+        if spec.config.gated and "mlp" in layer:  # experts stay as they are
+            fused["mlp"] = fuse(layer["mlp"], "gate_up_proj", ("gate_proj", "up_proj"))
+        return {**layer, **fused}
 
-    spec = Model(dataclasses.replace(spec.config, fused_projections=True))
-    return spec, {**params, "layers": {i: block(layer) for i, layer in params["layers"].items()}}
+    params = {**params, "layers": {i: block(layer) for i, layer in params["layers"].items()}}
+    return Model(dataclasses.replace(spec.config, fused_projections=True)), params
 
 
 def _column_blocks(one_token: bool, path, leaf):
-    if path[-1].key != "kernel" or leaf.dtype != jnp.float32:
+    if path[-1].key != "kernel" or leaf.ndim != 2 or leaf.dtype != jnp.float32:
         return leaf
     features_in, features_out = leaf.shape
     blocks = features_out

@@ -123,6 +123,7 @@ def _cached_passes(spec: Any, fed: int, start: int):
             return out.cache, out.logits.astype(jnp.float32)
 
         cache = spec.init_cache(batch, slots + 1, cache_lib.dtype_for(params))
+        cache = cache_lib.with_total(cache, jnp.full((batch,), length))
         cache = cache_lib.fold(feed(cache, 0, start).cache)
         _, logits = jax.lax.scan(one, cache, start - 1 + fed * jnp.arange(passes, dtype=jnp.int32))
         return logits.swapaxes(0, 1).reshape(batch, passes * fed, -1)

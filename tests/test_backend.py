@@ -9,7 +9,8 @@ import pytest
 
 from specjax.backend import compiler_options, decode_layout
 from specjax.models.config import ModelConfig
-from specjax.models.transformer import FEW_ROWS, Model
+from specjax.models.layers import FEW_ROWS
+from specjax.models.transformer import Model
 from tests.cases import in_proof
 
 CONFIG = ModelConfig(

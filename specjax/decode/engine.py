@@ -228,6 +228,7 @@ def prefill(target: Model, drafter: Drafter, num_slots: int, buffer: int, logpro
         k = drafter.k
         positions = jnp.broadcast_to(jnp.arange(width)[None], (batch, width))
         cache = target.init_cache(batch, num_slots, cache_lib.dtype_for(params.target))
+        cache = cache_lib.with_total(cache, request.lengths + request.budget)
         out = target(params.target, request.prompt, positions, positions, cache)
         drafter_state = drafter.init(params.drafter, request.prompt, request.lengths, num_slots, out)
         zeros, zeros_k = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, k), jnp.int32)

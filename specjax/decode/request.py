@@ -113,13 +113,16 @@ def prepare(
         else [int(s) % 2**64 for s in per_row("seed", seed, count)]
     )
     positions, size = target.config.max_positions, target.config.vocab_size
+    limit = getattr(target.config, "dynamic_limit", None)
+    positions, limited = (positions, False) if limit is None else (min(positions, limit), True)
     for i, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
         if int(budget) != budget or budget < 1:
             raise DataError(f"max_new_tokens of row {i}: {budget} is not a whole number of at least 1")
         if len(row) + budget > positions - k:
+            dynamic = " (past them its dynamic rotary scaling changes with every token, and a block would not be exact)"
             raise DataError(
                 f"prompt {i} has {len(row)} tokens; with max_new_tokens={budget} and a block of {k} "
-                f"drafts it exceeds the target's {positions} positions; shorten one of them"
+                f"drafts it exceeds the target's {positions} positions{dynamic if limited else ''}; shorten one of them"
             )
         if numbers["top_k"][i] > size:
             raise DataError(f"top_k of row {i}: {numbers['top_k'][i]} exceeds the vocabulary of {size}; 0 keeps all")

@@ -114,9 +114,10 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
         _refuse_foreign(Path(config.out) / name)
     prepared = prepare(config, bars) if prepared is None else prepared
     target = prepared.target
-    drafter, initial = _initial_draft(config, prepared)
+    initial = _initial_draft(config, prepared)
+    drafter = DraftModel(initial.spec)
     train = functools.partial(_train, config, bars, drafter, prepared)
-    before = train("draft-pretrain", config.draft.pretrain, initial, config.seed, target)
+    before = train("draft-pretrain", config.draft.pretrain, initial.params, config.seed, target)
     after = train("draft-distill", config.distill, before, config.seed + 1, target)
     # The controls see the batches that the distillation saw, and start where it started.
     controls = {
@@ -135,9 +136,9 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
         alpha_ce_controls=alphas,
         positions=first.positions,
     )
-    loaded = functools.partial(LoadedModel, drafter.model, tokenizer=target.tokenizer, eos_ids=target.eos_ids)
+    loaded = functools.partial(dataclasses.replace, initial, tokenizer=target.tokenizer, eos_ids=target.eos_ids)
     drafts = dict(zip(_EXPORTS, ((before, first), (after, last)), strict=True))
-    models = {name: loaded(params, name=name) for name, (params, _) in drafts.items()}
+    models = {name: loaded(params=params, name=name) for name, (params, _) in drafts.items()}
     for name, (_, evaluation) in drafts.items():
         _export(models[name], Path(config.out) / name, _draft_card(config, models[name], prepared, evaluation))
     stages = ("target-train", "draft-pretrain", "draft-distill", *(f"control-{rate}" for rate in controls))
@@ -215,23 +216,22 @@ def _tokenizer(directory: Path, documents: Corpus, vocab_size: int) -> Any:
     return import_transformers().PreTrainedTokenizerFast.from_pretrained(files)
 
 
-def _initial_draft(config: RunConfig, prepared: Prepared) -> tuple[DraftModel, Params]:
-    """The draft's static half and its weights before any training."""
+def _initial_draft(config: RunConfig, prepared: Prepared) -> LoadedModel:
+    """The draft before any training."""
     target, init = prepared.target, config.draft.init
     if init is not None and init != CUT_FROM_TARGET:
         draft = load_model(init)
         check_same_vocabulary(target, draft)
         _check_length(config, draft.config, "draft")
-        return DraftModel(draft.spec), draft.params
+        return draft
     shape = _model_config(config.draft.architecture, target.config.vocab_size, target.config.max_positions)
     if init == CUT_FROM_TARGET:
-        inherited = ("rope_theta", "rms_norm_eps", "tie_embeddings")
+        inherited = ("layers", "norm", "tie_embeddings")
         shape = dataclasses.replace(shape, **{name: getattr(target.config, name) for name in inherited})
         calibration = spread(prepared.train_windows, _CALIBRATION_TOKENS)[:, :-1]
-        return DraftModel(Model(shape)), prune(target, shape, calibration)
-    drafter = DraftModel(Model(shape))
+        return LoadedModel(Model(shape), prune(target, shape, calibration))
     _, key = jax.random.split(jax.random.key(config.seed))
-    return drafter, drafter.init_params(key, target)
+    return LoadedModel(Model(shape), DraftModel(Model(shape)).init_params(key, target))
 
 
 def _model_config(shape: config_lib.Architecture, vocab_size: int, max_positions: int) -> ModelConfig:

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from specjax.errors import ConfigError
 from specjax.models import transformer
-from specjax.models.config import ModelConfig
+from specjax.models.config import LayerKind, ModelConfig, Norm
+from specjax.models.rotary import Rope, rotary_table
 from specjax.types import Params
 
 
@@ -34,9 +35,11 @@ class _Stream:
 def prune(target: Any, shape: ModelConfig, tokens: Int[np.ndarray, "B T"]) -> Params:
     """Parameters of a draft of ``shape`` cut from ``target`` (a `LoadedModel`), calibrated on ``tokens``.
 
-    Raises `ConfigError` where ``shape`` is larger than the target or its heads cannot be a subset of the target's.
+    Raises `ConfigError` where the target is no Llama, where ``shape`` is larger than it, or where its heads cannot be a
+    subset of the target's.
     """
     full = target.config
+    _check_llama(full)
     _check(full, shape)
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), target.params)
     stream = _measure(target, tokens)
@@ -104,20 +107,21 @@ def _calibrate(spec: transformer.Model, params: Params, tokens: Int[Array, "B T"
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     visible = jnp.tril(jnp.ones((1, tokens.shape[1], tokens.shape[1]), bool))
     x = module.embedding[...][tokens]
-    rotary = transformer.rotary_table(positions, spec.config, x.dtype)
+    (rope,) = spec.config.ropes
+    rotary = rotary_table(positions, rope, spec.config.head_dim, x.dtype, tokens.shape[1])
     covariances, energies = [], []
     # The forward pass again, layer by layer: the stream between attention and MLP is no output of the model.
 
     def covariance(x: Float[Array, "B T D"]) -> Float[Array, "D D"]:
         x = x.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + spec.config.rms_norm_eps)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + spec.config.norm.eps)
         return jnp.einsum("btd,bte->de", x, x) / tokens.size
 
     for block in module.layers:
         covariances.append(covariance(x))
-        x = x + block.attention(block.attention_norm(x), rotary, positions, None, visible)[0]
+        x = x + block.attention(transformer.normed(block.attention_norm, x), rotary, positions, None, visible)[0]
         covariances.append(covariance(x))
-        neurons = block.mlp.neurons(block.mlp_norm(x))
+        neurons = block.mlp.neurons(transformer.normed(block.mlp_norm, x))
         down = block.mlp.down_proj
         energies.append(jnp.mean(jnp.square(neurons), axis=(0, 1)) * jnp.sum(jnp.square(down.kernel[...]), axis=1))
         x = x + down(neurons)
@@ -137,6 +141,20 @@ def _normalised(covariance: np.ndarray) -> np.ndarray:
 def _spread(layers: int, kept: int) -> list[int]:
     """The first layer, the last one, and others evenly between them."""
     return [0] if kept == 1 else [round(i * (layers - 1) / (kept - 1)) for i in range(kept)]
+
+
+def _check_llama(full: ModelConfig) -> None:
+    """Sizes, rotary settings, eps and tying may be any; everything else must be as in a Llama."""
+    norm, layers = Norm(eps=full.norm.eps), (LayerKind(full.layer(0).rope or Rope()),)
+    sizes = [field.name for field in dataclasses.fields(ModelConfig) if field.default is dataclasses.MISSING]
+    free = (*sizes, "max_positions", "tie_embeddings")
+    llama = ModelConfig(**{name: getattr(full, name) for name in free}, norm=norm, layers=layers)
+    others = [f.name for f in dataclasses.fields(full) if getattr(full, f.name) != getattr(llama, f.name)]
+    if others:
+        raise ConfigError(
+            f"draft.init: cuts a draft from a Llama-shaped target only, this one differs in {', '.join(others)}; "
+            "drop draft.init, or give the path of a draft"
+        )
 
 
 def _check(full: ModelConfig, shape: ModelConfig) -> None:

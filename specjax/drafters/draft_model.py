@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int, Key
 from pydantic import Field
 
 from specjax import sampling
-from specjax.models.cache import dtype_for
+from specjax.models.cache import dtype_for, with_total
 from specjax.types import Context, Draft, DraftOutput, Output, Params, Verdict
 
 
@@ -47,6 +47,9 @@ class DraftModel:
         batch, fed = prompt.shape
         positions = jnp.broadcast_to(jnp.arange(fed)[None], (batch, fed))
         cache = self.model.init_cache(batch, num_slots, dtype_for(params))
+        # The target knows how long rows will get, if that matters to it; otherwise the prompts decide.
+        total = getattr(target_out and target_out.cache, "total", None)
+        cache = with_total(cache, lengths if total is None else total)
         return self.model(params, prompt, positions, positions, cache).cache
 
     def draft(self, params: Params, state: Any, context: Context) -> tuple[Draft, Any]:

@@ -28,6 +28,8 @@ class KVCache:
     """
 
     layers: tuple[tuple[Float[Array, "B G C S"], Float[Array, "B G S C"]], ...]
+    total: Int[Array, " B"] | None = None
+    """The length that a row will reach, prompt included, for models whose rotary frequencies depend on it."""
 
     @classmethod
     def zeros(
@@ -59,7 +61,8 @@ def grow(tree: Any, slots: int) -> Any:
             tuple(
                 (jnp.pad(keys, ((0, 0), (0, 0), (0, 0), more)), jnp.pad(values, ((0, 0), (0, 0), more, (0, 0))))
                 for keys, values in cache.layers
-            )
+            ),
+            cache.total,
         )
 
     return jax.tree.map(lambda x: grown(x) if is_cache(x) else x, tree, is_leaf=is_cache)
@@ -75,7 +78,20 @@ def unfold(tree: Any, batch: int) -> Any:
 
 
 def _reshaped(tree: Any, reshape) -> Any:
-    return jax.tree.map(lambda x: jax.tree.map(reshape, x) if is_cache(x) else x, tree, is_leaf=is_cache)
+    def reshaped(cache: KVCache) -> KVCache:
+        return KVCache(jax.tree.map(reshape, cache.layers), cache.total)
+
+    return jax.tree.map(lambda x: reshaped(x) if is_cache(x) else x, tree, is_leaf=is_cache)
+
+
+def with_total(tree: Any, total: Int[Array, " B"]) -> Any:
+    """Every cache in the tree that asks for it is told the length that each row will reach: before the first token is
+    written, because that settles the frequencies its keys are rotated with."""
+
+    def told(x: Any) -> Any:
+        return KVCache(x.layers, total.astype(jnp.int32)) if is_cache(x) and x.total is not None else x
+
+    return jax.tree.map(told, tree, is_leaf=is_cache)
 
 
 def dtype_for(params: Params) -> jnp.dtype:

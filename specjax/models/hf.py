@@ -1,14 +1,13 @@
 """Hugging Face directories in and out; nothing in a directory is ever executed (no pickle, no ``trust_remote_code``).
 
-A directory is read strictly: every tensor is used exactly once, every setting is implemented or refused by name. A
-family (here: Llama) is one `Family`: how its config.json reads, and a table of tensor names.
+A directory is read strictly: every tensor is used exactly once, every setting is implemented or refused by name. What
+a family's config.json and tensors mean is said in `specjax.models.families`.
 
 Dims: B rows, T tokens, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -16,34 +15,31 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 from jaxtyping import Array, Float, Int
 from safetensors.numpy import save_file
 
 from specjax.errors import ModelError
 from specjax.models.config import ModelConfig
-from specjax.models.families import FAMILIES, LLAMA, Family, Settings, Slot, slots_of
+from specjax.models.families import Family, Settings, family_of
 from specjax.models.files import MANIFEST, read_json, verify_manifest, write_json, write_manifest
 from specjax.models.transformer import Model
+from specjax.models.weights import INDEX, NO_PICKLE, WEIGHTS, read_params, stored_tensors
 from specjax.types import Params
 
 DTYPES = ("float32", "bfloat16", "float16")
-CARD, WEIGHTS, INDEX = "README.md", "model.safetensors", "model.safetensors.index.json"
+CARD = "README.md"
 _TOKENIZER_DATA = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HUB_FILES = (
     *("*.safetensors", INDEX, "config.json", "generation_config.json"),
     *(*_TOKENIZER_DATA, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json"),
 )
-_STORED_FLOATS = ("F64", "F32", "F16", "BF16")
-_NO_PICKLE = "pickle formats (.bin, .pt, .pth, .ckpt) are never read, because unpickling runs code from the file"
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,6 +52,8 @@ class LoadedModel:
     eos_ids: tuple[int, ...] = ()
     """Token ids that end a generation."""
     name: str = "model"
+    family: str = "llama"
+    """The Hugging Face model type it is saved as."""
 
     @property
     def config(self) -> ModelConfig:
@@ -96,16 +94,15 @@ def load_model(path_or_hub_id: str | os.PathLike, dtype: str = "float32", revisi
     verify_manifest(directory, ignored=(CARD,))  # the card may be edited freely
     config_file = directory / "config.json"
     settings = Settings(read_json(config_file), config_file)
-    kind = settings.values.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ModelError(f"{config_file}: model_type={kind!r} is not implemented; known are {', '.join(FAMILIES)}")
-    config = FAMILIES[kind].read_config(settings)
+    family = family_of(settings.values.get("model_type"), config_file)
+    config = family.read_config(settings)
     return LoadedModel(
         spec=Model(config),
-        params=_read_params(directory, FAMILIES[kind], config, dtype),
+        params=read_params(directory, family, config, dtype),
         tokenizer=_read_tokenizer(directory),
         eos_ids=_read_eos_ids(directory, settings, config.vocab_size),
         name=Path(path_or_hub_id).name or directory.name,
+        family=family.saved_as or family.model_type,
     )
 
 
@@ -116,7 +113,7 @@ def _resolve(path_or_hub_id: str | os.PathLike, revision: str | None) -> Path:
             raise ModelError(f"{path}: revision={revision!r} needs a hub id, and this is a local directory; drop one")
         return path
     if path.exists():
-        raise ModelError(f"{path}: is a file; give the Hugging Face directory that holds it. {_NO_PICKLE}")
+        raise ModelError(f"{path}: is a file; give the Hugging Face directory that holds it. {NO_PICKLE}")
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(path_or_hub_id)):
         raise ModelError(f"{path}: no such directory; give a Hugging Face directory or a hub id such as owner/name")
     import huggingface_hub
@@ -145,103 +142,6 @@ def _read_eos_ids(directory: Path, settings: Settings, vocab_size: int) -> tuple
         if type(token) is not int or not 0 <= token < vocab_size:
             raise ModelError(f"{file}: eos_token_id={value!r} should be token ids in 0 .. {vocab_size - 1}")
     return tuple(dict.fromkeys(ids))
-
-
-def _read_params(directory: Path, family: Family, config: ModelConfig, dtype: str) -> Params:
-    slots = slots_of(family, config)
-    embedding, head = family.tensors["embedding"].name, family.tensors["head.kernel"].name
-    with contextlib.ExitStack() as stack:
-        stored = _open_tensors(directory, stack)
-        wanted = {slot.name for slot in slots}
-        # Buffers that old transformers wrote: functions of the config, not weights.
-        unexpected = {name for name in stored.keys() - wanted if not name.endswith("rotary_emb.inv_freq")}
-        missing = wanted - stored.keys()
-        if config.tie_embeddings and head in unexpected and not missing:
-            if not np.array_equal(stored[head].get_tensor(head), stored[embedding].get_tensor(embedding)):
-                raise ModelError(
-                    f"{directory}: {head} differs from {embedding} though config.json ties them; "
-                    "set tie_word_embeddings to false to use it, or drop it"
-                )
-            unexpected.remove(head)
-        if missing or unexpected:
-            raise ModelError(
-                f"{directory}: the tensors do not fit config.json; missing: {_listed(missing)}; "
-                f"unexpected: {_listed(unexpected)}"
-            )
-        params: Params = {}
-        for slot in slots:
-            node = params
-            for part in slot.path[:-1]:
-                node = node.setdefault(part, {})
-            node[slot.path[-1]] = _read_tensor(stored[slot.name], slot, dtype, directory)
-    return params
-
-
-def _read_tensor(handle: Any, slot: Slot, dtype: str, directory: Path) -> Array:
-    header = handle.get_slice(slot.name)
-    shape, stored_as = tuple(header.get_shape()), header.get_dtype()
-    if shape != slot.stored_shape:
-        raise ModelError(
-            f"{directory}: tensor {slot.name} has shape {list(shape)}, config.json asks for {list(slot.stored_shape)}"
-        )
-    if stored_as not in _STORED_FLOATS:
-        raise ModelError(
-            f"{directory}: tensor {slot.name} is stored as {stored_as}, readable are {', '.join(_STORED_FLOATS)}; "
-            "export the model without quantisation"
-        )
-    value = handle.get_tensor(slot.name)
-    # A copy that JAX owns: a borrowed numpy buffer cannot be donated to a training step.
-    return jnp.array(_cast(value.T if slot.transpose else value, dtype, slot.name))
-
-
-def _cast(value: np.ndarray, dtype: str, name: str) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        cast = np.ascontiguousarray(value.astype(dtype, copy=False))
-    if dtype == "float16" and np.isinf(cast).any() and not np.isinf(value).any():
-        raise ModelError(f"tensor {name} has values beyond the range of float16; use bfloat16 or float32")
-    return cast
-
-
-def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Tensor name -> the open file that holds it. Every shard must hold exactly what the index says."""
-    index_file = directory / INDEX
-    if (directory / WEIGHTS).exists():
-        shards, weight_map = [WEIGHTS], None
-    elif index_file.exists():
-        weight_map = read_json(index_file).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-            raise ModelError(f"{index_file}: has no weight_map from tensor names to shards")
-        shards = sorted(set(weight_map.values()))
-        for shard in shards:
-            if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
-                raise ModelError(f"{index_file}: shard {shard!r} is not a .safetensors file of this directory")
-    else:
-        raise ModelError(f"{directory}: holds no {WEIGHTS}; {_NO_PICKLE}: convert the weights to safetensors")
-    stored = {}
-    for shard in shards:
-        handle = stack.enter_context(_open_safetensors(directory / shard))
-        for name in handle.keys():  # noqa: SIM118 (a handle is not a dict)
-            if weight_map is not None and weight_map.get(name) != shard:
-                raise ModelError(f"{directory / shard}: holds {name}, which {INDEX} places in {weight_map.get(name)}")
-            stored[name] = handle
-    absent = set(weight_map or ()) - stored.keys()
-    if absent:
-        raise ModelError(f"{index_file}: names tensors that its shards do not hold: {_listed(absent)}")
-    return stored
-
-
-def _open_safetensors(file: Path) -> Any:
-    try:
-        return safetensors.safe_open(file, framework="np")
-    except FileNotFoundError:
-        raise ModelError(f"{file}: missing, though {INDEX} names it; fetch it again") from None
-    except (OSError, safetensors.SafetensorError) as error:
-        raise ModelError(f"{file}: truncated or not a safetensors file ({error}); fetch or save it again") from None
-
-
-def _listed(names: Collection[str]) -> str:
-    shown = sorted(names)[:4]
-    return ", ".join(shown) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "none"
 
 
 def _read_tokenizer(directory: Path) -> Any:
@@ -326,22 +226,20 @@ def _check_replaceable(final: Path, overwrite: bool) -> None:
 
 
 def _write_files(model: LoadedModel, directory: Path, dtype: str, card: str | None) -> None:
-    family, config, tokenizer = LLAMA, model.config, model.tokenizer
-    tensors = {}
-    for slot in slots_of(family, config):
-        value = np.asarray(_leaf(model.params, slot))
-        tensors[slot.name] = _cast(value.T if slot.transpose else value, dtype, slot.name)
+    family, config, tokenizer = family_of(model.family, directory), model.config, model.tokenizer
+    described = _describe(family, config)
+    tensors = stored_tensors(model.params, family, config, dtype)
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     special = {
-        # Written even when null: an absent id means Llama's default there, not none.
+        # Written even when null: an absent id means the family's default there, not none.
         "bos_token_id": getattr(tokenizer, "bos_token_id", None),
         "eos_token_id": model.eos_ids[0] if len(model.eos_ids) == 1 else list(model.eos_ids) or None,
+        "pad_token_id": getattr(tokenizer, "pad_token_id", None),
     }
     settings = {"architectures": [family.architecture], "model_type": family.model_type, "dtype": dtype}
-    settings |= {"torch_dtype": dtype, **family.write_config(config), **special}
+    settings |= {"torch_dtype": dtype, **described, **special}
     write_json(directory / "config.json", settings)
-    pad = {"pad_token_id": getattr(tokenizer, "pad_token_id", None)}
-    write_json(directory / "generation_config.json", {k: v for k, v in (special | pad).items() if v is not None})
+    write_json(directory / "generation_config.json", {k: v for k, v in special.items() if v is not None})
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
         _rename_tokenizer_class(directory / "tokenizer_config.json")
@@ -349,15 +247,23 @@ def _write_files(model: LoadedModel, directory: Path, dtype: str, card: str | No
     write_manifest(directory)
 
 
-def _leaf(params: Params, slot: Slot) -> Any:
-    node = params
-    for part in slot.path:
-        node = node.get(part) if isinstance(node, Mapping) else None
-    found = getattr(node, "shape", None)
-    if found != slot.shape:
-        path = ".".join(map(str, slot.path))
-        raise ModelError(f"parameter {path} should have shape {list(slot.shape)}, found {found and list(found)}")
-    return node
+def _describe(family: Family, config: ModelConfig) -> dict[str, Any]:
+    """config.json without its ids. Raises `ModelError` for a config that the family has no settings for."""
+    described: dict[str, Any] = {}
+    try:
+        described = family.write_config(config)
+        again = family.read_config(Settings(described, "config.json"))
+        lost = ", ".join(
+            f.name for f in dataclasses.fields(config) if getattr(again, f.name) != getattr(config, f.name)
+        )
+    except ValueError as error:  # of a value that it cannot write, or not read again
+        lost = str(error)
+    if lost:
+        raise ModelError(
+            f"this model cannot be saved as {family.model_type!r}, whose config.json does not hold all that it is "
+            f"({lost}); set LoadedModel.family to the family it comes from"
+        )
+    return described
 
 
 def _rename_tokenizer_class(file: Path) -> None:
@@ -373,9 +279,10 @@ def _default_card(model: LoadedModel) -> str:
     count = sum(leaf.size for leaf in jax.tree.leaves(model.params))
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# {model.name}\n\n"
-        f"A Llama decoder of {count:,} parameters: {config.num_layers} layers, hidden size {config.hidden_size}, "
-        f"{config.num_heads} heads ({config.num_kv_heads} key-value), vocabulary {config.vocab_size}, "
-        f"{config.max_positions} positions. Written by specjax; check the files with `sha256sum -c {MANIFEST}`.\n"
+        f"A decoder of the {model.family} family with {count:,} parameters: {config.num_layers} layers, "
+        f"hidden size {config.hidden_size}, {config.num_heads} heads ({config.num_kv_heads} key-value), "
+        f"vocabulary {config.vocab_size}, {config.max_positions} positions. "
+        f"Written by specjax; check the files with `sha256sum -c {MANIFEST}`.\n"
     )
 
 

@@ -1,10 +1,10 @@
-"""One decoder-only transformer: token ids in, logits, hidden states and an updated KV cache out.
+"""One decoder-only transformer: token ids in, logits, hidden states and an updated KV cache out. What differs between
+model families is said by `ModelConfig`; the parts are in `specjax.models.layers`.
 
 Weights live in flax NNX modules; `Model` is the functional view that the engine uses: the only static part is the
-config, parameters are always a traced argument. RMSNorm, rotary positions (2104.09864), grouped-query attention
-(2305.13245), SwiGLU (2002.05202).
+config, parameters are always a traced argument.
 
-Dims: B rows, T tokens fed, S cache slots, V vocabulary, D hidden, H query heads, G key-value heads, C head features.
+Dims: B rows, T tokens fed, S cache slots, V vocabulary, D hidden, R rows of the block that are asked for.
 """
 
 from __future__ import annotations
@@ -18,147 +18,52 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models.cache import KVCache, as_layer, fold, unfold, write_block
-from specjax.models.config import ModelConfig
+from specjax.models.cache import KVCache, fold, unfold
+from specjax.models.config import LayerKind, ModelConfig
+from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm, matrix_product, soft_capped
+from specjax.models.rotary import rotary_table
 from specjax.types import Output, Params
-
-FEW_ROWS = 16
-"""Most rows for which `few_rows_product` beats a matrix product on CPU (2 cores, float32: 12-16)."""
-
-
-class Linear(nnx.Module):
-    """``x @ kernel``, kernel ``[in, out]``; or stacked blocks of columns ``[blocks, in, out / blocks]``, as
-    `specjax.backend` lays it out."""
-
-    def __init__(self, features_in: int, features_out: int, *, rngs: nnx.Rngs, dtype: DTypeLike):
-        scale = features_in**-0.5
-        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (features_in, features_out), dtype) * scale)
-
-    def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
-        kernel = self.kernel[...]
-        rows = x.reshape(-1, x.shape[-1])
-        if kernel.ndim == 2:
-            y = matrix_product(rows, kernel)
-        elif kernel.shape[2] == 1 and len(rows) <= FEW_ROWS:
-            y = few_rows_product(rows, kernel[..., 0])
-        elif kernel.shape[2] == 1:
-            y = jnp.einsum("mi,oi->mo", rows, kernel[..., 0], precision=_precision(x))
-        else:
-            # A batched product with x repeated: a contraction that broadcasts by itself is several times slower on CPU.
-            repeated = jnp.broadcast_to(rows, (len(kernel), *rows.shape))
-            y = jnp.einsum("pmi,pio->pmo", repeated, kernel, precision=_precision(x)).swapaxes(0, 1)
-        return y.reshape(*x.shape[:2], -1)
-
-
-@jax.custom_vjp
-def matrix_product(x: Float[Array, "M I"], kernel: Float[Array, "I O"]) -> Float[Array, "M O"]:
-    """``x @ kernel``, whose derivative by the kernel is ``x.T @ dy``. JAX's own, ``(dy.T @ x).T``, lets XLA on CPU fuse
-    what makes dy into its transposition, where nothing is vectorised (1.2x a training step)."""
-    return jnp.einsum("mi,io->mo", x, kernel, precision=_precision(x))
-
-
-def _matrix_product_forward(x, kernel):
-    return matrix_product(x, kernel), (x, kernel)
-
-
-def _matrix_product_backward(saved, dy):
-    x, kernel = saved
-    precision = _precision(x)
-    return (
-        jnp.einsum("mo,io->mi", dy, kernel, precision=precision),
-        jax.lax.dot_general(x, dy, (((0,), (0,)), ((), ())), precision=precision),
-    )
-
-
-matrix_product.defvjp(_matrix_product_forward, _matrix_product_backward)
-
-
-def few_rows_product(x: Float[Array, "M I"], kernel: Float[Array, "O I"]) -> Float[Array, "M O"]:
-    """``x @ kernel.T`` for few rows, as one reduction with M results that reads each row of the kernel once."""
-    # XLA would compute what makes x anew for every row of the kernel; a division it takes to be too dear for that
-    # (element by element: by a scalar, it would turn it into a product and fuse that).
-    x = x / jnp.where(jnp.isinf(x), 2.0, 1.0).astype(x.dtype)
-    zeros = (jnp.zeros((), x.dtype),) * len(x)
-    columns = jax.lax.reduce(tuple(kernel * row[None] for row in x), zeros, _add_all, (1,))
-    return jnp.stack(columns)
-
-
-def _add_all(totals, values):
-    return tuple(total + value for total, value in zip(totals, values, strict=True))
-
-
-class RMSNorm(nnx.Module):
-    def __init__(self, features: int, eps: float, *, dtype: DTypeLike):
-        self.scale = nnx.Param(jnp.ones((features,), dtype))
-        self.eps = eps
-
-    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        x32 = x.astype(jnp.float32)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        scale = self.scale[...]
-        return x32.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
-
-
-class Attention(nnx.Module):
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
-        self.config = config
-        sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        linear = functools.partial(Linear, rngs=rngs, dtype=dtype)
-        if config.fused_projections:
-            self.qkv_proj = linear(config.hidden_size, sum(sizes) * config.head_dim)
-        else:
-            self.q_proj, self.k_proj, self.v_proj = (linear(config.hidden_size, n * config.head_dim) for n in sizes)
-        self.o_proj = linear(config.num_heads * config.head_dim, config.hidden_size)
-
-    def __call__(self, x, rotary, slots, layer_cache, visible):
-        """``layer_cache`` is folded; ``visible[B, T, S]`` says which keys each query may read. Returns (attended,
-        (keys, values))."""
-        batch, fed = x.shape[:2]
-        q, k, v = (y.reshape(batch, fed, -1, self.config.head_dim) for y in self.projections(x))
-        q, k = rotate(q, rotary), rotate(k, rotary)
-        layer_cache = as_layer(k, v) if layer_cache is None else write_block(layer_cache, slots, k, v)
-        k, v = (x.astype(q.dtype) for x in layer_cache)
-        out = attend(q, k, v, visible)
-        return self.o_proj(out.reshape(batch, fed, -1)), layer_cache
-
-    def projections(self, x) -> tuple[Array, Array, Array]:
-        if not self.config.fused_projections:
-            return self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        queries, keys = (n * self.config.head_dim for n in (self.config.num_heads, self.config.num_kv_heads))
-        q, k, v = jnp.split(self.qkv_proj(x), (queries, queries + keys), axis=-1)
-        return q, k, v
-
-
-class MLP(nnx.Module):
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
-        hidden, neurons = config.hidden_size, config.intermediate_size
-        if config.fused_projections:
-            self.gate_up_proj = Linear(hidden, 2 * neurons, rngs=rngs, dtype=dtype)
-        else:
-            self.gate_proj = Linear(hidden, neurons, rngs=rngs, dtype=dtype)
-            self.up_proj = Linear(hidden, neurons, rngs=rngs, dtype=dtype)
-        self.down_proj = Linear(neurons, hidden, rngs=rngs, dtype=dtype)
-        self.fused = config.fused_projections
-
-    def __call__(self, x):
-        return self.down_proj(self.neurons(x))
-
-    def neurons(self, x):
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1) if self.fused else (self.gate_proj(x), self.up_proj(x))
-        return jax.nn.silu(gate) * up
 
 
 class Block(nnx.Module):
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.attention = Attention(config, rngs=rngs, dtype=dtype)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.mlp = MLP(config, rngs=rngs, dtype=dtype)
+    def __init__(self, config: ModelConfig, kind: LayerKind, *, rngs: nnx.Rngs, dtype: DTypeLike):
+        norm = functools.partial(make_norm, config, config.hidden_size, dtype=dtype)
+        placement, self.residual = config.norm.placement, config.residual
+        self.residual_multiplier = config.residual_multiplier
+        self.attention_norm = norm() if placement != "post" else None
+        self.attention = Attention(config, kind, rngs=rngs, dtype=dtype)
+        self.attention_post_norm = norm() if placement != "pre" else None
+        self.mlp_norm = norm() if placement != "post" and self.residual != "parallel_one_norm" else None
+        if config.experts is None or kind.dense:
+            self.mlp = MLP(config, rngs=rngs, dtype=dtype)
+        else:
+            self.experts = ExpertMLP(config, rngs=rngs, dtype=dtype)
+        self.mlp_post_norm = norm() if placement != "pre" else None
+
+    @property
+    def feed_forward(self) -> MLP | ExpertMLP:
+        return self.mlp if hasattr(self, "mlp") else self.experts
 
     def __call__(self, x, rotary, slots, layer_cache, visible):
-        attended, layer_cache = self.attention(self.attention_norm(x), rotary, slots, layer_cache, visible)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), layer_cache
+        read = normed(self.attention_norm, x)
+        attended, layer_cache = self.attention(read, rotary, slots, layer_cache, visible)
+        attended = normed(self.attention_post_norm, attended)
+        if self.residual == "sequential":
+            x = self.add(x, attended)
+            return self.add(x, self.fed_forward(normed(self.mlp_norm, x))), layer_cache
+        if self.residual == "parallel":
+            read = normed(self.mlp_norm, x)
+        return self.add(x, attended + self.fed_forward(read)), layer_cache
+
+    def fed_forward(self, x):
+        return normed(self.mlp_post_norm, self.feed_forward(x))
+
+    def add(self, x, change):
+        return x + (change if self.residual_multiplier == 1 else change * self.residual_multiplier)
+
+
+def normed(norm, x):
+    return x if norm is None else norm(x)
 
 
 class Transformer(nnx.Module):
@@ -166,70 +71,63 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         self.config = config
-        self.embedding = nnx.Param(
-            jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype) * 0.02
+
+        def embedding(count: int) -> nnx.Param:
+            return nnx.Param(jax.random.normal(rngs.params(), (count, config.hidden_size), dtype) * 0.02)
+
+        self.embedding = embedding(config.vocab_size)
+        if config.learned_positions:
+            self.position_embedding = embedding(config.max_positions)
+        self.layers = nnx.List(
+            [Block(config, config.layer(i), rngs=rngs, dtype=dtype) for i in range(config.num_layers)]
         )
-        self.layers = nnx.List([Block(config, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.norm = make_norm(config, config.hidden_size, dtype=dtype)
         if not config.tie_embeddings:
             self.head = Linear(config.hidden_size, config.vocab_size, rngs=rngs, dtype=dtype)
         depth_scale = (2 * config.num_layers) ** -0.5
         for block in self.layers:
-            for linear in (block.attention.o_proj, block.mlp.down_proj):
+            for linear in (block.attention.o_proj, block.feed_forward.down_proj):
                 linear.kernel[...] = linear.kernel[...] * depth_scale
 
     def __call__(self, tokens, positions, slots, cache, mask, hidden_layers):
+        config = self.config
         x = self.embedding[...][tokens]
-        rotary = rotary_table(positions, self.config, x.dtype)
-        visible = _visible(positions, slots, cache, mask)
+        if config.learned_positions:
+            x = x + self.position_embedding[...][positions]
+        if config.embedding_multiplier != 1:
+            x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
+        total = tokens.shape[1] if cache is None else cache.total
+        tables = {rope: rotary_table(positions, rope, config.head_dim, x.dtype, total) for rope in config.ropes}
+        everything = _visible(positions, slots, cache, mask)
+        visible = {
+            window: everything if window is None else everything & _within(window, positions, slots, cache)
+            for window in dict.fromkeys(kind.window for kind in config.layers)
+        }
         folded = cache is None or cache.layers[0][0].ndim == 3
-        layer_caches = [None] * self.config.num_layers if cache is None else (cache if folded else fold(cache)).layers
+        layer_caches = [None] * config.num_layers if cache is None else (cache if folded else fold(cache)).layers
         hidden, written = [], []
         for index, (block, layer_cache) in enumerate(zip(self.layers, layer_caches, strict=True)):
             if index in hidden_layers:
                 hidden.append(x)
-            x, layer_cache = block(x, rotary, slots, layer_cache, visible)
+            kind = config.layer(index)
+            rotary = None if kind.rope is None else tables[kind.rope]
+            x, layer_cache = block(x, rotary, slots, layer_cache, visible[kind.window])
             written.append(layer_cache)
         x = self.norm(x)
         if cache is not None:
-            cache = KVCache(tuple(written)) if folded else unfold(KVCache(tuple(written)), len(tokens))
+            cache = KVCache(tuple(written), total)
+            cache = cache if folded else unfold(cache, len(tokens))
         return x, tuple(hidden), cache
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        if self.config.tie_embeddings:
-            return matrix_product(x.reshape(-1, x.shape[-1]), self.embedding[...].T).reshape(*x.shape[:2], -1)
-        return self.head(x)
-
-
-def rotary_table(positions: Int[Array, "B T"], config: ModelConfig, dtype) -> tuple[Array, Array]:
-    """(cos, sin), each ``[B, T, 1, C/2]``; computed in float32 whatever the model's dtype."""
-    frequencies = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies[None, None, None]
-    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
-
-
-def rotate(x: Float[Array, "B T H C"], rotary: tuple[Array, Array]) -> Float[Array, "B T H C"]:
-    """Rotary embedding in Hugging Face's layout: feature i is paired with feature i + C/2."""
-    cos, sin = rotary
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def attend(
-    q: Float[Array, "B T H C"], k: Float[Array, "BG C S"], v: Float[Array, "BG S C"], visible: Bool[Array, "#B T S"]
-) -> Float[Array, "B T H C"]:
-    """Grouped-query attention. The queries that share a key-value head are laid side by side, so that each of the
-    two products is one plain matrix multiplication a key-value head (2-3x on CPU over a five-axis einsum)."""
-    batch, fed, heads, features = q.shape
-    group = batch * heads // len(k)
-    q = q.reshape(batch, fed, -1, group, features).transpose(0, 2, 3, 1, 4).reshape(len(k), group * fed, features)
-    scores = jnp.einsum("hqc,hcs->hqs", q, k, precision=_precision(q)).astype(jnp.float32) * features**-0.5
-    scores = scores.reshape(batch, -1, group, fed, k.shape[2])
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(len(k), group * fed, -1)
-    out = jnp.einsum("hqs,hsc->hqc", weights, v, precision=_precision(q))
-    out = out.reshape(batch, -1, group, fed, features).transpose(0, 3, 1, 2, 4)
-    return out.reshape(batch, fed, heads, features)
+        config = self.config
+        if config.tie_embeddings:
+            logits = matrix_product(x.reshape(-1, x.shape[-1]), self.embedding[...].T).reshape(*x.shape[:2], -1)
+        else:
+            logits = self.head(x)
+        if config.logit_multiplier != 1:
+            logits = logits * config.logit_multiplier
+        return soft_capped(logits, config.logit_soft_cap)
 
 
 def _visible(positions, slots, cache, mask) -> Bool[Array, "B T S"]:
@@ -246,9 +144,14 @@ def _visible(positions, slots, cache, mask) -> Bool[Array, "B T S"]:
     return (inside < 0) | ((inside < fed) & in_block)
 
 
-def _precision(x: Array) -> jax.lax.Precision | None:
-    # float32 means float32: without it an accelerator multiplies in TF32 or bfloat16 and greedy identity is lost.
-    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+def _within(window: int, positions, slots, cache) -> Bool[Array, "B T S"]:
+    """Keys fewer than ``window`` positions back. Before the block, a key's position is its slot."""
+    keys = positions
+    if cache is not None:
+        inside = jnp.arange(cache.num_slots)[None] - slots[:, :1]
+        fed = jnp.take_along_axis(positions, jnp.clip(inside, 0, positions.shape[1] - 1).astype(jnp.int32), axis=1)
+        keys = jnp.where(inside < 0, jnp.arange(cache.num_slots, dtype=positions.dtype)[None], fed)
+    return positions[..., None] - keys[:, None] < window
 
 
 @functools.lru_cache(maxsize=64)
@@ -272,8 +175,12 @@ class Model:
         return nnx.merge(_graphdef(self.config), nnx.State(params))
 
     def init_cache(self, batch: int, num_slots: int, dtype: DTypeLike = jnp.float32) -> KVCache:
+        """Empty. Where rows choose their rotary frequencies, `specjax.models.cache.with_total` tells it how long they
+        will get; until then they count as short."""
         config = self.config
-        return KVCache.zeros(config.num_layers, batch, num_slots, config.num_kv_heads, config.head_dim, dtype)
+        cache = KVCache.zeros(config.num_layers, batch, num_slots, config.num_kv_heads, config.head_dim, dtype)
+        total = jnp.zeros((batch,), jnp.int32) if config.rows_choose_frequencies else None
+        return KVCache(cache.layers, total)
 
     def __call__(
         self,

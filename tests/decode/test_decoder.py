@@ -17,7 +17,7 @@ from specjax.decode.request import derive_seeds, prepare
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import DataError, SpecjaxError
-from specjax.models.config import ModelConfig
+from specjax.models.config import ModelConfig, Norm
 from specjax.models.transformer import Model
 from specjax.testing.toys import ToyModel, context, neutral_sampling, prefix_model
 from specjax.verifiers.lenient import Lenient
@@ -233,7 +233,7 @@ def test_prefill_and_loop_lower_for_accelerators(monkeypatch, greedy, drafter):
     # treated alike.
     platforms = ("tpu", "cuda")
     monkeypatch.setattr(jax, "default_backend", lambda: platforms[0])
-    target, draft = transformer(2, rms_norm_eps=1e-6), transformer(3, hidden_size=16, rms_norm_eps=1e-6)
+    target, draft = transformer(2, norm=Norm(eps=1e-6)), transformer(3, hidden_size=16, norm=Norm(eps=1e-6))
     decoder = Decoder(target, DraftModel(draft, 3) if drafter == "draft" else NGram(3))
     engine, params = decoder.engine(greedy, rows=1)
     batch = prepare(target, 3, [[1, 2, 3]], 8, 0, False, {"temperature": 0.0 if greedy else 1.0})

@@ -81,8 +81,8 @@ def test_what_is_saved_reads_in_transformers_with_the_same_settings(llama, tmp_p
     assert (theirs.vocab_size, theirs.hidden_size, theirs.intermediate_size) == (37, 16, 24)
     assert (theirs.num_hidden_layers, theirs.num_attention_heads, theirs.num_key_value_heads) == (2, 4, 2)
     assert (theirs.head_dim, theirs.max_position_embeddings) == (6, 64)
-    assert theirs.to_dict()["rope_parameters"]["rope_theta"] == ours.rope_theta
-    assert theirs.rms_norm_eps == ours.rms_norm_eps
+    assert theirs.to_dict()["rope_parameters"]["rope_theta"] == ours.ropes[0].theta
+    assert theirs.rms_norm_eps == ours.norm.eps
     assert theirs.tie_word_embeddings is False
     assert theirs.attention_bias is False
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [3, 5]

@@ -7,7 +7,9 @@ import json
 import pytest
 
 from specjax.errors import ModelError
+from specjax.models.config import LayerKind
 from specjax.models.hf import load_model, save_model
+from specjax.models.rotary import Rope
 from tests.models.directories import change
 
 ROPES = {
@@ -30,23 +32,24 @@ def test_every_spelling_of_rotary_settings_is_read_as_transformers_reads_it(llam
     path = llama.write(rope_theta=None)
     change(path / "config.json", **ROPES[spelling])
     theirs = LlamaConfig.from_pretrained(path).to_dict()["rope_parameters"]["rope_theta"]
-    assert load_model(path).config.rope_theta == theirs
+    assert load_model(path).config.layers == (LayerKind(Rope(theirs)),)
     assert theirs == (500.0 if "500" in str(ROPES[spelling]) and "replaces" not in spelling else 10_000.0)
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type='linear'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.rope_type='llama3'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5.0}}, "rope_parameters.rope_type='yarn'"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}}, "rope_scaling.type='mrope'"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 8.0}}, "rope_scaling.rope_type='proportional'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling.beta=1"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor=0.5"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters.full_attention="),
         ({"rope_parameters": {"factor": 2.0}}, "rope_parameters.factor=2.0"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"use_qk_norm": True}, "use_qk_norm=True"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({"num_local_experts": 4}, "num_local_experts=4"),
+        ({"hidden_act": "mish"}, "hidden_act='mish'"),
         ({"pretraining_tp": 2}, "pretraining_tp=2"),
         ({"sliding_window": 4096}, "sliding_window=4096"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types="),
@@ -84,7 +87,7 @@ def test_an_inactive_setting_changes_nothing(llama, settings):
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2' is not implemented; known are llama"),
+        ({"model_type": "lama"}, "model_type='lama' is not implemented (nearest: llama); known are cohere, "),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 should be a positive int"),
         ({"vocab_size": "37"}, "vocab_size='37' should be a positive int"),
@@ -115,8 +118,8 @@ def test_absent_settings_take_the_defaults_of_transformers(llama):
     (path / "config.json").write_text(json.dumps(config))
     ours, theirs = load_model(path).config, LlamaConfig(**config)
     assert (ours.num_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, theirs.head_dim) == (4, 4)
-    assert (ours.rms_norm_eps, ours.max_positions) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
-    assert (ours.rope_theta, ours.tie_embeddings) == (
+    assert (ours.norm.eps, ours.max_positions) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
+    assert (ours.ropes[0].theta, ours.tie_embeddings) == (
         theirs.to_dict()["rope_parameters"]["rope_theta"],
         theirs.tie_word_embeddings,
     )

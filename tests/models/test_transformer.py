@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from specjax.models.cache import grow
-from specjax.models.config import ModelConfig
+from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.hf import load_model
-from specjax.models.transformer import Model, rotary_table, rotate
+from specjax.models.rotary import Rope, rotary_table, rotate
+from specjax.models.transformer import Model
 
 CONFIG = ModelConfig(
     vocab_size=37,
@@ -23,7 +24,7 @@ CONFIG = ModelConfig(
     num_kv_heads=2,
     head_dim=4,
     max_positions=64,
-    rope_theta=50.0,
+    layers=(LayerKind(Rope(50.0)),),
     tie_embeddings=False,
 )
 SLOTS = 32
@@ -106,11 +107,10 @@ def test_rotary_pairs_feature_i_with_i_plus_half_as_hugging_face_does():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(1, 5, 3, 8)).astype(np.float32)
     positions = np.array([[0, 1, 7, 7, 40]], np.int32)
-    config = dataclasses.replace(CONFIG, head_dim=8)
     angle = positions[..., None] / 50.0 ** (np.arange(0, 8, 2) / 8)
     cos, sin = (np.concatenate([f(angle), f(angle)], axis=-1)[:, :, None] for f in (np.cos, np.sin))
     expected = x * cos + np.concatenate([-x[..., 4:], x[..., :4]], axis=-1) * sin
-    got = rotate(jnp.asarray(x), rotary_table(jnp.asarray(positions), config, jnp.float32))
+    got = rotate(jnp.asarray(x), rotary_table(jnp.asarray(positions), Rope(50.0), 8, jnp.float32))
     np.testing.assert_allclose(got, expected, atol=1e-6)
 
 

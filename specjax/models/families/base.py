@@ -1,0 +1,165 @@
+"""What a model family is: how its config.json reads and writes, and a table that says where each parameter is stored
+and how it is cut from there. Tables work in both directions, bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.models.config import ModelConfig
+from specjax.models.families.settings import Settings
+from specjax.models.transformer import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One of several parameters that are stored as one tensor, side by side along its output features: sections of
+    ``widths(config)`` features that repeat ``groups(config)`` times, of which ``index`` is ours."""
+
+    index: int
+    widths: Callable[[ModelConfig], tuple[int, ...]]
+    groups: Callable[[ModelConfig], int] = lambda config: 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A stored tensor: its name, ``{}`` for the layer and then for the expert. ``transpose``: stored ``[out, in]``,
+    ours is ``[in, out]``. ``part``: it holds several parameters. ``stacked``: ours has one of them an expert."""
+
+    name: str
+    transpose: bool = False
+    part: Part | None = None
+    stacked: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One Hugging Face model type. ``tensors``: our parameter path -> where it is stored. ``prefix``: how stored names
+    begin, left out in some files. ``others``: patterns of names that are not its weights, such as the buffers of older
+    versions. ``saved_as``: the model type to save as, where it is another one."""
+
+    model_type: str
+    architecture: str
+    read_config: Callable[[Settings], ModelConfig]
+    write_config: Callable[[ModelConfig], dict[str, Any]]
+    tensors: Mapping[str, Tensor]
+    prefix: str = ""
+    others: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
+    saved_as: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where one parameter, or one expert's piece of it, is stored: our shape, their name."""
+
+    name: str
+    shape: tuple[int, ...]
+    stored_shape: tuple[int, ...]
+    tensor: Tensor
+    groups: int = 1
+    start: int = 0
+
+    def read(self, stored: np.ndarray) -> np.ndarray:
+        """Our value; a view where that is possible."""
+        if self.tensor.part is None:
+            return stored.T if self.tensor.transpose else stored
+        section = self._section(stored)
+        return section.reshape(-1, *section.shape[2:]).T
+
+    def write(self, value: np.ndarray, stored: np.ndarray) -> None:
+        if self.tensor.part is None:
+            stored[...] = value.T if self.tensor.transpose else value
+        else:
+            section = self._section(stored)
+            section[...] = value.T.reshape(section.shape)
+
+    def _section(self, stored: np.ndarray) -> np.ndarray:
+        """A view ``[groups, width, ...]`` of the features that are ours."""
+        features = stored if self.tensor.transpose else stored.T
+        features = features.reshape(self.groups, -1, *features.shape[1:])
+        width = self.shape[-1] // self.groups
+        return features[:, self.start : self.start + width]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One leaf of `Model.init`; ``stacked``: its slots are its pieces along the first axis, otherwise there is one."""
+
+    path: tuple[Any, ...]
+    shape: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    stacked: bool
+
+
+def parameters_of(family: Family, config: ModelConfig) -> list[Parameter]:
+    """Every parameter of `Model.init`, in its order."""
+    shapes = jax.eval_shape(lambda: Model(config).init(jax.random.key(0)))
+    parameters = []
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        path = tuple(key.key for key in key_path)
+        tensor = family.tensors[".".join("{}" if isinstance(part, int) else part for part in path)]
+        layer = [part for part in path if isinstance(part, int)]
+        if tensor.stacked:
+            names = [tensor.name.format(*layer, expert) for expert in range(leaf.shape[0])]
+            slots = [_slot(name, leaf.shape[1:], tensor, config) for name in names]
+        else:
+            slots = [_slot(tensor.name.format(*layer), leaf.shape, tensor, config)]
+        parameters.append(Parameter(path, leaf.shape, tuple(slots), tensor.stacked))
+    return parameters
+
+
+def _slot(name: str, shape: tuple[int, ...], tensor: Tensor, config: ModelConfig) -> Slot:
+    stored, groups, start = shape, 1, 0
+    if tensor.part is not None:
+        widths, groups = tensor.part.widths(config), tensor.part.groups(config)
+        stored, start = (*shape[:-1], groups * sum(widths)), sum(widths[: tensor.part.index])
+    return Slot(name, shape, stored[::-1] if tensor.transpose else stored, tensor, groups, start)
+
+
+def linear(ours: str, theirs: str) -> dict[str, Tensor]:
+    return {f"{ours}.kernel": Tensor(f"{theirs}.weight", transpose=True), f"{ours}.bias": Tensor(f"{theirs}.bias")}
+
+
+def norm(ours: str, theirs: str) -> dict[str, Tensor]:
+    return {f"{ours}.scale": Tensor(f"{theirs}.weight"), f"{ours}.bias": Tensor(f"{theirs}.bias")}
+
+
+def fused(ours: tuple[str, ...], theirs: str, transpose: bool, widths, groups=lambda config: 1) -> dict[str, Tensor]:
+    """Projections stored as one, see `Part`."""
+    parts = {name: Part(i, widths, groups) for i, name in enumerate(ours)}
+    kernels = {f"{name}.kernel": Tensor(f"{theirs}.weight", transpose, part) for name, part in parts.items()}
+    return kernels | {f"{name}.bias": Tensor(f"{theirs}.bias", part=part) for name, part in parts.items()}
+
+
+QKV = tuple(f"layers.{{}}.attention.{name}_proj" for name in "qkv")
+
+
+def qkv_widths(config: ModelConfig) -> tuple[int, ...]:
+    return tuple(n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads))
+
+
+# The names that most families share, Llama's first of all; a row that a model has no parameter for is not used.
+TENSORS: dict[str, Tensor] = {
+    "embedding": Tensor("model.embed_tokens.weight"),
+    "head.kernel": Tensor("lm_head.weight", transpose=True),
+    **norm("norm", "model.norm"),
+    **norm("layers.{}.attention_norm", "model.layers.{}.input_layernorm"),
+    **norm("layers.{}.mlp_norm", "model.layers.{}.post_attention_layernorm"),
+    **{
+        path: tensor
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+        for path, tensor in linear(f"layers.{{}}.attention.{name}", f"model.layers.{{}}.self_attn.{name}").items()
+    },
+    **norm("layers.{}.attention.q_norm", "model.layers.{}.self_attn.q_norm"),
+    **norm("layers.{}.attention.k_norm", "model.layers.{}.self_attn.k_norm"),
+    **{
+        path: tensor
+        for name in ("gate_proj", "up_proj", "down_proj")
+        for path, tensor in linear(f"layers.{{}}.mlp.{name}", f"model.layers.{{}}.mlp.{name}").items()
+    },
+}

@@ -1,0 +1,234 @@
+"""config.json, read with errors that name the file, the setting and its value; and the settings that most families
+share, in both directions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specjax.errors import ModelError
+from specjax.models.config import Activation, LayerKind, ModelConfig, Norm
+from specjax.models.rotary import Rope
+
+_REQUIRED: Any = object()
+NEUTRAL = {
+    **dict.fromkeys(("quantization_config", "sliding_window", "no_rope_layers", "clip_qkv", "num_experts")),
+    **dict.fromkeys(
+        ("num_local_experts", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
+    ),
+    **dict.fromkeys(("logit_scale", "attention_multiplier", "rope_scaling", "rope_parameters", "n_inner")),
+    **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "use_bidirectional_attention"), False),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "use_qk_norm", "use_parallel_residual"), False),
+    **dict.fromkeys(("pretraining_tp", "partial_rotary_factor", "rotary_pct", "logits_scaling"), 1),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), 1),
+}
+"""Settings that change what some family computes, and the value at which they change nothing."""
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
+"""Our name of a size -> its setting, in most families."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """One JSON object. ``within``: what comes before its keys in errors. ``read`` collects what has been looked at."""
+
+    values: Mapping[str, Any]
+    where: Path | str
+    within: str = ""
+    read: set[str] = dataclasses.field(default_factory=set)
+
+    def get(self, key: str, absent: Any = None) -> Any:
+        self.read.add(key)
+        return self.values.get(key, absent)
+
+    def number(self, key: str, kind: type, default: int | float | None = _REQUIRED, least: int | None = None) -> Any:
+        """A positive ``kind`` (int or float), or one of at least ``least``; null and absent mean ``default``."""
+        value = self.get(key)
+        if value is None:
+            if default is _REQUIRED:
+                raise ModelError(f"{self.where}: {self.within}{key} is missing; it is needed to build the model")
+            return default
+        number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+        if not number or not (value > 0 if least is None else least <= value) or not value < math.inf:
+            expected = f"a positive {kind.__name__}" if least is None else f"{kind.__name__} >= {least}"
+            raise self.bad(key, expected)
+        return kind(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.bad(key, "true or false")
+        return value
+
+    def numbers(self, key: str, kind: type) -> tuple:
+        values = self.get(key)
+        if not isinstance(values, list) or any(isinstance(x, bool) or not isinstance(x, (int, kind)) for x in values):
+            raise self.bad(key, f"a list of {kind.__name__}")
+        return tuple(map(kind, values))
+
+    def choice(self, key: str, choices: Mapping[str, Any], default: str) -> Any:
+        value = self.get(key)
+        value = default if value is None else value
+        if not isinstance(value, str) or value not in choices:
+            raise self.refused(key, value, f"known are {', '.join(choices)}")
+        return choices[value]
+
+    def inner(self, key: str) -> Settings:
+        """The object under ``key``; null and absent mean an empty one."""
+        value = self.get(key) or {}
+        if not isinstance(value, dict):
+            raise self.bad(key, "an object")
+        return Settings(value, self.where, f"{self.within}{key}.")
+
+    def bad(self, key: str, expected: str) -> ModelError:
+        return ModelError(f"{self.where}: {self.within}{key}={self.values.get(key)!r} should be {expected}")
+
+    def refused(self, key: str, value: Any, remedy: str) -> ModelError:
+        return ModelError(f"{self.where}: {self.within}{key}={value!r} is not implemented; {remedy}")
+
+    def only(self, allowed: Mapping[str, Any]) -> None:
+        """Refuse any other value of a setting than the implemented one; null and absent mean just that one."""
+        for key, implemented in allowed.items():
+            found = self.get(key)
+            if found is not None and found != implemented:
+                remedy = "use a model without it" if implemented is None else f"only {implemented!r} is"
+                raise self.refused(key, found, remedy)
+
+    def only_read(self) -> None:
+        """Refuse every setting that nothing has looked at."""
+        self.only(dict.fromkeys(sorted(self.values.keys() - self.read)))
+
+
+def read_decoder(
+    settings: Settings,
+    *,
+    layers: Sequence[LayerKind],
+    norm: Norm,
+    max_positions: int,
+    tie: bool = False,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+    **fields: Any,
+) -> ModelConfig:
+    """The settings that most families share, with this family's defaults for absent ones (``kv_heads``, ``head_dim``:
+    None for as many as heads, and for hidden_size / heads); then whatever is left must change nothing."""
+    sizes = {ours: settings.number(theirs, int) for ours, theirs in SIZES.items()}
+    if "num_key_value_heads" not in settings.values and kv_heads is not None:
+        fields["num_kv_heads"] = kv_heads
+    else:
+        fields["num_kv_heads"] = settings.number("num_key_value_heads", int, sizes["num_heads"])
+    fields["head_dim"] = settings.number("head_dim", int, head_dim) or _head_dim(settings, sizes)
+    fields["max_positions"] = settings.number("max_position_embeddings", int, max_positions)
+    return build(
+        settings,
+        **sizes,
+        **fields,
+        layers=same_or_each(layers),
+        norm=norm,
+        tie_embeddings=settings.flag("tie_word_embeddings", tie),
+        activation=settings.choice(activation[0], _ACTIVATIONS, activation[1]),
+    )
+
+
+def _head_dim(settings: Settings, sizes: Mapping[str, int]) -> int:
+    if sizes["hidden_size"] % sizes["num_heads"]:
+        raise ModelError(
+            f"{settings.where}: hidden_size={sizes['hidden_size']} is not a multiple of "
+            f"num_attention_heads={sizes['num_heads']}; set head_dim"
+        )
+    return sizes["hidden_size"] // sizes["num_heads"]
+
+
+def build(settings: Settings, **fields: Any) -> ModelConfig:
+    """Refuses first what nothing has read and would change the computation."""
+    inactive_window = settings.values.get("use_sliding_window") is False
+    unread = {key: value for key, value in NEUTRAL.items() if key not in settings.read}
+    if inactive_window:
+        unread.pop("sliding_window", None)
+    settings.only(unread)
+    if "layer_types" not in settings.read:
+        settings.only({"layer_types": ["full_attention"] * len(settings.values.get("layer_types") or [])})
+    try:
+        return ModelConfig(**fields)
+    except ModelError:
+        raise
+    except ValueError as error:
+        raise ModelError(f"{settings.where}: {error}") from None
+
+
+def same_or_each(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+    return tuple(kinds[:1]) if len(set(kinds)) == 1 else tuple(kinds)
+
+
+def read_window(settings: Settings, absent: int | None = None) -> int | None:
+    """``sliding_window``: null means none, absent means ``absent``."""
+    if "sliding_window" not in settings.values:
+        return absent
+    return settings.number("sliding_window", int, None)
+
+
+def read_switched_window(settings: Settings, absent: int | None = None) -> int | None:
+    """The same, in families where it is inactive without ``use_sliding_window``."""
+    window = read_window(settings, absent)
+    return window if settings.flag("use_sliding_window", False) else None
+
+
+def sliding_layers(
+    settings: Settings, rope: Rope | None, window: int | None, sliding: Sequence[bool]
+) -> list[LayerKind]:
+    """One kind a layer; ``layer_types`` decides where it is given, ``sliding`` otherwise."""
+    types = settings.get("layer_types")
+    if types is not None:
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(types, list) or len(types) != len(sliding) or any(kind not in known for kind in types):
+            raise settings.bad("layer_types", f"{len(sliding)} of {' and '.join(known)}, one a layer")
+        sliding = [kind == "sliding_attention" for kind in types]
+    if any(sliding) and window is None:
+        raise ModelError(f"{settings.where}: sliding_window is missing, and layer_types has sliding_attention")
+    return [LayerKind(rope, window if slides else None) for slides in sliding]
+
+
+def layer_count(settings: Settings) -> int:
+    return settings.number("num_hidden_layers", int)
+
+
+def write_decoder(config: ModelConfig, eps: str = "rms_norm_eps", activation: str = "hidden_act") -> dict[str, Any]:
+    """What `read_decoder` reads; ``eps`` and ``activation`` are the names of those settings."""
+    return {
+        **{theirs: getattr(config, ours) for ours, theirs in SIZES.items()},
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        eps: config.norm.eps,
+        activation: written_activation(config),
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+
+
+def written_activation(config: ModelConfig) -> str:
+    return "gelu_pytorch_tanh" if config.activation == "gelu_tanh" else config.activation
+
+
+def write_layers(config: ModelConfig) -> dict[str, Any]:
+    """``layer_types`` and the one window that the sliding layers share."""
+    kinds = [config.layer(i) for i in range(config.num_layers)]
+    window = next((kind.window for kind in kinds if kind.window is not None), None)
+    types = ["full_attention" if kind.window is None else "sliding_attention" for kind in kinds]
+    return {"layer_types": types, "sliding_window": window}
