@@ -84,8 +84,7 @@ def write_model(directory: Path, stored: str, experts: int, total_bytes: float) 
         shard.clear()
 
     for slot in (slot for parameter in parameters for slot in parameter.slots):
-        # Random bits below the exponent: finite, and nothing that could be stored as zeros.
-        shard[slot.name] = (rng.integers(0, 2**15, slot.stored_shape, np.uint16) / 2**20).astype(dtype)
+        shard[slot.name] = rng.random(slot.stored_shape, np.float32).astype(dtype)
         if sum(tensor.nbytes for tensor in shard.values()) > SHARD_BYTES:
             flush()
     flush()
