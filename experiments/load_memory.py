@@ -2,9 +2,9 @@
 
     python experiments/load_memory.py            # 2 GB; about 2 minutes and 5 GB of disk on 2 cores
 
-Prints one line a case: the most anonymous memory that the process had (RssAnon of /proc, so that pages of mapped files do
-not count, sampled from outside), less the parameters' own bytes, and what that may be: twice the largest tensor and
-0.5 GB, in which JAX itself and transformers have to fit. Exit status 1 if a case is over.
+Prints one line a case: the most anonymous memory that the process had (RssAnon of /proc, in which pages of mapped files
+do not count, sampled from outside) less the parameters' own bytes, and what that may be: twice the largest tensor and
+0.5 GB, in which JAX itself has to fit. Exit status 1 if a case is over.
 """
 
 from __future__ import annotations

@@ -256,7 +256,8 @@ def check_replaceable(directory: str | os.PathLike, overwrite: bool) -> Path:
     if not final.exists():
         return final
     if not overwrite:
-        raise ModelError(f"{final}: exists already; choose another directory, or replace it: overwrite=True, --overwrite")
+        remedy = "choose another directory, or replace it with overwrite=True (--overwrite)"
+        raise ModelError(f"{final}: exists already; {remedy}")
     entries = list(final.iterdir()) if final.is_dir() else None
     if entries is None or any(not e.is_file() for e in entries) or (entries and not (final / "config.json").exists()):
         raise ModelError(f"{final}: is not a plain model directory, so it is not replaced; remove it yourself first")
@@ -318,8 +319,8 @@ def _default_card(model: LoadedModel) -> str:
     config = model.config
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# {model.name}\n\n"
-        f"A decoder of the {model.family} family with {model.parameter_count:,} parameters: {config.num_layers} layers, "
-        f"hidden size {config.hidden_size}, {config.num_heads} heads ({config.num_kv_heads} key-value), "
+        f"A decoder of the {model.family} family with {model.parameter_count:,} parameters: "
+        f"{config.num_layers} layers, hidden size {config.hidden_size}, {config.num_heads} heads ({config.num_kv_heads} key-value), "
         f"vocabulary {config.vocab_size}, {config.max_positions} positions. "
         f"Written by specjax; check the files with `sha256sum -c {MANIFEST}`.\n"
     )

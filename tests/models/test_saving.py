@@ -86,7 +86,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(llama, tmp_path
     before = {file.name: file.read_bytes() for file in llama.path.iterdir()}
     monkeypatch.setattr(*where, full_disk)
     place = llama.path if overwrite else tmp_path / "out"
-    with pytest.raises(ModelError, match=r"cannot be written \(.*No space left on device\); make room there") as refused:
+    message = r"cannot be written \(.*No space left on device\); make room there"
+    with pytest.raises(ModelError, match=message) as refused:
         save_model(model, place, overwrite=overwrite, max_shard_bytes=SHARD)
     assert str(refused.value).startswith(f"{place}: ")
     assert "\n" not in str(refused.value)

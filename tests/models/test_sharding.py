@@ -39,7 +39,8 @@ def test_every_matrix_of_every_family_has_one_row_in_the_table():
     for family in FAMILIES.values():
         for path in family.tensors:
             rows = [pattern for pattern, _ in PARAMETERS if re.search(pattern, path)]
-            assert len(rows) == (path.endswith(("kernel", "embedding")) or bool(re.search(r"(q|k|v|gate|up)_proj", path)))
+            split = path.endswith(("kernel", "embedding")) or re.search(r"(q|k|v|gate|up)_proj", path)
+            assert len(rows) == bool(split), path
 
 
 def test_every_parameter_lies_where_the_table_says(llama):
