@@ -340,9 +340,7 @@ def _biases(given: Sequence[str]) -> dict[int, float]:
         raise DataError(f"--logit-bias {' '.join(given)}: give ID=VALUE, as in --logit-bias 42=-1.5") from None
 
 
-def _decoder(
-    target: str, draft: str | None, ngram: bool, k: int, verifier: str, loading: dict[str, Any]
-) -> Any:
+def _decoder(target: str, draft: str | None, ngram: bool, k: int, verifier: str, loading: dict[str, Any]) -> Any:
     """For prompts of text; ``loading``: options of `specjax.load_model`."""
     import specjax
 

@@ -320,8 +320,8 @@ def _default_card(model: LoadedModel) -> str:
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# {model.name}\n\n"
         f"A decoder of the {model.family} family with {model.parameter_count:,} parameters: "
-        f"{config.num_layers} layers, hidden size {config.hidden_size}, {config.num_heads} heads ({config.num_kv_heads} key-value), "
-        f"vocabulary {config.vocab_size}, {config.max_positions} positions. "
+        f"{config.num_layers} layers, hidden size {config.hidden_size}, {config.num_heads} heads "
+        f"({config.num_kv_heads} key-value), vocabulary {config.vocab_size}, {config.max_positions} positions. "
         f"Written by specjax; check the files with `sha256sum -c {MANIFEST}`.\n"
     )
 
