@@ -72,8 +72,8 @@ def sharding_of(path: tuple[Any, ...], shape: tuple[int, ...], config: ModelConf
 def place(read: Callable[[Index], np.ndarray], shape: tuple[int, ...], sharding: NamedSharding | None) -> jax.Array:
     """The array of ``shape`` whose pieces ``read`` gives, each asked for once and only if a device of this process
     holds it. None: all of it, on the default device."""
-    # Copies that JAX owns: a borrowed numpy buffer cannot be donated to a training step, and device_put borrows it on CPU
-    # even if it may not alias. Waited for: otherwise the host would hold the next tensor as well.
+    # Copies that JAX owns: a borrowed numpy buffer cannot be donated to a training step, and on CPU `device_put`
+    # borrows even if it is told not to. Waited for: otherwise the host would hold the next tensor as well.
     if sharding is None:
         return jnp.array(read(tuple(slice(0, size) for size in shape))).block_until_ready()
     devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
