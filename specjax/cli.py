@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from specjax.errors import DataError, SpecjaxError
+from specjax.errors import DataError, ModelError, SpecjaxError
 
 USER_ERROR, INTERRUPTED = 2, 130
 # What a wrong path raises wherever it is opened first.
@@ -101,6 +101,7 @@ def generate(
     verifier: Annotated[str, typer.Option(help="Which part of a block is kept.")] = "speculative",
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = False,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights.")] = "float32",
+    check_finite: Annotated[bool, typer.Option("--check-finite", help="Refuse NaN and infinite weights.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of text; of one prompt with its latencies.")
     ] = False,
@@ -121,7 +122,7 @@ def generate(
         raise typer.BadParameter("--logprobs are printed with --json only; add it")
     with user_errors(debug):
         prompts = [*(prompt or []), *map(_read_prompt, prompt_file or [])]
-        decoder = _decoder(target, draft, ngram, k or 5, verifier, dtype)
+        decoder = _decoder(target, draft, ngram, k or 5, verifier, {"dtype": dtype, "check_finite": check_finite})
         if not decoder.lossless and temperature > 0:
             print(f"note: verifier {verifier!r} is lossy, this is not the target's law", file=sys.stderr)
         options = {
@@ -259,6 +260,30 @@ def report(
 
 
 @app.command()
+def export(
+    source: Annotated[str, typer.Argument(help="Model directory, hub id, or run directory (its draft).")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write.")],
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the weights.", show_default="as stored")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model directory that is there.")] = False,
+    max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Most gigabytes of weights in a file.")] = 5.0,
+    debug: Debug = False,
+) -> None:
+    """Write a model as a directory that transformers, vLLM and SGLang load. A model card that is there is kept."""
+    with user_errors(debug):
+        from specjax.models.export import export_model
+
+        size = int(max_shard_gb * 10**9)
+        options = {"dtype": dtype, "revision": revision, "overwrite": overwrite, "max_shard_bytes": size}
+        model = export_model(source, directory, **options)
+        files = list(directory.glob("*.safetensors"))
+        count = f"{model.parameter_count:,} parameters in {dtype or model.dtype}"
+        print(f"{directory}: {count}, weights in {len(files)} files")
+
+
+@app.command()
 def schema(debug: Debug = False) -> None:
     """Print the JSON Schema of config files, for editors."""
     with user_errors(debug):
@@ -315,15 +340,22 @@ def _biases(given: Sequence[str]) -> dict[int, float]:
         raise DataError(f"--logit-bias {' '.join(given)}: give ID=VALUE, as in --logit-bias 42=-1.5") from None
 
 
-def _decoder(target: str, draft: str | None, ngram: bool, k: int, verifier: str, dtype: str) -> Any:
+def _decoder(target: str, draft: str | None, ngram: bool, k: int, verifier: str, loading: dict[str, Any]) -> Any:
+    """For prompts of text; ``loading``: options of `specjax.load_model`."""
     import specjax
 
     drafter: Any = None
     if draft is not None:
-        drafter = specjax.DraftModel(specjax.load_model(draft, dtype=dtype), k=k)
+        drafter = specjax.DraftModel(specjax.load_model(draft, **loading), k=k)
     elif ngram:
         drafter = specjax.NGram(k=k)
-    return specjax.Decoder(specjax.load_model(target, dtype=dtype), drafter=drafter, verifier=verifier)
+    model = specjax.load_model(target, **loading)
+    if model.tokenizer is None:
+        raise ModelError(
+            f"{target}: holds no tokenizer, which a prompt of text needs; put its tokenizer.json and "
+            "tokenizer_config.json there"
+        )
+    return specjax.Decoder(model, drafter=drafter, verifier=verifier)
 
 
 def _stream(decoder: Any, prompt: str, options: dict[str, Any], no_color: bool) -> None:

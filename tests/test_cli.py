@@ -55,7 +55,10 @@ def decoders(monkeypatch):
         made.append(drafter)
         return Decoder(target, drafter, verifier)
 
-    monkeypatch.setattr(specjax, "load_model", lambda path, dtype="float32": path)
+    class Model(str):
+        tokenizer = "a tokenizer"
+
+    monkeypatch.setattr(specjax, "load_model", lambda path, **options: Model(path))
     monkeypatch.setattr(specjax, "Decoder", decoder)
     return made
 
@@ -164,7 +167,7 @@ def test_debug_shows_the_traceback_and_keeps_the_status(tmp_path):
 
 
 def test_every_command_takes_debug():
-    for command in ("generate", "bench", "numerics", "report", "schema"):
+    for command in ("generate", "bench", "numerics", "report", "export", "schema"):
         assert "--debug" in call(command, "--help").stdout
 
 

@@ -30,6 +30,15 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def refuse_outside(file: Path) -> None:
+    """Raises `ModelError` for a link that leads out of its directory. In the hub's cache the files of
+    ``snapshots/<commit>`` are links to ``blobs`` of the same repository, and may be."""
+    directory, found = file.parent.resolve(), file.resolve()
+    blobs = directory.parents[1] / "blobs" if directory.parent.name == "snapshots" else directory
+    if not found.is_relative_to(directory) and not found.is_relative_to(blobs):
+        raise ModelError(f"{file}: is a link to {found}, outside the model directory; copy the file there instead")
+
+
 def sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

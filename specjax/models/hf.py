@@ -21,19 +21,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
-from safetensors.numpy import save_file
+from safetensors import SafetensorError
 
 from specjax.errors import ModelError
 from specjax.models.config import ModelConfig
 from specjax.models.families import Family, Settings, family_of
-from specjax.models.files import MANIFEST, read_json, verify_manifest, write_json, write_manifest
+from specjax.models.files import MANIFEST, read_json, refuse_outside, verify_manifest, write_json, write_manifest
+from specjax.models.sharding import usable
 from specjax.models.transformer import Model
-from specjax.models.weights import INDEX, NO_PICKLE, WEIGHTS, read_params, stored_tensors
+from specjax.models.weights import AS_STORED, INDEX, NO_PICKLE, read_params, write_params
 from specjax.types import Params
 
 DTYPES = ("float32", "bfloat16", "float16")
 CARD = "README.md"
+MAX_SHARD_BYTES = 5 * 10**9
 _TOKENIZER_DATA = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HUB_FILES = (
     *("*.safetensors", INDEX, "config.json", "generation_config.json"),
@@ -64,6 +67,10 @@ class LoadedModel:
         return self.config.vocab_size
 
     @property
+    def parameter_count(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+    @property
     def dtype(self) -> jnp.dtype:
         """Of the weights."""
         return self.params["embedding"].dtype
@@ -82,31 +89,47 @@ def _logits(spec: Model, params: Params, tokens: Array) -> Array:
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def load_model(path_or_hub_id: str | os.PathLike, dtype: str = "float32", revision: str | None = None) -> LoadedModel:
-    """A Hugging Face directory, or a hub id (downloaded to the hub's cache), with weights cast to ``dtype``.
+def load_model(
+    path_or_hub_id: str | os.PathLike,
+    dtype: str = "float32",
+    revision: str | None = None,
+    mesh: Mesh | None = None,
+    check_finite: bool = False,
+) -> LoadedModel:
+    """A Hugging Face directory, or a hub id (downloaded to the hub's cache; without a network, what is there), with
+    weights cast to ``dtype``; "auto": as they are stored.
 
-    ``revision``: branch, tag or commit of a hub id. A directory with a ``SHA256SUMS`` is checked against it first.
-    Raises `ModelError` naming the file, setting or tensor that cannot be read.
+    ``revision``: branch, tag or commit of a hub id. ``mesh``: with some of the axes ``data``, ``fsdp`` and ``tensor``,
+    over which `specjax.models.sharding` spreads the weights. ``check_finite``: refuse NaN and infinite weights. The
+    host holds one parameter at a time beside what is placed. A directory with a ``SHA256SUMS`` is checked against it
+    first. Raises `ModelError` naming the file, setting or tensor that cannot be read.
     """
-    if dtype not in DTYPES:
-        raise ModelError(f"dtype={dtype!r} is unknown; use one of {', '.join(DTYPES)}")
-    directory = _resolve(path_or_hub_id, revision)
+    if dtype not in (*DTYPES, AS_STORED):
+        raise ModelError(f"dtype={dtype!r} is unknown; use one of {', '.join((*DTYPES, AS_STORED))}")
+    mesh = None if mesh is None else usable(mesh)
+    directory = resolve(path_or_hub_id, revision)
+    for pattern in _HUB_FILES:
+        for file in directory.glob(pattern):
+            refuse_outside(file)
     verify_manifest(directory, ignored=(CARD,))  # the card may be edited freely
     config_file = directory / "config.json"
     settings = Settings(read_json(config_file), config_file)
     family = family_of(settings.values.get("model_type"), config_file)
     config = family.read_config(settings)
+    # What may fail at once comes before what takes long.
+    eos_ids, tokenizer = _read_eos_ids(directory, settings, config.vocab_size), _read_tokenizer(directory)
     return LoadedModel(
         spec=Model(config),
-        params=read_params(directory, family, config, dtype),
-        tokenizer=_read_tokenizer(directory),
-        eos_ids=_read_eos_ids(directory, settings, config.vocab_size),
+        params=read_params(directory, family, config, dtype, mesh, check_finite),
+        tokenizer=tokenizer,
+        eos_ids=eos_ids,
         name=Path(path_or_hub_id).name or directory.name,
         family=family.saved_as or family.model_type,
     )
 
 
-def _resolve(path_or_hub_id: str | os.PathLike, revision: str | None) -> Path:
+def resolve(path_or_hub_id: str | os.PathLike, revision: str | None = None) -> Path:
+    """The directory of a model; a hub id is downloaded first."""
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         if revision is not None:
@@ -118,12 +141,20 @@ def _resolve(path_or_hub_id: str | os.PathLike, revision: str | None) -> Path:
         raise ModelError(f"{path}: no such directory; give a Hugging Face directory or a hub id such as owner/name")
     import huggingface_hub
 
+    fetch = functools.partial(
+        huggingface_hub.snapshot_download,
+        str(path_or_hub_id),
+        revision=revision,
+        allow_patterns=list(_HUB_FILES),
+        ignore_patterns=["*/*", "consolidated*"],  # the same weights again, in Mistral's format
+    )
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                str(path_or_hub_id), revision=revision, allow_patterns=list(_HUB_FILES), ignore_patterns=["*/*"]
-            )
-        )
+        try:
+            return Path(fetch())
+        except (OSError, ValueError):
+            raise
+        except Exception:  # of its HTTP library, as from a proxy that is down: what is cached will do
+            return Path(fetch(local_files_only=True))
     except (OSError, ValueError) as error:  # the hub's own errors derive from OSError
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
@@ -183,23 +214,26 @@ def save_model(
     dtype: str | None = None,
     overwrite: bool = False,
     card: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face directory that `load_model`, transformers and vLLM read, with a ``SHA256SUMS`` manifest.
 
-    ``dtype``: of the stored weights (default: the model's own). ``card``: the README.md. The directory appears
+    ``dtype``: of the stored weights (default: the model's own). ``card``: the README.md. Weights of more than
+    ``max_shard_bytes`` go to several files, of which the host holds one at a time. The directory appears
     complete or not at all; with ``overwrite`` the old one is kept until the new one is in place. Raises `ModelError`
     if it exists and ``overwrite`` is not set, or if what is there is not a model directory.
     """
     dtype = dtype or str(model.dtype)
     if dtype not in DTYPES:
         raise ModelError(f"dtype={dtype!r} is unknown; use one of {', '.join(DTYPES)}")
-    final = Path(directory).expanduser().resolve()
-    _check_replaceable(final, overwrite)
+    if max_shard_bytes < 1:
+        raise ModelError(f"max_shard_bytes={max_shard_bytes} should be positive")
+    final = check_replaceable(directory, overwrite)
     token = secrets.token_hex(4)
     partial, old = (final.with_name(f".{final.name}.{kind}-{token}") for kind in ("partial", "old"))
     try:
         partial.mkdir(parents=True)
-        _write_files(model, partial, dtype, card)
+        _write_files(model, partial, dtype, card, max_shard_bytes)
         try:
             if final.exists():
                 final.rename(old)
@@ -208,28 +242,32 @@ def save_model(
             if old.exists() and not final.exists():
                 old.rename(final)
             raise
-    except OSError as error:
-        raise ModelError(f"{final}: cannot be written ({error})") from error
+    except (OSError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{final}: cannot be written ({reason}); make room there, or choose another place") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _check_replaceable(final: Path, overwrite: bool) -> None:
+def check_replaceable(directory: str | os.PathLike, overwrite: bool) -> Path:
+    """Where `save_model` will write. Raises `ModelError` if it may not."""
+    final = Path(directory).expanduser().resolve()
     if not final.exists():
-        return
+        return final
     if not overwrite:
-        raise ModelError(f"{final}: exists already; choose another directory, or pass overwrite=True to replace it")
+        remedy = "choose another directory, or replace it with overwrite=True (--overwrite)"
+        raise ModelError(f"{final}: exists already; {remedy}")
     entries = list(final.iterdir()) if final.is_dir() else None
     if entries is None or any(not e.is_file() for e in entries) or (entries and not (final / "config.json").exists()):
         raise ModelError(f"{final}: is not a plain model directory, so it is not replaced; remove it yourself first")
+    return final
 
 
-def _write_files(model: LoadedModel, directory: Path, dtype: str, card: str | None) -> None:
+def _write_files(model: LoadedModel, directory: Path, dtype: str, card: str | None, max_shard_bytes: int) -> None:
     family, config, tokenizer = family_of(model.family, directory), model.config, model.tokenizer
     described = _describe(family, config)
-    tensors = stored_tensors(model.params, family, config, dtype)
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    write_params(directory, model.params, family, config, dtype, max_shard_bytes)
     special = {
         # Written even when null: an absent id means the family's default there, not none.
         "bos_token_id": getattr(tokenizer, "bos_token_id", None),
@@ -241,7 +279,10 @@ def _write_files(model: LoadedModel, directory: Path, dtype: str, card: str | No
     write_json(directory / "config.json", settings)
     write_json(directory / "generation_config.json", {k: v for k, v in special.items() if v is not None})
     if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
+        try:
+            tokenizer.save_pretrained(directory)
+        except Exception as error:  # the tokenizers library raises plain Exception, of a full disk as well
+            raise OSError(f"the tokenizer: {error}") from error
         _rename_tokenizer_class(directory / "tokenizer_config.json")
     (directory / CARD).write_text(card if card is not None else _default_card(model), encoding="utf-8")
     write_manifest(directory)
@@ -276,12 +317,11 @@ def _rename_tokenizer_class(file: Path) -> None:
 
 def _default_card(model: LoadedModel) -> str:
     config = model.config
-    count = sum(leaf.size for leaf in jax.tree.leaves(model.params))
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# {model.name}\n\n"
-        f"A decoder of the {model.family} family with {count:,} parameters: {config.num_layers} layers, "
-        f"hidden size {config.hidden_size}, {config.num_heads} heads ({config.num_kv_heads} key-value), "
-        f"vocabulary {config.vocab_size}, {config.max_positions} positions. "
+        f"A decoder of the {model.family} family with {model.parameter_count:,} parameters: "
+        f"{config.num_layers} layers, hidden size {config.hidden_size}, {config.num_heads} heads "
+        f"({config.num_kv_heads} key-value), vocabulary {config.vocab_size}, {config.max_positions} positions. "
         f"Written by specjax; check the files with `sha256sum -c {MANIFEST}`.\n"
     )
 

@@ -1,69 +1,113 @@
-"""The weights of a Hugging Face directory: safetensors in, parameters out, and back. Every stored tensor is used
-exactly once, or the directory is refused with the difference. Pickle formats are never read."""
+"""The weights of a Hugging Face directory: safetensors in, parameters out, and back, one tensor or one shard at a time.
+Every stored tensor is used exactly once, or the directory is refused with the difference. Pickle formats are never
+read."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import safetensors
+from jax.sharding import Mesh
+from safetensors.numpy import save_file
 
 from specjax.errors import ModelError
 from specjax.models.config import ModelConfig
 from specjax.models.families import Family, parameters_of
-from specjax.models.families.base import Slot
-from specjax.models.files import read_json
+from specjax.models.families.base import Parameter, Slot
+from specjax.models.files import read_json, write_json
+from specjax.models.sharding import Index, place, sharding_of
 from specjax.types import Params
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NO_PICKLE = "pickle formats (.bin, .pt, .pth, .ckpt) are never read, because unpickling runs code from the file"
-_STORED_FLOATS = ("F64", "F32", "F16", "BF16")
+AS_STORED = "auto"
+_STORED_FLOATS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""As the file calls them -> the dtype they are loaded as when none is asked for."""
+
+# --- reading --------------------------------------------------------------------------------------------------------
 
 
-def read_params(directory: Path, family: Family, config: ModelConfig, dtype: str) -> Params:
-    """The parameters of `Model.init`, cast to ``dtype``."""
+def read_params(
+    directory: Path,
+    family: Family,
+    config: ModelConfig,
+    dtype: str,
+    mesh: Mesh | None = None,
+    check_finite: bool = False,
+) -> Params:
+    """The parameters of `Model.init`, cast to ``dtype`` (`AS_STORED`: the one they are stored in; float32 if there are
+    several) and placed as `specjax.models.sharding` says. ``check_finite``: NaN and infinities are refused."""
     parameters = parameters_of(family, config)
     with contextlib.ExitStack() as stack:
         stored = _named(family, _open_tensors(directory, stack))
         _check_names(directory, family, config, stored, {slot.name for p in parameters for slot in p.slots})
+        # Before the first of them is read: a mistake shows at once.
+        dtypes = {_checked_dtype(stored[slot.name], slot) for p in parameters for slot in p.slots}
+        if dtype == AS_STORED:
+            dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
         params: Params = {}
         for parameter in parameters:
             node = params
             for part in parameter.path[:-1]:
                 node = node.setdefault(part, {})
-            values = [_read_tensor(stored[slot.name], slot, dtype, directory) for slot in parameter.slots]
-            # A copy that JAX owns: a borrowed numpy buffer cannot be donated to a training step.
-            node[parameter.path[-1]] = jnp.array(np.stack(values) if parameter.stacked else values[0])
+            sharding = None if mesh is None else sharding_of(parameter.path, parameter.shape, config, mesh)
+            read = functools.partial(_read_piece, stored, parameter, dtype, check_finite)
+            node[parameter.path[-1]] = place(read, parameter.shape, sharding)
     return params
 
 
-def stored_tensors(params: Params, family: Family, config: ModelConfig, dtype: str) -> dict[str, np.ndarray]:
-    """What `read_params` reads: the tensors to store, by name."""
-    tensors: dict[str, np.ndarray] = {}
-    for parameter in parameters_of(family, config):
-        value = np.asarray(_leaf(params, parameter.path, parameter.shape))
-        for slot, piece in zip(parameter.slots, value if parameter.stacked else [value], strict=True):
-            if slot.name not in tensors:  # it may hold several parameters
-                tensors[slot.name] = np.zeros(slot.stored_shape, dtype)
-            slot.write(_cast(piece, dtype, slot.name), tensors[slot.name])
-    return tensors
+def _read_piece(
+    stored: Mapping[str, _Stored], parameter: Parameter, dtype: str, check_finite: bool, index: Index
+) -> np.ndarray:
+    """``index`` of a parameter, in an array of its own."""
+    piece = np.empty([part.stop - part.start for part in index], dtype)
+    slots, within = (parameter.slots[index[0]], index[1:]) if parameter.stacked else (parameter.slots, index)
+    for slot, into in zip(slots, piece if parameter.stacked else [piece], strict=True):
+        tensor = stored[slot.name]
+        there = slot.stored_index(within)
+        value = slot.read(tensor.value())[within] if there is None else slot.read(tensor.value(there))
+        if check_finite and not np.isfinite(value).all():
+            raise _not_finite(tensor)
+        with np.errstate(over="ignore"):
+            into[...] = value
+        _refuse_overflow(into, value, f"{tensor.file}: tensor {tensor.name}")
+    return piece
 
 
-def _leaf(params: Params, path: tuple, shape: tuple[int, ...]) -> Any:
-    node = params
-    for part in path:
-        node = node.get(part) if isinstance(node, Mapping) else None
-    found = getattr(node, "shape", None)
-    if found != shape:
-        name = ".".join(map(str, path))
-        raise ModelError(f"parameter {name} should have shape {list(shape)}, found {found and list(found)}")
-    return node
+def _checked_dtype(stored: _Stored, slot: Slot) -> str:
+    shape, stored_as = stored.header()
+    where = f"{stored.file}: tensor {stored.name}"
+    if shape != slot.stored_shape:
+        raise ModelError(f"{where} has shape {list(shape)}, config.json asks for {list(slot.stored_shape)}")
+    if stored_as not in _STORED_FLOATS:
+        readable = ", ".join(_STORED_FLOATS)
+        raise ModelError(
+            f"{where} is stored as {stored_as}, readable are {readable}; export the model without quantisation"
+        )
+    return _STORED_FLOATS[stored_as]
+
+
+def _not_finite(stored: _Stored) -> ModelError:
+    value = stored.value()
+    count = value.size - np.count_nonzero(np.isfinite(value))
+    return ModelError(
+        f"{stored.file}: tensor {stored.name} has {count} of {value.size} values that are NaN or infinite; "
+        "fetch the file again, or use a checkpoint from before training diverged"
+    )
+
+
+def _refuse_overflow(cast: np.ndarray, value: np.ndarray, where: str) -> None:
+    if cast.dtype == np.float16 and np.isinf(cast).any() and not np.isinf(value).any():
+        raise ModelError(f"{where} has values beyond the range of float16; use bfloat16 or float32")
 
 
 def _check_names(
@@ -86,55 +130,35 @@ def _check_names(
         )
 
 
-def _read_tensor(stored: _Stored, slot: Slot, dtype: str, directory: Path) -> np.ndarray:
-    shape, stored_as = stored.header()
-    if shape != slot.stored_shape:
-        raise ModelError(
-            f"{directory}: tensor {slot.name} has shape {list(shape)}, config.json asks for {list(slot.stored_shape)}"
-        )
-    if stored_as not in _STORED_FLOATS:
-        raise ModelError(
-            f"{directory}: tensor {slot.name} is stored as {stored_as}, readable are {', '.join(_STORED_FLOATS)}; "
-            "export the model without quantisation"
-        )
-    return _cast(slot.read(stored.value()), dtype, slot.name)
-
-
-def _cast(value: np.ndarray, dtype: str, name: str) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        cast = np.ascontiguousarray(value.astype(dtype, copy=False))
-    if dtype == "float16" and np.isinf(cast).any() and not np.isinf(value).any():
-        raise ModelError(f"tensor {name} has values beyond the range of float16; use bfloat16 or float32")
-    return cast
-
-
 @dataclasses.dataclass(frozen=True)
 class _Stored:
     """A tensor in an open file."""
 
     handle: Any
     name: str
+    file: Path
 
     def header(self) -> tuple[tuple[int, ...], str]:
         header = self.handle.get_slice(self.name)
         return tuple(header.get_shape()), header.get_dtype()
 
-    def value(self) -> np.ndarray:
-        return self.handle.get_tensor(self.name)
+    def value(self, index: Index | None = None) -> np.ndarray:
+        """All of it, or a piece, in memory of its own."""
+        return self.handle.get_tensor(self.name) if index is None else self.handle.get_slice(self.name)[index]
 
 
-def _named(family: Family, stored: Mapping[str, Any]) -> dict[str, _Stored]:
+def _named(family: Family, stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
     """By the names that the family's table has: a file may leave out the prefix, from all names that have it."""
     bare = family.prefix and not any(name.startswith(family.prefix) for name in stored)
     tables = {tensor.name.split(".")[0] for tensor in family.tensors.values()} if bare else set()
     return {
-        (family.prefix + name if bare and name.split(".")[0] not in tables else name): _Stored(handle, name)
-        for name, handle in stored.items()
+        (family.prefix + name if bare and name.split(".")[0] not in tables else name): tensor
+        for name, tensor in stored.items()
     }
 
 
-def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Tensor name -> the open file that holds it. Every shard must hold exactly what the index says."""
+def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict[str, _Stored]:
+    """Every stored tensor by its name. Every shard must hold exactly what the index says."""
     index_file = directory / INDEX
     if (directory / WEIGHTS).exists():
         shards, weight_map = [WEIGHTS], None
@@ -150,11 +174,12 @@ def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any
         raise ModelError(f"{directory}: holds no {WEIGHTS}; {NO_PICKLE}: convert the weights to safetensors")
     stored = {}
     for shard in shards:
-        handle = stack.enter_context(_open_safetensors(directory / shard))
+        file = directory / shard
+        handle = stack.enter_context(_open_safetensors(file))
         for name in handle.keys():  # noqa: SIM118 (a handle is not a dict)
             if weight_map is not None and weight_map.get(name) != shard:
-                raise ModelError(f"{directory / shard}: holds {name}, which {INDEX} places in {weight_map.get(name)}")
-            stored[name] = handle
+                raise ModelError(f"{file}: holds {name}, which {INDEX} places in {weight_map.get(name)}")
+            stored[name] = _Stored(handle, name, file)
     absent = set(weight_map or ()) - stored.keys()
     if absent:
         raise ModelError(f"{index_file}: names tensors that its shards do not hold: {_listed(absent)}")
@@ -173,3 +198,87 @@ def _open_safetensors(file: Path) -> Any:
 def _listed(names: Collection[str]) -> str:
     shown = sorted(names)[:4]
     return ", ".join(shown) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "none"
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """What a stored tensor, or a part of it, is made of. ``expert``: the piece of a stacked parameter."""
+
+    slot: Slot
+    value: Any
+    expert: int | None
+
+    def on_host(self) -> np.ndarray:
+        # Through a copy that goes away: what JAX has once brought to the host, it keeps as long as the array lives.
+        return np.asarray(jnp.copy(self.value) if self.expert is None else self.value[self.expert])
+
+
+def stored_tensors(params: Params, family: Family, config: ModelConfig, dtype: str) -> dict[str, np.ndarray]:
+    """What `read_params` reads: the tensors to store, by name."""
+    return {name: _tensor(sources, dtype) for name, sources in _sources(params, family, config).items()}
+
+
+def write_params(
+    directory: Path, params: Params, family: Family, config: ModelConfig, dtype: str, max_shard_bytes: int
+) -> None:
+    """Write what `read_params` reads, in files of at most ``max_shard_bytes`` unless a single tensor is larger, with an
+    index if there are several. At most one of them is in memory."""
+    stored = _sources(params, family, config)
+    sizes = {name: math.prod(of[0].slot.stored_shape) * jnp.dtype(dtype).itemsize for name, of in stored.items()}
+    shards = _shards(sizes, max_shard_bytes)
+    weight_map = {}
+    for number, names in enumerate(shards, 1):
+        file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {name: _tensor(stored[name], dtype) for name in names}
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        del tensors  # before the next ones are made
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+
+
+def _sources(params: Params, family: Family, config: ModelConfig) -> dict[str, list[_Source]]:
+    sources: dict[str, list[_Source]] = {}
+    for parameter in parameters_of(family, config):
+        value = _leaf(params, parameter.path, parameter.shape)
+        for i, slot in enumerate(parameter.slots):
+            sources.setdefault(slot.name, []).append(_Source(slot, value, i if parameter.stacked else None))
+    return sources
+
+
+def _tensor(sources: Sequence[_Source], dtype: str) -> np.ndarray:
+    """One stored tensor; it may hold several parameters."""
+    tensor = np.zeros(sources[0].slot.stored_shape, dtype)
+    for source in sources:
+        piece = source.on_host()
+        with np.errstate(over="ignore"):
+            source.slot.write(piece, tensor)
+        _refuse_overflow(source.slot.read(tensor), piece, f"tensor {source.slot.name}")
+    return tensor
+
+
+def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Names in their order, as many to a shard as fit."""
+    shards: list[list[str]] = [[]]
+    room = max_bytes
+    for name, size in sizes.items():
+        if size > room and shards[-1]:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _leaf(params: Params, path: tuple, shape: tuple[int, ...]) -> Any:
+    node = params
+    for part in path:
+        node = node.get(part) if isinstance(node, Mapping) else None
+    found = getattr(node, "shape", None)
+    if found != shape:
+        name = ".".join(map(str, path))
+        raise ModelError(f"parameter {name} should have shape {list(shape)}, found {found and list(found)}")
+    return node

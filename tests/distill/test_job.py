@@ -128,7 +128,8 @@ def test_the_exported_drafts_are_the_trained_ones_with_a_card_that_says_how(fini
         loaded = load_model(f"{run.out}/{name}")
         assert fingerprint.digest(loaded.params) == fingerprint.digest(model.params)
         card = (Path(run.out) / name / "README.md").read_text()
-        for text in (fingerprint.digest(model.params), result.prepared.corpus.digest, "`target`", "learning_rate"):
+        digests = (model.params, result.target.params)
+        for text in (*map(fingerprint.digest, digests), result.prepared.corpus.digest, "`target`", "learning_rate"):
             assert text in card
     assert f"{result.measures.alpha_after:.4f}" in card
     assert fingerprint.digest(result.draft_before.params) != fingerprint.digest(result.draft_after.params)

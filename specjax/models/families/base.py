@@ -71,6 +71,12 @@ class Slot:
         section = self._section(stored)
         return section.reshape(-1, *section.shape[2:]).T
 
+    def stored_index(self, index: tuple[slice, ...]) -> tuple[slice, ...] | None:
+        """Where a piece of ours is stored; None where the pieces of several parameters alternate."""
+        if self.tensor.part is not None:
+            return None
+        return index[::-1] if self.tensor.transpose else index
+
     def write(self, value: np.ndarray, stored: np.ndarray) -> None:
         if self.tensor.part is None:
             stored[...] = value.T if self.tensor.transpose else value

@@ -1,0 +1,87 @@
+"""Where each parameter lives on a mesh of devices, from one table; and how it gets there, a piece a device.
+
+The axis ``tensor`` splits what is computed: vocabulary, heads, neurons, experts (columns, then rows: 1909.08053).
+``fsdp`` splits what is stored (1910.02054). Over ``data``, and where a size does not divide, a parameter is whole on
+every device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from specjax.errors import ModelError
+from specjax.models.config import ModelConfig
+
+Index = tuple[slice, ...]
+"""A piece of an array: one slice a dimension, start and stop given."""
+
+AXES = ("data", "fsdp", "tensor")
+MESH_AXIS = {
+    **dict.fromkeys(("vocabulary", "heads", "kv_heads", "neurons", "experts"), "tensor"),
+    "hidden": "fsdp",
+}
+"""What a dimension counts -> the axis of the mesh that splits it."""
+PARAMETERS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    (r"^embedding$", ("vocabulary", "hidden")),
+    (r"^position_embedding$", (None, "hidden")),
+    (r"^head\.kernel$", ("hidden", "vocabulary")),
+    (r"\.q_proj\.kernel$", ("hidden", "heads")),
+    (r"\.[kv]_proj\.kernel$", ("hidden", "kv_heads")),
+    (r"\.o_proj\.kernel$", ("heads", "hidden")),
+    (r"\.q_proj\.bias$", ("heads",)),
+    (r"\.[kv]_proj\.bias$", ("kv_heads",)),
+    (r"\.mlp\.(gate|up)_proj\.kernel$", ("hidden", "neurons")),
+    (r"\.mlp\.down_proj\.kernel$", ("neurons", "hidden")),
+    (r"\.mlp\.(gate|up)_proj\.bias$", ("neurons",)),
+    (r"\.experts\.router\.kernel$", ("hidden", "experts")),
+    (r"\.experts\.(gate|up)_proj\.kernel$", ("experts", "hidden", None)),
+    (r"\.experts\.down_proj\.kernel$", ("experts", None, "hidden")),
+)
+"""Path of a parameter -> what its dimensions count. The others, norms and the biases of sums, are whole everywhere."""
+
+
+def usable(mesh: Mesh) -> Mesh:
+    """``mesh`` with axes that XLA may shard over as it likes: the model says nothing about its activations. Raises
+    `ModelError` for an axis that the table does not know."""
+    unknown = [name for name in mesh.axis_names if name not in AXES]
+    if unknown:
+        raise ModelError(f"mesh: axis {unknown[0]!r} is unknown; name its axes from {', '.join(AXES)}")
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def sharding_of(path: tuple[Any, ...], shape: tuple[int, ...], config: ModelConfig, mesh: Mesh) -> NamedSharding:
+    """Of the parameter at ``path`` of `Model.init`."""
+    name = ".".join(map(str, path))
+    counted = next((counted for pattern, counted in PARAMETERS if re.search(pattern, name)), (None,) * len(shape))
+    counts = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}  # a head stays on one device
+    axes = []
+    for what, size in zip(counted, shape, strict=True):
+        axis = None if what is None else MESH_AXIS[what]
+        divides = axis in mesh.shape and counts.get(what or "", size) % mesh.shape[axis] == 0
+        axes.append(axis if divides else None)
+    return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+def place(read: Callable[[Index], np.ndarray], shape: tuple[int, ...], sharding: NamedSharding | None) -> jax.Array:
+    """The array of ``shape`` whose pieces ``read`` gives, each asked for once and only if a device of this process
+    holds it. None: all of it, on the default device."""
+    # Copies that JAX owns: a borrowed numpy buffer cannot be donated to a training step, and on CPU `device_put`
+    # borrows even if it is told not to. Waited for: otherwise the host would hold the next tensor as well.
+    if sharding is None:
+        return jnp.array(read(tuple(slice(0, size) for size in shape))).block_until_ready()
+    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
+        devices.setdefault(bounds, []).append(device)
+    pieces = []
+    for bounds, holders in devices.items():
+        value = read(tuple(slice(*pair) for pair in bounds))
+        pieces += [jnp.copy(jax.device_put(value, device)).block_until_ready() for device in holders]
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
