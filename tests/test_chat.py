@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 import types
 
 import pytest
@@ -125,8 +123,3 @@ def test_defaults_are_applied_where_asked_for_told_and_overruled_by_options(run,
     assert options["temperature"] == 0.0
     assert "nothing to apply" in result.stderr
 
-
-def test_chats_need_no_torch():
-    code = "import sys; from specjax import chat; from specjax.models import hf; hf.import_transformers().AutoTokenizer"
-    done = subprocess.run([sys.executable, "-c", f"{code}; print('torch' in sys.modules)"], capture_output=True, text=True)
-    assert done.stdout.strip() == "False"

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from specjax.errors import ModelError
 from specjax.models import hf
-from specjax.models.hf import LoadedModel, load_model, save_model
+from specjax.models.hf import load_model, save_model
 from specjax.models.transformer import Model
 from tests.models.directories import TOKENS, make_tokenizer, same_params
 
