@@ -24,9 +24,9 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 import numpy as np
@@ -129,7 +129,7 @@ class Specjax:
         return specjax.Decoder(self._target, specjax.DraftModel(self._draft, k), "block")
 
     def decode(self, prompt: Sequence[int], temperature: float, k: int, seed: int) -> list[int]:
-        options = {"max_new_tokens": self._new_tokens, "temperature": temperature, "seed": seed, "ignore_eos": True}
+        options: dict[str, Any] = {"max_new_tokens": self._new_tokens, "temperature": temperature, "seed": seed, "ignore_eos": True}
         return self._decoder(k).generate([prompt], **options).tokens[0]
 
 
@@ -175,22 +175,18 @@ def measure(
     return Measured(seconds, compiled.seconds, identical)
 
 
-def rows_of(name: str, measured: Measured, ks: Sequence[int], new_tokens: int) -> list[dict[str, Any]]:
+def rows_of(subject: str, measured: Measured, ks: Sequence[int], new_tokens: int) -> list[dict[str, Any]]:
     """One comparison a row: plain decoding, and for a pair speculation at each side's best k, then at each k."""
-    rows = []
+    rows, names = [], get_args(Name)
     for t in (0.0, 1.0):
-
-        def at(side: Name, k: int, t: float = t) -> float:
-            return measured.tokens_per_s(Cell(side, t, k), new_tokens)
-
-        def best(side: Name, at: Callable[[Name, int], float] = at) -> int:
-            return max(ks, key=lambda k: at(side, k))
-
-        compared = [("autoregressive" if ks else name, 0, 0)]
-        compared += [(SPECULATIVE, best("transformers"), best("specjax"))] if ks else []
+        speed = {(name, k): measured.tokens_per_s(Cell(name, t, k), new_tokens) for name in names for k in (0, *ks)}
+        compared = [("autoregressive" if ks else subject, 0, 0)]
+        if ks:
+            compared.append((SPECULATIVE, *(max((speed[name, k], k) for k in ks)[1] for name in names)))
         for mode, theirs, ours in (*compared, *(("same k", k, k) for k in ks)):
-            speeds = {"transformers_tokens_per_s": at("transformers", theirs), "specjax_tokens_per_s": at("specjax", ours)}
-            ratio = speeds["specjax_tokens_per_s"] / speeds["transformers_tokens_per_s"]
+            slow, fast = speed["transformers", theirs], speed["specjax", ours]
+            ratio = fast / slow
+            speeds = {"transformers_tokens_per_s": slow, "specjax_tokens_per_s": fast}
             ids = {"temperature": t, "mode": mode, "transformers_k": theirs, "specjax_k": ours}
             required = REQUIRED.get(mode)
             met = None if required is None else ratio >= required
@@ -223,14 +219,15 @@ def pair(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]
         "specjax": Specjax(target, draft, args.new_tokens),
     }
     measured = measure(sides, args.ks, prompts, args.new_tokens, args.repeats)
-    about = {"target": str(args.target), "draft": str(args.draft), "ks": args.ks}
+    about: dict[str, Any] = {"target": str(args.target), "draft": str(args.draft), "ks": args.ks}
     about |= {"compile_seconds": measured.compile_seconds, "greedy_identical": measured.identical}
     return rows_of("pair", measured, args.ks, args.new_tokens), about
 
 
 def shapes(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The same of plain decoding at random weights."""
-    rows, about = [], {"compile_seconds": 0.0, "greedy_identical": {}}
+    rows: list[dict[str, Any]] = []
+    about: dict[str, Any] = {"compile_seconds": 0.0, "greedy_identical": {}}
     prompts = np.random.default_rng(0).integers(0, 2048, (args.prompts, PROMPT_TOKENS)).tolist()
     for name, config in SHAPES.items():
         model = LoadedModel(Model(config), jax.jit(Model(config).init)(jax.random.key(0)), name=name)

@@ -50,7 +50,7 @@ def both(tmp_path_factory) -> Both:
     return Both(*ours, *theirs)
 
 
-def assisted(both: Both, prompt: list[int], k: int, monkeypatch) -> tuple[list[int], list[int]]:
+def assisted(both: Both, prompt: list[int], k: int) -> tuple[list[int], list[int]]:
     """(new tokens, accepted tokens of every block) of transformers."""
     accepted: list[int] = []
     real = AssistedCandidateGenerator.update_candidate_strategy
@@ -59,12 +59,12 @@ def assisted(both: Both, prompt: list[int], k: int, monkeypatch) -> tuple[list[i
         accepted.append(int(num_matches))
         return real(self, input_ids, scores, num_matches)
 
-    monkeypatch.setattr(AssistedCandidateGenerator, "update_candidate_strategy", counting)
     settings = both.their_draft.generation_config
     settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = k, "constant"
     settings.assistant_confidence_threshold = 0
     ids = torch.tensor([prompt])
-    with torch.inference_mode():
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AssistedCandidateGenerator, "update_candidate_strategy", counting)
         out = both.their_target.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -76,10 +76,10 @@ def assisted(both: Both, prompt: list[int], k: int, monkeypatch) -> tuple[list[i
 
 
 @pytest.mark.parametrize("k", [3, 5])
-def test_a_saved_draft_assists_transformers_block_by_block_as_it_drafts_here(both, k, monkeypatch):
+def test_a_saved_draft_assists_transformers_block_by_block_as_it_drafts_here(both, k):
     decoder, seen = specjax.Decoder(both.target, specjax.DraftModel(both.draft, k)), []
     for prompt in (both.target.tokenizer(text)["input_ids"] for text in PROMPTS):
-        expected, accepted = assisted(both, prompt, k, monkeypatch)
+        expected, accepted = assisted(both, prompt, k)
         blocks = [event.tokens for event in decoder.stream(prompt, max_new_tokens=NEW)]
         assert [token for block in blocks for token in block] == expected
         # In the last block transformers drafts no more than what remains.
