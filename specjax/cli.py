@@ -421,7 +421,7 @@ def _row_json(prompt: str, text: str, tokens: Sequence[int], seed: int, stats: A
 
 
 def _timed_json(decoder: Any, prompt: str, given: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The same for one prompt, decoded from ``given`` (text or ids) as a stream after compiling, and when tokens came."""
+    """The same for one prompt, decoded from ``given`` (text or ids) as a stream after compiling, with times."""
     from specjax.decode.request import derive_seeds
     from specjax.metrics import Latencies
 

@@ -11,6 +11,7 @@ import specjax
 from specjax import chat, cli
 from specjax.errors import DataError, ModelError
 
+CUTS = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' and 'forbidden' in m.content %}"
     "{{ raise_exception('no such role') }}{% endif %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -50,7 +51,7 @@ def written(directory, **settings):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}, {"temperature": 0.7, "top_k": 20, "top_p": 0.8}),
+        ({"do_sample": True, **CUTS}, CUTS),
         ({"do_sample": True, "min_p": 0.1}, {"temperature": 1.0, "min_p": 0.1}),
         ({"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
         ({"do_sample": True, "temperature": None, "eos_token_id": 3}, {"temperature": 1.0}),

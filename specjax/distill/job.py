@@ -225,8 +225,8 @@ def _initial_draft(config: RunConfig, prepared: Prepared) -> LoadedModel:
         check_same_vocabulary(target, draft)
         if draft.vocab_size != target.vocab_size:
             raise ConfigError(
-                f"draft.init: {init} has {draft.vocab_size} embedding rows, the target {target.vocab_size}; they decode "
-                "together, but the losses compare row by row: resize the draft's embeddings to those of the target"
+                f"draft.init: {init} has {draft.vocab_size} embedding rows, the target {target.vocab_size}; they "
+                "decode together, but the losses compare row by row: resize the draft's embeddings to those of the target"
             )
         _check_length(config, draft.config, "draft")
         return draft
