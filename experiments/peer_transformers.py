@@ -129,7 +129,12 @@ class Specjax:
         return specjax.Decoder(self._target, specjax.DraftModel(self._draft, k), "block")
 
     def decode(self, prompt: Sequence[int], temperature: float, k: int, seed: int) -> list[int]:
-        options: dict[str, Any] = {"max_new_tokens": self._new_tokens, "temperature": temperature, "seed": seed, "ignore_eos": True}
+        options: dict[str, Any] = {
+            "max_new_tokens": self._new_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "ignore_eos": True,
+        }
         return self._decoder(k).generate([prompt], **options).tokens[0]
 
 
@@ -249,7 +254,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", type=Path, default=Path("models/demo-target"))
     parser.add_argument("--draft", type=Path, default=Path("runs/demo/draft"))
-    parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"), help="its held-out text is prompted with")
+    parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"), help="whose held-out text is used")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--new-tokens", type=int, default=192)
     parser.add_argument("--repeats", type=int, default=3)

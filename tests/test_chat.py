@@ -123,4 +123,3 @@ def test_defaults_are_applied_where_asked_for_told_and_overruled_by_options(run,
     result, (_, options) = run("--target", written(tmp_path, temperature=0.7), "--defaults")
     assert options["temperature"] == 0.0
     assert "nothing to apply" in result.stderr
-

@@ -226,7 +226,7 @@ def _initial_draft(config: RunConfig, prepared: Prepared) -> LoadedModel:
         if draft.vocab_size != target.vocab_size:
             raise ConfigError(
                 f"draft.init: {init} has {draft.vocab_size} embedding rows, the target {target.vocab_size}; they "
-                "decode together, but the losses compare row by row: resize the draft's embeddings to those of the target"
+                "decode together, but the losses compare row by row: give the draft as many rows as the target has"
             )
         _check_length(config, draft.config, "draft")
         return draft

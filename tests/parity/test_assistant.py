@@ -38,9 +38,7 @@ def both(tmp_path_factory) -> Both:
     """Target and draft, saved and loaded again by each side."""
     target = specjax.load_model(TARGET)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda x: x + NOISE * x.std() * rng.standard_normal(x.shape, dtype=np.float32), target.params
-    )
+    params = jax.tree.map(lambda x: x + NOISE * x.std() * rng.standard_normal(x.shape, dtype=np.float32), target.params)
     saved = []
     for name, model in (("target", target), ("draft", dataclasses.replace(target, params=params))):
         saved.append(tmp_path_factory.mktemp("saved") / name)
