@@ -111,9 +111,13 @@ def test_a_transformer_decodes_as_without_its_padding(tiny_target, tiny_draft):
     prompts = ["def add(", "for number in"]
     target, draft = padded_transformer(tiny_target, 320), padded_transformer(tiny_draft, 304)
     expected = Decoder(tiny_target).generate(prompts, max_new_tokens=20)
-    for drafter in (None, DraftModel(draft, 3), DraftModel(target, 3)):
-        assert Decoder(target, drafter).generate(prompts, max_new_tokens=20).tokens == expected.tokens
-    assert count_recompiles(target, DraftModel(draft, 3), Block(), prompts=5) == 0
+    assert Decoder(target, DraftModel(draft, 3)).generate(prompts, max_new_tokens=20).tokens == expected.tokens
+
+
+@pytest.mark.proof
+def test_padding_compiles_nothing_anew(tiny_target, tiny_draft):
+    target, draft = padded_transformer(tiny_target, 320), padded_transformer(tiny_draft, 304)
+    assert count_recompiles(target, DraftModel(draft, 3), Block(), prompts=20) == 0
 
 
 def test_numerics_compare_what_the_loop_can_choose(tiny_target):
