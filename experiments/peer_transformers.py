@@ -187,7 +187,8 @@ def rows_of(subject: str, measured: Measured, ks: Sequence[int], new_tokens: int
         speed = {(name, k): measured.tokens_per_s(Cell(name, t, k), new_tokens) for name in names for k in (0, *ks)}
         compared = [("autoregressive" if ks else subject, 0, 0)]
         if ks:
-            compared.append((SPECULATIVE, *(max((speed[name, k], k) for k in ks)[1] for name in names)))
+            theirs, ours = (max((speed[name, k], k) for k in ks)[1] for name in names)
+            compared.append((SPECULATIVE, theirs, ours))
         for mode, theirs, ours in (*compared, *(("same k", k, k) for k in ks)):
             slow, fast = speed["transformers", theirs], speed["specjax", ours]
             ratio = fast / slow
