@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
+PARITY_STAMP := $(VENV)/.installed-parity
 
-.PHONY: setup test proof mutants demo lint clean
+.PHONY: setup test proof mutants parity demo lint clean
 
 setup: $(STAMP)
 
@@ -24,8 +25,13 @@ $(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+$(PARITY_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[parity]'
+	@touch $@
+
+# Not parity, also where torch is installed: what is tested must not depend on what else is there.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "not proof and not mutants"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "not proof and not mutants" --ignore tests/parity
 
 # Exactness, the long part: statistical laws through the jitted loop, and longer certificates.
 proof: $(STAMP)
@@ -34,6 +40,10 @@ proof: $(STAMP)
 # A test that cannot fail proves nothing: errors planted in the shipped code, each with the test that finds it.
 mutants: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -qq -m mutants tests/mutants
+
+# Against transformers on torch: logits of every family, sampling, a saved draft as its assistant.
+parity: $(PARITY_STAMP)
+	$(BIN)/python -m pytest -n 2 -q tests/parity
 
 demo: $(STAMP)
 	$(BIN)/python experiments/run.py configs/demo.yaml

@@ -85,7 +85,7 @@ def _decoding(config: RunConfig, distilled: job.Distilled, file: Path, bars: Bar
             return known
     measured = decoding_figures(config, distilled.target, drafts, distilled.prepared.corpus.held_out, bars)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    found = {**measured, "date": now, "machine": _machine(), "measured_on": measured_on}
+    found = {**measured, "date": now, "machine": machine(), "measured_on": measured_on}
     fingerprint.write_json(file, found)
     return found
 
@@ -122,7 +122,7 @@ def _training(logs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     return {**{short: logs[name] for name, short in names.items() if name in logs}, "control": control}
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -77,12 +77,20 @@ def run_main(
 
 @app.command()
 def generate(
+    context: typer.Context,
     target: Annotated[str, typer.Option(help="Target: a Hugging Face directory or hub id.")],
     draft: Annotated[str | None, typer.Option(help="Draft: a Hugging Face directory or hub id.")] = None,
     ngram: Annotated[bool, typer.Option("--ngram", help="Draft by n-gram prompt lookup.")] = False,
     k: Annotated[int | None, typer.Option("-k", min=1, max=64, help="Draft length.", show_default="5")] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be repeated.")] = None,
     prompt_file: Annotated[list[Path] | None, typer.Option(help="File with one prompt; may be repeated.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Each prompt is a user's message, in the target's chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="System message before it.")] = None,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="Sample as generation_config.json says, where no option does.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: all.")] = 0,
@@ -118,13 +126,13 @@ def generate(
         raise typer.BadParameter(f"-k {k} needs a drafter; add --draft DIR or --ngram")
     if not prompt and not prompt_file:
         raise typer.BadParameter("no prompt; add --prompt TEXT or --prompt-file FILE")
+    if system is not None and not chat:
+        raise typer.BadParameter("--system is a message of a chat; add --chat")
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs are printed with --json only; add it")
     with user_errors(debug):
         prompts = [*(prompt or []), *map(_read_prompt, prompt_file or [])]
         decoder = _decoder(target, draft, ngram, k or 5, verifier, {"dtype": dtype, "check_finite": check_finite})
-        if not decoder.lossless and temperature > 0:
-            print(f"note: verifier {verifier!r} is lossy, this is not the target's law", file=sys.stderr)
         options = {
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
@@ -142,17 +150,27 @@ def generate(
             "seed": seed,
             "ignore_eos": ignore_eos,
         }
+        if defaults:
+            options |= _defaults(context, target)
+        greedy = options["temperature"] == 0
+        if not decoder.lossless and not greedy:
+            print(f"note: verifier {verifier!r} is lossy, this is not the target's law", file=sys.stderr)
+        given: Sequence[Any] = prompts
+        if chat:
+            from specjax.chat import encode
+
+            given = [encode(decoder.target.tokenizer, text, system) for text in prompts]
         if as_json:
             if len(prompts) == 1:
-                results = _timed_json(decoder, prompts[0], options)
+                results = _timed_json(decoder, prompts[0], given[0], options)
             else:
-                results = _as_json(prompts, decoder.generate(prompts, **options))
-            results["verifier"] = {"kind": verifier, "lossless": decoder.lossless or temperature == 0}
+                results = _as_json(prompts, decoder.generate(given, **options))
+            results["verifier"] = {"kind": verifier, "lossless": decoder.lossless or greedy}
             print(json.dumps(results, default=plain_json))
         elif len(prompts) == 1:
-            _stream(decoder, prompts[0], options, no_color)
+            _stream(decoder, given[0], options, no_color)
         else:
-            _print_rows(prompts, decoder.generate(prompts, **options), no_color)
+            _print_rows(prompts, decoder.generate(given, **options), no_color)
 
 
 @app.command()
@@ -358,7 +376,21 @@ def _decoder(target: str, draft: str | None, ngram: bool, k: int, verifier: str,
     return specjax.Decoder(model, drafter=drafter, verifier=verifier)
 
 
-def _stream(decoder: Any, prompt: str, options: dict[str, Any], no_color: bool) -> None:
+def _defaults(context: typer.Context, target: str) -> dict[str, Any]:
+    """What generation_config.json says and the command line does not; told on stderr."""
+    from specjax.chat import generation_defaults
+
+    found = generation_defaults(target)
+    sources = {name: context.get_parameter_source(name) for name in found.values}
+    own = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    applied = {name: value for name, value in found.values.items() if name not in own}
+    told = ", ".join(f"{name} {value:g}" for name, value in applied.items()) or "nothing to apply"
+    kept = f" (as given on the command line: {', '.join(own)})" if own else ""
+    print(f"note: from {found.source}: {told}{kept}", file=sys.stderr)
+    return applied
+
+
+def _stream(decoder: Any, prompt: Any, options: dict[str, Any], no_color: bool) -> None:
     """Text to stdout as it is committed; legend and statistics to stderr, so that a pipe gets the text alone."""
     from specjax.report.terminal import legend
 
@@ -420,15 +452,15 @@ def _row_json(prompt: str, text: str, tokens: Sequence[int], seed: int, stats: A
     return row if logprobs is None else {**row, "logprobs": logprobs}
 
 
-def _timed_json(decoder: Any, prompt: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The same for one prompt, decoded as a stream after compiling, and when its tokens came."""
+def _timed_json(decoder: Any, prompt: str, given: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The same for one prompt, decoded from ``given`` (text or ids) as a stream after compiling, with times."""
     from specjax.decode.request import derive_seeds
     from specjax.metrics import Latencies
 
     shaping = ("max_new_tokens", "temperature", "logprobs")
-    decoder.compile([prompt], **{name: options[name] for name in shaping})
+    decoder.compile([given], **{name: options[name] for name in shaping})
     events, times, start = [], [], time.perf_counter()
-    for event in decoder.stream(prompt, **options):
+    for event in decoder.stream(given, **options):
         times += [time.perf_counter() - start] * len(event.tokens)
         events.append(event)
     text, tokens = "".join(event.text for event in events), [token for event in events for token in event.tokens]

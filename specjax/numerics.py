@@ -31,6 +31,7 @@ from specjax.distill.progress import Bars, no_bars
 from specjax.errors import DataError
 from specjax.models import cache as cache_lib
 from specjax.models.hf import LoadedModel
+from specjax.models.vocabulary import unused_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +101,9 @@ def output_logits(
         take = slice(0, tokens.shape[1] - start)
     filled = np.stack([*tokens, *itertools.islice(itertools.cycle(tokens), -count % path.rows)])
     batches = [np.asarray(run(filled[i : i + path.rows]))[:, take] for i in range(0, len(filled), path.rows)]
-    return np.concatenate(batches)[:count]
+    logits = np.concatenate(batches)[:count]
+    logits[..., unused_ids(model)] = np.finfo(np.float32).min  # never chosen, and no drift
+    return logits
 
 
 @functools.cache

@@ -43,10 +43,12 @@ def process(
     logits: Float[Array, "B R V"], context: Context, drafted: Int[Array, "B N"], first: int | Int[Array, ""] = 0
 ) -> Float[Array, "B R V"]:
     """The first half of `transform`, which moves an argmax too: all but temperature, top-k, top-p and min-p."""
-    logits, s = logits.astype(jnp.float32), context.sampling
+    s = context.sampling
+    # Always, as a model with padded rows always has one.
+    logits = logits.astype(jnp.float32) + s.bias[:, None]
     penalties = (s.repetition_penalty != 1, s.presence_penalty != 0, s.frequency_penalty != 0, s.min_new_tokens > 0)
     # Paid only by batches with a row that asks for it.
-    wanted = jnp.any(jnp.stack(penalties)) | jnp.any(s.bias != 0)
+    wanted = jnp.any(jnp.stack(penalties))
     logits = jax.lax.cond(wanted, lambda: _penalised(logits, context, drafted, first), lambda: logits)
     processor = context.processor
     if processor is None:
@@ -80,7 +82,6 @@ def _penalised(logits, context: Context, drafted, first) -> Float[Array, "B R V"
     def each(values):
         return values[:, None, None]
 
-    logits = logits + s.bias[:, None]
     penalty = jnp.where(seen, each(s.repetition_penalty), 1.0)
     logits = jnp.where(logits > 0, logits / penalty, logits * penalty)
     logits -= jnp.where(count > 0, each(s.presence_penalty), 0.0)

@@ -25,6 +25,7 @@ from specjax import config as config_lib
 from specjax import metrics
 from specjax.decode import costs as costs_lib
 from specjax.decode.decoder import Decoder
+from specjax.models.vocabulary import unused_ids
 from specjax.testing.target_law import TargetLaw
 from specjax.types import Drafter, Verifier
 
@@ -278,13 +279,13 @@ def count_recompiles(target: Any, drafter: Drafter | None, verifier: Verifier, p
     """Programs compiled while decoding ``prompts`` prompts of different lengths, temperatures, seeds and budgets, after
     each bucket was seen once. Must be 0."""
     decoder = Decoder(target, drafter, verifier)
-    rng = np.random.default_rng(0)
+    rng, ids = np.random.default_rng(0), np.setdiff1d(np.arange(target.config.vocab_size), unused_ids(target))
     temperatures = (0.0,) if verifier.noise == "none" else (0.0, 0.3, 0.7, 1.0, 1.3)
 
     def request(i: int) -> None:
         length = 1 + (i * 7) % 32
         decoder.generate(
-            [rng.integers(0, target.config.vocab_size, length).tolist()],
+            [rng.choice(ids, length).tolist()],
             max_new_tokens=1 + (i * 5) % 16,
             temperature=temperatures[i % len(temperatures)],
             seed=i,

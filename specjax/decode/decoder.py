@@ -82,9 +82,9 @@ class Decoder:
 
         ``stop_strings`` end a row where its new text holds one: the text stops before it, the tokens with the one that
         completes it (counters also hold what was decoded before the host saw it). ``logprobs`` of the emitted tokens:
-        'raw' (or True) of the target's own law, 'processed' after all sampling parameters. ``logits_processor``: a
-        pure, traceable ``(logits[B, V], specjax.types.LogitsContext) -> logits[B, V]``, for draft and target alike,
-        before temperature; compiled for, so pass the same function again, not a new lambda.
+        'raw' (or True) of the target's own law, over all its rows; 'processed' after all sampling parameters.
+        ``logits_processor``: a pure, traceable ``(logits[B, V], specjax.types.LogitsContext) -> logits[B, V]``, for
+        draft and target alike, before temperature; compiled for, so pass the same function again, not a new lambda.
 
         Raises `DataError` naming argument, row and value of what cannot be used.
         """

@@ -12,6 +12,7 @@ import numpy as np
 
 from specjax.decode.engine import Request
 from specjax.errors import DataError
+from specjax.models.vocabulary import unused_ids
 from specjax.types import LogitsContext, LogitsProcessor, SamplingParams
 
 Prompt = str | Sequence[int]
@@ -103,7 +104,8 @@ def prepare(
         raise TypeError(
             f"{unknown!r} is no argument of a generation, known are {', '.join(SamplingOptions.__annotations__)}"
         )
-    rows = [_encode(target, prompt, i) for i, prompt in enumerate(prompts)]
+    unused = unused_ids(target)
+    rows = [_encode(target, prompt, i, unused) for i, prompt in enumerate(prompts)]
     count = len(rows)
     budgets = per_row("max_new_tokens", max_new_tokens, count)
     numbers = {name: _numbers(name, options.get(name, r.neutral), count) for name, r in NUMBERS.items()}
@@ -149,6 +151,7 @@ def prepare(
         stop_ids[i, : len(ids)] = ids
     bias: Any = np.zeros((padded, size), np.float32)
     bias[:count] = _bias(options, size, count)
+    bias[:count, unused] = -np.inf
     for i, (row, least) in enumerate(zip(bias, numbers["min_new_tokens"], strict=False)):
         left = np.isfinite(row)
         if least:
@@ -286,7 +289,7 @@ def _bias(options: Mapping[str, Any], size: int, count: int) -> np.ndarray:
     return bias
 
 
-def _encode(target: Any, prompt: Prompt, index: int) -> list[int]:
+def _encode(target: Any, prompt: Prompt, index: int, unused: np.ndarray) -> list[int]:
     if isinstance(prompt, str):
         if target.tokenizer is None:
             raise DataError(f"prompt {index} is text, but the target has no tokenizer; give token ids")
@@ -299,6 +302,13 @@ def _encode(target: Any, prompt: Prompt, index: int) -> list[int]:
     bad = next((t for t in ids if not 0 <= t < vocabulary), None)
     if bad is not None:
         raise DataError(f"prompt {index}: token id {bad} is outside the target's vocabulary of {vocabulary}")
+    # A draft may have no such row, and n-gram lookup would propose it.
+    padding = np.intersect1d(ids, unused)
+    if len(padding):
+        raise DataError(
+            f"prompt {index}: token id {padding[0]} is no token of the target's tokenizer, which has "
+            f"{vocabulary - len(unused)} for {vocabulary} rows; give ids that it knows"
+        )
     return ids
 
 

@@ -32,8 +32,9 @@ from specjax.distill.trainer import read_log, train_stage
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError
 from specjax.models.config import ModelConfig
-from specjax.models.hf import LoadedModel, check_same_vocabulary, import_transformers, load_model, save_model
+from specjax.models.hf import LoadedModel, import_transformers, load_model, save_model
 from specjax.models.transformer import Model
+from specjax.models.vocabulary import check_same_vocabulary
 from specjax.types import Params
 
 CUT_FROM_TARGET = "target"
@@ -222,6 +223,11 @@ def _initial_draft(config: RunConfig, prepared: Prepared) -> LoadedModel:
     if init is not None and init != CUT_FROM_TARGET:
         draft = load_model(init)
         check_same_vocabulary(target, draft)
+        if draft.vocab_size != target.vocab_size:
+            raise ConfigError(
+                f"draft.init: {init} has {draft.vocab_size} embedding rows, the target {target.vocab_size}; they "
+                "decode together, but the losses compare row by row: give the draft as many rows as the target has"
+            )
         _check_length(config, draft.config, "draft")
         return draft
     shape = _model_config(config.draft.architecture, target.config.vocab_size, target.config.max_positions)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 from pydantic import Field
 
 from specjax import sampling
@@ -27,12 +27,12 @@ class DraftModel:
     kind: Literal["draft_model"] = "draft_model"
 
     def bind(self, target: Any) -> tuple[DraftModel, Params]:
-        """Raises `ModelError` if the vocabularies differ."""
+        """Raises `ModelError` if the vocabularies differ (`specjax.models.vocabulary`)."""
         from specjax.backend import decode_layout
-        from specjax.models import hf
+        from specjax.models import hf, vocabulary
 
         draft = hf.load_model(self.model) if isinstance(self.model, str) else self.model
-        hf.check_same_vocabulary(target, draft)
+        vocabulary.check_same_vocabulary(target, draft)
         spec, params = decode_layout(draft.spec, draft.params, one_token=True)
         return dataclasses.replace(self, model=spec), params
 
@@ -82,10 +82,11 @@ class DraftModel:
 
     def _propose(self, out: Output, context: Context, tokens: Int[Array, "B K"], offset):
         """``tokens`` with the one at ``offset`` drawn, and the logits it was drawn from (None without noise)."""
+        raw = _over(out.logits, context.sampling.bias.shape[1])
         if context.noise is None:
-            logits, noise = sampling.process(out.logits, context, tokens, offset)[:, 0], None
+            logits, noise = sampling.process(raw, context, tokens, offset)[:, 0], None
         else:
-            logits, noise = sampling.transform(out.logits, context, tokens, offset)[:, 0], context.noise.draft(offset)
+            logits, noise = sampling.transform(raw, context, tokens, offset)[:, 0], context.noise.draft(offset)
         drawn = sampling.draw(logits, noise)[:, None]
         tokens = jax.lax.dynamic_update_slice_in_dim(tokens, drawn, offset, axis=1)
         return tokens, None if noise is None else logits
@@ -101,3 +102,9 @@ class DraftModel:
         positions = jnp.broadcast_to(jnp.arange(fed)[None], (batch, fed))
         logits = self.model(params, tokens, positions).logits
         return DraftOutput(logits[:, :, None], jnp.arange(fed)[:, None], mask[..., None], jnp.ones((1,), jnp.float32))
+
+
+def _over(logits: Float[Array, "B R W"], size: int) -> Float[Array, "B R V"]:
+    """Over the target's ``size`` ids: a row that only one of the two models has is padding, and is never drafted."""
+    missing = max(size - logits.shape[-1], 0)
+    return jnp.pad(logits[..., :size], ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)

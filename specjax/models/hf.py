@@ -324,25 +324,3 @@ def _default_card(model: LoadedModel) -> str:
         f"({config.num_kv_heads} key-value), vocabulary {config.vocab_size}, {config.max_positions} positions. "
         f"Written by specjax; check the files with `sha256sum -c {MANIFEST}`.\n"
     )
-
-
-# --- pairing --------------------------------------------------------------------------------------------------------
-
-
-def check_same_vocabulary(target: LoadedModel, draft: LoadedModel) -> None:
-    """Raises `ModelError` unless a token id means the same in both models: equal sizes and, where both have a
-    tokenizer, equal vocabularies by content.
-    """
-    remedy = "use a draft of the same vocabulary, or distill one for this target with train_draft.py"
-    ours, theirs = target.config.vocab_size, draft.config.vocab_size
-    if ours != theirs:
-        raise ModelError(f"the draft's vocabulary has {theirs} tokens, the target's {ours}; {remedy}")
-    if target.tokenizer is None or draft.tokenizer is None or target.tokenizer is draft.tokenizer:
-        return
-    tables = [{id_: token for token, id_ in m.tokenizer.get_vocab().items()} for m in (target, draft)]
-    differing = [id_ for id_ in sorted(tables[0].keys() | tables[1].keys()) if tables[0].get(id_) != tables[1].get(id_)]
-    if differing:
-        shown = ", ".join(f"{id_}: {tables[0].get(id_)!r} and {tables[1].get(id_)!r}" for id_ in differing[:3])
-        raise ModelError(
-            f"the tokenizers of target and draft differ in {len(differing)} ids (target and draft: {shown}); {remedy}"
-        )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from specjax.decode.request import NUMBERS
+from specjax.models.vocabulary import unused_ids
 from specjax.testing.references import bias_vector, sampling_logits
 
 _CUTS = ("top_k", "top_p", "min_p")
@@ -24,6 +25,7 @@ class TargetLaw:
         self._stop_ids = list(sampling.get("stop_token_ids", ()))
         lists = {name: sampling[name] for name in _LISTS if name in sampling}
         self._bias = bias_vector(target.config.vocab_size, **lists)
+        self._bias[unused_ids(target)] = -np.inf
 
     def logits(self, prompt: Sequence[int], generated: Sequence[int]) -> np.ndarray:
         """Of the target before each of ``generated``, float32 ``[len(generated), V]``, by one forward of one shape."""

@@ -200,6 +200,13 @@ def test_a_starting_draft_of_another_vocabulary_is_refused(settings, tiny_draft,
         job.run(settings(tmp_path / "run", draft=config.Draft(init=str(tmp_path / "start"))))
 
 
+def test_a_starting_draft_of_other_padding_is_refused_as_the_losses_compare_row_by_row(settings, tiny_draft, tmp_path):
+    spec = dataclasses.replace(tiny_draft.spec, config=dataclasses.replace(tiny_draft.config, vocab_size=301))
+    save_model(LoadedModel(spec, spec.init(jax.random.key(0)), tiny_draft.tokenizer), tmp_path / "start")
+    with pytest.raises(ConfigError, match=r"draft\.init: .*start has 301 embedding rows, the target 300; "):
+        job.run(settings(tmp_path / "run", draft=config.Draft(init=str(tmp_path / "start"))))
+
+
 def test_windows_longer_than_the_targets_positions_are_refused(settings, documents, tmp_path):
     data = config.Data(path=str(documents), held_out=0.25, seq_len=257)
     with pytest.raises(ConfigError, match=r"data\.seq_len: 257 exceeds the target's 256 positions"):

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from specjax.errors import ModelError
 from specjax.models import hf
-from specjax.models.hf import LoadedModel, check_same_vocabulary, load_model, save_model
+from specjax.models.hf import load_model, save_model
 from specjax.models.transformer import Model
 from tests.models.directories import TOKENS, make_tokenizer, same_params
 
@@ -232,27 +232,6 @@ def test_importing_transformers_hides_its_torch_notice_and_nothing_else():
     assert "a real warning" in shown
     assert "PyTorch was not found" not in shown
     assert not logging.getLogger("transformers").filters
-
-
-@pytest.mark.parametrize("sizes", [(37, 40), (40, 37)])
-def test_vocabularies_of_different_size_do_not_pair(llama, sizes):
-    config = load_model(llama.write()).config
-    target, draft = (LoadedModel(Model(dataclasses.replace(config, vocab_size=size)), {}) for size in sizes)
-    with pytest.raises(ModelError, match=f"draft's vocabulary has {sizes[1]} tokens, the target's {sizes[0]}; use"):
-        check_same_vocabulary(target, draft)
-
-
-def test_tokenizers_pair_by_content_not_by_identity(llama):
-    model = load_model(llama.write())
-    target, same, other = (
-        dataclasses.replace(model, tokenizer=make_tokenizer(alphabet)) for alphabet in ("abcd", "abcd", "abdce")
-    )
-    check_same_vocabulary(target, same)
-    check_same_vocabulary(target, model)  # no tokenizer, nothing to compare
-    with pytest.raises(
-        ModelError, match=r"differ in 3 ids \(target and draft: 3: 'c' and 'd', 4: 'd' and 'c', 5: None"
-    ):
-        check_same_vocabulary(target, other)
 
 
 # --- writing ------------------------------------------------------------------------------------------------------

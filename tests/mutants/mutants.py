@@ -552,7 +552,7 @@ definition = mutant("sampling", test_sampling.test_every_parameter_at_every_draf
 
 
 def penalised(patch: Patch, change: Callable[..., tuple]) -> None:
-    """Changes ``(context, drafted, first)`` on their way into bias, penalties and `min_new_tokens`."""
+    """Changes ``(context, drafted, first)`` on their way into penalties and `min_new_tokens`."""
 
     def make(real):
         return lambda logits, context, drafted, first: real(logits, *change(context, drafted, first))
@@ -626,7 +626,7 @@ def repetition_penalty_forgets_the_sign(patch):
 
     def make(real):
         def mutated(logits, context, drafted, first):
-            shift = jnp.min(logits, axis=-1, keepdims=True) - 1.0
+            shift = jnp.min(jnp.where(jnp.isfinite(logits), logits, 0.0), axis=-1, keepdims=True) - 1.0
             return real(logits - shift, context, drafted, first) + shift
 
         return mutated
@@ -645,10 +645,13 @@ def min_new_tokens_off_by_one(patch):
 
 @definition
 def bias_not_applied(patch):
-    def change(context, drafted, first):
-        return replaced(context, bias=jnp.zeros_like(context.sampling.bias)), drafted, first
+    def make(real):
+        def mutated(logits, context, drafted, first=0):
+            return real(logits, replaced(context, bias=jnp.zeros_like(context.sampling.bias)), drafted, first)
 
-    penalised(patch, change)
+        return mutated
+
+    wrap(patch, sampling, "process", make)
 
 
 @definition

@@ -1,0 +1,131 @@
+"""Which rows of a model's embedding are tokens, and whether a token id means the same in two models.
+
+Checkpoints of one family pad their embeddings differently (151,936 rows against 152,064) beyond one and the same
+tokenizer. Rows that no token has hold arbitrary weights: they are never drafted, never emitted, and do not count when
+two models are compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specjax.errors import ModelError
+
+if TYPE_CHECKING:
+    from specjax.models.hf import LoadedModel
+
+_REMEDY = "use a draft of the same tokenizer, or distill one for this target with train_draft.py"
+_NONE = np.zeros(0, np.int64)
+_SHOWN = 3
+_found: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def unused_ids(model: Any) -> np.ndarray:
+    """Ascending ids ``[U]`` of the rows of ``model`` that no token of its tokenizer has; none without a tokenizer."""
+    tokenizer, rows = model.tokenizer, model.config.vocab_size
+    if tokenizer is None:
+        return _NONE
+    return _once(tokenizer, rows, lambda: np.setdiff1d(np.arange(rows), list(_tokens(tokenizer))))
+
+
+def check_same_vocabulary(target: LoadedModel, draft: LoadedModel) -> None:
+    """Raises `ModelError` with the first differing entries unless a token id means the same in both models: tokenizers
+    of the same content (tokens and added tokens with their ids, merges, normaliser, pre-tokenizer), whatever their
+    names, and embeddings that hold all of its tokens. Where a model has no tokenizer nothing can be told to be
+    padding, and sizes must be equal.
+    """
+    rows, draft_rows = target.config.vocab_size, draft.config.vocab_size
+    ours, theirs = target.tokenizer, draft.tokenizer
+    if ours is None or theirs is None:
+        if rows != draft_rows:
+            which = " and ".join(name for name, t in (("target", ours), ("draft", theirs)) if t is None)
+            raise ModelError(
+                f"the draft's vocabulary has {draft_rows} tokens, the target's {rows}, and which of them are padding "
+                f"only a tokenizer tells: the {which} has none; {_REMEDY}"
+            )
+        return
+    if ours is not theirs and _digest(ours) != _digest(theirs):
+        _refuse(_content(ours), _content(theirs))
+    last = max((id_ for id_ in _tokens(ours) if id_ < rows), default=-1)
+    if last >= draft_rows:
+        raise ModelError(
+            f"the draft has embeddings for {draft_rows} tokens, and the last token of the target has id {last}; "
+            f"resize the draft's embeddings to {last + 1} rows and train them, or {_REMEDY}"
+        )
+
+
+def _tokens(tokenizer: Any) -> dict[int, str]:
+    """id -> token, added tokens included."""
+    added = {id_: str(token) for id_, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+    return {id_: token for token, id_ in tokenizer.get_vocab().items()} | added
+
+
+def _content(tokenizer: Any) -> dict[str, Any]:
+    """What two tokenizers must share, part by part in the order in which differences are reported. Not: how special
+    tokens are put around a text, padding, truncation, decoding, names. Of a tokenizer that does not run on the
+    tokenizers library, the tokens alone."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    content: dict[str, Any] = {
+        "tokens": _tokens(tokenizer),
+        "added tokens": {id_: str(token) for id_, token in added.items()},
+    }
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return content
+    stored = json.loads(backend.to_str())
+    model = stored["model"]
+    # A unigram model has scores in place of merges.
+    vocabulary = model.pop("vocab")
+    content["merges"] = model.pop("merges", None) or (vocabulary if isinstance(vocabulary, list) else [])
+    return content | {"model": model, **{name: stored[name] for name in ("normalizer", "pre_tokenizer")}}
+
+
+def _digest(tokenizer: Any) -> bytes:
+    """Of its `_content`, which is too large to be kept."""
+
+    def make():
+        text = json.dumps(list(_content(tokenizer).items()), sort_keys=True)
+        return hashlib.sha256(text.encode()).digest()
+
+    return _once(tokenizer, "digest", make)
+
+
+def _once(tokenizer: Any, key: Any, make: Callable[[], Any]) -> Any:
+    """``make()``, once for a tokenizer and again when tokens were added to it: every generation asks."""
+    known = _found.setdefault(tokenizer, {})
+    key = key, len(tokenizer) if hasattr(tokenizer, "__len__") else None
+    if key not in known:
+        known[key] = make()
+    return known[key]
+
+
+def _refuse(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Returns if what both have is the same after all: one of them runs on another library."""
+    for part in (name for name in ours if name in theirs):
+        a, b = _by_place(ours[part]), _by_place(theirs[part])
+        places = [place for place in {**a, **b} if a.get(place) != b.get(place)]
+        if places:
+            places = sorted(places)
+            shown = ", ".join(f"{place}: {_word(a.get(place))} and {_word(b.get(place))}" for place in places[:_SHOWN])
+            raise ModelError(
+                f"the tokenizers of target and draft differ in {len(places)} entries of {part!r} "
+                f"(target and draft: {shown}); {_REMEDY}"
+            )
+
+
+def _by_place(part: Any) -> dict[Any, Any]:
+    """Entries of a list by their index, settings by their name, a single value under no name."""
+    if isinstance(part, Mapping):
+        return dict(part)
+    return dict(enumerate(part)) if isinstance(part, Sequence) and not isinstance(part, str) else {"": part}
+
+
+def _word(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,211 @@
+"""Which models share a vocabulary, and that rows without a token change nothing, however large their logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from specjax.decode.bench import count_recompiles
+from specjax.decode.decoder import Decoder
+from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.ngram import NGram
+from specjax.errors import DataError, ModelError
+from specjax.models.hf import LoadedModel
+from specjax.models.transformer import Model
+from specjax.models.vocabulary import check_same_vocabulary, unused_ids
+from specjax.numerics import measure
+from specjax.testing.target_law import TargetLaw
+from specjax.testing.toys import ToyModel, exact_law, prefix_model, related
+from specjax.verifiers.block import Block
+from tests.cases import in_proof
+from tests.decode.laws import SMOKE_LEVEL, decode_counts, p_value
+from tests.models.directories import make_tokenizer
+
+SIZE, HUGE = 4, 50.0
+TARGET = prefix_model(0, vocab_size=SIZE)
+DRAFT = related(TARGET, 1)
+PROMPTS = [[1, 2, 1], [3], [0, 2, 3, 0]]
+
+
+class Letters:
+    def __call__(self, text):
+        return {"input_ids": ["abcd".index(letter) for letter in text]}
+
+    def get_vocab(self):
+        return {letter: i for i, letter in enumerate("abcd")}
+
+    def decode(self, ids, **_):
+        return "".join("abcd"[i] for i in ids)
+
+
+def with_rows(model: ToyModel, rows: int) -> ToyModel:
+    """With a tokenizer, and rows that it does not have, always by far the most likely ones."""
+    extra = rows - model.vocab_size
+    params = {
+        "table": jnp.pad(model.params["table"], ((0, 0), (0, extra), (0, extra)), constant_values=HUGE),
+        "bias": jnp.pad(model.params["bias"], (0, extra), constant_values=HUGE),
+    }
+    config = dataclasses.replace(model.config, vocab_size=rows)
+    return ToyModel(dataclasses.replace(model.spec, config=config), params, tokenizer=Letters())
+
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "temperature": [0.0, 1.0, 0.7], "seed": 3}
+
+
+def same(padded: Decoder, plain: Decoder) -> bool:
+    found, expected = (decoder.generate(PROMPTS, **OPTIONS) for decoder in (padded, plain))
+    return (found.tokens, found.origins, found.stats) == (expected.tokens, expected.origins, expected.stats)
+
+
+@pytest.mark.parametrize(
+    ("rows", "verifier"), [((6, SIZE), "block"), ((SIZE, 7), "speculative"), in_proof((7, 5), "speculative")]
+)
+def test_padding_changes_nothing_of_what_is_drafted_accepted_and_emitted(rows, verifier):
+    target, draft = map(with_rows, (TARGET, DRAFT), rows)
+    assert same(Decoder(target, DraftModel(draft, 3), verifier), Decoder(TARGET, DraftModel(DRAFT, 3), verifier))
+
+
+@pytest.mark.parametrize("drafter", [None, in_proof(NGram(3, min_n=1))])
+def test_padding_changes_nothing_of_what_is_decoded_plainly(drafter):
+    assert same(Decoder(with_rows(TARGET, 6), drafter), Decoder(TARGET, drafter))
+
+
+@pytest.mark.parametrize("rows", [(7, 5), in_proof((SIZE, 6))])
+def test_a_draft_equal_to_its_target_but_for_the_padding_is_always_accepted(rows):
+    target, draft = (with_rows(TARGET, count) for count in rows)
+    result = Decoder(target, DraftModel(draft, 3)).generate(PROMPTS, **OPTIONS)
+    assert all("corrected" not in origins for origins in result.origins)
+
+
+def test_the_law_is_the_targets_over_the_ids_of_its_tokenizer():
+    target, draft = with_rows(TARGET, 6), with_rows(DRAFT, 7)
+    counts = decode_counts(Decoder(target, DraftModel(draft, 2)), [1, 2, 1], 3, calls=4)
+    assert p_value(counts, exact_law(TARGET, [1, 2, 1], 3)) > SMOKE_LEVEL
+
+
+def test_the_law_that_certificates_expect_has_no_padding():
+    law = TargetLaw(with_rows(TARGET, 6), {}, 4)
+    logits = law.logits([1, 2], [0, 3])
+    assert np.isfinite(logits).all()
+    assert list(np.isfinite(law.transformed(logits[1], [1, 2], [0], 1.0))) == [True] * SIZE + [False] * 2
+
+
+def padded_transformer(model: LoadedModel, rows: int) -> LoadedModel:
+    size = model.vocab_size
+
+    def pad(x):
+        return jnp.pad(x, [(0, rows - n if n == size else 0) for n in x.shape], constant_values=3.0)
+
+    spec = Model(dataclasses.replace(model.config, vocab_size=rows))
+    return dataclasses.replace(model, spec=spec, params=jax.tree.map(pad, model.params))
+
+
+def test_a_transformer_decodes_as_without_its_padding(tiny_target, tiny_draft):
+    prompts = ["def add(", "for number in"]
+    target, draft = padded_transformer(tiny_target, 320), padded_transformer(tiny_draft, 304)
+    expected = Decoder(tiny_target).generate(prompts, max_new_tokens=20)
+    assert Decoder(target, DraftModel(draft, 3)).generate(prompts, max_new_tokens=20).tokens == expected.tokens
+
+
+@pytest.mark.proof
+def test_padding_compiles_nothing_anew(tiny_target, tiny_draft):
+    target, draft = padded_transformer(tiny_target, 320), padded_transformer(tiny_draft, 304)
+    assert count_recompiles(target, DraftModel(draft, 3), Block(), prompts=20) == 0
+
+
+def test_numerics_compare_what_the_loop_can_choose(tiny_target):
+    target = padded_transformer(tiny_target, 320)
+    prompts = np.asarray([target.tokenizer("def add(first")["input_ids"][:4]], np.int32)
+    first = next(iter(measure(target, prompts, count=4, k=2, rows=2)))
+    assert first.differences == []
+
+
+def test_prompts_of_padded_rows_are_refused():
+    with pytest.raises(DataError, match=r"prompt 1: token id 4 is no token of the target's tokenizer, .* 4 for 6 rows"):
+        Decoder(with_rows(TARGET, 6), NGram(2)).generate([[1], [2, 4, 5]])
+
+
+def test_asking_for_padded_rows_alone_leaves_no_token():
+    with pytest.raises(DataError, match="leave no token"):
+        Decoder(with_rows(TARGET, 6)).generate([[1]], allowed_tokens=[4, 5])
+
+
+def test_unused_ids_follow_the_tokenizer(tiny_target):
+    assert unused_ids(TARGET).tolist() == unused_ids(tiny_target).tolist() == []
+    assert unused_ids(with_rows(TARGET, 6)).tolist() == [4, 5]
+    model = dataclasses.replace(tiny_target, tokenizer=make_tokenizer("abc"))
+    assert unused_ids(model).tolist() == list(range(4, 300))
+    model.tokenizer.add_tokens(["<new>"])
+    assert unused_ids(model).tolist() == list(range(5, 300))
+
+
+# --- pairing --------------------------------------------------------------------------------------------------------
+
+
+def tokenizer(merges=("ab", "cd"), added=("<x>",), lower: bool = False, prefix: bool = False):
+    pairs = [(merge[0], merge[1]) for merge in merges]
+    ids = {token: i for i, token in enumerate(["<end>", *"abcd", "ab", "cd", "bc"])}
+    backend = Tokenizer(models.BPE(ids, pairs))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)  # type: ignore[assignment]
+    if lower:
+        backend.normalizer = normalizers.Lowercase()  # type: ignore[assignment]
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    made.add_tokens(list(added))
+    return made
+
+
+def model_of(tokenizer: Any, rows: int, name: str = "model") -> Any:
+    spec = prefix_model(0, vocab_size=rows).spec
+    return ToyModel(spec, {}, tokenizer=tokenizer, name=name)
+
+
+@pytest.mark.parametrize("rows", [(9, 9), (12, 9), (9, 12), (64, 12)])
+def test_tokenizers_pair_by_content_and_padding_does_not_count(rows):
+    ours, theirs = (model_of(tokenizer(), count, name) for count, name in zip(rows, "ab", strict=True))
+    assert ours.tokenizer is not theirs.tokenizer
+    check_same_vocabulary(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"added": ("<y>",)}, r"differ in 1 entries of 'tokens' \(target and draft: 8: '<x>' and '<y>'\)"),
+        ({"added": ("<x>", "<y>")}, r"1 entries of 'tokens' \(target and draft: 9: None and '<y>'\)"),
+        ({"added": ("<y>", "<x>")}, r"2 entries of 'tokens' \(target and draft: 8: '<x>' and '<y>', 9: None and '<x>'"),
+        ({"merges": ("cd", "ab")}, r"2 entries of 'merges' \(target and draft: 0: \['a', 'b'\] and \['c', 'd'\], 1: "),
+        ({"merges": ("ab",)}, r"1 entries of 'merges' \(target and draft: 1: \['c', 'd'\] and None\)"),
+        ({"lower": True}, r"1 entries of 'normalizer' \(target and draft: type: None and 'Lowercase'\)"),
+        ({"prefix": True}, r"1 entries of 'pre_tokenizer' \(target and draft: add_prefix_space: False and True\)"),
+    ],
+)
+def test_other_tokenizers_are_refused_with_the_first_differing_entries(changes, message):
+    with pytest.raises(ModelError, match=message + ".*; use a draft of the same tokenizer, or distill") as refused:
+        check_same_vocabulary(model_of(tokenizer(), 12), model_of(tokenizer(**changes), 12))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_draft_without_a_row_for_every_token_is_refused():
+    with pytest.raises(ModelError, match=r"embeddings for 8 tokens, and the last token of the target has id 8; resize"):
+        check_same_vocabulary(model_of(tokenizer(), 12), model_of(tokenizer(), 8))
+    # A token that the target has no row for either is never seen.
+    check_same_vocabulary(model_of(tokenizer(), 8), model_of(tokenizer(), 8))
+
+
+@pytest.mark.parametrize("sizes", [(37, 40), (40, 37)])
+@pytest.mark.parametrize(
+    ("tokenizers", "which"),
+    [((None, None), "target and draft"), ((Letters(), None), "draft"), ((None, Letters()), "target")],
+)
+def test_without_tokenizers_sizes_must_be_equal(sizes, tokenizers, which):
+    target, draft = map(model_of, tokenizers, sizes)
+    told = f"draft's vocabulary has {sizes[1]} tokens, the target's {sizes[0]}.*the {which} has none"
+    with pytest.raises(ModelError, match=told):
+        check_same_vocabulary(target, draft)
+    check_same_vocabulary(target, model_of(draft.tokenizer, sizes[0]))
