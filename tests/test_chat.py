@@ -83,7 +83,7 @@ class Decoder:
 
 @pytest.fixture
 def run(monkeypatch, tokenizer):
-    monkeypatch.setattr(specjax, "load_model", lambda path, dtype="float32": types.SimpleNamespace(tokenizer=tokenizer))
+    monkeypatch.setattr(specjax, "load_model", lambda path, **_: types.SimpleNamespace(tokenizer=tokenizer))
     monkeypatch.setattr(specjax, "Decoder", Decoder)
 
     def call(*arguments):
