@@ -19,14 +19,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from specjax.distill import corpus
+from specjax.distill import corpus, rows
 from specjax.distill.tokenizer import train_tokenizer
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel, import_transformers, save_model
@@ -143,10 +145,19 @@ def make_optimizer(total: int) -> optax.GradientTransformation:
 
 def held_out_loss(model: Model, params, stream: np.ndarray, positions: int | None = None) -> tuple[float, int]:
     """(nats a token, positions), over the first ``positions`` of the held-out text, or all of it."""
-    windows = corpus.windows(stream, 512)[: None if positions is None else positions // 512]
+    windows = windows_of(stream, 512)[: None if positions is None else positions // 512]
     windows = windows[: len(windows) - len(windows) % 8]
     losses = [_held_out_loss(model, params, windows[i : i + 8]) for i in range(0, len(windows), 8)]
     return float(np.mean(losses)), windows.shape[0] * 512
+
+
+def windows_of(stream: np.ndarray, length: int) -> np.ndarray:
+    """``[N, length + 1]``, overlapping by one token; attention runs across documents."""
+    return np.lib.stride_tricks.sliding_window_view(stream, length + 1)[::length]
+
+
+def batches(windows: np.ndarray, batch_size: int, seed: int) -> grain.MapDataset:
+    return grain.MapDataset.source(cast(Sequence[np.ndarray], windows)).seed(seed).shuffle().repeat().batch(batch_size)
 
 
 _held_out_loss = jax.jit(loss_of, static_argnums=0)
@@ -166,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokenizer = import_transformers().PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
     else:
         tokenizer = train_tokenizer(train, VOCAB, tokenizer_dir)
-    stream, held_out_stream = (corpus.tokenize(tokenizer, d, tokenizer.eos_token_id) for d in (train, held_out))
+    stream, held_out_stream = (rows.pack(tokenizer, d, tokenizer.eos_token_id, 512).stream for d in (train, held_out))
     total = args.steps
     print(f"{len(train)} files, {len(stream):,} tokens, {len(held_out_stream):,} held out; {total} steps", flush=True)
 
@@ -183,7 +194,7 @@ def train_target(total: int, work: Path, stream: np.ndarray, held_out_stream: np
     """The final parameters; goes on from the last checkpoint in ``work``."""
     optimizer = make_optimizer(total)
     data = {
-        length: corpus.batches(corpus.windows(stream, length), TOKENS_A_STEP // length, seed=SEED + length)
+        length: batches(windows_of(stream, length), TOKENS_A_STEP // length, seed=SEED + length)
         for length in set(LENGTHS.values())
     }
 

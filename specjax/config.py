@@ -159,7 +159,7 @@ class Target:
 class Stage:
     """One training stage of the draft: a loss, a number of steps, an optimizer."""
 
-    loss: _kind_in(LOSSES) = "forward_kl"  # pyright: ignore[reportInvalidTypeForm]
+    loss: _buildable(LOSSES) = "forward_kl"  # pyright: ignore[reportInvalidTypeForm]
     steps: NonNegative = 500
     batch_size: Positive = 16
     optimizer: Optimizer = Optimizer()

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
@@ -248,21 +249,61 @@ class Verifier(Protocol):
 
 
 @flax.struct.dataclass
-class DraftOutput:
-    """A drafter's training forward. ``logits[b, t, j]`` is the draft's law of the token that the target predicts at
-    ``target_index[t, j]`` (a row of the target's logits); ``mask`` selects the predicted tokens that count."""
-
-    logits: Float[Array, "B T J V"]
-    target_index: Int[Array, "T J"]
-    mask: Bool[Array, "B T J"]
-    weight: Float[Array, " J"]
-
-
-@flax.struct.dataclass
 class FullLogits:
     """Teacher logits over the whole vocabulary."""
 
     logits: Float[Array, "B T V"]
+
+
+@flax.struct.dataclass
+class TopKLogits:
+    """Of the teacher's logits the k largest, and the logsumexp of all: what is left over is the true tail."""
+
+    values: Float[Array, "B T k"]
+    ids: Int[Array, "B T k"]
+    logsumexp: Float[Array, "B T"]
+
+
+@flax.struct.dataclass
+class Batch:
+    """Rows of text to train on: ``following[b, t]`` comes after ``tokens[b, t]``."""
+
+    tokens: Int[Array, "B T"]
+    following: Int[Array, "B T"]
+    weight: Float[Array, "B T"]
+    """How much the prediction of ``following`` counts; 0: not at all (padding, a prompt)."""
+    positions: Int[Array, "B T"] | None = None
+    """Inside its own document; None: 0 .. T-1."""
+    segments: Int[Array, "B T"] | None = None
+    """Document of the row that a token belongs to; attention stays inside it. None: a row is one document."""
+    teacher: TopKLogits | None = None
+    """Cached; None: the target is asked."""
+
+    @property
+    def token_positions(self) -> Int[Array, "B T"]:
+        if self.positions is not None:
+            return jnp.asarray(self.positions)
+        return jnp.broadcast_to(jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None], self.tokens.shape)
+
+    @property
+    def attention_mask(self) -> Bool[Array, "B T T"] | None:
+        """Causal, and inside a document; None: causal."""
+        if self.segments is None:
+            return None
+        segments, size = jnp.asarray(self.segments), self.tokens.shape[1]
+        return (segments[:, :, None] == segments[:, None]) & jnp.tril(jnp.ones((size, size), bool))[None]
+
+
+@flax.struct.dataclass
+class DraftOutput:
+    """A drafter's training forward. ``logits[b, t, j]`` is the draft's law of the token that the target predicts at
+    ``target_index[t, j]`` (a row of the target's logits); ``weight[b, t, j]`` says how much it counts, and
+    ``share[j]`` how much prediction j does."""
+
+    logits: Float[Array, "B T J V"]
+    target_index: Int[Array, "T J"]
+    weight: Float[Array, "B T J"]
+    share: Float[Array, " J"]
 
 
 @runtime_checkable
@@ -270,15 +311,14 @@ class Trainable(Protocol):
     """A drafter that can be distilled; it owns the alignment of positions."""
 
     def init_params(self, key: Key[Array, ""], target: Any) -> Params: ...
-    def train_output(
-        self, params: Params, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"], target_out: Output | None
-    ) -> DraftOutput: ...
+    def train_output(self, params: Params, batch: Batch, target_out: Output | None) -> DraftOutput: ...
 
 
 @runtime_checkable
 class Loss(Protocol):
-    """Masked mean over predicted tokens. ``tokens`` are the next tokens, for losses that need labels. Returns the
-    scalar to minimise and metrics (scalars, named as in specjax.metrics)."""
+    """What a prediction costs: one value a predicted token, in float32, without a mean: the trainer adds up
+    ``weight * value`` and ``weight`` over microbatches and devices and divides once. ``tokens`` are the next tokens,
+    for losses that need labels."""
 
     @property
     def kind(self) -> str: ...
@@ -288,7 +328,6 @@ class Loss(Protocol):
     def __call__(
         self,
         draft_logits: Float[Array, "B T V"],
-        target_logits: Float[Array, "B T V"] | None,
+        teacher: FullLogits | TopKLogits | None,
         tokens: Int[Array, "B T"],
-        mask: Bool[Array, "B T"],
-    ) -> tuple[Float[Array, ""], dict[str, jax.Array]]: ...
+    ) -> Float[Array, "B T"]: ...

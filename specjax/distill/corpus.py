@@ -1,9 +1,8 @@
-"""Text in, token windows out: local files, JSONL, Parquet or the running Python's standard library.
+"""Text in, documents out: local files, JSONL, Parquet or the running Python's standard library.
 
 Held-out documents are chosen by the hash of their content, so that no run over the same text, on any machine, with any
 seed, ever trains on them. (An edited file is another document: the standard library of another Python version holds
-near copies of what the shipped target was trained on.) A window is `length + 1` consecutive tokens of the concatenated
-documents, each closed by end-of-sequence.
+near copies of what the shipped target was trained on.)
 """
 
 from __future__ import annotations
@@ -12,12 +11,8 @@ import dataclasses
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import cast
-
-import grain
-import numpy as np
 
 from specjax.errors import DataError
 
@@ -91,36 +86,6 @@ def split_held_out(documents: Iterable[Document], fraction: float) -> tuple[list
 def corpus_digest(documents: Iterable[Document]) -> str:
     """SHA-256 over the sorted content hashes: names the exact set of texts."""
     return hashlib.sha256("".join(sorted(d.digest for d in documents)).encode()).hexdigest()
-
-
-def tokenize(tokenizer, documents: Sequence[Document], eos_id: int) -> np.ndarray:
-    """All documents as one int32 stream, each closed by ``eos_id``; ordered by content hash, so names do not matter."""
-    ordered = sorted(documents, key=lambda d: d.digest)
-    parts: list[int] = []
-    for encoded in tokenizer([d.text for d in ordered], add_special_tokens=False)["input_ids"]:
-        parts.extend(encoded)
-        parts.append(eos_id)
-    return np.asarray(parts, np.int32)
-
-
-def windows(stream: np.ndarray, length: int) -> np.ndarray:
-    """``[N, length + 1]`` windows that overlap by one token, so that every token but the first is predicted once."""
-    count = (len(stream) - 1) // length
-    if count < 1:
-        raise DataError(f"the corpus has {len(stream)} tokens, too few for one window of {length + 1}; use more text")
-    return np.lib.stride_tricks.sliding_window_view(stream, length + 1)[::length][:count]
-
-
-def batches(windowed: np.ndarray, batch_size: int, seed: int) -> grain.MapDataset:
-    """An endless, reshuffled, random-access dataset: batch number ``i`` is a pure function of (seed, i), so the step
-    is the cursor and resuming needs nothing else."""
-    if len(windowed) < batch_size:
-        raise DataError(
-            f"the corpus has {len(windowed)} windows of {windowed.shape[1] - 1} tokens, too few for one batch of "
-            f"{batch_size}; use more text, a smaller batch_size or a smaller seq_len"
-        )
-    rows = cast(Sequence[np.ndarray], windowed)
-    return grain.MapDataset.source(rows).seed(seed).shuffle().repeat().batch(batch_size)
 
 
 def _read_stdlib() -> list[Document]:

@@ -1,4 +1,4 @@
-"""Held-out windows in, per-position losses and acceptance out, under teacher forcing at temperature 1.
+"""Held-out rows in, per-position losses and acceptance out, under teacher forcing at temperature 1.
 
 Dims: B rows, T predicted positions, J predictions a position, V vocabulary, M models.
 """
@@ -14,12 +14,14 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from specjax.distill.losses import negative_log_likelihood
 from specjax.distill.progress import StepProgress
+from specjax.distill.rows import Rows, spread
+from specjax.distill.teacher import target_output
 from specjax.metrics import alpha_per_position
-from specjax.types import DraftOutput, Output, Params, Trainable
+from specjax.types import Batch, DraftOutput, Output, Params, Trainable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Matched:
     draft_logits: Float[Array, "B T V"]
     target_logits: Float[Array, "B T V"] | None
     tokens: Int[Array, "B T"]
-    mask: Bool[Array, "B T"]
+    weight: Float[Array, "B T"]
 
 
 def matched(out: DraftOutput, target_out: Output | None, following: Int[Array, "B T"], j: int) -> Matched:
@@ -47,51 +49,38 @@ def matched(out: DraftOutput, target_out: Output | None, following: Int[Array, "
     rows = out.target_index[:, j]
     take = functools.partial(jnp.take, indices=rows, axis=1, mode="clip")
     target_logits = None if target_out is None else take(target_out.logits)
-    return Matched(out.logits[:, :, j], target_logits, take(following), out.mask[:, :, j])
-
-
-def target_output(spec: Any, params: Params, tokens: Int[Array, "B T"]) -> Output:
-    """The target's forward over whole windows; no gradient reaches it."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-    return jax.lax.stop_gradient(spec(params, tokens, positions))
-
-
-def spread(windows: np.ndarray, positions: int) -> np.ndarray:
-    """As many of the ``[N, T + 1]`` windows as hold ``positions`` predicted tokens, evenly spread; else all."""
-    count = min(len(windows), -(-positions // (windows.shape[1] - 1)))
-    return windows[np.arange(count) * len(windows) // count]
+    return Matched(out.logits[:, :, j], target_logits, take(following), out.weight[:, :, j])
 
 
 def evaluate(
-    drafter: Trainable, params: Params, target: Any, windows: np.ndarray, positions: int, batch_size: int
+    drafter: Trainable, params: Params, target: Any, rows: Rows, positions: int, batch_size: int
 ) -> Evaluation:
     """`evaluate_all` of one model."""
-    return evaluate_all(drafter, [params], target, windows, positions, batch_size)[0]
+    return evaluate_all(drafter, [params], target, rows, positions, batch_size)[0]
 
 
 def evaluate_all(
     drafter: Trainable,
     params: Sequence[Params],
     target: Any,
-    windows: np.ndarray,
+    rows: Rows,
     positions: int,
     batch_size: int,
     progress: StepProgress | None = None,
 ) -> list[Evaluation]:
     """Every model of one shape on the same positions, at one target forward a batch.
 
-    ``target``: a `LoadedModel`, or None for the models' own losses only. ``windows``: int32 ``[N, T + 1]``; at least
-    ``positions`` predicted tokens are used, all if there are fewer, and the number used is reported.
+    ``target``: a `LoadedModel`, or None for the models' own losses only. As many rows as hold ``positions`` predicted
+    tokens are used, all if there are fewer, and the number of predictions that count is reported.
     """
-    windows = spread(windows, positions)
+    chosen = spread(rows, positions)
     spec, target_params = (None, None) if target is None else (target.spec, target.params)
     sums = []
-    for start in range(0, len(windows), batch_size):
-        batch = windows[start : start + batch_size]
-        # The last batch is filled up with rows that do not count, so that one shape is compiled.
-        real = np.arange(batch_size) < len(batch)
-        batch = np.concatenate([batch, np.repeat(batch[:1], batch_size - len(batch), axis=0)])
-        sums.append(_sums(drafter, spec, tuple(params), target_params, jnp.asarray(batch), jnp.asarray(real)))
+    for start in range(0, len(chosen.tokens), batch_size):
+        batch = jax.tree.map(lambda x, start=start: _filled_up(x[start : start + batch_size], batch_size), chosen)
+        real = (np.arange(batch_size) < len(chosen.tokens) - start).astype(np.float32)
+        batch = batch.replace(weight=batch.weight * real[:, None])
+        sums.append(_sums(drafter, spec, tuple(params), target_params, batch))
         if progress is not None:
             jax.block_until_ready(sums[-1])
             progress(len(sums), {})
@@ -108,12 +97,15 @@ def evaluate_all(
     ]
 
 
+def _filled_up(leaf: np.ndarray, size: int) -> np.ndarray:
+    """With copies of the first row, so that one shape is compiled; they do not count."""
+    return np.concatenate([leaf, np.repeat(leaf[:1], size - len(leaf), axis=0)])
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _sums(drafter, spec, params: tuple, target_params, windows: Int[Array, "B T1"], real: Bool[Array, " B"]) -> list:
-    tokens, following = windows[:, :-1], windows[:, 1:]
-    target_out = None if spec is None else target_output(spec, target_params, tokens)
-    mask = jnp.broadcast_to(real[:, None], tokens.shape)
-    return [_sums_of(drafter.train_output(p, tokens, mask, target_out), target_out, following) for p in params]
+def _sums(drafter, spec, params: tuple, target_params, batch: Batch) -> list:
+    target_out = None if spec is None else target_output(spec, target_params, batch)
+    return [_sums_of(drafter.train_output(p, batch, target_out), target_out, batch.following) for p in params]
 
 
 def _sums_of(out: DraftOutput, target_out: Output | None, following: Int[Array, "B T"]) -> dict[str, jax.Array]:
@@ -125,6 +117,7 @@ def _sums_of(out: DraftOutput, target_out: Output | None, following: Int[Array, 
             measured["target_nll"] = negative_log_likelihood(m.target_logits, m.tokens)
             measured["alpha"] = alpha_per_position(m.target_logits, m.draft_logits)
         for name, values in measured.items():
-            total = jnp.sum(jnp.where(m.mask, values, 0.0))
+            # Every prediction that counts counts alike here, whatever its weight in training.
+            total = jnp.sum(jnp.where(m.weight > 0, values, 0.0))
             sums[name] = sums[name] + total if name in sums else total
     return sums

@@ -24,11 +24,13 @@ from specjax import config as config_lib
 from specjax.config import RunConfig, Stage
 from specjax.distill import corpus, fingerprint, lock
 from specjax.distill.corpus import Document
-from specjax.distill.evaluate import Evaluation, evaluate_all, spread
+from specjax.distill.evaluate import Evaluation, evaluate_all
+from specjax.distill.log import read_log
 from specjax.distill.progress import Bars, no_bars
 from specjax.distill.prune import prune
 from specjax.distill.tokenizer import train_tokenizer
-from specjax.distill.trainer import read_log, train_stage
+from specjax.distill.rows import Rows, pack, spread
+from specjax.distill.trainer import train_stage
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError
 from specjax.models.config import ModelConfig
@@ -60,12 +62,12 @@ class Corpus:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What the training stages start from. Windows are int32 ``[N, data.seq_len + 1]``."""
+    """What the training stages start from."""
 
     target: LoadedModel
     corpus: Corpus
-    train_windows: np.ndarray
-    held_out_windows: np.ndarray
+    train_rows: Rows
+    held_out_rows: Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,32 +162,32 @@ def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
             )
     if config.target.path is None:
         tokenizer = _tokenizer(Path(config.out) / "tokenizer", documents, config.target.vocab_size)
-        windows = _windows(config, documents, tokenizer, tokenizer.eos_token_id)
-        return Prepared(_target_from_scratch(config, documents, tokenizer, windows, bars), documents, *windows)
+        rows = _rows(config, documents, tokenizer, tokenizer.eos_token_id)
+        return Prepared(_target_from_scratch(config, documents, tokenizer, rows, bars), documents, *rows)
     target = load_model(config.target.path, dtype=config.target.dtype, revision=config.target.revision)
     if target.tokenizer is None or not target.eos_ids:
         missing = "tokenizer" if target.tokenizer is None else "end-of-sequence id"
         raise ConfigError(f"target.path: {config.target.path!r} has no {missing}, which the corpus needs; add it there")
     _check_length(config, target.config, "target")
-    return Prepared(target, documents, *_windows(config, documents, target.tokenizer, target.eos_ids[0]))
+    return Prepared(target, documents, *_rows(config, documents, target.tokenizer, target.eos_ids[0]))
 
 
-def _windows(config: RunConfig, documents: Corpus, tokenizer: Any, eos_id: int) -> tuple[np.ndarray, np.ndarray]:
+def _rows(config: RunConfig, documents: Corpus, tokenizer: Any, eos_id: int) -> tuple[Rows, Rows]:
     """(train, held out)."""
     sides = []
     for name, side in (("training", documents.train), ("held-out", documents.held_out)):
-        stream = corpus.tokenize(tokenizer, side, eos_id)
-        if len(stream) <= config.data.seq_len:
+        try:
+            sides.append(pack(tokenizer, side, eos_id, config.data.seq_len))
+        except DataError as error:
             raise DataError(
-                f"data.path: {config.data.path!r}: its {name} part has {len(stream)} tokens, too few for one window of "
-                f"data.seq_len={config.data.seq_len}; give more text, a smaller data.seq_len or another data.held_out"
-            )
-        sides.append(corpus.windows(stream, config.data.seq_len))
+                f"data.path: {config.data.path!r}: its {name} part: {error}; or give a smaller data.seq_len or another "
+                "data.held_out"
+            ) from None
     return sides[0], sides[1]
 
 
 def _target_from_scratch(
-    config: RunConfig, documents: Corpus, tokenizer: Any, windows: tuple[np.ndarray, np.ndarray], bars: Bars
+    config: RunConfig, documents: Corpus, tokenizer: Any, rows: tuple[Rows, Rows], bars: Bars
 ) -> LoadedModel:
     out, settings = Path(config.out), config.target
     assert settings.architecture is not None  # the config holds a path or an architecture
@@ -196,7 +198,7 @@ def _target_from_scratch(
     key, _ = jax.random.split(jax.random.key(config.seed))
     with bars("target-train", stage.steps) as progress:
         initial = drafter.init_params(key, None)
-        args = (out / "target-train", stage, drafter, initial, None, *windows, config.seed + 2)
+        args = (out / "target-train", stage, drafter, initial, None, *rows, config.seed + 2)
         params = train_stage(*args, progress=progress)
     target = LoadedModel(spec, params, tokenizer, (tokenizer.eos_token_id,), "target")
     title = f"A target of {_count(params):,} parameters, trained from scratch by specjax."
@@ -234,7 +236,7 @@ def _initial_draft(config: RunConfig, prepared: Prepared) -> LoadedModel:
     if init == CUT_FROM_TARGET:
         inherited = ("layers", "norm", "tie_embeddings")
         shape = dataclasses.replace(shape, **{name: getattr(target.config, name) for name in inherited})
-        calibration = spread(prepared.train_windows, _CALIBRATION_TOKENS)[:, :-1]
+        calibration = np.asarray(spread(prepared.train_rows, _CALIBRATION_TOKENS).tokens)
         return LoadedModel(Model(shape), prune(target, shape, calibration))
     _, key = jax.random.split(jax.random.key(config.seed))
     return LoadedModel(Model(shape), DraftModel(Model(shape)).init_params(key, target))
@@ -270,8 +272,8 @@ def _train(
     target: LoadedModel | None,
 ) -> Params:
     with (bars if stage.steps else no_bars)(name, stage.steps) as progress:
-        windows = (prepared.train_windows, prepared.held_out_windows)
-        return train_stage(Path(config.out) / name, stage, drafter, params, target, *windows, seed, progress)
+        rows = (prepared.train_rows, prepared.held_out_rows)
+        return train_stage(Path(config.out) / name, stage, drafter, params, target, *rows, seed, progress)
 
 
 def _evaluate(
@@ -283,13 +285,13 @@ def _evaluate(
         known = json.loads(file.read_text())
     except (FileNotFoundError, ValueError):
         known = {}
-    windows = spread(prepared.held_out_windows, config.eval.positions)
-    measured_on = (fingerprint.digest(prepared.target.params), fingerprint.digest(windows))
+    chosen = spread(prepared.held_out_rows, config.eval.positions)
+    measured_on = (fingerprint.digest(prepared.target.params), fingerprint.digest(chosen))
     keys = [hashlib.sha256("".join((fingerprint.digest(m), *measured_on)).encode()).hexdigest() for m in models]
     new = {key: params for key, params in zip(keys, models, strict=True) if key not in known}
     if new:
-        settings = (prepared.target, windows, config.eval.positions, config.eval.batch_size)
-        with bars("evaluation", -(-len(windows) // config.eval.batch_size)) as progress:
+        settings = (prepared.target, prepared.held_out_rows, config.eval.positions, config.eval.batch_size)
+        with bars("evaluation", -(-len(chosen.tokens) // config.eval.batch_size)) as progress:
             found = evaluate_all(drafter, list(new.values()), *settings, progress)
         known |= {key: dataclasses.asdict(evaluation) for key, evaluation in zip(new, found, strict=True)}
         fingerprint.write_json(file, known)

@@ -1,7 +1,7 @@
-"""Distillation losses: draft logits against the target's logits or the text's tokens, a masked mean over predictions.
+"""Distillation losses: what the draft's prediction of one token costs, against the target's law or the text's token.
 
-Each is a frozen dataclass that is its own configuration. p is the target's law, q = softmax of the draft's logits z;
-everything is float32. Gradients reach the draft only.
+Each is a frozen dataclass that is its own configuration and gives one value a position. p is the target's law, q =
+softmax of the draft's logits z; everything is float32. Gradients reach the draft only.
 
 Dims: B rows, T predicted positions, V vocabulary.
 """
@@ -13,15 +13,9 @@ from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from specjax.metrics import alpha_per_position
-
-
-def masked_mean(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """Mean of the values that ``mask`` selects; 0 if it selects none."""
-    count = jnp.sum(mask.astype(jnp.float32))
-    return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(count, 1.0)
+from specjax.types import FullLogits, TopKLogits
 
 
 def negative_log_likelihood(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
@@ -32,7 +26,7 @@ def negative_log_likelihood(logits: Float[Array, "B T V"], tokens: Int[Array, "B
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy:
-    """-log q(next token). dL/dz = q - onehot(token). ``alpha`` is reported when the target's logits are given."""
+    """-log q(next token). dL/dz = q - onehot(token)."""
 
     needs_target: ClassVar[bool] = False
     kind: Literal["cross_entropy"] = "cross_entropy"
@@ -40,12 +34,10 @@ class CrossEntropy:
     def __call__(
         self,
         draft_logits: Float[Array, "B T V"],
-        target_logits: Float[Array, "B T V"] | None,
+        teacher: FullLogits | TopKLogits | None,
         tokens: Int[Array, "B T"],
-        mask: Bool[Array, "B T"],
-    ) -> tuple[Float[Array, ""], dict[str, jax.Array]]:
-        loss = masked_mean(negative_log_likelihood(draft_logits, tokens), mask)
-        return loss, {"loss": loss} | _alpha(draft_logits, target_logits, mask)
+    ) -> Float[Array, "B T"]:
+        return negative_log_likelihood(draft_logits, tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,22 +50,13 @@ class ForwardKL:
     def __call__(
         self,
         draft_logits: Float[Array, "B T V"],
-        target_logits: Float[Array, "B T V"] | None,
+        teacher: FullLogits | TopKLogits | None,
         tokens: Int[Array, "B T"],
-        mask: Bool[Array, "B T"],
-    ) -> tuple[Float[Array, ""], dict[str, jax.Array]]:
-        if target_logits is None:
+    ) -> Float[Array, "B T"]:
+        if not isinstance(teacher, FullLogits):
             raise ValueError("forward_kl needs the target's logits; none were given")
-        log_p = jax.nn.log_softmax(jax.lax.stop_gradient(target_logits).astype(jnp.float32), axis=-1)
+        log_p = jax.nn.log_softmax(jax.lax.stop_gradient(teacher.logits).astype(jnp.float32), axis=-1)
         log_q = jax.nn.log_softmax(draft_logits.astype(jnp.float32), axis=-1)
         p = jnp.exp(log_p)
         # A token the target excludes (p = 0, log p = -inf) contributes nothing.
-        loss = masked_mean(jnp.sum(jnp.where(p > 0, p * (log_p - log_q), 0.0), axis=-1), mask)
-        return loss, {"loss": loss} | _alpha(draft_logits, target_logits, mask)
-
-
-def _alpha(draft_logits, target_logits, mask) -> dict[str, jax.Array]:
-    if target_logits is None:
-        return {}
-    draft_logits, target_logits = jax.lax.stop_gradient((draft_logits, target_logits))
-    return {"alpha": masked_mean(alpha_per_position(target_logits, draft_logits), mask)}
+        return jnp.sum(jnp.where(p > 0, p * (log_p - log_q), 0.0), axis=-1)

@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 from pydantic import Field
 
 from specjax import sampling
 from specjax.models.cache import dtype_for, with_total
-from specjax.types import Context, Draft, DraftOutput, Output, Params, Verdict
+from specjax.types import Batch, Context, Draft, DraftOutput, Output, Params, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,14 +94,11 @@ class DraftModel:
     def init_params(self, key: Key[Array, ""], target: Any) -> Params:
         return self.model.init(key)
 
-    def train_output(
-        self, params: Params, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"], target_out: Output | None
-    ) -> DraftOutput:
+    def train_output(self, params: Params, batch: Batch, target_out: Output | None) -> DraftOutput:
         """Position t predicts what the target's row t predicts: one prediction a position, no shift."""
-        batch, fed = tokens.shape
-        positions = jnp.broadcast_to(jnp.arange(fed)[None], (batch, fed))
-        logits = self.model(params, tokens, positions).logits
-        return DraftOutput(logits[:, :, None], jnp.arange(fed)[:, None], mask[..., None], jnp.ones((1,), jnp.float32))
+        logits = self.model(params, batch.tokens, batch.token_positions, mask=batch.attention_mask).logits
+        rows = jnp.arange(batch.tokens.shape[1])[:, None]
+        return DraftOutput(logits[:, :, None], rows, batch.weight[..., None], jnp.ones((1,), jnp.float32))
 
 
 def _over(logits: Float[Array, "B R W"], size: int) -> Float[Array, "B R V"]:

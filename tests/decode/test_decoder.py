@@ -20,6 +20,7 @@ from specjax.errors import DataError, SpecjaxError
 from specjax.models.config import ModelConfig, Norm
 from specjax.models.transformer import Model
 from specjax.testing.toys import ToyModel, context, neutral_sampling, prefix_model
+from specjax.types import Batch
 from specjax.verifiers.lenient import Lenient
 from tests.cases import in_proof
 
@@ -279,7 +280,7 @@ def test_the_drafts_decode_path_gives_its_training_logits(pair):
 
     @jax.jit
     def train_logits(tokens):
-        return spec.train_output(draft.params, tokens, jnp.ones(tokens.shape, bool), None).logits[:, :, 0]
+        return spec.train_output(draft.params, Batch(tokens, tokens, jnp.ones(tokens.shape)), None).logits[:, :, 0]
 
     feed, propose = jax.jit(spec.model.__call__), jax.jit(spec.draft)
     state = spec.init(draft.params, tokens[:, :1], jnp.ones(2, jnp.int32), 32, None)

@@ -1,8 +1,7 @@
-"""Text in, documents and windows out: nothing lost, nothing on both sides of the split."""
+"""Text in, documents out: nothing lost, nothing on both sides of the split."""
 
 import json
 
-import numpy as np
 import pytest
 
 from specjax.distill import corpus
@@ -44,15 +43,6 @@ def test_unusable_text_is_refused_by_name(tmp_path, content, message):
     with pytest.raises(DataError, match=message) as refused:
         corpus.read_documents(str(tmp_path / "bad.txt"))
     assert "bad.txt" in str(refused.value)
-
-
-def test_windows_predict_every_token_but_the_first_once():
-    stream = np.arange(41, dtype=np.int32)
-    windows = corpus.windows(stream, 8)
-    assert windows.shape == (5, 9)
-    assert windows[:, 1:].ravel().tolist() == list(range(1, 41))
-    with pytest.raises(DataError, match="too few for one window"):
-        corpus.windows(stream[:8], 8)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from specjax.distill.evaluate import evaluate, evaluate_all, spread
+from specjax.distill.evaluate import evaluate, evaluate_all
+from specjax.distill.rows import spread
 from tests.distill import toys
 from tests.distill.toys import LENGTH, BigramDraft, bigram_params
 
@@ -18,7 +19,7 @@ def laws(params, tokens) -> np.ndarray:
 
 def test_losses_and_alpha_match_a_float64_reference():
     windows, draft, target = toys.windows(5), bigram_params(1), toys.target()
-    found = evaluate(BigramDraft(), draft, target, windows, 10_000, batch_size=2)
+    found = evaluate(BigramDraft(), draft, target, toys.Windows(windows), 10_000, batch_size=2)
     p, q = (laws(params, windows[:, :-1]) for params in (target.params, draft))
     following = windows[:, 1:, None]
     assert found.positions == 5 * LENGTH
@@ -28,7 +29,7 @@ def test_losses_and_alpha_match_a_float64_reference():
 
 
 def test_rows_that_fill_up_the_last_batch_do_not_count():
-    settings = (BigramDraft(), bigram_params(1), toys.target(), toys.windows(5), 10_000)
+    settings = (BigramDraft(), bigram_params(1), toys.target(), toys.rows(5), 10_000)
     whole, padded = (evaluate(*settings, batch_size=size) for size in (5, 4))
     assert padded.positions == whole.positions
     assert padded.nll == pytest.approx(whole.nll, rel=1e-6)
@@ -37,7 +38,9 @@ def test_rows_that_fill_up_the_last_batch_do_not_count():
 
 def test_predictions_that_the_drafter_masks_do_not_count():
     windows = toys.windows(5)
-    found = evaluate(BigramDraft(ignored=3), bigram_params(1), toys.target(), windows, 10_000, batch_size=5)
+    found = evaluate(
+        BigramDraft(ignored=3), bigram_params(1), toys.target(), toys.Windows(windows), 10_000, batch_size=5
+    )
     q = np.take_along_axis(laws(bigram_params(1), windows[:, :-1]), windows[:, 1:, None], 2)[..., 0]
     counted = windows[:, :-1] != 3
     assert found.positions == counted.sum() < counted.size
@@ -46,13 +49,13 @@ def test_predictions_that_the_drafter_masks_do_not_count():
 
 def test_a_draft_equal_to_its_target_has_alpha_one():
     target = toys.target()
-    found = evaluate(BigramDraft(), target.params, target, toys.windows(5), 10_000, batch_size=5)
+    found = evaluate(BigramDraft(), target.params, target, toys.rows(5), 10_000, batch_size=5)
     assert found.alpha == pytest.approx(1, abs=1e-6)
     assert found.nll == found.target_nll
 
 
 def test_models_measured_together_get_the_figures_they_get_alone():
-    settings = (toys.target(), toys.windows(5), 10_000, 5)
+    settings = (toys.target(), toys.rows(5), 10_000, 5)
     models = [bigram_params(seed) for seed in (1, 2)]
     together = evaluate_all(BigramDraft(), models, *settings)
     assert together == [evaluate(BigramDraft(), model, *settings) for model in models]
@@ -60,7 +63,7 @@ def test_models_measured_together_get_the_figures_they_get_alone():
 
 
 def test_without_a_target_only_the_models_own_loss_is_measured():
-    found = evaluate(BigramDraft(), bigram_params(1), None, toys.windows(5), 10_000, batch_size=5)
+    found = evaluate(BigramDraft(), bigram_params(1), None, toys.rows(5), 10_000, batch_size=5)
     assert math.isfinite(found.nll)
     assert math.isnan(found.alpha)
     assert math.isnan(found.target_nll)
@@ -68,7 +71,6 @@ def test_without_a_target_only_the_models_own_loss_is_measured():
 
 @pytest.mark.parametrize(("positions", "rows"), [(1, 1), (LENGTH, 1), (LENGTH + 1, 2), (10_000, 9)])
 def test_as_many_windows_are_used_as_hold_the_positions_asked_for(positions, rows):
-    windows = toys.windows(9)
-    chosen = spread(windows, positions)
-    assert len(chosen) == rows
-    assert len({w.tobytes() for w in chosen}) == rows
+    chosen = spread(toys.rows(9), positions)
+    assert len(chosen.tokens) == rows
+    assert len({row.tobytes() for row in np.asarray(chosen.tokens)}) == rows

@@ -141,7 +141,9 @@ def test_no_held_out_document_is_trained_on(finished):
     assert train
     assert held_out
     assert not train & held_out
-    text = prepared.target.tokenizer.decode(np.concatenate([w[:-1] for w in prepared.train_windows]))
+    text = prepared.target.tokenizer.decode(
+        np.concatenate([row.tokens for row in map(prepared.train_rows.__getitem__, range(len(prepared.train_rows)))])
+    )
     for document in prepared.corpus.held_out:
         assert document.text.splitlines()[2] not in text
     assert prepared.corpus.train[0].text.splitlines()[2] in text
@@ -173,7 +175,7 @@ def test_a_target_is_trained_from_nothing_and_kept_as_a_model_directory(settings
     second = job.prepare(run, recorder)
     assert recorder.steps == {"target-train": []}
     assert fingerprint.digest(second.target.params) == fingerprint.digest(first.target.params)
-    np.testing.assert_array_equal(first.train_windows, second.train_windows)
+    assert first.train_rows.digest == second.train_rows.digest
     other = dataclasses.replace(run, target=dataclasses.replace(run.target, vocab_size=270))
     with pytest.raises(TrainingError, match=r"vocab_size \(280 then, 270 now\)"):
         job.prepare(other)
@@ -225,7 +227,7 @@ def test_a_part_too_short_for_one_window_is_named(settings, tmp_path):
     for i in range(20):
         (tmp_path / "corpus" / f"{i}.txt").write_text(str(i))
     data = config.Data(path=str(tmp_path / "corpus"), held_out=0.25, seq_len=250)
-    with pytest.raises(DataError, match=r"its training part has \d+ tokens.*data\.seq_len=250"):
+    with pytest.raises(DataError, match=r"its training part: the corpus has \d+ tokens.*data\.seq_len"):
         job.run(settings(tmp_path / "run", data=data))
 
 

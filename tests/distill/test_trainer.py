@@ -15,10 +15,14 @@ import optax
 import pytest
 
 from specjax import registry
-from specjax.distill import corpus, trainer
+from specjax.distill import step
 from specjax.distill.checkpoint import Checkpoints
 from specjax.distill.evaluate import evaluate
-from specjax.distill.trainer import TrainState, make_optimizer, make_update, microbatch_rows, read_log, train_stage
+from specjax.distill.log import read_log
+from specjax.distill.optimizer import make_optimizer
+from specjax.distill.rows import Batches, take
+from specjax.distill.step import TrainState, make_update, microbatch_rows
+from specjax.distill.trainer import train_stage
 from specjax.errors import DataError, TrainingError
 from tests.distill import toys
 from tests.distill.toys import BigramDraft, Interrupt, assert_same, bigram_params, interrupt_after
@@ -102,7 +106,7 @@ def test_a_finished_stage_returns_its_weights_at_once(uninterrupted):
 
 def test_distillation_raises_alpha_and_lowers_the_loss(uninterrupted):
     first, last = (read_log(uninterrupted[0])[i] for i in (0, -1))
-    before = evaluate(BigramDraft(), bigram_params(1), toys.target(), toys.windows(8, 1), 32, 4)
+    before = evaluate(BigramDraft(), bigram_params(1), toys.target(), toys.rows(8, 1), 32, 4)
     assert last["alpha"] > before.alpha + 0.05
     assert last["loss"] < first["loss"]
     assert last["tokens"] == 12 * 4 * toys.LENGTH
@@ -112,7 +116,7 @@ def test_distillation_raises_alpha_and_lowers_the_loss(uninterrupted):
 
 def test_the_callers_parameters_survive_the_donated_step(tmp_path):
     params = bigram_params(1)
-    settings = (toys.target(), toys.windows(40), toys.windows(8, 1), 3)
+    settings = (toys.target(), toys.rows(40), toys.rows(8, 1), 3)
     train_stage(tmp_path / "stage", toys.stage(steps=1), BigramDraft(), params, *settings)
     assert_same(params, bigram_params(1))
 
@@ -120,11 +124,9 @@ def test_the_callers_parameters_survive_the_donated_step(tmp_path):
 def test_a_nan_loss_stops_with_its_step_and_keeps_the_last_good_checkpoint(tmp_path):
     windows = toys.windows(40)
     # Within an epoch of 10 steps every window is seen once: this one in step 7.
-    batch = corpus.batches(windows, 4, 3)[6]
-    assert batch is not None
-    poisoned = (windows == batch[0]).all(axis=1)
+    poisoned = Batches(toys.Windows(windows), 4, 3).indices(6)[0]
     windows[poisoned, 2] = toys.VOCAB - 1
-    settings = (bigram_params(1), toys.target(), windows, toys.windows(8, 1), 3)
+    settings = (bigram_params(1), toys.target(), toys.Windows(windows), toys.rows(8, 1), 3)
     with pytest.raises(TrainingError, match=r"step 7: the loss is nan.*checkpoint of step 5 is kept.*learning_rate"):
         train_stage(tmp_path / "stage", toys.stage(), BigramDraft(poison=toys.VOCAB - 1), *settings)
     like = TrainState(bigram_params(1), make_optimizer(toys.stage()).init(bigram_params(1)))
@@ -151,8 +153,8 @@ def test_a_directory_of_other_settings_is_refused_with_the_fields_that_differ(un
         ("seed", {"seed": 4}),
         ("initial_params", {"params": bigram_params(2)}),
         ("target_params", {"target": toys.target(5)}),
-        ("train_windows", {"train_windows": toys.windows(40, 7)}),
-        ("held_out_windows", {"held_out_windows": toys.windows(8, 7)}),
+        ("train_rows", {"train_rows": toys.rows(40, 7)}),
+        ("held_out_rows", {"held_out_rows": toys.rows(8, 7)}),
         ("drafter.ignored", {"drafter": BigramDraft(ignored=2)}),
     ],
 )
@@ -161,8 +163,8 @@ def test_another_start_than_the_directorys_is_refused(field, change, uninterrupt
         "drafter": BigramDraft(),
         "params": bigram_params(1),
         "target": toys.target(),
-        "train_windows": toys.windows(40),
-        "held_out_windows": toys.windows(8, 1),
+        "train_rows": toys.rows(40),
+        "held_out_rows": toys.rows(8, 1),
         "seed": 3,
     }
     with pytest.raises(TrainingError, match=f"other settings: {field} "):
@@ -189,13 +191,13 @@ def test_a_corpus_too_small_for_one_batch_is_refused_before_anything_is_written(
 
 
 def test_a_loss_that_needs_a_target_is_refused_without_one(tmp_path):
-    settings = (None, toys.windows(40), toys.windows(8, 1), 3)
+    settings = (None, toys.rows(40), toys.rows(8, 1), 3)
     with pytest.raises(TrainingError, match="'forward_kl' needs a target"):
         train_stage(tmp_path / "stage", toys.stage(), BigramDraft(), bigram_params(1), *settings)
 
 
 def test_without_a_target_the_log_has_the_held_out_loss_but_no_alpha(tmp_path):
-    settings = (None, toys.windows(40), toys.windows(8, 1), 3)
+    settings = (None, toys.rows(40), toys.rows(8, 1), 3)
     train_stage(tmp_path / "s", toys.stage(steps=2, loss="cross_entropy"), BigramDraft(), bigram_params(1), *settings)
     (record,) = read_log(tmp_path / "s")
     assert "held_out_nll" in record
@@ -214,7 +216,7 @@ def updated(rows: int, loss: str = "forward_kl", drafter=None):
     optimizer = optax.sgd(1.0)
     update = make_update(drafter, registry.resolve(registry.LOSSES, loss, "loss")(), optimizer, target.spec, rows)
     params = bigram_params(1)
-    state, metrics = update(TrainState(params, optimizer.init(params)), target.params, jnp.asarray(toys.windows(4)))
+    state, metrics = update(TrainState(params, optimizer.init(params)), target.params, take(toys.rows(4), range(4)))
     return metrics, state.params
 
 
@@ -233,14 +235,14 @@ def test_weights_are_arguments_of_the_step_not_constants():
     )
     params = bigram_params(1)
     state = TrainState(params, optimizer.init(params))
-    traced = update.trace(state, target.params, jnp.asarray(toys.windows(4))).jaxpr
+    traced = update.trace(state, target.params, take(toys.rows(4), range(4))).jaxpr
     assert all(np.size(constant) < toys.VOCAB for constant in traced.consts)
     assert f"f32[{toys.VOCAB},{toys.VOCAB}]" in str(traced.in_avals).replace("float32", "f32")
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(8, 1), (24, 3), (10_000, 6), (32, 3), (1, 1)])
 def test_a_microbatch_divides_the_batch(tokens, rows, monkeypatch):
-    monkeypatch.setattr(trainer, "MICRO_TOKENS_CPU", tokens)
+    monkeypatch.setattr(step, "MICRO_TOKENS_CPU", tokens)
     assert microbatch_rows(6, 8) == rows
 
 

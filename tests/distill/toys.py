@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import config
+from specjax.distill import fingerprint
 from specjax.distill.trainer import train_stage
-from specjax.types import DraftOutput, Output
+from specjax.types import Batch, DraftOutput, Output
 
 VOCAB, LENGTH = 12, 8
 
@@ -24,7 +25,7 @@ def bigram_params(seed: int) -> dict[str, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class BigramTarget:
-    def __call__(self, params, tokens, positions) -> Output:
+    def __call__(self, params, tokens, positions, mask=None) -> Output:
         return Output(params["table"][tokens] + params["bias"][None, None], (), None)
 
 
@@ -38,11 +39,12 @@ class BigramDraft:
     def init_params(self, key, target) -> Any:
         return bigram_params(1)
 
-    def train_output(self, params, tokens, mask, target_out) -> DraftOutput:
+    def train_output(self, params, batch, target_out) -> DraftOutput:
+        tokens = batch.tokens
         logits = BigramTarget()(params, tokens, None).logits
         logits = jnp.where((tokens == self.poison)[..., None], jnp.nan, logits)[:, :, None]
-        mask = (mask & (tokens != self.ignored))[..., None]
-        return DraftOutput(logits, jnp.arange(tokens.shape[1])[:, None], mask, jnp.ones((1,), jnp.float32))
+        weight = (jnp.where(tokens != self.ignored, batch.weight, 0.0))[..., None]
+        return DraftOutput(logits, jnp.arange(tokens.shape[1])[:, None], weight, jnp.ones((1,), jnp.float32))
 
 
 @dataclasses.dataclass
@@ -59,21 +61,47 @@ def windows(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB - 1, (count, LENGTH + 1)).astype(np.int32)
 
 
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Rows whose every token is predicted, as they stand in ``windows`` int32 ``[N, T + 1]``."""
+
+    windows: np.ndarray
+
+    @property
+    def length(self) -> int:
+        return self.windows.shape[1] - 1
+
+    @property
+    def digest(self) -> str:
+        return fingerprint.digest(self.windows)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> Batch:
+        window = self.windows[index]
+        return Batch(window[:-1], window[1:], np.ones(self.length, np.float32))
+
+
+def rows(count: int, seed: int = 0) -> Windows:
+    return Windows(windows(count, seed))
+
+
 def stage(**changes) -> config.Stage:
     settings = {"steps": 12, "batch_size": 4, "eval_every": 6, "eval_positions": 32, "save_every": 5}
     return config.Stage(**settings | changes, optimizer=config.Optimizer(learning_rate=0.1, warmup_steps=2))
 
 
 def train(directory: Path, progress=None, drafter=None, **changes) -> Any:
-    """12 steps on 40 windows, saved every 5: an epoch is 10 steps."""
+    """12 steps on 40 rows, saved every 5: an epoch is 10 steps."""
     return train_stage(
         directory,
         stage(**changes),
         drafter or BigramDraft(),
         bigram_params(1),
         target(),
-        windows(40),
-        windows(8, 1),
+        rows(40),
+        rows(8, 1),
         3,
         progress,
     )
