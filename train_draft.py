@@ -17,10 +17,12 @@ def main(config: Path, overrides: list[str]) -> None:
     from specjax.config import load_config
     from specjax.distill import job
     from specjax.distill.progress import console_bars
+    from specjax.report.terminal import comparison_table
 
     settings = load_config(config, overrides)
     console = Console()
-    measures = job.run(settings, console_bars(console)).measures
+    result = job.run(settings, console_bars(console))
+    measures = result.measures
     table = Table("held out", "loss (nats a token)", "alpha", title=f"{measures.positions:,} positions")
     table.add_row("target", f"{measures.target_nll:.4f}", "")
     table.add_row("draft before", f"{measures.draft_nll:.4f}", f"{measures.alpha_before:.4f}")
@@ -28,6 +30,8 @@ def main(config: Path, overrides: list[str]) -> None:
     if measures.alpha_ce_control is not None:
         table.add_row("cross-entropy control", "", f"{measures.alpha_ce_control:.4f}")
     console.print(table)
+    if result.comparison:
+        console.print(comparison_table(result.comparison))
     console.print(f"draft: {Path(settings.out) / 'draft'}", soft_wrap=True)
 
 

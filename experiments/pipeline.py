@@ -31,6 +31,7 @@ from specjax.config import RunConfig
 from specjax.distill import fingerprint, job, lock
 from specjax.distill.measure import check, decoding_figures
 from specjax.distill.progress import Bars, StepProgress, console_bars
+from specjax.report.terminal import comparison_table
 
 _DECODING, _SECONDS, _RESULTS = "decoding.json", "seconds.json", "results.json"
 
@@ -56,11 +57,13 @@ def run(config: RunConfig) -> dict[str, Any]:
             "summary": summary,
             "figures": [dataclasses.asdict(figure) for figure in check_figures(summary)],
             "training": _training(distilled.logs),
+            "comparison": _with_alpha(decoding["comparison"], distilled.alphas),
             "stage_seconds": stopwatch.seconds,
             **{key: decoding[key] for key in ("decoding", "verifier", "compile_seconds", "sample")},
         }
         fingerprint.write_json(out / _RESULTS, results)
         where = report.build(out)
+    console.print(comparison_table(results["comparison"]))
     console.print(f"report: {where / 'report.html'}")
     return summary
 
@@ -88,6 +91,11 @@ def _decoding(config: RunConfig, distilled: job.Distilled, file: Path, bars: Bar
     found = {**measured, "date": now, "machine": machine(), "measured_on": measured_on}
     fingerprint.write_json(file, found)
     return found
+
+
+def _with_alpha(comparison: list[dict[str, Any]], alphas: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """With the drafts' held-out acceptance on the text of the same source."""
+    return [{**row, "alpha": alphas.get(row["drafter"], {}).get(row["source"])} for row in comparison]
 
 
 def _source_digest() -> str:

@@ -29,6 +29,11 @@ LOSSES = {
     "cross_entropy": "specjax.distill.losses:CrossEntropy",
     "forward_kl": "specjax.distill.losses:ForwardKL",
 }
+INITS = {
+    "checkpoint": "specjax.distill.init:Checkpoint",
+    "layers": "specjax.distill.init:Layers",
+    "pruned": "specjax.distill.init:Pruned",
+}
 
 
 def resolve(table: Mapping[str, str], kind: str, what: str) -> type:
@@ -61,6 +66,8 @@ def build(table: Mapping[str, str], spec: str | Mapping[str, Any], what: str) ->
     except ValidationError as error:
         problem = error.errors()[0]
         field = ".".join((what, *map(str, problem["loc"])))
+        if problem["type"] == "value_error":
+            raise ConfigError(f"{field}: {problem['ctx']['error']}") from None
         expected = problem["msg"].replace("Input should be ", "")
         raise ConfigError(f"{field}: found {problem.get('input')!r}, expected {expected}") from None
 

@@ -8,40 +8,38 @@ export to `draft-before` and `draft`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import yaml
 
-from specjax import config as config_lib
 from specjax.config import RunConfig, Stage
-from specjax.distill import corpus, fingerprint, lock
+from specjax.distill import compare, corpus, fingerprint, lock
 from specjax.distill.corpus import Document
 from specjax.distill.evaluate import Evaluation, evaluate_all
+from specjax.distill.init import check_length, initial_draft, model_config
 from specjax.distill.log import read_log
 from specjax.distill.progress import Bars, no_bars
-from specjax.distill.prune import prune
-from specjax.distill.tokenizer import train_tokenizer
+from specjax.distill.prompts import by_source
 from specjax.distill.rows import Rows, pack, spread
+from specjax.distill.selection import Decoded, HeldOutDecoding, decides, held_out_decoding
+from specjax.distill.teacher import completed
+from specjax.distill.tokenizer import train_tokenizer
 from specjax.distill.trainer import train_stage
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError
-from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel, import_transformers, load_model, save_model
 from specjax.models.transformer import Model
-from specjax.models.vocabulary import check_same_vocabulary
-from specjax.types import Params
+from specjax.types import Params, Sharing, Trainable
 
-CUT_FROM_TARGET = "target"
-"""The value of `draft.init` that cuts the draft from the target; a directory of that name is ./target."""
-_CALIBRATION_TOKENS = 8192
 _MIN_POSITIONS = 1024
 _CARD, _EVALUATIONS = "README.md", "evaluations.json"
 _EXPORTS = ("draft-before", "draft")
@@ -95,6 +93,10 @@ class Distilled:
     draft_after: LoadedModel
     measures: Measures
     logs: dict[str, list[dict[str, float]]]
+    alphas: dict[str, dict[str, float]]
+    """Draft (`draft_before`, `draft_after`) -> source of the text -> alpha."""
+    comparison: list[compare.Row]
+    """Before and after, decoded as ``config.selection`` says; empty if it says nothing."""
 
     @property
     def target(self) -> LoadedModel:
@@ -117,37 +119,48 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
         _refuse_foreign(Path(config.out) / name)
     prepared = prepare(config, bars) if prepared is None else prepared
     target = prepared.target
-    initial = _initial_draft(config, prepared)
-    drafter = DraftModel(initial.spec)
+    initial = initial_draft(config, target, prepared.train_rows)
+    drafter = initial.drafter
+    decoding = held_out_decoding(config, target, drafter, initial.spec, prepared.corpus.held_out)
     train = functools.partial(_train, config, bars, drafter, prepared)
     before = train("draft-pretrain", config.draft.pretrain, initial.params, config.seed, target)
-    after = train("draft-distill", config.distill, before, config.seed + 1, target)
-    # The controls see the batches that the distillation saw, and start where it started.
+    after = train("draft-distill", config.distill, before, config.seed + 1, target, decoding)
+    # The controls see the batches that the distillation saw, start where it started, and are chosen as it is.
+    control_target = target if isinstance(drafter, Sharing) else None
+    control_decoding = decoding if decides(config.selection) else None
+    start = (before, config.seed + 1, control_target, control_decoding)
     controls = {
-        f"{rate:g}": train(f"control-{rate:g}", _control(config.distill, rate), before, config.seed + 1, None)
+        f"{rate:g}": train(f"control-{rate:g}", _control(config.distill, rate), *start)
         for rate in config.control.learning_rates
     }
-    first, last, *rivals = _evaluate(config, bars, drafter, [before, after, *controls.values()], prepared)
-    alphas = {rate: rival.alpha for rate, rival in zip(controls, rivals, strict=True)}
+    evaluate = functools.partial(_evaluate, config, bars, drafter, target)
+    first, last, *rivals = evaluate([before, after, *controls.values()], prepared.held_out_rows)
+    control_alphas = {rate: control.alpha for rate, control in zip(controls, rivals, strict=True)}
     measures = Measures(
         target_nll=first.target_nll,
         draft_nll=first.nll,
         draft_nll_after=last.nll,
         alpha_before=first.alpha,
         alpha_after=last.alpha,
-        alpha_ce_control=max(alphas.values(), default=None),
-        alpha_ce_controls=alphas,
+        alpha_ce_control=max(control_alphas.values(), default=None),
+        alpha_ce_controls=control_alphas,
         positions=first.positions,
     )
-    loaded = functools.partial(dataclasses.replace, initial, tokenizer=target.tokenizer, eos_ids=target.eos_ids)
-    drafts = dict(zip(_EXPORTS, ((before, first), (after, last)), strict=True))
-    models = {name: loaded(params=params, name=name) for name, (params, _) in drafts.items()}
-    for name, (_, evaluation) in drafts.items():
-        _export(models[name], Path(config.out) / name, _draft_card(config, models[name], prepared, evaluation))
+    trained = dict(zip(_EXPORTS, (before, after), strict=True))
+    decoded = _decode(config, bars, decoding, trained, target)
+    whole = functools.partial(completed, drafter, target_params=target.params)
+    common = {"tokenizer": target.tokenizer, "eos_ids": target.eos_ids, "family": initial.family}
+    models = {name: LoadedModel(initial.spec, whole(p), name=name, **common) for name, p in trained.items()}
+    for (name, model), evaluation in zip(models.items(), (first, last), strict=True):
+        card = _draft_card(config, model, prepared, evaluation, decoded[name])
+        _export(model, Path(config.out) / name, card)
     stages = ("target-train", "draft-pretrain", "draft-distill", *(f"control-{rate}" for rate in controls))
     logs = {name: read_log(Path(config.out) / name) for name in stages}
     logs = {name: log for name, log in logs.items() if log}
-    return Distilled(prepared, models["draft-before"], models["draft"], measures, logs)
+    alphas = _alphas_by_source(config, prepared, evaluate, [before, after], (first, last))
+    both = dict(zip(compare.DRAFTS, decoded.values(), strict=True))
+    comparison = [] if decoding is None else compare.rows(decoding, both, alphas)
+    return Distilled(prepared, models["draft-before"], models["draft"], measures, logs, alphas, comparison)
 
 
 def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
@@ -168,7 +181,7 @@ def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
     if target.tokenizer is None or not target.eos_ids:
         missing = "tokenizer" if target.tokenizer is None else "end-of-sequence id"
         raise ConfigError(f"target.path: {config.target.path!r} has no {missing}, which the corpus needs; add it there")
-    _check_length(config, target.config, "target")
+    check_length(config, target.config, "target")
     return Prepared(target, documents, *_rows(config, documents, target.tokenizer, target.eos_ids[0]))
 
 
@@ -191,7 +204,7 @@ def _target_from_scratch(
 ) -> LoadedModel:
     out, settings = Path(config.out), config.target
     assert settings.architecture is not None  # the config holds a path or an architecture
-    spec = Model(_model_config(settings.architecture, len(tokenizer), max(_MIN_POSITIONS, config.data.seq_len)))
+    spec = Model(model_config(settings.architecture, len(tokenizer), max(_MIN_POSITIONS, config.data.seq_len)))
     drafter = DraftModel(spec)  # as a trainable, a target is a model like any other
     optional = {"eval_every": max(1, settings.steps // 4), "save_every": 100}
     stage = Stage("cross_entropy", settings.steps, settings.batch_size, settings.optimizer, **optional)
@@ -219,42 +232,6 @@ def _tokenizer(directory: Path, documents: Corpus, vocab_size: int) -> Any:
     return import_transformers().PreTrainedTokenizerFast.from_pretrained(files)
 
 
-def _initial_draft(config: RunConfig, prepared: Prepared) -> LoadedModel:
-    """The draft before any training."""
-    target, init = prepared.target, config.draft.init
-    if init is not None and init != CUT_FROM_TARGET:
-        draft = load_model(init)
-        check_same_vocabulary(target, draft)
-        if draft.vocab_size != target.vocab_size:
-            raise ConfigError(
-                f"draft.init: {init} has {draft.vocab_size} embedding rows, the target {target.vocab_size}; they "
-                "decode together, but the losses compare row by row: give the draft as many rows as the target has"
-            )
-        _check_length(config, draft.config, "draft")
-        return draft
-    shape = _model_config(config.draft.architecture, target.config.vocab_size, target.config.max_positions)
-    if init == CUT_FROM_TARGET:
-        inherited = ("layers", "norm", "tie_embeddings")
-        shape = dataclasses.replace(shape, **{name: getattr(target.config, name) for name in inherited})
-        calibration = np.asarray(spread(prepared.train_rows, _CALIBRATION_TOKENS).tokens)
-        return LoadedModel(Model(shape), prune(target, shape, calibration))
-    _, key = jax.random.split(jax.random.key(config.seed))
-    return LoadedModel(Model(shape), DraftModel(Model(shape)).init_params(key, target))
-
-
-def _model_config(shape: config_lib.Architecture, vocab_size: int, max_positions: int) -> ModelConfig:
-    sizes: dict[str, Any] = dataclasses.asdict(shape)
-    sizes["head_dim"] = shape.head_dim or shape.hidden_size // shape.num_heads
-    return ModelConfig(vocab_size, **sizes, max_positions=max_positions)
-
-
-def _check_length(config: RunConfig, model: ModelConfig, name: str) -> None:
-    if config.data.seq_len > model.max_positions:
-        raise ConfigError(
-            f"data.seq_len: {config.data.seq_len} exceeds the {name}'s {model.max_positions} positions; lower it"
-        )
-
-
 def _control(distill: Stage, learning_rate: float) -> Stage:
     optimizer = dataclasses.replace(distill.optimizer, learning_rate=learning_rate)
     return dataclasses.replace(distill, loss="cross_entropy", optimizer=optimizer)
@@ -263,39 +240,98 @@ def _control(distill: Stage, learning_rate: float) -> Stage:
 def _train(
     config: RunConfig,
     bars: Bars,
-    drafter: DraftModel,
+    drafter: Trainable,
     prepared: Prepared,
     name: str,
     stage: Stage,
     params: Params,
     seed: int,
     target: LoadedModel | None,
+    decoding: HeldOutDecoding | None = None,
 ) -> Params:
     with (bars if stage.steps else no_bars)(name, stage.steps) as progress:
         rows = (prepared.train_rows, prepared.held_out_rows)
-        return train_stage(Path(config.out) / name, stage, drafter, params, target, *rows, seed, progress)
+        return train_stage(Path(config.out) / name, stage, drafter, params, target, *rows, seed, progress, decoding)
 
 
 def _evaluate(
-    config: RunConfig, bars: Bars, drafter: DraftModel, models: list[Params], prepared: Prepared
+    config: RunConfig, bars: Bars, drafter: Trainable, target: LoadedModel, models: list[Params], rows: Rows
 ) -> list[Evaluation]:
-    """One evaluation a model; measured once, kept in `evaluations.json` under what it was measured on."""
-    file = Path(config.out) / _EVALUATIONS
+    """One evaluation a model, on held-out ``rows``."""
+    chosen = spread(rows, config.eval.positions)
+    measured_on = (fingerprint.digest(target.params), fingerprint.digest(chosen))
+
+    def measure(missing: list[int]) -> list[dict[str, Any]]:
+        settings = (target, rows, config.eval.positions, config.eval.batch_size)
+        with bars("evaluation", -(-len(chosen.tokens) // config.eval.batch_size)) as progress:
+            found = evaluate_all(drafter, [models[i] for i in missing], *settings, progress)
+        return list(map(dataclasses.asdict, found))
+
+    keys = ["".join((fingerprint.digest(m), *measured_on)) for m in models]
+    return [Evaluation(**found) for found in _kept(Path(config.out) / _EVALUATIONS, keys, measure)]
+
+
+def _decode(
+    config: RunConfig,
+    bars: Bars,
+    decoding: HeldOutDecoding | None,
+    drafts: dict[str, Params],
+    target: LoadedModel,
+) -> dict[str, list[Decoded]]:
+    """Each draft decoded on the prompts of ``config.selection``; nothing where it has none."""
+    if decoding is None:
+        return {name: [] for name in drafts}
+    names = list(drafts)
+
+    def measure(missing: list[int]) -> list[list[dict[str, Any]]]:
+        found = []
+        with bars("held-out decoding", len(missing)) as progress:
+            for i in missing:
+                found.append([dataclasses.asdict(decoded) for decoded in decoding(drafts[names[i]])])
+                if progress is not None:
+                    progress(len(found), {})
+        return found
+
+    measured_on = (fingerprint.digest(target.params), decoding.identity)
+    keys = ["".join((fingerprint.digest(params), *measured_on)) for params in drafts.values()]
+    found = _kept(Path(config.out) / _EVALUATIONS, keys, measure)
+    return {name: list(map(Decoded.from_json, one)) for name, one in zip(names, found, strict=True)}
+
+
+def _kept(file: Path, keys: list[str], measure: Callable[[list[int]], list[Any]]) -> list[Any]:
+    """JSON values, measured once: kept in ``file`` under what they depend on. ``measure``: of the missing ones, given
+    their places in ``keys``."""
+    keys = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
     try:
         known = json.loads(file.read_text())
     except (FileNotFoundError, ValueError):
         known = {}
-    chosen = spread(prepared.held_out_rows, config.eval.positions)
-    measured_on = (fingerprint.digest(prepared.target.params), fingerprint.digest(chosen))
-    keys = [hashlib.sha256("".join((fingerprint.digest(m), *measured_on)).encode()).hexdigest() for m in models]
-    new = {key: params for key, params in zip(keys, models, strict=True) if key not in known}
+    new = {key: i for i, key in reversed([*enumerate(keys)]) if key not in known}
     if new:
-        settings = (prepared.target, prepared.held_out_rows, config.eval.positions, config.eval.batch_size)
-        with bars("evaluation", -(-len(chosen.tokens) // config.eval.batch_size)) as progress:
-            found = evaluate_all(drafter, list(new.values()), *settings, progress)
-        known |= {key: dataclasses.asdict(evaluation) for key, evaluation in zip(new, found, strict=True)}
+        known |= dict(zip(new, measure(list(new.values())), strict=True))
         fingerprint.write_json(file, known)
-    return [Evaluation(**known[key]) for key in keys]
+    return [known[key] for key in keys]
+
+
+def _alphas_by_source(
+    config: RunConfig,
+    prepared: Prepared,
+    evaluate: Callable[[list[Params], Rows], list[Evaluation]],
+    drafts: list[Params],
+    of_all: Sequence[Evaluation],
+) -> dict[str, dict[str, float]]:
+    """Of the two drafts, on the text of each source; one that does not fill a row is left out."""
+    sources, target = by_source(prepared.corpus.held_out), prepared.target
+    found = {}
+    for source, documents in sources.items() if len(sources) > 1 else ():
+        with contextlib.suppress(DataError):
+            rows = pack(target.tokenizer, documents, target.eos_ids[0], config.data.seq_len)
+            found[source] = evaluate(drafts, rows)
+    found[compare.ALL if found else next(iter(sources))] = of_all
+    return {
+        name: {source: evaluations[i].alpha for source, evaluations in found.items()}
+        for i, name in enumerate(compare.DRAFTS)
+    }
 
 
 def _refuse_foreign(directory: Path) -> None:
@@ -315,7 +351,9 @@ def _export(model: LoadedModel, directory: Path, card: str) -> None:
         save_model(model, directory, overwrite=True, card=card)
 
 
-def _draft_card(config: RunConfig, draft: LoadedModel, prepared: Prepared, evaluation: Evaluation) -> str:
+def _draft_card(
+    config: RunConfig, draft: LoadedModel, prepared: Prepared, evaluation: Evaluation, decoded: list[Decoded]
+) -> str:
     target = prepared.target
     title = (
         f"A draft model of {_count(draft.params):,} parameters for speculative decoding with the target `{target.name}`"
@@ -327,12 +365,13 @@ def _draft_card(config: RunConfig, draft: LoadedModel, prepared: Prepared, evalu
         "loss of the draft, nats a token, held out": f"{evaluation.nll:.4f}",
         "loss of the target": f"{evaluation.target_nll:.4f}",
         "positions measured": f"{evaluation.positions:,}",
+        **compare.card_rows(config.selection, decoded),
         "SHA-256 of the weights": fingerprint.digest(draft.params),
         "SHA-256 of the target's weights": fingerprint.digest(target.params),
         "SHA-256 of the text": prepared.corpus.digest,
     }
     settings = dataclasses.asdict(config)
-    stages = ("draft",) if draft.name == "draft-before" else ("draft", "distill")
+    stages = ("draft",) if draft.name == "draft-before" else ("draft", "distill", "selection")
     return _card(draft.name, title, rows, {name: settings[name] for name in ("target", "data", *stages, "seed")})
 
 

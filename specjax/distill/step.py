@@ -14,7 +14,7 @@ import optax
 
 from specjax import backend
 from specjax.distill.evaluate import matched
-from specjax.distill.teacher import target_output
+from specjax.distill.teacher import completed, target_output
 from specjax.metrics import alpha_per_position
 from specjax.types import Batch, FullLogits, Loss, Params, Trainable
 
@@ -55,7 +55,7 @@ def make_update(drafter: Trainable, loss: Loss, optimizer: optax.GradientTransfo
 
     def stage_loss(params, target_params, batch: Batch):
         target_out = None if spec is None else target_output(spec, target_params, batch)
-        out = drafter.train_output(params, batch, target_out)
+        out = drafter.train_output(completed(drafter, params, target_params), batch, target_out)
         total, weights, alphas = jnp.float32(0), jnp.float32(0), jnp.float32(0)
         for j in range(out.logits.shape[2]):
             m = matched(out, target_out, batch.following, j)

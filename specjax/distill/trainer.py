@@ -21,9 +21,10 @@ from specjax.distill.log import LOG, Log
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.progress import StepProgress
 from specjax.distill.rows import Batches, Rows
+from specjax.distill.selection import Decodes, Selector, fingerprint_of
 from specjax.distill.step import TrainState, make_update, microbatch_rows
 from specjax.errors import TrainingError
-from specjax.types import Params, Trainable
+from specjax.types import Params, Sharing, Trainable
 
 LOG_EVERY = 10
 """Steps between two looks at the metrics; in between, the host never waits for the device."""
@@ -39,11 +40,14 @@ def train_stage(
     held_out_rows: Rows,
     seed: int,
     progress: StepProgress | None = None,
+    decoding: Decodes | None = None,
 ) -> Params:
     """Train ``params`` as ``stage`` says and return the result; a finished stage returns its own at once.
 
     ``target``: a `LoadedModel`, or None where the loss needs none (then no acceptance is measured). Called again after an interruption, it goes on from the last checkpoint in ``directory`` to the
     same weights, bit for bit. ``directory`` keeps ``log.jsonl`` (`read_log`), checkpoints and a fingerprint.
+    ``decoding``: decodes with the draft at every evaluation, and says whether that decides which weights are returned
+    and when the stage ends (`specjax.distill.selection`).
 
     Raises `TrainingError` if a loss is not finite (naming the step; the last good checkpoint is kept) or if the
     directory was made with other settings, `DataError` if the windows do not fill one batch.
@@ -53,10 +57,13 @@ def train_stage(
         raise TrainingError(
             f"{directory.name}: the loss {loss.kind!r} needs a target model; use cross_entropy or give one"
         )
+    if isinstance(drafter, Sharing) and target is None:
+        raise TrainingError(f"{directory.name}: the draft shares weights with its target; give the target")
     backend.keep_freed_memory()
     batches = Batches(train_rows, stage.batch_size, seed)
     made_from = (params, None if target is None else target.params, train_rows, held_out_rows)
-    fingerprint.claim(directory, _fingerprint(stage, drafter, seed, *made_from))
+    made = _fingerprint(stage, drafter, seed, *made_from) | {"selection": fingerprint_of(decoding, stage)}
+    fingerprint.claim(directory, made)
     if stage.steps == 0:
         return params
     optimizer = make_optimizer(stage)
@@ -66,12 +73,14 @@ def train_stage(
     with Checkpoints(directory / "checkpoints") as checkpoints:
         restored = checkpoints.restore_latest(state)
         start, state = (0, state) if restored is None else (restored.step, restored.state)
-        if start == stage.steps:
-            return state.params
+        selector = Selector(directory, decoding, start)
+        if start == stage.steps or selector.stops:
+            return selector.result(state.params)
         log = Log(directory / LOG, start)
         length = train_rows.length
         rows = microbatch_rows(stage.batch_size, length)
         spec, teacher = (target.spec, target.params) if target is not None and loss.needs_target else (None, None)
+        teacher = target.params if isinstance(drafter, Sharing) else teacher
         update = make_update(drafter, loss, optimizer, spec, rows)
         # Compiled before the clock starts.
         update = update.lower(state, teacher, batches[start]).compile()
@@ -92,13 +101,17 @@ def train_stage(
                     record["held_out_nll"] = result.nll
                     if target is not None:
                         record["alpha"] = result.alpha
+                    record |= selector.measure(step, state.params)
+                    saves = saves or selector.stops
                 log.append(record)
                 if saves:
                     checkpoints.save(step, state)
                 pending, began = [], time.perf_counter()
             if progress is not None:
                 progress(step, record)
-    return state.params
+            if selector.stops:
+                break
+    return selector.result(state.params)
 
 
 def _fingerprint(stage, drafter, seed, params, target_params, train_rows, held_out_rows) -> dict[str, Any]:

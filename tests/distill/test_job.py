@@ -52,6 +52,7 @@ def settings(target_directory, documents):
             draft=config.Draft(architecture=shape, pretrain=config.Stage(loss="cross_entropy", steps=2, **often)),
             distill=config.Stage(steps=6, **often),
             control=config.Control(learning_rates=(0.01,)),
+            selection=config.Selection(prompts=0),
             eval=config.Eval(positions=100, batch_size=2),
             out=str(out),
         )
@@ -252,6 +253,37 @@ def test_a_draft_cut_from_its_target_has_the_target_s_conventions(settings, tmp_
     # Nothing was cut and nothing trained yet: the target itself, in other directions.
     assert result.measures.alpha_before == pytest.approx(1, abs=1e-3)
     assert load_model(str(tmp_path / "cut" / "draft")).config == shape
+
+
+def test_a_shared_draft_is_chosen_by_decoding_and_exported_whole(settings, tmp_path):
+    often: dict[str, Any] = {"batch_size": 2, "eval_every": 2, "save_every": 2, "eval_positions": LENGTH}
+    start = {"kind": "layers", "keep": [1], "share": True}
+    run = settings(
+        tmp_path / "run",
+        draft=config.Draft(init=start, pretrain=config.Stage(loss="cross_entropy", steps=2, **often)),
+        distill=config.Stage(steps=6, **often, optimizer=config.Optimizer(learning_rate=0.1)),
+        control=config.Control(),
+        selection=config.Selection(prompts=2, prompt_tokens=8, new_tokens=8, k=2, temperatures=(0.0,), select="best"),
+    )
+    result = job.run(run)
+    assert not any("block_efficiency" in record for record in result.logs["draft-pretrain"])
+    scores = {r["step"]: r["block_efficiency"] for r in result.logs["draft-distill"]}
+    assert list(scores) == [2, 4, 6]
+    best = max(scores, key=lambda step: (scores[step], step))
+    before, after = result.comparison
+    assert (before.drafter, after.drafter, after.source, after.k) == ("draft_before", "draft_after", "text", 2)
+    assert after.block_efficiency == scores[best]
+    assert after.alpha == result.measures.alpha_after
+    exported = load_model(tmp_path / "run" / "draft")
+    assert exported.config.num_layers == 1
+    np.testing.assert_array_equal(exported.params["embedding"], result.target.params["embedding"])
+    assert not np.array_equal(exported.params["norm"]["scale"], result.target.params["norm"]["scale"])
+    card = (tmp_path / "run" / "draft" / "README.md").read_text()
+    assert f"| block efficiency, k=2, greedy | {after.block_efficiency:.2f} (95% " in card
+    assert "2 held-out prompts, which chose this draft); accepted at position 1 .. k: " in card
+    recorder = Recorder()
+    assert job.run(run, recorder).comparison == result.comparison
+    assert set(map(tuple, recorder.steps.values())) == {()}
 
 
 def test_a_cut_that_does_not_fit_names_the_field(settings, tmp_path):

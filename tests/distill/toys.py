@@ -92,7 +92,7 @@ def stage(**changes) -> config.Stage:
     return config.Stage(**settings | changes, optimizer=config.Optimizer(learning_rate=0.1, warmup_steps=2))
 
 
-def train(directory: Path, progress=None, drafter=None, **changes) -> Any:
+def train(directory: Path, progress=None, drafter=None, decoding=None, **changes) -> Any:
     """12 steps on 40 rows, saved every 5: an epoch is 10 steps."""
     return train_stage(
         directory,
@@ -104,6 +104,7 @@ def train(directory: Path, progress=None, drafter=None, **changes) -> Any:
         rows(8, 1),
         3,
         progress,
+        decoding,
     )
 
 
