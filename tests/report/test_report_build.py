@@ -205,7 +205,7 @@ def test_parts_that_are_missing_are_said_not_to_be_measured(save, null):
     html, parsed = page(directory)
     assert "svg" not in parsed.tags
     sections = dict(re.findall(r"<h2>(.*?)</h2>(.*?)</section>", html, flags=re.DOTALL))
-    assert len(sections) == 7
+    assert len(sections) == 8
     assert all("not measured" in body for body in sections.values())
     assert (directory / "report.md").read_text().count("not measured") >= 5
     assert not list(directory.glob("*.png"))
