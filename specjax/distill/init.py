@@ -136,7 +136,9 @@ class Layers:
         try:
             check_saveable(target.family, model.config)
         except ModelError as error:
-            raise ConfigError(f"draft.init.keep: with the layers {list(self.keep)}, {error}") from None
+            raise ConfigError(
+                f"draft.init.keep: keep other layers than {list(self.keep)}; with these, {error}"
+            ) from None
         # Trained in float32, whatever the target computes in.
         kept = {new: target.params["layers"][old] for new, old in enumerate(self.keep)}
         own = {name: value for name, value in target.params.items() if not (self.share and name in ENDS)}

@@ -20,6 +20,7 @@ from specjax.distill.step import TrainState, make_update
 from specjax.distill.teacher import completed
 from specjax.distill.trainer import train_stage
 from specjax.errors import ConfigError, TrainingError
+from specjax.models.families import family_of
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.models.transformer import Model
 from specjax.types import Batch
@@ -147,8 +148,20 @@ def test_layers_that_their_family_cannot_write_alone_are_refused_before_training
     """Without one rotated layer, nothing is left that says how a SmolLM 3 would rotate."""
     target = model("smollm3")
     assert [target.config.layer(i).rope is None for i in range(4)] == [False, True, False, True]
-    with pytest.raises(ConfigError, match=r"draft\.init\.keep: with the layers \[1, 3\], this model cannot be saved"):
+    with pytest.raises(
+        ConfigError, match=r"keep other layers than \[1, 3\]; .* have 0 rotary embeddings, expected one"
+    ):
         drafted(target, keep=[1, 3])
+
+
+def test_a_gemma_without_windows_is_written_with_one_that_no_layer_has():
+    """transformers asks for its size all the same."""
+    target = model("gemma3")
+    draft = drafted(target, keep=[2]).spec.config
+    assert draft.layers[0].window is None
+    written = family_of("gemma3_text", "test").write_config(draft)
+    assert written["sliding_window"] == 4096
+    assert written["layer_types"] == ["full_attention"]
 
 
 @pytest.mark.parametrize("spec", ["target", {"kind": "pruned"}])
