@@ -7,7 +7,6 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 
-from specjax import config
 from specjax.distill.selection import Decoded, HeldOutDecoding
 from specjax.metrics import DecodeStats, block_efficiency_interval
 
@@ -73,15 +72,15 @@ def row(
     return Row(source, temperature, drafter, len(by_prompt), k, *figures)
 
 
-def card_rows(rule: config.Selection, decoded: Sequence[Decoded]) -> dict[str, str]:
-    """Rows of a draft's card, one a temperature."""
-    found, chosen = {}, ", which chose this draft" if rule.select == "best" else ""
+def card_rows(decoded: Sequence[Decoded], chose: bool) -> dict[str, str]:
+    """Rows of a draft's card, one a temperature. ``chose``: these prompts decided which draft it is."""
+    found, by = {}, ", which chose this draft" if chose else ""
     for d in decoded:
         temperature = "greedy" if d.temperature == 0 else f"temperature {d.temperature:g}"
         interval = f"95% {d.interval.low:.2f} to {d.interval.high:.2f}"
         by_position = ", ".join(f"{s:.2f}" for s in d.stats.acceptance_at)
-        found[f"block efficiency, k={rule.k}, {temperature}"] = (
-            f"{d.stats.block_efficiency:.2f} ({interval}, {len(d.by_prompt)} held-out prompts{chosen}); "
+        found[f"block efficiency, k={len(d.stats.acceptance_at)}, {temperature}"] = (
+            f"{d.stats.block_efficiency:.2f} ({interval}, {len(d.by_prompt)} held-out prompts{by}); "
             f"accepted at position 1 .. k: {by_position}"
         )
     return found

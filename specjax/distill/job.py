@@ -322,12 +322,12 @@ def _alphas_by_source(
 ) -> dict[str, dict[str, float]]:
     """Of the two drafts, on the text of each source; one that does not fill a row is left out."""
     sources, target = by_source(prepared.corpus.held_out), prepared.target
-    found = {}
-    for source, documents in sources.items() if len(sources) > 1 else ():
+    [*names, whole] = compare.shown(list(sources))
+    found = {whole: of_all}
+    for source in names:
         with contextlib.suppress(DataError):
-            rows = pack(target.tokenizer, documents, target.eos_ids[0], config.data.seq_len)
+            rows = pack(target.tokenizer, sources[source], target.eos_ids[0], config.data.seq_len)
             found[source] = evaluate(drafts, rows)
-    found[compare.ALL if found else next(iter(sources))] = of_all
     return {
         name: {source: evaluations[i].alpha for source, evaluations in found.items()}
         for i, name in enumerate(compare.DRAFTS)
@@ -365,7 +365,7 @@ def _draft_card(
         "loss of the draft, nats a token, held out": f"{evaluation.nll:.4f}",
         "loss of the target": f"{evaluation.target_nll:.4f}",
         "positions measured": f"{evaluation.positions:,}",
-        **compare.card_rows(config.selection, decoded),
+        **compare.card_rows(decoded, draft.name == "draft" and config.selection.select == "best"),
         "SHA-256 of the weights": fingerprint.digest(draft.params),
         "SHA-256 of the target's weights": fingerprint.digest(target.params),
         "SHA-256 of the text": prepared.corpus.digest,

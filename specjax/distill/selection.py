@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import jax
+
 from specjax import config, registry
 from specjax.config import RunConfig
 from specjax.decode.decoder import Decoder
@@ -27,7 +29,7 @@ from specjax.distill.corpus import Document
 from specjax.distill.prompts import PLACES, HeldOutPrompt, cut_prompts
 from specjax.distill.teacher import completed
 from specjax.drafters.draft_model import DraftModel
-from specjax.errors import DataError, TrainingError
+from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.metrics import DecodeStats, Interval, block_efficiency_interval, tokens_per_s
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
@@ -129,9 +131,16 @@ def held_out_decoding(
 ) -> HeldOutDecoding | None:
     """None where nothing is to be decoded. The prompts are cut from the ends of documents backwards, so that those of
     the benchmark are others as long as there is text enough. Raises `DataError` where there is no prompt, or where
-    the target has too few positions."""
+    the target has too few positions, `ConfigError` where decoding is to decide in a run of several processes."""
     rule = config.selection
     if not rule.prompts:
+        return None
+    if jax.process_count() > 1:
+        if decides(rule):
+            raise ConfigError(
+                f"selection: select={rule.select} and patience={rule.patience}, but a run of {jax.process_count()} "
+                "processes does not decode; set select=last and no patience, or run in one process"
+            )
         return None
     needed = rule.prompt_tokens + rule.new_tokens + rule.k + 1
     if needed > target.config.max_positions:

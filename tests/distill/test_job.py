@@ -14,8 +14,11 @@ import train_draft
 from specjax import config
 from specjax.cli import run_main
 from specjax.distill import fingerprint, job, lock
+from specjax.distill.corpus import Document
+from specjax.distill.evaluate import Evaluation
 from specjax.errors import ConfigError, DataError, ModelError, TrainingError
 from specjax.models.hf import LoadedModel, load_model, save_model
+from tests.distill import toys
 from tests.distill.toys import Interrupt
 
 LENGTH = 16
@@ -281,9 +284,37 @@ def test_a_shared_draft_is_chosen_by_decoding_and_exported_whole(settings, tmp_p
     card = (tmp_path / "run" / "draft" / "README.md").read_text()
     assert f"| block efficiency, k=2, greedy | {after.block_efficiency:.2f} (95% " in card
     assert "2 held-out prompts, which chose this draft); accepted at position 1 .. k: " in card
+    assert "which chose" not in (tmp_path / "run" / "draft-before" / "README.md").read_text()
     recorder = Recorder()
     assert job.run(run, recorder).comparison == result.comparison
     assert set(map(tuple, recorder.steps.values())) == {()}
+
+
+def test_alpha_is_told_apart_by_source_where_a_source_fills_a_row(settings, tiny_target, tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class Sourced(Document):
+        source: str
+
+    target = dataclasses.replace(tiny_target, eos_ids=(0,))
+    sizes = {"code": 40, "prose": 20, "short": 1}
+    held_out = [Sourced(name, f"{name} " * size, name) for name, size in sizes.items()]
+
+    def evaluate(drafts, rows):
+        return [Evaluation(0.0, 0.0, len(rows) + draft, 0) for draft in drafts]
+
+    whole = [Evaluation(0.0, 0.0, alpha, 0) for alpha in (0.3, 0.4)]
+    prepared = job.Prepared(target, job.Corpus([], held_out), toys.rows(1), toys.rows(1))
+    found = job._alphas_by_source(settings(tmp_path), prepared, evaluate, [0.1, 0.2], whole)
+    before, after = found["draft_before"], found["draft_after"]
+    assert set(before) == set(after) == {"code", "prose", "all"}
+    assert (before["all"], after["all"]) == (0.3, 0.4)
+    assert after["code"] - before["code"] == pytest.approx(0.1)
+    assert before["code"] > before["prose"] + 1
+    alone = dataclasses.replace(prepared, corpus=job.Corpus([], held_out[:1]))
+    assert job._alphas_by_source(settings(tmp_path), alone, evaluate, [0.1, 0.2], whole) == {
+        "draft_before": {"code": 0.3},
+        "draft_after": {"code": 0.4},
+    }
 
 
 def test_a_cut_that_does_not_fit_names_the_field(settings, tmp_path):

@@ -22,7 +22,7 @@ from specjax.distill.log import read_log
 from specjax.distill.prompts import HeldOutPrompt, cut_prompts
 from specjax.distill.selection import Decoded, Selector, held_out_decoding
 from specjax.drafters.draft_model import DraftModel
-from specjax.errors import DataError, TrainingError
+from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.metrics import DecodeStats
 from specjax.testing.toys import prefix_model, related
 from tests.distill import toys
@@ -284,6 +284,14 @@ def test_without_prompts_nothing_is_decoded_and_nothing_can_be_chosen(tiny_targe
     for changes in ({"select": "best"}, {"patience": 2}):
         with pytest.raises(ValueError, match="need prompts to decode"):
             config.Selection(prompts=0, **changes)
+
+
+def test_several_processes_do_not_decode_and_cannot_choose(tiny_target, tiny_draft, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    args = (tiny_target, DraftModel(tiny_draft.spec), tiny_draft.spec, DOCUMENTS)
+    assert held_out_decoding(run_config(), *args) is None
+    with pytest.raises(ConfigError, match="a run of 2 processes does not decode"):
+        held_out_decoding(run_config(select="best"), *args)
 
 
 def test_a_comparison_tells_sources_apart_and_adds_them_up(decoding):
