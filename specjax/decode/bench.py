@@ -174,7 +174,7 @@ class Bench:
             t: self._headline(Cell(favourite, k, 1, t), runs, tunings[Cell(favourite, k, 1, t)])
             for t, k in best.items()
         }
-        by_prompt = {cell: self._by_prompt(found[0]) for cell, found in runs.items()}
+        by_prompt = {cell: self._by_prompt(found) for cell, found in runs.items()}
         return {"decoding": list(rows.values()), "best_k": best, "headline": headline, "by_prompt": by_prompt}
 
     def _tune(self, favourite: str, tick: Tick) -> tuple[dict[float, int], dict[Cell, Run]]:
@@ -191,11 +191,15 @@ class Bench:
             runs |= found
         return best, runs
 
-    def _by_prompt(self, run: Run) -> list[tuple[float, metrics.DecodeStats]]:
-        """Seconds and counts of each prompt; one that filled up a batch has more than one row."""
-        rows, count = run.by_row, len(self._prompts)
-        of = [rows[i::count] for i in range(count)]
-        return [(sum(s for s, _ in own), functools.reduce(operator.add, (n for _, n in own))) for own in of]
+    def _by_prompt(self, repeats: Sequence[Run]) -> list[tuple[float, metrics.DecodeStats]]:
+        """Seconds of each prompt, the median over ``repeats``, and its counts; one that filled up a batch has more than
+        one row."""
+        count, found = len(self._prompts), []
+        for i in range(count):
+            seconds = [sum(s for s, _ in run.by_row[i::count]) for run in repeats]
+            stats = functools.reduce(operator.add, (n for _, n in repeats[0].by_row[i::count]))
+            found.append((float(np.median(seconds)), stats))
+        return found
 
     def _row(self, cell: Cell, runs: Mapping[Cell, list[Run]]) -> dict:
         run, speculative = runs[cell][0], cell.k > 0
@@ -223,7 +227,7 @@ class Bench:
 
     def _interval(self, run: Run) -> list[float]:
         """95%, over prompts."""
-        found = metrics.block_efficiency_interval([stats for _, stats in self._by_prompt(run)])
+        found = metrics.block_efficiency_interval([stats for _, stats in self._by_prompt([run])])
         return [found.low, found.high]
 
     def _differences(self, run: Run, reference: Run) -> list[dict]:

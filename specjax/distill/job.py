@@ -30,7 +30,7 @@ from specjax.distill.log import read_log
 from specjax.distill.progress import Bars, no_bars
 from specjax.distill.prompts import by_source
 from specjax.distill.rows import Rows, pack, spread
-from specjax.distill.selection import Decoded, HeldOutDecoding, decides, held_out_decoding
+from specjax.distill.selection import Decoded, HeldOutDecoding, decides, held_out_decoding, with_median_seconds
 from specjax.distill.teacher import completed
 from specjax.distill.tokenizer import train_tokenizer
 from specjax.distill.trainer import train_stage
@@ -41,6 +41,8 @@ from specjax.models.transformer import Model
 from specjax.types import Params, Sharing, Trainable
 
 _MIN_POSITIONS = 1024
+_TURNS = 3
+"""Timed decodings of each draft, whose median counts."""
 _CARD, _EVALUATIONS = "README.md", "evaluations.json"
 _EXPORTS = ("draft-before", "draft")
 _MADE_BY = "by specjax"
@@ -278,19 +280,19 @@ def _decode(
     drafts: dict[str, Params],
     target: LoadedModel,
 ) -> dict[str, list[Decoded]]:
-    """Each draft decoded on the prompts of ``config.selection``; nothing where it has none."""
+    """Each draft decoded on the prompts of ``config.selection``, in turns; nothing where it has none."""
     if decoding is None:
         return {name: [] for name in drafts}
     names = list(drafts)
 
     def measure(missing: list[int]) -> list[list[dict[str, Any]]]:
-        found = []
-        with bars("held-out decoding", len(missing)) as progress:
-            for i in missing:
-                found.append([dataclasses.asdict(decoded) for decoded in decoding(drafts[names[i]])])
+        turns: list[list[list[Decoded]]] = []
+        with bars("held-out decoding", _TURNS) as progress:
+            for turn in range(1, _TURNS + 1):
+                turns.append([decoding(drafts[names[i]]) for i in missing])
                 if progress is not None:
-                    progress(len(found), {})
-        return found
+                    progress(turn, {})
+        return [list(map(dataclasses.asdict, with_median_seconds(one))) for one in zip(*turns, strict=True)]
 
     measured_on = (fingerprint.digest(target.params), decoding.identity)
     keys = ["".join((fingerprint.digest(params), *measured_on)) for params in drafts.values()]

@@ -13,6 +13,7 @@ import json
 import logging
 import operator
 import shutil
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -157,6 +158,14 @@ def held_out_decoding(
     temperatures = config.bench.temperatures if rule.temperatures is None else rule.temperatures
     where = (prompts, temperatures, config.verifier, config.sampling.options(), config.seed)
     return HeldOutDecoding(rule, target, drafter, spec, *where)
+
+
+def with_median_seconds(turns: Sequence[Sequence[Decoded]]) -> list[Decoded]:
+    """The same decoded several times over, of which only the seconds differ."""
+    return [
+        dataclasses.replace(same[0], seconds=statistics.median(d.seconds for d in same))
+        for same in zip(*turns, strict=True)
+    ]
 
 
 def score(decoded: Sequence[Decoded]) -> float:

@@ -227,6 +227,13 @@ def test_the_counts_are_those_of_decoding_with_these_weights(decoding):
         assert Decoded.from_json(json.loads(json.dumps(dataclasses.asdict(found)))) == found
 
 
+def test_the_speed_is_the_median_of_the_turns():
+    turns = [[dataclasses.replace(decoded(2.0), seconds=s), decoded(3.0, 1.0)] for s in (9.0, 2.0, 4.0)]
+    greedy, sampled = selection.with_median_seconds(turns)
+    assert (greedy.seconds, greedy.tokens_per_s) == (4.0, 500.0)
+    assert sampled == decoded(3.0, 1.0)
+
+
 def test_a_draft_that_is_the_target_has_every_token_accepted(decoding):
     for found in decoding(TARGET.params):
         assert found.stats.acceptance_at == (1.0, 1.0)
