@@ -28,8 +28,8 @@ from specjax.distill.evaluate import Evaluation, evaluate_all
 from specjax.distill.log import read_log
 from specjax.distill.progress import Bars, no_bars
 from specjax.distill.prune import prune
-from specjax.distill.tokenizer import train_tokenizer
 from specjax.distill.rows import Rows, pack, spread
+from specjax.distill.tokenizer import train_tokenizer
 from specjax.distill.trainer import train_stage
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError
