@@ -293,7 +293,12 @@ def _train(
         return train_stage(directory, stage, *args, draft_sampler(draft))
 
 
-def _stock(
+def data_directory(config: RunConfig, name: str) -> Path:
+    """Of the data that is made for the stage ``name``."""
+    return Path(config.out) / f"{name}-data"
+
+
+def stock(
     config: RunConfig, prepared: Prepared, draft: LoadedModel | None, name: str, directory: Path, seed: int, bars: Bars
 ) -> Stock:
     """What the data of the stage ``name`` is made from; ``draft``: as the stage begins with it."""

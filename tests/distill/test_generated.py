@@ -81,7 +81,7 @@ def test_an_interrupted_directory_is_finished_to_the_same_bits_without_making_a_
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda file: file.write_bytes(file.read_bytes()[:-1] + b"\x07"), "changed since it was written"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "changed since it was written"),
         (lambda file: file.unlink(), "missing, though it has a record"),
         (lambda file: file.with_suffix(".json").write_text("{"), "its record is damaged"),
         (lambda file: file.with_suffix(".json").unlink(), None),
@@ -102,7 +102,7 @@ def test_a_directory_of_another_provenance_is_refused_with_the_fields_that_diffe
         make(whole[0], other, *models, PROMPTS, SEED)
     with pytest.raises(TrainingError, match=r"other settings: seed \(11 then, 12 now\)"):
         make(whole[0], SETTINGS, *models, PROMPTS, 12)
-    with pytest.raises(TrainingError, match="other settings: target "):
+    with pytest.raises(TrainingError, match="target .* then"):
         make(whole[0], SETTINGS, models[1], None, PROMPTS, SEED)
     with pytest.raises(TrainingError, match="other settings: prompts "):
         make(whole[0], SETTINGS, *models, Prompts(PROMPTS.tokens, PROMPTS.spans[1:]), SEED)
