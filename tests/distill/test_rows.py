@@ -149,6 +149,8 @@ def test_sequences_are_never_cut_and_rows_are_filled():
     assert second.following[second.weight > 0].tolist() == [10]
     assert third.following[third.weight > 0].tolist() == list(range(14, 20))
     assert [len(fitted(alone=True)), len(fitted(19))] == [4, 1]
+    unmasked = fitted(prompt_weight=1.0)[0]
+    assert unmasked.following[unmasked.weight == 0].tolist() == [5]
     counted = fitted(prompt_weight=0.5)[2]
     assert counted.weight.tolist() == [0.5, 0.5, 1, 1, 1, 1, 1, 1]
 
@@ -156,14 +158,3 @@ def test_sequences_are_never_cut_and_rows_are_filled():
 def test_a_sequence_longer_than_a_row_is_refused():
     with pytest.raises(DataError, match="a sequence of 9 tokens does not fit a row of 8"):
         fitted(7)
-
-
-def test_a_model_sees_a_fitted_sequence_as_it_sees_it_alone():
-    model = Model(ModelConfig(48, 16, 24, 2, 2, 1, 8))
-    params = model.init(jax.random.key(0))
-    batch = jax.tree.map(jnp.asarray, take(fitted(24), [0]))
-    logits = model(params, batch.tokens, batch.token_positions, mask=batch.attention_mask).logits
-    for start, end in ((0, 5), (5, 9), (9, 11), (11, 20)):
-        alone = batch.tokens[:, start:end]
-        expected = model(params, alone, jnp.arange(end - start)[None]).logits
-        np.testing.assert_allclose(logits[:, start:end], expected, atol=2e-6)

@@ -909,7 +909,7 @@ def attention_reaches_into_the_document_before(patch):
     row_of(patch, lambda tokens, document, places, weight: (tokens, 0 * document, places, weight))
 
 
-@mutant("data", test_rows.test_a_model_sees_a_fitted_sequence_as_it_sees_it_alone)
+@mutant("data", test_rows.test_sequences_are_never_cut_and_rows_are_filled)
 def positions_go_on_from_the_sequence_before(patch):
     row_of(patch, lambda tokens, document, places, weight: (tokens, document, np.arange(len(places)), weight))
 
