@@ -124,7 +124,7 @@ def _maker(
     decoder = functools.cache(lambda: Decoder(target, drafter=drafter, verifier=verifier))
     made_by = {
         "draft": None if draft is None else fingerprint.digest(draft.params),
-        "k": settings.k,
+        "k": None if draft is None else settings.k,
         "verifier": verifier.kind,
     }
 

@@ -11,12 +11,13 @@ import pytest
 
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
-from specjax.distill import generated, store
+from specjax.distill import store
 from specjax.distill.continuations import Prompts, Sampled, prompts_of_file, prompts_of_text
 from specjax.distill.generated import Generated, make
 from specjax.distill.readers import Bad
 from specjax.distill.rows import Packed
 from specjax.distill.stock import Stock
+from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from tests.distill.toys import Interrupt
 
@@ -58,10 +59,12 @@ def test_every_sequence_is_what_the_target_says_after_its_prompt_from_its_own_se
         numbered(i) for i in range(7)
     ]
     assert {tuple(numbered(i)) for i in range(5)} == {tuple(PROMPTS[i]) for i in range(5)}
-    decoder = Decoder(models[0], drafter=generated.DraftModel(models[1], 2), verifier="block")
-    for i in (1, 6):
-        alone = decoder.generate([numbered(i)], max_new_tokens=5, temperature=1.0, seed=[seeds[i]])
-        assert pieces[i][sequences.prompts[i] :].tolist() == alone.tokens[0]
+    # In other company than it was made in.
+    decoder = Decoder(models[0], drafter=DraftModel(models[1], 2), verifier="block")
+    pair = [6, 1]
+    chosen = [numbered(i) for i in pair]
+    again = decoder.generate(chosen, max_new_tokens=5, temperature=1.0, seed=[seeds[i] for i in pair])
+    assert again.tokens == [pieces[i][sequences.prompts[i] :].tolist() for i in pair]
 
 
 def test_an_interrupted_directory_is_finished_to_the_same_bits_without_making_a_shard_twice(whole, models, tmp_path):
@@ -148,14 +151,14 @@ def text_rows(length: int = 10, prompt: np.ndarray | None = None) -> Packed:
 
 def test_rows_of_generated_text_predict_what_the_target_said(whole, models, tmp_path):
     settings = dataclasses.replace(SETTINGS, path=str(whole[0]))
-    stock = Stock("stage", tmp_path / "unused", text_rows(), models[0], None, 0.0, SEED)
+    stock = Stock("stage", tmp_path / "data", text_rows(), *models, 0.0, SEED)
     # Of another text: the directory is not of these prompts.
     with pytest.raises(TrainingError, match="other settings: prompts"):
         settings.rows(stock)
     own = dataclasses.replace(SETTINGS, sequences=2, shard_size=2)
     rows = own.rows(stock)
     predicted = np.concatenate([rows[i].following[rows[i].weight > 0] for i in range(len(rows))])
-    made = make(tmp_path / "unused", own, models[0], None, prompts_of_text(text_rows(), own), SEED)
+    made = make(tmp_path / "data", own, *models, prompts_of_text(text_rows(), own), SEED)
     pieces = np.split(made.tokens, made.ends[:-1])
     assert predicted.tolist() == [t for piece, n in zip(pieces, made.prompts, strict=True) for t in piece[n:]]
     with pytest.raises(ConfigError, match=r"stage: prompt_tokens=3 and new_tokens=8 exceed data\.seq_len=10"):
