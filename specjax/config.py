@@ -193,7 +193,7 @@ class Stage:
 
     @model_validator(mode="after")
     def _samples_are_judged(self) -> Stage:
-        kind = self.data if isinstance(self.data, str) else self.data["kind"]
+        kind = self.data.get("kind") if isinstance(self.data, Mapping) else self.data
         if kind == "on_policy" and not build(LOSSES, self.loss, "loss").needs_target:
             raise ValueError(
                 "data on_policy with a loss that needs no target would teach the draft what it says already; use a "

@@ -75,7 +75,9 @@ def test_an_interrupted_directory_is_finished_to_the_same_bits_without_making_a_
     with pytest.raises(Interrupt):
         make(tmp_path / "data", SETTINGS, *models, PROMPTS, SEED, interrupt)
     kept = {name: (tmp_path / "data" / name).stat().st_mtime_ns for name in contents(tmp_path / "data")}
-    assert sorted(name for name in kept if name.endswith(store.SUFFIX)) == [f"shard-0000{i}.safetensors" for i in (0, 1)]
+    assert sorted(name for name in kept if name.endswith(store.SUFFIX)) == [
+        f"shard-0000{i}.safetensors" for i in (0, 1)
+    ]
     make(tmp_path / "data", SETTINGS, *models, PROMPTS, SEED)
     assert contents(tmp_path / "data") == contents(whole[0])
     assert all((tmp_path / "data" / name).stat().st_mtime_ns == time for name, time in kept.items())
@@ -105,7 +107,7 @@ def test_a_directory_of_another_provenance_is_refused_with_the_fields_that_diffe
         make(whole[0], other, *models, PROMPTS, SEED)
     with pytest.raises(TrainingError, match=r"other settings: seed \(11 then, 12 now\)"):
         make(whole[0], SETTINGS, *models, PROMPTS, 12)
-    with pytest.raises(TrainingError, match="target .* then"):
+    with pytest.raises(TrainingError, match=r"target .* then"):
         make(whole[0], SETTINGS, models[1], None, PROMPTS, SEED)
     with pytest.raises(TrainingError, match="other settings: prompts "):
         make(whole[0], SETTINGS, *models, Prompts(PROMPTS.tokens, PROMPTS.spans[1:]), SEED)

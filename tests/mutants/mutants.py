@@ -898,8 +898,8 @@ def a_sequence_predicts_the_start_of_the_next(patch):
         patch,
         rows,
         "row_of",
-        lambda real: lambda tokens, document, places, weight: real(tokens, document, places, weight).replace(
-            weight=weight[1:]
+        lambda real: (
+            lambda tokens, document, places, weight: real(tokens, document, places, weight).replace(weight=weight[1:])
         ),
     )
 
