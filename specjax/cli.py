@@ -265,6 +265,29 @@ def certify(
         raise SystemExit(1)
 
 
+@app.command("generate-data")
+def generate_data(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory of the shards.", show_default="the run's")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Draft that helps: a directory or hub id.", show_default="the run's, if any")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Let the target write the data that the config's distillation trains on. Resumable."""
+    with user_errors(debug, "interrupted; the same command resumes"):
+        from specjax.config import load_config
+        from specjax.distill.make_data import make_data
+        from specjax.distill.progress import console_bars
+
+        made = make_data(load_config(config, overrides or []), out, draft, console_bars(Console(stderr=True)))
+        counts = f"{made['sequences']:,} sequences, {made['emitted']:,} tokens in {len(made['shards'])} shards"
+        print(f"{made['directory']}: {counts}, block efficiency {made['block_efficiency']:.2f}")
+
+
 @app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a finished run.")],

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from specjax import config_io
 from specjax.errors import ConfigError
-from specjax.registry import DRAFTERS, LOSSES, VERIFIERS, build, resolve
+from specjax.registry import DATA, DRAFTERS, LOSSES, VERIFIERS, build, resolve
 
 
 def _kind_in(table: Mapping[str, str]) -> Any:
@@ -115,14 +115,34 @@ class Optimizer:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class Hub:
+    """What is read of a data set on the hub (`data.path: hf:NAME`)."""
+
+    subset: str | None = None
+    """Its configuration, where it has several."""
+    split: Name = "train"
+    """As the `datasets` library reads it: `train`, `train[:10%]`, ..."""
+    revision: str | None = None
+    """Branch, tag or commit."""
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Data:
     """Text to train on and to measure on."""
 
     path: Name
-    """`python-stdlib`, or a text, .jsonl or .parquet file, or a directory of them."""
+    """`python-stdlib`; a text, .jsonl or .parquet file, or a directory of them; or `hf:NAME`, a data set on the hub or
+    a directory that the `datasets` library loads. A record has `text`, or `prompt` and `completion`, or `messages`,
+    and perhaps `source`, a label."""
+    hub: Hub = Hub()
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the documents kept from training, chosen by content hash."""
     seq_len: Annotated[int, Field(ge=8)] = 256
+    prompt_weight: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """How much the prediction of a prompt's tokens counts; 0: prompts are masked, 1: they count like any text."""
+    on_bad: Literal["error", "skip"] = "error"
+    """Malformed lines, text that is not UTF-8, empty shards, documents shorter than two tokens: stop, or count and
+    skip."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -157,7 +177,7 @@ class Target:
 
 @dataclass(frozen=True, config=_STRICT)
 class Stage:
-    """One training stage of the draft: a loss, a number of steps, an optimizer."""
+    """One training stage of the draft: data, a loss, a number of steps, an optimizer."""
 
     loss: _buildable(LOSSES) = "forward_kl"  # pyright: ignore[reportInvalidTypeForm]
     steps: NonNegative = 500
@@ -167,6 +187,19 @@ class Stage:
     eval_positions: Positive = 8_192
     """Held-out positions of the acceptance measured as training goes; the final figures use `eval.positions`."""
     save_every: Positive = 100
+    data: _buildable(DATA) = "text"  # pyright: ignore[reportInvalidTypeForm]
+    """`text`; `{kind: generated, ...}`: continuations by the target; `{kind: on_policy, share: 0.5, every: 100, ...}`:
+    in part the draft's own."""
+
+    @model_validator(mode="after")
+    def _samples_are_judged(self) -> Stage:
+        kind = self.data.get("kind") if isinstance(self.data, Mapping) else self.data
+        if kind == "on_policy" and not build(LOSSES, self.loss, "loss").needs_target:
+            raise ValueError(
+                "data on_policy with a loss that needs no target would teach the draft what it says already; use a "
+                "loss against the target, such as forward_kl, or data: text"
+            )
+        return self
 
 
 @dataclass(frozen=True, config=_STRICT)

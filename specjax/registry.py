@@ -25,6 +25,11 @@ VERIFIERS = {
     "top_k": "specjax.verifiers.top_k:TopK",
     "typical": "specjax.verifiers.typical:Typical",
 }
+DATA = {
+    "generated": "specjax.distill.generated:Generated",
+    "on_policy": "specjax.distill.on_policy:OnPolicy",
+    "text": "specjax.distill.text:Text",
+}
 LOSSES = {
     "cross_entropy": "specjax.distill.losses:CrossEntropy",
     "forward_kl": "specjax.distill.losses:ForwardKL",

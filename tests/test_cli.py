@@ -286,3 +286,23 @@ def test_every_public_name_can_be_imported():
     assert [name for name in specjax.__all__ if getattr(specjax, name).__name__ != name] == []
     with pytest.raises(AttributeError, match="public names"):
         specjax.nothing  # noqa: B018
+
+
+def test_generate_data_says_what_was_made(tmp_path, monkeypatch, capsys):
+    from specjax.distill import make_data
+
+    calls = []
+
+    def made(config, out, draft, bars):
+        calls.append((config.distill.data["kind"], out, draft))
+        shards = [{}, {}]
+        return {"directory": out, "sequences": 2000, "emitted": 64000, "shards": shards, "block_efficiency": 3.214}
+
+    monkeypatch.setattr(make_data, "make_data", made)
+    (tmp_path / "run.yaml").write_text("target: {path: t}\ndata: {path: d}\ndistill: {data: {kind: generated}}\n")
+    with pytest.raises(SystemExit) as exit_:
+        cli.app(["generate-data", str(tmp_path / "run.yaml"), "--out", str(tmp_path / "data"), "--draft", "model"])
+    assert exit_.value.code == 0
+    assert calls == [("generated", tmp_path / "data", "model")]
+    expected = f"{tmp_path / 'data'}: 2,000 sequences, 64,000 tokens in 2 shards, block efficiency 3.21\n"
+    assert capsys.readouterr().out == expected

@@ -47,6 +47,11 @@ class Checkpoints(contextlib.AbstractContextManager):
         """The newest step that was saved."""
         return self._manager.latest_step()
 
+    @property
+    def oldest(self) -> int | None:
+        """The first step that is kept."""
+        return min(self._manager.all_steps(), default=None)
+
     def save(self, step: int, state: Any) -> None:
         """``state``: a pytree of arrays."""
         self._manager.save(step, args=ocp.args.StandardSave(state))

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,17 @@ import numpy as np
 import yaml
 
 from specjax import config as config_lib
+from specjax import registry
 from specjax.config import RunConfig, Stage
 from specjax.distill import corpus, fingerprint, lock
-from specjax.distill.corpus import Document
+from specjax.distill.corpus import Bad, Document
 from specjax.distill.evaluate import Evaluation, evaluate_all
 from specjax.distill.log import read_log
+from specjax.distill.on_policy import draft_sampler
 from specjax.distill.progress import Bars, no_bars
 from specjax.distill.prune import prune
-from specjax.distill.rows import Rows, pack, spread
+from specjax.distill.rows import Packed, Rows, pack, spread
+from specjax.distill.stock import Stock
 from specjax.distill.tokenizer import train_tokenizer
 from specjax.distill.trainer import train_stage
 from specjax.drafters.draft_model import DraftModel
@@ -46,6 +50,7 @@ _MIN_POSITIONS = 1024
 _CARD, _EVALUATIONS = "README.md", "evaluations.json"
 _EXPORTS = ("draft-before", "draft")
 _MADE_BY = "by specjax"
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +71,10 @@ class Prepared:
 
     target: LoadedModel
     corpus: Corpus
-    train_rows: Rows
-    held_out_rows: Rows
+    train_rows: Packed
+    held_out_rows: Packed
+    bad: Bad = dataclasses.field(default_factory=Bad)
+    """What `data.on_bad` skipped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +126,8 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
     target = prepared.target
     initial = _initial_draft(config, prepared)
     drafter = DraftModel(initial.spec)
-    train = functools.partial(_train, config, bars, drafter, prepared)
+    initial = dataclasses.replace(initial, tokenizer=target.tokenizer, eos_ids=target.eos_ids)
+    train = functools.partial(_train, config, bars, initial, prepared)
     before = train("draft-pretrain", config.draft.pretrain, initial.params, config.seed, target)
     after = train("draft-distill", config.distill, before, config.seed + 1, target)
     # The controls see the batches that the distillation saw, and start where it started.
@@ -139,9 +147,8 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
         alpha_ce_controls=alphas,
         positions=first.positions,
     )
-    loaded = functools.partial(dataclasses.replace, initial, tokenizer=target.tokenizer, eos_ids=target.eos_ids)
     drafts = dict(zip(_EXPORTS, ((before, first), (after, last)), strict=True))
-    models = {name: loaded(params=params, name=name) for name, (params, _) in drafts.items()}
+    models = {name: dataclasses.replace(initial, params=params, name=name) for name, (params, _) in drafts.items()}
     for name, (_, evaluation) in drafts.items():
         _export(models[name], Path(config.out) / name, _draft_card(config, models[name], prepared, evaluation))
     stages = ("target-train", "draft-pretrain", "draft-distill", *(f"control-{rate}" for rate in controls))
@@ -152,38 +159,44 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
 
 def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
     """Read and split the corpus, load the target or train it from scratch, and cut the windows."""
-    documents = Corpus(*corpus.split_held_out(corpus.read_documents(config.data.path), config.data.held_out))
+    data, bad = config.data, Bad(config.data.on_bad)
+    documents = Corpus(*corpus.split_held_out(corpus.read_documents(data.path, bad, data.hub), data.held_out))
     for side, name in ((documents.train, "training"), (documents.held_out, "measuring")):
         if not side:
             raise DataError(
-                f"data.path: {config.data.path!r}: none of its documents ({len(documents.train + documents.held_out)}) "
-                f"is left for {name} at data.held_out={config.data.held_out:g}; give more, smaller documents "
+                f"data.path: {data.path!r}: none of its documents ({len(documents.train + documents.held_out)}) "
+                f"is left for {name} at data.held_out={data.held_out:g}; give more, smaller documents "
                 "or another data.held_out"
             )
     if config.target.path is None:
         tokenizer = _tokenizer(Path(config.out) / "tokenizer", documents, config.target.vocab_size)
-        rows = _rows(config, documents, tokenizer, tokenizer.eos_token_id)
-        return Prepared(_target_from_scratch(config, documents, tokenizer, rows, bars), documents, *rows)
+        documents, *rows = _rows(config, documents, tokenizer, tokenizer.eos_token_id, bad)
+        target = _target_from_scratch(config, documents, tokenizer, (rows[0], rows[1]), bars)
+        return Prepared(target, documents, *rows, bad)
     target = load_model(config.target.path, dtype=config.target.dtype, revision=config.target.revision)
     if target.tokenizer is None or not target.eos_ids:
         missing = "tokenizer" if target.tokenizer is None else "end-of-sequence id"
         raise ConfigError(f"target.path: {config.target.path!r} has no {missing}, which the corpus needs; add it there")
     _check_length(config, target.config, "target")
-    return Prepared(target, documents, *_rows(config, documents, target.tokenizer, target.eos_ids[0]))
+    return Prepared(target, *_rows(config, documents, target.tokenizer, target.eos_ids[0], bad), bad)
 
 
-def _rows(config: RunConfig, documents: Corpus, tokenizer: Any, eos_id: int) -> tuple[Rows, Rows]:
-    """(train, held out)."""
+def _rows(config: RunConfig, documents: Corpus, tokenizer: Any, eos_id: int, bad: Bad) -> tuple[Corpus, Packed, Packed]:
+    """Rendered documents, and their rows: train, held out."""
+    data = config.data
+    documents = Corpus(*(corpus.rendered(side, tokenizer, bad) for side in (documents.train, documents.held_out)))
     sides = []
     for name, side in (("training", documents.train), ("held-out", documents.held_out)):
         try:
-            sides.append(pack(tokenizer, side, eos_id, config.data.seq_len))
+            sides.append(pack(tokenizer, side, eos_id, data.seq_len, data.prompt_weight, bad))
         except DataError as error:
             raise DataError(
-                f"data.path: {config.data.path!r}: its {name} part: {error}; or give a smaller data.seq_len or another "
+                f"data.path: {data.path!r}: its {name} part: {error}; or give a smaller data.seq_len or another "
                 "data.held_out"
             ) from None
-    return sides[0], sides[1]
+    if bad.counts:
+        _log.warning("data.path: %r: %s", data.path, bad)
+    return documents, sides[0], sides[1]
 
 
 def _target_from_scratch(
@@ -257,13 +270,14 @@ def _check_length(config: RunConfig, model: ModelConfig, name: str) -> None:
 
 def _control(distill: Stage, learning_rate: float) -> Stage:
     optimizer = dataclasses.replace(distill.optimizer, learning_rate=learning_rate)
-    return dataclasses.replace(distill, loss="cross_entropy", optimizer=optimizer)
+    # Of the text: its own samples would teach a draft nothing, and the target's are distillation.
+    return dataclasses.replace(distill, loss="cross_entropy", data="text", optimizer=optimizer)
 
 
 def _train(
     config: RunConfig,
     bars: Bars,
-    drafter: DraftModel,
+    initial: LoadedModel,
     prepared: Prepared,
     name: str,
     stage: Stage,
@@ -271,9 +285,25 @@ def _train(
     seed: int,
     target: LoadedModel | None,
 ) -> Params:
+    draft, directory = dataclasses.replace(initial, params=params), Path(config.out) / name
+    source = registry.build(registry.DATA, stage.data if stage.steps else "text", f"{name}: data")
+    rows = source.rows(stock(config, prepared, draft, name, data_directory(config, name), seed, bars))
     with (bars if stage.steps else no_bars)(name, stage.steps) as progress:
-        rows = (prepared.train_rows, prepared.held_out_rows)
-        return train_stage(Path(config.out) / name, stage, drafter, params, target, *rows, seed, progress)
+        args = (DraftModel(draft.spec), params, target, rows, prepared.held_out_rows, seed, progress)
+        return train_stage(directory, stage, *args, draft_sampler(draft))
+
+
+def data_directory(config: RunConfig, name: str) -> Path:
+    """Of the data that is made for the stage ``name``."""
+    return Path(config.out) / f"{name}-data"
+
+
+def stock(
+    config: RunConfig, prepared: Prepared, draft: LoadedModel | None, name: str, directory: Path, seed: int, bars: Bars
+) -> Stock:
+    """What the data of the stage ``name`` is made from; ``draft``: as the stage begins with it."""
+    text, weight = prepared.train_rows, config.data.prompt_weight
+    return Stock(name, directory, text, prepared.target, draft, weight, seed, config.data.on_bad, bars)
 
 
 def _evaluate(

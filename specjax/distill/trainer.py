@@ -18,6 +18,7 @@ from specjax.distill import fingerprint
 from specjax.distill.checkpoint import Checkpoints
 from specjax.distill.evaluate import evaluate
 from specjax.distill.log import LOG, Log
+from specjax.distill.on_policy import Sampler
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.progress import StepProgress
 from specjax.distill.rows import Batches, Rows
@@ -39,11 +40,14 @@ def train_stage(
     held_out_rows: Rows,
     seed: int,
     progress: StepProgress | None = None,
+    sample: Sampler | None = None,
 ) -> Params:
     """Train ``params`` as ``stage`` says and return the result; a finished stage returns its own at once.
 
-    ``target``: a `LoadedModel`, or None where the loss needs none (then no acceptance is measured). Called again after an interruption, it goes on from the last checkpoint in ``directory`` to the
-    same weights, bit for bit. ``directory`` keeps ``log.jsonl`` (`read_log`), checkpoints and a fingerprint.
+    ``target``: a `LoadedModel`, or None where the loss needs none (then no acceptance is measured). ``train_rows``:
+    of the stage's data (`specjax.distill.stock`); ``sample``: from the draft, for data that is on-policy. Called again
+    after an interruption, it goes on from the last checkpoint in ``directory`` to the same weights, bit for bit.
+    ``directory`` keeps ``log.jsonl`` (`read_log`), checkpoints and a fingerprint.
 
     Raises `TrainingError` if a loss is not finite (naming the step; the last good checkpoint is kept) or if the
     directory was made with other settings, `DataError` if the windows do not fill one batch.
@@ -54,7 +58,9 @@ def train_stage(
             f"{directory.name}: the loss {loss.kind!r} needs a target model; use cross_entropy or give one"
         )
     backend.keep_freed_memory()
+    source = registry.build(registry.DATA, stage.data, f"{directory.name}: data")
     batches = Batches(train_rows, stage.batch_size, seed)
+    batches = source.batches(batches, directory / "pools", sample, stage.steps)
     made_from = (params, None if target is None else target.params, train_rows, held_out_rows)
     fingerprint.claim(directory, _fingerprint(stage, drafter, seed, *made_from))
     if stage.steps == 0:
@@ -74,9 +80,11 @@ def train_stage(
         spec, teacher = (target.spec, target.params) if target is not None and loss.needs_target else (None, None)
         update = make_update(drafter, loss, optimizer, spec, rows)
         # Compiled before the clock starts.
+        batches.refresh(start, state.params, checkpoints.oldest)
         update = update.lower(state, teacher, batches[start]).compile()
         record, pending, began = {}, [], time.perf_counter()
         for step in range(start + 1, stage.steps + 1):
+            batches.refresh(step - 1, state.params, checkpoints.oldest)
             state, metrics = update(state, teacher, batches[step - 1])
             pending.append(metrics)
             measures = step % stage.eval_every == 0 or step == stage.steps

@@ -14,6 +14,7 @@ import train_draft
 from specjax import config
 from specjax.cli import run_main
 from specjax.distill import fingerprint, job, lock
+from specjax.distill.make_data import make_data
 from specjax.errors import ConfigError, DataError, ModelError, TrainingError
 from specjax.models.hf import LoadedModel, load_model, save_model
 from tests.distill.toys import Interrupt
@@ -225,7 +226,7 @@ def test_a_corpus_of_one_document_cannot_be_split(settings, tmp_path):
 def test_a_part_too_short_for_one_window_is_named(settings, tmp_path):
     (tmp_path / "corpus").mkdir()
     for i in range(20):
-        (tmp_path / "corpus" / f"{i}.txt").write_text(str(i))
+        (tmp_path / "corpus" / f"{i}.txt").write_text(f"- {i}")
     data = config.Data(path=str(tmp_path / "corpus"), held_out=0.25, seq_len=250)
     with pytest.raises(DataError, match=r"its training part: the corpus has \d+ tokens.*data\.seq_len"):
         job.run(settings(tmp_path / "run", data=data))
@@ -277,3 +278,51 @@ def test_a_model_of_the_users_own_is_not_replaced(settings, tmp_path):
     with pytest.raises(DataError, match="holds something else"):
         job.run(settings(tmp_path / "run"))
     assert mine.read_bytes() == b"precious"
+
+
+def on_data(run: config.RunConfig, **data) -> config.RunConfig:
+    """Two steps on this data, without pretraining."""
+    sampled = {"prompt_tokens": 4, "new_tokens": 12, "batch_size": 2, **data}
+    return dataclasses.replace(
+        run,
+        draft=dataclasses.replace(run.draft, pretrain=dataclasses.replace(run.draft.pretrain, steps=0)),
+        distill=dataclasses.replace(run.distill, steps=2, data=sampled),
+        control=config.Control(),
+    )
+
+
+def test_a_draft_is_distilled_on_what_its_target_wrote_before(settings, tmp_path):
+    shared = str(tmp_path / "data")
+    run = on_data(settings(tmp_path / "run"), kind="generated", sequences=5, shard_size=3, k=2, path=shared)
+    made = make_data(run, None, None)
+    assert (made["directory"], made["sequences"], len(made["shards"])) == (shared, 5, 2)
+    assert made["shards"][0]["draft"] is None
+    before = {file.name: file.stat().st_mtime_ns for file in Path(shared).glob("shard*")}
+    recorder = Recorder()
+    result = job.run(run, recorder)
+    assert recorder.steps["draft-distill-data"] == [3, 5]
+    assert {file.name: file.stat().st_mtime_ns for file in Path(shared).glob("shard*")} == before
+    assert fingerprint.digest(result.draft_after.params) != fingerprint.digest(result.draft_before.params)
+    with pytest.raises(ConfigError, match=r"distill\.data: the kind is 'text'; set distill\.data="):
+        make_data(settings(tmp_path / "other"), None, None)
+
+
+def test_a_draft_is_distilled_on_its_own_text(settings, tmp_path):
+    run = on_data(settings(tmp_path / "run"), kind="on_policy", every=1)
+    result = job.run(run)
+    assert fingerprint.digest(result.draft_after.params) != fingerprint.digest(result.draft_before.params)
+    pools = sorted((tmp_path / "run" / "draft-distill" / "pools").glob("*.safetensors"))
+    assert len(pools) == 2
+    assert pools[0].read_bytes() != pools[1].read_bytes()
+
+
+def test_what_a_corpus_skipped_is_kept_with_what_was_prepared(settings, documents, tmp_path, caplog):
+    for file in documents.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "bad.txt").write_bytes(b"\xff")
+    (tmp_path / "short.txt").write_bytes(b"a")
+    data = config.Data(path=str(tmp_path), held_out=0.25, seq_len=LENGTH, on_bad="skip")
+    prepared = job.prepare(settings(tmp_path / "run", data=data))
+    assert prepared.bad.counts == {"not UTF-8": 1, "documents shorter than two tokens": 1}
+    (message,) = caplog.messages
+    assert "1 skipped, not UTF-8 (first: " in message

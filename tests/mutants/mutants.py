@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from specjax import sampling
 from specjax.decode import engine
-from specjax.distill import losses
+from specjax.distill import losses, on_policy, rows
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.models import cache
@@ -27,7 +28,7 @@ from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.speculative import Speculative
 from tests import test_sampling
 from tests.decode import test_blocks, test_decoder, test_lossless, test_options
-from tests.distill import test_losses
+from tests.distill import test_losses, test_on_policy, test_rows
 from tests.verifiers import test_laws
 
 Patch = pytest.MonkeyPatch
@@ -876,3 +877,66 @@ BATCH = inspect.unwrap(test_losses.batch)()
 @mutant("loss", test_losses.test_forward_kl_is_the_masked_mean_of_sum_p_log_p_over_q, batch=BATCH)
 def loss_mask_shifted_with_the_inputs(patch):
     wrap(patch, losses, "masked_mean", lambda real: lambda values, mask: real(values, jnp.roll(mask, 1, axis=1)))
+
+
+# The data.
+
+
+def row_of(patch: Patch, change: Callable[..., tuple]) -> None:
+    """Changes ``(tokens, document, positions, weight)`` on their way into a row."""
+    wrap(patch, rows, "row_of", lambda real: lambda *arrays: real(*change(*arrays)))
+
+
+@mutant("data", test_rows.test_a_prediction_counts_as_the_token_that_it_predicts, prompt_weight=0.25)
+def a_prediction_counts_as_the_token_it_is_made_from(patch):
+    row_of(patch, lambda tokens, document, places, weight: (tokens, document, places, np.roll(weight, 1)))
+
+
+@mutant("data", test_rows.test_sequences_are_never_cut_and_rows_are_filled)
+def a_sequence_predicts_the_start_of_the_next(patch):
+    wrap(
+        patch,
+        rows,
+        "row_of",
+        lambda real: (
+            lambda tokens, document, places, weight: real(tokens, document, places, weight).replace(weight=weight[1:])
+        ),
+    )
+
+
+@mutant("data", test_rows.test_a_model_sees_a_packed_document_as_it_sees_it_alone)
+def attention_reaches_into_the_document_before(patch):
+    row_of(patch, lambda tokens, document, places, weight: (tokens, 0 * document, places, weight))
+
+
+@mutant("data", test_rows.test_sequences_are_never_cut_and_rows_are_filled)
+def positions_go_on_from_the_sequence_before(patch):
+    row_of(patch, lambda tokens, document, places, weight: (tokens, document, np.arange(len(places)), weight))
+
+
+@mutant("data", test_on_policy.test_every_period_trains_on_sequences_of_the_weights_it_began_with)
+def the_pool_is_never_refreshed(patch):
+    def make(real):
+        def mutated(self, step, params, oldest):
+            if self._mixed.pool is None:
+                real(self, step, params, oldest)
+            elif step % self._settings.every == 0:  # the old sequences under the new numbers
+                self._mixed.begin, self._mixed.first = step, int(self._sampled_before(np.asarray(step * 4)))
+
+        return mutated
+
+    wrap(patch, on_policy.OnPolicyBatches, "refresh", make)
+
+
+@mutant("data", test_on_policy.test_every_period_trains_on_sequences_of_the_weights_it_began_with)
+def the_pool_is_of_the_first_weights(patch):
+    def make(real):
+        first = []
+
+        def mutated(self, step, params, oldest):
+            first.append(params)
+            real(self, step, first[0], oldest)
+
+        return mutated
+
+    wrap(patch, on_policy.OnPolicyBatches, "refresh", make)
