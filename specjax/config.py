@@ -160,6 +160,11 @@ class Stage:
     """One training stage of the draft: a loss, a number of steps, an optimizer."""
 
     loss: _buildable(LOSSES) = "forward_kl"  # pyright: ignore[reportInvalidTypeForm]
+    """A kind, or `{kind: jensen_shannon, beta: 0.3}` and the like; docs/losses.md lists them."""
+    teacher: Literal["online", "cached"] = "online"
+    """Where the target's logits come from: its forward in every step, or a pass over all rows before the first, of
+    which the `teacher_top_k` largest are kept on disk."""
+    teacher_top_k: Positive = 64
     steps: NonNegative = 500
     batch_size: Positive = 16
     optimizer: Optimizer = Optimizer()
@@ -167,6 +172,17 @@ class Stage:
     eval_positions: Positive = 8_192
     """Held-out positions of the acceptance measured as training goes; the final figures use `eval.positions`."""
     save_every: Positive = 100
+
+    @model_validator(mode="after")
+    def _loss_takes_the_cache(self) -> Stage:
+        if self.teacher == "cached" and build(LOSSES, self.loss, "loss").needs_whole_law:
+            kind = self.loss if isinstance(self.loss, str) else self.loss["kind"]
+            raise ValueError(
+                f"loss {kind!r} needs the target's whole law, teacher=cached keeps its {self.teacher_top_k} largest "
+                "logits; use teacher=online, or one of forward_kl, total_variation, lk_alpha, lk_lambda (at "
+                "target_temperature=1)"
+            )
+        return self
 
 
 @dataclass(frozen=True, config=_STRICT)
