@@ -203,6 +203,7 @@ def test_lk_lambda_moves_from_kl_to_rejection_as_the_running_alpha_grows():
             values_and_grads(LKLambda(), draft, FullLogits(target), context)[0], expected, rtol=1e-5
         )
     tokens = jnp.zeros((ROWS, LENGTH), jnp.int32)
+    draft = jnp.asarray(draft)
     pull = jax.grad(lambda a: LKLambda()(draft, FullLogits(target), tokens, CONTEXT.replace(alpha=a)).sum())
     assert pull(jnp.float32(ALPHA)) == 0
 
@@ -312,10 +313,10 @@ def test_adaspec_that_keeps_all_is_the_loss_itself_where_a_prediction_counts():
     np.testing.assert_array_equal(values, np.where(context.weight > 0, whole, 0))
 
 
-@pytest.mark.parametrize(("share", "positions", "number"), [(0.3, 100, 30), (0.7, 10, 7), (0.01, 5, 1), (1.0, 9, 9)])
-def test_a_share_of_a_row_is_rounded_up_once(share, positions, number):
-    scores = jnp.asarray(np.random.default_rng(0).standard_normal((1, positions)).astype(np.float32))
-    assert first_of_each_row(scores, jnp.ones((1, positions), bool), share).sum() == number
+@pytest.mark.parametrize(("share", "number"), [(0.3, 30), (0.7, 70), (0.001, 1), (0.305, 31), (1.0, 100)])
+def test_a_share_of_a_row_is_rounded_up_once(share, number):
+    scores = jnp.asarray(np.random.default_rng(0).standard_normal((1, 100)).astype(np.float32))
+    assert first_of_each_row(scores, jnp.ones((1, 100), bool), share).sum() == number
 
 
 # Cached logits.
@@ -334,7 +335,7 @@ def buckets64(target, logits, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @coarse
-@pytest.mark.parametrize("k", [1, 3, VOCAB - 1])
+@pytest.mark.parametrize("k", [3])
 def test_cached_logits_give_the_loss_over_their_tokens_and_one_bucket(loss, k):
     draft, target = laws("generic")
     teacher = top_k_logits(jnp.asarray(target), k)
@@ -350,7 +351,7 @@ def test_all_logits_cached_give_the_online_loss(loss, case):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("k", [1, 3])
 def test_cached_logits_bound_alpha_and_kl(k):
     draft, target = laws("generic")
     teacher = top_k_logits(jnp.asarray(target), k)
@@ -373,10 +374,9 @@ def test_the_overlap_of_full_logits_is_alpha():
 
 
 def test_a_small_tail_of_the_draft_keeps_its_digits():
-    draft = np.zeros((1, 1, VOCAB), np.float32)
-    draft[..., 0] = 18.0
-    target = np.arange(VOCAB, 0, -1, dtype=np.float32)[None, None]
-    assert_matches(ForwardKL(), draft, top_k_logits(jnp.asarray(target), 2), lambda z: kl64(*buckets64(target, z, 2)))
+    draft, target = laws("generic")
+    draft[..., 0], target[..., 0] = 18.0, 5.0
+    assert_matches(ForwardKL(), draft, top_k_logits(jnp.asarray(target), 3), lambda z: kl64(*buckets64(target, z, 3)))
 
 
 @pytest.mark.parametrize("loss", [ReverseKL(), JensenShannon(), ForwardKL(target_temperature=2.0)])

@@ -98,13 +98,6 @@ def test_a_log_line_cut_short_by_a_kill_is_dropped(uninterrupted, tmp_path):
     assert without_speed(read_log(tmp_path / "stage")) == without_speed(read_log(uninterrupted[0]))
 
 
-def test_the_running_alpha_survives_an_interruption(tmp_path):
-    expected = toys.train(tmp_path / "whole", loss="lk_lambda")
-    with pytest.raises(Interrupt):
-        toys.train(tmp_path / "stage", interrupt_after(7), loss="lk_lambda")
-    assert_same(toys.train(tmp_path / "stage", loss="lk_lambda"), expected)
-
-
 def test_the_reference_draft_of_a_loss_is_part_of_what_a_stage_is(tmp_path, monkeypatch):
     seed = 2
     monkeypatch.setattr(AdaSPEC, "bind", lambda loss, target: (BigramDraft(), bigram_params(seed)))
