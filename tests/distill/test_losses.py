@@ -277,6 +277,7 @@ def test_a_loss_that_cannot_be_is_refused_by_field(spec, message):
 def adaspec_case(keep: float = 0.4):
     draft, target = laws("generic")
     reference, _ = (x[::-1].copy() for x in laws("generic"))
+    reference[1] = -target[1]  # so bad that a choice over both rows would take none of this one
     weight = np.array([[1, 0.5, 0, 1, 1], [0, 1, 0, 0, 2]], np.float32)
     context = jax.tree.map(jnp.asarray, LossContext(np.float32(0), weight, reference))
     return AdaSPEC("unused", keep=keep), draft, FullLogits(target), context
