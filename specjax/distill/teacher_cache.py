@@ -139,12 +139,7 @@ def cached_rows(directory: Path, target: Any, rows: Rows, k: int, batch_size: in
             f"{directory}: the target's logits cannot be kept there ({error}); free some space "
             f"({len(rows) * rows.length * dtype.itemsize:,} bytes in all) or lower teacher_top_k; what is there stays"
         ) from None
-    figures = read_provenance(directory)
-    _log.info(
-        "%s: %d of %d logits, %d bytes a token (all of them in float32: %d); mean tail %.2g, alpha off by at most %.2g",
-        *(directory, k, vocab_size, figures["bytes_per_token"], figures["full_bytes_per_token"]),
-        *(figures["tail_mean"], figures["alpha_error"]),
-    )
+    _log.info("%s", summary(directory))
     return CachedRows(rows, directory, per_shard, tuple(shards[name]["sha256"] for name in sorted(shards)))
 
 
@@ -152,6 +147,16 @@ def read_provenance(directory: Path) -> dict[str, Any]:
     """What a whole cache was made from and holds: ``tail_mean`` and ``tail_max`` of p, ``rounding_mean``,
     ``alpha_error``, ``positions`` (predictions that count), bytes. Means are over those positions."""
     return json.loads((directory / PROVENANCE).read_text())
+
+
+def summary(directory: Path) -> str:
+    """One line on a whole cache: bytes a token, and how far alpha can be off."""
+    found = read_provenance(directory)
+    return (
+        f"{directory}: {found['k']} of {found['shape'][-1]:,} logits, {found['bytes_per_token']} bytes a token (all in "
+        f"float32: {found['full_bytes_per_token']:,}); mean tail {found['tail_mean']:.2g}, alpha off by at most "
+        f"{found['alpha_error']:.2g}"
+    )
 
 
 def _name(number: int) -> str:

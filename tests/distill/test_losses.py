@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specjax import registry
-from specjax.distill import losses
+from specjax.distill import fingerprint, losses
 from specjax.distill.laws import acceptance, top_k_logits
 from specjax.distill.losses import (
     AdaSPEC,
@@ -24,6 +24,7 @@ from specjax.distill.losses import (
     first_of_each_row,
 )
 from specjax.errors import ConfigError
+from specjax.models.hf import LoadedModel, save_model
 from specjax.types import FullLogits, LossContext
 
 ROWS, LENGTH, VOCAB = 2, 5, 7
@@ -312,6 +313,17 @@ def test_adaspec_that_keeps_all_is_the_loss_itself_where_a_prediction_counts():
     values, _ = values_and_grads(loss, draft, teacher, context)
     whole, _ = values_and_grads(ForwardKL(), draft, teacher)
     np.testing.assert_array_equal(values, np.where(context.weight > 0, whole, 0))
+
+
+def test_adaspec_loads_a_reference_of_the_target_s_vocabulary(tiny_target, tiny_draft, tmp_path):
+    save_model(tiny_draft, tmp_path / "same")
+    trainable, params = AdaSPEC(str(tmp_path / "same")).bind(tiny_target)
+    assert trainable.model.config == tiny_draft.config
+    assert fingerprint.digest(params) == fingerprint.digest(tiny_draft.params)
+    spec = dataclasses.replace(tiny_draft.spec, config=dataclasses.replace(tiny_draft.config, vocab_size=301))
+    save_model(LoadedModel(spec, spec.init(jax.random.key(0)), tiny_draft.tokenizer), tmp_path / "padded")
+    with pytest.raises(ConfigError, match=r"loss\.reference: .*padded has 301 embedding rows, the target 300; "):
+        AdaSPEC(str(tmp_path / "padded")).bind(tiny_target)
 
 
 @pytest.mark.parametrize(("share", "number"), [(0.3, 30), (0.7, 70), (0.001, 1), (0.305, 31), (1.0, 100)])

@@ -12,8 +12,16 @@ import pytest
 from specjax.distill import teacher_cache
 from specjax.distill.laws import acceptance, top_k_logits
 from specjax.distill.log import read_log
-from specjax.distill.rows import take
-from specjax.distill.teacher_cache import cached_rows, from_records, read_provenance, record_dtype, to_records
+from specjax.distill.rows import Packed, take
+from specjax.distill.teacher import target_output
+from specjax.distill.teacher_cache import (
+    cached_rows,
+    from_records,
+    read_provenance,
+    record_dtype,
+    summary,
+    to_records,
+)
 from specjax.errors import ConfigError, TrainingError
 from specjax.types import TopKLogits
 from tests.distill import toys
@@ -83,6 +91,19 @@ def test_every_row_has_the_target_s_best_logits_of_that_row(whole):
     np.testing.assert_array_equal(batch.tokens, toys.windows(ROWS)[order, :-1])
 
 
+def test_packed_rows_are_asked_about_with_their_documents_apart(tiny_target, tmp_path):
+    stream = np.random.default_rng(0).integers(0, tiny_target.vocab_size, 4 * 16 + 1).astype(np.int32)
+    rows = Packed(stream, np.array([0, 5, 21, 40]), 16)
+    found = take(make(tmp_path, target=tiny_target, rows=rows, batch_size=4), range(4)).teacher
+    batch = jax.tree.map(jnp.asarray, take(rows, range(4)))
+    online = top_k_logits(target_output(tiny_target.spec, tiny_target.params, batch).logits, K)
+    np.testing.assert_array_equal(found.ids, online.ids)
+    np.testing.assert_allclose(law(found), law(online), rtol=2e-3)
+    joined = batch.replace(segments=None, positions=None)
+    apart = top_k_logits(target_output(tiny_target.spec, tiny_target.params, joined).logits, K)
+    assert not np.allclose(law(apart), law(online), rtol=2e-3)
+
+
 def test_the_provenance_bounds_the_error_of_alpha(whole):
     directory, cached = whole
     found = read_provenance(directory / "cache")
@@ -98,6 +119,8 @@ def test_the_provenance_bounds_the_error_of_alpha(whole):
     alpha = np.minimum(np.exp(log_p), np.exp(log_softmax64(draft))).sum(-1).mean()
     assert abs(ends["alpha_upper"].mean() - alpha) <= found["alpha_error"]
     assert 0 < found["rounding_mean"] < 1e-3 < found["alpha_error"]
+    for text in ("cache: 4 of 12 logits", "20 bytes a token", f"alpha off by at most {found['alpha_error']:.2g}"):
+        assert text in summary(directory / "cache")
 
 
 def test_a_position_that_does_not_count_is_not_in_the_figures(tmp_path):
