@@ -257,11 +257,14 @@ class FullLogits:
 
 @flax.struct.dataclass
 class TopKLogits:
-    """Of the teacher's logits the k largest, and the logsumexp of all: what is left over is the true tail."""
+    """Of the teacher's logits the k largest, and the logsumexp of all: what is left over is the true tail. Of the tail
+    n tokens drawn from the teacher's law there (one may come twice), or None: nothing but its mass is known."""
 
     values: Float[Array, "B T k"]
     ids: Int[Array, "B T k"]
     logsumexp: Float[Array, "B T"]
+    tail_values: Float[Array, "B T n"] | None = None
+    tail_ids: Int[Array, "B T n"] | None = None
 
 
 @flax.struct.dataclass

@@ -5,10 +5,10 @@ probability) and float32. p is the target's law, q = softmax of the draft's logi
 reach the draft only; what they are is said at temperature 1 (a draft temperature divides them by itself, and nothing
 multiplies them back).
 
-From cached top-k logits (`TopKLogits`) p and q are the laws over those k tokens and one bucket for the rest
+From cached top-k logits (`TopKLogits`) p and q are the laws over those k tokens and a stand-in for the rest
 (`specjax.distill.laws`); losses for which that is no good approximation refuse it: ``needs_whole_law``.
 
-Dims: B rows, T predicted positions, V vocabulary, W outcomes (V, or k + 1).
+Dims: B rows, T predicted positions, V vocabulary, W outcomes (V, or those of cached logits).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Divergence:
 
     needs_target: ClassVar[bool] = True
     coarse: ClassVar[bool] = True
-    """Whether the top k tokens and a bucket will do."""
+    """Whether the top k tokens and a stand-in for the rest will do: it is a sum of p times a function of q/p."""
     kind: str
     target_temperature: Positive = 1.0
     draft_temperature: Positive = 1.0
@@ -122,7 +122,7 @@ class ReverseKL(Divergence):
     """KL(q || p) = sum q (log q - log p). dL/dz = q (log q/p - L).
 
     Finite where the target excludes a token (p = 0): probabilities below float32's least count as that, so a token
-    costs at most 87 nats. The tail's share of the draft is what this loss punishes: it needs the whole law.
+    costs at most 87 nats. What the draft puts where p is small is what this loss punishes: it needs the whole law.
     """
 
     coarse: ClassVar[bool] = False

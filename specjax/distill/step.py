@@ -32,7 +32,7 @@ class TrainState:
     params: Params
     opt: optax.OptState
     alpha: jax.Array = dataclasses.field(default_factory=lambda: jnp.zeros((), jnp.float32))
-    """Running mean of the batches' alpha (of cached logits: its upper end); at first 0, as if nothing were accepted."""
+    """Running mean of the batches' alpha (of cached logits: the estimate); at first 0, as if nothing were accepted."""
 
 
 @flax.struct.dataclass
@@ -127,5 +127,5 @@ def make_update(
 
 def _running(alpha: jax.Array, metrics: dict[str, jax.Array], weight: jax.Array) -> jax.Array:
     """Moved towards this step's, if it measured one."""
-    newest = metrics.get("alpha", metrics.get("alpha_upper", alpha))
+    newest = metrics.get("alpha", metrics.get("alpha_estimate", alpha))
     return jnp.where(weight > 0, ALPHA_MEMORY * alpha + (1 - ALPHA_MEMORY) * newest, alpha)

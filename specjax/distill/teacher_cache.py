@@ -1,14 +1,15 @@
 """The frozen target's k best logits of every training row: computed once, kept on disk, read back by row number.
 
 A directory of numbered `.npy` shards of equally many rows, ``record[row, t]`` = (log p of the k best tokens, their ids,
-the probability of all others); `shards.json` with the SHA-256 and the sums of each finished shard; `fingerprint.json`
-with what it was made from; `provenance.json`, once it is whole, with what it holds and what it costs in accuracy.
+the probability of all others, log p and ids of a few of those, drawn from p); `shards.json` with the SHA-256 and the
+sums of each finished shard; `fingerprint.json` with what it was made from; `provenance.json`, once it is whole, with
+what it holds and what it costs in accuracy.
 
 What is lost: alpha is known to lie in [A, A + min(tail of p, tail of q)], A the overlap of the k tokens; and log p is
-rounded to float16. So training sees an alpha that is off by at most ``alpha_error``, the mean tail of p plus the mean
-total variation of the rounding.
+rounded to float16. So every figure that training makes of alpha is off by at most ``alpha_error`` in the mean: the mean
+tail of p plus the mean total variation of the rounding. The tokens drawn from the tail make it right on average.
 
-Dims: T predicted positions.
+Dims: B rows, T predicted positions.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Array, Int
 
 from specjax.distill import fingerprint
 from specjax.distill.laws import top_k_logits
@@ -37,24 +39,33 @@ from specjax.types import Batch, Params, TopKLogits
 SHARDS, PROVENANCE = "shards.json", "provenance.json"
 SHARD_BYTES = 2**25
 """Roughly of a shard, which is what a kill or a damaged file costs."""
+TAIL_TOKENS = 12
+"""Drawn from the tail of a position."""
 _log = logging.getLogger(__name__)
 
 
 def record_dtype(k: int, vocab_size: int) -> np.dtype:
-    """Of one token: 4 k + 4 bytes, 5 k + 4 from 65,537 ids on (three bytes an id)."""
-    ids = ("ids", "<u2", (k,)) if vocab_size <= 2**16 else ("ids", "u1", (k, 3))
-    return np.dtype([("log_probs", "<f2", (k,)), ids, ("tail", "<f4")])
+    """Of one token: 4 bytes for each of k + `TAIL_TOKENS` logits and their ids, and 4 for the tail's mass. From 65,537
+    ids on 5 and 4: three bytes an id."""
+    id_type, id_shape = ("<u2", ()) if vocab_size <= 2**16 else ("u1", (3,))
+    fields = []
+    for name, count in (("best", k), ("tail", TAIL_TOKENS)):
+        fields += [(f"{name}_log_probs", "<f2", (count,)), (f"{name}_ids", id_type, (count, *id_shape))]
+    return np.dtype([*fields, ("tail_mass", "<f4")])
 
 
 def to_records(teacher: TopKLogits, vocab_size: int) -> np.ndarray:
     """As stored, over the axes before k; numpy in, numpy out."""
     log_probs = teacher.values - teacher.logsumexp[..., None]
     records = np.empty(log_probs.shape[:-1], record_dtype(log_probs.shape[-1], vocab_size))
-    # A logit that is -inf stays so; one beyond float16 is a probability of 0 in any case.
-    records["log_probs"] = np.where(log_probs < np.finfo(np.float16).min, -np.inf, log_probs)
-    ids = teacher.ids.astype("<u4")
-    records["ids"] = ids if vocab_size <= 2**16 else ids[..., None].view("u1")[..., :3]
-    records["tail"] = np.clip(1.0 - np.exp(log_probs).sum(-1), 0.0, None)
+    pairs = {"best": (teacher.values, teacher.ids), "tail": (teacher.tail_values, teacher.tail_ids)}
+    for name, (values, ids) in pairs.items():
+        stored = values - teacher.logsumexp[..., None]
+        # A logit that is -inf stays so; one beyond float16 is a probability of 0 in any case.
+        records[f"{name}_log_probs"] = np.where(stored < np.finfo(np.float16).min, -np.inf, stored)
+        ids = ids.astype("<u4")
+        records[f"{name}_ids"] = ids if vocab_size <= 2**16 else ids[..., None].view("u1")[..., :3]
+    records["tail_mass"] = np.clip(1.0 - np.exp(log_probs).sum(-1), 0.0, None)
     return records
 
 
@@ -62,12 +73,16 @@ def from_records(records: np.ndarray) -> TopKLogits:
     """``values`` are the stored log p; ``logsumexp`` makes up for their rounding, so that the tail is the one stored.
 
     Numpy in, numpy out."""
-    ids = records["ids"]
-    if ids.dtype == np.uint8:
-        ids = np.pad(ids, [(0, 0)] * (ids.ndim - 1) + [(0, 1)]).view("<u4")[..., 0]
-    values = records["log_probs"].astype(np.float32)
-    logsumexp = np.log(np.exp(values).sum(-1)) - np.log1p(-records["tail"])
-    return TopKLogits(values, ids.astype(np.int32), logsumexp.astype(np.float32))
+    values = records["best_log_probs"].astype(np.float32)
+    logsumexp = np.log(np.exp(values).sum(-1)) - np.log1p(-records["tail_mass"])
+    tail = records["tail_log_probs"].astype(np.float32), _ids(records["tail_ids"])
+    return TopKLogits(values, _ids(records["best_ids"]), logsumexp.astype(np.float32), *tail)
+
+
+def _ids(stored: np.ndarray) -> np.ndarray:
+    if stored.dtype == np.uint8:
+        stored = np.pad(stored, [(0, 0)] * (stored.ndim - 1) + [(0, 1)]).view("<u4")[..., 0]
+    return stored.astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +136,7 @@ def cached_rows(directory: Path, target: Any, rows: Rows, k: int, batch_size: in
         "rows": rows.digest,
         "shape": [len(rows), rows.length, vocab_size],
         "k": k,
+        "tail_tokens": TAIL_TOKENS,
         "rows_per_shard": per_shard,
     }
     try:
@@ -191,13 +207,14 @@ def _make(
 ) -> dict[str, Any]:
     """Write one shard, so that it is there whole or not at all; its entry in `shards.json`."""
     made, sums = [], {"positions": 0, "tail": 0.0, "tail_max": 0.0, "rounding": 0.0}
-    for batch, real in _batches(rows, indices, batch_size):
-        best = jax.device_get(_best(target.spec, target.params, batch, k))
+    for numbers, real in _batches(indices, batch_size):
+        batch = take(rows, numbers)
+        best = jax.device_get(_best(target.spec, target.params, batch, numbers, k))
         best = jax.tree.map(lambda x, real=real: x[:real], best)
         records = to_records(best, vocab_size)
         made.append(records)
         counts = batch.weight[:real] > 0
-        tail = records["tail"][counts].astype(np.float64)
+        tail = records["tail_mass"][counts].astype(np.float64)
         sums["positions"] += len(tail)
         sums["tail"] += tail.sum()
         sums["tail_max"] = max(sums["tail_max"], tail.max(initial=0.0))
@@ -217,16 +234,20 @@ def _make(
     return {"sha256": hashlib.sha256(content.getbuffer()).hexdigest()} | {n: float(x) for n, x in sums.items()}
 
 
-def _batches(rows: Rows, indices: range, size: int) -> Iterator[tuple[Batch, int]]:
-    """(batch, how many of its rows are new): the last one is filled up, so that one shape is compiled."""
+def _batches(indices: range, size: int) -> Iterator[tuple[np.ndarray, int]]:
+    """(row numbers, how many of them are new): the last is filled up, so that one shape is compiled."""
     for start in range(0, len(indices), size):
         chosen = list(indices[start : start + size])
-        yield take(rows, chosen + chosen[:1] * (size - len(chosen))), len(chosen)
+        yield np.asarray(chosen + chosen[:1] * (size - len(chosen)), np.int32), len(chosen)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def _best(spec: Any, params: Params, batch: Batch, k: int) -> TopKLogits:
-    return top_k_logits(target_output(spec, params, batch).logits, k)
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _best(spec: Any, params: Params, batch: Batch, numbers: Int[Array, " B"], k: int) -> TopKLogits:
+    """The noise is the row's own, so that a shard made again is the same one."""
+    logits = target_output(spec, params, batch).logits
+    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(0)))(numbers)
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (logits.shape[1],)))(keys)
+    return top_k_logits(logits, k, uniform, TAIL_TOKENS)
 
 
 def _rounding(exact: TopKLogits, stored: TopKLogits) -> np.ndarray:

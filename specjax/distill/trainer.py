@@ -142,5 +142,5 @@ def _refuse_non_finite(
 def _means(fetched: list[dict]) -> dict[str, float]:
     """Of the steps since the last record. The batch's own acceptance is kept apart from the held-out ``alpha``."""
     names = {"loss": "loss", "grad_norm": "grad_norm"}
-    names |= {name: f"train_{name}" for name in ("alpha", "alpha_lower", "alpha_upper")}
+    names |= {name: f"train_{name}" for name in ("alpha", "alpha_lower", "alpha_estimate", "alpha_upper")}
     return {names[name]: float(np.mean([metrics[name] for metrics in fetched])) for name in names if name in fetched[0]}

@@ -392,6 +392,35 @@ def test_a_small_tail_of_the_draft_keeps_its_digits():
     assert_matches(ForwardKL(), draft, top_k_logits(jnp.asarray(target), 3), lambda z: kl64(*buckets64(target, z, 3)))
 
 
+@pytest.mark.parametrize("loss", [ForwardKL(), TotalVariation()], ids=lambda loss: loss.kind)
+def test_tokens_drawn_from_the_tail_give_the_whole_loss_and_gradient_on_average(loss):
+    many = 500
+    draft, target = (np.repeat(x[:1, :1], many, axis=0) for x in laws("generic"))
+    uniform = (jnp.arange(many, dtype=jnp.float32)[:, None] + 0.5) / many
+    teacher = top_k_logits(jnp.asarray(target), 2, uniform, 2)
+    assert not np.any(teacher.tail_ids[..., None] == teacher.ids[..., None, :])
+    assert len(np.unique(teacher.tail_ids)) == VOCAB - 2
+    values, grads = values_and_grads(loss, draft, teacher)
+    whole = values_and_grads(loss, draft, FullLogits(target))
+    np.testing.assert_allclose(values.mean(), whole[0][0, 0], atol=2e-3)
+    np.testing.assert_allclose(grads.mean((0, 1)), whole[1][0, 0], atol=2e-3)
+    bucket = values_and_grads(loss, draft, top_k_logits(jnp.asarray(target), 2))
+    assert abs(bucket[0][0, 0] - whole[0][0, 0]) > 0.01
+    estimate = acceptance(jnp.asarray(draft), teacher)["alpha_estimate"].mean()
+    alpha = 1 - total_variation64(log_softmax64(target[0, 0]), log_softmax64(draft[0, 0]))
+    assert float(estimate) == pytest.approx(alpha, abs=2e-3)
+
+
+@coarse
+def test_where_nothing_is_left_for_the_tail_its_tokens_change_nothing(loss):
+    draft, target = laws("certain")
+    cached = top_k_logits(jnp.asarray(target), 4, jnp.full((ROWS, LENGTH), 0.99, jnp.float32), 3)
+    for ours, theirs in zip(
+        values_and_grads(loss, draft, cached), values_and_grads(loss, draft, FullLogits(target)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("loss", [ReverseKL(), JensenShannon(), ForwardKL(target_temperature=2.0)])
 def test_a_loss_of_the_whole_law_refuses_cached_logits(loss):
     draft, target = laws("generic")

@@ -60,7 +60,7 @@ def law(teacher: TopKLogits) -> np.ndarray:
     return np.exp(np.asarray(teacher.values - teacher.logsumexp[..., None], np.float64))
 
 
-@pytest.mark.parametrize(("vocab_size", "bytes_per_token"), [(2048, 260), (65_536, 260), (65_537, 324), (151_936, 324)])
+@pytest.mark.parametrize(("vocab_size", "bytes_per_token"), [(2048, 308), (65_536, 308), (65_537, 384), (151_936, 384)])
 def test_a_token_takes_no_more_than_its_bytes(vocab_size, bytes_per_token):
     assert record_dtype(64, vocab_size).itemsize == bytes_per_token <= 400
 
@@ -70,14 +70,18 @@ def test_what_is_stored_comes_back(vocab_size):
     logits = 4 * np.random.default_rng(0).standard_normal((2, 3, vocab_size)).astype(np.float32)
     logits[0, 0, :-2] = -np.inf  # the law has fewer tokens than are kept
     logits[0, 1, 7] = 1e5  # all others are beyond float16
-    exact = jax.tree.map(np.asarray, top_k_logits(jnp.asarray(logits), 16))
+    uniform = jnp.full(logits.shape[:2], 0.5, jnp.float32)
+    exact = jax.tree.map(np.asarray, top_k_logits(jnp.asarray(logits), 16, uniform, teacher_cache.TAIL_TOKENS))
     found = from_records(to_records(exact, vocab_size))
     np.testing.assert_array_equal(found.ids, exact.ids)
     assert found.ids.max() > 2**16 or vocab_size < 2**16
     np.testing.assert_allclose(law(found), law(exact), rtol=4e-3, atol=1e-7)
     # The tail is the true one, whatever rounding did to the rest.
     np.testing.assert_allclose(law(found).sum(-1), law(exact).sum(-1), atol=1e-6)
-    assert [leaf.dtype for leaf in jax.tree.leaves(found)] == [np.float32, np.int32, np.float32]
+    np.testing.assert_array_equal(found.tail_ids, exact.tail_ids)
+    stored = (law.tail_values - law.logsumexp[..., None] for law in (found, exact))
+    np.testing.assert_allclose(*(np.exp(x[1]) for x in stored), rtol=1e-2)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(found)} == {"float32", "int32"}
 
 
 def test_every_row_has_the_target_s_best_logits_of_that_row(whole):
@@ -97,11 +101,10 @@ def test_packed_rows_are_asked_about_with_their_documents_apart(tiny_target, tmp
     found = take(make(tmp_path, target=tiny_target, rows=rows, batch_size=4), range(4)).teacher
     batch = jax.tree.map(jnp.asarray, take(rows, range(4)))
     online = top_k_logits(target_output(tiny_target.spec, tiny_target.params, batch).logits, K)
-    np.testing.assert_array_equal(found.ids, online.ids)
-    np.testing.assert_allclose(law(found), law(online), rtol=2e-3)
+    np.testing.assert_allclose(law(found), law(online), rtol=4e-3)
     joined = batch.replace(segments=None, positions=None)
     apart = top_k_logits(target_output(tiny_target.spec, tiny_target.params, joined).logits, K)
-    assert not np.allclose(law(apart), law(online), rtol=2e-3)
+    assert not np.allclose(law(apart), law(online), rtol=4e-3)
 
 
 def test_the_provenance_bounds_the_error_of_alpha(whole):
@@ -111,15 +114,16 @@ def test_the_provenance_bounds_the_error_of_alpha(whole):
     tail = np.sort(np.exp(log_p), axis=-1)[..., :-K].sum(-1)
     assert found["tail_mean"] == pytest.approx(tail.mean(), rel=1e-5)
     assert found["tail_max"] == pytest.approx(tail.max(), rel=1e-5)
-    assert (found["positions"], found["bytes_per_token"]) == (ROWS * toys.LENGTH, 4 * K + 4)
+    assert (found["positions"], found["bytes_per_token"]) == (ROWS * toys.LENGTH, 4 * K + 4 * 12 + 4)
     assert found["full_bytes_per_token"] == 4 * toys.VOCAB
     batch = take(cached, range(ROWS))
     draft = jnp.asarray(logits64(bigram_params(1), batch.tokens).astype(np.float32))
     ends = acceptance(draft, jax.tree.map(jnp.asarray, batch.teacher))
     alpha = np.minimum(np.exp(log_p), np.exp(log_softmax64(draft))).sum(-1).mean()
     assert abs(ends["alpha_upper"].mean() - alpha) <= found["alpha_error"]
+    assert abs(ends["alpha_estimate"].mean() - alpha) <= found["alpha_error"] / 10
     assert 0 < found["rounding_mean"] < 1e-3 < found["alpha_error"]
-    for text in ("cache: 4 of 12 logits", "20 bytes a token", f"alpha off by at most {found['alpha_error']:.2g}"):
+    for text in ("cache: 4 of 12 logits", "68 bytes a token", f"alpha off by at most {found['alpha_error']:.2g}"):
         assert text in summary(directory / "cache")
 
 
@@ -218,7 +222,7 @@ def test_a_full_disk_leaves_the_finished_shards_and_no_half_one(whole, tmp_path,
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
-        with pytest.raises(TrainingError, match=r"cache: .*No space left.*6,400 bytes in all"):
+        with pytest.raises(TrainingError, match=r"cache: .*No space left.*21,760 bytes in all"):
             make(tmp_path)
     assert sorted(f.name for f in (tmp_path / "cache").iterdir()) == [SHARDS[0], "fingerprint.json", "shards.json"]
     made = counting(monkeypatch)

@@ -947,6 +947,24 @@ def cached_logits_made_a_law_of_their_own(patch):
     wrap(patch, losses, "log_laws", make)
 
 
+@mutant(
+    "loss",
+    test_losses.test_tokens_drawn_from_the_tail_give_the_whole_loss_and_gradient_on_average,
+    loss=test_losses.ForwardKL(),
+)
+def token_of_the_tail_without_its_own_probability(patch):
+    """All of them count alike for the draft: how likely it finds each is forgotten."""
+
+    def make(real):
+        def alike(*args):
+            log_p, log_q = real(*args)
+            return log_p, log_q.at[..., 2:].set(jnp.mean(log_q[..., 2:], axis=-1, keepdims=True))
+
+        return alike
+
+    wrap(patch, losses, "log_laws", make)
+
+
 @mutant("loss", test_losses.test_adaspec_chooses_in_each_row_alone)
 def adaspec_chooses_in_the_whole_microbatch(patch):
     def make(real):
