@@ -15,7 +15,7 @@ def main(config: Path, overrides: list[str]) -> None:
     from rich.table import Table
 
     from specjax.config import load_config
-    from specjax.distill import job
+    from specjax.distill import job, teacher_cache
     from specjax.distill.progress import console_bars
 
     settings = load_config(config, overrides)
@@ -28,6 +28,8 @@ def main(config: Path, overrides: list[str]) -> None:
     if measures.alpha_ce_control is not None:
         table.add_row("cross-entropy control", "", f"{measures.alpha_ce_control:.4f}")
     console.print(table)
+    for cache in sorted(Path(settings.out).glob("teacher-top-*/provenance.json")):
+        console.print(f"cached logits: {teacher_cache.summary(cache.parent)}", soft_wrap=True)
     console.print(f"draft: {Path(settings.out) / 'draft'}", soft_wrap=True)
 
 

@@ -180,6 +180,11 @@ class Stage:
     """One training stage of the draft: data, a loss, a number of steps, an optimizer."""
 
     loss: _buildable(LOSSES) = "forward_kl"  # pyright: ignore[reportInvalidTypeForm]
+    """A kind, or `{kind: jensen_shannon, beta: 0.3}` and the like; docs/losses.md lists them."""
+    teacher: Literal["online", "cached"] = "online"
+    """Where the target's logits come from: its forward in every step, or a pass over all rows before the first, of
+    which the `teacher_top_k` largest are kept on disk."""
+    teacher_top_k: Positive = 64
     steps: NonNegative = 500
     batch_size: Positive = 16
     optimizer: Optimizer = Optimizer()
@@ -198,6 +203,19 @@ class Stage:
             raise ValueError(
                 "data on_policy with a loss that needs no target would teach the draft what it says already; use a "
                 "loss against the target, such as forward_kl, or data: text"
+            )
+        if kind == "on_policy" and self.teacher == "cached":
+            raise ValueError("teacher=cached keeps logits of text, data on_policy is made as it goes; use teacher=online")
+        return self
+
+    @model_validator(mode="after")
+    def _loss_takes_the_cache(self) -> Stage:
+        if self.teacher == "cached" and build(LOSSES, self.loss, "loss").needs_whole_law:
+            kind = self.loss if isinstance(self.loss, str) else self.loss["kind"]
+            raise ValueError(
+                f"loss {kind!r} needs the target's whole law, teacher=cached keeps its {self.teacher_top_k} largest "
+                "logits; use teacher=online, or one of forward_kl, total_variation, lk_alpha, lk_lambda (at "
+                "target_temperature=1)"
             )
         return self
 

@@ -21,7 +21,7 @@ from specjax.distill.progress import StepProgress
 from specjax.distill.rows import Rows, spread
 from specjax.distill.teacher import target_output
 from specjax.metrics import alpha_per_position
-from specjax.types import Batch, DraftOutput, Output, Params, Trainable
+from specjax.types import Batch, DraftOutput, FullLogits, Output, Params, TopKLogits, Trainable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +39,15 @@ class Matched:
     """One prediction of every position beside what it is compared with."""
 
     draft_logits: Float[Array, "B T V"]
-    target_logits: Float[Array, "B T V"] | None
+    teacher: FullLogits | TopKLogits | None
     tokens: Int[Array, "B T"]
     weight: Float[Array, "B T"]
 
 
-def matched(out: DraftOutput, target_out: Output | None, following: Int[Array, "B T"], j: int) -> Matched:
+def matched(out: DraftOutput, teacher: FullLogits | TopKLogits | None, following: Int[Array, "B T"], j: int) -> Matched:
     """Prediction ``j`` of a drafter's training forward, aligned with the target's law and the text's next token."""
-    rows = out.target_index[:, j]
-    take = functools.partial(jnp.take, indices=rows, axis=1, mode="clip")
-    target_logits = None if target_out is None else take(target_out.logits)
-    return Matched(out.logits[:, :, j], target_logits, take(following), out.weight[:, :, j])
+    take = functools.partial(jnp.take, indices=out.target_index[:, j], axis=1, mode="clip")
+    return Matched(out.logits[:, :, j], jax.tree.map(take, teacher), take(following), out.weight[:, :, j])
 
 
 def evaluate(
@@ -110,12 +108,13 @@ def _sums(drafter, spec, params: tuple, target_params, batch: Batch) -> list:
 
 def _sums_of(out: DraftOutput, target_out: Output | None, following: Int[Array, "B T"]) -> dict[str, jax.Array]:
     sums: dict[str, jax.Array] = {}
+    teacher = None if target_out is None else FullLogits(target_out.logits)
     for j in range(out.logits.shape[2]):
-        m = matched(out, target_out, following, j)
+        m = matched(out, teacher, following, j)
         measured = {"nll": negative_log_likelihood(m.draft_logits, m.tokens), "count": jnp.ones(m.tokens.shape)}
-        if m.target_logits is not None:
-            measured["target_nll"] = negative_log_likelihood(m.target_logits, m.tokens)
-            measured["alpha"] = alpha_per_position(m.target_logits, m.draft_logits)
+        if isinstance(m.teacher, FullLogits):
+            measured["target_nll"] = negative_log_likelihood(m.teacher.logits, m.tokens)
+            measured["alpha"] = alpha_per_position(m.teacher.logits, m.draft_logits)
         for name, values in measured.items():
             # Every prediction that counts counts alike here, whatever its weight in training.
             total = jnp.sum(jnp.where(m.weight > 0, values, 0.0))

@@ -23,6 +23,7 @@ from specjax.distill.optimizer import make_optimizer
 from specjax.distill.progress import StepProgress
 from specjax.distill.rows import Batches, Rows
 from specjax.distill.step import TrainState, make_update, microbatch_rows
+from specjax.distill.teacher_cache import cached_rows
 from specjax.errors import TrainingError
 from specjax.types import Params, Trainable
 
@@ -61,8 +62,12 @@ def train_stage(
     source = registry.build(registry.DATA, stage.data, f"{directory.name}: data")
     batches = Batches(train_rows, stage.batch_size, seed)
     batches = source.batches(batches, directory / "pools", sample, stage.steps)
+    reference, reference_params = loss.bind(target) if hasattr(loss, "bind") else (None, None)
     made_from = (params, None if target is None else target.params, train_rows, held_out_rows)
-    fingerprint.claim(directory, _fingerprint(stage, drafter, seed, *made_from))
+    made_of = _fingerprint(stage, drafter, seed, *made_from)
+    if reference is not None:
+        made_of["reference_params"] = fingerprint.digest(reference_params)
+    fingerprint.claim(directory, made_of)
     if stage.steps == 0:
         return params
     optimizer = make_optimizer(stage)
@@ -78,14 +83,18 @@ def train_stage(
         length = train_rows.length
         rows = microbatch_rows(stage.batch_size, length)
         spec, teacher = (target.spec, target.params) if target is not None and loss.needs_target else (None, None)
-        update = make_update(drafter, loss, optimizer, spec, rows)
+        if spec is not None and stage.teacher == "cached":
+            cache = directory.parent / f"teacher-top-{stage.teacher_top_k}"
+            kept = cached_rows(cache, target, train_rows, stage.teacher_top_k, rows)
+            spec, teacher, batches = None, None, Batches(kept, stage.batch_size, seed)
+        update = make_update(drafter, loss, optimizer, spec, rows, reference)
         # Compiled before the clock starts.
         batches.refresh(start, state.params, checkpoints.oldest)
-        update = update.lower(state, teacher, batches[start]).compile()
+        update = update.lower(state, teacher, batches[start], reference_params).compile()
         record, pending, began = {}, [], time.perf_counter()
         for step in range(start + 1, stage.steps + 1):
             batches.refresh(step - 1, state.params, checkpoints.oldest)
-            state, metrics = update(state, teacher, batches[step - 1])
+            state, metrics = update(state, teacher, batches[step - 1], reference_params)
             pending.append(metrics)
             measures = step % stage.eval_every == 0 or step == stage.steps
             saves = step % stage.save_every == 0 or step == stage.steps
@@ -140,5 +149,6 @@ def _refuse_non_finite(
 
 def _means(fetched: list[dict]) -> dict[str, float]:
     """Of the steps since the last record. The batch's own acceptance is kept apart from the held-out ``alpha``."""
-    names = {"loss": "loss", "grad_norm": "grad_norm", "alpha": "train_alpha"}
+    names = {"loss": "loss", "grad_norm": "grad_norm"}
+    names |= {name: f"train_{name}" for name in ("alpha", "alpha_lower", "alpha_estimate", "alpha_upper")}
     return {names[name]: float(np.mean([metrics[name] for metrics in fetched])) for name in names if name in fetched[0]}

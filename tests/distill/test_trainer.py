@@ -19,6 +19,7 @@ from specjax.distill import step
 from specjax.distill.checkpoint import Checkpoints
 from specjax.distill.evaluate import evaluate
 from specjax.distill.log import read_log
+from specjax.distill.losses import AdaSPEC
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.rows import Batches, take
 from specjax.distill.step import TrainState, make_update, microbatch_rows
@@ -95,6 +96,18 @@ def test_a_log_line_cut_short_by_a_kill_is_dropped(uninterrupted, tmp_path):
         log.write('{"step": 7, "lo')
     toys.train(tmp_path / "stage")
     assert without_speed(read_log(tmp_path / "stage")) == without_speed(read_log(uninterrupted[0]))
+
+
+def test_the_reference_draft_of_a_loss_is_part_of_what_a_stage_is(tmp_path, monkeypatch):
+    seed = 2
+    monkeypatch.setattr(AdaSPEC, "bind", lambda loss, target: (BigramDraft(), bigram_params(seed)))
+    loss = {"kind": "adaspec", "reference": "elsewhere", "keep": 0.5}
+    first = toys.train(tmp_path / "stage", loss=loss)
+    assert read_log(tmp_path / "stage")[-1]["alpha"] > read_log(tmp_path / "stage")[1]["alpha"]
+    assert_same(toys.train(tmp_path / "stage", loss=loss), first)
+    seed = 3
+    with pytest.raises(TrainingError, match=r"other settings: reference_params \("):
+        toys.train(tmp_path / "stage", loss=loss)
 
 
 def test_a_finished_stage_returns_its_weights_at_once(uninterrupted):

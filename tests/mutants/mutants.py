@@ -4,7 +4,6 @@ function but its one mistake, as far as that can be done from outside."""
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 
 from specjax import sampling
 from specjax.decode import engine
-from specjax.distill import losses, on_policy, rows
+from specjax.distill import laws, losses, on_policy, rows, step, teacher_cache
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.models import cache
@@ -28,7 +27,7 @@ from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.speculative import Speculative
 from tests import test_sampling
 from tests.decode import test_blocks, test_decoder, test_lossless, test_options
-from tests.distill import test_losses, test_on_policy, test_rows
+from tests.distill import test_losses, test_on_policy, test_rows, test_step, test_teacher_cache
 from tests.verifiers import test_laws
 
 Patch = pytest.MonkeyPatch
@@ -868,15 +867,147 @@ def ngram_proposes_past_the_end(patch):
     wrap(patch, NGram, "draft", make)
 
 
-# The loss.
+# The losses, against their float64 references.
 
-BATCH = inspect.unwrap(test_losses.batch)()
-"""What the fixture gives."""
+LOSSES = {loss.kind: loss for loss in test_losses.DIVERGENCES}
+VALUE = test_losses.test_value_and_gradient_match_float64
+CACHED = test_losses.test_cached_logits_give_the_loss_over_their_tokens_and_one_bucket
 
 
-@mutant("loss", test_losses.test_forward_kl_is_the_masked_mean_of_sum_p_log_p_over_q, batch=BATCH)
-def loss_mask_shifted_with_the_inputs(patch):
-    wrap(patch, losses, "masked_mean", lambda real: lambda values, mask: real(values, jnp.roll(mask, 1, axis=1)))
+@mutant("loss", VALUE, loss=LOSSES["forward_kl"], case="generic")
+def kl_the_other_way_round(patch):
+    wrap(patch, losses, "kl", lambda real: lambda log_p, log_q: real(log_q, log_p))
+
+
+@mutant("loss", VALUE, loss=LOSSES["reverse_kl"], case="excluded")
+def reverse_kl_infinite_where_the_target_excludes_a_token(patch):
+    patch.setattr(losses, "LOG_TINY", -jnp.inf)
+
+
+@mutant("loss", VALUE, loss=LOSSES["jensen_shannon"], case="generic")
+def jensen_shannon_with_its_weights_swapped(patch):
+    def make(real):
+        return lambda self, *laws: real(dataclasses.replace(self, beta=1 - self.beta), *laws)
+
+    wrap(patch, losses.JensenShannon, "between", make)
+
+
+@mutant("loss", VALUE, loss=LOSSES["lk_alpha"], case="generic")
+def log_of_the_mean_alpha_for_the_mean_of_the_logs(patch):
+    def make(real):
+        def mean(log_p, log_q):
+            alpha = real(log_p, log_q)
+            return jnp.broadcast_to(jnp.mean(alpha), alpha.shape)
+
+        return mean
+
+    wrap(patch, losses, "overlap", make)
+
+
+@mutant("loss", VALUE, loss=LOSSES["lk_lambda"], case="generic")
+def blend_of_lk_lambda_swapped(patch):
+    def between(self, log_p, log_q, context):
+        blend = jnp.exp(-self.eta * context.alpha)
+        return (1 - blend) * losses.kl(log_p, log_q) + blend * (1 - losses.overlap(log_p, log_q))
+
+    patch.setattr(losses.LKLambda, "between", between)
+
+
+@mutant("loss", test_losses.test_temperatures_divide_each_side_s_own_logits, loss=LOSSES["forward_kl"])
+def temperature_of_the_draft_on_both_sides(patch):
+    def make(real):
+        return lambda draft, teacher, of_target=1.0, of_draft=1.0: real(draft, teacher, of_draft, of_draft)
+
+    wrap(patch, losses, "log_laws", make)
+
+
+@mutant("loss", test_losses.test_no_gradient_reaches_the_target, loss=LOSSES["total_variation"])
+def gradient_into_the_target(patch):
+    patch.setattr(laws.jax.lax, "stop_gradient", lambda x: x)
+
+
+@mutant("loss", CACHED, loss=LOSSES["total_variation"], k=3)
+def tail_of_cached_logits_dropped(patch):
+    def make(real):
+        return lambda *args: tuple(law[..., :3] for law in real(*args))
+
+    wrap(patch, losses, "log_laws", make)
+
+
+@mutant("loss", CACHED, loss=LOSSES["forward_kl"], k=3)
+def cached_logits_made_a_law_of_their_own(patch):
+    """Renormalised over the tokens that were kept: the tail is forgotten."""
+
+    def make(real):
+        def renormalised(*args):
+            return tuple(jax.nn.log_softmax(law[..., :3], axis=-1) for law in real(*args))
+
+        return renormalised
+
+    wrap(patch, losses, "log_laws", make)
+
+
+@mutant(
+    "loss",
+    test_losses.test_tokens_drawn_from_the_tail_give_the_whole_loss_and_gradient_on_average,
+    loss=test_losses.ForwardKL(),
+)
+def token_of_the_tail_without_its_own_probability(patch):
+    """All of them count alike for the draft: how likely it finds each is forgotten."""
+
+    def make(real):
+        def alike(*args):
+            log_p, log_q = real(*args)
+            return log_p, log_q.at[..., 2:].set(jnp.mean(log_q[..., 2:], axis=-1, keepdims=True))
+
+        return alike
+
+    wrap(patch, losses, "log_laws", make)
+
+
+@mutant("loss", test_losses.test_adaspec_chooses_in_each_row_alone)
+def adaspec_chooses_in_the_whole_microbatch(patch):
+    def make(real):
+        def flat(scores, counts, share):
+            return real(scores.reshape(1, -1), counts.reshape(1, -1), share).reshape(scores.shape)
+
+        return flat
+
+    wrap(patch, losses, "first_of_each_row", make)
+
+
+@mutant("loss", test_step.test_lk_lambda_takes_the_running_alpha_from_before_the_step_and_leaves_it_moved)
+def running_alpha_never_moves(patch):
+    patch.setattr(step, "_running", lambda alpha, metrics, weight: alpha)
+
+
+@mutant("loss", test_step.test_uneven_weights_give_the_weighted_mean_and_its_gradient)
+def predictions_weigh_alike(patch):
+    def make(real):
+        def alike(*args):
+            found = real(*args)
+            return found.replace(weight=(found.weight > 0).astype(jnp.float32))
+
+        return alike
+
+    wrap(patch, step, "matched", make)
+
+
+@mutant("teacher cache", test_teacher_cache.test_what_is_stored_comes_back, vocab_size=70_000)
+def ids_cut_to_two_bytes(patch):
+    wrap(patch, teacher_cache, "record_dtype", lambda real: lambda k, vocab_size: real(k, 2048))
+    wrap(patch, teacher_cache, "to_records", lambda real: lambda teacher, vocab_size: real(teacher, 2048))
+    patch.setattr(test_teacher_cache, "to_records", teacher_cache.to_records)
+
+
+@mutant("teacher cache", test_teacher_cache.test_what_is_stored_comes_back, vocab_size=500)
+def tail_lost_to_rounding(patch):
+    """From the rounded values in place of the one that was stored."""
+
+    def make(real):
+        return lambda records: real(records).replace(logsumexp=np.zeros(records.shape, np.float32))
+
+    wrap(patch, test_teacher_cache, "from_records", make)
 
 
 # The data.
