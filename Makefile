@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PARITY_STAMP := $(VENV)/.installed-parity
 
-.PHONY: setup test proof mutants parity demo lint clean
+.PHONY: setup test proof mutants faults parity demo lint clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,10 @@ proof: $(STAMP)
 # A test that cannot fail proves nothing: errors planted in the shipped code, each with the test that finds it.
 mutants: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -qq -m mutants tests/mutants
+
+# Training killed 20 times, each time resumed and compared bit for bit.
+faults: $(STAMP)
+	$(BIN)/python -m tests.distill.faults
 
 # Against transformers on torch: logits of every family, sampling, a saved draft as its assistant.
 parity: $(PARITY_STAMP)

@@ -11,6 +11,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Int, Key
 
 from specjax import backend
 from specjax.distill.evaluate import matched
@@ -24,8 +25,14 @@ MICRO_TOKENS_CPU = 512
 
 @flax.struct.dataclass
 class TrainState:
+    """All that a stage needs to go on, beside its data: a checkpoint holds every leaf of it."""
+
     params: Params
     opt: optax.OptState
+    key: Key[Array, ""] = flax.struct.field(default_factory=lambda: jax.random.key(0))
+    """For what is drawn in a step; another one after every step, also after one that is left out."""
+    skipped: Int[Array, ""] = flax.struct.field(default_factory=lambda: jnp.zeros((), jnp.int32))
+    """Steps in which loss or gradient was not finite."""
 
 
 @flax.struct.dataclass
@@ -45,8 +52,13 @@ def microbatch_rows(batch_size: int, length: int) -> int:
     return max(rows for rows in range(1, min(most, batch_size) + 1) if batch_size % rows == 0)
 
 
-def make_update(drafter: Trainable, loss: Loss, optimizer: optax.GradientTransformation, spec: Any, rows: int):
+def make_update(
+    drafter: Trainable, loss: Loss, optimizer: optax.GradientTransformation, spec: Any, rows: int, skip: bool = False
+):
     """The jitted step ``(state, target_params, batch) -> (state, metrics)``; ``state`` is donated.
+
+    ``metrics["sound"]``: loss and gradient are finite. ``skip``: a step without that leaves parameters and optimizer as
+    they were.
 
     ``spec``: the target's static half, None where the loss needs no target. The target's parameters are an argument:
     closed over, they would be compiled in as constants. ``rows``: of a microbatch. Loss, metrics and gradient are sums
@@ -91,8 +103,14 @@ def make_update(drafter: Trainable, loss: Loss, optimizer: optax.GradientTransfo
         weight = jnp.where(total.weight > 0, total.weight, 1.0)
         grads, metrics = jax.tree.map(lambda x: x / weight.astype(x.dtype), (total.grads, total.metrics))
         updates, opt = optimizer.update(grads, state.opt, state.params)
-        # A step is sound if what it adds to sound weights is finite.
-        metrics |= {"grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
-        return TrainState(optax.apply_updates(state.params, updates), opt), metrics
+        grad_norm, update_norm = optax.tree.norm(grads), optax.tree.norm(updates)
+        # Of logits with a NaN or +inf the loss is not finite either.
+        sound = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
+        params, skipped = optax.apply_updates(state.params, updates), state.skipped + 1 - sound.astype(jnp.int32)
+        if skip:
+            moved, stayed = (params, opt), (state.params, state.opt)
+            params, opt = jax.tree.map(lambda new, old: jnp.where(sound, new, old), moved, stayed)
+        metrics |= {"grad_norm": grad_norm, "sound": sound, "skipped": skipped}
+        return state.replace(params=params, opt=opt, key=jax.random.split(state.key)[0], skipped=skipped), metrics
 
     return jax.jit(update, donate_argnums=0, compiler_options=backend.compiler_options())
