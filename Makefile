@@ -18,7 +18,7 @@ $(BIN)/python:
 
 # The stamp is newer than what it was made from, so a second run installs nothing.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,parquet]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,parquet,tensorboard]'
 	@touch $@
 
 $(DEV_STAMP): $(STAMP)

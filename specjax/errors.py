@@ -29,6 +29,6 @@ class Stopped(KeyboardInterrupt):
 def unwritable(path: object, error: OSError) -> TrainingError:
     """The error of a full disk or a directory that may not be written."""
     return TrainingError(
-        f"{path}: cannot be written ({(error.strerror or str(error)).lower()}); what was saved stays valid; make room or "
-        "mend the directory, then run the same command again"
+        f"{path}: cannot be written ({(error.strerror or str(error)).lower()}); what was saved stays valid; make room "
+        "or mend the directory, then run the same command again"
     )

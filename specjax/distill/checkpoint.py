@@ -69,11 +69,11 @@ class Checkpoints(contextlib.AbstractContextManager):
         return self._latest
 
     def save(self, step: int, state: Any, pending: Sequence[dict[str, float]] = ()) -> None:
-        """Begin to write ``state``, a pytree of arrays, and return once it is copied: it may be donated then. Waits for
-        the save before. ``pending``: see `Restored`."""
+        """Begin to write ``state``, a pytree of arrays, and return when it may be donated: copied to the host, or on CPU
+        held there, so that a donation copies. Waits for the save before. ``pending``: see `Restored`."""
         self.wait()
         with self._failing(step):
-            saved = ocp.args.StandardSave(_detached(state))
+            saved = ocp.args.StandardSave(jax.tree.map(_plain, state))
             self._manager.save(step, args=saved, custom_metadata={_PENDING: json.dumps(list(pending))}, force=True)
         self._saving = step, self._sealer.submit(self._seal, step)
 
@@ -150,14 +150,6 @@ def _as_key(leaf: Any, like: Any) -> Any:
     if not jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
         return leaf
     return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like))
-
-
-def _detached(state: Any) -> Any:
-    """What the writer may read while the next step reuses the buffers of ``state``. Orbax copies from an accelerator
-    before it returns, but on CPU "the host's copy" of an array is the array."""
-    state = jax.tree.map(_plain, state)
-    on_cpu = jax.default_backend() == "cpu"
-    return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), state) if on_cpu else state
 
 
 def _one_line(error: BaseException) -> str:

@@ -10,8 +10,8 @@ import jax
 
 
 class Profile(contextlib.AbstractContextManager):
-    """Traces the steps from ``steps[0]`` to ``steps[1]``, both included, into ``directory``; None: nothing. A stage that
-    goes on after the first of them traces what is left of them."""
+    """Traces the steps from ``steps[0]`` to ``steps[1]``, both included, into ``directory``; None: nothing. A stage
+    that goes on after the first of them traces what is left of them."""
 
     def __init__(self, directory: Path, steps: tuple[int, int] | None):
         self._directory, self._steps, self._on = directory, steps, False

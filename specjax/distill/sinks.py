@@ -61,7 +61,8 @@ class Wandb:
         try:
             self._run = wandb.init(**where, **again)
         except wandb.Error as error:
-            raise ConfigError(f"logging.wandb: {error}; run `wandb login`, or set logging.wandb.mode=offline") from None
+            what = str(error).rstrip(".")
+            raise ConfigError(f"logging.wandb: {what}; run `wandb login`, or set mode=offline") from None
 
     def begin(self, stage: str, step: int) -> None:
         # A step that is written twice is drawn once: the axis is the stage's own step.

@@ -153,11 +153,12 @@ def _refuse_non_finite(
     number, metrics = found
     checkpoints.wait()
     where = ", ".join(map(str, batches.indices(number - 1)))
-    kept = "nothing was saved yet" if checkpoints.latest is None else f"the checkpoint of step {checkpoints.latest} is kept"
+    last = checkpoints.latest
+    kept = "nothing was saved yet" if last is None else f"the checkpoint of step {last} is kept"
     passed = f", after {stage.skip_non_finite} skipped steps" if stage.skip_non_finite else ""
     raise TrainingError(
-        f"{directory}: step {number}: the loss is {metrics['loss']}, the gradient's norm {metrics['grad_norm']}{passed}; "
-        f"rows {where} of the training data; {kept}; try an optimizer.learning_rate below "
+        f"{directory}: step {number}: the loss is {metrics['loss']}, the gradient's norm {metrics['grad_norm']}"
+        f"{passed}; rows {where} of the training data; {kept}; try an optimizer.learning_rate below "
         f"{stage.optimizer.learning_rate:g}, more warmup_steps, or a higher skip_non_finite to leave such steps out"
     )
 

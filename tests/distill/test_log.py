@@ -32,10 +32,9 @@ def test_a_full_disk_is_one_clear_error(call, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(TrainingError, match=r"log\.jsonl: .*no space.*stays valid"):
+    write = (lambda: Log(tmp_path / "log.jsonl", 1)) if call == "open" else (lambda: log.append({"step": 2}))
+    with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text" if call == "open" else "open", full)
-        if call == "open":
-            Log(tmp_path / "log.jsonl", 1)
-        else:
-            log.append({"step": 2})
+        with pytest.raises(TrainingError, match=r"log\.jsonl: .*no space.*stays valid"):
+            write()
     assert read_log(tmp_path) == [{"step": 1}]

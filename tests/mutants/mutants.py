@@ -889,9 +889,16 @@ def manifest_not_checked(patch):
     patch.setattr(Checkpoints, "_damage", lambda self, step: None)
 
 
-@mutant("checkpoint", test_checkpoint.test_a_save_goes_on_while_the_next_step_reuses_its_buffers)
-def save_reads_buffers_that_the_next_step_reuses(patch):
-    patch.setattr(checkpoint, "_detached", lambda state: state)
+@mutant("checkpoint", test_checkpoint.test_a_step_counts_as_whole_from_its_manifest_on)
+def step_counts_before_its_manifest(patch):
+    def make(real):
+        def mutated(self, step, state, pending=()):
+            real(self, step, state, pending)
+            self._latest = step
+
+        return mutated
+
+    wrap(patch, Checkpoints, "save", make)
 
 
 @mutant("checkpoint", test_checkpoint.test_random_keys_and_what_is_not_logged_yet_come_back_too)
