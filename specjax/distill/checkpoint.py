@@ -51,17 +51,23 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._sealer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manifest")
         self._saving: tuple[int, concurrent.futures.Future] | None = None
         self._latest: int | None = None
+        logging.getLogger("absl").addFilter(_raised_here)
 
     def __exit__(self, kind, *exception) -> None:
+        failed = kind is not None
         try:
             self.wait()
-            self._manager.close()
-        except Exception:
+        except TrainingError as error:
+            failed = True
             if kind is None:
                 raise
-            _log.warning("%s: the last save failed too", self._directory, exc_info=True)
+            _log.warning("%s", error)
         finally:
+            # The manager raises once more what its last save raised.
+            with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
+                self._manager.close()
             self._sealer.shutdown()
+            logging.getLogger("absl").removeFilter(_raised_here)
 
     @property
     def latest(self) -> int | None:
@@ -152,9 +158,15 @@ def _as_key(leaf: Any, like: Any) -> Any:
     return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like))
 
 
+def _raised_here(record: logging.LogRecord) -> bool:
+    """Orbax logs the traceback of each failed save in every thread that meets it; they end up as one error of ours."""
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname
+
+
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    # TensorStore begins with what it was doing and ends with the cause.
+    return text if len(text) <= 200 else f"{text[:60]} ... {text[-130:]}"
 
 
 def _hashes(folder: Path) -> dict[str, str]:

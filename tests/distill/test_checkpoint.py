@@ -183,7 +183,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
-def test_a_full_disk_is_one_clear_error_and_the_step_before_stays_whole(small_disk):
+def test_a_full_disk_is_one_clear_error_and_the_step_before_stays_whole(small_disk, caplog):
     weights = {"weights": jax.random.normal(jax.random.key(0), (128, 128))}
     checkpoints = Checkpoints(small_disk / "checkpoints")
     checkpoints.save(1, weights)
@@ -191,7 +191,9 @@ def test_a_full_disk_is_one_clear_error_and_the_step_before_stays_whole(small_di
     fill(small_disk)
     with pytest.raises(TrainingError, match=r"step 2 cannot be written.*that of step 1 is whole.*make room") as error:
         save(checkpoints, 2, weights)
+    assert "No space left on device" in str(error.value)
     assert "\n" not in str(error.value)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     (small_disk / "filler").unlink()
     with Checkpoints(small_disk / "checkpoints") as checkpoints:
         restored = checkpoints.restore_latest(weights)
