@@ -1,6 +1,7 @@
 """Distill a draft for a target: python train_draft.py configs/demo.yaml distill.steps=200
 
 Resumable: the same command goes on after an interruption. Leaves the draft as a Hugging Face directory in `out`/draft.
+Exit status: 2 for what the user can mend, 130 after Ctrl-C, 143 after SIGTERM, which saves the step under way first.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ def main(config: Path, overrides: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from specjax.compile_cache import keep_programs
     from specjax.config import load_config
     from specjax.distill import job, teacher_cache
     from specjax.distill.progress import console_bars
 
     settings = load_config(config, overrides)
+    keep_programs(settings.compile_cache)
     console = Console()
     measures = job.run(settings, console_bars(console)).measures
     table = Table("held out", "loss (nats a token)", "alpha", title=f"{measures.positions:,} positions")

@@ -62,6 +62,12 @@ def _distinct(values: tuple) -> tuple:
     return values
 
 
+def _ascending(steps: tuple[int, int]) -> tuple[int, int]:
+    if steps[0] > steps[1]:
+        raise ValueError(f"{list(steps)} ends before it begins; give the first and the last step")
+    return steps
+
+
 _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 _Grid = (Field(min_length=1), AfterValidator(_distinct))
 _WEIGHTLESS = {kind: where for kind, where in DRAFTERS.items() if kind != "draft_model"}
@@ -192,6 +198,10 @@ class Stage:
     eval_positions: Positive = 8_192
     """Held-out positions of the acceptance measured as training goes; the final figures use `eval.positions`."""
     save_every: Positive = 100
+    skip_non_finite: NonNegative = 0
+    """Steps that may be left out, and counted in the log, because their loss or gradient is NaN or infinite."""
+    profile: Annotated[tuple[Positive, Positive], AfterValidator(_ascending)] | None = None
+    """First and last step that `jax.profiler` traces, into `profile` in the stage's directory."""
     data: _buildable(DATA) = "text"  # pyright: ignore[reportInvalidTypeForm]
     """`text`; `{kind: generated, ...}`: continuations by the target; `{kind: on_policy, share: 0.5, every: 100, ...}`:
     in part the draft's own."""
@@ -205,7 +215,7 @@ class Stage:
                 "loss against the target, such as forward_kl, or data: text"
             )
         if kind == "on_policy" and self.teacher == "cached":
-            raise ValueError("teacher=cached keeps logits of text, data on_policy is made as it goes; use teacher=online")
+            raise ValueError("teacher=cached keeps logits of text, on_policy data comes as it goes; use teacher=online")
         return self
 
     @model_validator(mode="after")
@@ -315,6 +325,26 @@ class Certify:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class Wandb:
+    """Weights & Biases; needs the extra `wandb`."""
+
+    project: Name = "specjax"
+    name: Name | None = None
+    """None: the name of the run's directory."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes into the run's directory only, for `wandb sync`."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Logging:
+    """Where training records go beside `log.jsonl`, which every stage has."""
+
+    tensorboard: bool = False
+    """Event files in `tensorboard` in the run's directory; needs the extra `tensorboard`."""
+    wandb: Wandb | None = None
+
+
+@dataclass(frozen=True, config=_STRICT)
 class RunConfig:
     """A run: a target, data, a draft to train, and how to measure decoding."""
 
@@ -331,6 +361,10 @@ class RunConfig:
     """A kind, or `{kind: lenient, lenience: 0.5}` and the like."""
     require_lossless: bool = False
     """Refuse a verifier that changes the target's law."""
+    logging: Logging = Logging()
+    compile_cache: bool = True
+    """Keep compiled programs in the user's cache directory for the next run; `SPECJAX_COMPILE_CACHE=0` turns it off for
+    all runs."""
     seed: NonNegative = 0
     out: Name = "runs/run"
     """Where everything of this run goes: checkpoints, logs, the draft, the report."""

@@ -14,6 +14,7 @@ _FLAGS = [
 ]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["SPECJAX_COMPILE_CACHE"] = "0"
 os.environ.setdefault("MPLBACKEND", "agg")
 
 import beartype

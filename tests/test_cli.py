@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import types
 
@@ -10,7 +12,7 @@ from typer.testing import CliRunner
 import specjax
 from specjax import cli
 from specjax.decode.request import derive_seeds
-from specjax.errors import ConfigError, ModelError
+from specjax.errors import ConfigError, ModelError, Stopped
 from specjax.metrics import DecodeStats
 
 STATS = DecodeStats(blocks=2, emitted=5, drafted_at=(2, 2), reached_at=(2, 2), accepted_at=(2, 1))
@@ -248,6 +250,27 @@ def test_a_script_interrupted_says_so_and_exits_130(capsys):
 
     assert run_script(main, "c.yaml") == 130
     assert "resumes" in capsys.readouterr().err
+
+
+def test_training_stopped_by_sigterm_says_where_and_exits_143(capsys):
+    def main(config, overrides):
+        raise Stopped("runs/x: stopped by SIGTERM; step 7 is saved")
+
+    assert run_script(main, "c.yaml") == 143
+    assert "step 7 is saved" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 2), (errno.EROFS, 2), (errno.EIO, None)])
+def test_a_full_or_read_only_disk_is_an_error_of_the_user_and_a_broken_one_is_not(number, status, capsys):
+    def main(config, overrides):
+        raise OSError(number, os.strerror(number), "runs/x/log")
+
+    if status is None:
+        with pytest.raises(OSError, match="runs/x/log"):
+            run_script(main, "c.yaml")
+    else:
+        assert run_script(main, "c.yaml") == status
+        assert capsys.readouterr().err == f"error: runs/x/log: {os.strerror(number).lower()}\n"
 
 
 def test_a_defect_is_not_dressed_up_as_an_error_of_the_user():

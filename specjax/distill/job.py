@@ -24,7 +24,7 @@ import yaml
 from specjax import config as config_lib
 from specjax import registry
 from specjax.config import RunConfig, Stage
-from specjax.distill import corpus, fingerprint, lock
+from specjax.distill import corpus, fingerprint, lock, sinks
 from specjax.distill.corpus import Bad, Document
 from specjax.distill.evaluate import Evaluation, evaluate_all
 from specjax.distill.log import read_log
@@ -109,8 +109,9 @@ class Distilled:
 
 
 def run(config: RunConfig, bars: Bars = no_bars) -> Distilled:
-    """`distill` while holding the lock of ``config.out``. Raises `SpecjaxError` for anything the user can mend."""
-    with lock.exclusive(config.out):
+    """`distill` while holding the lock of ``config.out``, with the logging that ``config`` asks for. Raises
+    `SpecjaxError` for anything the user can mend."""
+    with lock.exclusive(config.out), sinks.recorded(config.logging, Path(config.out), bars) as bars:
         return distill(config, bars)
 
 

@@ -12,6 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Int, Key
 
 from specjax import backend
 from specjax.distill.evaluate import matched
@@ -29,10 +30,16 @@ ALPHA_MEMORY = 0.9
 
 @flax.struct.dataclass
 class TrainState:
+    """All that a stage needs to go on, beside its data: a checkpoint holds every leaf of it."""
+
     params: Params
     opt: optax.OptState
     alpha: jax.Array = dataclasses.field(default_factory=lambda: jnp.zeros((), jnp.float32))
     """Running mean of the batches' alpha (of cached logits: the estimate); at first 0, as if nothing were accepted."""
+    key: Key[Array, ""] = flax.struct.field(default_factory=lambda: jax.random.key(0))
+    """For what is drawn in a step; another one after every step, also after one that is left out."""
+    skipped: Int[Array, ""] = flax.struct.field(default_factory=lambda: jnp.zeros((), jnp.int32))
+    """Steps in which loss or gradient was not finite."""
 
 
 @flax.struct.dataclass
@@ -68,6 +75,7 @@ def make_update(
     spec: Any,
     rows: int,
     reference: Trainable | None = None,
+    skip: bool = False,
 ):
     """The jitted step ``(state, target_params, batch, reference_params) -> (state, metrics)``; ``state`` is donated.
 
@@ -75,6 +83,8 @@ def make_update(
     parameters are an argument: closed over, they would be compiled in as constants. ``rows``: of a microbatch.
     ``reference``: the frozen draft of a loss that compares with one, its parameters None without one. Loss, metrics and
     gradient are sums over all predictions of the batch divided once by the sum of their weights, however it is cut up.
+    ``metrics["sound"]``: loss and gradient are finite. ``skip``: a step without that leaves parameters, optimizer and
+    running alpha as they were.
     """
 
     def stage_loss(params, given: _Given, batch: Batch):
@@ -117,10 +127,16 @@ def make_update(
         weight = jnp.where(total.weight > 0, total.weight, 1.0)
         grads, metrics = jax.tree.map(lambda x: x / weight.astype(x.dtype), (total.grads, total.metrics))
         updates, opt = optimizer.update(grads, state.opt, state.params)
-        # A step is sound if what it adds to sound weights is finite.
-        metrics |= {"grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
-        alpha = _running(state.alpha, metrics, total.weight)
-        return TrainState(optax.apply_updates(state.params, updates), opt, alpha), metrics
+        grad_norm, update_norm = optax.tree.norm(grads), optax.tree.norm(updates)
+        # Of logits with a NaN or +inf the loss is not finite either.
+        sound = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
+        skipped = state.skipped + 1 - sound.astype(jnp.int32)
+        moved = optax.apply_updates(state.params, updates), opt, _running(state.alpha, metrics, total.weight)
+        if skip:
+            stayed = state.params, state.opt, state.alpha
+            moved = jax.tree.map(lambda new, old: jnp.where(sound, new, old), moved, stayed)
+        metrics |= {"grad_norm": grad_norm, "sound": sound, "skipped": skipped}
+        return TrainState(*moved, key=jax.random.split(state.key)[0], skipped=skipped), metrics
 
     return jax.jit(update, donate_argnums=0, compiler_options=backend.compiler_options())
 

@@ -15,7 +15,9 @@ import pytest
 
 from specjax import sampling
 from specjax.decode import engine
-from specjax.distill import laws, losses, on_policy, rows, step, teacher_cache
+from specjax.distill import checkpoint, laws, losses, on_policy, rows, step, teacher_cache
+from specjax.distill.checkpoint import Checkpoints
+from specjax.distill.log import Log
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.models import cache
@@ -27,7 +29,16 @@ from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.speculative import Speculative
 from tests import test_sampling
 from tests.decode import test_blocks, test_decoder, test_lossless, test_options
-from tests.distill import test_losses, test_on_policy, test_rows, test_step, test_teacher_cache
+from tests.distill import (
+    test_checkpoint,
+    test_log,
+    test_losses,
+    test_on_policy,
+    test_rows,
+    test_step,
+    test_teacher_cache,
+    test_trainer,
+)
 from tests.verifiers import test_laws
 
 Patch = pytest.MonkeyPatch
@@ -35,7 +46,8 @@ Patch = pytest.MonkeyPatch
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """``killer``: a test function, called with ``parameters`` (or fixtures), which the suite runs it with too.
+    """``killer``: a test function, called with ``parameters`` (or fixtures), which the suite runs it with too, and with
+    ``tmp_path`` if it takes one.
     ``lossless``: the output keeps its law, so that only a test of the acceptance can find it."""
 
     name: str
@@ -1071,3 +1083,38 @@ def the_pool_is_of_the_first_weights(patch):
         return mutated
 
     wrap(patch, on_policy.OnPolicyBatches, "refresh", make)
+
+
+# Saving and resuming.
+
+
+@mutant("checkpoint", test_checkpoint.test_a_step_without_its_manifest_is_not_restored)
+def manifest_not_checked(patch):
+    patch.setattr(Checkpoints, "_damage", lambda self, step: None)
+
+
+@mutant("checkpoint", test_checkpoint.test_a_step_counts_as_whole_from_its_manifest_on)
+def step_counts_before_its_manifest(patch):
+    def make(real):
+        def mutated(self, step, state, pending=()):
+            real(self, step, state, pending)
+            self._latest = step
+
+        return mutated
+
+    wrap(patch, Checkpoints, "save", make)
+
+
+@mutant("checkpoint", test_checkpoint.test_random_keys_and_what_is_not_logged_yet_come_back_too)
+def random_key_not_restored(patch):
+    wrap(patch, checkpoint, "_as_key", lambda real: lambda leaf, like: real(0 * leaf, like))
+
+
+@mutant("step", test_trainer.test_a_skipped_step_leaves_the_state_as_it_was_and_another_is_not_touched, poison=True)
+def skipped_step_still_updates(patch):
+    wrap(patch, test_trainer, "make_update", lambda real: lambda *args, skip: real(*args, skip=False))
+
+
+@mutant("log", test_log.test_records_past_the_checkpoint_are_dropped_and_nothing_is_there_twice)
+def log_not_truncated(patch):
+    patch.setattr(Log, "__init__", lambda self, file, step: setattr(self, "_file", file))
