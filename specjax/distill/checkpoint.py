@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from specjax.distill.distributed import by_first
 from specjax.distill.fingerprint import write_json
 
 MANIFEST = "sha256.json"
@@ -51,14 +53,14 @@ class Checkpoints(contextlib.AbstractContextManager):
         """``state``: a pytree of arrays."""
         self._manager.save(step, args=ocp.args.StandardSave(state))
         folder = self._directory / str(step)
-        write_json(folder / MANIFEST, _hashes(folder))
+        by_first(lambda: write_json(folder / MANIFEST, _hashes(folder)))
 
     def restore_latest(self, like: Any) -> Restored | None:
         """The newest undamaged state, with the structure, shapes, dtypes and devices of ``like``; None if there is
         none. A damaged or half-written step is named in a warning and removed, so that it can be saved again."""
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
-        for step in sorted(self._manager.all_steps(), reverse=True):
-            damage = self._damage(step)
+        for step in by_first(lambda: sorted(self._manager.all_steps(), reverse=True)):
+            damage = by_first(functools.partial(self._damage, step))
             if damage is None:
                 return Restored(step, self._manager.restore(step, args=ocp.args.StandardRestore(abstract)))
             _log.warning("%s: checkpoint skipped and removed: %s", self._directory / str(step), damage)

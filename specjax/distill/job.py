@@ -8,6 +8,7 @@ export to `draft-before` and `draft`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -24,7 +25,9 @@ from specjax import config as config_lib
 from specjax.config import RunConfig, Stage
 from specjax.distill import corpus, fingerprint, lock
 from specjax.distill.corpus import Document
+from specjax.distill.distributed import by_first, whole
 from specjax.distill.evaluate import Evaluation, evaluate_all
+from specjax.distill.layout import make_layout
 from specjax.distill.log import read_log
 from specjax.distill.progress import Bars, no_bars
 from specjax.distill.prune import prune
@@ -102,8 +105,10 @@ class Distilled:
 
 
 def run(config: RunConfig, bars: Bars = no_bars) -> Distilled:
-    """`distill` while holding the lock of ``config.out``. Raises `SpecjaxError` for anything the user can mend."""
-    with lock.exclusive(config.out):
+    """`distill` while holding the lock of ``config.out``. Raises `SpecjaxError` for anything the user can mend. Of
+    several processes (`specjax.distill.distributed.start`), all call it, and the first one writes."""
+    with contextlib.ExitStack() as held:
+        by_first(lambda: held.enter_context(lock.exclusive(config.out)))
         return distill(config, bars)
 
 
@@ -113,8 +118,9 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
 
     The caller holds the run directory's lock (`specjax.distill.lock.exclusive`), as `run` does.
     """
+    make_layout(config.mesh)  # a mesh that does not fit is refused before anything is read
     for name in _EXPORTS:
-        _refuse_foreign(Path(config.out) / name)
+        by_first(functools.partial(_refuse_foreign, Path(config.out) / name))
     prepared = prepare(config, bars) if prepared is None else prepared
     target = prepared.target
     initial = _initial_draft(config, prepared)
@@ -164,12 +170,18 @@ def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
         tokenizer = _tokenizer(Path(config.out) / "tokenizer", documents, config.target.vocab_size)
         rows = _rows(config, documents, tokenizer, tokenizer.eos_token_id)
         return Prepared(_target_from_scratch(config, documents, tokenizer, rows, bars), documents, *rows)
-    target = load_model(config.target.path, dtype=config.target.dtype, revision=config.target.revision)
+    target = _load_target(config, config.target.path)
     if target.tokenizer is None or not target.eos_ids:
         missing = "tokenizer" if target.tokenizer is None else "end-of-sequence id"
         raise ConfigError(f"target.path: {config.target.path!r} has no {missing}, which the corpus needs; add it there")
     _check_length(config, target.config, "target")
     return Prepared(target, documents, *_rows(config, documents, target.tokenizer, target.eos_ids[0]))
+
+
+def _load_target(config: RunConfig, path: str | Path) -> LoadedModel:
+    layout = make_layout(config.mesh)
+    mesh = layout.mesh if layout.target_sharded else None
+    return load_model(path, dtype=config.target.dtype, revision=config.target.revision, mesh=mesh)
 
 
 def _rows(config: RunConfig, documents: Corpus, tokenizer: Any, eos_id: int) -> tuple[Rows, Rows]:
@@ -199,23 +211,27 @@ def _target_from_scratch(
     with bars("target-train", stage.steps) as progress:
         initial = drafter.init_params(key, None)
         args = (out / "target-train", stage, drafter, initial, None, *rows, config.seed + 2)
-        params = train_stage(*args, progress=progress)
+        params = train_stage(*args, progress=progress, layout=make_layout(config.mesh))
     target = LoadedModel(spec, params, tokenizer, (tokenizer.eos_token_id,), "target")
     title = f"A target of {_count(params):,} parameters, trained from scratch by specjax."
     rows = {"SHA-256 of the weights": fingerprint.digest(params), "SHA-256 of the text": documents.digest}
     training = {"target": dataclasses.asdict(settings), "data": dataclasses.asdict(config.data), "seed": config.seed}
     _export(target, out / "target", _card("target", title, rows, training))
-    return load_model(out / "target", dtype=settings.dtype)
+    return _load_target(config, out / "target")
 
 
 def _tokenizer(directory: Path, documents: Corpus, vocab_size: int) -> Any:
     made_from = {"train_text": corpus.corpus_digest(documents.train), "vocab_size": vocab_size}
-    fingerprint.claim(directory, made_from)
     files = directory / "files"
-    if not files.exists():
-        partial = directory / ".partial"
-        train_tokenizer(documents.train, vocab_size, partial)
-        os.rename(partial, files)
+
+    def make() -> None:
+        fingerprint.claim(directory, made_from)
+        if not files.exists():
+            partial = directory / ".partial"
+            train_tokenizer(documents.train, vocab_size, partial)
+            os.rename(partial, files)
+
+    by_first(make)
     return import_transformers().PreTrainedTokenizerFast.from_pretrained(files)
 
 
@@ -237,7 +253,8 @@ def _initial_draft(config: RunConfig, prepared: Prepared) -> LoadedModel:
         inherited = ("layers", "norm", "tie_embeddings")
         shape = dataclasses.replace(shape, **{name: getattr(target.config, name) for name in inherited})
         calibration = np.asarray(spread(prepared.train_rows, _CALIBRATION_TOKENS).tokens)
-        return LoadedModel(Model(shape), prune(target, shape, calibration))
+        full = dataclasses.replace(target, params=whole(target.params))
+        return LoadedModel(Model(shape), prune(full, shape, calibration))
     _, key = jax.random.split(jax.random.key(config.seed))
     return LoadedModel(Model(shape), DraftModel(Model(shape)).init_params(key, target))
 
@@ -273,7 +290,8 @@ def _train(
 ) -> Params:
     with (bars if stage.steps else no_bars)(name, stage.steps) as progress:
         rows = (prepared.train_rows, prepared.held_out_rows)
-        return train_stage(Path(config.out) / name, stage, drafter, params, target, *rows, seed, progress)
+        layout = make_layout(config.mesh)
+        return train_stage(Path(config.out) / name, stage, drafter, params, target, *rows, seed, progress, layout)
 
 
 def _evaluate(
@@ -281,10 +299,7 @@ def _evaluate(
 ) -> list[Evaluation]:
     """One evaluation a model; measured once, kept in `evaluations.json` under what it was measured on."""
     file = Path(config.out) / _EVALUATIONS
-    try:
-        known = json.loads(file.read_text())
-    except (FileNotFoundError, ValueError):
-        known = {}
+    known = by_first(functools.partial(_read_json, file))
     chosen = spread(prepared.held_out_rows, config.eval.positions)
     measured_on = (fingerprint.digest(prepared.target.params), fingerprint.digest(chosen))
     keys = [hashlib.sha256("".join((fingerprint.digest(m), *measured_on)).encode()).hexdigest() for m in models]
@@ -292,10 +307,17 @@ def _evaluate(
     if new:
         settings = (prepared.target, prepared.held_out_rows, config.eval.positions, config.eval.batch_size)
         with bars("evaluation", -(-len(chosen.tokens) // config.eval.batch_size)) as progress:
-            found = evaluate_all(drafter, list(new.values()), *settings, progress)
+            found = evaluate_all(drafter, list(new.values()), *settings, progress, make_layout(config.mesh))
         known |= {key: dataclasses.asdict(evaluation) for key, evaluation in zip(new, found, strict=True)}
-        fingerprint.write_json(file, known)
+        by_first(lambda: fingerprint.write_json(file, known))
     return [Evaluation(**known[key]) for key in keys]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
 
 
 def _refuse_foreign(directory: Path) -> None:
@@ -311,8 +333,9 @@ def _refuse_foreign(directory: Path) -> None:
 def _export(model: LoadedModel, directory: Path, card: str) -> None:
     """The card names the weights by digest and is written with them, so the same card means the same model."""
     file = directory / _CARD
-    if not file.exists() or file.read_text(encoding="utf-8") != card:
-        save_model(model, directory, overwrite=True, card=card)
+    if by_first(lambda: not file.exists() or file.read_text(encoding="utf-8") != card):
+        model = dataclasses.replace(model, params=whole(model.params))
+        by_first(lambda: save_model(model, directory, overwrite=True, card=card))
 
 
 def _draft_card(config: RunConfig, draft: LoadedModel, prepared: Prepared, evaluation: Evaluation) -> str:

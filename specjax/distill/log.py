@@ -6,20 +6,27 @@ import json
 import os
 from pathlib import Path
 
+from specjax.distill.distributed import is_first
+
 LOG = "log.jsonl"
 
 
 class Log:
-    """JSON lines, one a record; what an interrupted run wrote past its last checkpoint is dropped."""
+    """JSON lines, one a record; what an interrupted run wrote past its last checkpoint is dropped. Of several processes,
+    the first one writes."""
 
     def __init__(self, file: Path, step: int):
         self._file = file
+        if not is_first():
+            return
         kept = [r for r in _parse(file.read_text()) if r["step"] <= step] if file.exists() else []
         partial = file.with_name(f".{file.name}.partial")
         partial.write_text("".join(json.dumps(r) + "\n" for r in kept))
         os.replace(partial, file)
 
     def append(self, record: dict[str, float]) -> None:
+        if not is_first():
+            return
         with self._file.open("a") as log:
             log.write(json.dumps(record) + "\n")
 

@@ -10,20 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax import backend, config, registry
 from specjax.distill import fingerprint
 from specjax.distill.checkpoint import Checkpoints
+from specjax.distill.distributed import by_first
 from specjax.distill.evaluate import evaluate
+from specjax.distill.layout import Layout
 from specjax.distill.log import LOG, Log
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.progress import StepProgress
 from specjax.distill.rows import Batches, Rows
-from specjax.distill.step import TrainState, make_update, microbatch_rows
-from specjax.errors import TrainingError
-from specjax.types import Params, Trainable
+from specjax.distill.step import make_update, microbatch_rows, start_state
+from specjax.errors import ConfigError, TrainingError
+from specjax.models.training import TrainingModel
+from specjax.models.transformer import Model
+from specjax.types import Batch, Params, Trainable
 
 LOG_EVERY = 10
 """Steps between two looks at the metrics; in between, the host never waits for the device."""
@@ -39,45 +42,57 @@ def train_stage(
     held_out_rows: Rows,
     seed: int,
     progress: StepProgress | None = None,
+    layout: Layout = Layout(),
 ) -> Params:
     """Train ``params`` as ``stage`` says and return the result; a finished stage returns its own at once.
 
-    ``target``: a `LoadedModel`, or None where the loss needs none (then no acceptance is measured). Called again after an interruption, it goes on from the last checkpoint in ``directory`` to the
-    same weights, bit for bit. ``directory`` keeps ``log.jsonl`` (`read_log`), checkpoints and a fingerprint.
+    ``target``: a `LoadedModel`, or None where the loss needs none (then no acceptance is measured). Called again after
+    an interruption, it goes on from the last checkpoint in ``directory`` to the same weights, bit for bit, on the same
+    ``layout``. ``directory`` keeps ``log.jsonl`` (`read_log`), checkpoints and a fingerprint. Of several processes, all
+    call this.
 
     Raises `TrainingError` if a loss is not finite (naming the step; the last good checkpoint is kept) or if the
-    directory was made with other settings, `DataError` if the windows do not fill one batch.
+    directory was made with other settings, `DataError` if the windows do not fill one batch, `ConfigError` if the batch
+    cannot be split as ``layout`` says.
     """
     loss = registry.build(registry.LOSSES, stage.loss, f"{directory.name}: loss")
     if loss.needs_target and target is None:
         raise TrainingError(
             f"{directory.name}: the loss {loss.kind!r} needs a target model; use cross_entropy or give one"
         )
+    rows = _microbatch_rows(directory.name, stage, train_rows.length, layout)
+    student = _student(drafter, stage)
     backend.keep_freed_memory()
     batches = Batches(train_rows, stage.batch_size, seed)
     made_from = (params, None if target is None else target.params, train_rows, held_out_rows)
-    fingerprint.claim(directory, _fingerprint(stage, drafter, seed, *made_from))
+    made_from = _fingerprint(stage, drafter, seed, *made_from)
+    by_first(lambda: fingerprint.claim(directory, made_from))
     if stage.steps == 0:
         return params
     optimizer = make_optimizer(stage)
-    # Copies: the step donates its state, and the caller keeps its parameters.
-    params = jax.tree.map(jnp.array, params)
-    state = TrainState(params, optimizer.init(params))
+    ema = stage.optimizer.ema
+    state = start_state(params, optimizer, ema is not None, layout, drafter)
     with Checkpoints(directory / "checkpoints") as checkpoints:
         restored = checkpoints.restore_latest(state)
         start, state = (0, state) if restored is None else (restored.step, restored.state)
         if start == stage.steps:
-            return state.params
+            return state.result
         log = Log(directory / LOG, start)
         length = train_rows.length
-        rows = microbatch_rows(stage.batch_size, length)
-        spec, teacher = (target.spec, target.params) if target is not None and loss.needs_target else (None, None)
-        update = make_update(drafter, loss, optimizer, spec, rows)
+        spec, teacher = None, None
+        if target is not None and loss.needs_target:
+            spec, teacher = target.spec, layout.put(target.params, layout.of_target(target.params, target.spec))
+        precision = {"compute_dtype": stage.compute_dtype, "ema": ema}
+        update = make_update(student, loss, optimizer, spec, rows, **precision, layout=layout, state=state)
+
+        def batch(step: int) -> Batch:
+            return layout.batch(batches.rows, batches.indices(step))
+
         # Compiled before the clock starts.
-        update = update.lower(state, teacher, batches[start]).compile()
+        update = update.lower(state, teacher, batch(start)).compile()
         record, pending, began = {}, [], time.perf_counter()
         for step in range(start + 1, stage.steps + 1):
-            state, metrics = update(state, teacher, batches[step - 1])
+            state, metrics = update(state, teacher, batch(step - 1))
             pending.append(metrics)
             measures = step % stage.eval_every == 0 or step == stage.steps
             saves = step % stage.save_every == 0 or step == stage.steps
@@ -88,7 +103,8 @@ def train_stage(
                 record = {"step": step, "tokens": step * tokens, "tokens_per_s": len(fetched) * tokens / seconds}
                 record |= _means(fetched)
                 if measures:
-                    result = evaluate(drafter, state.params, target, held_out_rows, stage.eval_positions, rows)
+                    measured = (target, held_out_rows, stage.eval_positions, rows, layout)
+                    result = evaluate(drafter, state.result, *measured)
                     record["held_out_nll"] = result.nll
                     if target is not None:
                         record["alpha"] = result.alpha
@@ -98,7 +114,24 @@ def train_stage(
                 pending, began = [], time.perf_counter()
             if progress is not None:
                 progress(step, record)
-    return state.params
+    return state.result
+
+
+def _microbatch_rows(name: str, stage: config.Stage, length: int, layout: Layout) -> int:
+    layout.check_rows(stage.batch_size, f"{name}: batch_size")
+    if stage.micro_batch_size is None:
+        return microbatch_rows(stage.batch_size, length, layout.row_shards)
+    layout.check_rows(stage.micro_batch_size, f"{name}: micro_batch_size")
+    return stage.micro_batch_size
+
+
+def _student(drafter: Any, stage: config.Stage) -> Any:
+    """The drafter as the step runs it."""
+    if not (stage.remat or stage.scan_layers):
+        return drafter
+    if not isinstance(getattr(drafter, "model", None), Model):
+        raise ConfigError(f"remat, scan_layers: {type(drafter).__name__} has no transformer of its own; set both false")
+    return dataclasses.replace(drafter, model=TrainingModel(drafter.model.config, stage.remat, stage.scan_layers))
 
 
 def _fingerprint(stage, drafter, seed, params, target_params, train_rows, held_out_rows) -> dict[str, Any]:
