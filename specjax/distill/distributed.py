@@ -13,6 +13,8 @@ from jax.experimental import multihost_utils
 
 from specjax import config, errors
 
+_HEADER, _MESSAGE = 8, 4096
+
 
 def start(settings: config.Distributed) -> None:
     """Connect to the other processes, if there are any; once, before JAX is asked for its devices.
@@ -68,7 +70,11 @@ def _whole(leaf: Any) -> Any:
 
 
 def _from_first(value: Any) -> Any:
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    padded = np.resize(text, size) if is_first() else np.zeros(size, np.uint8)
-    return json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)))
+    """In messages of one size, the length first: one small program for all of them."""
+    text = json.dumps(value).encode() if is_first() else b""
+    text = len(text).to_bytes(_HEADER, "little") + text
+    received = b""
+    while len(received) < _HEADER + int.from_bytes(received[:_HEADER], "little"):
+        piece = text[len(received) : len(received) + _MESSAGE].ljust(_MESSAGE, b"\0")
+        received += bytes(multihost_utils.broadcast_one_to_all(np.frombuffer(piece, np.uint8)))
+    return json.loads(received[_HEADER:][: int.from_bytes(received[:_HEADER], "little")])

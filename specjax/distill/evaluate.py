@@ -88,6 +88,7 @@ def evaluate_all(
     if target is not None:
         spec, target_params = target.spec, layout.put(target.params, layout.of_target(target.params, target.spec))
     params = [layout.put(model, layout.of_draft(model, drafter)) for model in params]
+    drafter, spec = layout.drafter(drafter), layout.model(spec)
     sums = []
     for start in range(0, len(chosen.tokens), batch_size):
         batch = jax.tree.map(lambda x, start=start: _filled_up(x[start : start + batch_size], batch_size), chosen)

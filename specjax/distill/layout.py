@@ -21,6 +21,8 @@ from specjax.distill.rows import Rows, take
 from specjax.errors import ConfigError
 from specjax.models.config import ModelConfig
 from specjax.models.sharding import AXES, place, sharding_of
+from specjax.models.training import TrainingModel
+from specjax.models.transformer import Model
 from specjax.types import Batch, Params
 
 _ROW_AXES = ("data", "fsdp")
@@ -42,7 +44,9 @@ class Layout:
 
     def check_rows(self, rows: int, what: str) -> None:
         if rows % self.row_shards:
-            raise ConfigError(f"{what}={rows} is not a multiple of the {self.row_shards} shards of mesh.data x mesh.fsdp")
+            raise ConfigError(
+                f"{what}={rows} is not a multiple of the {self.row_shards} shards of mesh.data x mesh.fsdp"
+            )
 
     def rows(self) -> NamedSharding | None:
         """Of every array of a batch."""
@@ -69,6 +73,17 @@ class Layout:
             return sharding_of(tuple(names), leaf.shape, shape, self.mesh) if split else self.everywhere()
 
         return jax.tree_util.tree_map_with_path(sharding, tree)
+
+    def model(self, spec: Any) -> Any:
+        """A model whose activations lie as the rows do."""
+        if self.mesh is None or not isinstance(spec, Model):
+            return spec
+        spec = spec if isinstance(spec, TrainingModel) else TrainingModel(spec.config)
+        return dataclasses.replace(spec, rows=self.rows())
+
+    def drafter(self, drafter: Any) -> Any:
+        model = getattr(drafter, "model", None)
+        return dataclasses.replace(drafter, model=self.model(model)) if isinstance(model, Model) else drafter
 
     def put(self, tree: Any, shardings: Any) -> Any:
         """Copies of the arrays of ``tree`` where ``shardings`` says; what lies there already is not copied."""
@@ -97,9 +112,7 @@ class Layout:
 
     def _assemble(self, own: Batch, size: int) -> Batch:
         sharding = self.rows()
-        return jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(sharding, x, (size, *x.shape[1:])), own
-        )
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x, (size, *x.shape[1:])), own)
 
 
 def make_layout(settings: config.Mesh) -> Layout:

@@ -48,34 +48,25 @@ def make_schedule(o: config.Optimizer, steps: int) -> optax.Schedule:
     parts = [optax.linear_schedule(0.0, peak, o.warmup_steps), optax.constant_schedule(peak)]
     if falling <= 0:
         return optax.join_schedules(parts, [o.warmup_steps])
-    return optax.join_schedules(
-        [*parts, optax.linear_schedule(peak, end, falling)], [o.warmup_steps, steps - falling]
-    )
+    return optax.join_schedules([*parts, optax.linear_schedule(peak, end, falling)], [o.warmup_steps, steps - falling])
 
 
 def _direction(o: config.Optimizer) -> optax.GradientTransformation:
     adam = optax.scale_by_adam(o.b1, o.b2)
     if o.kind == "adamw":
         return adam
-    # By itself, without learning rate and decay: its step, with their sign.
-    muon = optax.contrib.muon(
-        learning_rate=1.0,
-        adam_b1=o.b1,
-        adam_b2=o.b2,
-        muon_weight_dimension_numbers=_muon_axes,
-        consistent_rms=MUON_RMS,
-    )
-    return optax.chain(muon, optax.scale(-1.0))
+    # A kernel is [in, out], with an axis of experts before them in some.
+    axes = functools.partial(jax.tree.map, lambda x: optax.contrib.MuonDimensionNumbers(-2, -1))
+    # Its steps alone: decay and learning rate come after, and its own Adam, a Nesterov one, has nothing to do.
+    muon = optax.contrib.muon(1.0, muon_weight_dimension_numbers=axes, consistent_rms=MUON_RMS)
+    return optax.partition({"muon": optax.chain(muon, optax.scale(-1.0)), "adam": adam}, _muon_or_adam)
 
 
-def _muon_axes(params: Params) -> Params:
-    """None: not by Muon. A kernel is [in, out], experts' with an axis before them."""
+def _muon_or_adam(params: Params) -> Params:
+    def label(path, x) -> str:
+        return "muon" if x.ndim > 1 and _names(path)[0] not in (*_EMBEDDINGS, "head") else "adam"
 
-    def axes(path, x) -> optax.contrib.MuonDimensionNumbers | None:
-        inside = x.ndim > 1 and _names(path)[0] not in (*_EMBEDDINGS, "head")
-        return optax.contrib.MuonDimensionNumbers(-2, -1) if inside else None
-
-    return jax.tree_util.tree_map_with_path(axes, params)
+    return jax.tree_util.tree_map_with_path(label, params)
 
 
 def _decaying(params: Params, embeddings: bool) -> Params:

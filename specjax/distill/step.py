@@ -93,6 +93,8 @@ def make_update(
     ``state.average``. ``state``: over a mesh, one that lies where the step is to find and leave its states.
     """
 
+    drafter, spec = layout.drafter(drafter), layout.model(spec)
+
     def cast(x):
         return x.astype(compute_dtype) if x.dtype == jnp.float32 else x
 

@@ -12,6 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from specjax.errors import ConfigError
@@ -23,13 +24,15 @@ from specjax.types import Output, Params
 @dataclasses.dataclass(frozen=True)
 class TrainingModel(Model):
     """``remat``: the backward pass computes each layer's activations again. ``scan_layers``: the layers of a repeating
-    pattern run as one compiled loop, over a stacked copy of their weights.
+    pattern run as one compiled loop, over a stacked copy of their weights. ``rows``: how [B, T, D] lies between layers,
+    over a mesh; otherwise XLA may move activations where it should gather weights.
 
     Raises `ConfigError` if the layers to scan repeat no pattern.
     """
 
     remat: bool = False
     scan_layers: bool = False
+    rows: NamedSharding | None = None
 
     def __post_init__(self) -> None:
         layers = self.config.num_layers
@@ -48,15 +51,19 @@ class TrainingModel(Model):
     ) -> Output:
         if cache is not None or hidden_layers or rows is not None:
             return super().__call__(params, tokens, positions, slots, cache, mask, hidden_layers, rows)
+        if self.rows is not None:  # whole rows of it, or what is looked up would lie as its columns do
+            wanted = NamedSharding(self.rows.mesh, PartitionSpec(PartitionSpec.UNCONSTRAINED, None))
+            params = {**params, "embedding": jax.lax.with_sharding_constraint(params["embedding"], wanted)}
         module = self.module(params)
         x, contexts = module.enter(tokens, positions, slots, None, mask)
-        x = module.norm(self._through(params["layers"], x, contexts))
+        x = module.norm(self._through(params["layers"], self._placed(x), contexts))
         return Output(module.logits(x), (x,), None)
 
     def _through(self, layers: Params, x: Float[Array, "B T D"], contexts) -> Float[Array, "B T D"]:
         def block(kind: LayerKind, x, layer: Params):
             rotary, visible = contexts[kind]
-            return nnx.merge(_block(self.config, kind), nnx.State(layer))(x, rotary, None, None, visible)[0]
+            x, _ = nnx.merge(_block(self.config, kind), nnx.State(layer))(x, rotary, None, None, visible)
+            return self._placed(x)
 
         if self.remat:
             # Inside a loop, XLA does not find the same computation twice, and need not be kept from it.
@@ -77,6 +84,9 @@ class TrainingModel(Model):
             return x, None
 
         return jax.lax.scan(repeat, x, stacked)[0]
+
+    def _placed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return x if self.rows is None else jax.lax.with_sharding_constraint(x, self.rows)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,5 +1,5 @@
-"""A transformer of two layers trained over a mesh, by this process or, run as a program, by one of several:
-python -m tests.distill.scale DIRECTORY PORT PROCESS PROCESSES STEPS. Rows are masked unevenly, and so are the shards of a
+"""A small transformer trained over a mesh, by this process or, run as a program, by one of several:
+python -m tests.distill.scale DIRECTORY CASE PORT PROCESS PROCESSES. Rows are masked unevenly, and so are the shards of a
 batch."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,14 @@ from specjax.types import Batch
 from tests.distill import toys
 
 SHAPE = ModelConfig(
-    vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8
+    vocab_size=toys.VOCAB,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
 )
-TARGET = dataclasses.replace(SHAPE, num_layers=1, hidden_size=24)
 LENGTH, BATCH, MICRO = 12, 8, 4
 OPTIMIZER = config.Optimizer(learning_rate=3e-3, warmup_steps=5, clip_norm=1e6, ema=0.9)
 FOUR = config.Mesh(data=2, fsdp=2)
@@ -56,13 +62,27 @@ class UnevenRows:
         return Batch(row[:-1], row[1:], weight, np.arange(self.length, dtype=np.int32), np.zeros(self.length, np.int32))
 
 
-def draft_params() -> Any:
-    return jax.jit(Model(SHAPE).init)(jax.random.key(1))
+def draft_params(shape: ModelConfig = SHAPE) -> Any:
+    return jax.jit(Model(shape).init)(jax.random.key(1))
 
 
-def target() -> LoadedModel:
-    params = jax.jit(Model(TARGET).init)(jax.random.key(0))
-    return LoadedModel(Model(TARGET), {**params, "embedding": 30.0 * params["embedding"]})
+def transformer_target() -> LoadedModel:
+    spec = Model(dataclasses.replace(SHAPE, hidden_size=24))
+    params = jax.jit(spec.init)(jax.random.key(0))
+    return LoadedModel(spec, {**params, "embedding": 30.0 * params["embedding"]})
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    shape: ModelConfig
+    target: Callable[[], Any]
+    steps: int
+
+
+CASES = {
+    "short": Case(SHAPE, toys.target, 3),
+    "long": Case(dataclasses.replace(SHAPE, num_layers=2), transformer_target, 50),
+}
 
 
 def stage(steps: int) -> config.Stage:
@@ -72,11 +92,12 @@ def stage(steps: int) -> config.Stage:
 class Trained:
     """``losses`` of every step; ``gradient`` of the first, one vector a parameter; the last ``state``."""
 
-    def __init__(self, layout: Layout, steps: int):
-        drafter, teacher = DraftModel(Model(SHAPE)), target()
+    def __init__(self, layout: Layout, case: str):
+        shape, steps = CASES[case].shape, CASES[case].steps
+        drafter, teacher = DraftModel(Model(shape)), CASES[case].target()
         optimizer, ema = make_optimizer(stage(50)), OPTIMIZER.ema
         teacher_params = layout.put(teacher.params, layout.of_target(teacher.params, teacher.spec))
-        state = start_state(draft_params(), optimizer, True, layout, drafter)
+        state = start_state(draft_params(shape), optimizer, True, layout, drafter)
         loss = ForwardKL()
         update = make_update(drafter, loss, optimizer, teacher.spec, MICRO, ema=ema, layout=layout, state=state)
         batches, self.losses, self.gradient = Batches(UnevenRows(), BATCH, 0), [], {}
@@ -97,12 +118,12 @@ def optimizer_moment(state: Any) -> Any:
     return moment
 
 
-def main(directory: Path, port: int, process: int, processes: int, steps: int) -> None:
+def main(directory: Path, case: str, port: int, process: int, processes: int) -> None:
     where = f"localhost:{port}"
     distributed.start(config.Distributed(True, where, processes, process))
     assert jax.process_count() == processes
     assert jax.local_device_count() < jax.device_count() == 4
-    trained = Trained(make_layout(FOUR), steps)
+    trained = Trained(make_layout(FOUR), case)
     # The whole loop as well: log, fingerprint and checkpoints in one directory.
     params = toys.train(directory / "stage", layout=make_layout(config.Mesh(data=-1)))
     if distributed.is_first():
@@ -112,4 +133,4 @@ def main(directory: Path, port: int, process: int, processes: int, steps: int) -
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))

@@ -39,7 +39,6 @@ from tests.distill.scale import FOUR, SHAPE, Trained
 
 ROOT = Path(__file__).parents[2]
 TENSOR = config.Mesh(data=2, tensor=2)
-SHORT, LONG = 3, 50
 
 
 def same_gradient(found, expected) -> None:
@@ -57,18 +56,17 @@ def same_training(losses, gradient, expected: Trained) -> None:
 
 @pytest.fixture(scope="module")
 def on_one_device():
-    return Trained(Layout(), SHORT)
+    return Trained(Layout(), "short")
 
 
 @pytest.fixture(scope="module")
 def on_four(request):
     """Over data=2, fsdp=2."""
-    return Trained(make_layout(FOUR), SHORT)
+    return Trained(make_layout(FOUR), "short")
 
 
 def test_four_devices_train_as_one_does(on_one_device, on_four):
     same_training(on_four.losses, on_four.gradient, on_one_device)
-    assert on_one_device.losses[-1] < on_one_device.losses[0]
 
 
 def test_the_state_stays_where_the_table_says_and_is_donated(on_four):
@@ -85,23 +83,23 @@ def test_the_state_stays_where_the_table_says_and_is_donated(on_four):
 @pytest.mark.proof
 @pytest.mark.parametrize("mesh", [FOUR, TENSOR, dataclasses.replace(TENSOR, draft="replicated"), config.Mesh(fsdp=4)])
 def test_fifty_steps_over_a_mesh_are_those_of_one_device(mesh):
-    expected, found = Trained(Layout(), LONG), Trained(make_layout(mesh), LONG)
+    expected, found = Trained(Layout(), "long"), Trained(make_layout(mesh), "long")
     same_training(found.losses, found.gradient, expected)
 
 
-@pytest.fixture(scope="module", params=[SHORT, in_proof(LONG)])
+@pytest.fixture(scope="module", params=["short", in_proof("long")])
 def in_two_processes(request, tmp_path_factory):
-    """(directory, steps) of `tests.distill.scale` in two processes of two devices."""
+    """(directory, case) of `tests.distill.scale` in two processes of two devices."""
     directory = tmp_path_factory.mktemp("processes")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
     environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.distill.scale", str(directory), str(port)]
+    command = [sys.executable, "-m", "tests.distill.scale", str(directory), request.param, str(port)]
     running = [
         subprocess.Popen(
-            [*command, str(process), "2", str(request.param)],
+            [*command, str(process), "2"],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -116,8 +114,8 @@ def in_two_processes(request, tmp_path_factory):
 
 
 def test_two_processes_train_as_one_does(in_two_processes, on_one_device):
-    directory, steps = in_two_processes
-    expected = on_one_device if steps == SHORT else Trained(Layout(), steps)
+    directory, case = in_two_processes
+    expected = on_one_device if case == "short" else Trained(Layout(), case)
     losses = json.loads((directory / "losses.json").read_text())
     same_training(losses, dict(np.load(directory / "gradient.npz")), expected)
 
@@ -140,9 +138,9 @@ def test_two_processes_leave_one_log_and_checkpoints_that_one_process_goes_on_fr
 
 def test_a_checkpoint_of_one_mesh_restores_on_another_to_the_same_values(on_four, tmp_path):
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        checkpoints.save(SHORT, on_four.state)
+        checkpoints.save(3, on_four.state)
         for mesh in (config.Mesh(), TENSOR):
-            drafter, optimizer = DraftModel(Model(SHAPE)), make_optimizer(scale.stage(LONG))
+            drafter, optimizer = DraftModel(Model(SHAPE)), make_optimizer(scale.stage(50))
             like = start_state(scale.draft_params(), optimizer, True, make_layout(mesh), drafter)
             restored = checkpoints.restore_latest(like)
             assert restored is not None
@@ -168,12 +166,12 @@ def test_the_loss_of_a_step_is_one_mean_over_all_predictions_that_count(mesh):
     batch = take(toys.rows(8), range(8))
     _, metrics = update(state, teacher.params, layout.place_batch(batch))
     log_p, log_q = (
-        jax.nn.log_softmax(params["table"][batch.tokens] + params["bias"][None, None], axis=-1)
+        np.asarray(jax.nn.log_softmax(params["table"][batch.tokens] + params["bias"][None, None], axis=-1))
         for params in (teacher.params, toys.bigram_params(1))
     )
     kl, counts = np.sum(np.exp(log_p) * (log_p - log_q), axis=-1, dtype=np.float64), batch.tokens != 3
     assert len(set(counts.reshape(4, -1).sum(1))) > 1
-    assert metrics["loss"] == pytest.approx(kl[counts].mean(), rel=1e-6)
+    assert float(metrics["loss"]) == pytest.approx(kl[counts].mean(), rel=1e-6)
 
 
 def test_a_batch_lies_row_by_row_over_data_and_fsdp():
@@ -189,10 +187,10 @@ def test_a_batch_lies_row_by_row_over_data_and_fsdp():
 
 def test_draft_and_target_follow_their_own_rules():
     layout = make_layout(dataclasses.replace(TENSOR, draft="replicated"))
-    teacher, drafter = scale.target(), DraftModel(Model(SHAPE))
+    teacher, drafter = scale.transformer_target(), DraftModel(Model(SHAPE))
     params = layout.put(teacher.params, layout.of_target(teacher.params, teacher.spec))
     assert params["embedding"].sharding.spec == PartitionSpec("tensor", "fsdp")
-    state = start_state(scale.draft_params(), make_optimizer(scale.stage(LONG)), False, layout, drafter)
+    state = start_state(scale.draft_params(), make_optimizer(scale.stage(50)), False, layout, drafter)
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
 
 
@@ -254,6 +252,10 @@ def test_the_first_process_speaks_for_all(monkeypatch):
 
 
 def test_processes_that_do_not_find_each_other_are_one_line(monkeypatch):
+    def nobody(*args):
+        raise ValueError("coordinator_address should be defined.\nand more")
+
+    monkeypatch.setattr(jax.distributed, "initialize", nobody)
     with pytest.raises(ConfigError, match=r"distributed: .*\(coordinator_address should be defined.\); outside"):
         distributed.start(config.Distributed(enabled=True))
 
@@ -267,7 +269,7 @@ PATTERN = dataclasses.replace(
 
 @functools.lru_cache(maxsize=8)
 def loss_and_gradient(model):
-    batch = take(scale.UnevenRows(), range(4))
+    batch = jax.tree.map(jnp.asarray, take(scale.UnevenRows(), range(4)))
     params = Model(model.config).init(jax.random.key(1))
 
     def loss(params):
@@ -279,13 +281,13 @@ def loss_and_gradient(model):
 
 @pytest.mark.parametrize(
     ("shape", "remat", "scan"),
-    [(SHAPE, True, False), (SHAPE, False, True), (PATTERN, True, True)],
-    ids=["remat", "scan", "both, over a pattern"],
+    [(PATTERN, True, False), in_proof(PATTERN, False, True), (PATTERN, True, True)],
+    ids=["remat", "scan", "both"],
 )
 def test_rematerialised_and_scanned_layers_give_the_loss_and_gradient_of_plain_ones(shape, remat, scan):
     expected_loss, expected = loss_and_gradient(Model(shape))
     loss, gradient = inspect.unwrap(loss_and_gradient)(TrainingModel(shape, remat=remat, scan_layers=scan))
-    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
     flat = [
         {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (gradient, expected)
@@ -306,7 +308,7 @@ def test_remat_recomputes_and_scan_compiles_one_loop():
 
 
 def test_layers_without_a_pattern_are_not_scanned():
-    odd = dataclasses.replace(SHAPE, layers=(LayerKind(), LayerKind(window=3)))
+    odd = dataclasses.replace(SHAPE, num_layers=2, layers=(LayerKind(), LayerKind(window=3)))
     with pytest.raises(ConfigError, match="scan_layers: the kinds of the 2 layers repeat no pattern"):
         TrainingModel(odd, scan_layers=True)
 

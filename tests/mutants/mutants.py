@@ -931,8 +931,8 @@ def embeddings_decay_in_any_case(patch):
 @mutant(
     "training forward",
     test_scale.test_rematerialised_and_scanned_layers_give_the_loss_and_gradient_of_plain_ones,
-    shape=test_scale.SHAPE,
-    remat=False,
+    shape=test_scale.PATTERN,
+    remat=True,
     scan=True,
 )
 def layers_scanned_from_the_last(patch):
