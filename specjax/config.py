@@ -185,8 +185,8 @@ class Stage:
     batch_size: Positive = 16
     """Rows of a step, over all devices."""
     micro_batch_size: Positive | None = None
-    """Rows at a time: gradients are added up over `batch_size / micro_batch_size` of them. None: the whole batch, on CPU
-    as many as stay in its cache."""
+    """Rows at a time, of which a step adds up the gradients. None: the whole batch, on CPU as many as stay in its
+    cache."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the draft's forward and backward pass. Weights, optimizer and loss are float32 in any case."""
     remat: bool = False

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specjax.distill.layout import Layout
+from specjax.distill.layout import ONE_DEVICE, Layout
 from specjax.distill.losses import negative_log_likelihood
 from specjax.distill.progress import StepProgress
 from specjax.distill.rows import Rows, spread
@@ -60,7 +60,7 @@ def evaluate(
     rows: Rows,
     positions: int,
     batch_size: int,
-    layout: Layout = Layout(),
+    layout: Layout = ONE_DEVICE,
 ) -> Evaluation:
     """`evaluate_all` of one model."""
     return evaluate_all(drafter, [params], target, rows, positions, batch_size, layout=layout)[0]
@@ -74,7 +74,7 @@ def evaluate_all(
     positions: int,
     batch_size: int,
     progress: StepProgress | None = None,
-    layout: Layout = Layout(),
+    layout: Layout = ONE_DEVICE,
 ) -> list[Evaluation]:
     """Every model of one shape on the same positions, at one target forward a batch.
 

@@ -205,8 +205,9 @@ def _target_from_scratch(
     assert settings.architecture is not None  # the config holds a path or an architecture
     spec = Model(_model_config(settings.architecture, len(tokenizer), max(_MIN_POSITIONS, config.data.seq_len)))
     drafter = DraftModel(spec)  # as a trainable, a target is a model like any other
-    optional = {"eval_every": max(1, settings.steps // 4), "save_every": 100}
-    stage = Stage("cross_entropy", settings.steps, settings.batch_size, settings.optimizer, **optional)
+    optional: dict[str, Any] = {"eval_every": max(1, settings.steps // 4), "save_every": 100}
+    optional["optimizer"] = settings.optimizer
+    stage = Stage("cross_entropy", settings.steps, settings.batch_size, **optional)
     key, _ = jax.random.split(jax.random.key(config.seed))
     with bars("target-train", stage.steps) as progress:
         initial = drafter.init_params(key, None)

@@ -56,7 +56,7 @@ class Layout:
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
     def of_draft(self, tree: Any, drafter: Any) -> Any:
-        """Shardings of a tree whose dicts are laid out as the draft's parameters: itself, or a state that holds such."""
+        """Shardings of the draft's parameters, or of a state whose dicts have their keys."""
         return self._of(tree, getattr(drafter, "model", None), self.draft_sharded)
 
     def of_target(self, params: Params, spec: Any) -> Any:
@@ -115,6 +115,9 @@ class Layout:
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x, (size, *x.shape[1:])), own)
 
 
+ONE_DEVICE = Layout()
+
+
 def make_layout(settings: config.Mesh) -> Layout:
     """The devices of all processes as a mesh. Raises `ConfigError` if they are not as many as the axes say."""
     sizes = {axis: getattr(settings, axis) for axis in AXES}
@@ -129,14 +132,14 @@ def make_layout(settings: config.Mesh) -> Layout:
             "-1 on one axis takes all that the others leave"
         )
     if used == 1 and jax.process_count() == 1:
-        return Layout()
+        return ONE_DEVICE
     types = (AxisType.Auto,) * len(AXES)
     mesh = jax.make_mesh(tuple(sizes.values()), AXES, types, devices=jax.devices()[:used])
     return Layout(mesh, settings.draft == "sharded", settings.target == "sharded")
 
 
 def _outside(path: tuple) -> int:
-    """Length of the part of a path that leads to a dict of parameters: optax's states are tuples of tuples around it."""
+    """Length of the part of a path that leads to a dict of parameters: optax's states are tuples around such."""
     keys = [isinstance(key, jax.tree_util.DictKey) for key in path]
     return max((i + 1 for i, is_key in enumerate(keys) if not is_key), default=0)
 

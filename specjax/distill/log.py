@@ -12,8 +12,8 @@ LOG = "log.jsonl"
 
 
 class Log:
-    """JSON lines, one a record; what an interrupted run wrote past its last checkpoint is dropped. Of several processes,
-    the first one writes."""
+    """JSON lines, one a record; what an interrupted run wrote past its last checkpoint is dropped. The first process
+    writes."""
 
     def __init__(self, file: Path, step: int):
         self._file = file

@@ -1,5 +1,5 @@
-"""The optimizer of a training stage, out of optax: AdamW (1711.05101) or Muon (2502.16982), a schedule, clipping; and an
-average of the weights over the steps."""
+"""The optimizer of a training stage, out of optax: AdamW (1711.05101) or Muon (2502.16982), a schedule, clipping; and
+an average of the weights over the steps."""
 
 from __future__ import annotations
 

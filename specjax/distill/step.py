@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from specjax import backend
 from specjax.distill.evaluate import matched
-from specjax.distill.layout import Layout
+from specjax.distill.layout import ONE_DEVICE, Layout
 from specjax.distill.optimizer import Average
 from specjax.distill.teacher import target_output
 from specjax.metrics import alpha_per_position
@@ -81,7 +81,7 @@ def make_update(
     *,
     compute_dtype: DTypeLike = jnp.float32,
     ema: float | None = None,
-    layout: Layout = Layout(),
+    layout: Layout = ONE_DEVICE,
     state: TrainState | None = None,
 ):
     """The jitted step ``(state, target_params, batch) -> (state, metrics)``; ``state`` is donated.

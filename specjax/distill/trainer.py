@@ -17,7 +17,7 @@ from specjax.distill import fingerprint
 from specjax.distill.checkpoint import Checkpoints
 from specjax.distill.distributed import by_first
 from specjax.distill.evaluate import evaluate
-from specjax.distill.layout import Layout
+from specjax.distill.layout import ONE_DEVICE, Layout
 from specjax.distill.log import LOG, Log
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.progress import StepProgress
@@ -42,7 +42,7 @@ def train_stage(
     held_out_rows: Rows,
     seed: int,
     progress: StepProgress | None = None,
-    layout: Layout = Layout(),
+    layout: Layout = ONE_DEVICE,
 ) -> Params:
     """Train ``params`` as ``stage`` says and return the result; a finished stage returns its own at once.
 

@@ -1,6 +1,6 @@
 """A small transformer trained over a mesh, by this process or, run as a program, by one of several:
-python -m tests.distill.scale DIRECTORY CASE PORT PROCESS PROCESSES. Rows are masked unevenly, and so are the shards of a
-batch."""
+python -m tests.distill.scale DIRECTORY CASE PORT PROCESS PROCESSES. Rows are masked unevenly, and so are the
+shards of a batch."""
 
 from __future__ import annotations
 

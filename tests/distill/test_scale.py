@@ -1,4 +1,4 @@
-"""The same training on one device, over meshes of four, and in two processes; uneven masks; rematerialised and scanned."""
+"""The same training on one device, over meshes of four, in two processes, rematerialised, scanned; masks are uneven."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from specjax.distill.step import make_update, microbatch_rows, start_state
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.models.config import LayerKind
+from specjax.models.hf import load_model
 from specjax.models.training import TrainingModel
 from specjax.models.transformer import Model
 from tests.cases import in_proof
@@ -87,29 +88,29 @@ def test_fifty_steps_over_a_mesh_are_those_of_one_device(mesh):
     same_training(found.losses, found.gradient, expected)
 
 
-@pytest.fixture(scope="module", params=["short", in_proof("long")])
-def in_two_processes(request, tmp_path_factory):
-    """(directory, case) of `tests.distill.scale` in two processes of two devices."""
-    directory = tmp_path_factory.mktemp("processes")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+def in_processes(*commands: list[str]) -> None:
+    """Each of two devices, at once."""
     flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
     environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.distill.scale", str(directory), request.param, str(port)]
-    running = [
-        subprocess.Popen(
-            [*command, str(process), "2"],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for process in range(2)
-    ]
+    options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    running = [subprocess.Popen([sys.executable, *command], **options) for command in commands]
     for process in running:
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=600)
         assert process.returncode == 0, output.decode()[-4000:]
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])
+
+
+@pytest.fixture(scope="module", params=["short", in_proof("long")])
+def in_two_processes(request, tmp_path_factory):
+    """(directory, case) of `tests.distill.scale`."""
+    directory = tmp_path_factory.mktemp("processes")
+    command = ["-m", "tests.distill.scale", str(directory), request.param, free_port()]
+    in_processes([*command, "0", "2"], [*command, "1", "2"])
     return directory, request.param
 
 
@@ -134,6 +135,58 @@ def test_two_processes_leave_one_log_and_checkpoints_that_one_process_goes_on_fr
     again = toys.train(directory, lambda step, record: steps.append(step))
     toys.assert_same(again, found)
     assert steps == []
+
+
+RUN = """
+target:
+  architecture: {hidden_size: 32, intermediate_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 4}
+  vocab_size: 300
+  steps: 4
+  batch_size: 4
+data: {path: TEXT, held_out: 0.25, seq_len: 16}
+draft:
+  init: target
+  architecture: {hidden_size: 16, intermediate_size: 32, num_layers: 1, num_heads: 4, num_kv_heads: 4, head_dim: 8}
+  pretrain: {loss: cross_entropy, steps: 0}
+distill: {steps: 6, batch_size: 4, eval_every: 3, save_every: 3, remat: true, optimizer: {ema: 0.9}}
+eval: {positions: 256}
+"""
+
+
+@pytest.mark.proof
+def test_the_whole_job_in_two_processes_is_that_of_one(tmp_path):
+    (tmp_path / "text").mkdir()
+    for i in range(40):
+        lines = (f"def function_{i}_{j}(value):\n    return value * {i * j}\n" for j in range(6))
+        (tmp_path / "text" / f"{i}.py").write_text("".join(lines))
+    (tmp_path / "run.yaml").write_text(RUN.replace("TEXT", str(tmp_path / "text")))
+    command = ["train_draft.py", str(tmp_path / "run.yaml")]
+    in_processes([*command, f"out={tmp_path / 'one'}"])
+    each = ["enabled=true", f"coordinator=localhost:{free_port()}", "num_processes=2"]
+    several = [
+        *command,
+        f"out={tmp_path / 'two'}",
+        "mesh.fsdp=2",
+        "mesh.tensor=-1",
+        *(f"distributed.{v}" for v in each),
+    ]
+    in_processes(*([*several, f"distributed.process_id={i}"] for i in range(2)))
+    one, two = (
+        {
+            file.relative_to(tmp_path / out).parts
+            for file in (tmp_path / out).rglob("*")
+            if "checkpoints" not in file.parts
+        }
+        for out in ("one", "two")
+    )
+    assert two == one
+    one, two = (load_model(tmp_path / out / "draft").params for out in ("one", "two"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), two, one)
+    first, second = (
+        list(json.loads((tmp_path / out / "evaluations.json").read_text()).values()) for out in ("one", "two")
+    )
+    alphas = [sorted(evaluation["alpha"] for evaluation in found) for found in (first, second)]
+    np.testing.assert_allclose(*alphas, rtol=1e-4)
 
 
 def test_a_checkpoint_of_one_mesh_restores_on_another_to_the_same_values(on_four, tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 
 from specjax import config
 from specjax.distill import fingerprint
-from specjax.distill.layout import Layout
+from specjax.distill.layout import ONE_DEVICE
 from specjax.distill.trainer import train_stage
 from specjax.types import Batch, DraftOutput, Output
 
@@ -94,7 +94,7 @@ def stage(**changes) -> config.Stage:
     return config.Stage(**settings | changes)
 
 
-def train(directory: Path, progress=None, drafter=None, layout=Layout(), **changes) -> Any:
+def train(directory: Path, progress=None, drafter=None, layout=ONE_DEVICE, **changes) -> Any:
     """12 steps on 40 rows, saved every 5: an epoch is 10 steps."""
     return train_stage(
         directory,
