@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from specjax import config
 from specjax.distill import distributed
@@ -123,16 +123,16 @@ def test_two_processes_train_as_one_does(in_two_processes, on_one_device):
 
 def test_two_processes_leave_one_log_and_checkpoints_that_one_process_goes_on_from(in_two_processes, tmp_path):
     directory = in_two_processes[0] / "stage"
-    expected = toys.train(tmp_path / "alone")
+    expected = toys.train(tmp_path / "alone", steps=6)
     found = dict(np.load(in_two_processes[0] / "bigram.npz"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
     logs = [read_log(where) for where in (directory, tmp_path / "alone")]
-    assert [r["step"] for r in logs[0]] == [r["step"] for r in logs[1]] == [5, 6, 10, 12]
+    assert [r["step"] for r in logs[0]] == [r["step"] for r in logs[1]] == [5, 6]
     for name in ("loss", "alpha", "held_out_nll", "grad_norm"):
         values = [[record[name] for record in log if name in record] for log in logs]
         np.testing.assert_allclose(*values, rtol=1e-5)
     steps = []
-    again = toys.train(directory, lambda step, record: steps.append(step))
+    again = toys.train(directory, lambda step, record: steps.append(step), steps=6)
     toys.assert_same(again, found)
     assert steps == []
 
@@ -193,13 +193,14 @@ def test_a_checkpoint_of_one_mesh_restores_on_another_to_the_same_values(on_four
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(3, on_four.state)
         for mesh in (config.Mesh(), TENSOR):
-            drafter, optimizer = DraftModel(Model(SHAPE)), make_optimizer(scale.stage(50))
-            like = start_state(scale.draft_params(), optimizer, True, make_layout(mesh), drafter)
+            wanted = make_layout(mesh).of_draft(on_four.state, DraftModel(Model(SHAPE)))
+            if wanted is None:
+                wanted = jax.tree.map(lambda x: SingleDeviceSharding(jax.devices()[0]), on_four.state)
+            like = jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), on_four.state, wanted)
             restored = checkpoints.restore_latest(like)
             assert restored is not None
             toys.assert_same(restored.state, on_four.state)
-            found = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), restored.state, like)
-            assert all(jax.tree.leaves(found))
+            assert all(jax.tree.leaves(jax.tree.map(lambda x, y: x.sharding == y, restored.state, wanted)))
 
 
 def test_held_out_figures_over_a_mesh_are_those_of_one_device():
@@ -210,9 +211,9 @@ def test_held_out_figures_over_a_mesh_are_those_of_one_device():
         assert getattr(four, name) == pytest.approx(getattr(one, name), rel=1e-6)
 
 
-@pytest.mark.parametrize("mesh", [config.Mesh(), FOUR])
-def test_the_loss_of_a_step_is_one_mean_over_all_predictions_that_count(mesh):
-    layout, optimizer, teacher = make_layout(mesh), make_optimizer(toys.stage()), toys.target()
+@pytest.mark.parametrize("axes", [(1, 1), (2, 2)])
+def test_the_loss_of_a_step_is_one_mean_over_all_predictions_that_count(axes):
+    layout, optimizer, teacher = make_layout(config.Mesh(*axes)), make_optimizer(toys.stage()), toys.target()
     drafter = toys.BigramDraft(ignored=3)
     state = start_state(toys.bigram_params(1), optimizer, False, layout, drafter)
     update = make_update(drafter, ForwardKL(), optimizer, teacher.spec, 4, layout=layout, state=state)
@@ -239,12 +240,10 @@ def test_a_batch_lies_row_by_row_over_data_and_fsdp():
 
 
 def test_draft_and_target_follow_their_own_rules():
-    layout = make_layout(dataclasses.replace(TENSOR, draft="replicated"))
-    teacher, drafter = scale.transformer_target(), DraftModel(Model(SHAPE))
-    params = layout.put(teacher.params, layout.of_target(teacher.params, teacher.spec))
-    assert params["embedding"].sharding.spec == PartitionSpec("tensor", "fsdp")
-    state = start_state(scale.draft_params(), make_optimizer(scale.stage(50)), False, layout, drafter)
-    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
+    layout, model = make_layout(dataclasses.replace(TENSOR, draft="replicated")), Model(SHAPE)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    assert layout.of_target(params, model)["embedding"].spec == PartitionSpec("tensor", "fsdp")
+    assert all(sharding.is_fully_replicated for sharding in jax.tree.leaves(layout.of_draft(params, DraftModel(model))))
 
 
 @pytest.mark.parametrize(
@@ -333,13 +332,11 @@ def loss_and_gradient(model):
 
 
 @pytest.mark.parametrize(
-    ("shape", "remat", "scan"),
-    [(PATTERN, True, False), in_proof(PATTERN, False, True), (PATTERN, True, True)],
-    ids=["remat", "scan", "both"],
+    ("remat", "scan"), [(True, False), in_proof(False, True), (True, True)], ids=["remat", "scan", "both"]
 )
-def test_rematerialised_and_scanned_layers_give_the_loss_and_gradient_of_plain_ones(shape, remat, scan):
-    expected_loss, expected = loss_and_gradient(Model(shape))
-    loss, gradient = inspect.unwrap(loss_and_gradient)(TrainingModel(shape, remat=remat, scan_layers=scan))
+def test_rematerialised_and_scanned_layers_give_the_loss_and_gradient_of_plain_ones(remat, scan):
+    expected_loss, expected = loss_and_gradient(Model(PATTERN))
+    loss, gradient = inspect.unwrap(loss_and_gradient)(TrainingModel(PATTERN, remat=remat, scan_layers=scan))
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
     flat = [
         {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from specjax import config, sampling
+from specjax import sampling
 from specjax.decode import engine
 from specjax.distill import losses, optimizer, step
 from specjax.distill.layout import Layout
@@ -890,7 +890,7 @@ def summed(patch: Patch, change: Callable[..., tuple]) -> None:
     wrap(patch, step, "_Sums", lambda real: lambda weight, grads, metrics: real(*change(weight, grads, metrics)))
 
 
-@mutant("step", ONE_MEAN, mesh=config.Mesh())
+@mutant("step", ONE_MEAN, axes=(1, 1))
 def mean_of_the_means_of_microbatches(patch):
     def change(weight, grads, metrics):
         return jnp.ones_like(weight), *jax.tree.map(lambda x: x / weight, (grads, metrics))
@@ -898,7 +898,7 @@ def mean_of_the_means_of_microbatches(patch):
     summed(patch, change)
 
 
-@mutant("step", ONE_MEAN, mesh=test_scale.FOUR)
+@mutant("step", ONE_MEAN, axes=(2, 2))
 def sums_divided_by_positions_that_do_not_count_too(patch):
     summed(patch, lambda weight, grads, metrics: (jnp.full_like(weight, 4 * toys.LENGTH), grads, metrics))
 
@@ -931,7 +931,6 @@ def embeddings_decay_in_any_case(patch):
 @mutant(
     "training forward",
     test_scale.test_rematerialised_and_scanned_layers_give_the_loss_and_gradient_of_plain_ones,
-    shape=test_scale.PATTERN,
     remat=True,
     scan=True,
 )
