@@ -154,8 +154,7 @@ def test_what_is_measured_during_a_stage_is_the_average(tmp_path, monkeypatch):
 RESULT = SimpleNamespace(nll=1.0, alpha=0.5)
 
 
-@pytest.mark.parametrize("micro", [1, 2, 4])
-def test_the_size_of_a_microbatch_does_not_change_the_stage(micro, tmp_path):
+def test_the_size_of_a_microbatch_does_not_change_the_stage(tmp_path):
     whole = toys.train(tmp_path / "whole", steps=3)
-    parts = toys.train(tmp_path / "parts", steps=3, micro_batch_size=micro)
+    parts = toys.train(tmp_path / "parts", steps=3, micro_batch_size=2)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), parts, whole)
