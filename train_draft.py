@@ -17,13 +17,16 @@ def main(config: Path, overrides: list[str]) -> None:
 
     from specjax.compile_cache import keep_programs
     from specjax.config import load_config
-    from specjax.distill import job, teacher_cache
-    from specjax.distill.progress import console_bars
+    from specjax.distill import distributed, job, teacher_cache
+    from specjax.distill.progress import console_bars, no_bars
 
     settings = load_config(config, overrides)
     keep_programs(settings.compile_cache)
+    distributed.start(settings.distributed)
     console = Console()
-    measures = job.run(settings, console_bars(console)).measures
+    measures = job.run(settings, console_bars(console) if distributed.is_first() else no_bars).measures
+    if not distributed.is_first():
+        return
     table = Table("held out", "loss (nats a token)", "alpha", title=f"{measures.positions:,} positions")
     table.add_row("target", f"{measures.target_nll:.4f}", "")
     table.add_row("draft before", f"{measures.draft_nll:.4f}", f"{measures.alpha_before:.4f}")

@@ -32,12 +32,15 @@ from specjax.config import RunConfig
 from specjax.distill import fingerprint, job, lock, sinks
 from specjax.distill.measure import check, decoding_figures
 from specjax.distill.progress import Bars, StepProgress, console_bars
+from specjax.errors import ConfigError
 
 _DECODING, _SECONDS, _RESULTS = "decoding.json", "seconds.json", "results.json"
 
 
 def run(config: RunConfig) -> dict[str, Any]:
     """Everything of one run, in ``config.out``; returns the summary. Raises `SpecjaxError` for what a user can mend."""
+    if config.distributed.enabled:
+        raise ConfigError("distributed: several processes train, one decodes; run train_draft.py with it, then this")
     out = Path(config.out)
     console = Console()
     keep_programs(config.compile_cache)

@@ -68,6 +68,12 @@ def _ascending(steps: tuple[int, int]) -> tuple[int, int]:
     return steps
 
 
+def _no_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("0 devices; give their number, or -1 for all that remain")
+    return value
+
+
 _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 _Grid = (Field(min_length=1), AfterValidator(_distinct))
 _WEIGHTLESS = {kind: where for kind, where in DRAFTERS.items() if kind != "draft_model"}
@@ -75,6 +81,7 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
+Axis = Annotated[int, Field(ge=-1), AfterValidator(_no_zero)]
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -109,15 +116,29 @@ class Architecture:
 
 @dataclass(frozen=True, config=_STRICT)
 class Optimizer:
-    """AdamW with linear warm-up, cosine decay to ``final_scale`` of the peak, and clipping by the global norm."""
+    """AdamW or Muon, with linear warm-up, a schedule, decoupled decay, and clipping by the global norm."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`muon` orthogonalises the steps of the matrices inside the layers; embeddings, head and vectors stay with AdamW,
+    whose learning rate suits both."""
     learning_rate: Rate = 3e-3
+    """At the peak."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """After the warm-up, down to `final_scale` of the peak: as a cosine, along a line, not at all, or along a line in
+    the last `decay_share` of the steps only (warm-up, stable, decay)."""
     warmup_steps: NonNegative = 50
+    decay_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Of the steps; for `schedule: wsd`."""
     final_scale: Annotated[float, Field(ge=0, le=1)] = 0.05
     weight_decay: Annotated[float, Field(ge=0)] = 0.05
+    """Of matrices; norm scales and biases do not decay."""
+    decay_embeddings: bool = True
     b1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     b2: Annotated[float, Field(ge=0, lt=1)] = 0.98
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of an average of the weights over the steps (0.999, say). It is then the average that is evaluated and that
+    the stage results in."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -193,6 +214,16 @@ class Stage:
     teacher_top_k: Positive = 64
     steps: NonNegative = 500
     batch_size: Positive = 16
+    """Rows of a step, over all devices."""
+    micro_batch_size: Positive | None = None
+    """Rows at a time, of which a step adds up the gradients. None: the whole batch, on CPU as many as stay in its
+    cache."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the draft's forward and backward pass. Weights, optimizer and loss are float32 in any case."""
+    remat: bool = False
+    """Compute each layer's activations again in the backward pass instead of keeping them."""
+    scan_layers: bool = False
+    """One program for all layers of a kind instead of one each: compiles sooner, for a copy of the weights."""
     optimizer: Optimizer = Optimizer()
     eval_every: Positive = 100
     eval_positions: Positive = 8_192
@@ -229,6 +260,14 @@ class Stage:
             )
         return self
 
+    @model_validator(mode="after")
+    def _microbatches_fit(self) -> Stage:
+        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}"
+            )
+        return self
+
 
 @dataclass(frozen=True, config=_STRICT)
 class Draft:
@@ -247,6 +286,47 @@ class Control:
     """The rival of distillation: its extra tokens spent on cross-entropy instead, best of several learning rates."""
 
     learning_rates: Annotated[tuple[Rate, ...], AfterValidator(_distinct)] = ()
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Mesh:
+    """Devices that train together: a batch is split over `data` x `fsdp`; -1, on one axis, takes all devices that the
+    others leave. See docs/multi_host.md."""
+
+    data: Axis = 1
+    """Copies of the weights."""
+    fsdp: Axis = 1
+    """Shards of the weights and of the optimizer's state, put together layer by layer as they are needed."""
+    tensor: Axis = 1
+    """Shards of every computation: of heads, neurons and vocabulary."""
+    draft: Literal["sharded", "replicated"] = "sharded"
+    """Over `fsdp` and `tensor`; a small draft trains faster where every device has all of it."""
+    target: Literal["sharded", "replicated"] = "sharded"
+
+    @model_validator(mode="after")
+    def _one_remainder(self) -> Mesh:
+        if [self.data, self.fsdp, self.tensor].count(-1) > 1:
+            raise ValueError("-1 on more than one axis; one axis can take the remaining devices")
+        return self
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Distributed:
+    """Several processes, one a host or a GPU, that run the same command. See docs/multi_host.md."""
+
+    enabled: bool = False
+    """TPU pods, SLURM, Kubernetes and Open MPI say by themselves who is who; elsewhere give all three of the others."""
+    coordinator: Name | None = None
+    """`host:port` of process 0."""
+    num_processes: Positive | None = None
+    process_id: NonNegative | None = None
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> Distributed:
+        given = [value is not None for value in (self.coordinator, self.num_processes, self.process_id)]
+        if any(given) and not (all(given) and self.enabled):
+            raise ValueError("coordinator, num_processes and process_id go together, with enabled=true")
+        return self
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -353,6 +433,8 @@ class RunConfig:
     draft: Draft = Draft()
     distill: Stage = Stage()
     control: Control = Control()
+    mesh: Mesh = Mesh()
+    distributed: Distributed = Distributed()
     eval: Eval = Eval()
     bench: Bench = Bench()
     sampling: Sampling = Sampling()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -15,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
+from specjax.distill.distributed import by_first
 from specjax.distill.fingerprint import write_json
 from specjax.errors import TrainingError
 
@@ -80,8 +80,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         return min(self._manager.all_steps(), default=None)
 
     def save(self, step: int, state: Any, pending: Sequence[dict[str, float]] = ()) -> None:
-        """Begin to write ``state``, a pytree of arrays, and return when it may be donated: copied to the host, or on CPU
-        held there, so that a donation copies. Waits for the save before. ``pending``: see `Restored`."""
+        """Begin to write ``state``, a pytree of arrays, and return when it may be donated: copied to the host, or on
+        CPU held there, so that a donation copies. Waits for the save before. ``pending``: see `Restored`."""
         self.wait()
         with self._failing(step):
             saved = ocp.args.StandardSave(jax.tree.map(_plain, state))
@@ -99,13 +99,12 @@ class Checkpoints(contextlib.AbstractContextManager):
     def restore_latest(self, like: Any) -> Restored | None:
         """The newest undamaged state, with the structure, shapes, dtypes and shardings of ``like``; None if there is
         none. A damaged or half-written step is named in a warning and removed, so that it can be saved again."""
-        for step in sorted(self._manager.all_steps(), reverse=True):
-            damage = self._damage(step) if jax.process_index() == 0 else None
-            if multihost_utils.broadcast_one_to_all(np.asarray(damage is None)):
+        for step in by_first(lambda: sorted(self._manager.all_steps(), reverse=True)):
+            damage = by_first(functools.partial(self._damage, step))
+            if damage is None:
                 self._latest = step
                 return self._restore(step, like)
-            if damage is not None:
-                _log.warning("%s: checkpoint skipped and removed: %s", self._directory / str(step), damage)
+            _log.warning("%s: checkpoint skipped and removed: %s", self._directory / str(step), damage)
             self._manager.delete(step)
         return None
 

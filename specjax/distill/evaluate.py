@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from specjax.distill.layout import ONE_DEVICE, Layout
 from specjax.distill.losses import negative_log_likelihood
 from specjax.distill.progress import StepProgress
 from specjax.distill.rows import Rows, spread
@@ -51,10 +52,16 @@ def matched(out: DraftOutput, teacher: FullLogits | TopKLogits | None, following
 
 
 def evaluate(
-    drafter: Trainable, params: Params, target: Any, rows: Rows, positions: int, batch_size: int
+    drafter: Trainable,
+    params: Params,
+    target: Any,
+    rows: Rows,
+    positions: int,
+    batch_size: int,
+    layout: Layout = ONE_DEVICE,
 ) -> Evaluation:
     """`evaluate_all` of one model."""
-    return evaluate_all(drafter, [params], target, rows, positions, batch_size)[0]
+    return evaluate_all(drafter, [params], target, rows, positions, batch_size, layout=layout)[0]
 
 
 def evaluate_all(
@@ -65,20 +72,27 @@ def evaluate_all(
     positions: int,
     batch_size: int,
     progress: StepProgress | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> list[Evaluation]:
     """Every model of one shape on the same positions, at one target forward a batch.
 
     ``target``: a `LoadedModel`, or None for the models' own losses only. As many rows as hold ``positions`` predicted
-    tokens are used, all if there are fewer, and the number of predictions that count is reported.
+    tokens are used, all if there are fewer, and the number of predictions that count is reported. ``batch_size`` is
+    rounded up to fill the shards of ``layout``.
     """
     chosen = spread(rows, positions)
-    spec, target_params = (None, None) if target is None else (target.spec, target.params)
+    batch_size = -(-batch_size // layout.row_shards) * layout.row_shards
+    spec, target_params = None, None
+    if target is not None:
+        spec, target_params = target.spec, layout.put(target.params, layout.of_target(target.params, target.spec))
+    params = [layout.put(model, layout.of_draft(model, drafter)) for model in params]
+    drafter, spec = layout.drafter(drafter), layout.model(spec)
     sums = []
     for start in range(0, len(chosen.tokens), batch_size):
         batch = jax.tree.map(lambda x, start=start: _filled_up(x[start : start + batch_size], batch_size), chosen)
         real = (np.arange(batch_size) < len(chosen.tokens) - start).astype(np.float32)
         batch = batch.replace(weight=batch.weight * real[:, None])
-        sums.append(_sums(drafter, spec, tuple(params), target_params, batch))
+        sums.append(_sums(drafter, spec, tuple(params), target_params, layout.place_batch(batch)))
         if progress is not None:
             jax.block_until_ready(sums[-1])
             progress(len(sums), {})

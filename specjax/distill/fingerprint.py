@@ -13,16 +13,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.distill.distributed import whole
 from specjax.errors import TrainingError, unwritable
 
 FILE = "fingerprint.json"
 
 
 def digest(tree: Any) -> str:
-    """SHA-256 over every leaf's path, dtype, shape and bytes."""
+    """SHA-256 over every leaf's path, dtype, shape and bytes. Of arrays that lie on several processes, all call it."""
     total = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        array = np.ascontiguousarray(jax.device_get(leaf))
+        array = np.ascontiguousarray(jax.device_get(whole(leaf)))
         total.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\n".encode())
         total.update(array.reshape(-1).view(np.uint8).data)
     return total.hexdigest()

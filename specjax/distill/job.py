@@ -8,6 +8,7 @@ export to `draft-before` and `draft`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -26,7 +27,9 @@ from specjax import registry
 from specjax.config import RunConfig, Stage
 from specjax.distill import corpus, fingerprint, lock, sinks
 from specjax.distill.corpus import Bad, Document
+from specjax.distill.distributed import by_first, is_first, whole
 from specjax.distill.evaluate import Evaluation, evaluate_all
+from specjax.distill.layout import make_layout
 from specjax.distill.log import read_log
 from specjax.distill.on_policy import draft_sampler
 from specjax.distill.progress import Bars, no_bars
@@ -110,8 +113,12 @@ class Distilled:
 
 def run(config: RunConfig, bars: Bars = no_bars) -> Distilled:
     """`distill` while holding the lock of ``config.out``, with the logging that ``config`` asks for. Raises
-    `SpecjaxError` for anything the user can mend."""
-    with lock.exclusive(config.out), sinks.recorded(config.logging, Path(config.out), bars) as bars:
+    `SpecjaxError` for anything the user can mend. Of several processes (`specjax.distill.distributed.start`), all call
+    it, and the first one writes."""
+    with contextlib.ExitStack() as held:
+        by_first(lambda: held.enter_context(lock.exclusive(config.out)) and None)
+        if is_first():
+            bars = held.enter_context(sinks.recorded(config.logging, Path(config.out), bars))
         return distill(config, bars)
 
 
@@ -121,8 +128,9 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
 
     The caller holds the run directory's lock (`specjax.distill.lock.exclusive`), as `run` does.
     """
+    make_layout(config.mesh)  # a mesh that does not fit is refused before anything is read
     for name in _EXPORTS:
-        _refuse_foreign(Path(config.out) / name)
+        by_first(functools.partial(_refuse_foreign, Path(config.out) / name))
     prepared = prepare(config, bars) if prepared is None else prepared
     target = prepared.target
     initial = _initial_draft(config, prepared)
@@ -174,12 +182,18 @@ def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
         documents, *rows = _rows(config, documents, tokenizer, tokenizer.eos_token_id, bad)
         target = _target_from_scratch(config, documents, tokenizer, (rows[0], rows[1]), bars)
         return Prepared(target, documents, *rows, bad)
-    target = load_model(config.target.path, dtype=config.target.dtype, revision=config.target.revision)
+    target = _load_target(config, config.target.path)
     if target.tokenizer is None or not target.eos_ids:
         missing = "tokenizer" if target.tokenizer is None else "end-of-sequence id"
         raise ConfigError(f"target.path: {config.target.path!r} has no {missing}, which the corpus needs; add it there")
     _check_length(config, target.config, "target")
     return Prepared(target, *_rows(config, documents, target.tokenizer, target.eos_ids[0], bad), bad)
+
+
+def _load_target(config: RunConfig, path: str | Path) -> LoadedModel:
+    layout = make_layout(config.mesh)
+    mesh = layout.mesh if layout.target_sharded else None
+    return load_model(path, dtype=config.target.dtype, revision=config.target.revision, mesh=mesh)
 
 
 def _rows(config: RunConfig, documents: Corpus, tokenizer: Any, eos_id: int, bad: Bad) -> tuple[Corpus, Packed, Packed]:
@@ -207,29 +221,34 @@ def _target_from_scratch(
     assert settings.architecture is not None  # the config holds a path or an architecture
     spec = Model(_model_config(settings.architecture, len(tokenizer), max(_MIN_POSITIONS, config.data.seq_len)))
     drafter = DraftModel(spec)  # as a trainable, a target is a model like any other
-    optional = {"eval_every": max(1, settings.steps // 4), "save_every": 100}
-    stage = Stage("cross_entropy", settings.steps, settings.batch_size, settings.optimizer, **optional)
+    optional: dict[str, Any] = {"eval_every": max(1, settings.steps // 4), "save_every": 100}
+    optional["optimizer"] = settings.optimizer
+    stage = Stage("cross_entropy", settings.steps, settings.batch_size, **optional)
     key, _ = jax.random.split(jax.random.key(config.seed))
     with bars("target-train", stage.steps) as progress:
         initial = drafter.init_params(key, None)
         args = (out / "target-train", stage, drafter, initial, None, *rows, config.seed + 2)
-        params = train_stage(*args, progress=progress)
+        params = train_stage(*args, progress=progress, layout=make_layout(config.mesh))
     target = LoadedModel(spec, params, tokenizer, (tokenizer.eos_token_id,), "target")
     title = f"A target of {_count(params):,} parameters, trained from scratch by specjax."
     rows = {"SHA-256 of the weights": fingerprint.digest(params), "SHA-256 of the text": documents.digest}
     training = {"target": dataclasses.asdict(settings), "data": dataclasses.asdict(config.data), "seed": config.seed}
     _export(target, out / "target", _card("target", title, rows, training))
-    return load_model(out / "target", dtype=settings.dtype)
+    return _load_target(config, out / "target")
 
 
 def _tokenizer(directory: Path, documents: Corpus, vocab_size: int) -> Any:
     made_from = {"train_text": corpus.corpus_digest(documents.train), "vocab_size": vocab_size}
-    fingerprint.claim(directory, made_from)
     files = directory / "files"
-    if not files.exists():
-        partial = directory / ".partial"
-        train_tokenizer(documents.train, vocab_size, partial)
-        os.rename(partial, files)
+
+    def make() -> None:
+        fingerprint.claim(directory, made_from)
+        if not files.exists():
+            partial = directory / ".partial"
+            train_tokenizer(documents.train, vocab_size, partial)
+            os.rename(partial, files)
+
+    by_first(make)
     return import_transformers().PreTrainedTokenizerFast.from_pretrained(files)
 
 
@@ -251,7 +270,8 @@ def _initial_draft(config: RunConfig, prepared: Prepared) -> LoadedModel:
         inherited = ("layers", "norm", "tie_embeddings")
         shape = dataclasses.replace(shape, **{name: getattr(target.config, name) for name in inherited})
         calibration = np.asarray(spread(prepared.train_rows, _CALIBRATION_TOKENS).tokens)
-        return LoadedModel(Model(shape), prune(target, shape, calibration))
+        full = dataclasses.replace(target, params=whole(target.params))
+        return LoadedModel(Model(shape), prune(full, shape, calibration))
     _, key = jax.random.split(jax.random.key(config.seed))
     return LoadedModel(Model(shape), DraftModel(Model(shape)).init_params(key, target))
 
@@ -291,7 +311,7 @@ def _train(
     rows = source.rows(stock(config, prepared, draft, name, data_directory(config, name), seed, bars))
     with (bars if stage.steps else no_bars)(name, stage.steps) as progress:
         args = (DraftModel(draft.spec), params, target, rows, prepared.held_out_rows, seed, progress)
-        return train_stage(directory, stage, *args, draft_sampler(draft))
+        return train_stage(directory, stage, *args, draft_sampler(draft), make_layout(config.mesh))
 
 
 def data_directory(config: RunConfig, name: str) -> Path:
@@ -312,10 +332,7 @@ def _evaluate(
 ) -> list[Evaluation]:
     """One evaluation a model; measured once, kept in `evaluations.json` under what it was measured on."""
     file = Path(config.out) / _EVALUATIONS
-    try:
-        known = json.loads(file.read_text())
-    except (FileNotFoundError, ValueError):
-        known = {}
+    known = by_first(functools.partial(_read_json, file))
     chosen = spread(prepared.held_out_rows, config.eval.positions)
     measured_on = (fingerprint.digest(prepared.target.params), fingerprint.digest(chosen))
     keys = [hashlib.sha256("".join((fingerprint.digest(m), *measured_on)).encode()).hexdigest() for m in models]
@@ -323,10 +340,17 @@ def _evaluate(
     if new:
         settings = (prepared.target, prepared.held_out_rows, config.eval.positions, config.eval.batch_size)
         with bars("evaluation", -(-len(chosen.tokens) // config.eval.batch_size)) as progress:
-            found = evaluate_all(drafter, list(new.values()), *settings, progress)
+            found = evaluate_all(drafter, list(new.values()), *settings, progress, make_layout(config.mesh))
         known |= {key: dataclasses.asdict(evaluation) for key, evaluation in zip(new, found, strict=True)}
-        fingerprint.write_json(file, known)
+        by_first(lambda: fingerprint.write_json(file, known))
     return [Evaluation(**known[key]) for key in keys]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
 
 
 def _refuse_foreign(directory: Path) -> None:
@@ -342,8 +366,9 @@ def _refuse_foreign(directory: Path) -> None:
 def _export(model: LoadedModel, directory: Path, card: str) -> None:
     """The card names the weights by digest and is written with them, so the same card means the same model."""
     file = directory / _CARD
-    if not file.exists() or file.read_text(encoding="utf-8") != card:
-        save_model(model, directory, overwrite=True, card=card)
+    if by_first(lambda: not file.exists() or file.read_text(encoding="utf-8") != card):
+        model = dataclasses.replace(model, params=whole(model.params))
+        by_first(lambda: save_model(model, directory, overwrite=True, card=card))
 
 
 def _draft_card(config: RunConfig, draft: LoadedModel, prepared: Prepared, evaluation: Evaluation) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from specjax.distill.distributed import is_first
 from specjax.errors import TrainingError, unwritable
 
 LOG = "log.jsonl"
@@ -13,13 +14,15 @@ LOG = "log.jsonl"
 
 class Log:
     """JSON lines, one a record; what an interrupted run wrote past ``step``, its last checkpoint, is dropped, so that
-    nothing is in it twice.
+    nothing is in it twice. Of several processes the first one writes.
 
     Raises `TrainingError` if the file cannot be written, or naming a line that is no record.
     """
 
     def __init__(self, file: Path, step: int):
         self._file = file
+        if not is_first():
+            return
         kept = [r for r in _parse(file) if r["step"] <= step]
         partial = file.with_name(f".{file.name}.partial")
         try:
@@ -29,6 +32,8 @@ class Log:
             raise unwritable(self._file, error) from None
 
     def append(self, record: dict[str, float]) -> None:
+        if not is_first():
+            return
         try:
             with self._file.open("a") as log:
                 log.write(json.dumps(record) + "\n")

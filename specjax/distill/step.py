@@ -12,11 +12,14 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Key
 
 from specjax import backend
 from specjax.distill.evaluate import matched
 from specjax.distill.laws import acceptance
+from specjax.distill.layout import ONE_DEVICE, Layout
+from specjax.distill.optimizer import Average
 from specjax.distill.teacher import target_output
 from specjax.types import Batch, FullLogits, Loss, LossContext, Params, Trainable
 
@@ -33,6 +36,7 @@ class TrainState:
     """All that a stage needs to go on, beside its data: a checkpoint holds every leaf of it."""
 
     params: Params
+    """float32, whatever the step computes in."""
     opt: optax.OptState
     alpha: jax.Array = dataclasses.field(default_factory=lambda: jnp.zeros((), jnp.float32))
     """Running mean of the batches' alpha (of cached logits: the estimate); at first 0, as if nothing were accepted."""
@@ -40,6 +44,13 @@ class TrainState:
     """For what is drawn in a step; another one after every step, also after one that is left out."""
     skipped: Int[Array, ""] = flax.struct.field(default_factory=lambda: jnp.zeros((), jnp.int32))
     """Steps in which loss or gradient was not finite."""
+    average: Average | None = None
+    """Of the parameters over the steps; None: not asked for."""
+
+    @property
+    def result(self) -> Params:
+        """The parameters to evaluate, select and keep."""
+        return self.params if self.average is None else self.average.params
 
 
 @flax.struct.dataclass
@@ -60,12 +71,29 @@ class _Sums:
     metrics: dict[str, jax.Array]
 
 
-def microbatch_rows(batch_size: int, length: int) -> int:
-    """Rows of one microbatch: a divisor of ``batch_size``; the whole batch on an accelerator."""
+def microbatch_rows(batch_size: int, length: int, shards: int = 1) -> int:
+    """Rows of one microbatch over all ``shards`` of the batch, which they divide: the whole batch on an accelerator."""
     if jax.default_backend() != "cpu":
         return batch_size
+    own = batch_size // shards
     most = max(1, MICRO_TOKENS_CPU // length)
-    return max(rows for rows in range(1, min(most, batch_size) + 1) if batch_size % rows == 0)
+    return shards * max(rows for rows in range(1, min(most, own) + 1) if own % rows == 0)
+
+
+def start_state(
+    params: Params, optimizer: optax.GradientTransformation, averages: bool, layout: Layout, drafter: Any, seed: int
+) -> TrainState:
+    """Before the first step; ``params`` are copied, because a step donates its state."""
+
+    def start(params: Params) -> TrainState:
+        average = Average.start(params) if averages else None
+        return TrainState(params, optimizer.init(params), key=jax.random.key(seed), average=average)
+
+    if layout.mesh is None:
+        return start(jax.tree.map(jnp.array, params))
+    params = layout.put(params, layout.of_draft(params, drafter))
+    shardings = layout.of_draft(jax.eval_shape(start, params), drafter)
+    return jax.jit(start, out_shardings=shardings)(params)
 
 
 def make_update(
@@ -75,22 +103,34 @@ def make_update(
     spec: Any,
     rows: int,
     reference: Trainable | None = None,
+    *,
     skip: bool = False,
+    compute_dtype: DTypeLike = jnp.float32,
+    ema: float | None = None,
+    layout: Layout = ONE_DEVICE,
+    state: TrainState | None = None,
 ):
     """The jitted step ``(state, target_params, batch, reference_params) -> (state, metrics)``; ``state`` is donated.
 
     ``spec``: the target's static half, None where the loss needs no target or the batch brings its logits. The target's
-    parameters are an argument: closed over, they would be compiled in as constants. ``rows``: of a microbatch.
-    ``reference``: the frozen draft of a loss that compares with one, its parameters None without one. Loss, metrics and
-    gradient are sums over all predictions of the batch divided once by the sum of their weights, however it is cut up.
-    ``metrics["sound"]``: loss and gradient are finite. ``skip``: a step without that leaves parameters, optimizer and
-    running alpha as they were.
+    parameters are an argument: closed over, they would be compiled in as constants. ``rows``: of a microbatch, over all
+    devices. ``reference``: the frozen draft of a loss that compares with one, its parameters None without one. Loss,
+    metrics and gradient are sums over all predictions of the batch divided once by the sum of their weights, however it
+    is cut up and wherever it lies. ``metrics["sound"]``: loss and gradient are finite. ``skip``: a step without that
+    leaves parameters, optimizer, averages and running alpha as they were. ``compute_dtype``: of the draft's forward and
+    backward pass. ``ema``: decay of ``state.average``. ``state``: over a mesh, one that lies where the step is to find
+    and leave its states.
     """
+
+    drafter, spec = layout.drafter(drafter), layout.model(spec)
+
+    def cast(x):
+        return x.astype(compute_dtype) if x.dtype == jnp.float32 else x
 
     def stage_loss(params, given: _Given, batch: Batch):
         target_out = None if spec is None else target_output(spec, given.target, batch)
         teacher = batch.teacher if target_out is None else FullLogits(target_out.logits)
-        out = drafter.train_output(params, batch, target_out)
+        out = drafter.train_output(jax.tree.map(cast, params), batch, target_out)
         frozen = None if reference is None else reference.train_output(given.reference, batch, target_out)
         total, weights, overlaps = jnp.float32(0), jnp.float32(0), {}
         for j in range(out.logits.shape[2]):
@@ -108,11 +148,19 @@ def make_update(
 
     def sums(params, given: _Given, batch: Batch) -> _Sums:
         (_, (weight, metrics)), grads = jax.value_and_grad(stage_loss, has_aux=True)(params, given, batch)
+        if layout.mesh is not None:  # added up where they are needed: a reduce-scatter under fsdp
+            grads = jax.lax.with_sharding_constraint(grads, layout.of_draft(grads, drafter))
         return _Sums(weight, grads, metrics)
+
+    def microbatches(x):
+        """Each has some rows of every shard, so that no row moves."""
+        shards = layout.row_shards
+        own = x.reshape(shards, -1, rows // shards, *x.shape[1:])
+        return own.swapaxes(0, 1).reshape(-1, rows, *x.shape[1:])
 
     def update(state: TrainState, target_params: Params, batch: Batch, reference_params: Params = None):
         given = _Given(target_params, reference_params, state.alpha)
-        micro = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), batch)
+        micro = jax.tree.map(microbatches, batch)
         first = jax.tree.map(lambda x: x[0], micro)
         if len(micro.tokens) == 1:
             total = sums(state.params, given, first)
@@ -130,15 +178,22 @@ def make_update(
         grad_norm, update_norm = optax.tree.norm(grads), optax.tree.norm(updates)
         # Of logits with a NaN or +inf the loss is not finite either.
         sound = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
-        skipped = state.skipped + 1 - sound.astype(jnp.int32)
-        moved = optax.apply_updates(state.params, updates), opt, _running(state.alpha, metrics, total.weight)
+        params = optax.apply_updates(state.params, updates)
+        average = None if ema is None or state.average is None else state.average.with_step(params, ema)
+        moved = params, opt, _running(state.alpha, metrics, total.weight), average
         if skip:
-            stayed = state.params, state.opt, state.alpha
+            stayed = state.params, state.opt, state.alpha, state.average
             moved = jax.tree.map(lambda new, old: jnp.where(sound, new, old), moved, stayed)
+        params, opt, alpha, average = moved
+        skipped = state.skipped + 1 - sound.astype(jnp.int32)
         metrics |= {"grad_norm": grad_norm, "sound": sound, "skipped": skipped}
-        return TrainState(*moved, key=jax.random.split(state.key)[0], skipped=skipped), metrics
+        return TrainState(params, opt, alpha, jax.random.split(state.key)[0], skipped, average), metrics
 
-    return jax.jit(update, donate_argnums=0, compiler_options=backend.compiler_options())
+    shardings: dict[str, Any] = {}
+    if layout.mesh is not None:
+        lies = jax.tree.map(lambda x: x.sharding, state)
+        shardings = {"in_shardings": (lies, None, layout.rows(), None), "out_shardings": (lies, layout.everywhere())}
+    return jax.jit(update, donate_argnums=0, compiler_options=backend.compiler_options(), **shardings)
 
 
 def _running(alpha: jax.Array, metrics: dict[str, jax.Array], weight: jax.Array) -> jax.Array:

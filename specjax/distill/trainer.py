@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax import backend, config, registry
 from specjax.distill import fingerprint
 from specjax.distill.checkpoint import Checkpoints, Restored
+from specjax.distill.distributed import by_first
 from specjax.distill.evaluate import evaluate
+from specjax.distill.layout import ONE_DEVICE, Layout
 from specjax.distill.log import LOG, Log
 from specjax.distill.on_policy import Sampler
 from specjax.distill.optimizer import make_optimizer
@@ -24,10 +25,12 @@ from specjax.distill.profile import Profile
 from specjax.distill.progress import StepProgress
 from specjax.distill.rows import Batches, Rows
 from specjax.distill.signals import stop_requested
-from specjax.distill.step import TrainState, make_update, microbatch_rows
+from specjax.distill.step import make_update, microbatch_rows, start_state
 from specjax.distill.teacher_cache import cached_rows
-from specjax.errors import Stopped, TrainingError
-from specjax.types import Params, Trainable
+from specjax.errors import ConfigError, Stopped, TrainingError
+from specjax.models.training import TrainingModel
+from specjax.models.transformer import Model
+from specjax.types import Batch, Params, Trainable
 
 LOG_EVERY = 10
 """Steps between two looks at the metrics; in between, the host never waits for the device."""
@@ -46,25 +49,29 @@ def train_stage(
     seed: int,
     progress: StepProgress | None = None,
     sample: Sampler | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> Params:
     """Train ``params`` as ``stage`` says and return the result; a finished stage returns its own at once.
 
     ``target``: a `LoadedModel`, or None where the loss needs none (then no acceptance is measured). ``train_rows``:
     of the stage's data (`specjax.distill.stock`); ``sample``: from the draft, for data that is on-policy. Called again
     after an interruption, it goes on from the last checkpoint in ``directory`` to the same weights, optimizer state,
-    random key and log, bit for bit (the log's ``tokens_per_s`` is a timing). ``directory`` keeps ``log.jsonl``
-    (`read_log`), checkpoints, a fingerprint, and what `jax.profiler` traced.
+    random key and log, bit for bit, on the same ``layout`` (the log's ``tokens_per_s`` is a timing). ``directory``
+    keeps ``log.jsonl`` (`read_log`), checkpoints, a fingerprint, and what `jax.profiler` traced. Of several processes,
+    all call this.
 
     Raises `TrainingError` if a loss or gradient is not finite in more steps than ``stage.skip_non_finite`` (naming step
     and rows; the last good checkpoint is kept), if something cannot be written, or if the directory was made with other
-    settings; `DataError` if the windows do not fill one batch; `Stopped` once a SIGTERM has come and the step that was
-    under way is saved.
+    settings; `DataError` if the windows do not fill one batch; `ConfigError` if the batch cannot be split as ``layout``
+    says; `Stopped` once a SIGTERM has come and the step that was under way is saved.
     """
     loss = registry.build(registry.LOSSES, stage.loss, f"{directory.name}: loss")
     if loss.needs_target and target is None:
         raise TrainingError(
             f"{directory.name}: the loss {loss.kind!r} needs a target model; use cross_entropy or give one"
         )
+    rows = _microbatch_rows(directory.name, stage, train_rows.length, layout)
+    student = _student(drafter, stage)
     backend.keep_freed_memory()
     source = registry.build(registry.DATA, stage.data, f"{directory.name}: data")
     batches = Batches(train_rows, stage.batch_size, seed)
@@ -74,36 +81,41 @@ def train_stage(
     made_of = _fingerprint(stage, drafter, seed, *made_from)
     if reference is not None:
         made_of["reference_params"] = fingerprint.digest(reference_params)
-    fingerprint.claim(directory, made_of)
+    by_first(lambda: fingerprint.claim(directory, made_of))
     if stage.steps == 0:
         return params
     optimizer = make_optimizer(stage)
-    # Copies: the step donates its state, and the caller keeps its parameters.
-    params = jax.tree.map(jnp.array, params)
-    state = TrainState(params, optimizer.init(params), jax.random.key(seed))
+    ema = stage.optimizer.ema
+    state = start_state(params, optimizer, ema is not None, layout, drafter, seed)
     with Checkpoints(directory / "checkpoints") as checkpoints:
         restored = checkpoints.restore_latest(state) or Restored(0, state)
         start, state, pending = restored.step, restored.state, restored.pending
         if start == stage.steps:
-            return state.params
+            return state.result
         log = Log(directory / LOG, start)
         tokens = stage.batch_size * train_rows.length
-        rows = microbatch_rows(stage.batch_size, train_rows.length)
-        spec, teacher = (target.spec, target.params) if target is not None and loss.needs_target else (None, None)
+        spec, teacher = None, None
+        if target is not None and loss.needs_target:
+            spec, teacher = target.spec, layout.put(target.params, layout.of_target(target.params, target.spec))
         if spec is not None and stage.teacher == "cached":
             cache = directory.parent / f"teacher-top-{stage.teacher_top_k}"
             kept = cached_rows(cache, target, train_rows, stage.teacher_top_k, rows)
             spec, teacher, batches = None, None, Batches(kept, stage.batch_size, seed)
-        update = make_update(drafter, loss, optimizer, spec, rows, reference, skip=stage.skip_non_finite > 0)
+        options = {"skip": stage.skip_non_finite > 0, "compute_dtype": stage.compute_dtype, "ema": ema}
+        update = make_update(student, loss, optimizer, spec, rows, reference, **options, layout=layout, state=state)
+
+        def batch(step: int) -> Batch:
+            return layout.batch(batches.rows, batches.indices(step))
+
         # Compiled before the clock starts.
         batches.refresh(start, state.params, checkpoints.oldest)
-        update = update.lower(state, teacher, batches[start], reference_params).compile()
+        update = update.lower(state, teacher, batch(start), reference_params).compile()
         with stop_requested() as stops, Profile(directory / "profile", stage.profile) as profile:
             record, timed, began = {}, start, time.perf_counter()
             for step in range(start + 1, stage.steps + 1):
                 profile.before(step)
                 batches.refresh(step - 1, state.params, checkpoints.oldest)
-                state, metrics = update(state, teacher, batches[step - 1], reference_params)
+                state, metrics = update(state, teacher, batch(step - 1), reference_params)
                 profile.after(step, state)
                 pending.append(metrics)
                 last = step == stage.steps
@@ -121,7 +133,8 @@ def train_stage(
                     if stage.skip_non_finite:
                         record["skipped"] = int(pending[-1]["skipped"])
                     if measures:
-                        result = evaluate(drafter, state.params, target, held_out_rows, stage.eval_positions, rows)
+                        measured = (target, held_out_rows, stage.eval_positions, rows, layout)
+                        result = evaluate(drafter, state.result, *measured)
                         record["held_out_nll"] = result.nll
                         if target is not None:
                             record["alpha"] = result.alpha
@@ -137,7 +150,24 @@ def train_stage(
                 if ends:
                     checkpoints.wait()
                     raise Stopped(f"{directory}: stopped by SIGTERM; step {step} is saved, the same command goes on")
-    return state.params
+    return state.result
+
+
+def _microbatch_rows(name: str, stage: config.Stage, length: int, layout: Layout) -> int:
+    layout.check_rows(stage.batch_size, f"{name}: batch_size")
+    if stage.micro_batch_size is None:
+        return microbatch_rows(stage.batch_size, length, layout.row_shards)
+    layout.check_rows(stage.micro_batch_size, f"{name}: micro_batch_size")
+    return stage.micro_batch_size
+
+
+def _student(drafter: Any, stage: config.Stage) -> Any:
+    """The drafter as the step runs it."""
+    if not (stage.remat or stage.scan_layers):
+        return drafter
+    if not isinstance(getattr(drafter, "model", None), Model):
+        raise ConfigError(f"remat, scan_layers: {type(drafter).__name__} has no transformer of its own; set both false")
+    return dataclasses.replace(drafter, model=TrainingModel(drafter.model.config, stage.remat, stage.scan_layers))
 
 
 def _fingerprint(stage, drafter, seed, params, target_params, train_rows, held_out_rows) -> dict[str, Any]:

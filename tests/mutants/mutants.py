@@ -15,8 +15,9 @@ import pytest
 
 from specjax import sampling
 from specjax.decode import engine
-from specjax.distill import checkpoint, laws, losses, on_policy, rows, step, teacher_cache
+from specjax.distill import checkpoint, laws, losses, on_policy, optimizer, rows, step, teacher_cache
 from specjax.distill.checkpoint import Checkpoints
+from specjax.distill.layout import Layout
 from specjax.distill.log import Log
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
@@ -34,10 +35,13 @@ from tests.distill import (
     test_log,
     test_losses,
     test_on_policy,
+    test_optimizer,
     test_rows,
+    test_scale,
     test_step,
     test_teacher_cache,
     test_trainer,
+    toys,
 )
 from tests.verifiers import test_laws
 
@@ -1118,3 +1122,62 @@ def skipped_step_still_updates(patch):
 @mutant("log", test_log.test_records_past_the_checkpoint_are_dropped_and_nothing_is_there_twice)
 def log_not_truncated(patch):
     patch.setattr(Log, "__init__", lambda self, file, step: setattr(self, "_file", file))
+
+
+# The step, its optimizer and its layout over devices.
+
+ONE_MEAN = test_scale.test_the_loss_of_a_step_is_one_mean_over_all_predictions_that_count
+AVERAGE = test_optimizer.test_the_average_is_that_of_all_weights_after_a_step_weighted_by_age
+
+
+def summed(patch: Patch, change: Callable[..., tuple]) -> None:
+    """Replaces the sums of a microbatch by ``change(weight, gradient, metrics)``."""
+    wrap(patch, step, "_Sums", lambda real: lambda weight, grads, metrics: real(*change(weight, grads, metrics)))
+
+
+@mutant("step", ONE_MEAN, axes=(1, 1))
+def mean_of_the_means_of_microbatches(patch):
+    def change(weight, grads, metrics):
+        return jnp.ones_like(weight), *jax.tree.map(lambda x: x / weight, (grads, metrics))
+
+    summed(patch, change)
+
+
+@mutant("step", ONE_MEAN, axes=(2, 2))
+def sums_divided_by_positions_that_do_not_count_too(patch):
+    summed(patch, lambda weight, grads, metrics: (jnp.full_like(weight, 4 * toys.LENGTH), grads, metrics))
+
+
+@mutant("layout", test_scale.test_a_batch_lies_row_by_row_over_data_and_fsdp)
+def rows_of_a_batch_in_another_order(patch):
+    wrap(patch, Layout, "_own", lambda real: lambda self, size: real(self, size)[::-1])
+
+
+@mutant("average", AVERAGE)
+def average_that_is_a_step_ahead(patch):
+    wrap(patch, optimizer, "_share", lambda real: lambda steps, decay: real(steps + 1, decay))
+
+
+@mutant("average", test_optimizer.test_the_average_counts_the_weights_after_the_step_not_before)
+def stage_that_results_in_its_last_weights(patch):
+    patch.setattr(step.TrainState, "result", property(lambda self: self.params))
+
+
+@mutant(
+    "optimizer",
+    test_optimizer.test_matrices_decay_vectors_do_not_and_embeddings_if_asked_for,
+    kind="adamw",
+    embeddings=False,
+)
+def embeddings_decay_in_any_case(patch):
+    wrap(patch, optimizer, "_decaying", lambda real: lambda params, embeddings: real(params, True))
+
+
+@mutant(
+    "training forward",
+    test_scale.test_rematerialised_and_scanned_layers_give_the_loss_and_gradient_of_plain_ones,
+    remat=True,
+    scan=True,
+)
+def layers_scanned_from_the_last(patch):
+    wrap(patch, jax.lax, "scan", lambda real: lambda f, init, xs: real(f, init, xs, reverse=True))
