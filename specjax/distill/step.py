@@ -81,7 +81,7 @@ def microbatch_rows(batch_size: int, length: int, shards: int = 1) -> int:
 
 
 def start_state(
-    params: Params, optimizer: optax.GradientTransformation, averages: bool, layout: Layout, drafter: Any, seed: int
+    params: Params, optimizer: optax.GradientTransformation, averages: bool, layout: Layout, drafter: Any, seed: int = 0
 ) -> TrainState:
     """Before the first step; ``params`` are copied, because a step donates its state."""
 
