@@ -161,10 +161,6 @@ class Stage:
 
     loss: _buildable(LOSSES) = "forward_kl"  # pyright: ignore[reportInvalidTypeForm]
     """A kind, or `{kind: jensen_shannon, beta: 0.3}` and the like; docs/losses.md lists them."""
-    teacher: Literal["online", "cached"] = "online"
-    """Where the target's logits come from: its forward in every step, or a pass over all rows before the first, of
-    which the `teacher_top_k` largest are kept on disk."""
-    teacher_top_k: Positive = 64
     steps: NonNegative = 500
     batch_size: Positive = 16
     optimizer: Optimizer = Optimizer()
@@ -172,6 +168,10 @@ class Stage:
     eval_positions: Positive = 8_192
     """Held-out positions of the acceptance measured as training goes; the final figures use `eval.positions`."""
     save_every: Positive = 100
+    teacher: Literal["online", "cached"] = "online"
+    """Where the target's logits come from: its forward in every step, or a pass over all rows before the first, of
+    which the `teacher_top_k` largest are kept on disk."""
+    teacher_top_k: Positive = 64
 
     @model_validator(mode="after")
     def _loss_takes_the_cache(self) -> Stage:
