@@ -169,8 +169,8 @@ class Stage:
     """Held-out positions of the acceptance measured as training goes; the final figures use `eval.positions`."""
     save_every: Positive = 100
     teacher: Literal["online", "cached"] = "online"
-    """Where the target's logits come from: its forward in every step, or a pass over all rows before the first, of
-    which the `teacher_top_k` largest are kept on disk."""
+    """Where the target's logits come from: its forward in every step, or a pass over the stage's rows before the
+    first, of which the `teacher_top_k` largest are kept on disk."""
     teacher_top_k: Positive = 64
 
     @model_validator(mode="after")

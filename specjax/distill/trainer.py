@@ -22,7 +22,7 @@ from specjax.distill.optimizer import make_optimizer
 from specjax.distill.progress import StepProgress
 from specjax.distill.rows import Batches, Rows
 from specjax.distill.step import TrainState, make_update, microbatch_rows
-from specjax.distill.teacher_cache import cached_rows
+from specjax.distill.teacher_cache import cached_rows, numbers_of
 from specjax.errors import TrainingError
 from specjax.types import Params, Trainable
 
@@ -78,8 +78,8 @@ def train_stage(
         rows = microbatch_rows(stage.batch_size, length)
         spec, teacher = (target.spec, target.params) if target is not None and loss.needs_target else (None, None)
         if spec is not None and stage.teacher == "cached":
-            cache = directory.parent / f"teacher-top-{stage.teacher_top_k}"
-            kept = cached_rows(cache, target, train_rows, stage.teacher_top_k, rows)
+            numbers = numbers_of(batches, stage.steps)
+            kept = cached_rows(directory / "teacher", target, train_rows, numbers, stage.teacher_top_k, rows)
             spec, teacher, batches = None, None, Batches(kept, stage.batch_size, seed)
         update = make_update(drafter, loss, optimizer, spec, rows, reference)
         # Compiled before the clock starts.
