@@ -34,7 +34,7 @@ def main(config: Path, overrides: list[str]) -> None:
     if measures.alpha_ce_control is not None:
         table.add_row("cross-entropy control", "", f"{measures.alpha_ce_control:.4f}")
     console.print(table)
-    for cache in sorted(Path(settings.out).glob("teacher-top-*/provenance.json")):
+    for cache in sorted(Path(settings.out).glob("*/teacher/provenance.json")):
         console.print(f"cached logits: {teacher_cache.summary(cache.parent)}", soft_wrap=True)
     console.print(f"draft: {Path(settings.out) / 'draft'}", soft_wrap=True)
 

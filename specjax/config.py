@@ -208,10 +208,6 @@ class Stage:
 
     loss: _buildable(LOSSES) = "forward_kl"  # pyright: ignore[reportInvalidTypeForm]
     """A kind, or `{kind: jensen_shannon, beta: 0.3}` and the like; docs/losses.md lists them."""
-    teacher: Literal["online", "cached"] = "online"
-    """Where the target's logits come from: its forward in every step, or a pass over all rows before the first, of
-    which the `teacher_top_k` largest are kept on disk."""
-    teacher_top_k: Positive = 64
     steps: NonNegative = 500
     batch_size: Positive = 16
     """Rows of a step, over all devices."""
@@ -236,6 +232,11 @@ class Stage:
     data: _buildable(DATA) = "text"  # pyright: ignore[reportInvalidTypeForm]
     """`text`; `{kind: generated, ...}`: continuations by the target; `{kind: on_policy, share: 0.5, every: 100, ...}`:
     in part the draft's own."""
+
+    teacher: Literal["online", "cached"] = "online"
+    """Where the target's logits come from: its forward in every step, or a pass over the stage's rows before the
+    first, of which the `teacher_top_k` largest are kept on disk."""
+    teacher_top_k: Positive = 64
 
     @model_validator(mode="after")
     def _samples_are_judged(self) -> Stage:

@@ -1,4 +1,4 @@
-"""The frozen target's k best logits of every training row: computed once, kept on disk, read back by row number.
+"""The frozen target's k best logits of a stage's rows: computed once, kept on disk, read back by row number.
 
 A directory of numbered `.npy` shards of equally many rows, ``record[row, t]`` = (log p of the k best tokens, their ids,
 the probability of all others, log p and ids of a few of those, drawn from p); `shards.json` with the SHA-256 and the
@@ -31,7 +31,7 @@ from jaxtyping import Array, Int
 
 from specjax.distill import fingerprint
 from specjax.distill.laws import top_k_logits
-from specjax.distill.rows import Rows, take
+from specjax.distill.rows import Batches, Rows, take
 from specjax.distill.teacher import target_output
 from specjax.errors import ConfigError, TrainingError
 from specjax.types import Batch, Params, TopKLogits
@@ -87,9 +87,11 @@ def _ids(stored: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class CachedRows:
-    """``rows`` with the target's best logits beside each (`Batch.teacher`); ``digests``: of the shards."""
+    """``rows`` with the target's best logits beside each (`Batch.teacher`). ``numbers``: of the rows that have them, in
+    order; ``digests``: of the shards."""
 
     rows: Rows
+    numbers: Int[np.ndarray, " rows"]
     directory: Path
     rows_per_shard: int
     digests: tuple[str, ...]
@@ -107,10 +109,21 @@ class CachedRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Batch:
-        row = self.rows[index]
-        number, offset = divmod(index, self.rows_per_shard)
+        """Raises `KeyError` for a row that was not asked about."""
+        place = int(np.searchsorted(self.numbers, index))
+        if place == len(self.numbers) or self.numbers[place] != index:
+            raise KeyError(f"{self.directory}: holds nothing of row {index}")
+        number, offset = divmod(place, self.rows_per_shard)
         shard = _open(self.directory / _name(number), self.digests[number])
-        return row.replace(teacher=from_records(np.asarray(shard[offset])))
+        return self.rows[index].replace(teacher=from_records(np.asarray(shard[offset])))
+
+
+def numbers_of(batches: Batches, steps: int) -> Int[np.ndarray, " rows"]:
+    """Of the rows that the first ``steps`` batches hold, in order."""
+    size = len(batches.indices(0))
+    if steps * size >= len(batches.rows):  # a whole epoch
+        return np.arange(len(batches.rows))
+    return np.unique(np.concatenate([batches.indices(step) for step in range(steps)]))
 
 
 @functools.lru_cache(maxsize=256)  # a mapping holds its file open
@@ -118,14 +131,19 @@ def _open(file: Path, digest: str) -> np.ndarray:
     return np.load(file, mmap_mode="r")
 
 
-def cached_rows(directory: Path, target: Any, rows: Rows, k: int, batch_size: int) -> CachedRows:
-    """``rows`` with their cached logits; what is missing in ``directory`` is computed, ``batch_size`` rows at a time.
+def cached_rows(
+    directory: Path, target: Any, rows: Rows, numbers: Int[np.ndarray, " rows"], k: int, batch_size: int
+) -> CachedRows:
+    """``rows``, those ``numbers`` of them (in order) with their cached logits; what is missing in ``directory`` is
+    computed, ``batch_size`` rows at a time.
 
     Every shard that is there is checked against its SHA-256; a damaged one is named in a warning and made again.
     Raises `ConfigError` if the target has fewer than ``k`` tokens, `TrainingError` if the directory belongs to another
     target, other rows or another k, or cannot be written.
     """
-    logits = jax.eval_shape(functools.partial(target_output, target.spec), target.params, take(rows, [0])).logits
+    logits = jax.eval_shape(
+        functools.partial(target_output, target.spec), target.params, take(rows, numbers[:1])
+    ).logits
     vocab_size = logits.shape[-1]
     if k > vocab_size:
         raise ConfigError(f"teacher_top_k={k} exceeds the target's {vocab_size} tokens; lower it")
@@ -133,18 +151,18 @@ def cached_rows(directory: Path, target: Any, rows: Rows, k: int, batch_size: in
     per_shard = max(1, SHARD_BYTES // (rows.length * dtype.itemsize))
     made_from = {
         "target_params": fingerprint.digest(target.params),
-        "rows": rows.digest,
-        "shape": [len(rows), rows.length, vocab_size],
+        "rows": fingerprint.digest((np.frombuffer(rows.digest.encode(), np.uint8), numbers)),
+        "shape": [len(numbers), rows.length, vocab_size],
         "k": k,
         "tail_tokens": TAIL_TOKENS,
         "rows_per_shard": per_shard,
     }
     try:
         fingerprint.claim(directory, made_from)
-        shards = _finished(directory, len(rows), per_shard)
-        for number in range(-(-len(rows) // per_shard)):
+        shards = _finished(directory)
+        for number, start in enumerate(range(0, len(numbers), per_shard)):
             if _name(number) not in shards:
-                indices = range(number * per_shard, min(len(rows), (number + 1) * per_shard))
+                indices = numbers[start : start + per_shard]
                 shards[_name(number)] = _make(
                     directory / _name(number), target, rows, indices, k, vocab_size, batch_size
                 )
@@ -153,10 +171,10 @@ def cached_rows(directory: Path, target: Any, rows: Rows, k: int, batch_size: in
     except OSError as error:
         raise TrainingError(
             f"{directory}: the target's logits cannot be kept there ({error}); free some space "
-            f"({len(rows) * rows.length * dtype.itemsize:,} bytes in all) or lower teacher_top_k; what is there stays"
+            f"({len(numbers) * rows.length * dtype.itemsize:,} bytes in all) or lower teacher_top_k"
         ) from None
     _log.info("%s", summary(directory))
-    return CachedRows(rows, directory, per_shard, tuple(shards[name]["sha256"] for name in sorted(shards)))
+    return CachedRows(rows, numbers, directory, per_shard, tuple(shards[name]["sha256"] for name in sorted(shards)))
 
 
 def read_provenance(directory: Path) -> dict[str, Any]:
@@ -179,7 +197,7 @@ def _name(number: int) -> str:
     return f"{number:06d}.npy"
 
 
-def _finished(directory: Path, rows: int, per_shard: int) -> dict[str, dict[str, Any]]:
+def _finished(directory: Path) -> dict[str, dict[str, Any]]:
     try:
         known = json.loads((directory / SHARDS).read_text())
     except FileNotFoundError:
@@ -203,7 +221,7 @@ def _sha256(file: Path) -> str:
 
 
 def _make(
-    file: Path, target: Any, rows: Rows, indices: range, k: int, vocab_size: int, batch_size: int
+    file: Path, target: Any, rows: Rows, indices: np.ndarray, k: int, vocab_size: int, batch_size: int
 ) -> dict[str, Any]:
     """Write one shard, so that it is there whole or not at all; its entry in `shards.json`."""
     made, sums = [], {"positions": 0, "tail": 0.0, "tail_max": 0.0, "rounding": 0.0}
@@ -234,11 +252,11 @@ def _make(
     return {"sha256": hashlib.sha256(content.getbuffer()).hexdigest()} | {n: float(x) for n, x in sums.items()}
 
 
-def _batches(indices: range, size: int) -> Iterator[tuple[np.ndarray, int]]:
+def _batches(indices: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, int]]:
     """(row numbers, how many of them are new): the last is filled up, so that one shape is compiled."""
     for start in range(0, len(indices), size):
-        chosen = list(indices[start : start + size])
-        yield np.asarray(chosen + chosen[:1] * (size - len(chosen)), np.int32), len(chosen)
+        chosen = indices[start : start + size].astype(np.int32)
+        yield np.pad(chosen, (0, size - len(chosen)), mode="edge"), len(chosen)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))

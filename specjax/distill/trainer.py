@@ -26,7 +26,7 @@ from specjax.distill.progress import StepProgress
 from specjax.distill.rows import Batches, Rows
 from specjax.distill.signals import stop_requested
 from specjax.distill.step import make_update, microbatch_rows, start_state
-from specjax.distill.teacher_cache import cached_rows
+from specjax.distill.teacher_cache import cached_rows, numbers_of
 from specjax.errors import ConfigError, Stopped, TrainingError
 from specjax.models.training import TrainingModel
 from specjax.models.transformer import Model
@@ -98,8 +98,8 @@ def train_stage(
         if target is not None and loss.needs_target:
             spec, teacher = target.spec, layout.put(target.params, layout.of_target(target.params, target.spec))
         if spec is not None and stage.teacher == "cached":
-            cache = directory.parent / f"teacher-top-{stage.teacher_top_k}"
-            kept = cached_rows(cache, target, train_rows, stage.teacher_top_k, rows)
+            numbers = numbers_of(batches, stage.steps)
+            kept = cached_rows(directory / "teacher", target, train_rows, numbers, stage.teacher_top_k, rows)
             spec, teacher, batches = None, None, Batches(kept, stage.batch_size, seed)
         options = {"skip": stage.skip_non_finite > 0, "compute_dtype": stage.compute_dtype, "ema": ema}
         update = make_update(student, loss, optimizer, spec, rows, reference, **options, layout=layout, state=state)

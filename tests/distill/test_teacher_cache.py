@@ -12,11 +12,12 @@ import pytest
 from specjax.distill import teacher_cache
 from specjax.distill.laws import acceptance, top_k_logits
 from specjax.distill.log import read_log
-from specjax.distill.rows import Packed, take
+from specjax.distill.rows import Batches, Packed, take
 from specjax.distill.teacher import target_output
 from specjax.distill.teacher_cache import (
     cached_rows,
     from_records,
+    numbers_of,
     read_provenance,
     record_dtype,
     summary,
@@ -42,8 +43,8 @@ def small_shards():
 
 
 def make(directory, **changes):
-    settings = {"target": toys.target(), "rows": toys.rows(ROWS), "k": K, "batch_size": BATCH}
-    return cached_rows(directory / "cache", **settings | changes)
+    settings = {"target": toys.target(), "rows": toys.rows(ROWS), "k": K, "batch_size": BATCH} | changes
+    return cached_rows(directory / "cache", **{"numbers": np.arange(len(settings["rows"]))} | settings)
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +142,17 @@ def test_a_position_that_does_not_count_is_not_in_the_figures(tmp_path):
     assert found["tail_mean"] == pytest.approx(tail.mean(), rel=1e-5)
 
 
+def test_only_the_rows_of_the_stage_s_batches_are_asked_about(whole, tmp_path):
+    batches = Batches(toys.rows(ROWS), 4, 3)
+    numbers = numbers_of(batches, 3)
+    assert sorted(np.concatenate([batches.indices(step) for step in range(3)])) == numbers.tolist()
+    np.testing.assert_array_equal(numbers_of(batches, 10), np.arange(ROWS))
+    some = make(tmp_path, numbers=numbers)
+    toys.assert_same(take(some, batches.indices(2)), take(whole[1], batches.indices(2)))
+    with pytest.raises(KeyError, match=r"cache: holds nothing of row"):
+        some[int(np.setdiff1d(np.arange(ROWS), numbers)[0])]
+
+
 def counting(monkeypatch, fail_at: str | None = None) -> list[str]:
     """Names of the shards made from now on; the one to fail at is not begun."""
     made, real = [], teacher_cache._make
@@ -198,7 +210,12 @@ def test_a_damaged_list_of_shards_costs_all_of_them_and_nothing_else(whole, tmp_
 
 @pytest.mark.parametrize(
     ("field", "change"),
-    [("target_params", {"target": toys.target(5)}), ("rows", {"rows": toys.rows(ROWS, 7)}), ("k", {"k": 3})],
+    [
+        ("target_params", {"target": toys.target(5)}),
+        ("rows", {"rows": toys.rows(ROWS, 7)}),
+        ("rows", {"numbers": np.arange(3)}),
+        ("k", {"k": 3}),
+    ],
 )
 def test_the_cache_of_another_target_of_other_rows_or_of_another_k_is_refused(field, change, whole):
     with pytest.raises(TrainingError, match=rf"cache: was made with other settings: .*{field} \("):
@@ -245,7 +262,9 @@ def test_training_on_all_logits_cached_is_training_online_but_for_their_rounding
     logs = [read_log(tmp_path / name / "stage") for name in ("online", "cached")]
     assert logs[0][-1]["alpha"] == pytest.approx(logs[1][-1]["alpha"], abs=1e-3)
     assert logs[0][0]["train_alpha"] == pytest.approx(logs[1][0]["train_alpha_upper"], abs=1e-3)
-    assert read_provenance(tmp_path / "cached" / f"teacher-top-{toys.VOCAB}")["tail_mean"] < 1e-6
+    found = read_provenance(tmp_path / "cached" / "stage" / "teacher")
+    assert found["tail_mean"] < 1e-6
+    assert found["shape"] == [ROWS, toys.LENGTH, toys.VOCAB]
     with pytest.raises(Interrupt):
         toys.train(tmp_path / "again" / "stage", toys.interrupt_after(7), **settings)
     made = counting(monkeypatch)
