@@ -75,8 +75,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         return self._latest
 
     def save(self, step: int, state: Any, pending: Sequence[dict[str, float]] = ()) -> None:
-        """Begin to write ``state``, a pytree of arrays, and return when it may be donated: copied to the host, or on CPU
-        held there, so that a donation copies. Waits for the save before. ``pending``: see `Restored`."""
+        """Begin to write ``state``, a pytree of arrays, and return when it may be donated: copied to the host, or on
+        CPU held there, so that a donation copies. Waits for the save before. ``pending``: see `Restored`."""
         self.wait()
         with self._failing(step):
             saved = ocp.args.StandardSave(jax.tree.map(_plain, state))
