@@ -35,7 +35,8 @@ class TensorBoard:
 
     def begin(self, stage: str, step: int) -> None:
         self.close()
-        self._open = self._writer(str(self._directory / stage), purge_step=step)
+        # Files are named by the second, and one of the same name would be overwritten.
+        self._open = self._writer(str(self._directory / stage), purge_step=step, filename_suffix=f".{step}")
 
     def write(self, stage: str, record: Mapping[str, float]) -> None:
         for name, value in _values(record).items():

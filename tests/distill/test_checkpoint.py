@@ -130,7 +130,7 @@ def test_a_save_goes_on_while_the_next_step_reuses_its_buffers(tmp_path):
 
 def test_a_step_counts_as_whole_from_its_manifest_on(tmp_path, monkeypatch):
     may_write, real = threading.Event(), checkpoint.write_json
-    monkeypatch.setattr(checkpoint, "write_json", lambda *args: (may_write.wait(10), real(*args)))
+    monkeypatch.setattr(checkpoint, "write_json", lambda *args: (may_write.wait(2), real(*args)))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state(1))
         assert checkpoints.latest is None

@@ -51,7 +51,7 @@ Patch = pytest.MonkeyPatch
 @dataclasses.dataclass(frozen=True)
 class Mutant:
     """``killer``: a test function, called with ``parameters`` (or fixtures), which the suite runs it with too, and with
-    ``tmp_path`` if it takes one.
+    ``tmp_path`` and ``monkeypatch`` if it takes them.
     ``lossless``: the output keeps its law, so that only a test of the acceptance can find it."""
 
     name: str

@@ -73,5 +73,5 @@ def test_a_planted_error_is_found(mutant: Mutant, monkeypatch, record_property, 
     if mutant.lossless:
         short_law()
     with pytest.raises(AssertionError) as caught:
-        run_killer(mutant, tmp_path=tmp_path)
+        run_killer(mutant, tmp_path=tmp_path, monkeypatch=monkeypatch)
     assert claimed_by_a_test(caught.value), "an error in the planted code itself finds nothing"
