@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PARITY_STAMP := $(VENV)/.installed-parity
 
-.PHONY: setup test proof mutants parity demo lint clean
+.PHONY: setup test proof mutants faults parity demo lint clean
 
 setup: $(STAMP)
 
@@ -18,7 +18,7 @@ $(BIN)/python:
 
 # The stamp is newer than what it was made from, so a second run installs nothing.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,parquet]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,parquet,tensorboard]'
 	@touch $@
 
 $(DEV_STAMP): $(STAMP)
@@ -40,6 +40,10 @@ proof: $(STAMP)
 # A test that cannot fail proves nothing: errors planted in the shipped code, each with the test that finds it.
 mutants: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -qq -m mutants tests/mutants
+
+# Training killed 20 times, each time resumed and compared bit for bit.
+faults: $(STAMP)
+	$(BIN)/python -m tests.distill.faults
 
 # Against transformers on torch: logits of every family, sampling, a saved draft as its assistant.
 parity: $(PARITY_STAMP)

@@ -27,10 +27,12 @@ from rich.console import Console
 
 import specjax
 from specjax import registry, report
+from specjax.compile_cache import keep_programs
 from specjax.config import RunConfig
-from specjax.distill import fingerprint, job, lock
+from specjax.distill import fingerprint, job, lock, sinks
 from specjax.distill.measure import check, decoding_figures
 from specjax.distill.progress import Bars, StepProgress, console_bars
+from specjax.errors import ConfigError
 from specjax.report.terminal import comparison_table
 
 _DECODING, _SECONDS, _RESULTS = "decoding.json", "seconds.json", "results.json"
@@ -38,10 +40,13 @@ _DECODING, _SECONDS, _RESULTS = "decoding.json", "seconds.json", "results.json"
 
 def run(config: RunConfig) -> dict[str, Any]:
     """Everything of one run, in ``config.out``; returns the summary. Raises `SpecjaxError` for what a user can mend."""
+    if config.distributed.enabled:
+        raise ConfigError("distributed: several processes train, one decodes; run train_draft.py with it, then this")
     out = Path(config.out)
     console = Console()
-    with lock.exclusive(out):
-        stopwatch = Stopwatch(out / _SECONDS, console_bars(console))
+    keep_programs(config.compile_cache)
+    with lock.exclusive(out), sinks.recorded(config.logging, out, console_bars(console)) as bars:
+        stopwatch = Stopwatch(out / _SECONDS, bars)
         prepared = job.prepare(config, stopwatch.bars)
         check(config, prepared)
         distilled = job.distill(config, stopwatch.bars, prepared)

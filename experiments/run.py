@@ -4,7 +4,7 @@
 
 Without `sweep:` the run goes to `out`, and its figures are printed. With it, each point goes to `out/<id>`, and
 `out/results.jsonl` has one line a run. The same command again skips finished runs and retries failed ones. Exit status:
-1 if a run failed, 2 for a config that cannot be used, 130 after Ctrl-C.
+1 if a run failed, 2 for a config that cannot be used, 130 after Ctrl-C, 143 after SIGTERM (training saves first).
 """
 
 from __future__ import annotations

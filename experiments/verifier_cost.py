@@ -105,7 +105,7 @@ def model_pass(hidden: int, layers: int, vocab: int, batch: int, fed: int):
     heads = max(1, hidden // 64)
     config = ModelConfig(vocab, hidden, 3 * hidden, layers, heads, max(1, heads // 4), max(16, hidden // heads), 512)
     model, params = Model(config), jax.jit(Model(config).init)(jax.random.key(0))
-    model, params = decode_layout(model, params, one_token=batch * fed == 1)
+    model, params = decode_layout(model, params)
     cache = model.init_cache(batch, 256)
     tokens = jnp.zeros((batch, fed), jnp.int32)
     slots = jnp.broadcast_to(jnp.arange(100, 100 + fed, dtype=jnp.int32)[None], (batch, fed))

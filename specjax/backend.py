@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import sys
 
 import jax
@@ -15,17 +14,14 @@ import jax.numpy as jnp
 from specjax.models.transformer import Model
 from specjax.types import Params
 
-_COLUMN_BLOCKS = 2
 
-
-def decode_layout(spec, params: Params, *, one_token: bool) -> tuple:
-    """(spec, params) laid out for decoding; ``one_token``: a pass feeds a single token, all rows together.
+def decode_layout(spec, params: Params) -> tuple:
+    """(spec, params) laid out for decoding.
 
     Projections that read the same input become one kernel. A tied head is untied into its own copy, laid out as the
-    other kernels are. On CPU those become stacked blocks of columns, see `Linear`. For one token, two blocks: XLA runs
-    a matrix-vector product of a megabyte on one core, and a batch of two on two (1.2-2x). For more tokens, blocks of
-    one column: XLA's matrix product packs the kernel anew in every call, which costs twice the reading of it, and
-    `few_rows_product` does not (1.5-2x for 2 to 12 tokens).
+    other kernels are. On CPU kernels are transposed, see `Linear`: XLA's matrix product packs the kernel anew in every
+    call, which costs twice the reading of it, and `few_rows_product` does not (2-3x for 2 to 8 tokens; for one token it
+    is as fast as the best matrix-vector product).
     """
     if not isinstance(spec, Model):
         return spec, params
@@ -34,7 +30,7 @@ def decode_layout(spec, params: Params, *, one_token: bool) -> tuple:
         params = {**params, "head": {"kernel": jnp.array(params["embedding"].T)}}
     spec, params = _fused(spec, params)
     if jax.default_backend() == "cpu":
-        params = jax.tree_util.tree_map_with_path(functools.partial(_column_blocks, one_token), params)
+        params = jax.tree_util.tree_map_with_path(_transposed, params)
     return spec, params
 
 
@@ -53,16 +49,10 @@ def _fused(spec: Model, params: Params) -> tuple[Model, Params]:
     return Model(dataclasses.replace(spec.config, fused_projections=True)), params
 
 
-def _column_blocks(one_token: bool, path, leaf):
+def _transposed(path, leaf):
     if path[-1].key != "kernel" or leaf.ndim != 2 or leaf.dtype != jnp.float32:
         return leaf
-    features_in, features_out = leaf.shape
-    blocks = features_out
-    if one_token:
-        if features_out % _COLUMN_BLOCKS:
-            return leaf
-        blocks = _COLUMN_BLOCKS
-    return jnp.array(leaf.reshape(features_in, blocks, -1).swapaxes(0, 1))
+    return jnp.array(leaf.T[..., None])
 
 
 def compiler_options(*, decoding: bool = False) -> dict[str, str | bool | int]:

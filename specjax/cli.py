@@ -6,6 +6,7 @@ Heavy imports wait until a command needs them, so that `--help` and mistakes in 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -20,11 +21,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from specjax.errors import DataError, ModelError, SpecjaxError
+from specjax.errors import DataError, ModelError, SpecjaxError, Stopped
 
-USER_ERROR, INTERRUPTED = 2, 130
-# What a wrong path raises wherever it is opened first.
+USER_ERROR, INTERRUPTED, TERMINATED = 2, 130, 143
+# What a wrong path raises wherever it is opened first; a disk that is full or read-only, wherever it is written.
 _PATH_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 app = typer.Typer(
     help="Speculative decoding in JAX.",
@@ -41,16 +43,23 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=v]...", hel
 @contextlib.contextmanager
 def user_errors(debug: bool = False, interrupted: str = "interrupted") -> Iterator[None]:
     """A `SpecjaxError` or a path that cannot be opened leaves as `error: ...` on stderr and exit status 2, one line a
-    problem; Ctrl-C as ``interrupted`` and 130. Anything else is a defect of specjax and keeps its traceback."""
+    problem; Ctrl-C as ``interrupted`` and 130, training that SIGTERM stopped as its message and 143. Anything else is a
+    defect of specjax and keeps its traceback."""
     try:
         yield
-    except (SpecjaxError, *_PATH_ERRORS) as error:
+    except (SpecjaxError, OSError) as error:
+        mendable = isinstance(error, (SpecjaxError, *_PATH_ERRORS)) or error.errno in _DISK_ERRORS
+        if not mendable:
+            raise
         if debug:
             traceback.print_exc()
         else:
             for line in _message(error).splitlines():
                 print(f"error: {line}", file=sys.stderr)
         raise SystemExit(USER_ERROR) from None
+    except Stopped as stopped:
+        print(f"\n{stopped}", file=sys.stderr)
+        raise SystemExit(TERMINATED) from None
     except KeyboardInterrupt:
         print(f"\n{interrupted}", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
@@ -265,6 +274,29 @@ def certify(
         raise SystemExit(1)
 
 
+@app.command("generate-data")
+def generate_data(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory of the shards.", show_default="the run's")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Draft that helps: a directory or hub id.", show_default="the run's, if any")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Let the target write the data that the config's distillation trains on. Resumable."""
+    with user_errors(debug, "interrupted; the same command resumes"):
+        from specjax.config import load_config
+        from specjax.distill.make_data import make_data
+        from specjax.distill.progress import console_bars
+
+        made = make_data(load_config(config, overrides or []), out, draft, console_bars(Console(stderr=True)))
+        counts = f"{made['sequences']:,} sequences, {made['emitted']:,} tokens in {len(made['shards'])} shards"
+        print(f"{made['directory']}: {counts}, block efficiency {made['block_efficiency']:.2f}")
+
+
 @app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a finished run.")],
@@ -339,6 +371,8 @@ def _check_file(out: Path | None) -> None:
 def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {(error.strerror or 'cannot be opened').lower()}"
+    if isinstance(error, OSError):
+        return f"{(error.strerror or str(error)).lower()}; make room, then run the same command again"
     return str(error)
 
 

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from specjax import config_io
 from specjax.errors import ConfigError
-from specjax.registry import DRAFTERS, INITS, LOSSES, VERIFIERS, build, resolve
+from specjax.registry import DATA, DRAFTERS, INITS, LOSSES, VERIFIERS, build, resolve
 
 
 def _kind_in(table: Mapping[str, str]) -> Any:
@@ -81,6 +81,18 @@ def _distinct(values: tuple) -> tuple:
     return values
 
 
+def _ascending(steps: tuple[int, int]) -> tuple[int, int]:
+    if steps[0] > steps[1]:
+        raise ValueError(f"{list(steps)} ends before it begins; give the first and the last step")
+    return steps
+
+
+def _no_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("0 devices; give their number, or -1 for all that remain")
+    return value
+
+
 _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 _Grid = (Field(min_length=1), AfterValidator(_distinct))
 _WEIGHTLESS = {kind: where for kind, where in DRAFTERS.items() if kind != "draft_model"}
@@ -88,6 +100,7 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
+Axis = Annotated[int, Field(ge=-1), AfterValidator(_no_zero)]
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -122,15 +135,41 @@ class Architecture:
 
 @dataclass(frozen=True, config=_STRICT)
 class Optimizer:
-    """AdamW with linear warm-up, cosine decay to ``final_scale`` of the peak, and clipping by the global norm."""
+    """AdamW or Muon, with linear warm-up, a schedule, decoupled decay, and clipping by the global norm."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`muon` orthogonalises the steps of the matrices inside the layers; embeddings, head and vectors stay with AdamW,
+    whose learning rate suits both."""
     learning_rate: Rate = 3e-3
+    """At the peak."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """After the warm-up, down to `final_scale` of the peak: as a cosine, along a line, not at all, or along a line in
+    the last `decay_share` of the steps only (warm-up, stable, decay)."""
     warmup_steps: NonNegative = 50
+    decay_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Of the steps; for `schedule: wsd`."""
     final_scale: Annotated[float, Field(ge=0, le=1)] = 0.05
     weight_decay: Annotated[float, Field(ge=0)] = 0.05
+    """Of matrices; norm scales and biases do not decay."""
+    decay_embeddings: bool = True
     b1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     b2: Annotated[float, Field(ge=0, lt=1)] = 0.98
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of an average of the weights over the steps (0.999, say). It is then the average that is evaluated and that
+    the stage results in."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Hub:
+    """What is read of a data set on the hub (`data.path: hf:NAME`)."""
+
+    subset: str | None = None
+    """Its configuration, where it has several."""
+    split: Name = "train"
+    """As the `datasets` library reads it: `train`, `train[:10%]`, ..."""
+    revision: str | None = None
+    """Branch, tag or commit."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -138,10 +177,18 @@ class Data:
     """Text to train on and to measure on."""
 
     path: Name
-    """`python-stdlib`, or a text, .jsonl or .parquet file, or a directory of them."""
+    """`python-stdlib`; a text, .jsonl or .parquet file, or a directory of them; or `hf:NAME`, a data set on the hub or
+    a directory that the `datasets` library loads. A record has `text`, or `prompt` and `completion`, or `messages`,
+    and perhaps `source`, a label."""
+    hub: Hub = Hub()
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the documents kept from training, chosen by content hash."""
     seq_len: Annotated[int, Field(ge=8)] = 256
+    prompt_weight: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """How much the prediction of a prompt's tokens counts; 0: prompts are masked, 1: they count like any text."""
+    on_bad: Literal["error", "skip"] = "error"
+    """Malformed lines, text that is not UTF-8, empty shards, documents shorter than two tokens: stop, or count and
+    skip."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -176,16 +223,70 @@ class Target:
 
 @dataclass(frozen=True, config=_STRICT)
 class Stage:
-    """One training stage of the draft: a loss, a number of steps, an optimizer."""
+    """One training stage of the draft: data, a loss, a number of steps, an optimizer."""
 
     loss: _buildable(LOSSES) = "forward_kl"  # pyright: ignore[reportInvalidTypeForm]
+    """A kind, or `{kind: jensen_shannon, beta: 0.3}` and the like; docs/losses.md lists them."""
     steps: NonNegative = 500
     batch_size: Positive = 16
+    """Rows of a step, over all devices."""
+    micro_batch_size: Positive | None = None
+    """Rows at a time, of which a step adds up the gradients. None: the whole batch, on CPU as many as stay in its
+    cache."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the draft's forward and backward pass. Weights, optimizer and loss are float32 in any case."""
+    remat: bool = False
+    """Compute each layer's activations again in the backward pass instead of keeping them."""
+    scan_layers: bool = False
+    """One program for all layers of a kind instead of one each: compiles sooner, for a copy of the weights."""
     optimizer: Optimizer = Optimizer()
     eval_every: Positive = 100
     eval_positions: Positive = 8_192
     """Held-out positions of the acceptance measured as training goes; the final figures use `eval.positions`."""
     save_every: Positive = 100
+    skip_non_finite: NonNegative = 0
+    """Steps that may be left out, and counted in the log, because their loss or gradient is NaN or infinite."""
+    profile: Annotated[tuple[Positive, Positive], AfterValidator(_ascending)] | None = None
+    """First and last step that `jax.profiler` traces, into `profile` in the stage's directory."""
+    data: _buildable(DATA) = "text"  # pyright: ignore[reportInvalidTypeForm]
+    """`text`; `{kind: generated, ...}`: continuations by the target; `{kind: on_policy, share: 0.5, every: 100, ...}`:
+    in part the draft's own."""
+
+    teacher: Literal["online", "cached"] = "online"
+    """Where the target's logits come from: its forward in every step, or a pass over the stage's rows before the
+    first, of which the `teacher_top_k` largest are kept on disk."""
+    teacher_top_k: Positive = 64
+
+    @model_validator(mode="after")
+    def _samples_are_judged(self) -> Stage:
+        kind = self.data.get("kind") if isinstance(self.data, Mapping) else self.data
+        if kind == "on_policy" and not build(LOSSES, self.loss, "loss").needs_target:
+            raise ValueError(
+                "data on_policy with a loss that needs no target would teach the draft what it says already; use a "
+                "loss against the target, such as forward_kl, or data: text"
+            )
+        if kind == "on_policy" and self.teacher == "cached":
+            raise ValueError("teacher=cached keeps logits of text, on_policy data comes as it goes; use teacher=online")
+        return self
+
+    @model_validator(mode="after")
+    def _loss_takes_the_cache(self) -> Stage:
+        if self.teacher == "cached" and build(LOSSES, self.loss, "loss").needs_whole_law:
+            kind = self.loss if isinstance(self.loss, str) else self.loss["kind"]
+            raise ValueError(
+                f"loss {kind!r} needs the target's whole law, teacher=cached keeps its {self.teacher_top_k} largest "
+                "logits; use teacher=online, or one of forward_kl, total_variation, lk_alpha, lk_lambda (at "
+                "target_temperature=1)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _microbatches_fit(self) -> Stage:
+        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}"
+            )
+        return self
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -230,6 +331,47 @@ class Selection:
     def _has_prompts(self) -> Selection:
         if not self.prompts and (self.select == "best" or self.patience is not None):
             raise ValueError("select=best and patience need prompts to decode, and prompts is 0; set prompts")
+        return self
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Mesh:
+    """Devices that train together: a batch is split over `data` x `fsdp`; -1, on one axis, takes all devices that the
+    others leave. See docs/multi_host.md."""
+
+    data: Axis = 1
+    """Copies of the weights."""
+    fsdp: Axis = 1
+    """Shards of the weights and of the optimizer's state, put together layer by layer as they are needed."""
+    tensor: Axis = 1
+    """Shards of every computation: of heads, neurons and vocabulary."""
+    draft: Literal["sharded", "replicated"] = "sharded"
+    """Over `fsdp` and `tensor`; a small draft trains faster where every device has all of it."""
+    target: Literal["sharded", "replicated"] = "sharded"
+
+    @model_validator(mode="after")
+    def _one_remainder(self) -> Mesh:
+        if [self.data, self.fsdp, self.tensor].count(-1) > 1:
+            raise ValueError("-1 on more than one axis; one axis can take the remaining devices")
+        return self
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Distributed:
+    """Several processes, one a host or a GPU, that run the same command. See docs/multi_host.md."""
+
+    enabled: bool = False
+    """TPU pods, SLURM, Kubernetes and Open MPI say by themselves who is who; elsewhere give all three of the others."""
+    coordinator: Name | None = None
+    """`host:port` of process 0."""
+    num_processes: Positive | None = None
+    process_id: NonNegative | None = None
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> Distributed:
+        given = [value is not None for value in (self.coordinator, self.num_processes, self.process_id)]
+        if any(given) and not (all(given) and self.enabled):
+            raise ValueError("coordinator, num_processes and process_id go together, with enabled=true")
         return self
 
 
@@ -309,6 +451,26 @@ class Certify:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class Wandb:
+    """Weights & Biases; needs the extra `wandb`."""
+
+    project: Name = "specjax"
+    name: Name | None = None
+    """None: the name of the run's directory."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes into the run's directory only, for `wandb sync`."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Logging:
+    """Where training records go beside `log.jsonl`, which every stage has."""
+
+    tensorboard: bool = False
+    """Event files in `tensorboard` in the run's directory; needs the extra `tensorboard`."""
+    wandb: Wandb | None = None
+
+
+@dataclass(frozen=True, config=_STRICT)
 class RunConfig:
     """A run: a target, data, a draft to train, and how to measure decoding."""
 
@@ -318,6 +480,8 @@ class RunConfig:
     distill: Stage = Stage()
     control: Control = Control()
     selection: Selection = Selection()
+    mesh: Mesh = Mesh()
+    distributed: Distributed = Distributed()
     eval: Eval = Eval()
     bench: Bench = Bench()
     sampling: Sampling = Sampling()
@@ -326,6 +490,10 @@ class RunConfig:
     """A kind, or `{kind: lenient, lenience: 0.5}` and the like."""
     require_lossless: bool = False
     """Refuse a verifier that changes the target's law."""
+    logging: Logging = Logging()
+    compile_cache: bool = True
+    """Keep compiled programs in the user's cache directory for the next run; `SPECJAX_COMPILE_CACHE=0` turns it off for
+    all runs."""
     seed: NonNegative = 0
     out: Name = "runs/run"
     """Where everything of this run goes: checkpoints, logs, the draft, the report."""

@@ -19,3 +19,16 @@ class ModelError(SpecjaxError):
 
 class TrainingError(SpecjaxError):
     """Training cannot go on (a loss that is not finite, a directory in use); what was saved stays valid."""
+
+
+class Stopped(KeyboardInterrupt):
+    """Training was asked to end by SIGTERM, has saved and ends; the message says where. Like Ctrl-C it is no error, and
+    passes whatever handles errors."""
+
+
+def unwritable(path: object, error: OSError) -> TrainingError:
+    """The error of a full disk or a directory that may not be written."""
+    return TrainingError(
+        f"{path}: cannot be written ({(error.strerror or str(error)).lower()}); what was saved stays valid; make room "
+        "or mend the directory, then run the same command again"
+    )

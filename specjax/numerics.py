@@ -96,7 +96,7 @@ def output_logits(
         run = model.logits
         take = slice(start - 1, -1)
     else:
-        spec, params = backend.decode_layout(model.spec, model.params, one_token=path.fed * path.rows == 1)
+        spec, params = backend.decode_layout(model.spec, model.params)
         run = functools.partial(_cached_passes(spec, path.fed, start), params)
         take = slice(0, tokens.shape[1] - start)
     filled = np.stack([*tokens, *itertools.islice(itertools.cycle(tokens), -count % path.rows)])

@@ -25,9 +25,21 @@ VERIFIERS = {
     "top_k": "specjax.verifiers.top_k:TopK",
     "typical": "specjax.verifiers.typical:Typical",
 }
+DATA = {
+    "generated": "specjax.distill.generated:Generated",
+    "on_policy": "specjax.distill.on_policy:OnPolicy",
+    "text": "specjax.distill.text:Text",
+}
 LOSSES = {
+    "adaspec": "specjax.distill.losses:AdaSPEC",
     "cross_entropy": "specjax.distill.losses:CrossEntropy",
     "forward_kl": "specjax.distill.losses:ForwardKL",
+    "jensen_shannon": "specjax.distill.losses:JensenShannon",
+    "lk_alpha": "specjax.distill.losses:LKAlpha",
+    "lk_lambda": "specjax.distill.losses:LKLambda",
+    "reverse_kl": "specjax.distill.losses:ReverseKL",
+    "sum": "specjax.distill.losses:Sum",
+    "total_variation": "specjax.distill.losses:TotalVariation",
 }
 INITS = {
     "checkpoint": "specjax.distill.init:Checkpoint",
@@ -66,8 +78,8 @@ def build(table: Mapping[str, str], spec: str | Mapping[str, Any], what: str) ->
     except ValidationError as error:
         problem = error.errors()[0]
         field = ".".join((what, *map(str, problem["loc"])))
-        if problem["type"] == "value_error":
-            raise ConfigError(f"{field}: {problem['ctx']['error']}") from None
+        if problem["type"] == "value_error":  # raised by a field of ours, in our words
+            raise ConfigError(f"{field}: {str(problem['ctx']['error']).removeprefix(': ').removeprefix('.')}") from None
         expected = problem["msg"].replace("Input should be ", "")
         raise ConfigError(f"{field}: found {problem.get('input')!r}, expected {expected}") from None
 

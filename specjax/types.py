@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
@@ -257,11 +256,14 @@ class FullLogits:
 
 @flax.struct.dataclass
 class TopKLogits:
-    """Of the teacher's logits the k largest, and the logsumexp of all: what is left over is the true tail."""
+    """Of the teacher's logits the k largest, and the logsumexp of all: what is left over is the true tail. Of the tail
+    n tokens drawn from the teacher's law there (one may come twice), or None: nothing but its mass is known."""
 
     values: Float[Array, "B T k"]
     ids: Int[Array, "B T k"]
     logsumexp: Float[Array, "B T"]
+    tail_values: Float[Array, "B T n"] | None = None
+    tail_ids: Int[Array, "B T n"] | None = None
 
 
 @flax.struct.dataclass
@@ -314,6 +316,18 @@ class Trainable(Protocol):
     def train_output(self, params: Params, batch: Batch, target_out: Output | None) -> DraftOutput: ...
 
 
+@flax.struct.dataclass
+class LossContext:
+    """What a loss may know beside the prediction."""
+
+    alpha: Float[Array, ""]
+    """Running mean of the batches' alpha (`TrainState.alpha`), from before this step: the same in all its parts."""
+    weight: Float[Array, "B T"]
+    """How much each prediction counts; 0: not at all."""
+    reference: Float[Array, "B T V"] | None = None
+    """Logits of a frozen reference draft, for a loss that names one."""
+
+
 @runtime_checkable
 class Sharing(Protocol):
     """A `Trainable` of which some weights are the target's, frozen; it computes with ``complete(own, target's)``."""
@@ -325,16 +339,22 @@ class Sharing(Protocol):
 class Loss(Protocol):
     """What a prediction costs: one value a predicted token, in float32, without a mean: the trainer adds up
     ``weight * value`` and ``weight`` over microbatches and devices and divides once. ``tokens`` are the next tokens,
-    for losses that need labels."""
+    for losses that need labels. A loss that compares with a reference draft has a ``bind(target)`` that gives it, as
+    (`Trainable`, its parameters)."""
 
     @property
     def kind(self) -> str: ...
-
-    needs_target: ClassVar[bool]
+    @property
+    def needs_target(self) -> bool: ...
+    @property
+    def needs_whole_law(self) -> bool:
+        """Refuses `TopKLogits`."""
+        ...
 
     def __call__(
         self,
         draft_logits: Float[Array, "B T V"],
         teacher: FullLogits | TopKLogits | None,
         tokens: Int[Array, "B T"],
+        context: LossContext | None = None,
     ) -> Float[Array, "B T"]: ...

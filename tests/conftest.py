@@ -14,6 +14,7 @@ _FLAGS = [
 ]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["SPECJAX_COMPILE_CACHE"] = "0"
 os.environ.setdefault("MPLBACKEND", "agg")
 
 import beartype
@@ -27,7 +28,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Where the mathematics is. Not the pytrees: JAX rebuilds those with placeholders and host code with numpy arrays. Of
 # metrics its one function of arrays alone: the law tests make counts by the ten thousand.
 CHECKED = ["sampling", "verifiers", "drafters", "models.transformer", "models.layers", "models.rotary"]
-CHECKED += ["distill.losses"]
+CHECKED += ["distill.losses", "distill.laws"]
 jaxtyping.install_import_hook([f"specjax.{module}" for module in CHECKED], "beartype.beartype")
 
 from specjax import metrics

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import types
 
@@ -10,7 +12,7 @@ from typer.testing import CliRunner
 import specjax
 from specjax import cli
 from specjax.decode.request import derive_seeds
-from specjax.errors import ConfigError, ModelError
+from specjax.errors import ConfigError, ModelError, Stopped
 from specjax.metrics import DecodeStats
 
 STATS = DecodeStats(blocks=2, emitted=5, drafted_at=(2, 2), reached_at=(2, 2), accepted_at=(2, 1))
@@ -250,6 +252,27 @@ def test_a_script_interrupted_says_so_and_exits_130(capsys):
     assert "resumes" in capsys.readouterr().err
 
 
+def test_training_stopped_by_sigterm_says_where_and_exits_143(capsys):
+    def main(config, overrides):
+        raise Stopped("runs/x: stopped by SIGTERM; step 7 is saved")
+
+    assert run_script(main, "c.yaml") == 143
+    assert "step 7 is saved" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 2), (errno.EROFS, 2), (errno.EIO, None)])
+def test_a_full_or_read_only_disk_is_an_error_of_the_user_and_a_broken_one_is_not(number, status, capsys):
+    def main(config, overrides):
+        raise OSError(number, os.strerror(number), "runs/x/log")
+
+    if status is None:
+        with pytest.raises(OSError, match="runs/x/log"):
+            run_script(main, "c.yaml")
+    else:
+        assert run_script(main, "c.yaml") == status
+        assert capsys.readouterr().err == f"error: runs/x/log: {os.strerror(number).lower()}\n"
+
+
 def test_a_defect_is_not_dressed_up_as_an_error_of_the_user():
     def main(config, overrides):
         raise ZeroDivisionError
@@ -286,3 +309,23 @@ def test_every_public_name_can_be_imported():
     assert [name for name in specjax.__all__ if getattr(specjax, name).__name__ != name] == []
     with pytest.raises(AttributeError, match="public names"):
         specjax.nothing  # noqa: B018
+
+
+def test_generate_data_says_what_was_made(tmp_path, monkeypatch, capsys):
+    from specjax.distill import make_data
+
+    calls = []
+
+    def made(config, out, draft, bars):
+        calls.append((config.distill.data["kind"], out, draft))
+        shards = [{}, {}]
+        return {"directory": out, "sequences": 2000, "emitted": 64000, "shards": shards, "block_efficiency": 3.214}
+
+    monkeypatch.setattr(make_data, "make_data", made)
+    (tmp_path / "run.yaml").write_text("target: {path: t}\ndata: {path: d}\ndistill: {data: {kind: generated}}\n")
+    with pytest.raises(SystemExit) as exit_:
+        cli.app(["generate-data", str(tmp_path / "run.yaml"), "--out", str(tmp_path / "data"), "--draft", "model"])
+    assert exit_.value.code == 0
+    assert calls == [("generated", tmp_path / "data", "model")]
+    expected = f"{tmp_path / 'data'}: 2,000 sequences, 64,000 tokens in 2 shards, block efficiency 3.21\n"
+    assert capsys.readouterr().out == expected

@@ -137,6 +137,16 @@ def test_every_problem_gets_its_own_line(written):
         (["target.steps=5"], "only a target from scratch is trained"),
         (["target.path=null", "target.architecture.hidden_size=64"], "has to be trained; set steps"),
         (["verifier=greedy"], "temperature 0 only"),
+        (["distill.teacher=cached", "distill.loss=reverse_kl"], "loss 'reverse_kl' needs the target's whole law"),
+        (
+            ["distill.teacher=cached", "distill.loss={kind: forward_kl, target_temperature: 2}"],
+            "loss 'forward_kl' needs the target's whole law, teacher=cached keeps its 64 largest logits",
+        ),
+        (["mesh.data=-1", "mesh.fsdp=-1"], "-1 on more than one axis"),
+        (["mesh.tensor=0"], "0 devices"),
+        (["distributed.enabled=true", "distributed.process_id=1"], "go together"),
+        (["distributed.coordinator=h:1", "distributed.num_processes=2", "distributed.process_id=1"], "enabled=true"),
+        (["distill.micro_batch_size=3"], "batch_size=16 is not a multiple of micro_batch_size=3"),
     ],
 )
 def test_fields_that_do_not_fit_together_are_refused(written, overrides, expected):

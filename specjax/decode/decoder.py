@@ -150,7 +150,7 @@ class Decoder:
 
     def engine(self, greedy: bool, rows: int) -> tuple[Engine, EngineParams]:
         """The static half, for an all-greedy batch or any other, and the weights as ``rows`` padded rows read them."""
-        spec, params = _laid_out(self.target, rows * (self._drafter.k + 1) == 1)
+        spec, params = _laid_out(self.target)
         engine = Engine(spec, self._drafter, self._greedy_verifier if greedy else self._verifier, greedy)
         return engine, EngineParams(params, self._drafter_params)
 
@@ -296,16 +296,15 @@ def _refuse_nan(run: _Run, nan_at: np.ndarray) -> None:
         )
 
 
-_layouts: weakref.WeakKeyDictionary[Any, dict[bool, tuple[Any, Any, Any]]] = weakref.WeakKeyDictionary()
-"""Target -> one_token -> (the weights it was made from, spec, weights laid out), shared by all decoders of a target."""
+_layouts: weakref.WeakKeyDictionary[Any, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()
+"""Target -> (the weights it was made from, spec, weights laid out), shared by all decoders of a target."""
 
 
-def _laid_out(target: Any, one_token: bool) -> tuple[Any, Any]:
-    one_token = one_token and jax.default_backend() == "cpu"  # elsewhere there is one layout
-    known = _layouts.setdefault(target, {})
-    if one_token not in known or known[one_token][0] is not target.params:
-        known[one_token] = target.params, *decode_layout(target.spec, target.params, one_token=one_token)
-    return known[one_token][1:]
+def _laid_out(target: Any) -> tuple[Any, Any]:
+    known = _layouts.get(target)
+    if known is None or known[0] is not target.params:
+        known = _layouts[target] = target.params, *decode_layout(target.spec, target.params)
+    return known[1:]
 
 
 def _host_part(state: DecodeState) -> DecodeState:

@@ -1,69 +1,143 @@
-"""Training state on disk: orbax's `CheckpointManager`, plus a SHA-256 manifest a step, because a flipped bit restores
-silently otherwise. The manifest is written after the step is committed: no manifest means half-written."""
+"""Training state on disk: orbax's `CheckpointManager` in the background, plus a SHA-256 manifest a step, because a
+flipped bit restores silently otherwise. The manifest is written once the step is committed: no manifest means
+half-written. Of several processes all save and restore their shards, and process 0 writes and checks the manifests."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from specjax.distill.distributed import by_first
 from specjax.distill.fingerprint import write_json
+from specjax.errors import TrainingError
 
 MANIFEST = "sha256.json"
+_PENDING = "pending"
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """A training state and the number of steps that led to it."""
+    """A training state, the number of steps that led to it, and what was measured in the last of them but is not in
+    the log yet."""
 
     step: int
     state: Any
+    pending: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
 
 class Checkpoints(contextlib.AbstractContextManager):
-    """The last ``max_to_keep`` states under ``directory``, one subdirectory a step."""
+    """The last ``max_to_keep`` states under ``directory``, one subdirectory a step. A step is deleted only when a later
+    one has been committed, and a save begins only when the one before has its manifest.
+
+    Raises `TrainingError` if a state cannot be written; the steps that were saved before stay whole.
+    """
 
     def __init__(self, directory: Path, max_to_keep: int = 2):
         self._directory = directory.absolute()
-        # Synchronous, so that the manifest follows the commit; a state of this size takes milliseconds.
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=max_to_keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
-        )
+        options = ocp.CheckpointManagerOptions(max_to_keep=max_to_keep, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
+        self._sealer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manifest")
+        self._saving: tuple[int, concurrent.futures.Future] | None = None
+        self._latest: int | None = None
+        self._quiet = functools.partial(_raised_here)  # of its own: a stage may have two directories open
+        logging.getLogger("absl").addFilter(self._quiet)
 
-    def __exit__(self, *exception) -> None:
-        self._manager.close()
+    def __exit__(self, kind, *exception) -> None:
+        failed = kind is not None
+        try:
+            self.wait()
+        except TrainingError as error:
+            failed = True
+            if kind is None:
+                raise
+            _log.warning("%s", error)
+        finally:
+            # The manager raises once more what its last save raised.
+            with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
+                self._manager.close()
+            self._sealer.shutdown()
+            logging.getLogger("absl").removeFilter(self._quiet)
 
     @property
     def latest(self) -> int | None:
-        """The newest step that was saved."""
-        return self._manager.latest_step()
+        """The newest step that is known to be whole."""
+        return self._latest
 
-    def save(self, step: int, state: Any) -> None:
-        """``state``: a pytree of arrays."""
-        self._manager.save(step, args=ocp.args.StandardSave(state))
-        folder = self._directory / str(step)
-        write_json(folder / MANIFEST, _hashes(folder))
+    @property
+    def oldest(self) -> int | None:
+        """The first step that is kept."""
+        return min(self._manager.all_steps(), default=None)
+
+    def save(self, step: int, state: Any, pending: Sequence[dict[str, float]] = ()) -> None:
+        """Begin to write ``state``, a pytree of arrays, and return when it may be donated: copied to the host, or on
+        CPU held there, so that a donation copies. Waits for the save before. ``pending``: see `Restored`."""
+        self.wait()
+        with self._failing(step):
+            saved = ocp.args.StandardSave(jax.tree.map(_plain, state))
+            self._manager.save(step, args=saved, custom_metadata={_PENDING: json.dumps(list(pending))}, force=True)
+        self._saving = step, self._sealer.submit(self._seal, step)
+
+    def wait(self) -> None:
+        """Until the last save is whole."""
+        if self._saving is not None:
+            (step, sealed), self._saving = self._saving, None
+            with self._failing(step):
+                sealed.result()
+            self._latest = step
 
     def restore_latest(self, like: Any) -> Restored | None:
-        """The newest undamaged state, with the structure, shapes, dtypes and devices of ``like``; None if there is
+        """The newest undamaged state, with the structure, shapes, dtypes and shardings of ``like``; None if there is
         none. A damaged or half-written step is named in a warning and removed, so that it can be saved again."""
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
-        for step in sorted(self._manager.all_steps(), reverse=True):
-            damage = self._damage(step)
+        for step in by_first(lambda: sorted(self._manager.all_steps(), reverse=True)):
+            damage = by_first(functools.partial(self._damage, step))
             if damage is None:
-                return Restored(step, self._manager.restore(step, args=ocp.args.StandardRestore(abstract)))
+                self._latest = step
+                return self._restore(step, like)
             _log.warning("%s: checkpoint skipped and removed: %s", self._directory / str(step), damage)
             self._manager.delete(step)
         return None
+
+    def _restore(self, step: int, like: Any) -> Restored:
+        plain = jax.tree.map(_plain, like)
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), plain)
+        try:
+            found = self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+        except (ValueError, KeyError, TypeError) as error:
+            raise TrainingError(
+                f"{self._directory / str(step)}: its bytes are as they were saved, but they are no state of this stage "
+                f"({_one_line(error)}); was it saved by another version? remove {self._directory} to start it over"
+            ) from error
+        pending = json.loads(self._manager.metadata(step).custom_metadata[_PENDING])
+        return Restored(step, jax.tree.map(_as_key, found, like), pending)
+
+    def _seal(self, step: int) -> None:
+        self._manager.wait_until_finished()
+        if jax.process_index() == 0:
+            folder = self._directory / str(step)
+            write_json(folder / MANIFEST, _hashes(folder))
+
+    @contextlib.contextmanager
+    def _failing(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:  # TensorStore has no exceptions of its own
+            kept = "none was saved before" if self._latest is None else f"that of step {self._latest} is whole"
+            raise TrainingError(
+                f"{self._directory}: the checkpoint of step {step} cannot be written ({_one_line(error)}); {kept}; "
+                "make room or mend the directory, then run the same command again"
+            ) from error
 
     def _damage(self, step: int) -> str | None:
         folder = self._directory / str(step)
@@ -76,6 +150,28 @@ class Checkpoints(contextlib.AbstractContextManager):
         found = _hashes(folder)
         differing = sorted(name for name in expected | found if expected.get(name) != found.get(name))
         return f"{', '.join(differing)} changed since it was saved" if differing else None
+
+
+def _plain(leaf: Any) -> Any:
+    """A random key as its numbers; orbax stores arrays only."""
+    return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def _as_key(leaf: Any, like: Any) -> Any:
+    if not jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return leaf
+    return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like))
+
+
+def _raised_here(record: logging.LogRecord) -> bool:
+    """Orbax logs the traceback of each failed save in every thread that meets it; they end up as one error of ours."""
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    # TensorStore begins with what it was doing and ends with the cause.
+    return text if len(text) <= 200 else f"{text[:60]} ... {text[-130:]}"
 
 
 def _hashes(folder: Path) -> dict[str, str]:

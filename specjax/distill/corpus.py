@@ -1,4 +1,4 @@
-"""Text in, documents out: local files, JSONL, Parquet or the running Python's standard library.
+"""Text in, documents out: local files, JSONL, Parquet, a data set of the hub or the running Python's standard library.
 
 Held-out documents are chosen by the hash of their content, so that no run over the same text, on any machine, with any
 seed, ever trains on them. (An edited file is another document: the standard library of another Python version holds
@@ -9,60 +9,64 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
-import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+from specjax.distill import readers
+from specjax.distill.document import Document, Part
+from specjax.distill.readers import STDLIB, Bad, Hub
 from specjax.errors import DataError
 
-STDLIB = "python-stdlib"
-# Generated tables and topic texts, and bundled wheels: no source to learn from.
-_STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "__pycache__", "encodings", "pydoc_data", "ensurepip"}
+__all__ = ["STDLIB", "Bad", "Document", "Hub", "Part", "corpus_digest", "read_documents", "rendered", "split_held_out"]
 _LONGEST_PART = 16_384
-_TEXT_SUFFIXES = {".txt", ".md", ".py", ".rst", ".text"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Document:
-    name: str
-    text: str
+def read_documents(path: str, bad: Bad | None = None, hub: Hub | None = None) -> list[Document]:
+    """Every document under ``path``: `python-stdlib`, a text file, a ``.jsonl`` or ``.parquet`` file, a directory of
+    such files, or ``hf:NAME`` (``hub`` says what of it). Records are described in `specjax.distill.readers`.
 
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()
+    Sorted by name; duplicates by content and empty documents are dropped. What a user brings as plain text is cut at
+    line ends into parts of at most `_LONGEST_PART` characters, so that one long file can be split into text to train
+    on and text to measure on. A document's source is what its record says; else the subdirectory of ``path`` that it
+    is in, else the name of ``path``.
 
-
-def read_documents(path: str) -> list[Document]:
-    """Every document under ``path``: `python-stdlib`, a text file, a ``.jsonl`` or ``.parquet`` file with a ``text``
-    column, or a directory of such files. Sorted by name; duplicates by content and empty documents are dropped. What a
-    user brings is cut at line ends into parts of at most `_LONGEST_PART` characters, so that one long file can be split
-    into text to train on and text to measure on.
-
-    Raises `DataError` naming the file (and line) for anything missing, empty or not UTF-8.
+    Raises `DataError` naming the file (and line) for anything missing, malformed, empty or not UTF-8; with a ``bad``
+    that skips, what is wrong inside ``path`` is counted there instead.
     """
+    bad = Bad() if bad is None else bad
     if path == STDLIB:
-        documents = _read_stdlib()
+        documents = readers.read_stdlib()
+    elif path.startswith(readers.HUB):
+        documents = [part for document in readers.read_hub(path, hub or Hub(), bad) for part in _parts(document)]
     else:
-        root = Path(path).expanduser()
-        if not root.exists():
-            raise DataError(
-                f"data.path: {path!r} does not exist; "
-                f"give a text, .jsonl or .parquet file, a directory of them, or {STDLIB!r}"
-            )
-        files = [root] if root.is_file() else sorted(f for f in root.rglob("*") if f.suffix in _READERS and f.is_file())
-        if not files:
-            raise DataError(f"data.path: {path!r} holds no file ending in {', '.join(sorted(_READERS))}")
-        whole = (document for file in files for document in _READERS.get(file.suffix, _read_text)(file))
-        documents = [part for document in whole for part in _parts(document)]
+        documents = [part for document in _read_files(path, bad) for part in _parts(document)]
     unique = {d.digest: d for d in documents if d.text.strip()}
     if not unique:
-        raise DataError(f"data.path: {path!r} holds no text (every document is empty)")
+        skipped = f"; {bad}" if bad.counts else ""
+        raise DataError(f"data.path: {path!r} holds no text (every document is empty){skipped}")
     return sorted(unique.values(), key=lambda d: d.name)
 
 
+def _read_files(path: str, bad: Bad) -> Iterator[Document]:
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise DataError(
+            f"data.path: {path!r} does not exist; "
+            f"give a text, .jsonl or .parquet file, a directory of them, {STDLIB!r} or {readers.HUB}NAME"
+        )
+    known = readers.READERS
+    files = [root] if root.is_file() else sorted(f for f in root.rglob("*") if f.suffix in known and f.is_file())
+    if not files:
+        raise DataError(f"data.path: {path!r} holds no file ending in {', '.join(sorted(known))}")
+    for file in files:
+        inside = file.relative_to(root).parts
+        source = inside[0] if len(inside) > 1 else root.resolve().stem
+        yield from known.get(file.suffix, readers.read_text)(file, source, bad)
+
+
 def _parts(document: Document) -> Iterator[Document]:
-    if len(document.text) <= _LONGEST_PART:
+    if len(document.text) <= _LONGEST_PART or document.parts or document.messages:
         yield document
         return
     start, number = 0, 1
@@ -71,7 +75,7 @@ def _parts(document: Document) -> Iterator[Document]:
         if end < len(document.text):
             # After the last line end that fits; a longer line is cut where it must be.
             end = document.text.rfind("\n", start, end) + 1 or end
-        yield Document(f"{document.name}:{number:06}", document.text[start:end])
+        yield dataclasses.replace(document, name=f"{document.name}:{number:06}", text=document.text[start:end])
         start, number = end, number + 1
 
 
@@ -88,70 +92,55 @@ def corpus_digest(documents: Iterable[Document]) -> str:
     return hashlib.sha256("".join(sorted(d.digest for d in documents)).encode()).hexdigest()
 
 
-def _read_stdlib() -> list[Document]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    documents = []
-    for file in root.rglob("*.py"):
-        relative = file.relative_to(root)
-        if _STDLIB_SKIPPED.isdisjoint(relative.parts):
-            # A handful of files declare another encoding; they are not worth a special case.
-            raw = file.read_bytes()
-            try:
-                documents.append(Document(relative.as_posix(), raw.decode("utf-8")))
-            except UnicodeDecodeError:
-                continue
-    if not documents:
-        raise DataError(f"data.path: {STDLIB!r} found no source files under {root}; give a path instead")
+def rendered(documents: Iterable[Document], tokenizer: Any, bad: Bad | None = None) -> list[Document]:
+    """The documents with every chat as the tokenizer's chat template writes it; what the assistant says, up to where
+    the next message begins, is predicted, each time after what the template makes of the chat so far. Where the
+    template writes earlier turns otherwise than it did when they were the last (without their reasoning, say), the
+    chat becomes several documents.
+
+    Raises `DataError` if there are chats and no template; a chat that the template does not take is ``bad``.
+    """
+    bad, found = Bad() if bad is None else bad, []
+    for document in documents:
+        if not document.messages:
+            found.append(document)
+            continue
+        if not getattr(tokenizer, "chat_template", None):
+            raise DataError(
+                f"{document.name}: 'messages' need a chat template, and the target's tokenizer has none; use a chat "
+                "model as the target, or give 'prompt' and 'completion'"
+            )
+        try:
+            turns = _turns(document.messages, tokenizer)
+        except Exception as error:  # a template is a program: it raises what it likes, and Jinja more
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            bad.found("chats", f"{document.name}: the chat template does not take its messages ({reason}); mend them")
+            continue
+        for number, parts in enumerate(turns, 1):
+            name = document.name if len(turns) == 1 else f"{document.name}:{number}"
+            text = "".join(part.text for part in parts)
+            found.append(dataclasses.replace(document, name=name, text=text, parts=parts))
+    return found
+
+
+def _turns(messages: tuple[Any, ...], tokenizer: Any) -> list[tuple[Part, ...]]:
+    """Parts of one document, or of several."""
+
+    def render(count: int, asks: bool) -> str:
+        return tokenizer.apply_chat_template(list(messages[:count]), tokenize=False, add_generation_prompt=asks)
+
+    documents: list[tuple[Part, ...]] = []
+    written = None
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, after = render(i, True), render(i + 1, False)
+        if not after.startswith(before):
+            raise ValueError(f"what precedes message {i + 1} changes when the message is there")
+        answer = Part(after[len(before) :], False)
+        if written is not None and before.startswith(written):
+            documents[-1] += (Part(before[len(written) :], True), answer)
+        else:
+            documents.append((Part(before, True), answer))
+        written = after
     return documents
-
-
-def _read_text(file: Path) -> Iterator[Document]:
-    try:
-        yield Document(file.as_posix(), file.read_bytes().decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file}: not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x}); "
-            "convert it, for example with iconv"
-        ) from None
-
-
-def _read_jsonl(file: Path) -> Iterator[Document]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line.decode("utf-8"))
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
-                raise DataError(f"{file}, line {number}: not a JSON object in UTF-8 ({error})") from None
-            if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-                raise DataError(f"{file}, line {number}: no string under the key 'text'")
-            try:
-                record["text"].encode("utf-8")
-            except UnicodeEncodeError:
-                raise DataError(f"{file}, line {number}: 'text' holds half of a surrogate pair; drop it") from None
-            yield Document(f"{file.as_posix()}:{number}", record["text"])
-
-
-def _read_parquet(file: Path) -> Iterator[Document]:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(f"{file}: reading Parquet needs pyarrow; pip install 'specjax[parquet]'") from None
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{file}: not a Parquet file ({str(error).splitlines()[0]})") from None
-    if "text" not in table.schema_arrow.names:
-        raise DataError(f"{file}: no column 'text' (columns: {', '.join(table.schema_arrow.names)})")
-    kind = table.schema_arrow.field("text").type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        raise DataError(f"{file}: the column 'text' holds {kind}, expected strings")
-    row = 0
-    for batch in table.iter_batches(columns=["text"]):
-        for text in batch.column(0).to_pylist():
-            row += 1
-            yield Document(f"{file.as_posix()}:{row}", text or "")
-
-
-_READERS = {**dict.fromkeys(_TEXT_SUFFIXES, _read_text), ".jsonl": _read_jsonl, ".parquet": _read_parquet}

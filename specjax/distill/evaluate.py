@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from specjax.distill.layout import ONE_DEVICE, Layout
 from specjax.distill.losses import negative_log_likelihood
 from specjax.distill.progress import StepProgress
 from specjax.distill.rows import Rows, spread
 from specjax.distill.teacher import completed, target_output
 from specjax.metrics import alpha_per_position
-from specjax.types import Batch, DraftOutput, Output, Params, Trainable
+from specjax.types import Batch, DraftOutput, FullLogits, Output, Params, TopKLogits, Trainable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,24 +40,28 @@ class Matched:
     """One prediction of every position beside what it is compared with."""
 
     draft_logits: Float[Array, "B T V"]
-    target_logits: Float[Array, "B T V"] | None
+    teacher: FullLogits | TopKLogits | None
     tokens: Int[Array, "B T"]
     weight: Float[Array, "B T"]
 
 
-def matched(out: DraftOutput, target_out: Output | None, following: Int[Array, "B T"], j: int) -> Matched:
+def matched(out: DraftOutput, teacher: FullLogits | TopKLogits | None, following: Int[Array, "B T"], j: int) -> Matched:
     """Prediction ``j`` of a drafter's training forward, aligned with the target's law and the text's next token."""
-    rows = out.target_index[:, j]
-    take = functools.partial(jnp.take, indices=rows, axis=1, mode="clip")
-    target_logits = None if target_out is None else take(target_out.logits)
-    return Matched(out.logits[:, :, j], target_logits, take(following), out.weight[:, :, j])
+    take = functools.partial(jnp.take, indices=out.target_index[:, j], axis=1, mode="clip")
+    return Matched(out.logits[:, :, j], jax.tree.map(take, teacher), take(following), out.weight[:, :, j])
 
 
 def evaluate(
-    drafter: Trainable, params: Params, target: Any, rows: Rows, positions: int, batch_size: int
+    drafter: Trainable,
+    params: Params,
+    target: Any,
+    rows: Rows,
+    positions: int,
+    batch_size: int,
+    layout: Layout = ONE_DEVICE,
 ) -> Evaluation:
     """`evaluate_all` of one model."""
-    return evaluate_all(drafter, [params], target, rows, positions, batch_size)[0]
+    return evaluate_all(drafter, [params], target, rows, positions, batch_size, layout=layout)[0]
 
 
 def evaluate_all(
@@ -67,20 +72,27 @@ def evaluate_all(
     positions: int,
     batch_size: int,
     progress: StepProgress | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> list[Evaluation]:
     """Every model of one shape on the same positions, at one target forward a batch.
 
     ``target``: a `LoadedModel`, or None for the models' own losses only. As many rows as hold ``positions`` predicted
-    tokens are used, all if there are fewer, and the number of predictions that count is reported.
+    tokens are used, all if there are fewer, and the number of predictions that count is reported. ``batch_size`` is
+    rounded up to fill the shards of ``layout``.
     """
     chosen = spread(rows, positions)
-    spec, target_params = (None, None) if target is None else (target.spec, target.params)
+    batch_size = -(-batch_size // layout.row_shards) * layout.row_shards
+    spec, target_params = None, None
+    if target is not None:
+        spec, target_params = target.spec, layout.put(target.params, layout.of_target(target.params, target.spec))
+    params = [layout.put(model, layout.of_draft(model, drafter)) for model in params]
+    drafter, spec = layout.drafter(drafter), layout.model(spec)
     sums = []
     for start in range(0, len(chosen.tokens), batch_size):
         batch = jax.tree.map(lambda x, start=start: _filled_up(x[start : start + batch_size], batch_size), chosen)
         real = (np.arange(batch_size) < len(chosen.tokens) - start).astype(np.float32)
         batch = batch.replace(weight=batch.weight * real[:, None])
-        sums.append(_sums(drafter, spec, tuple(params), target_params, batch))
+        sums.append(_sums(drafter, spec, tuple(params), target_params, layout.place_batch(batch)))
         if progress is not None:
             jax.block_until_ready(sums[-1])
             progress(len(sums), {})
@@ -111,12 +123,13 @@ def _sums(drafter, spec, params: tuple, target_params, batch: Batch) -> list:
 
 def _sums_of(out: DraftOutput, target_out: Output | None, following: Int[Array, "B T"]) -> dict[str, jax.Array]:
     sums: dict[str, jax.Array] = {}
+    teacher = None if target_out is None else FullLogits(target_out.logits)
     for j in range(out.logits.shape[2]):
-        m = matched(out, target_out, following, j)
+        m = matched(out, teacher, following, j)
         measured = {"nll": negative_log_likelihood(m.draft_logits, m.tokens), "count": jnp.ones(m.tokens.shape)}
-        if m.target_logits is not None:
-            measured["target_nll"] = negative_log_likelihood(m.target_logits, m.tokens)
-            measured["alpha"] = alpha_per_position(m.target_logits, m.draft_logits)
+        if isinstance(m.teacher, FullLogits):
+            measured["target_nll"] = negative_log_likelihood(m.teacher.logits, m.tokens)
+            measured["alpha"] = alpha_per_position(m.teacher.logits, m.draft_logits)
         for name, values in measured.items():
             # Every prediction that counts counts alike here, whatever its weight in training.
             total = jnp.sum(jnp.where(m.weight > 0, values, 0.0))

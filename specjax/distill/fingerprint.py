@@ -13,16 +13,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.errors import TrainingError
+from specjax.distill.distributed import whole
+from specjax.errors import TrainingError, unwritable
 
 FILE = "fingerprint.json"
 
 
 def digest(tree: Any) -> str:
-    """SHA-256 over every leaf's path, dtype, shape and bytes."""
+    """SHA-256 over every leaf's path, dtype, shape and bytes. Of arrays that lie on several processes, all call it."""
     total = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        array = np.ascontiguousarray(jax.device_get(leaf))
+        array = np.ascontiguousarray(jax.device_get(whole(leaf)))
         total.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\n".encode())
         total.update(array.reshape(-1).view(np.uint8).data)
     return total.hexdigest()
@@ -31,7 +32,8 @@ def digest(tree: Any) -> str:
 def claim(directory: Path, fingerprint: Mapping[str, Any]) -> None:
     """Create ``directory`` for the result that ``fingerprint`` determines, or check that it was made for just that.
 
-    ``fingerprint``: a JSON object. Raises `TrainingError` naming the fields that differ, or the damaged record.
+    ``fingerprint``: a JSON object. Raises `TrainingError` naming the fields that differ, the damaged record, or what
+    keeps the directory from being made.
     """
     file = directory / FILE
     wanted = _flat(json.loads(json.dumps(fingerprint)))
@@ -42,7 +44,7 @@ def claim(directory: Path, fingerprint: Mapping[str, Any]) -> None:
             raise TrainingError(f"{file}: damaged; remove {directory} to start it over") from None
         differing = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
         if differing:
-            shown = ", ".join(f"{n} ({_short(found.get(n))} then, {_short(wanted.get(n))} now)" for n in differing)
+            shown = ", ".join(f"{n} ({_short(found, n)} then, {_short(wanted, n)} now)" for n in differing)
             raise TrainingError(
                 f"{directory}: was made with other settings: {shown}; "
                 f"give another `out`, or remove {directory} and what was made from it in {directory.parent}"
@@ -52,11 +54,14 @@ def claim(directory: Path, fingerprint: Mapping[str, Any]) -> None:
         raise TrainingError(f"{directory}: holds files but no {FILE}; give another `out`, or remove {directory}")
     # The directory appears with its record inside, so a kill leaves no directory of unknown origin.
     partial = directory.with_name(f".{directory.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    (partial / FILE).write_text(json.dumps(fingerprint, indent=1, sort_keys=True) + "\n")
-    if directory.exists():
-        directory.rmdir()
-    os.rename(partial, directory)
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        write_json(partial / FILE, fingerprint)
+        if directory.exists():
+            directory.rmdir()
+        os.rename(partial, directory)
+    except OSError as error:
+        raise unwritable(directory, error) from None
 
 
 def write_json(file: Path, value: Any) -> None:
@@ -77,6 +82,6 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
+def _short(fields: Mapping[str, Any], name: str) -> str:
+    text = repr(fields[name]) if name in fields else "not set"
     return text if len(text) <= 24 else f"{text[:20]}...{text[-1]}"

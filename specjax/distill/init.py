@@ -18,8 +18,10 @@ from pydantic import AfterValidator, Field
 from specjax import config as config_lib
 from specjax import registry
 from specjax.config import RunConfig
+from specjax.distill.distributed import whole
 from specjax.distill.prune import prune
 from specjax.distill.rows import Rows, spread
+from specjax.distill.teacher import completed
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, ModelError
 from specjax.models.config import ModelConfig
@@ -45,6 +47,11 @@ class Initial:
     spec: Model
     params: Params
     family: str = "llama"
+
+    def model(self, params: Params, target: LoadedModel, name: str = "draft") -> LoadedModel:
+        """With the weights ``params``, those that it shares with ``target``, and the target's tokenizer."""
+        params = completed(self.drafter, params, target.params)
+        return LoadedModel(self.spec, params, target.tokenizer, target.eos_ids, name, family=self.family)
 
 
 class Init(Protocol):
@@ -104,7 +111,8 @@ class Pruned:
         inherited = ("layers", "norm", "tie_embeddings")
         shape = dataclasses.replace(shape, **{name: getattr(target.config, name) for name in inherited})
         calibration = np.asarray(spread(rows, _CALIBRATION_TOKENS).tokens)
-        return _of_its_own(Model(shape), prune(target, shape, calibration))
+        full = dataclasses.replace(target, params=whole(target.params))
+        return _of_its_own(Model(shape), prune(full, shape, calibration))
 
 
 def _ascending(keep: tuple[int, ...]) -> tuple[int, ...]:

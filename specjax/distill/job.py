@@ -11,26 +11,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import json
+import logging
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import yaml
 
+from specjax import registry
 from specjax.config import RunConfig, Stage
-from specjax.distill import compare, corpus, fingerprint, lock
-from specjax.distill.corpus import Document
-from specjax.distill.evaluate import Evaluation, evaluate_all
-from specjax.distill.init import check_length, initial_draft, model_config
+from specjax.distill import compare, corpus, figures, fingerprint, lock, sinks
+from specjax.distill.corpus import Bad, Document
+from specjax.distill.distributed import by_first, is_first, whole
+from specjax.distill.evaluate import Evaluation
+from specjax.distill.init import Initial, check_length, initial_draft, model_config
+from specjax.distill.layout import make_layout
 from specjax.distill.log import read_log
+from specjax.distill.on_policy import draft_sampler
 from specjax.distill.progress import Bars, no_bars
-from specjax.distill.prompts import by_source
-from specjax.distill.rows import Rows, pack, spread
-from specjax.distill.selection import Decoded, HeldOutDecoding, decides, held_out_decoding, with_median_seconds
+from specjax.distill.rows import Packed, Rows, pack
+from specjax.distill.selection import Decoded, HeldOutDecoding, decides, decodes, held_out_decoding
+from specjax.distill.stock import Stock
 from specjax.distill.teacher import completed
 from specjax.distill.tokenizer import train_tokenizer
 from specjax.distill.trainer import train_stage
@@ -38,14 +40,13 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError
 from specjax.models.hf import LoadedModel, import_transformers, load_model, save_model
 from specjax.models.transformer import Model
-from specjax.types import Params, Sharing, Trainable
+from specjax.types import Params, Sharing
 
 _MIN_POSITIONS = 1024
-_TURNS = 3
-"""Timed decodings of each draft, whose median counts."""
-_CARD, _EVALUATIONS = "README.md", "evaluations.json"
+_CARD = "README.md"
 _EXPORTS = ("draft-before", "draft")
 _MADE_BY = "by specjax"
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +67,10 @@ class Prepared:
 
     target: LoadedModel
     corpus: Corpus
-    train_rows: Rows
-    held_out_rows: Rows
+    train_rows: Packed
+    held_out_rows: Packed
+    bad: Bad = dataclasses.field(default_factory=Bad)
+    """What `data.on_bad` skipped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +109,13 @@ class Distilled:
 
 
 def run(config: RunConfig, bars: Bars = no_bars) -> Distilled:
-    """`distill` while holding the lock of ``config.out``. Raises `SpecjaxError` for anything the user can mend."""
-    with lock.exclusive(config.out):
+    """`distill` while holding the lock of ``config.out``, with the logging that ``config`` asks for. Raises
+    `SpecjaxError` for anything the user can mend. Of several processes (`specjax.distill.distributed.start`), all call
+    it, and the first one writes."""
+    with contextlib.ExitStack() as held:
+        by_first(lambda: held.enter_context(lock.exclusive(config.out)) and None)
+        if is_first():
+            bars = held.enter_context(sinks.recorded(config.logging, Path(config.out), bars))
         return distill(config, bars)
 
 
@@ -117,14 +125,15 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
 
     The caller holds the run directory's lock (`specjax.distill.lock.exclusive`), as `run` does.
     """
+    decodes(config)  # a mesh that does not fit, or that cannot select, is refused before anything is read
     for name in _EXPORTS:
-        _refuse_foreign(Path(config.out) / name)
+        by_first(functools.partial(_refuse_foreign, Path(config.out) / name))
     prepared = prepare(config, bars) if prepared is None else prepared
     target = prepared.target
     initial = initial_draft(config, target, prepared.train_rows)
     drafter = initial.drafter
     decoding = held_out_decoding(config, target, drafter, initial.spec, prepared.corpus.held_out)
-    train = functools.partial(_train, config, bars, drafter, prepared)
+    train = functools.partial(_train, config, bars, initial, prepared)
     before = train("draft-pretrain", config.draft.pretrain, initial.params, config.seed, target)
     after = train("draft-distill", config.distill, before, config.seed + 1, target, decoding)
     # The controls see the batches that the distillation saw, start where it started, and are chosen as it is.
@@ -135,7 +144,7 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
         f"{rate:g}": train(f"control-{rate:g}", _control(config.distill, rate), *start)
         for rate in config.control.learning_rates
     }
-    evaluate = functools.partial(_evaluate, config, bars, drafter, target)
+    evaluate = functools.partial(figures.evaluate, config, bars, drafter, target)
     first, last, *rivals = evaluate([before, after, *controls.values()], prepared.held_out_rows)
     control_alphas = {rate: control.alpha for rate, control in zip(controls, rivals, strict=True)}
     measures = Measures(
@@ -149,17 +158,17 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
         positions=first.positions,
     )
     trained = dict(zip(_EXPORTS, (before, after), strict=True))
-    decoded = _decode(config, bars, decoding, trained, target)
-    whole = functools.partial(completed, drafter, target_params=target.params)
-    common = {"tokenizer": target.tokenizer, "eos_ids": target.eos_ids, "family": initial.family}
-    models = {name: LoadedModel(initial.spec, whole(p), name=name, **common) for name, p in trained.items()}
+    decoded = figures.decode(config, bars, decoding, trained, target)
+    models = {name: initial.model(params, target, name) for name, params in trained.items()}
     for (name, model), evaluation in zip(models.items(), (first, last), strict=True):
         card = _draft_card(config, model, prepared, evaluation, decoded[name])
         _export(model, Path(config.out) / name, card)
     stages = ("target-train", "draft-pretrain", "draft-distill", *(f"control-{rate}" for rate in controls))
     logs = {name: read_log(Path(config.out) / name) for name in stages}
     logs = {name: log for name, log in logs.items() if log}
-    alphas = _alphas_by_source(config, prepared, evaluate, [before, after], (first, last))
+    alphas = figures.alphas_by_source(
+        config, target, prepared.corpus.held_out, evaluate, [before, after], (first, last)
+    )
     both = dict(zip(compare.DRAFTS, decoded.values(), strict=True))
     comparison = [] if decoding is None else compare.rows(decoding, both, alphas)
     return Distilled(prepared, models["draft-before"], models["draft"], measures, logs, alphas, comparison)
@@ -167,38 +176,50 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
 
 def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
     """Read and split the corpus, load the target or train it from scratch, and cut the windows."""
-    documents = Corpus(*corpus.split_held_out(corpus.read_documents(config.data.path), config.data.held_out))
+    data, bad = config.data, Bad(config.data.on_bad)
+    documents = Corpus(*corpus.split_held_out(corpus.read_documents(data.path, bad, data.hub), data.held_out))
     for side, name in ((documents.train, "training"), (documents.held_out, "measuring")):
         if not side:
             raise DataError(
-                f"data.path: {config.data.path!r}: none of its documents ({len(documents.train + documents.held_out)}) "
-                f"is left for {name} at data.held_out={config.data.held_out:g}; give more, smaller documents "
+                f"data.path: {data.path!r}: none of its documents ({len(documents.train + documents.held_out)}) "
+                f"is left for {name} at data.held_out={data.held_out:g}; give more, smaller documents "
                 "or another data.held_out"
             )
     if config.target.path is None:
         tokenizer = _tokenizer(Path(config.out) / "tokenizer", documents, config.target.vocab_size)
-        rows = _rows(config, documents, tokenizer, tokenizer.eos_token_id)
-        return Prepared(_target_from_scratch(config, documents, tokenizer, rows, bars), documents, *rows)
-    target = load_model(config.target.path, dtype=config.target.dtype, revision=config.target.revision)
+        documents, *rows = _rows(config, documents, tokenizer, tokenizer.eos_token_id, bad)
+        target = _target_from_scratch(config, documents, tokenizer, (rows[0], rows[1]), bars)
+        return Prepared(target, documents, *rows, bad)
+    target = _load_target(config, config.target.path)
     if target.tokenizer is None or not target.eos_ids:
         missing = "tokenizer" if target.tokenizer is None else "end-of-sequence id"
         raise ConfigError(f"target.path: {config.target.path!r} has no {missing}, which the corpus needs; add it there")
     check_length(config, target.config, "target")
-    return Prepared(target, documents, *_rows(config, documents, target.tokenizer, target.eos_ids[0]))
+    return Prepared(target, *_rows(config, documents, target.tokenizer, target.eos_ids[0], bad), bad)
 
 
-def _rows(config: RunConfig, documents: Corpus, tokenizer: Any, eos_id: int) -> tuple[Rows, Rows]:
-    """(train, held out)."""
+def _load_target(config: RunConfig, path: str | Path) -> LoadedModel:
+    layout = make_layout(config.mesh)
+    mesh = layout.mesh if layout.target_sharded else None
+    return load_model(path, dtype=config.target.dtype, revision=config.target.revision, mesh=mesh)
+
+
+def _rows(config: RunConfig, documents: Corpus, tokenizer: Any, eos_id: int, bad: Bad) -> tuple[Corpus, Packed, Packed]:
+    """Rendered documents, and their rows: train, held out."""
+    data = config.data
+    documents = Corpus(*(corpus.rendered(side, tokenizer, bad) for side in (documents.train, documents.held_out)))
     sides = []
     for name, side in (("training", documents.train), ("held-out", documents.held_out)):
         try:
-            sides.append(pack(tokenizer, side, eos_id, config.data.seq_len))
+            sides.append(pack(tokenizer, side, eos_id, data.seq_len, data.prompt_weight, bad))
         except DataError as error:
             raise DataError(
-                f"data.path: {config.data.path!r}: its {name} part: {error}; or give a smaller data.seq_len or another "
+                f"data.path: {data.path!r}: its {name} part: {error}; or give a smaller data.seq_len or another "
                 "data.held_out"
             ) from None
-    return sides[0], sides[1]
+    if bad.counts:
+        _log.warning("data.path: %r: %s", data.path, bad)
+    return documents, sides[0], sides[1]
 
 
 def _target_from_scratch(
@@ -208,41 +229,47 @@ def _target_from_scratch(
     assert settings.architecture is not None  # the config holds a path or an architecture
     spec = Model(model_config(settings.architecture, len(tokenizer), max(_MIN_POSITIONS, config.data.seq_len)))
     drafter = DraftModel(spec)  # as a trainable, a target is a model like any other
-    optional = {"eval_every": max(1, settings.steps // 4), "save_every": 100}
-    stage = Stage("cross_entropy", settings.steps, settings.batch_size, settings.optimizer, **optional)
+    optional: dict[str, Any] = {"eval_every": max(1, settings.steps // 4), "save_every": 100}
+    optional["optimizer"] = settings.optimizer
+    stage = Stage("cross_entropy", settings.steps, settings.batch_size, **optional)
     key, _ = jax.random.split(jax.random.key(config.seed))
     with bars("target-train", stage.steps) as progress:
         initial = drafter.init_params(key, None)
         args = (out / "target-train", stage, drafter, initial, None, *rows, config.seed + 2)
-        params = train_stage(*args, progress=progress)
+        params = train_stage(*args, progress=progress, layout=make_layout(config.mesh))
     target = LoadedModel(spec, params, tokenizer, (tokenizer.eos_token_id,), "target")
     title = f"A target of {_count(params):,} parameters, trained from scratch by specjax."
     rows = {"SHA-256 of the weights": fingerprint.digest(params), "SHA-256 of the text": documents.digest}
     training = {"target": dataclasses.asdict(settings), "data": dataclasses.asdict(config.data), "seed": config.seed}
     _export(target, out / "target", _card("target", title, rows, training))
-    return load_model(out / "target", dtype=settings.dtype)
+    return _load_target(config, out / "target")
 
 
 def _tokenizer(directory: Path, documents: Corpus, vocab_size: int) -> Any:
     made_from = {"train_text": corpus.corpus_digest(documents.train), "vocab_size": vocab_size}
-    fingerprint.claim(directory, made_from)
     files = directory / "files"
-    if not files.exists():
-        partial = directory / ".partial"
-        train_tokenizer(documents.train, vocab_size, partial)
-        os.rename(partial, files)
+
+    def make() -> None:
+        fingerprint.claim(directory, made_from)
+        if not files.exists():
+            partial = directory / ".partial"
+            train_tokenizer(documents.train, vocab_size, partial)
+            os.rename(partial, files)
+
+    by_first(make)
     return import_transformers().PreTrainedTokenizerFast.from_pretrained(files)
 
 
 def _control(distill: Stage, learning_rate: float) -> Stage:
     optimizer = dataclasses.replace(distill.optimizer, learning_rate=learning_rate)
-    return dataclasses.replace(distill, loss="cross_entropy", optimizer=optimizer)
+    # Of the text: its own samples would teach a draft nothing, and the target's are distillation.
+    return dataclasses.replace(distill, loss="cross_entropy", data="text", optimizer=optimizer)
 
 
 def _train(
     config: RunConfig,
     bars: Bars,
-    drafter: Trainable,
+    initial: Initial,
     prepared: Prepared,
     name: str,
     stage: Stage,
@@ -251,89 +278,26 @@ def _train(
     target: LoadedModel | None,
     decoding: HeldOutDecoding | None = None,
 ) -> Params:
+    draft, directory = initial.model(params, prepared.target), Path(config.out) / name
+    source = registry.build(registry.DATA, stage.data if stage.steps else "text", f"{name}: data")
+    rows = source.rows(stock(config, prepared, draft, name, data_directory(config, name), seed, bars))
     with (bars if stage.steps else no_bars)(name, stage.steps) as progress:
-        rows = (prepared.train_rows, prepared.held_out_rows)
-        return train_stage(Path(config.out) / name, stage, drafter, params, target, *rows, seed, progress, decoding)
+        args = (initial.drafter, params, target, rows, prepared.held_out_rows, seed, progress)
+        complete = functools.partial(completed, initial.drafter, target_params=prepared.target.params)
+        return train_stage(directory, stage, *args, draft_sampler(draft, complete), make_layout(config.mesh), decoding)
 
 
-def _evaluate(
-    config: RunConfig, bars: Bars, drafter: Trainable, target: LoadedModel, models: list[Params], rows: Rows
-) -> list[Evaluation]:
-    """One evaluation a model, on held-out ``rows``."""
-    chosen = spread(rows, config.eval.positions)
-    measured_on = (fingerprint.digest(target.params), fingerprint.digest(chosen))
-
-    def measure(missing: list[int]) -> list[dict[str, Any]]:
-        settings = (target, rows, config.eval.positions, config.eval.batch_size)
-        with bars("evaluation", -(-len(chosen.tokens) // config.eval.batch_size)) as progress:
-            found = evaluate_all(drafter, [models[i] for i in missing], *settings, progress)
-        return list(map(dataclasses.asdict, found))
-
-    keys = ["".join((fingerprint.digest(m), *measured_on)) for m in models]
-    return [Evaluation(**found) for found in _kept(Path(config.out) / _EVALUATIONS, keys, measure)]
+def data_directory(config: RunConfig, name: str) -> Path:
+    """Of the data that is made for the stage ``name``."""
+    return Path(config.out) / f"{name}-data"
 
 
-def _decode(
-    config: RunConfig,
-    bars: Bars,
-    decoding: HeldOutDecoding | None,
-    drafts: dict[str, Params],
-    target: LoadedModel,
-) -> dict[str, list[Decoded]]:
-    """Each draft decoded on the prompts of ``config.selection``, in turns; nothing where it has none."""
-    if decoding is None:
-        return {name: [] for name in drafts}
-    names = list(drafts)
-
-    def measure(missing: list[int]) -> list[list[dict[str, Any]]]:
-        turns: list[list[list[Decoded]]] = []
-        with bars("held-out decoding", _TURNS) as progress:
-            for turn in range(1, _TURNS + 1):
-                turns.append([decoding(drafts[names[i]]) for i in missing])
-                if progress is not None:
-                    progress(turn, {})
-        return [list(map(dataclasses.asdict, with_median_seconds(one))) for one in zip(*turns, strict=True)]
-
-    measured_on = (fingerprint.digest(target.params), decoding.identity)
-    keys = ["".join((fingerprint.digest(params), *measured_on)) for params in drafts.values()]
-    found = _kept(Path(config.out) / _EVALUATIONS, keys, measure)
-    return {name: list(map(Decoded.from_json, one)) for name, one in zip(names, found, strict=True)}
-
-
-def _kept(file: Path, keys: list[str], measure: Callable[[list[int]], list[Any]]) -> list[Any]:
-    """JSON values, measured once: kept in ``file`` under what they depend on. ``measure``: of the missing ones, given
-    their places in ``keys``."""
-    keys = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
-    try:
-        known = json.loads(file.read_text())
-    except (FileNotFoundError, ValueError):
-        known = {}
-    new = {key: i for i, key in reversed([*enumerate(keys)]) if key not in known}
-    if new:
-        known |= dict(zip(new, measure(list(new.values())), strict=True))
-        fingerprint.write_json(file, known)
-    return [known[key] for key in keys]
-
-
-def _alphas_by_source(
-    config: RunConfig,
-    prepared: Prepared,
-    evaluate: Callable[[list[Params], Rows], list[Evaluation]],
-    drafts: list[Params],
-    of_all: Sequence[Evaluation],
-) -> dict[str, dict[str, float]]:
-    """Of the two drafts, on the text of each source; one that does not fill a row is left out."""
-    sources, target = by_source(prepared.corpus.held_out), prepared.target
-    [*names, whole] = compare.shown(list(sources))
-    found = {whole: of_all}
-    for source in names:
-        with contextlib.suppress(DataError):
-            rows = pack(target.tokenizer, sources[source], target.eos_ids[0], config.data.seq_len)
-            found[source] = evaluate(drafts, rows)
-    return {
-        name: {source: evaluations[i].alpha for source, evaluations in found.items()}
-        for i, name in enumerate(compare.DRAFTS)
-    }
+def stock(
+    config: RunConfig, prepared: Prepared, draft: LoadedModel | None, name: str, directory: Path, seed: int, bars: Bars
+) -> Stock:
+    """What the data of the stage ``name`` is made from; ``draft``: as the stage begins with it."""
+    text, weight = prepared.train_rows, config.data.prompt_weight
+    return Stock(name, directory, text, prepared.target, draft, weight, seed, config.data.on_bad, bars)
 
 
 def _refuse_foreign(directory: Path) -> None:
@@ -349,8 +313,9 @@ def _refuse_foreign(directory: Path) -> None:
 def _export(model: LoadedModel, directory: Path, card: str) -> None:
     """The card names the weights by digest and is written with them, so the same card means the same model."""
     file = directory / _CARD
-    if not file.exists() or file.read_text(encoding="utf-8") != card:
-        save_model(model, directory, overwrite=True, card=card)
+    if by_first(lambda: not file.exists() or file.read_text(encoding="utf-8") != card):
+        model = dataclasses.replace(model, params=whole(model.params))
+        by_first(lambda: save_model(model, directory, overwrite=True, card=card))
 
 
 def _draft_card(

@@ -6,31 +6,55 @@ import json
 import os
 from pathlib import Path
 
+from specjax.distill.distributed import is_first
+from specjax.errors import TrainingError, unwritable
+
 LOG = "log.jsonl"
 
 
 class Log:
-    """JSON lines, one a record; what an interrupted run wrote past its last checkpoint is dropped."""
+    """JSON lines, one a record; what an interrupted run wrote past ``step``, its last checkpoint, is dropped, so that
+    nothing is in it twice. Of several processes the first one writes.
+
+    Raises `TrainingError` if the file cannot be written, or naming a line that is no record.
+    """
 
     def __init__(self, file: Path, step: int):
         self._file = file
-        kept = [r for r in _parse(file.read_text()) if r["step"] <= step] if file.exists() else []
+        if not is_first():
+            return
+        kept = [r for r in _parse(file) if r["step"] <= step]
         partial = file.with_name(f".{file.name}.partial")
-        partial.write_text("".join(json.dumps(r) + "\n" for r in kept))
-        os.replace(partial, file)
+        try:
+            partial.write_text("".join(json.dumps(r) + "\n" for r in kept))
+            os.replace(partial, file)
+        except OSError as error:
+            raise unwritable(self._file, error) from None
 
     def append(self, record: dict[str, float]) -> None:
-        with self._file.open("a") as log:
-            log.write(json.dumps(record) + "\n")
+        if not is_first():
+            return
+        try:
+            with self._file.open("a") as log:
+                log.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise unwritable(self._file, error) from None
 
 
 def read_log(directory: Path) -> list[dict[str, float]]:
     """The records of a stage: step, tokens (so far), tokens_per_s, loss and grad_norm (means since the record before);
-    held_out_nll and alpha where they were measured. Empty if the stage has not begun."""
-    file = directory / LOG
-    return _parse(file.read_text()) if file.exists() else []
+    held_out_nll and alpha where they were measured; skipped (so far) where steps may be skipped. Empty if the stage
+    has not begun."""
+    return _parse(directory / LOG)
 
 
-def _parse(text: str) -> list[dict[str, float]]:
-    # A kill can cut the last line short.
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+def _parse(file: Path) -> list[dict[str, float]]:
+    records = []
+    for number, line in enumerate(file.read_text().splitlines(keepends=True) if file.exists() else [], 1):
+        # A kill or a full disk can cut the last line short.
+        if line.endswith("\n"):
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                raise TrainingError(f"{file}, line {number}: damaged, not a record; delete the line") from None
+    return records

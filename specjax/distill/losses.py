@@ -1,21 +1,39 @@
 """Distillation losses: what the draft's prediction of one token costs, against the target's law or the text's token.
 
-Each is a frozen dataclass that is its own configuration and gives one value a position. p is the target's law, q =
-softmax of the draft's logits z; everything is float32. Gradients reach the draft only.
+Each is a frozen dataclass that is its own configuration and gives one value a position, in nats (total variation: a
+probability) and float32. p is the target's law, q = softmax of the draft's logits z, alpha = sum min(p, q). Gradients
+reach the draft only; what they are is said at temperature 1 (a draft temperature divides them by itself, and nothing
+multiplies them back).
 
-Dims: B rows, T predicted positions, V vocabulary.
+From cached top-k logits (`TopKLogits`) p and q are the laws over those k tokens and a stand-in for the rest
+(`specjax.distill.laws`); losses for which that is no good approximation refuse it: ``needs_whole_law``.
+
+Dims: B rows, T predicted positions, V vocabulary, W outcomes (V, or those of cached logits).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+from pydantic import BeforeValidator, Field
 
-from specjax.types import FullLogits, TopKLogits
+from specjax.distill.laws import log_laws, overlap
+from specjax.errors import ConfigError
+from specjax.registry import LOSSES, build
+from specjax.types import FullLogits, Loss, LossContext, Params, TopKLogits, Trainable
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+ALPHA_FLOOR = 1e-5
+"""Of `LKAlpha`; below it there is no gradient."""
+LOG_TINY = math.log(np.finfo(np.float32).tiny)
+"""Log of the least probability that float32 holds, about -87."""
 
 
 def negative_log_likelihood(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
@@ -24,11 +42,23 @@ def negative_log_likelihood(logits: Float[Array, "B T V"], tokens: Int[Array, "B
     return -jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
 
 
+def expectation(probs: Float[Array, "B T W"], values: Float[Array, "B T W"]) -> Float[Array, "B T"]:
+    """sum probs * values, where an outcome of probability 0 adds nothing, to the gradient either."""
+    possible = probs > 0
+    return jnp.sum(probs * jnp.where(possible, values, 0.0), axis=-1)
+
+
+def kl(log_p: Float[Array, "B T W"], log_q: Float[Array, "B T W"]) -> Float[Array, "B T"]:
+    """KL(p || q)."""
+    return expectation(jnp.exp(log_p), log_p - log_q)
+
+
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy:
     """-log q(next token). dL/dz = q - onehot(token)."""
 
     needs_target: ClassVar[bool] = False
+    needs_whole_law: ClassVar[bool] = False
     kind: Literal["cross_entropy"] = "cross_entropy"
 
     def __call__(
@@ -36,27 +66,239 @@ class CrossEntropy:
         draft_logits: Float[Array, "B T V"],
         teacher: FullLogits | TopKLogits | None,
         tokens: Int[Array, "B T"],
+        context: LossContext | None = None,
     ) -> Float[Array, "B T"]:
         return negative_log_likelihood(draft_logits, tokens)
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardKL:
-    """KL(p || q) = sum p (log p - log q), the target's full law as the label. dL/dz = q - p."""
+class Divergence:
+    """What the losses against the target's law share; each says what is ``between`` the two laws."""
 
     needs_target: ClassVar[bool] = True
-    kind: Literal["forward_kl"] = "forward_kl"
+    coarse: ClassVar[bool] = True
+    """Whether the top k tokens and a stand-in for the rest will do: it is a sum of p times a function of q/p."""
+    kind: str
+    target_temperature: Positive = 1.0
+    draft_temperature: Positive = 1.0
+
+    @property
+    def needs_whole_law(self) -> bool:
+        return not self.coarse or self.target_temperature != 1
 
     def __call__(
         self,
         draft_logits: Float[Array, "B T V"],
         teacher: FullLogits | TopKLogits | None,
         tokens: Int[Array, "B T"],
+        context: LossContext | None = None,
     ) -> Float[Array, "B T"]:
-        if not isinstance(teacher, FullLogits):
-            raise ValueError("forward_kl needs the target's logits; none were given")
-        log_p = jax.nn.log_softmax(jax.lax.stop_gradient(teacher.logits).astype(jnp.float32), axis=-1)
-        log_q = jax.nn.log_softmax(draft_logits.astype(jnp.float32), axis=-1)
-        p = jnp.exp(log_p)
-        # A token the target excludes (p = 0, log p = -inf) contributes nothing.
-        return jnp.sum(jnp.where(p > 0, p * (log_p - log_q), 0.0), axis=-1)
+        """Raises `ValueError` if the target's logits are missing, or cached and not enough."""
+        if teacher is None:
+            raise ValueError(f"{self.kind} needs the target's logits; none were given")
+        if self.needs_whole_law and isinstance(teacher, TopKLogits):
+            raise ValueError(f"{self.kind} needs the target's whole law; found its {teacher.ids.shape[-1]} best tokens")
+        laws = log_laws(draft_logits, teacher, self.target_temperature, self.draft_temperature)
+        return self.between(*laws, context)
+
+    def between(
+        self, log_p: Float[Array, "B T W"], log_q: Float[Array, "B T W"], context: LossContext | None
+    ) -> Float[Array, "B T"]:
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardKL(Divergence):
+    """KL(p || q) = sum p (log p - log q), the target's full law as the label. dL/dz = q - p."""
+
+    kind: Literal["forward_kl"] = "forward_kl"
+
+    def between(self, log_p, log_q, context):
+        return kl(log_p, log_q)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReverseKL(Divergence):
+    """KL(q || p) = sum q (log q - log p). dL/dz = q (log q/p - L).
+
+    Finite where the target excludes a token (p = 0): probabilities below float32's least count as that, so a token
+    costs at most 87 nats. What the draft puts where p is small is what this loss punishes: it needs the whole law.
+    """
+
+    coarse: ClassVar[bool] = False
+    kind: Literal["reverse_kl"] = "reverse_kl"
+
+    def between(self, log_p, log_q, context):
+        return expectation(jnp.exp(log_q), log_q - jnp.maximum(log_p, LOG_TINY))
+
+
+@dataclasses.dataclass(frozen=True)
+class JensenShannon(Divergence):
+    """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q (2306.13649). dL/dz = q (w - E_q w) with
+    w = (1 - beta) log q/m.
+
+    As in that paper it is not rescaled: L / beta tends to forward KL as beta -> 0, L / (1 - beta) to reverse KL as
+    beta -> 1, so a beta near an end wants a larger learning rate.
+    """
+
+    coarse: ClassVar[bool] = False
+    beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    kind: Literal["jensen_shannon"] = "jensen_shannon"
+
+    def between(self, log_p, log_q, context):
+        log_m = jnp.logaddexp(log_p + math.log(self.beta), log_q + math.log1p(-self.beta))
+        to_q = expectation(jnp.exp(log_q), log_q - log_m)
+        return self.beta * kl(log_p, log_m) + (1 - self.beta) * to_q
+
+
+@dataclasses.dataclass(frozen=True)
+class TotalVariation(Divergence):
+    """1 - alpha, the chance that a draft token is rejected. dL/dz = q (s - 1[q < p]) with s = q(q < p), at most q: it
+    vanishes where the laws hardly overlap."""
+
+    kind: Literal["total_variation"] = "total_variation"
+
+    def between(self, log_p, log_q, context):
+        return 1.0 - overlap(log_p, log_q)
+
+
+@dataclasses.dataclass(frozen=True)
+class LKAlpha(Divergence):
+    """-log alpha of each position, alpha at least `ALPHA_FLOOR`: the gradient of total variation over alpha, so that
+    little overlap pulls hard (2602.23881). Cross-entropy where the target is certain."""
+
+    kind: Literal["lk_alpha"] = "lk_alpha"
+
+    def between(self, log_p, log_q, context):
+        return -jnp.log(jnp.maximum(overlap(log_p, log_q), ALPHA_FLOOR))
+
+
+@dataclasses.dataclass(frozen=True)
+class LKLambda(Divergence):
+    """lambda KL(p || q) + (1 - lambda) (1 - alpha), lambda = exp(-eta A): KL while hardly anything is accepted, then
+    more and more the rejection itself (2602.23881).
+
+    A is the running alpha of the batches before this step (`specjax.types.LossContext`), one number for all positions,
+    through which no gradient goes; the paper's is the batch's own, which would depend on the microbatch.
+    """
+
+    eta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3.0
+    kind: Literal["lk_lambda"] = "lk_lambda"
+
+    def between(self, log_p, log_q, context):
+        if context is None:
+            raise ValueError("lk_lambda needs the running alpha; no context was given")
+        blend = jnp.exp(-self.eta * jax.lax.stop_gradient(context.alpha))
+        return blend * kl(log_p, log_q) + (1.0 - blend) * (1.0 - overlap(log_p, log_q))
+
+
+def _loss(spec: Any) -> Loss:
+    return build(LOSSES, spec, "") if isinstance(spec, str | Mapping) else spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """One loss of a `Sum`."""
+
+    loss: Loss
+    weight: float
+
+
+def _term(spec: Any) -> Any:
+    if isinstance(spec, str):
+        spec = {"kind": spec}
+    if not isinstance(spec, Mapping):
+        return spec
+    fields = dict(spec)
+    weight = fields.pop("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise ConfigError(f"weight: found {weight!r}, expected a number above 0")
+    return Term(_loss(fields), float(weight))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """Several losses added up: ``of: [{kind: forward_kl, weight: 0.9}, {kind: cross_entropy, weight: 0.1}]``; a weight
+    is 1 if it is not given, and they need not add up to 1."""
+
+    of: Annotated[tuple[Annotated[Any, BeforeValidator(_term)], ...], Field(min_length=1)]
+    kind: Literal["sum"] = "sum"
+
+    @property
+    def needs_target(self) -> bool:
+        return any(term.loss.needs_target for term in self.of)
+
+    @property
+    def needs_whole_law(self) -> bool:
+        return any(term.loss.needs_whole_law for term in self.of)
+
+    def __call__(
+        self,
+        draft_logits: Float[Array, "B T V"],
+        teacher: FullLogits | TopKLogits | None,
+        tokens: Int[Array, "B T"],
+        context: LossContext | None = None,
+    ) -> Float[Array, "B T"]:
+        values = [term.weight * term.loss(draft_logits, teacher, tokens, context) for term in self.of]
+        return sum(values[1:], start=values[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaSPEC:
+    """The loss ``of`` the tokens that the draft can still learn (2510.19779): those of the largest KL(p || q) -
+    KL(p || q_ref), q_ref the law of ``reference``, a draft that was distilled before and stays as it is. The hard
+    tokens, where the reference is no better, are dropped.
+
+    Kept are the first ``keep`` of each row's predictions (rounded up; ties: the earlier token). The choice is the
+    row's own, so it is the same in every microbatch and on every device. A kept value is divided by ``keep``: the mean
+    over all predictions is the mean over those kept.
+    """
+
+    needs_target: ClassVar[bool] = True
+    reference: Annotated[str, Field(min_length=1)]
+    """A Hugging Face directory, such as the `draft` of another run."""
+    keep: Annotated[float, Field(gt=0, le=1)] = 0.4
+    of: Annotated[Any, BeforeValidator(_loss)] = ForwardKL()
+    kind: Literal["adaspec"] = "adaspec"
+
+    @property
+    def needs_whole_law(self) -> bool:
+        return self.of.needs_whole_law
+
+    def bind(self, target: Any) -> tuple[Trainable, Params]:
+        """The reference draft. Raises `ModelError` if it cannot be loaded or has another vocabulary than ``target``,
+        `ConfigError` if it has it in another number of rows."""
+        from specjax.drafters.draft_model import DraftModel
+        from specjax.models import hf, vocabulary
+
+        draft = hf.load_model(self.reference)
+        vocabulary.check_same_vocabulary(target, draft)
+        if draft.vocab_size != target.vocab_size:
+            raise ConfigError(
+                f"loss.reference: {self.reference} has {draft.vocab_size} embedding rows, the target "
+                f"{target.vocab_size}; give a draft that was distilled from this target"
+            )
+        return DraftModel(draft.spec), draft.params
+
+    def __call__(
+        self,
+        draft_logits: Float[Array, "B T V"],
+        teacher: FullLogits | TopKLogits | None,
+        tokens: Int[Array, "B T"],
+        context: LossContext | None = None,
+    ) -> Float[Array, "B T"]:
+        if context is None or context.reference is None:
+            raise ValueError("adaspec needs the logits of its reference draft; none were given")
+        gap = ForwardKL()(draft_logits, teacher, tokens) - ForwardKL()(context.reference, teacher, tokens)
+        kept = first_of_each_row(jax.lax.stop_gradient(gap), context.weight > 0, self.keep)
+        values = self.of(draft_logits, teacher, tokens, context)
+        return jnp.where(kept, values / self.keep, 0.0)
+
+
+def first_of_each_row(scores: Float[Array, "B T"], counts: Bool[Array, "B T"], share: float) -> Bool[Array, "B T"]:
+    """Marks the ``share`` of largest ``scores``, rounded up, among the positions of each row that count."""
+    order = jnp.argsort(jnp.where(counts, -scores, jnp.inf), axis=-1)
+    rank = jnp.argsort(order, axis=-1)
+    # A little less, or 0.3 of 100 would be rounded up to 31 in float32.
+    number = jnp.ceil(share * (1 - 1e-6) * jnp.sum(counts, axis=-1, keepdims=True).astype(jnp.float32))
+    return counts & (rank.astype(jnp.float32) < number)

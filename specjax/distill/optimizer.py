@@ -1,29 +1,34 @@
-"""The optimizer of a training stage, out of optax."""
+"""The optimizer of a training stage, out of optax: AdamW (1711.05101) or Muon (2502.16982), a schedule, clipping; and
+an average of the weights over the steps."""
 
 from __future__ import annotations
 
 import functools
+import math
 
+import flax.struct
 import jax
+import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float, Int
 
 from specjax import config
+from specjax.types import Params
+
+MUON_RMS = 0.2
+"""Root mean square of Muon's steps, which AdamW's have too: both live with one learning rate (2502.16982)."""
+_EMBEDDINGS = ("embedding", "position_embedding")
 
 
 def make_optimizer(stage: config.Stage) -> optax.GradientTransformation:
-    """AdamW with clipping by the global norm; matrices decay, norm scales do not."""
+    """Clips by the global norm, then steps as ``stage.optimizer`` says; matrices decay, norm scales do not."""
     o = stage.optimizer
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=o.learning_rate,
-        warmup_steps=o.warmup_steps,
-        # A stage shorter than its warm-up ends inside it.
-        decay_steps=max(stage.steps, o.warmup_steps + 1),
-        end_value=o.final_scale * o.learning_rate,
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(o.clip_norm),
+        _direction(o),
+        optax.add_decayed_weights(o.weight_decay, functools.partial(_decaying, embeddings=o.decay_embeddings)),
+        optax.scale_by_learning_rate(make_schedule(o, stage.steps)),
     )
-    matrices = functools.partial(jax.tree.map, lambda x: x.ndim > 1)
-    adamw = optax.adamw(schedule, b1=o.b1, b2=o.b2, weight_decay=o.weight_decay, mask=matrices)
-    optimizer = optax.chain(optax.clip_by_global_norm(o.clip_norm), adamw)
 
     def update(updates, state, params=None):
         # Optax raises floats to integer powers, which JAX's strict promotion refuses.
@@ -31,3 +36,67 @@ def make_optimizer(stage: config.Stage) -> optax.GradientTransformation:
             return optimizer.update(updates, state, params)
 
     return optax.GradientTransformation(optimizer.init, update)
+
+
+def make_schedule(o: config.Optimizer, steps: int) -> optax.Schedule:
+    """Step -> learning rate. A stage shorter than its warm-up ends inside it."""
+    peak, end = o.learning_rate, o.final_scale * o.learning_rate
+    if o.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(0.0, peak, o.warmup_steps, max(steps, o.warmup_steps + 1), end)
+    falling = {"linear": steps - o.warmup_steps, "wsd": math.ceil(o.decay_share * steps), "constant": 0}[o.schedule]
+    falling = min(falling, steps - o.warmup_steps)
+    parts = [optax.linear_schedule(0.0, peak, o.warmup_steps), optax.constant_schedule(peak)]
+    if falling <= 0:
+        return optax.join_schedules(parts, [o.warmup_steps])
+    return optax.join_schedules([*parts, optax.linear_schedule(peak, end, falling)], [o.warmup_steps, steps - falling])
+
+
+def _direction(o: config.Optimizer) -> optax.GradientTransformation:
+    adam = optax.scale_by_adam(o.b1, o.b2)
+    if o.kind == "adamw":
+        return adam
+    # A kernel is [in, out], with an axis of experts before them in some.
+    axes = functools.partial(jax.tree.map, lambda x: optax.contrib.MuonDimensionNumbers(-2, -1))
+    # Its steps alone: decay and learning rate come after, and its own Adam, a Nesterov one, has nothing to do.
+    muon = optax.contrib.muon(1.0, muon_weight_dimension_numbers=axes, consistent_rms=MUON_RMS)
+    return optax.partition({"muon": optax.chain(muon, optax.scale(-1.0)), "adam": adam}, _muon_or_adam)
+
+
+def _muon_or_adam(params: Params) -> Params:
+    def label(path, x) -> str:
+        return "muon" if x.ndim > 1 and _names(path)[0] not in (*_EMBEDDINGS, "head") else "adam"
+
+    return jax.tree_util.tree_map_with_path(label, params)
+
+
+def _decaying(params: Params, embeddings: bool) -> Params:
+    def decays(path, x) -> bool:
+        return x.ndim > 1 and (embeddings or _names(path)[0] not in _EMBEDDINGS)
+
+    return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def _names(path: tuple) -> list[str]:
+    return [str(getattr(key, "key", key)) for key in path]
+
+
+@flax.struct.dataclass
+class Average:
+    """Of the weights after each of ``steps`` steps, each counting ``decay`` times as much as the one after it."""
+
+    params: Params
+    steps: Int[Array, ""]
+
+    @staticmethod
+    def start(params: Params) -> Average:
+        return Average(jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
+
+    def with_step(self, params: Params, decay: float) -> Average:
+        steps = self.steps + 1
+        share = _share(steps, decay)
+        return Average(jax.tree.map(lambda mean, x: mean + share * (x - mean), self.params, params), steps)
+
+
+def _share(steps: Int[Array, ""], decay: float) -> Float[Array, ""]:
+    """Of the newest of ``steps`` weights: 1 / (1 + decay + ... + decay^(steps - 1))."""
+    return (1 - decay) / -jnp.expm1(math.log(decay) * steps.astype(jnp.float32))

@@ -21,7 +21,7 @@ class HeldOutPrompt:
 
 def source_of(document: Document) -> str:
     """The data source that a document comes from."""
-    return getattr(document, "source", None) or _UNNAMED
+    return document.source or _UNNAMED
 
 
 def by_source(documents: Iterable[Document]) -> dict[str, list[Document]]:

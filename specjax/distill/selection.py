@@ -27,6 +27,7 @@ from specjax.decode.decoder import Decoder
 from specjax.distill import fingerprint
 from specjax.distill.checkpoint import Checkpoints
 from specjax.distill.corpus import Document
+from specjax.distill.layout import make_layout
 from specjax.distill.prompts import PLACES, HeldOutPrompt, cut_prompts
 from specjax.distill.teacher import completed
 from specjax.drafters.draft_model import DraftModel
@@ -132,16 +133,9 @@ def held_out_decoding(
 ) -> HeldOutDecoding | None:
     """None where nothing is to be decoded. The prompts are cut from the ends of documents backwards, so that those of
     the benchmark are others as long as there is text enough. Raises `DataError` where there is no prompt, or where
-    the target has too few positions, `ConfigError` where decoding is to decide in a run of several processes."""
+    the target has too few positions, `ConfigError` as `decodes` does."""
     rule = config.selection
-    if not rule.prompts:
-        return None
-    if jax.process_count() > 1:
-        if decides(rule):
-            raise ConfigError(
-                f"selection: select={rule.select} and patience={rule.patience}, but a run of {jax.process_count()} "
-                "processes does not decode; set select=last and no patience, or run in one process"
-            )
+    if not decodes(config):
         return None
     needed = rule.prompt_tokens + rule.new_tokens + rule.k + 1
     if needed > target.config.max_positions:
@@ -208,7 +202,7 @@ class Selector:
         record = record_of(self._decoding(params))
         self._scores[step] = record["block_efficiency"]
         if self._decoding.rule.select == "best" and self.best == step:
-            # Closed at once: the weights are on disk before the scores that name them.
+            # Closed, and so whole on disk, before the scores that name them.
             with Checkpoints(self._directory / BEST) as checkpoints:
                 checkpoints.save(step, params)
         fingerprint.write_json(self._directory / SCORES, self._scores)
@@ -247,6 +241,19 @@ class Selector:
                 restored.step,
             )
         return restored.state
+
+
+def decodes(config: RunConfig) -> bool:
+    """Whether a run decodes: where there is something to decode, in one process that has the whole draft. Raises
+    `ConfigError` where decoding is to decide and cannot."""
+    rule, layout = config.selection, make_layout(config.mesh)
+    can = jax.process_count() == 1 and (layout.mesh is None or not layout.draft_sharded)
+    if decides(rule) and not can:
+        raise ConfigError(
+            f"selection: select={rule.select} and patience={rule.patience}, but several processes, or a mesh that "
+            "shards the draft, do not decode; set select=last and no patience, or run in one process without a mesh"
+        )
+    return bool(rule.prompts) and can
 
 
 def decides(rule: config.Selection) -> bool:

@@ -5,27 +5,61 @@ Dims: B rows, T predicted positions.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int, Key
 
 from specjax import backend
 from specjax.distill.evaluate import matched
+from specjax.distill.laws import acceptance
+from specjax.distill.layout import ONE_DEVICE, Layout
+from specjax.distill.optimizer import Average
 from specjax.distill.teacher import completed, target_output
-from specjax.metrics import alpha_per_position
-from specjax.types import Batch, FullLogits, Loss, Params, Trainable
+from specjax.types import Batch, FullLogits, Loss, LossContext, Params, Trainable
 
 MICRO_TOKENS_CPU = 512
 """Tokens of a microbatch on CPU: its activations stay in cache, 1.35x over the whole batch at once on 2 cores."""
 
 
+ALPHA_MEMORY = 0.9
+"""What a step leaves of the running alpha: a mean over some ten steps."""
+
+
 @flax.struct.dataclass
 class TrainState:
+    """All that a stage needs to go on, beside its data: a checkpoint holds every leaf of it."""
+
     params: Params
+    """float32, whatever the step computes in."""
     opt: optax.OptState
+    alpha: jax.Array = dataclasses.field(default_factory=lambda: jnp.zeros((), jnp.float32))
+    """Running mean of the batches' alpha (of cached logits: the estimate); at first 0, as if nothing were accepted."""
+    key: Key[Array, ""] = flax.struct.field(default_factory=lambda: jax.random.key(0))
+    """For what is drawn in a step; another one after every step, also after one that is left out."""
+    skipped: Int[Array, ""] = flax.struct.field(default_factory=lambda: jnp.zeros((), jnp.int32))
+    """Steps in which loss or gradient was not finite."""
+    average: Average | None = None
+    """Of the parameters over the steps; None: not asked for."""
+
+    @property
+    def result(self) -> Params:
+        """The parameters to evaluate, select and keep."""
+        return self.params if self.average is None else self.average.params
+
+
+@flax.struct.dataclass
+class _Given:
+    """What no gradient of a step reaches."""
+
+    target: Params
+    reference: Params
+    alpha: jax.Array
 
 
 @flax.struct.dataclass
@@ -37,62 +71,134 @@ class _Sums:
     metrics: dict[str, jax.Array]
 
 
-def microbatch_rows(batch_size: int, length: int) -> int:
-    """Rows of one microbatch: a divisor of ``batch_size``; the whole batch on an accelerator."""
+def microbatch_rows(batch_size: int, length: int, shards: int = 1) -> int:
+    """Rows of one microbatch over all ``shards`` of the batch, which they divide: the whole batch on an accelerator."""
     if jax.default_backend() != "cpu":
         return batch_size
+    own = batch_size // shards
     most = max(1, MICRO_TOKENS_CPU // length)
-    return max(rows for rows in range(1, min(most, batch_size) + 1) if batch_size % rows == 0)
+    return shards * max(rows for rows in range(1, min(most, own) + 1) if own % rows == 0)
 
 
-def make_update(drafter: Trainable, loss: Loss, optimizer: optax.GradientTransformation, spec: Any, rows: int):
-    """The jitted step ``(state, target_params, batch) -> (state, metrics)``; ``state`` is donated.
+def start_state(
+    params: Params, optimizer: optax.GradientTransformation, averages: bool, layout: Layout, drafter: Any, seed: int = 0
+) -> TrainState:
+    """Before the first step; ``params`` are copied, because a step donates its state."""
 
-    ``spec``: the target's static half, None where the loss needs no target. The target's parameters are an argument:
-    closed over, they would be compiled in as constants. ``rows``: of a microbatch. Loss, metrics and gradient are sums
-    over all predictions of the batch divided once by the sum of their weights, however it is cut up.
+    def start(params: Params) -> TrainState:
+        average = Average.start(params) if averages else None
+        return TrainState(params, optimizer.init(params), key=jax.random.key(seed), average=average)
+
+    if layout.mesh is None:
+        return start(jax.tree.map(jnp.array, params))
+    params = layout.put(params, layout.of_draft(params, drafter))
+    shardings = layout.of_draft(jax.eval_shape(start, params), drafter)
+    return jax.jit(start, out_shardings=shardings)(params)
+
+
+def make_update(
+    drafter: Trainable,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    spec: Any,
+    rows: int,
+    reference: Trainable | None = None,
+    *,
+    skip: bool = False,
+    compute_dtype: DTypeLike = jnp.float32,
+    ema: float | None = None,
+    layout: Layout = ONE_DEVICE,
+    state: TrainState | None = None,
+):
+    """The jitted step ``(state, target_params, batch, reference_params) -> (state, metrics)``; ``state`` is donated.
+
+    ``spec``: the target's static half, None where the loss needs no target or the batch brings its logits. The target's
+    parameters are an argument: closed over, they would be compiled in as constants. Without ``spec`` they are None,
+    unless the draft shares some of them. ``rows``: of a microbatch, over all devices. ``reference``: the frozen draft
+    of a loss that compares with one, its parameters None without one. Loss, metrics and gradient are sums over all
+    predictions of the batch divided once by the sum of their weights, however it is cut up and wherever it lies.
+    ``metrics["sound"]``: loss and gradient are finite. ``skip``: a step without that leaves parameters, optimizer,
+    averages and running alpha as they were. ``compute_dtype``: of the draft's forward and backward pass. ``ema``: decay
+    of ``state.average``. ``state``: over a mesh, one that lies where the step is to find and leave its states.
     """
 
-    def stage_loss(params, target_params, batch: Batch):
-        target_out = None if spec is None else target_output(spec, target_params, batch)
-        out = drafter.train_output(completed(drafter, params, target_params), batch, target_out)
-        total, weights, alphas = jnp.float32(0), jnp.float32(0), jnp.float32(0)
+    drafter, spec = layout.drafter(drafter), layout.model(spec)
+
+    def cast(x):
+        return x.astype(compute_dtype) if x.dtype == jnp.float32 else x
+
+    def stage_loss(params, given: _Given, batch: Batch):
+        target_out = None if spec is None else target_output(spec, given.target, batch)
+        teacher = batch.teacher if target_out is None else FullLogits(target_out.logits)
+        # Cast before it is completed: what is the target's then takes the same dtype, without one in between.
+        whole = completed(drafter, jax.tree.map(cast, params), given.target)
+        out = drafter.train_output(whole, batch, target_out)
+        frozen = None if reference is None else reference.train_output(given.reference, batch, target_out)
+        total, weights, overlaps = jnp.float32(0), jnp.float32(0), {}
         for j in range(out.logits.shape[2]):
-            m = matched(out, target_out, batch.following, j)
+            m = matched(out, teacher, batch.following, j)
             weight = out.share[j] * m.weight
-            teacher = None if m.target_logits is None else FullLogits(m.target_logits)
-            values = loss(m.draft_logits, teacher, m.tokens)
+            context = LossContext(given.alpha, weight, None if frozen is None else frozen.logits[:, :, j])
+            values = loss(m.draft_logits, m.teacher, m.tokens, context)
             # A prediction that does not count may have no finite loss.
             total += jnp.sum(jnp.where(weight > 0, weight * values, 0.0))
             weights += jnp.sum(weight)
-            if m.target_logits is not None:
-                overlap = alpha_per_position(*jax.lax.stop_gradient((m.target_logits, m.draft_logits)))
-                alphas += jnp.sum(jnp.where(weight > 0, weight * overlap, 0.0))
-        metrics = {"loss": total} | ({} if target_out is None else {"alpha": alphas})
-        return total, (weights, metrics)
+            measured = {} if m.teacher is None else acceptance(*jax.lax.stop_gradient((m.draft_logits, m.teacher)))
+            for name, overlap in measured.items():
+                overlaps[name] = overlaps.get(name, 0.0) + jnp.sum(jnp.where(weight > 0, weight * overlap, 0.0))
+        return total, (weights, {"loss": total, **overlaps})
 
-    def sums(params, target_params, batch: Batch) -> _Sums:
-        (_, (weight, metrics)), grads = jax.value_and_grad(stage_loss, has_aux=True)(params, target_params, batch)
+    def sums(params, given: _Given, batch: Batch) -> _Sums:
+        (_, (weight, metrics)), grads = jax.value_and_grad(stage_loss, has_aux=True)(params, given, batch)
+        if layout.mesh is not None:  # added up where they are needed: a reduce-scatter under fsdp
+            grads = jax.lax.with_sharding_constraint(grads, layout.of_draft(grads, drafter))
         return _Sums(weight, grads, metrics)
 
-    def update(state: TrainState, target_params: Params, batch: Batch):
-        micro = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), batch)
+    def microbatches(x):
+        """Each has some rows of every shard, so that no row moves."""
+        shards = layout.row_shards
+        own = x.reshape(shards, -1, rows // shards, *x.shape[1:])
+        return own.swapaxes(0, 1).reshape(-1, rows, *x.shape[1:])
+
+    def update(state: TrainState, target_params: Params, batch: Batch, reference_params: Params = None):
+        given = _Given(target_params, reference_params, state.alpha)
+        micro = jax.tree.map(microbatches, batch)
         first = jax.tree.map(lambda x: x[0], micro)
         if len(micro.tokens) == 1:
-            total = sums(state.params, target_params, first)
+            total = sums(state.params, given, first)
         else:
-            shapes = jax.eval_shape(sums, state.params, target_params, first)
+            shapes = jax.eval_shape(sums, state.params, given, first)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
             def add(total: _Sums, batch: Batch):
-                return jax.tree.map(jnp.add, total, sums(state.params, target_params, batch)), None
+                return jax.tree.map(jnp.add, total, sums(state.params, given, batch)), None
 
             total, _ = jax.lax.scan(add, zeros, micro)
         weight = jnp.where(total.weight > 0, total.weight, 1.0)
         grads, metrics = jax.tree.map(lambda x: x / weight.astype(x.dtype), (total.grads, total.metrics))
         updates, opt = optimizer.update(grads, state.opt, state.params)
-        # A step is sound if what it adds to sound weights is finite.
-        metrics |= {"grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
-        return TrainState(optax.apply_updates(state.params, updates), opt), metrics
+        grad_norm, update_norm = optax.tree.norm(grads), optax.tree.norm(updates)
+        # Of logits with a NaN or +inf the loss is not finite either.
+        sound = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
+        params = optax.apply_updates(state.params, updates)
+        average = None if ema is None or state.average is None else state.average.with_step(params, ema)
+        moved = params, opt, _running(state.alpha, metrics, total.weight), average
+        if skip:
+            stayed = state.params, state.opt, state.alpha, state.average
+            moved = jax.tree.map(lambda new, old: jnp.where(sound, new, old), moved, stayed)
+        params, opt, alpha, average = moved
+        skipped = state.skipped + 1 - sound.astype(jnp.int32)
+        metrics |= {"grad_norm": grad_norm, "sound": sound, "skipped": skipped}
+        return TrainState(params, opt, alpha, jax.random.split(state.key)[0], skipped, average), metrics
 
-    return jax.jit(update, donate_argnums=0, compiler_options=backend.compiler_options())
+    shardings: dict[str, Any] = {}
+    if layout.mesh is not None:
+        lies = jax.tree.map(lambda x: x.sharding, state)
+        shardings = {"in_shardings": (lies, None, layout.rows(), None), "out_shardings": (lies, layout.everywhere())}
+    return jax.jit(update, donate_argnums=0, compiler_options=backend.compiler_options(), **shardings)
+
+
+def _running(alpha: jax.Array, metrics: dict[str, jax.Array], weight: jax.Array) -> jax.Array:
+    """Moved towards this step's, if it measured one."""
+    newest = metrics.get("alpha", metrics.get("alpha_estimate", alpha))
+    return jnp.where(weight > 0, ALPHA_MEMORY * alpha + (1 - ALPHA_MEMORY) * newest, alpha)

@@ -4,30 +4,39 @@ is a function of (seed, i), so the step is the whole cursor."""
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax import backend, config, registry
 from specjax.distill import fingerprint
-from specjax.distill.checkpoint import Checkpoints
+from specjax.distill.checkpoint import Checkpoints, Restored
+from specjax.distill.distributed import by_first
 from specjax.distill.evaluate import evaluate
+from specjax.distill.layout import ONE_DEVICE, Layout
 from specjax.distill.log import LOG, Log
+from specjax.distill.on_policy import Sampler
 from specjax.distill.optimizer import make_optimizer
+from specjax.distill.profile import Profile
 from specjax.distill.progress import StepProgress
 from specjax.distill.rows import Batches, Rows
 from specjax.distill.selection import Decodes, Selector, fingerprint_of
-from specjax.distill.step import TrainState, make_update, microbatch_rows
-from specjax.errors import TrainingError
-from specjax.types import Params, Sharing, Trainable
+from specjax.distill.signals import stop_requested
+from specjax.distill.step import make_update, microbatch_rows, start_state
+from specjax.distill.teacher_cache import cached_rows, numbers_of
+from specjax.errors import ConfigError, Stopped, TrainingError
+from specjax.models.training import TrainingModel
+from specjax.models.transformer import Model
+from specjax.types import Batch, Params, Sharing, Trainable
 
 LOG_EVERY = 10
 """Steps between two looks at the metrics; in between, the host never waits for the device."""
+_CHANGE_NO_WEIGHT = ("eval_every", "eval_positions", "save_every", "profile", "skip_non_finite")
+"""Fields of a stage that may change when it goes on. A step that may be skipped now was an error before."""
 
 
 def train_stage(
@@ -40,17 +49,24 @@ def train_stage(
     held_out_rows: Rows,
     seed: int,
     progress: StepProgress | None = None,
+    sample: Sampler | None = None,
+    layout: Layout = ONE_DEVICE,
     decoding: Decodes | None = None,
 ) -> Params:
     """Train ``params`` as ``stage`` says and return the result; a finished stage returns its own at once.
 
-    ``target``: a `LoadedModel`, or None where the loss needs none (then no acceptance is measured). Called again after an interruption, it goes on from the last checkpoint in ``directory`` to the
-    same weights, bit for bit. ``directory`` keeps ``log.jsonl`` (`read_log`), checkpoints and a fingerprint.
-    ``decoding``: decodes with the draft at every evaluation, and says whether that decides which weights are returned
-    and when the stage ends (`specjax.distill.selection`).
+    ``target``: a `LoadedModel`, or None where the loss needs none (then no acceptance is measured). ``train_rows``:
+    of the stage's data (`specjax.distill.stock`); ``sample``: from the draft, for data that is on-policy. Called again
+    after an interruption, it goes on from the last checkpoint in ``directory`` to the same weights, optimizer state,
+    random key and log, bit for bit, on the same ``layout`` (the log's ``tokens_per_s`` is a timing). ``directory``
+    keeps ``log.jsonl`` (`read_log`), checkpoints, a fingerprint, and what `jax.profiler` traced. Of several processes,
+    all call this. ``decoding``: decodes with the draft at every evaluation, and says whether that decides which weights
+    are returned and when the stage ends (`specjax.distill.selection`).
 
-    Raises `TrainingError` if a loss is not finite (naming the step; the last good checkpoint is kept) or if the
-    directory was made with other settings, `DataError` if the windows do not fill one batch.
+    Raises `TrainingError` if a loss or gradient is not finite in more steps than ``stage.skip_non_finite`` (naming step
+    and rows; the last good checkpoint is kept), if something cannot be written, or if the directory was made with other
+    settings; `DataError` if the windows do not fill one batch; `ConfigError` if the batch cannot be split as ``layout``
+    says; `Stopped` once a SIGTERM has come and the step that was under way is saved.
     """
     loss = registry.build(registry.LOSSES, stage.loss, f"{directory.name}: loss")
     if loss.needs_target and target is None:
@@ -59,65 +75,115 @@ def train_stage(
         )
     if isinstance(drafter, Sharing) and target is None:
         raise TrainingError(f"{directory.name}: the draft shares weights with its target; give the target")
+    rows = _microbatch_rows(directory.name, stage, train_rows.length, layout)
+    student = _student(drafter, stage)
     backend.keep_freed_memory()
+    source = registry.build(registry.DATA, stage.data, f"{directory.name}: data")
     batches = Batches(train_rows, stage.batch_size, seed)
+    batches = source.batches(batches, directory / "pools", sample, stage.steps)
+    reference, reference_params = loss.bind(target) if hasattr(loss, "bind") else (None, None)
     made_from = (params, None if target is None else target.params, train_rows, held_out_rows)
-    made = _fingerprint(stage, drafter, seed, *made_from) | {"selection": fingerprint_of(decoding, stage)}
-    fingerprint.claim(directory, made)
+    made_of = _fingerprint(stage, drafter, seed, *made_from)
+    made_of["selection"] = fingerprint_of(decoding, stage)
+    if reference is not None:
+        made_of["reference_params"] = fingerprint.digest(reference_params)
+    by_first(lambda: fingerprint.claim(directory, made_of))
     if stage.steps == 0:
         return params
     optimizer = make_optimizer(stage)
-    # Copies: the step donates its state, and the caller keeps its parameters.
-    params = jax.tree.map(jnp.array, params)
-    state = TrainState(params, optimizer.init(params))
+    ema = stage.optimizer.ema
+    state = start_state(params, optimizer, ema is not None, layout, drafter, seed)
     with Checkpoints(directory / "checkpoints") as checkpoints:
-        restored = checkpoints.restore_latest(state)
-        start, state = (0, state) if restored is None else (restored.step, restored.state)
+        restored = checkpoints.restore_latest(state) or Restored(0, state)
+        start, state, pending = restored.step, restored.state, restored.pending
         selector = Selector(directory, decoding, start)
         if start == stage.steps or selector.stops:
-            return selector.result(state.params)
+            return selector.result(state.result)
         log = Log(directory / LOG, start)
-        length = train_rows.length
-        rows = microbatch_rows(stage.batch_size, length)
-        spec, teacher = (target.spec, target.params) if target is not None and loss.needs_target else (None, None)
-        teacher = target.params if isinstance(drafter, Sharing) else teacher
-        update = make_update(drafter, loss, optimizer, spec, rows)
+        tokens = stage.batch_size * train_rows.length
+        spec, teacher, shares = None, None, isinstance(drafter, Sharing)
+        if target is not None and (loss.needs_target or shares):
+            spec = target.spec if loss.needs_target else None
+            teacher = layout.put(target.params, layout.of_target(target.params, target.spec))
+        if spec is not None and stage.teacher == "cached":
+            numbers = numbers_of(batches, stage.steps)
+            kept = cached_rows(directory / "teacher", target, train_rows, numbers, stage.teacher_top_k, rows)
+            spec, teacher, batches = None, teacher if shares else None, Batches(kept, stage.batch_size, seed)
+        options = {"skip": stage.skip_non_finite > 0, "compute_dtype": stage.compute_dtype, "ema": ema}
+        update = make_update(student, loss, optimizer, spec, rows, reference, **options, layout=layout, state=state)
+
+        def batch(step: int) -> Batch:
+            return layout.batch(batches.rows, batches.indices(step))
+
         # Compiled before the clock starts.
-        update = update.lower(state, teacher, batches[start]).compile()
-        record, pending, began = {}, [], time.perf_counter()
-        for step in range(start + 1, stage.steps + 1):
-            state, metrics = update(state, teacher, batches[step - 1])
-            pending.append(metrics)
-            measures = step % stage.eval_every == 0 or step == stage.steps
-            saves = step % stage.save_every == 0 or step == stage.steps
-            if step % LOG_EVERY == 0 or measures or saves:
-                fetched = jax.device_get(pending)
-                _refuse_non_finite(directory, stage, step - len(fetched), fetched, checkpoints.latest)
-                seconds, tokens = time.perf_counter() - began, stage.batch_size * length
-                record = {"step": step, "tokens": step * tokens, "tokens_per_s": len(fetched) * tokens / seconds}
-                record |= _means(fetched)
-                if measures:
-                    result = evaluate(drafter, state.params, target, held_out_rows, stage.eval_positions, rows)
-                    record["held_out_nll"] = result.nll
-                    if target is not None:
-                        record["alpha"] = result.alpha
-                    record |= selector.measure(step, state.params)
-                    saves = saves or selector.stops
-                log.append(record)
-                if saves:
-                    checkpoints.save(step, state)
-                pending, began = [], time.perf_counter()
-            if progress is not None:
-                progress(step, record)
-            if selector.stops:
-                break
-    return selector.result(state.params)
+        batches.refresh(start, state.params, checkpoints.oldest)
+        update = update.lower(state, teacher, batch(start), reference_params).compile()
+        with stop_requested() as stops, Profile(directory / "profile", stage.profile) as profile:
+            record, timed, began = {}, start, time.perf_counter()
+            for step in range(start + 1, stage.steps + 1):
+                profile.before(step)
+                batches.refresh(step - 1, state.params, checkpoints.oldest)
+                state, metrics = update(state, teacher, batch(step - 1), reference_params)
+                profile.after(step, state)
+                pending.append(metrics)
+                last = step == stage.steps
+                measures = last or step % stage.eval_every == 0
+                saves = last or step % stage.save_every == 0
+                logs = measures or saves or step % LOG_EVERY == 0
+                ends = stops(step) and not last
+                if logs or ends:
+                    pending = jax.device_get(pending)
+                    _refuse_non_finite(directory, stage, step, pending, batches, checkpoints)
+                if logs:
+                    seconds = time.perf_counter() - began
+                    record = {"step": step, "tokens": step * tokens, "tokens_per_s": (step - timed) * tokens / seconds}
+                    record |= _means(pending)
+                    if stage.skip_non_finite:
+                        record["skipped"] = int(pending[-1]["skipped"])
+                    if measures:
+                        measured = (target, held_out_rows, stage.eval_positions, rows, layout)
+                        result = evaluate(drafter, state.result, *measured)
+                        record["held_out_nll"] = result.nll
+                        if target is not None:
+                            record["alpha"] = result.alpha
+                        record |= selector.measure(step, state.result)
+                        saves = saves or selector.stops
+                    log.append(record)
+                    pending = []
+                if saves or ends:
+                    # What is not logged yet goes with the state, so that the log does not depend on interruptions.
+                    checkpoints.save(step, state, jax.tree.map(lambda x: np.asarray(x).item(), pending))
+                if logs:
+                    timed, began = step, time.perf_counter()
+                if progress is not None:
+                    progress(step, record)
+                if ends:
+                    checkpoints.wait()
+                    raise Stopped(f"{directory}: stopped by SIGTERM; step {step} is saved, the same command goes on")
+                if selector.stops:
+                    break
+    return selector.result(state.result)
+
+
+def _microbatch_rows(name: str, stage: config.Stage, length: int, layout: Layout) -> int:
+    layout.check_rows(stage.batch_size, f"{name}: batch_size")
+    if stage.micro_batch_size is None:
+        return microbatch_rows(stage.batch_size, length, layout.row_shards)
+    layout.check_rows(stage.micro_batch_size, f"{name}: micro_batch_size")
+    return stage.micro_batch_size
+
+
+def _student(drafter: Any, stage: config.Stage) -> Any:
+    """The drafter as the step runs it."""
+    if not (stage.remat or stage.scan_layers):
+        return drafter
+    if not isinstance(getattr(drafter, "model", None), Model):
+        raise ConfigError(f"remat, scan_layers: {type(drafter).__name__} has no transformer of its own; set both false")
+    return dataclasses.replace(drafter, model=TrainingModel(drafter.model.config, stage.remat, stage.scan_layers))
 
 
 def _fingerprint(stage, drafter, seed, params, target_params, train_rows, held_out_rows) -> dict[str, Any]:
-    settings = dataclasses.asdict(stage)
-    for name in ("eval_every", "eval_positions", "save_every"):  # they change no weight
-        del settings[name]
+    settings = {k: v for k, v in dataclasses.asdict(stage).items() if k not in _CHANGE_NO_WEIGHT}
     return {
         "stage": settings,
         "drafter": dataclasses.asdict(drafter),
@@ -130,20 +196,36 @@ def _fingerprint(stage, drafter, seed, params, target_params, train_rows, held_o
 
 
 def _refuse_non_finite(
-    directory: Path, stage: config.Stage, before: int, fetched: list[dict], kept: int | None
+    directory: Path,
+    stage: config.Stage,
+    step: int,
+    pending: Sequence[dict[str, Any]],
+    batches: Batches,
+    checkpoints: Checkpoints,
 ) -> None:
-    for offset, metrics in enumerate(fetched, 1):
-        if math.isfinite(metrics["loss"]) and math.isfinite(metrics["update_norm"]):
-            continue
-        what = f"the loss is {metrics['loss']}, the gradient's norm {metrics['grad_norm']}"
-        state = "nothing was saved yet" if kept is None else f"the checkpoint of step {kept} is kept"
-        raise TrainingError(
-            f"{directory}: step {before + offset}: {what}; {state}; "
-            f"try an optimizer.learning_rate below {stage.optimizer.learning_rate:g}, or more warmup_steps"
-        )
+    """``pending``: metrics of the steps up to ``step``, on the host. Asked before anything of them is saved."""
+    numbered = enumerate(pending, step - len(pending) + 1)
+    found = next(((number, m) for number, m in numbered if m["skipped"] > stage.skip_non_finite), None)
+    if found is None:
+        return
+    number, metrics = found
+    checkpoints.wait()
+    where = ", ".join(map(str, batches.indices(number - 1)))
+    last = checkpoints.latest
+    kept = "nothing was saved yet" if last is None else f"the checkpoint of step {last} is kept"
+    passed = f", after {stage.skip_non_finite} skipped steps" if stage.skip_non_finite else ""
+    raise TrainingError(
+        f"{directory}: step {number}: the loss is {metrics['loss']}, the gradient's norm {metrics['grad_norm']}"
+        f"{passed}; rows {where} of the training data; {kept}; try an optimizer.learning_rate below "
+        f"{stage.optimizer.learning_rate:g}, more warmup_steps, or a higher skip_non_finite to leave such steps out"
+    )
 
 
-def _means(fetched: list[dict]) -> dict[str, float]:
-    """Of the steps since the last record. The batch's own acceptance is kept apart from the held-out ``alpha``."""
-    names = {"loss": "loss", "grad_norm": "grad_norm", "alpha": "train_alpha"}
-    return {names[name]: float(np.mean([metrics[name] for metrics in fetched])) for name in names if name in fetched[0]}
+def _means(pending: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of the steps since the last record, less those skipped. The batch's own acceptance is kept apart from the
+    held-out ``alpha``."""
+    names = {"loss": "loss", "grad_norm": "grad_norm"}
+    names |= {name: f"train_{name}" for name in ("alpha", "alpha_lower", "alpha_estimate", "alpha_upper")}
+    taken = [metrics for metrics in pending if metrics["sound"]]
+    means = {key: np.mean([m[key] for m in taken], dtype=np.float64) for key in names if taken and key in taken[0]}
+    return {names[key]: float(mean) for key, mean in means.items()}

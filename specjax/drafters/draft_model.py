@@ -33,7 +33,7 @@ class DraftModel:
 
         draft = hf.load_model(self.model) if isinstance(self.model, str) else self.model
         vocabulary.check_same_vocabulary(target, draft)
-        spec, params = decode_layout(draft.spec, draft.params, one_token=True)
+        spec, params = decode_layout(draft.spec, draft.params)
         return dataclasses.replace(self, model=spec), params
 
     def init(

@@ -91,6 +91,25 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens, positions, slots, cache, mask, hidden_layers):
         config = self.config
+        x, contexts = self.enter(tokens, positions, slots, cache, mask)
+        folded = cache is None or cache.layers[0][0].ndim == 3
+        layer_caches = [None] * config.num_layers if cache is None else (cache if folded else fold(cache)).layers
+        hidden, written = [], []
+        for index, (block, layer_cache) in enumerate(zip(self.layers, layer_caches, strict=True)):
+            if index in hidden_layers:
+                hidden.append(x)
+            rotary, visible = contexts[config.layer(index)]
+            x, layer_cache = block(x, rotary, slots, layer_cache, visible)
+            written.append(layer_cache)
+        x = self.norm(x)
+        if cache is not None:
+            cache = KVCache(tuple(written), cache.total)
+            cache = cache if folded else unfold(cache, len(tokens))
+        return x, tuple(hidden), cache
+
+    def enter(self, tokens, positions, slots, cache, mask):
+        """What the first layer reads, and for each kind of layer (its rotary table, the keys that a query may read)."""
+        config = self.config
         x = self.embedding[...][tokens]
         if config.learned_positions:
             x = x + self.position_embedding[...][positions]
@@ -103,21 +122,8 @@ class Transformer(nnx.Module):
             window: everything if window is None else everything & _within(window, positions, slots, cache)
             for window in dict.fromkeys(kind.window for kind in config.layers)
         }
-        folded = cache is None or cache.layers[0][0].ndim == 3
-        layer_caches = [None] * config.num_layers if cache is None else (cache if folded else fold(cache)).layers
-        hidden, written = [], []
-        for index, (block, layer_cache) in enumerate(zip(self.layers, layer_caches, strict=True)):
-            if index in hidden_layers:
-                hidden.append(x)
-            kind = config.layer(index)
-            rotary = None if kind.rope is None else tables[kind.rope]
-            x, layer_cache = block(x, rotary, slots, layer_cache, visible[kind.window])
-            written.append(layer_cache)
-        x = self.norm(x)
-        if cache is not None:
-            cache = KVCache(tuple(written), total)
-            cache = cache if folded else unfold(cache, len(tokens))
-        return x, tuple(hidden), cache
+        kinds = dict.fromkeys(config.layers)
+        return x, {k: (None if k.rope is None else tables[k.rope], visible[k.window]) for k in kinds}
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         config = self.config

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import logging
+import subprocess
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,7 @@ import pytest
 
 from specjax.distill import checkpoint
 from specjax.distill.checkpoint import Checkpoints
+from specjax.errors import TrainingError
 from tests.distill.toys import assert_same
 
 
@@ -25,6 +29,12 @@ def saved(tmp_path):
         for step in (1, 5, 10):
             checkpoints.save(step, state(step))
     return tmp_path
+
+
+def save(checkpoints, step, state):
+    """The last save of a run."""
+    with checkpoints:
+        checkpoints.save(step, state)
 
 
 def restore(directory):
@@ -72,7 +82,7 @@ def truncate_the_manifest(directory):
     (directory / checkpoint.MANIFEST).write_text('{"')
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, cut_short, remove_a_file, remove_the_manifest, truncate_the_manifest])
+@pytest.mark.parametrize("damage", [flip_a_bit, cut_short, remove_a_file, truncate_the_manifest])
 def test_a_damaged_newest_step_is_named_and_the_one_before_restored(damage, saved, caplog):
     damage(saved / "10")
     with caplog.at_level(logging.WARNING, logger=checkpoint.__name__):
@@ -80,6 +90,14 @@ def test_a_damaged_newest_step_is_named_and_the_one_before_restored(damage, save
     assert restored.step == 5
     assert_same(restored.state, state(5))
     assert str(saved / "10") in caplog.text
+
+
+def test_a_step_without_its_manifest_is_not_restored(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (5, 10):
+            checkpoints.save(step, state(step))
+    remove_the_manifest(tmp_path / "10")
+    assert restore(tmp_path).step == 5
 
 
 def test_a_damaged_step_can_be_saved_again(saved):
@@ -96,3 +114,102 @@ def test_nothing_is_restored_if_every_step_is_damaged(saved):
     for step in ("5", "10"):
         flip_a_bit(saved / step)
     assert restore(saved) is None
+
+
+def test_a_save_goes_on_while_the_next_step_reuses_its_buffers(tmp_path):
+    state = {"weights": jnp.arange(2.0**20)}
+    overwrite = jax.jit(lambda state: jax.tree.map(lambda x: -x, state), donate_argnums=0)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        for _ in range(5):
+            state = jax.block_until_ready(overwrite(state))
+    with Checkpoints(tmp_path) as checkpoints:
+        restored = checkpoints.restore_latest(state)
+    np.testing.assert_array_equal(restored.state["weights"], np.arange(2.0**20, dtype=np.float32))
+
+
+def test_a_step_counts_as_whole_from_its_manifest_on(tmp_path, monkeypatch):
+    may_write, real = threading.Event(), checkpoint.write_json
+    monkeypatch.setattr(checkpoint, "write_json", lambda *args: (may_write.wait(2), real(*args)))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state(1))
+        assert checkpoints.latest is None
+        may_write.set()
+        checkpoints.wait()
+        assert checkpoints.latest == 1
+
+
+def test_random_keys_and_what_is_not_logged_yet_come_back_too(tmp_path):
+    pending = [{"loss": float(np.float32(0.1)), "sound": True}, {"loss": float("nan"), "sound": False}]
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"key": jax.random.key(7)}, pending)
+    with Checkpoints(tmp_path) as checkpoints:
+        restored = checkpoints.restore_latest({"key": jax.random.key(0)})
+    np.testing.assert_array_equal(jax.random.normal(restored.state["key"]), jax.random.normal(jax.random.key(7)))
+    np.testing.assert_equal(restored.pending, pending)
+
+
+def test_a_spread_state_comes_back_spread(tmp_path):
+    mesh = jax.make_mesh((4,), ("fsdp",))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    weights = jax.device_put(jnp.arange(8.0), spread)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"weights": weights})
+    with Checkpoints(tmp_path) as checkpoints:
+        restored = checkpoints.restore_latest({"weights": jax.device_put(jnp.zeros(8), spread)})
+    assert restored.state["weights"].sharding == spread
+    np.testing.assert_array_equal(restored.state["weights"], np.arange(8.0))
+
+
+def test_a_state_of_another_shape_is_refused_in_one_line(saved):
+    with Checkpoints(saved) as checkpoints, pytest.raises(TrainingError, match="no state of this stage") as error:
+        checkpoints.restore_latest({"other": jnp.zeros(3)})
+    assert "\n" not in str(error.value)
+
+
+def fill(directory):
+    with contextlib.suppress(OSError), (directory / "filler").open("wb", buffering=0) as filler:
+        while filler.write(bytes(1024)):
+            pass
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of half a megabyte."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(tmp_path)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_is_one_clear_error_and_the_step_before_stays_whole(small_disk, caplog):
+    weights = {"weights": jax.random.normal(jax.random.key(0), (128, 128))}
+    checkpoints = Checkpoints(small_disk / "checkpoints")
+    checkpoints.save(1, weights)
+    checkpoints.wait()
+    fill(small_disk)
+    with pytest.raises(TrainingError, match=r"step 2 cannot be written.*that of step 1 is whole.*make room") as error:
+        save(checkpoints, 2, weights)
+    assert "No space left on device" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    (small_disk / "filler").unlink()
+    with Checkpoints(small_disk / "checkpoints") as checkpoints:
+        restored = checkpoints.restore_latest(weights)
+        assert restored.step == 1
+        assert_same(restored.state, weights)
+        checkpoints.save(2, weights)
+        checkpoints.wait()
+        assert checkpoints.latest == 2
+
+
+def test_a_disk_that_is_full_when_the_manifest_is_due_leaves_a_half_written_step(saved, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_json", full)
+        with pytest.raises(TrainingError, match="step 15 cannot be written"):
+            save(Checkpoints(saved), 15, state(15))
+    assert restore(saved).step == 10

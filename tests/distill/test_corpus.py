@@ -1,10 +1,16 @@
 """Text in, documents out: nothing lost, nothing on both sides of the split."""
 
+import copy
 import json
+import sys
+import types
+from types import SimpleNamespace
 
 import pytest
 
+from specjax import config
 from specjax.distill import corpus
+from specjax.distill.corpus import Part
 from specjax.errors import DataError
 
 
@@ -86,3 +92,189 @@ def test_a_directory_named_like_a_file_is_entered(tmp_path):
     (tmp_path / "package.py" / "a.py").write_text("text\n")
     (document,) = corpus.read_documents(str(tmp_path))
     assert document.text == "text\n"
+
+
+def written(directory, *records) -> str:
+    file = directory / "rows.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(file)
+
+
+def test_a_record_may_be_a_prompt_and_its_completion(tmp_path):
+    (document,) = corpus.read_documents(written(tmp_path, {"prompt": "2 + 2 = ", "completion": "4"}))
+    assert document.text == "2 + 2 = 4"
+    assert document.parts == (Part("2 + 2 = ", True), Part("4", False))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "2 + 2 ="}, "line 1: no string under the key 'completion'"),
+        ({"prompt": "2 + 2 =", "completion": ""}, "line 1: 'completion' is empty"),
+        ({"messages": "hello"}, "line 1: 'messages' is no list of mappings"),
+        ({"messages": [{"role": "user", "content": 3}]}, "line 1, message 1: no string under the key 'content'"),
+        ({"messages": [{"role": "user", "content": "hello"}]}, "line 1: no message of the role 'assistant'"),
+    ],
+)
+def test_a_record_without_anything_to_predict_is_named(tmp_path, record, message):
+    with pytest.raises(DataError, match=f"rows.jsonl, {message}.*data.on_bad=skip"):
+        corpus.read_documents(written(tmp_path, record))
+
+
+def test_what_cannot_be_used_is_counted_by_reason_if_it_is_to_be_skipped(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n{"text": \n{"text": "\xff"}\n{"text": 3}\n')
+    (tmp_path / "b.jsonl").write_bytes(b"\n")
+    (tmp_path / "c.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "d.txt").write_bytes(b"also good")
+    (tmp_path / "e.parquet").write_bytes(b"PAR1 and then nothing")
+    bad = corpus.Bad("skip")
+    assert sorted(d.text for d in corpus.read_documents(str(tmp_path), bad)) == ["also good", "good"]
+    counts = {"malformed lines": 2, "unusable records": 1, "empty shards": 1, "not UTF-8": 1, "damaged files": 1}
+    assert bad.counts == counts
+    assert "a.jsonl, line 2" in bad.first["malformed lines"]
+    assert "2 skipped, malformed lines (first: " in str(bad)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2.*data\.on_bad=skip"):
+        corpus.read_documents(str(tmp_path))
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n')
+    with pytest.raises(DataError, match=r"b\.jsonl: holds no records"):
+        corpus.read_documents(str(tmp_path))
+
+
+def test_a_document_says_where_it_came_from(tmp_path):
+    for name in ("code/deep/a.txt", "prose/b.txt", "c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "d.jsonl").write_text('{"text": "labelled", "source": "forum"}\n')
+    sources = {d.text: d.source for d in corpus.read_documents(str(tmp_path))}
+    assert sources == {
+        "code/deep/a.txt": "code",
+        "prose/b.txt": "prose",
+        "c.txt": tmp_path.name,
+        "labelled": "forum",
+    }
+    assert corpus.read_documents(str(tmp_path / "c.txt"))[0].source == "c"
+
+
+def test_parquet_holds_prompts_and_chats_too(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    chat = [{"role": "user", "content": "hello", "name": None}, {"role": "assistant", "content": "hi", "name": "x"}]
+    parquet.write_table(pyarrow.table({"messages": [chat], "source": ["forum"]}), tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table({"prompt": ["1 + "], "completion": ["1"]}), tmp_path / "b.parquet")
+    first, second = corpus.read_documents(str(tmp_path))
+    assert first.messages == ({"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi", "name": "x"})
+    assert first.source == "forum"
+    assert [part.is_prompt for part in second.parts] == [True, False]
+
+
+class Rows(list):
+    """As much of `datasets.Dataset` as is used."""
+
+    @property
+    def column_names(self):
+        return [*self[0]]
+
+    def select_columns(self, names):
+        return Rows({name: row[name] for name in names} for row in self)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Stands for the `datasets` library: a function to replace, and the arguments it was called with."""
+    calls, module = [], types.ModuleType("datasets")
+    rows = Rows([{"text": "one", "id": 1}, {"text": None, "id": 2}, {"text": "two", "id": 3}])
+
+    def load_dataset(*args, **options):
+        calls.append((args, options))
+        return rows
+
+    module.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return SimpleNamespace(module=module, calls=calls, rows=rows)
+
+
+def test_a_data_set_of_the_hub_is_read_by_its_columns(hub):
+    bad = corpus.Bad("skip")
+    documents = corpus.read_documents("hf:org/name", bad, config.Hub("main", "train[:1%]", "abc"))
+    assert sorted(d.text for d in documents) == ["one", "two"]
+    assert {d.source for d in documents} == {"org/name"}
+    assert bad.counts == {"unusable records": 1}
+    assert hub.calls == [(("org/name", "main"), {"split": "train[:1%]", "revision": "abc"})]
+    hub.rows[:] = [{"question": "?"}]
+    with pytest.raises(DataError, match=r"'hf:org/name': no column 'text' \(columns: question\)"):
+        corpus.read_documents("hf:org/name")
+
+
+def test_a_data_set_that_cannot_be_loaded_is_one_line(hub, monkeypatch):
+    def offline(*args, **options):
+        raise ConnectionError("Couldn't reach the hub\nand so on")
+
+    monkeypatch.setattr(hub.module, "load_dataset", offline)
+    with pytest.raises(DataError, match=r"'hf:org/name', split 'train', .*Couldn't reach the hub\); correct") as error:
+        corpus.read_documents("hf:org/name")
+    assert "\n" not in str(error.value)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"needs datasets; pip install 'specjax\[hf-data\]'"):
+        corpus.read_documents("hf:org/name")
+
+
+def test_a_directory_is_loaded_by_the_library_itself(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text('{"prompt": "1 + ", "completion": "1"}\n')
+    (document,) = corpus.read_documents(f"hf:{tmp_path / 'set'}")
+    assert document.parts == (Part("1 + ", True), Part("1", False))
+    with pytest.raises(DataError, match="cannot be loaded"):
+        corpus.read_documents(f"hf:{tmp_path / 'set'}", hub=config.Hub(split="nowhere"))
+
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+ASKING = PLAIN + "{% if add_generation_prompt %}<assistant>{% endif %}"
+# Says less about an answer once it is no longer the last message.
+FORGETFUL = (
+    "{% for m in messages %}<{{ m.role }}>{% if loop.last and m.role == 'assistant' %}(thought){% endif %}"
+    "{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHAT = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "1"},
+    {"role": "user", "content": "two"},
+    {"role": "assistant", "content": "2"},
+]
+
+
+def chats(tokenizer, template, directory, messages=CHAT, bad=None):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    return corpus.rendered(corpus.read_documents(written(directory, {"messages": messages})), tokenizer, bad)
+
+
+def test_what_the_assistant_says_is_predicted_as_the_template_writes_it(tiny_tokenizer, tmp_path):
+    (document,) = chats(tiny_tokenizer, ASKING, tmp_path)
+    assert document.parts == (
+        Part("<system>s</><user>one</><assistant>", True),
+        Part("1</>", False),
+        Part("<user>two</><assistant>", True),
+        Part("2</>", False),
+    )
+    assert document.text == "<system>s</><user>one</><assistant>1</><user>two</><assistant>2</>"
+
+
+def test_a_template_that_rewrites_earlier_turns_makes_a_document_of_each(tiny_tokenizer, tmp_path):
+    first, second = chats(tiny_tokenizer, FORGETFUL, tmp_path)
+    assert first.parts == (Part("<system>s</><user>one</><assistant>", True), Part("(thought)1</>", False))
+    prompt = Part("<system>s</><user>one</><assistant>1</><user>two</><assistant>", True)
+    assert second.parts == (prompt, Part("(thought)2</>", False))
+
+
+def test_a_chat_that_the_template_does_not_take_is_refused_or_skipped(tiny_tokenizer, tmp_path):
+    refusing = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*roles must alternate.*data\.on_bad=skip"):
+        chats(tiny_tokenizer, refusing, tmp_path)
+    bad = corpus.Bad("skip")
+    assert chats(tiny_tokenizer, refusing, tmp_path, bad=bad) == []
+    assert bad.counts == {"chats": 1}
+    with pytest.raises(DataError, match=r"'messages' need a chat template, and the target's tokenizer has none"):
+        chats(tiny_tokenizer, None, tmp_path, bad=bad)

@@ -13,12 +13,12 @@ import pytest
 import train_draft
 from specjax import config
 from specjax.cli import run_main
-from specjax.distill import fingerprint, job, lock
+from specjax.distill import figures, fingerprint, job, lock
 from specjax.distill.corpus import Document
 from specjax.distill.evaluate import Evaluation
+from specjax.distill.make_data import make_data
 from specjax.errors import ConfigError, DataError, ModelError, TrainingError
 from specjax.models.hf import LoadedModel, load_model, save_model
-from tests.distill import toys
 from tests.distill.toys import Interrupt
 
 LENGTH = 16
@@ -119,7 +119,7 @@ def test_an_interrupted_job_resumes_to_the_same_final_weights(finished, settings
 def test_a_second_run_reuses_everything(finished, monkeypatch):
     run, first = finished
     recorder = Recorder()
-    monkeypatch.setattr(job, "evaluate_all", None)
+    monkeypatch.setattr(figures, "evaluate_all", None)
     monkeypatch.setattr(job, "save_model", None)
     second = job.run(run, recorder)
     assert set(map(tuple, recorder.steps.values())) == {()}
@@ -229,7 +229,7 @@ def test_a_corpus_of_one_document_cannot_be_split(settings, tmp_path):
 def test_a_part_too_short_for_one_window_is_named(settings, tmp_path):
     (tmp_path / "corpus").mkdir()
     for i in range(20):
-        (tmp_path / "corpus" / f"{i}.txt").write_text(str(i))
+        (tmp_path / "corpus" / f"{i}.txt").write_text(f"- {i}")
     data = config.Data(path=str(tmp_path / "corpus"), held_out=0.25, seq_len=250)
     with pytest.raises(DataError, match=r"its training part: the corpus has \d+ tokens.*data\.seq_len"):
         job.run(settings(tmp_path / "run", data=data))
@@ -258,7 +258,7 @@ def test_a_draft_cut_from_its_target_has_the_target_s_conventions(settings, tmp_
     assert load_model(str(tmp_path / "cut" / "draft")).config == shape
 
 
-def test_a_shared_draft_is_chosen_by_decoding_and_exported_whole(settings, tmp_path):
+def test_a_shared_draft_is_chosen_by_decoding_and_exported_whole(settings, documents, tmp_path):
     often: dict[str, Any] = {"batch_size": 2, "eval_every": 2, "save_every": 2, "eval_positions": LENGTH}
     start = {"kind": "layers", "keep": [1], "share": True}
     run = settings(
@@ -274,7 +274,7 @@ def test_a_shared_draft_is_chosen_by_decoding_and_exported_whole(settings, tmp_p
     assert list(scores) == [2, 4, 6]
     best = max(scores, key=lambda step: (scores[step], step))
     before, after = result.comparison
-    assert (before.drafter, after.drafter, after.source, after.k) == ("draft_before", "draft_after", "text", 2)
+    assert (before.drafter, after.drafter, after.source, after.k) == ("draft_before", "draft_after", documents.name, 2)
     assert after.block_efficiency == scores[best]
     assert after.alpha == result.measures.alpha_after
     exported = load_model(tmp_path / "run" / "draft")
@@ -291,27 +291,21 @@ def test_a_shared_draft_is_chosen_by_decoding_and_exported_whole(settings, tmp_p
 
 
 def test_alpha_is_told_apart_by_source_where_a_source_fills_a_row(settings, tiny_target, tmp_path):
-    @dataclasses.dataclass(frozen=True)
-    class Sourced(Document):
-        source: str
-
     target = dataclasses.replace(tiny_target, eos_ids=(0,))
     sizes = {"code": 40, "prose": 20, "short": 1}
-    held_out = [Sourced(name, f"{name} " * size, name) for name, size in sizes.items()]
+    held_out = [Document(name, f"{name} " * size, name) for name, size in sizes.items()]
 
     def evaluate(drafts, rows):
         return [Evaluation(0.0, 0.0, len(rows) + draft, 0) for draft in drafts]
 
     whole = [Evaluation(0.0, 0.0, alpha, 0) for alpha in (0.3, 0.4)]
-    prepared = job.Prepared(target, job.Corpus([], held_out), toys.rows(1), toys.rows(1))
-    found = job._alphas_by_source(settings(tmp_path), prepared, evaluate, [0.1, 0.2], whole)
+    found = figures.alphas_by_source(settings(tmp_path), target, held_out, evaluate, [0.1, 0.2], whole)
     before, after = found["draft_before"], found["draft_after"]
     assert set(before) == set(after) == {"code", "prose", "all"}
     assert (before["all"], after["all"]) == (0.3, 0.4)
     assert after["code"] - before["code"] == pytest.approx(0.1)
     assert before["code"] > before["prose"] + 1
-    alone = dataclasses.replace(prepared, corpus=job.Corpus([], held_out[:1]))
-    assert job._alphas_by_source(settings(tmp_path), alone, evaluate, [0.1, 0.2], whole) == {
+    assert figures.alphas_by_source(settings(tmp_path), target, held_out[:1], evaluate, [0.1, 0.2], whole) == {
         "draft_before": {"code": 0.3},
         "draft_after": {"code": 0.4},
     }
@@ -340,3 +334,51 @@ def test_a_model_of_the_users_own_is_not_replaced(settings, tmp_path):
     with pytest.raises(DataError, match="holds something else"):
         job.run(settings(tmp_path / "run"))
     assert mine.read_bytes() == b"precious"
+
+
+def on_data(run: config.RunConfig, **data) -> config.RunConfig:
+    """Two steps on this data, without pretraining."""
+    sampled = {"prompt_tokens": 4, "new_tokens": 12, "batch_size": 2, **data}
+    return dataclasses.replace(
+        run,
+        draft=dataclasses.replace(run.draft, pretrain=dataclasses.replace(run.draft.pretrain, steps=0)),
+        distill=dataclasses.replace(run.distill, steps=2, data=sampled),
+        control=config.Control(),
+    )
+
+
+def test_a_draft_is_distilled_on_what_its_target_wrote_before(settings, tmp_path):
+    shared = str(tmp_path / "data")
+    run = on_data(settings(tmp_path / "run"), kind="generated", sequences=5, shard_size=3, k=2, path=shared)
+    made = make_data(run, None, None)
+    assert (made["directory"], made["sequences"], len(made["shards"])) == (shared, 5, 2)
+    assert made["shards"][0]["draft"] is None
+    before = {file.name: file.stat().st_mtime_ns for file in Path(shared).glob("shard*")}
+    recorder = Recorder()
+    result = job.run(run, recorder)
+    assert recorder.steps["draft-distill-data"] == [3, 5]
+    assert {file.name: file.stat().st_mtime_ns for file in Path(shared).glob("shard*")} == before
+    assert fingerprint.digest(result.draft_after.params) != fingerprint.digest(result.draft_before.params)
+    with pytest.raises(ConfigError, match=r"distill\.data: the kind is 'text'; set distill\.data="):
+        make_data(settings(tmp_path / "other"), None, None)
+
+
+def test_a_draft_is_distilled_on_its_own_text(settings, tmp_path):
+    run = on_data(settings(tmp_path / "run"), kind="on_policy", every=1)
+    result = job.run(run)
+    assert fingerprint.digest(result.draft_after.params) != fingerprint.digest(result.draft_before.params)
+    pools = sorted((tmp_path / "run" / "draft-distill" / "pools").glob("*.safetensors"))
+    assert len(pools) == 2
+    assert pools[0].read_bytes() != pools[1].read_bytes()
+
+
+def test_what_a_corpus_skipped_is_kept_with_what_was_prepared(settings, documents, tmp_path, caplog):
+    for file in documents.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "bad.txt").write_bytes(b"\xff")
+    (tmp_path / "short.txt").write_bytes(b"a")
+    data = config.Data(path=str(tmp_path), held_out=0.25, seq_len=LENGTH, on_bad="skip")
+    prepared = job.prepare(settings(tmp_path / "run", data=data))
+    assert prepared.bad.counts == {"not UTF-8": 1, "documents shorter than two tokens": 1}
+    (message,) = caplog.messages
+    assert "1 skipped, not UTF-8 (first: " in message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -16,7 +17,7 @@ import pytest
 from specjax import config
 from specjax.decode.costs import count_compiles
 from specjax.decode.decoder import Decoder
-from specjax.distill import compare, fingerprint, measure, selection
+from specjax.distill import checkpoint, compare, fingerprint, measure, selection
 from specjax.distill.corpus import Document
 from specjax.distill.log import read_log
 from specjax.distill.prompts import HeldOutPrompt, cut_prompts
@@ -152,6 +153,8 @@ def test_a_kill_between_the_best_weights_and_their_score_changes_nothing(traject
 
     def killed(file, value):
         if file.name == selection.SCORES and 6 in value:
+            # On disk before the score that names them.
+            assert (tmp_path / "stage" / selection.BEST / "6" / checkpoint.MANIFEST).exists()
             raise Interrupt
         write(file, value)
 
@@ -159,7 +162,6 @@ def test_a_kill_between_the_best_weights_and_their_score_changes_nothing(traject
         patch.setattr(fingerprint, "write_json", killed)
         with pytest.raises(Interrupt):
             toys.train(tmp_path / "stage", decoding=scripted, eval_every=EVERY)
-    assert (tmp_path / "stage" / selection.BEST / "6").is_dir()
     found = toys.train(tmp_path / "stage", decoding=scripted, eval_every=EVERY)
     assert fingerprint.digest(found) == trajectory[2]
 
@@ -293,12 +295,21 @@ def test_without_prompts_nothing_is_decoded_and_nothing_can_be_chosen(tiny_targe
             config.Selection(prompts=0, **changes)
 
 
-def test_several_processes_do_not_decode_and_cannot_choose(tiny_target, tiny_draft, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    args = (tiny_target, DraftModel(tiny_draft.spec), tiny_draft.spec, DOCUMENTS)
-    assert held_out_decoding(run_config(), *args) is None
-    with pytest.raises(ConfigError, match="a run of 2 processes does not decode"):
-        held_out_decoding(run_config(select="best"), *args)
+@pytest.mark.parametrize(
+    ("processes", "mesh", "can"),
+    [
+        (2, config.Mesh(data=-1, draft="replicated"), False),
+        (1, config.Mesh(fsdp=2), False),
+        (1, config.Mesh(fsdp=2, draft="replicated"), True),
+    ],
+)
+def test_several_processes_and_parts_of_a_draft_do_not_decode_and_cannot_choose(processes, mesh, can, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    assert selection.decodes(dataclasses.replace(run_config(), mesh=mesh)) == can
+    chooses = dataclasses.replace(run_config(select="best"), mesh=mesh)
+    message = r"select=best and patience=None, but several processes, .* do not decode; set select=last"
+    with contextlib.nullcontext() if can else pytest.raises(ConfigError, match=message):
+        selection.decodes(chooses)
 
 
 def test_a_comparison_tells_sources_apart_and_adds_them_up(decoding):
@@ -317,9 +328,5 @@ def test_a_comparison_tells_sources_apart_and_adds_them_up(decoding):
 
 
 def test_prompts_carry_the_source_of_their_document(tiny_target):
-    @dataclasses.dataclass(frozen=True)
-    class Sourced(Document):
-        source: str = "wiki"
-
-    prompts = cut_prompts([Sourced("a", DOCUMENTS[0].text), DOCUMENTS[1]], tiny_target.tokenizer, 8, 2)
+    prompts = cut_prompts([Document("a", DOCUMENTS[0].text, "wiki"), DOCUMENTS[1]], tiny_target.tokenizer, 8, 2)
     assert sorted(p.source for p in prompts) == ["text", "wiki"]

@@ -12,6 +12,7 @@ import numpy as np
 
 from specjax import config
 from specjax.distill import fingerprint
+from specjax.distill.layout import ONE_DEVICE
 from specjax.distill.trainer import train_stage
 from specjax.types import Batch, DraftOutput, Output
 
@@ -89,10 +90,11 @@ def rows(count: int, seed: int = 0) -> Windows:
 
 def stage(**changes) -> config.Stage:
     settings = {"steps": 12, "batch_size": 4, "eval_every": 6, "eval_positions": 32, "save_every": 5}
-    return config.Stage(**settings | changes, optimizer=config.Optimizer(learning_rate=0.1, warmup_steps=2))
+    settings["optimizer"] = config.Optimizer(learning_rate=0.1, warmup_steps=2)
+    return config.Stage(**settings | changes)
 
 
-def train(directory: Path, progress=None, drafter=None, decoding=None, **changes) -> Any:
+def train(directory: Path, progress=None, drafter=None, layout=ONE_DEVICE, decoding=None, **changes) -> Any:
     """12 steps on 40 rows, saved every 5: an epoch is 10 steps."""
     return train_stage(
         directory,
@@ -104,7 +106,8 @@ def train(directory: Path, progress=None, drafter=None, decoding=None, **changes
         rows(8, 1),
         3,
         progress,
-        decoding,
+        layout=layout,
+        decoding=decoding,
     )
 
 

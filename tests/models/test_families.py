@@ -107,7 +107,7 @@ def test_decoding_in_blocks_at_ragged_positions_equals_the_full_forward(name):
 
     @jax.jit
     def run(params):
-        model, laid_out = decode_layout(plain, params, one_token=True)
+        model, laid_out = decode_layout(plain, params)
         assert model.config.fused_projections
         expected = plain(params, tokens, positions).logits
         cache = with_total(model.init_cache(ROWS, 20), jnp.full((ROWS,), 16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import traceback
 from pathlib import Path
@@ -32,12 +33,13 @@ def fresh_programs():
     forget_programs()
 
 
-def run_killer(mutant: Mutant) -> None:
+def run_killer(mutant: Mutant, **fixtures) -> None:
     with contextlib.ExitStack() as stack:
         if mutant.killer.__module__ == test_laws.__name__:  # what its fixture sets
             stack.enter_context(jax.enable_x64(True))
             stack.enter_context(jax.numpy_dtype_promotion("standard"))
-        mutant.killer(**mutant.parameters)
+        wanted = inspect.signature(mutant.killer).parameters
+        mutant.killer(**mutant.parameters, **{name: value for name, value in fixtures.items() if name in wanted})
 
 
 def claimed_by_a_test(error: AssertionError) -> bool:
@@ -65,11 +67,11 @@ def test_every_killer_is_a_test_that_the_suite_runs():
 
 @pytest.mark.mutants
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
-def test_a_planted_error_is_found(mutant: Mutant, monkeypatch, record_property):
+def test_a_planted_error_is_found(mutant: Mutant, monkeypatch, record_property, tmp_path):
     record_property("mutant", (mutant.name, mutant.part, mutant.killed_by))
     mutant.plant(monkeypatch)
     if mutant.lossless:
         short_law()
     with pytest.raises(AssertionError) as caught:
-        run_killer(mutant)
+        run_killer(mutant, tmp_path=tmp_path, monkeypatch=monkeypatch)
     assert claimed_by_a_test(caught.value), "an error in the planted code itself finds nothing"

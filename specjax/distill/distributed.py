@@ -1,0 +1,80 @@
+"""Several processes that run one job (JAX's multi-controller SPMD): how they find each other, what only the first one
+does, and how all of them go on from its outcome. In a single process everything here is free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from specjax import config, errors
+
+_HEADER, _MESSAGE = 8, 4096
+
+
+def start(settings: config.Distributed) -> None:
+    """Connect to the other processes, if there are any; once, before JAX is asked for its devices.
+
+    Raises `ConfigError` if the processes cannot be found.
+    """
+    if not settings.enabled:
+        return
+    try:
+        jax.distributed.initialize(settings.coordinator, settings.num_processes, settings.process_id)
+    except (ValueError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise errors.ConfigError(
+            f"distributed: the processes did not find each other ({reason}); outside of a TPU pod, SLURM, Kubernetes "
+            "and Open MPI give distributed.coordinator, num_processes and process_id"
+        ) from None
+
+
+def is_first() -> bool:
+    """This process writes what is written once."""
+    return jax.process_index() == 0
+
+
+def by_first(action: Callable[[], Any]) -> Any:
+    """What ``action`` returns (JSON) in the first process, which alone calls it, or the `SpecjaxError` that it raises
+    there: in every process, when it is done."""
+    if jax.process_count() == 1:
+        return action()
+    outcome: dict[str, Any] = {}
+    if is_first():
+        try:
+            outcome = {"value": action()}
+        except errors.SpecjaxError as error:
+            outcome = {"error": type(error).__name__, "message": str(error)}
+        except BaseException as error:  # the others must not wait for it
+            _from_first({"error": "TrainingError", "message": f"process 0 failed: {type(error).__name__}: {error}"})
+            raise
+    outcome = _from_first(outcome)
+    if "error" in outcome:
+        raise getattr(errors, outcome["error"])(outcome["message"])
+    return outcome["value"]
+
+
+def whole(tree: Any) -> Any:
+    """``tree`` with every array that other processes hold a part of as one of numpy. All processes call it."""
+    return jax.tree.map(_whole, tree)
+
+
+def _whole(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return leaf
+    return multihost_utils.process_allgather(leaf, tiled=True)
+
+
+def _from_first(value: Any) -> Any:
+    """In messages of one size, the length first: one small program for all of them."""
+    text = json.dumps(value).encode() if is_first() else b""
+    text = len(text).to_bytes(_HEADER, "little") + text
+    received = b""
+    while len(received) < _HEADER + int.from_bytes(received[:_HEADER], "little"):
+        piece = text[len(received) : len(received) + _MESSAGE].ljust(_MESSAGE, b"\0")
+        received += bytes(multihost_utils.broadcast_one_to_all(np.frombuffer(piece, np.uint8)))
+    return json.loads(received[_HEADER:][: int.from_bytes(received[:_HEADER], "little")])

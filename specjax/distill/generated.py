@@ -1,0 +1,147 @@
+"""Training data that the target wrote: continuations of prompts, sampled by speculative decoding with the current draft
+(2310.08461 distils on them), kept as shards with their provenance.
+
+Verification is lossless, so which draft helped decides the speed and not the law: a directory belongs to a target,
+prompts, sampling parameters and a seed. Each shard has a seed of its own and a record with its SHA-256, written after
+it: no record means half-written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from specjax import registry
+from specjax.decode.decoder import Decoder
+from specjax.decode.request import derive_seeds
+from specjax.distill import fingerprint, lock, store
+from specjax.distill.continuations import Positive, Prompts, Sampled, continue_prompts, prompts_of_file, prompts_of_text
+from specjax.distill.progress import StepProgress
+from specjax.distill.readers import Bad
+from specjax.distill.rows import Batches, Fitted, Rows, Sequences
+from specjax.distill.stock import Stock
+from specjax.drafters.draft_model import DraftModel
+from specjax.errors import ConfigError
+
+PROVENANCE = "provenance.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated(Sampled):
+    """Train on ``sequences`` continuations by the target of beginnings of the training text, or of the prompts in a
+    file: JSONL with ``prompt``, ``text`` or ``messages``, or text with one prompt a line. ``k``, ``verifier``: of the
+    decoding. ``shard_size``: sequences a shard. ``path``: a directory that several runs share; None: in the run's."""
+
+    sequences: Positive = 2_000
+    prompts: str | None = None
+    k: Annotated[int, Field(ge=1, le=64)] = 5
+    verifier: str = "block"
+    shard_size: Positive = 256
+    path: str | None = None
+    kind: Literal["generated"] = "generated"
+
+    def rows(self, stock: Stock) -> Rows:
+        """Reads what is there and makes what is missing. Raises `ConfigError` for a lossy verifier or sequences longer
+        than a row, `TrainingError` for a directory of another provenance."""
+        directory = stock.directory if self.path is None else Path(self.path).expanduser()
+        prompts = self.prompts_from(stock)
+        with stock.bars(f"{stock.name}-data", self.sequences) as progress:
+            sequences = make(directory, self, stock.target, stock.draft, prompts, stock.seed, progress)
+        return Fitted(sequences, stock.text.length, stock.prompt_weight)
+
+    def batches(self, batches: Batches, directory: Path, sample: Any, steps: int) -> Batches:
+        return batches
+
+    def prompts_from(self, stock: Stock) -> Prompts:
+        self.check_fits(stock.text.length, stock.name)
+        if self.prompts is None:
+            return prompts_of_text(stock.text, self)
+        room = stock.text.length - self.new_tokens
+        return prompts_of_file(self.prompts, stock.target.tokenizer, room, Bad(stock.on_bad))
+
+
+def make(
+    directory: Path,
+    settings: Generated,
+    target: Any,
+    draft: Any,
+    prompts: Prompts,
+    seed: int,
+    progress: StepProgress | None = None,
+) -> Sequences:
+    """All sequences of ``directory``, whose missing, half-written and damaged shards (these are named in a warning) are
+    made first, by ``target`` with the help of ``draft`` (`LoadedModel`; None: without help). ``progress`` counts
+    sequences. The same arguments give the same bits, however often they were interrupted.
+
+    Raises `TrainingError` naming the fields in which the directory's provenance differs, or if it is in use.
+    """
+    verifier = registry.build(registry.VERIFIERS, settings.verifier, "data.verifier")
+    if not verifier.lossless and settings.temperature > 0:
+        raise ConfigError(f"data.verifier: {verifier.kind!r} changes the target's law; use speculative or block")
+    fingerprint.claim(directory, _provenance(settings, target, prompts, seed))
+    with lock.exclusive(directory):
+        shard = _maker(settings, target, draft, verifier, prompts, seed)
+        count, records, found = -(-settings.sequences // settings.shard_size), [], []
+        for number, shard_seed in enumerate(derive_seeds(seed, count)):
+            file = directory / f"shard-{number:05}{store.SUFFIX}"
+            record = store.record_of(file)
+            if record is None:
+                record = shard(file, number, shard_seed)
+            records.append(record)
+            found.append(store.read(file))
+            if progress is not None:
+                progress(sum(r["sequences"] for r in records), {})
+        _summarize(directory, records)
+    return Sequences.joined(found)
+
+
+def _provenance(settings: Generated, target: Any, prompts: Prompts, seed: int) -> dict[str, Any]:
+    """What decides the law and the prompts."""
+    names = ("new_tokens", "temperature", "top_k", "top_p", "min_p")
+    return {
+        "target": fingerprint.digest(target.params),
+        "eos_ids": list(target.eos_ids),
+        "sampling": {name: getattr(settings, name) for name in names},
+        "prompts": prompts.digest,
+        "sequences": settings.sequences,
+        "shard_size": settings.shard_size,
+        "seed": seed,
+    }
+
+
+def _maker(
+    settings: Generated, target: Any, draft: Any, verifier: Any, prompts: Prompts, seed: int
+) -> Callable[[Path, int, int], dict[str, Any]]:
+    """Makes one shard; the decoder is built for the first one that is missing."""
+    numbered = prompts.shuffled(seed)
+    drafter = None if draft is None else DraftModel(draft, settings.k)
+    decoder = functools.cache(lambda: Decoder(target, drafter=drafter, verifier=verifier))
+    made_by = {
+        "draft": None if draft is None else fingerprint.digest(draft.params),
+        "k": None if draft is None else settings.k,
+        "verifier": verifier.kind,
+    }
+
+    def shard(file: Path, number: int, shard_seed: int) -> dict[str, Any]:
+        begin = number * settings.shard_size
+        chosen = [numbered(i) for i in range(begin, min(begin + settings.shard_size, settings.sequences))]
+        continued = continue_prompts(decoder(), chosen, derive_seeds(shard_seed, len(chosen)), settings)
+        sequences, stats = Sequences.of(chosen, continued.tokens), continued.stats
+        assert stats is not None  # a shard has a sequence
+        counts = {"sequences": len(sequences), "emitted": stats.emitted, "blocks": stats.blocks}
+        return store.write(file, sequences, {**counts, "block_efficiency": stats.block_efficiency, **made_by})
+
+    return shard
+
+
+def _summarize(directory: Path, records: list[dict[str, Any]]) -> None:
+    emitted, blocks = (sum(record[name] for record in records) for name in ("emitted", "blocks"))
+    totals = {"emitted": emitted, "blocks": blocks, "block_efficiency": emitted / max(blocks, 1)}
+    made_from = json.loads((directory / fingerprint.FILE).read_text())
+    fingerprint.write_json(directory / PROVENANCE, {**made_from, **totals, "shards": records})

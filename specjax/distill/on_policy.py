@@ -1,0 +1,142 @@
+"""On-policy training data: sequences that the draft itself samples as it learns, scored by the target in the same step
+(GKD, 2306.13649; its lambda is ``share``).
+
+Every ``every`` steps a pool is sampled from the newest weights: as many sequences as rows of the steps to come are
+on-policy, each used once. It is written before it is used, so that a restart inside its period trains on the same
+tokens; a restart before samples them again, from the same weights and seeds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from jaxtyping import Int
+from pydantic import Field
+
+from specjax.decode.decoder import Decoder
+from specjax.decode.request import derive_seeds
+from specjax.distill import fingerprint, store
+from specjax.distill.continuations import Positive, Sampled, continue_prompts, prompts_of_text
+from specjax.distill.rows import Batches, Fitted, Packed, Rows, Sequences
+from specjax.distill.stock import Stock
+from specjax.errors import TrainingError
+from specjax.types import Batch, Params
+
+Sampler = Callable[[Params, Sequence[list[int]], Sequence[int], Sampled], list[list[int]]]
+"""(the draft's weights, prompts, a seed each, how to sample) -> new tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OnPolicy(Sampled):
+    """``share`` of the rows of the stage's batches are sampled from the draft as it was at most ``every`` steps before,
+    after beginnings of the training text; the others are text. One sequence a row."""
+
+    share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    every: Positive = 100
+    kind: Literal["on_policy"] = "on_policy"
+
+    def rows(self, stock: Stock) -> Rows:
+        self.check_fits(stock.text.length, stock.name)
+        return stock.text
+
+    def batches(self, batches: Batches, directory: Path, sample: Sampler | None, steps: int) -> Batches:
+        if sample is None or not isinstance(batches.rows, Packed):
+            raise TrainingError("data: on_policy needs a draft that can be sampled from, and text with prompts")
+        return OnPolicyBatches(self, batches, directory, sample, steps)
+
+
+def draft_sampler(model: Any, complete: Callable[[Params], Params] = lambda params: params) -> Sampler:
+    """Of a `LoadedModel`'s shape, tokenizer and end-of-sequence ids, with the weights it is given; ``complete`` adds
+    those that are not the draft's own."""
+
+    def sample(params: Params, prompts: Sequence[list[int]], seeds: Sequence[int], settings: Sampled):
+        decoder = Decoder(dataclasses.replace(model, params=complete(params)))
+        return continue_prompts(decoder, prompts, seeds, settings).tokens
+
+    return sample
+
+
+class OnPolicyBatches(Batches):
+    """``batches`` of text, with sequence g of the stage in place of the rows that are on-policy; batch i is a function
+    of (seed, i) and of the pool of i's period. As a row, sequence g has number ``len(text) + g``."""
+
+    def __init__(self, settings: OnPolicy, batches: Batches, directory: Path, sample: Sampler, steps: int):
+        text = batches.rows
+        assert isinstance(text, Packed)
+        super().__init__(text, batches.batch_size, batches.seed)
+        self.rows = self._mixed = _Mixed(text)
+        self._settings, self._directory, self._sample, self._steps = settings, directory, sample, steps
+        self._prompts = prompts_of_text(text, settings)
+        self._numbered = self._prompts.shuffled(batches.seed)
+
+    def indices(self, step: int) -> Int[np.ndarray, " B"]:
+        before = self._sampled_before(step * self.batch_size + np.arange(self.batch_size + 1))
+        return np.where(np.diff(before) > 0, len(self.rows) + before[:-1], super().indices(step))
+
+    def refresh(self, step: int, params: Params, oldest: int | None) -> None:
+        """Samples the pool of ``step``'s period, or reads it. Raises `TrainingError` if it is neither there nor can
+        be sampled, because the period has begun."""
+        begin = step - step % self._settings.every
+        if self._mixed.begin == begin:
+            return
+        end = min(begin + self._settings.every, self._steps)
+        first, stop = (int(self._sampled_before(np.asarray(at * self.batch_size))) for at in (begin, end))
+        file = self._directory / f"{begin:08}{store.SUFFIX}"
+        made_from = {"prompts": self._prompts.digest, "first": first, "sequences": stop - first, "seed": self.seed}
+        if step == begin:
+            made_from["draft"] = fingerprint.digest(params)
+        record = store.record_of(file)
+        if record is None or not made_from.items() <= record.items():
+            if step != begin:
+                raise TrainingError(
+                    f"{file}: damaged or gone, and the draft of step {begin} that it came from too; remove the "
+                    f"checkpoints after step {begin} in {self._directory.parent} to train on from there"
+                )
+            prompts = [self._numbered(g) for g in range(first, stop)]
+            seeds = derive_seeds(self.seed, stop)[first:]
+            store.write(file, Sequences.of(prompts, self._sample(params, prompts, seeds, self._settings)), made_from)
+        self._mixed.pool = Fitted(store.read(file), self.rows.length, self._mixed.text.prompt_weight, alone=True)
+        self._mixed.begin, self._mixed.first = begin, first
+        self._forget(oldest)
+
+    def _sampled_before(self, rows: np.ndarray) -> np.ndarray:
+        """Of so many rows from the start of training: how many are on-policy, evenly spread."""
+        return np.floor(self._settings.share * rows).astype(np.int64)
+
+    def _forget(self, oldest: int | None) -> None:
+        """Pools that no kept checkpoint goes on with."""
+        for file in self._directory.glob(f"*{store.SUFFIX}") if oldest is not None else ():
+            if int(file.stem) < oldest - oldest % self._settings.every:
+                store.remove(file)
+
+
+class _Mixed:
+    """Rows of text, then the sequences of the current pool, which are for the steps from ``begin`` on and of which
+    ``first`` is the first: row ``len(text) + g`` is sequence g."""
+
+    def __init__(self, text: Packed):
+        self.text = text
+        self.pool: Fitted | None = None
+        self.begin: int | None = None
+        self.first = 0
+
+    @property
+    def length(self) -> int:
+        return self.text.length
+
+    @property
+    def digest(self) -> str:
+        return self.text.digest
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def __getitem__(self, index: int) -> Batch:
+        if index < len(self.text):
+            return self.text[index]
+        assert self.pool is not None  # `refresh` comes first
+        return self.pool[index - len(self.text) - self.first]

@@ -1,0 +1,207 @@
+"""Files in, records as documents out: text, JSONL, Parquet and data sets of the Hugging Face hub.
+
+A record is a mapping with ``text``; or ``prompt`` and ``completion``; or ``messages``, a chat. ``source``, a string,
+labels where it came from.
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from specjax.config import Hub
+from specjax.distill.document import Document, Part
+from specjax.errors import DataError
+
+STDLIB, HUB = "python-stdlib", "hf:"
+# Generated tables and topic texts, and bundled wheels: no source to learn from.
+_STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "__pycache__", "encodings", "pydoc_data", "ensurepip"}
+_SHAPES = (("messages",), ("prompt", "completion"), ("text",))
+_WANTED = "give 'text', or 'prompt' and 'completion', or 'messages'"
+
+
+class Bad:
+    """What becomes of a record that cannot be used: an error, or a skip that is counted. ``counts``: reason -> records
+    skipped; ``first``: reason -> the first of them."""
+
+    def __init__(self, on_bad: Literal["error", "skip"] = "error"):
+        self._skips = on_bad == "skip"
+        self.counts: dict[str, int] = {}
+        self.first: dict[str, str] = {}
+
+    def found(self, reason: str, what: str) -> None:
+        """``what``: place, value, remedy. Raises `DataError` with it unless records are skipped."""
+        if not self._skips:
+            raise DataError(f"{what}; or set data.on_bad=skip to go on without it")
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.first.setdefault(reason, what)
+
+    def __str__(self) -> str:
+        return "; ".join(f"{n:,} skipped, {reason} (first: {self.first[reason]})" for reason, n in self.counts.items())
+
+
+class Unusable(Exception):
+    """Why a record cannot be used."""
+
+
+def parse(record: Any, name: str, source: str, where: str) -> Document:
+    """A record as a document. Raises `Unusable` with ``where`` and the reason."""
+    if not isinstance(record, Mapping):
+        raise Unusable(f"{where}: no string under the key 'text'; {_WANTED}")
+    label = record.get("source")
+    source = label if isinstance(label, str) and label else source
+    if record.get("messages") is not None:
+        return _chat(record["messages"], name, source, where)
+    keys = ("prompt", "completion") if "prompt" in record or "completion" in record else ("text",)
+    texts = [_string(record, key, where) for key in keys]
+    if len(texts) == 1:
+        return Document(name, texts[0], source)
+    if not texts[1]:
+        raise Unusable(f"{where}: 'completion' is empty, so there is nothing to predict; drop the record")
+    parts = tuple(part for part in (Part(texts[0], True), Part(texts[1], False)) if part.text)
+    return Document(name, "".join(texts), source, parts)
+
+
+def _string(record: Mapping[str, Any], key: str, where: str) -> str:
+    value = record.get(key)
+    if not isinstance(value, str):
+        raise Unusable(f"{where}: no string under the key {key!r}; {_WANTED}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise Unusable(f"{where}: {key!r} holds half of a surrogate pair; drop it") from None
+    return value
+
+
+def _chat(messages: Any, name: str, source: str, where: str) -> Document:
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        raise Unusable(f"{where}: 'messages' is no list of mappings; give {{'role': ..., 'content': ...}} each")
+    for number, message in enumerate(messages, 1):
+        for key in ("role", "content"):
+            _string(message, key, f"{where}, message {number}")
+    if not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
+        raise Unusable(f"{where}: no message of the role 'assistant', so there is nothing to predict; drop the record")
+    # Parquet gives every message every key.
+    given = tuple({k: v for k, v in message.items() if v is not None} for message in messages)
+    return Document(name, json.dumps(given, sort_keys=True, ensure_ascii=False), source, messages=given)
+
+
+def read_stdlib() -> list[Document]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    documents = []
+    for file in root.rglob("*.py"):
+        relative = file.relative_to(root)
+        if _STDLIB_SKIPPED.isdisjoint(relative.parts):
+            # A handful of files declare another encoding; they are not worth a special case.
+            raw = file.read_bytes()
+            try:
+                documents.append(Document(relative.as_posix(), raw.decode("utf-8"), STDLIB))
+            except UnicodeDecodeError:
+                continue
+    if not documents:
+        raise DataError(f"data.path: {STDLIB!r} found no source files under {root}; give a path instead")
+    return documents
+
+
+def read_text(file: Path, source: str, bad: Bad) -> Iterator[Document]:
+    try:
+        yield Document(file.as_posix(), file.read_bytes().decode("utf-8"), source)
+    except UnicodeDecodeError as error:
+        found = f"{file}: not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x})"
+        bad.found("not UTF-8", f"{found}; convert it, for example with iconv")
+
+
+def read_jsonl(file: Path, source: str, bad: Bad) -> Iterator[Document]:
+    for number, record in jsonl_records(file, bad):
+        try:
+            yield parse(record, f"{file.as_posix()}:{number}", source, f"{file}, line {number}")
+        except Unusable as reason:
+            bad.found("unusable records", str(reason))
+
+
+def jsonl_records(file: Path, bad: Bad) -> Iterator[tuple[int, Any]]:
+    """(line number, value) of every line that is JSON."""
+    number = records = 0
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            records += 1
+            try:
+                record = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are ValueErrors
+                bad.found("malformed lines", f"{file}, line {number}: not a JSON object in UTF-8 ({error})")
+                continue
+            yield number, record
+    if not records:
+        bad.found("empty shards", f"{file}: holds no records; an unfinished download, or a file to remove")
+
+
+def read_parquet(file: Path, source: str, bad: Bad) -> Iterator[Document]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f"{file}: reading Parquet needs pyarrow; pip install 'specjax[parquet]'") from None
+    row = 0
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        columns = _columns(table.schema_arrow.names, str(file))
+        for name in columns:
+            kind = table.schema_arrow.field(name).type
+            if name != "messages" and not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise DataError(f"{file}: the column {name!r} holds {kind}, expected strings")
+        for batch in table.iter_batches(columns=columns):
+            for record in batch.to_pylist():
+                row += 1
+                # A missing text is an empty document.
+                record = {"text": "", **{k: v for k, v in record.items() if v is not None}}
+                try:
+                    yield parse(record, f"{file.as_posix()}:{row}", source, f"{file}, row {row}")
+                except Unusable as reason:
+                    bad.found("unusable records", str(reason))
+    except (pyarrow.ArrowException, OSError) as error:
+        after = f" after row {row}" if row else ""
+        bad.found("damaged files", f"{file}: not a Parquet file{after} ({str(error).splitlines()[0]})")
+    else:
+        if not row:
+            bad.found("empty shards", f"{file}: holds no rows; an unfinished download, or a file to remove")
+
+
+def read_hub(path: str, hub: Hub, bad: Bad) -> Iterator[Document]:
+    """Rows of a data set that the `datasets` library loads: ``hf:NAME``, where NAME is an id on the hub or a local
+    directory. Raises `DataError` if it cannot be loaded; without a network, what is in the library's cache is used."""
+    name = path.removeprefix(HUB)
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"data.path: {path!r} needs datasets; pip install 'specjax[hf-data]'") from None
+    try:
+        rows = datasets.load_dataset(name, hub.subset, split=hub.split, revision=hub.revision)
+    except Exception as error:  # of the library, the hub's client, the file formats and the network
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"data.path: {path!r}, split {hub.split!r}, cannot be loaded ({type(error).__name__}: {reason}); correct "
+            "the name or data.hub, or, without a network, load it once with one or give local files"
+        ) from None
+    columns = _columns(rows.column_names, f"data.path: {path!r}")
+    for number, record in enumerate(rows.select_columns(columns), 1):
+        where = f"{path}:{hub.split}:{number}"
+        try:
+            yield parse({k: v for k, v in record.items() if v is not None}, where, name, where)
+        except Unusable as reason:
+            bad.found("unusable records", str(reason))
+
+
+def _columns(names: Collection[str], where: str) -> list[str]:
+    """Of a table: the first shape of a record that it has, and the label."""
+    shape = next((shape for shape in _SHAPES if set(shape) <= set(names)), None)
+    if shape is None:
+        raise DataError(f"{where}: no column 'text' (columns: {', '.join(names)}); {_WANTED}")
+    return [*shape, *({"source"} & set(names))]
+
+
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".text")
+READERS = {**dict.fromkeys(TEXT_SUFFIXES, read_text), ".jsonl": read_jsonl, ".parquet": read_parquet}

@@ -1,0 +1,38 @@
+"""SIGTERM, which schedulers send before they take a machine away, as a question between two steps: save and end now?"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import jax
+from jax.experimental import multihost_utils
+
+
+@contextlib.contextmanager
+def stop_requested() -> Iterator[Callable[[int], bool]]:
+    """Gives a function of the step just done, to be asked after every step: True once a SIGTERM has come. The next
+    SIGTERM does what it would without this block, as a rule ends the process at once.
+
+    Of several processes all answer True at the same step, whichever got the signal: JAX's preemption service listens
+    there. Outside the main thread, which alone may listen, the answer is False.
+    """
+    if jax.process_count() > 1:
+        yield multihost_utils.reached_preemption_sync_point
+        return
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda step: False
+        return
+    came = threading.Event()
+
+    def note(number, frame) -> None:
+        came.set()
+        signal.signal(signal.SIGTERM, before)
+
+    before = signal.signal(signal.SIGTERM, note) or signal.SIG_DFL
+    try:
+        yield lambda step: came.is_set()
+    finally:
+        signal.signal(signal.SIGTERM, before)

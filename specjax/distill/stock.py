@@ -1,0 +1,26 @@
+"""What a stage's data is made from."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+from specjax.distill.progress import Bars, no_bars
+from specjax.distill.rows import Packed
+
+
+@dataclasses.dataclass(frozen=True)
+class Stock:
+    """``name``: of the stage. ``directory``: where data that is made for it goes. ``text``: rows of the training text.
+    ``draft``: `LoadedModel`, as the stage begins with it."""
+
+    name: str
+    directory: Path
+    text: Packed
+    target: Any
+    draft: Any
+    prompt_weight: float
+    seed: int
+    on_bad: Literal["error", "skip"] = "error"
+    bars: Bars = no_bars

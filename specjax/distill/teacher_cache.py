@@ -1,0 +1,289 @@
+"""The frozen target's k best logits of a stage's rows: computed once, kept on disk, read back by row number.
+
+A directory of numbered `.npy` shards of equally many rows, ``record[row, t]`` = (log p of the k best tokens, their ids,
+the probability of all others, log p and ids of a few of those, drawn from p); `shards.json` with the SHA-256 and the
+sums of each finished shard; `fingerprint.json` with what it was made from; `provenance.json`, once it is whole, with
+what it holds and what it costs in accuracy.
+
+What is lost: alpha is known to lie in [A, A + min(tail of p, tail of q)], A the overlap of the k tokens; and log p is
+rounded to float16. So every figure that training makes of alpha is off by at most ``alpha_error`` in the mean: the mean
+tail of p plus the mean total variation of the rounding. The tokens drawn from the tail make it right on average.
+
+Dims: B rows, T predicted positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from specjax.distill import fingerprint
+from specjax.distill.laws import top_k_logits
+from specjax.distill.rows import Batches, Rows, take
+from specjax.distill.teacher import target_output
+from specjax.errors import ConfigError, TrainingError
+from specjax.types import Batch, Params, TopKLogits
+
+SHARDS, PROVENANCE = "shards.json", "provenance.json"
+SHARD_BYTES = 2**25
+"""Roughly of a shard, which is what a kill or a damaged file costs."""
+TAIL_TOKENS = 12
+"""Drawn from the tail of a position."""
+_log = logging.getLogger(__name__)
+
+
+def record_dtype(k: int, vocab_size: int) -> np.dtype:
+    """Of one token: 4 bytes for each of k + `TAIL_TOKENS` logits and their ids, and 4 for the tail's mass. From 65,537
+    ids on 5 and 4: three bytes an id."""
+    id_type, id_shape = ("<u2", ()) if vocab_size <= 2**16 else ("u1", (3,))
+    fields = []
+    for name, count in (("best", k), ("tail", TAIL_TOKENS)):
+        fields += [(f"{name}_log_probs", "<f2", (count,)), (f"{name}_ids", id_type, (count, *id_shape))]
+    return np.dtype([*fields, ("tail_mass", "<f4")])
+
+
+def to_records(teacher: TopKLogits, vocab_size: int) -> np.ndarray:
+    """As stored, over the axes before k; numpy in, numpy out."""
+    log_probs = teacher.values - teacher.logsumexp[..., None]
+    records = np.empty(log_probs.shape[:-1], record_dtype(log_probs.shape[-1], vocab_size))
+    pairs = {"best": (teacher.values, teacher.ids), "tail": (teacher.tail_values, teacher.tail_ids)}
+    for name, (values, ids) in pairs.items():
+        stored = values - teacher.logsumexp[..., None]
+        # A logit that is -inf stays so; one beyond float16 is a probability of 0 in any case.
+        records[f"{name}_log_probs"] = np.where(stored < np.finfo(np.float16).min, -np.inf, stored)
+        ids = ids.astype("<u4")
+        records[f"{name}_ids"] = ids if vocab_size <= 2**16 else ids[..., None].view("u1")[..., :3]
+    records["tail_mass"] = np.clip(1.0 - np.exp(log_probs).sum(-1), 0.0, None)
+    return records
+
+
+def from_records(records: np.ndarray) -> TopKLogits:
+    """``values`` are the stored log p; ``logsumexp`` makes up for their rounding, so that the tail is the one stored.
+
+    Numpy in, numpy out."""
+    values = records["best_log_probs"].astype(np.float32)
+    logsumexp = np.log(np.exp(values).sum(-1)) - np.log1p(-records["tail_mass"])
+    tail = records["tail_log_probs"].astype(np.float32), _ids(records["tail_ids"])
+    return TopKLogits(values, _ids(records["best_ids"]), logsumexp.astype(np.float32), *tail)
+
+
+def _ids(stored: np.ndarray) -> np.ndarray:
+    if stored.dtype == np.uint8:
+        stored = np.pad(stored, [(0, 0)] * (stored.ndim - 1) + [(0, 1)]).view("<u4")[..., 0]
+    return stored.astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedRows:
+    """``rows`` with the target's best logits beside each (`Batch.teacher`). ``numbers``: of the rows that have them, in
+    order; ``digests``: of the shards."""
+
+    rows: Rows
+    numbers: Int[np.ndarray, " rows"]
+    directory: Path
+    rows_per_shard: int
+    digests: tuple[str, ...]
+
+    @property
+    def length(self) -> int:
+        return self.rows.length
+
+    @property
+    def digest(self) -> str:
+        # The target and k stand beside it wherever a result's origin is recorded.
+        return self.rows.digest
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Raises `KeyError` for a row that was not asked about."""
+        place = int(np.searchsorted(self.numbers, index))
+        if place == len(self.numbers) or self.numbers[place] != index:
+            raise KeyError(f"{self.directory}: holds nothing of row {index}")
+        number, offset = divmod(place, self.rows_per_shard)
+        shard = _open(self.directory / _name(number), self.digests[number])
+        return self.rows[index].replace(teacher=from_records(np.asarray(shard[offset])))
+
+
+def numbers_of(batches: Batches, steps: int) -> Int[np.ndarray, " rows"]:
+    """Of the rows that the first ``steps`` batches hold, in order."""
+    size = len(batches.indices(0))
+    if steps * size >= len(batches.rows):  # a whole epoch
+        return np.arange(len(batches.rows))
+    return np.unique(np.concatenate([batches.indices(step) for step in range(steps)]))
+
+
+@functools.lru_cache(maxsize=256)  # a mapping holds its file open
+def _open(file: Path, digest: str) -> np.ndarray:
+    return np.load(file, mmap_mode="r")
+
+
+def cached_rows(
+    directory: Path, target: Any, rows: Rows, numbers: Int[np.ndarray, " rows"], k: int, batch_size: int
+) -> CachedRows:
+    """``rows``, those ``numbers`` of them (in order) with their cached logits; what is missing in ``directory`` is
+    computed, ``batch_size`` rows at a time.
+
+    Every shard that is there is checked against its SHA-256; a damaged one is named in a warning and made again.
+    Raises `ConfigError` if the target has fewer than ``k`` tokens, `TrainingError` if the directory belongs to another
+    target, other rows or another k, or cannot be written.
+    """
+    logits = jax.eval_shape(
+        functools.partial(target_output, target.spec), target.params, take(rows, numbers[:1])
+    ).logits
+    vocab_size = logits.shape[-1]
+    if k > vocab_size:
+        raise ConfigError(f"teacher_top_k={k} exceeds the target's {vocab_size} tokens; lower it")
+    dtype = record_dtype(k, vocab_size)
+    per_shard = max(1, SHARD_BYTES // (rows.length * dtype.itemsize))
+    made_from = {
+        "target_params": fingerprint.digest(target.params),
+        "rows": fingerprint.digest((np.frombuffer(rows.digest.encode(), np.uint8), numbers)),
+        "shape": [len(numbers), rows.length, vocab_size],
+        "k": k,
+        "tail_tokens": TAIL_TOKENS,
+        "rows_per_shard": per_shard,
+    }
+    try:
+        fingerprint.claim(directory, made_from)
+        shards = _finished(directory)
+        for number, start in enumerate(range(0, len(numbers), per_shard)):
+            if _name(number) not in shards:
+                indices = numbers[start : start + per_shard]
+                shards[_name(number)] = _make(
+                    directory / _name(number), target, rows, indices, k, vocab_size, batch_size
+                )
+                fingerprint.write_json(directory / SHARDS, shards)
+        fingerprint.write_json(directory / PROVENANCE, made_from | _figures(shards, dtype, vocab_size))
+    except OSError as error:
+        raise TrainingError(
+            f"{directory}: the target's logits cannot be kept there ({error}); free some space "
+            f"({len(numbers) * rows.length * dtype.itemsize:,} bytes in all) or lower teacher_top_k"
+        ) from None
+    _log.info("%s", summary(directory))
+    return CachedRows(rows, numbers, directory, per_shard, tuple(shards[name]["sha256"] for name in sorted(shards)))
+
+
+def read_provenance(directory: Path) -> dict[str, Any]:
+    """What a whole cache was made from and holds: ``tail_mean`` and ``tail_max`` of p, ``rounding_mean``,
+    ``alpha_error``, ``positions`` (predictions that count), bytes. Means are over those positions."""
+    return json.loads((directory / PROVENANCE).read_text())
+
+
+def summary(directory: Path) -> str:
+    """One line on a whole cache: bytes a token, and how far alpha can be off."""
+    found = read_provenance(directory)
+    return (
+        f"{directory}: {found['k']} of {found['shape'][-1]:,} logits, {found['bytes_per_token']} bytes a token (all in "
+        f"float32: {found['full_bytes_per_token']:,}); mean tail {found['tail_mean']:.2g}, alpha off by at most "
+        f"{found['alpha_error']:.2g}"
+    )
+
+
+def _name(number: int) -> str:
+    return f"{number:06d}.npy"
+
+
+def _finished(directory: Path) -> dict[str, dict[str, Any]]:
+    try:
+        known = json.loads((directory / SHARDS).read_text())
+    except FileNotFoundError:
+        known = {}
+    except ValueError:
+        _log.warning("%s: damaged; every shard is made again", directory / SHARDS)
+        known = {}
+    sound = {}
+    for name, shard in sorted(known.items()):
+        file = directory / name
+        if file.exists() and _sha256(file) == shard["sha256"]:
+            sound[name] = shard
+        else:
+            _log.warning("%s: %s; made again", file, "damaged" if file.exists() else "missing")
+    return sound
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _make(
+    file: Path, target: Any, rows: Rows, indices: np.ndarray, k: int, vocab_size: int, batch_size: int
+) -> dict[str, Any]:
+    """Write one shard, so that it is there whole or not at all; its entry in `shards.json`."""
+    made, sums = [], {"positions": 0, "tail": 0.0, "tail_max": 0.0, "rounding": 0.0}
+    for numbers, real in _batches(indices, batch_size):
+        batch = take(rows, numbers)
+        best = jax.device_get(_best(target.spec, target.params, batch, numbers, k))
+        best = jax.tree.map(lambda x, real=real: x[:real], best)
+        records = to_records(best, vocab_size)
+        made.append(records)
+        counts = batch.weight[:real] > 0
+        tail = records["tail_mass"][counts].astype(np.float64)
+        sums["positions"] += len(tail)
+        sums["tail"] += tail.sum()
+        sums["tail_max"] = max(sums["tail_max"], tail.max(initial=0.0))
+        sums["rounding"] += _rounding(best, from_records(records))[counts].sum()
+    content = io.BytesIO()
+    np.save(content, np.concatenate(made))
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        with partial.open("wb") as out:
+            out.write(content.getbuffer())
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(partial, file)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    return {"sha256": hashlib.sha256(content.getbuffer()).hexdigest()} | {n: float(x) for n, x in sums.items()}
+
+
+def _batches(indices: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, int]]:
+    """(row numbers, how many of them are new): the last is filled up, so that one shape is compiled."""
+    for start in range(0, len(indices), size):
+        chosen = indices[start : start + size].astype(np.int32)
+        yield np.pad(chosen, (0, size - len(chosen)), mode="edge"), len(chosen)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _best(spec: Any, params: Params, batch: Batch, numbers: Int[Array, " B"], k: int) -> TopKLogits:
+    """The noise is the row's own, so that a shard made again is the same one."""
+    logits = target_output(spec, params, batch).logits
+    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(0)))(numbers)
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (logits.shape[1],)))(keys)
+    return top_k_logits(logits, k, uniform, TAIL_TOKENS)
+
+
+def _rounding(exact: TopKLogits, stored: TopKLogits) -> np.ndarray:
+    """Total variation between two laws on the same tokens, a position."""
+    p, q = (np.exp((law.values - law.logsumexp[..., None]).astype(np.float64)) for law in (exact, stored))
+    return 0.5 * np.abs(p - q).sum(-1)
+
+
+def _figures(shards: dict[str, dict[str, Any]], dtype: np.dtype, vocab_size: int) -> dict[str, Any]:
+    positions = sum(shard["positions"] for shard in shards.values())
+    mean = {n: sum(shard[n] for shard in shards.values()) / max(positions, 1) for n in ("tail", "rounding")}
+    return {
+        "dtype": str(dtype.descr),
+        "bytes_per_token": dtype.itemsize,
+        "full_bytes_per_token": 4 * vocab_size,
+        "positions": int(positions),
+        "tail_mean": mean["tail"],
+        "tail_max": max(shard["tail_max"] for shard in shards.values()),
+        "rounding_mean": mean["rounding"],
+        "alpha_error": mean["tail"] + mean["rounding"],
+    }

@@ -1,0 +1,136 @@
+"""A small transformer trained over a mesh, by this process or, run as a program, by one of several:
+python -m tests.distill.scale DIRECTORY CASE PORT PROCESS PROCESSES. Rows are masked unevenly, and so are the
+shards of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax import config
+from specjax.distill import distributed, fingerprint
+from specjax.distill.layout import Layout, make_layout
+from specjax.distill.losses import ForwardKL
+from specjax.distill.optimizer import make_optimizer
+from specjax.distill.rows import Batches
+from specjax.distill.step import make_update, start_state
+from specjax.drafters.draft_model import DraftModel
+from specjax.models.config import ModelConfig
+from specjax.models.hf import LoadedModel
+from specjax.models.transformer import Model
+from specjax.types import Batch
+from tests.distill import toys
+
+SHAPE = ModelConfig(
+    vocab_size=toys.VOCAB,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+)
+LENGTH, BATCH, MICRO = 12, 8, 4
+OPTIMIZER = config.Optimizer(learning_rate=3e-3, warmup_steps=5, clip_norm=1e6, ema=0.9)
+FOUR = config.Mesh(data=2, fsdp=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnevenRows:
+    """Of row i the last i mod 8 predictions count, of 12."""
+
+    count: int = 64
+    length: int = LENGTH
+
+    @property
+    def digest(self) -> str:
+        return fingerprint.digest(self[0])
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Batch:
+        row = np.random.default_rng(index).integers(0, SHAPE.vocab_size, self.length + 1).astype(np.int32)
+        weight = (np.arange(self.length) >= self.length - index % 8).astype(np.float32)
+        return Batch(row[:-1], row[1:], weight, np.arange(self.length, dtype=np.int32), np.zeros(self.length, np.int32))
+
+
+def draft_params(shape: ModelConfig = SHAPE) -> Any:
+    return jax.jit(Model(shape).init)(jax.random.key(1))
+
+
+def transformer_target() -> LoadedModel:
+    spec = Model(dataclasses.replace(SHAPE, hidden_size=24))
+    params = jax.jit(spec.init)(jax.random.key(0))
+    return LoadedModel(spec, {**params, "embedding": 30.0 * params["embedding"]})
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    shape: ModelConfig
+    target: Callable[[], Any]
+    steps: int
+
+
+CASES = {
+    "short": Case(SHAPE, toys.target, 3),
+    "long": Case(dataclasses.replace(SHAPE, num_layers=2), transformer_target, 50),
+}
+
+
+def stage(steps: int) -> config.Stage:
+    return config.Stage(steps=steps, batch_size=BATCH, micro_batch_size=MICRO, optimizer=OPTIMIZER)
+
+
+class Trained:
+    """``losses`` of every step; ``gradient`` of the first, one vector a parameter; the last ``state``."""
+
+    def __init__(self, layout: Layout, case: str):
+        shape, steps = CASES[case].shape, CASES[case].steps
+        drafter, teacher = DraftModel(Model(shape)), CASES[case].target()
+        optimizer, ema = make_optimizer(stage(50)), OPTIMIZER.ema
+        teacher_params = layout.put(teacher.params, layout.of_target(teacher.params, teacher.spec))
+        state = start_state(draft_params(shape), optimizer, True, layout, drafter)
+        loss = ForwardKL()
+        update = make_update(drafter, loss, optimizer, teacher.spec, MICRO, ema=ema, layout=layout, state=state)
+        batches, self.losses, self.gradient = Batches(UnevenRows(), BATCH, 0), [], {}
+        for step in range(steps):
+            self.before = state
+            state, metrics = update(state, teacher_params, layout.batch(batches.rows, batches.indices(step)))
+            self.losses.append(float(metrics["loss"]))
+            if step == 0:
+                # Of a gradient that is not clipped, Adam's first moment is a tenth after one step.
+                moment = optimizer_moment(state)
+                leaves = jax.tree_util.tree_leaves_with_path(distributed.whole(moment))
+                self.gradient = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+        self.state = state
+
+
+def optimizer_moment(state: Any) -> Any:
+    [moment] = [s.mu for s in jax.tree.leaves(state.opt, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu")]
+    return moment
+
+
+def main(directory: Path, case: str, port: int, process: int, processes: int) -> None:
+    where = f"localhost:{port}"
+    distributed.start(config.Distributed(True, where, processes, process))
+    assert jax.process_count() == processes
+    assert jax.local_device_count() < jax.device_count() == 4
+    trained = Trained(make_layout(FOUR), case)
+    # The whole loop as well: log, fingerprint and checkpoints in one directory.
+    params = toys.train(directory / "stage", layout=make_layout(config.Mesh(data=-1)), steps=6)
+    if distributed.is_first():
+        np.savez(directory / "gradient.npz", **trained.gradient)
+        (directory / "losses.json").write_text(json.dumps(trained.losses))
+        np.savez(directory / "bigram.npz", **params)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))

@@ -1,0 +1,206 @@
+"""The target's own text as training data: the same bits however often it was interrupted, and never mixed up."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from specjax.decode.decoder import Decoder
+from specjax.decode.request import derive_seeds
+from specjax.distill import store
+from specjax.distill.continuations import Prompts, Sampled, prompts_of_file, prompts_of_text
+from specjax.distill.generated import Generated, make
+from specjax.distill.readers import Bad
+from specjax.distill.rows import Packed
+from specjax.distill.stock import Stock
+from specjax.drafters.draft_model import DraftModel
+from specjax.errors import ConfigError, DataError, TrainingError
+from tests.distill.toys import Interrupt
+
+SETTINGS = Generated(sequences=7, shard_size=3, prompt_tokens=3, new_tokens=5, batch_size=2, k=2)
+PROMPTS = Prompts(np.arange(5, 35, dtype=np.int32), np.array([[0, 3], [3, 6], [10, 13], [20, 22], [24, 28]]))
+SEED = 11
+
+
+@pytest.fixture(scope="module")
+def models(tiny_target, tiny_draft):
+    return dataclasses.replace(tiny_target, eos_ids=(3,)), tiny_draft
+
+
+@pytest.fixture(scope="module")
+def whole(models, tmp_path_factory):
+    """(directory, sequences) made without an interruption."""
+    directory = tmp_path_factory.mktemp("generated") / "data"
+    return directory, make(directory, SETTINGS, *models, PROMPTS, SEED)
+
+
+def contents(directory) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir() if file.name != ".lock"}
+
+
+def copied(directory, to):
+    to.mkdir()
+    for name, content in contents(directory).items():
+        (to / name).write_bytes(content)
+    return to
+
+
+def test_every_sequence_is_what_the_target_says_after_its_prompt_from_its_own_seed(whole, models):
+    sequences = whole[1]
+    assert len(sequences) == 7
+    pieces = np.split(sequences.tokens, sequences.ends[:-1])
+    seeds = [seed for shard, n in zip(derive_seeds(SEED, 3), (3, 3, 1), strict=True) for seed in derive_seeds(shard, n)]
+    numbered = PROMPTS.shuffled(SEED)
+    assert [piece[:n].tolist() for piece, n in zip(pieces, sequences.prompts, strict=True)] == [
+        numbered(i) for i in range(7)
+    ]
+    assert {tuple(numbered(i)) for i in range(5)} == {tuple(PROMPTS[i]) for i in range(5)}
+    # In other company than it was made in.
+    decoder = Decoder(models[0], drafter=DraftModel(models[1], 2), verifier="block")
+    pair = [6, 1]
+    chosen = [numbered(i) for i in pair]
+    again = decoder.generate(chosen, max_new_tokens=5, temperature=1.0, seed=[seeds[i] for i in pair])
+    assert again.tokens == [pieces[i][sequences.prompts[i] :].tolist() for i in pair]
+
+
+def test_an_interrupted_directory_is_finished_to_the_same_bits_without_making_a_shard_twice(whole, models, tmp_path):
+    def interrupt(done, record):
+        if done == 6:
+            raise Interrupt
+
+    with pytest.raises(Interrupt):
+        make(tmp_path / "data", SETTINGS, *models, PROMPTS, SEED, interrupt)
+    kept = {name: (tmp_path / "data" / name).stat().st_mtime_ns for name in contents(tmp_path / "data")}
+    assert sorted(name for name in kept if name.endswith(store.SUFFIX)) == [
+        f"shard-0000{i}.safetensors" for i in (0, 1)
+    ]
+    make(tmp_path / "data", SETTINGS, *models, PROMPTS, SEED)
+    assert contents(tmp_path / "data") == contents(whole[0])
+    assert all((tmp_path / "data" / name).stat().st_mtime_ns == time for name, time in kept.items())
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "changed since it was written"),
+        (lambda file: file.unlink(), "missing, though it has a record"),
+        (lambda file: file.with_suffix(".json").write_text("{"), "its record is damaged"),
+        (lambda file: file.with_suffix(".json").unlink(), None),
+    ],
+)
+def test_a_damaged_shard_is_named_and_made_again(damage, message, whole, models, tmp_path, caplog):
+    directory = copied(whole[0], tmp_path / "data")
+    damage(directory / "shard-00002.safetensors")
+    with caplog.at_level(logging.WARNING):
+        make(directory, SETTINGS, *models, PROMPTS, SEED)
+    assert contents(directory) == contents(whole[0])
+    assert [f"shard-00002.safetensors: {message}" in text for text in caplog.messages] == ([True] if message else [])
+
+
+def test_a_directory_of_another_provenance_is_refused_with_the_fields_that_differ(whole, models):
+    other = dataclasses.replace(SETTINGS, temperature=0.5, new_tokens=6)
+    with pytest.raises(TrainingError, match=r"sampling\.new_tokens \(5 then, 6 now\), sampling\.temperature"):
+        make(whole[0], other, *models, PROMPTS, SEED)
+    with pytest.raises(TrainingError, match=r"other settings: seed \(11 then, 12 now\)"):
+        make(whole[0], SETTINGS, *models, PROMPTS, 12)
+    with pytest.raises(TrainingError, match=r"target .* then"):
+        make(whole[0], SETTINGS, models[1], None, PROMPTS, SEED)
+    with pytest.raises(TrainingError, match="other settings: prompts "):
+        make(whole[0], SETTINGS, *models, Prompts(PROMPTS.tokens, PROMPTS.spans[1:]), SEED)
+
+
+def test_what_was_made_with_one_draft_is_read_with_another(whole, models):
+    again = make(whole[0], dataclasses.replace(SETTINGS, k=3, batch_size=4), models[0], None, PROMPTS, SEED)
+    np.testing.assert_array_equal(again.tokens, whole[1].tokens)
+
+
+def test_the_provenance_says_who_made_the_data_and_how_fast(whole):
+    made = json.loads((whole[0] / "provenance.json").read_text())
+    emitted = len(whole[1].tokens) - whole[1].prompts.sum()
+    assert made["emitted"] == emitted == sum(shard["emitted"] for shard in made["shards"])
+    assert made["block_efficiency"] == emitted / made["blocks"] >= 1
+    assert [shard["sequences"] for shard in made["shards"]] == [3, 3, 1]
+    assert {shard["verifier"] for shard in made["shards"]} == {"block"}
+    assert len({shard["sha256"] for shard in made["shards"]}) == 3
+    assert made["sampling"]["temperature"] == 1.0
+
+
+def test_a_verifier_that_changes_the_targets_law_is_refused(models, tmp_path):
+    lossy = dataclasses.replace(SETTINGS, verifier="typical")
+    with pytest.raises(ConfigError, match=r"data\.verifier: 'typical' changes the target's law"):
+        make(tmp_path / "data", lossy, *models, PROMPTS, SEED)
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_full_disk_leaves_nothing_half_written(whole, tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store.os, "fsync", full)
+    with pytest.raises(TrainingError, match=r"cannot be written \(No space left on device\)"):
+        store.write(tmp_path / "shard-00000.safetensors", whole[1], {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def text_rows(length: int = 10, prompt: np.ndarray | None = None) -> Packed:
+    """Documents of 5, 1 and 35 tokens."""
+    return Packed(np.arange(41, dtype=np.int32), np.array([0, 5, 6]), length, prompt)
+
+
+def test_rows_of_generated_text_predict_what_the_target_said(whole, models, tmp_path):
+    settings = dataclasses.replace(SETTINGS, path=str(whole[0]))
+    stock = Stock("stage", tmp_path / "data", text_rows(), *models, 0.0, SEED)
+    # Of another text: the directory is not of these prompts.
+    with pytest.raises(TrainingError, match="other settings: prompts"):
+        settings.rows(stock)
+    own = dataclasses.replace(SETTINGS, sequences=2, shard_size=2)
+    rows = own.rows(stock)
+    predicted = np.concatenate([rows[i].following[rows[i].weight > 0] for i in range(len(rows))])
+    made = make(tmp_path / "data", own, *models, prompts_of_text(text_rows(), own), SEED)
+    pieces = np.split(made.tokens, made.ends[:-1])
+    assert predicted.tolist() == [t for piece, n in zip(pieces, made.prompts, strict=True) for t in piece[n:]]
+    with pytest.raises(ConfigError, match=r"stage: prompt_tokens=3 and new_tokens=8 exceed data\.seq_len=10"):
+        dataclasses.replace(SETTINGS, new_tokens=8).rows(stock)
+
+
+def test_prompts_of_text_begin_documents_and_stay_inside_them():
+    prompts = prompts_of_text(text_rows(), Sampled(prompt_tokens=4, new_tokens=5))
+    assert [prompts[i] for i in range(len(prompts))] == [
+        [0, 1, 2, 3],
+        [6, 7, 8, 9],
+        [16, 17, 18, 19],
+        [26, 27, 28, 29],
+        # The last token closes the document.
+        [36, 37, 38, 39],
+    ]
+
+
+def test_a_prompt_of_the_documents_own_is_taken_whole_or_not_at_all():
+    mask = np.zeros(41, bool)
+    mask[0:3] = mask[6:20] = True
+    prompts = prompts_of_text(text_rows(prompt=mask), Sampled(prompt_tokens=2, new_tokens=5))
+    assert [prompts[i] for i in range(len(prompts))] == [[0, 1, 2]]
+    with pytest.raises(DataError, match="no prompt of the training text leaves room for new_tokens=8"):
+        prompts_of_text(text_rows(prompt=mask), Sampled(prompt_tokens=2, new_tokens=8))
+
+
+def test_prompts_come_from_a_file(tmp_path, tiny_tokenizer):
+    file = tmp_path / "prompts.jsonl"
+    texts = ["def add", "return first", "print"]
+    records = [{"prompt": texts[0]}, {"text": texts[1]}, {"id": 3}, {"prompt": "x" * 100}, {"prompt": texts[2]}]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    bad = Bad("skip")
+    prompts = prompts_of_file(str(file), tiny_tokenizer, 20, bad)
+    assert [tiny_tokenizer.decode(prompts[i]) for i in range(len(prompts))] == texts
+    assert bad.counts == {"unusable prompts": 1, "prompts that do not fit": 1}
+    with pytest.raises(DataError, match=r"prompts\.jsonl, line 3: no string under the key 'prompt'"):
+        prompts_of_file(str(file), tiny_tokenizer, 20, Bad())
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("def add\n\nprint\n")
+    assert len(prompts_of_file(str(lines), tiny_tokenizer, 20, Bad())) == 2
+    with pytest.raises(DataError, match="is no file"):
+        prompts_of_file(str(tmp_path / "none.jsonl"), tiny_tokenizer, 20, Bad())

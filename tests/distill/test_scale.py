@@ -1,0 +1,397 @@
+"""The same training on one device, over meshes of four, in two processes, rematerialised, scanned; masks are uneven."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec, SingleDeviceSharding
+
+from specjax import config
+from specjax.distill import distributed
+from specjax.distill.checkpoint import Checkpoints
+from specjax.distill.evaluate import evaluate
+from specjax.distill.layout import Layout, make_layout
+from specjax.distill.log import read_log
+from specjax.distill.losses import ForwardKL
+from specjax.distill.optimizer import make_optimizer
+from specjax.distill.rows import take
+from specjax.distill.step import make_update, microbatch_rows, start_state
+from specjax.drafters.draft_model import DraftModel
+from specjax.errors import ConfigError, DataError, TrainingError
+from specjax.models.config import LayerKind
+from specjax.models.hf import load_model
+from specjax.models.training import TrainingModel
+from specjax.models.transformer import Model
+from tests.cases import in_proof
+from tests.distill import scale, toys
+from tests.distill.scale import FOUR, SHAPE, Trained
+
+ROOT = Path(__file__).parents[2]
+TENSOR = config.Mesh(data=2, tensor=2)
+
+
+def same_gradient(found, expected) -> None:
+    """Within 1e-6 of its size, parameter by parameter."""
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert np.linalg.norm(found[name] - value) <= 1e-6 * np.linalg.norm(value), name
+
+
+def same_training(losses, gradient, expected: Trained) -> None:
+    same_gradient(gradient, expected.gradient)
+    assert losses[0] == pytest.approx(expected.losses[0], rel=1e-6)
+    np.testing.assert_allclose(losses, expected.losses, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return Trained(Layout(), "short")
+
+
+@pytest.fixture(scope="module")
+def on_four(request):
+    """Over data=2, fsdp=2."""
+    return Trained(make_layout(FOUR), "short")
+
+
+def test_four_devices_train_as_one_does(on_one_device, on_four):
+    same_training(on_four.losses, on_four.gradient, on_one_device)
+
+
+def test_the_state_stays_where_the_table_says_and_is_donated(on_four):
+    layer = on_four.state.params["layers"][0]["attention"]["q_proj"]["kernel"]
+    assert layer.sharding.spec == PartitionSpec("fsdp", "tensor")
+    assert layer.addressable_shards[0].data.shape == (8, 16)
+    moment = scale.optimizer_moment(on_four.state)
+    for tree in (moment, on_four.state.average.params):
+        found = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), tree, on_four.state.params)
+        assert all(jax.tree.leaves(found))
+    assert all(x.is_deleted() for x in jax.tree.leaves(on_four.before))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("mesh", [FOUR, TENSOR, dataclasses.replace(TENSOR, draft="replicated"), config.Mesh(fsdp=4)])
+def test_fifty_steps_over_a_mesh_are_those_of_one_device(mesh):
+    expected, found = Trained(Layout(), "long"), Trained(make_layout(mesh), "long")
+    same_training(found.losses, found.gradient, expected)
+
+
+def in_processes(*commands: list[str]) -> None:
+    """Each of two devices, at once."""
+    flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
+    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    running = [subprocess.Popen([sys.executable, *command], **options) for command in commands]
+    for process in running:
+        output, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, output.decode()[-4000:]
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])
+
+
+@pytest.fixture(scope="module", params=["short", in_proof("long")])
+def in_two_processes(request, tmp_path_factory):
+    """(directory, case) of `tests.distill.scale`."""
+    directory = tmp_path_factory.mktemp("processes")
+    command = ["-m", "tests.distill.scale", str(directory), request.param, free_port()]
+    in_processes([*command, "0", "2"], [*command, "1", "2"])
+    return directory, request.param
+
+
+def test_two_processes_train_as_one_does(in_two_processes, on_one_device):
+    directory, case = in_two_processes
+    expected = on_one_device if case == "short" else Trained(Layout(), case)
+    losses = json.loads((directory / "losses.json").read_text())
+    same_training(losses, dict(np.load(directory / "gradient.npz")), expected)
+
+
+def test_two_processes_leave_one_log_and_checkpoints_that_one_process_goes_on_from(in_two_processes, tmp_path):
+    directory = in_two_processes[0] / "stage"
+    expected = toys.train(tmp_path / "alone", steps=6)
+    found = dict(np.load(in_two_processes[0] / "bigram.npz"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+    logs = [read_log(where) for where in (directory, tmp_path / "alone")]
+    assert [r["step"] for r in logs[0]] == [r["step"] for r in logs[1]] == [5, 6]
+    for name in ("loss", "alpha", "held_out_nll", "grad_norm"):
+        values = [[record[name] for record in log if name in record] for log in logs]
+        np.testing.assert_allclose(*values, rtol=1e-5)
+    steps = []
+    again = toys.train(directory, lambda step, record: steps.append(step), steps=6)
+    toys.assert_same(again, found)
+    assert steps == []
+
+
+RUN = """
+target:
+  architecture: {hidden_size: 32, intermediate_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 4}
+  vocab_size: 300
+  steps: 4
+  batch_size: 4
+data: {path: TEXT, held_out: 0.25, seq_len: 16}
+draft:
+  init: target
+  architecture: {hidden_size: 16, intermediate_size: 32, num_layers: 1, num_heads: 4, num_kv_heads: 4, head_dim: 8}
+  pretrain: {loss: cross_entropy, steps: 0}
+distill: {steps: 6, batch_size: 4, eval_every: 3, save_every: 3, remat: true, optimizer: {ema: 0.9}}
+eval: {positions: 256}
+"""
+
+
+@pytest.mark.proof
+def test_the_whole_job_in_two_processes_is_that_of_one(tmp_path):
+    (tmp_path / "text").mkdir()
+    for i in range(40):
+        lines = (f"def function_{i}_{j}(value):\n    return value * {i * j}\n" for j in range(6))
+        (tmp_path / "text" / f"{i}.py").write_text("".join(lines))
+    (tmp_path / "run.yaml").write_text(RUN.replace("TEXT", str(tmp_path / "text")))
+    command = ["train_draft.py", str(tmp_path / "run.yaml")]
+    in_processes([*command, f"out={tmp_path / 'one'}"])
+    each = ["enabled=true", f"coordinator=localhost:{free_port()}", "num_processes=2"]
+    several = [
+        *command,
+        f"out={tmp_path / 'two'}",
+        "mesh.fsdp=2",
+        "mesh.tensor=-1",
+        *(f"distributed.{v}" for v in each),
+    ]
+    in_processes(*([*several, f"distributed.process_id={i}"] for i in range(2)))
+    one, two = (
+        {
+            file.relative_to(tmp_path / out).parts
+            for file in (tmp_path / out).rglob("*")
+            if "checkpoints" not in file.parts
+        }
+        for out in ("one", "two")
+    )
+    assert two == one
+    one, two = (load_model(tmp_path / out / "draft").params for out in ("one", "two"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), two, one)
+    first, second = (
+        list(json.loads((tmp_path / out / "evaluations.json").read_text()).values()) for out in ("one", "two")
+    )
+    alphas = [sorted(evaluation["alpha"] for evaluation in found) for found in (first, second)]
+    np.testing.assert_allclose(*alphas, rtol=1e-4)
+
+
+def test_a_checkpoint_of_one_mesh_restores_on_another_to_the_same_values(on_four, tmp_path):
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(3, on_four.state)
+        for mesh in (config.Mesh(), TENSOR):
+            wanted = make_layout(mesh).of_draft(on_four.state, DraftModel(Model(SHAPE)))
+            if wanted is None:
+                wanted = jax.tree.map(lambda x: SingleDeviceSharding(jax.devices()[0]), on_four.state)
+            like = jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), on_four.state, wanted)
+            restored = checkpoints.restore_latest(like)
+            assert restored is not None
+            toys.assert_same(restored.state, on_four.state)
+            assert all(jax.tree.leaves(jax.tree.map(lambda x, y: x.sharding == y, restored.state, wanted)))
+
+
+def test_held_out_figures_over_a_mesh_are_those_of_one_device():
+    settings = (toys.BigramDraft(ignored=3), toys.bigram_params(1), toys.target(), toys.rows(7), 10_000, 3)
+    one, four = evaluate(*settings), evaluate(*settings, make_layout(FOUR))
+    assert four.positions == one.positions
+    for name in ("nll", "target_nll", "alpha"):
+        assert getattr(four, name) == pytest.approx(getattr(one, name), rel=1e-6)
+
+
+@pytest.mark.parametrize("axes", [(1, 1), (2, 2)])
+def test_the_loss_of_a_step_is_one_mean_over_all_predictions_that_count(axes):
+    layout, optimizer, teacher = make_layout(config.Mesh(*axes)), make_optimizer(toys.stage()), toys.target()
+    drafter = toys.BigramDraft(ignored=3)
+    state = start_state(toys.bigram_params(1), optimizer, False, layout, drafter)
+    update = make_update(drafter, ForwardKL(), optimizer, teacher.spec, 4, layout=layout, state=state)
+    batch = take(toys.rows(8), range(8))
+    _, metrics = update(state, teacher.params, layout.place_batch(batch))
+    log_p, log_q = (
+        np.asarray(jax.nn.log_softmax(params["table"][batch.tokens] + params["bias"][None, None], axis=-1))
+        for params in (teacher.params, toys.bigram_params(1))
+    )
+    kl, counts = np.sum(np.exp(log_p) * (log_p - log_q), axis=-1, dtype=np.float64), batch.tokens != 3
+    assert len(set(counts.reshape(4, -1).sum(1))) > 1
+    assert float(metrics["loss"]) == pytest.approx(kl[counts].mean(), rel=1e-6)
+
+
+def test_a_batch_lies_row_by_row_over_data_and_fsdp():
+    layout, rows = make_layout(FOUR), scale.UnevenRows()
+    numbers = [9, 4, 7, 7, 1, 0, 3, 60]
+    batch = layout.batch(rows, numbers)
+    toys.assert_same(batch, take(rows, numbers))
+    held = {shard.device.id: np.asarray(shard.data) for shard in batch.tokens.addressable_shards}
+    assert [held[d.id].tolist() for d in layout.mesh.devices.flat] == [
+        batch.tokens[i : i + 2].tolist() for i in (0, 2, 4, 6)
+    ]
+
+
+def test_draft_and_target_follow_their_own_rules():
+    layout, model = make_layout(dataclasses.replace(TENSOR, draft="replicated")), Model(SHAPE)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    assert layout.of_target(params, model)["embedding"].spec == PartitionSpec("tensor", "fsdp")
+    assert all(sharding.is_fully_replicated for sharding in jax.tree.leaves(layout.of_draft(params, DraftModel(model))))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape"),
+    [
+        (config.Mesh(data=-1), (4, 1, 1)),
+        (config.Mesh(fsdp=-1, tensor=2), (1, 2, 2)),
+        (config.Mesh(data=2), (2, 1, 1)),
+    ],
+)
+def test_minus_one_takes_the_devices_that_the_others_leave(mesh, shape):
+    assert tuple(make_layout(mesh).mesh.shape.values()) == shape
+
+
+def test_the_default_mesh_is_one_device_without_a_mesh():
+    assert make_layout(config.Mesh()) == Layout()
+
+
+@pytest.mark.parametrize("mesh", [config.Mesh(data=8), config.Mesh(data=3, fsdp=-1), config.Mesh(data=-1, tensor=8)])
+def test_a_mesh_that_does_not_fit_is_refused(mesh):
+    with pytest.raises(ConfigError, match=r"mesh: data=.* does not fit the 4 devices"):
+        make_layout(mesh)
+
+
+def test_a_batch_that_cannot_be_split_is_refused_before_anything_is_written(tmp_path):
+    for changes in ({"batch_size": 6}, {"batch_size": 8, "micro_batch_size": 2}):
+        with pytest.raises(ConfigError, match=r"s: (micro_)?batch_size=\d is not a multiple of the 4 shards"):
+            toys.train(tmp_path / "s", layout=make_layout(FOUR), **changes)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(("tokens", "shards", "rows"), [(8, 1, 1), (8, 4, 4), (16, 4, 8), (10_000, 2, 8)])
+def test_a_microbatch_has_rows_of_every_shard(tokens, shards, rows, monkeypatch):
+    monkeypatch.setattr("specjax.distill.step.MICRO_TOKENS_CPU", tokens)
+    assert microbatch_rows(8, 8, shards) == rows
+
+
+def test_the_first_process_speaks_for_all(monkeypatch):
+    """Its outcome, error or value, is what the second one gets."""
+    sent = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(distributed, "_from_first", lambda value: sent.append(value) or sent[0])
+
+    def fails():
+        raise DataError("no.jsonl: line 3")
+
+    for process, action in ((0, fails), (1, lambda: pytest.fail("called"))):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        with pytest.raises(DataError, match=r"no\.jsonl: line 3"):
+            distributed.by_first(action)
+    sent.clear()
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    with pytest.raises(ZeroDivisionError):
+        distributed.by_first(lambda: 1 // 0)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(TrainingError, match="process 0 failed: ZeroDivisionError"):
+        distributed.by_first(fails)
+
+
+def test_processes_that_do_not_find_each_other_are_one_line(monkeypatch):
+    def nobody(*args):
+        raise ValueError("coordinator_address should be defined.\nand more")
+
+    monkeypatch.setattr(jax.distributed, "initialize", nobody)
+    with pytest.raises(ConfigError, match=r"distributed: .*\(coordinator_address should be defined.\); outside"):
+        distributed.start(config.Distributed(enabled=True))
+
+
+# Large drafts: the same function, at another price.
+
+PATTERN = dataclasses.replace(
+    SHAPE, num_layers=4, layers=(LayerKind(), LayerKind(window=3), LayerKind(), LayerKind(window=3))
+)
+
+
+@functools.lru_cache(maxsize=8)
+def loss_and_gradient(model):
+    batch = jax.tree.map(jnp.asarray, take(scale.UnevenRows(), range(4)))
+    params = Model(model.config).init(jax.random.key(1))
+
+    def loss(params):
+        logits = DraftModel(model).train_output(params, batch, None).logits
+        return jnp.sum(jnp.square(jax.nn.log_softmax(logits, axis=-1)) * batch.weight[..., None, None])
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+@pytest.mark.parametrize(
+    ("remat", "scan"), [(True, False), in_proof(False, True), (True, True)], ids=["remat", "scan", "both"]
+)
+def test_rematerialised_and_scanned_layers_give_the_loss_and_gradient_of_plain_ones(remat, scan):
+    expected_loss, expected = loss_and_gradient(Model(PATTERN))
+    loss, gradient = inspect.unwrap(loss_and_gradient)(TrainingModel(PATTERN, remat=remat, scan_layers=scan))
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
+    flat = [
+        {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (gradient, expected)
+    ]
+    same_gradient(*flat)
+
+
+def test_remat_recomputes_and_scan_compiles_one_loop():
+    params = jax.eval_shape(Model(SHAPE).init, jax.random.key(0))
+    tokens = jnp.zeros((1, 8), jnp.int32)
+
+    def program(model) -> str:
+        return str(jax.make_jaxpr(lambda p: model(p, tokens, tokens).logits)(params))
+
+    assert "remat" in program(TrainingModel(SHAPE, remat=True))
+    assert "scan" in program(TrainingModel(SHAPE, scan_layers=True))
+    assert not {"remat", "scan"} & set(program(TrainingModel(SHAPE)).replace("[", " ").split())
+
+
+def test_layers_without_a_pattern_are_not_scanned():
+    odd = dataclasses.replace(SHAPE, num_layers=2, layers=(LayerKind(), LayerKind(window=3)))
+    with pytest.raises(ConfigError, match="scan_layers: the kinds of the 2 layers repeat no pattern"):
+        TrainingModel(odd, scan_layers=True)
+
+
+def test_a_drafter_without_a_transformer_refuses_them(tmp_path):
+    with pytest.raises(ConfigError, match="BigramDraft has no transformer"):
+        toys.train(tmp_path / "stage", remat=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched(toys.BigramDraft):
+    """Says in which dtype it is asked to compute."""
+
+    def train_output(self, params, batch, target_out):
+        SEEN.append(params["table"].dtype)
+        return super().train_output(params, batch, target_out)
+
+
+SEEN: list = []
+
+
+def test_bfloat16_computes_in_it_and_keeps_float32_weights():
+    optimizer, target = make_optimizer(toys.stage()), toys.target()
+    losses = {}
+    for dtype in ("float32", "bfloat16"):
+        state = start_state(toys.bigram_params(1), optimizer, True, Layout(), Watched())
+        settings = {"compute_dtype": dtype, "ema": 0.9}
+        update = make_update(Watched(), ForwardKL(), optimizer, target.spec, 4, **settings)
+        state, metrics = update(state, target.params, take(toys.rows(4), range(4)))
+        assert SEEN[-1] == dtype
+        floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+        assert {x.dtype for x in floats} == {np.dtype("float32")}
+        assert metrics["loss"].dtype == jnp.float32
+        losses[dtype] = float(metrics["loss"])
+    assert losses["bfloat16"] != losses["float32"]
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=1e-2)

@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import errno
+import logging
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.distill import teacher_cache
+from specjax.distill.laws import acceptance, top_k_logits
+from specjax.distill.log import read_log
+from specjax.distill.rows import Batches, Packed, take
+from specjax.distill.teacher import target_output
+from specjax.distill.teacher_cache import (
+    cached_rows,
+    from_records,
+    numbers_of,
+    read_provenance,
+    record_dtype,
+    summary,
+    to_records,
+)
+from specjax.errors import ConfigError, TrainingError
+from specjax.types import TopKLogits
+from tests.distill import toys
+from tests.distill.test_losses import log_softmax64
+from tests.distill.test_step import logits64
+from tests.distill.toys import Interrupt, bigram_params
+
+K, ROWS, PER_SHARD, BATCH = 4, 40, 12, 5
+SHARDS = [f"{number:06d}.npy" for number in range(4)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_shards():
+    """4 shards of 12, 12, 12 and 4 rows, in batches of 5."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(teacher_cache, "SHARD_BYTES", PER_SHARD * toys.LENGTH * record_dtype(K, toys.VOCAB).itemsize)
+        yield
+
+
+def make(directory, **changes):
+    settings = {"target": toys.target(), "rows": toys.rows(ROWS), "k": K, "batch_size": BATCH} | changes
+    return cached_rows(directory / "cache", **{"numbers": np.arange(len(settings["rows"]))} | settings)
+
+
+@pytest.fixture(scope="module")
+def whole(small_shards, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole")
+    return directory, make(directory)
+
+
+def shards(directory) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted((directory / "cache").glob("*.npy"))}
+
+
+def law(teacher: TopKLogits) -> np.ndarray:
+    return np.exp(np.asarray(teacher.values - teacher.logsumexp[..., None], np.float64))
+
+
+@pytest.mark.parametrize(("vocab_size", "bytes_per_token"), [(2048, 308), (65_536, 308), (65_537, 384), (151_936, 384)])
+def test_a_token_takes_no_more_than_its_bytes(vocab_size, bytes_per_token):
+    assert record_dtype(64, vocab_size).itemsize == bytes_per_token <= 400
+
+
+@pytest.mark.parametrize("vocab_size", [500, 70_000])
+def test_what_is_stored_comes_back(vocab_size):
+    logits = 4 * np.random.default_rng(0).standard_normal((2, 3, vocab_size)).astype(np.float32)
+    logits[0, 0, :-2] = -np.inf  # the law has fewer tokens than are kept
+    logits[0, 1, 7] = 1e5  # all others are beyond float16
+    uniform = jnp.full(logits.shape[:2], 0.5, jnp.float32)
+    exact = jax.tree.map(np.asarray, top_k_logits(jnp.asarray(logits), 16, uniform, teacher_cache.TAIL_TOKENS))
+    found = from_records(to_records(exact, vocab_size))
+    np.testing.assert_array_equal(found.ids, exact.ids)
+    assert found.ids.max() > 2**16 or vocab_size < 2**16
+    np.testing.assert_allclose(law(found), law(exact), rtol=4e-3, atol=1e-7)
+    # The tail is the true one, whatever rounding did to the rest.
+    np.testing.assert_allclose(law(found).sum(-1), law(exact).sum(-1), atol=1e-6)
+    np.testing.assert_array_equal(found.tail_ids, exact.tail_ids)
+    stored = (law.tail_values - law.logsumexp[..., None] for law in (found, exact))
+    np.testing.assert_allclose(*(np.exp(x[1]) for x in stored), rtol=1e-2)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(found)} == {"float32", "int32"}
+
+
+def test_every_row_has_the_target_s_best_logits_of_that_row(whole):
+    cached = whole[1]
+    assert (len(cached), cached.length, cached.digest) == (ROWS, toys.LENGTH, toys.rows(ROWS).digest)
+    order = np.random.default_rng(0).permutation(ROWS)
+    batch = take(cached, order)
+    log_p = log_softmax64(logits64(bigram_params(0), toys.windows(ROWS)[order, :-1]))
+    np.testing.assert_array_equal(batch.teacher.ids, np.argsort(-log_p, axis=-1)[..., :K])
+    np.testing.assert_allclose(law(batch.teacher), -np.sort(-np.exp(log_p), axis=-1)[..., :K], rtol=2e-3)
+    np.testing.assert_array_equal(batch.tokens, toys.windows(ROWS)[order, :-1])
+
+
+def test_packed_rows_are_asked_about_with_their_documents_apart(tiny_target, tmp_path):
+    stream = np.random.default_rng(0).integers(0, tiny_target.vocab_size, 4 * 16 + 1).astype(np.int32)
+    rows = Packed(stream, np.array([0, 5, 21, 40]), 16)
+    found = take(make(tmp_path, target=tiny_target, rows=rows, batch_size=4), range(4)).teacher
+    batch = jax.tree.map(jnp.asarray, take(rows, range(4)))
+    online = top_k_logits(target_output(tiny_target.spec, tiny_target.params, batch).logits, K)
+    np.testing.assert_allclose(law(found), law(online), rtol=4e-3)
+    joined = batch.replace(segments=None, positions=None)
+    apart = top_k_logits(target_output(tiny_target.spec, tiny_target.params, joined).logits, K)
+    assert not np.allclose(law(apart), law(online), rtol=4e-3)
+
+
+def test_the_provenance_bounds_the_error_of_alpha(whole):
+    directory, cached = whole
+    found = read_provenance(directory / "cache")
+    log_p = log_softmax64(logits64(bigram_params(0), toys.windows(ROWS)[:, :-1]))
+    tail = np.sort(np.exp(log_p), axis=-1)[..., :-K].sum(-1)
+    assert found["tail_mean"] == pytest.approx(tail.mean(), rel=1e-5)
+    assert found["tail_max"] == pytest.approx(tail.max(), rel=1e-5)
+    assert (found["positions"], found["bytes_per_token"]) == (ROWS * toys.LENGTH, 4 * K + 4 * 12 + 4)
+    assert found["full_bytes_per_token"] == 4 * toys.VOCAB
+    batch = take(cached, range(ROWS))
+    draft = jnp.asarray(logits64(bigram_params(1), batch.tokens).astype(np.float32))
+    ends = acceptance(draft, jax.tree.map(jnp.asarray, batch.teacher))
+    alpha = np.minimum(np.exp(log_p), np.exp(log_softmax64(draft))).sum(-1).mean()
+    assert abs(ends["alpha_upper"].mean() - alpha) <= found["alpha_error"]
+    assert abs(ends["alpha_estimate"].mean() - alpha) <= found["alpha_error"] / 10
+    assert 0 < found["rounding_mean"] < 1e-3 < found["alpha_error"]
+    for text in ("cache: 4 of 12 logits", "68 bytes a token", f"alpha off by at most {found['alpha_error']:.2g}"):
+        assert text in summary(directory / "cache")
+
+
+def test_a_position_that_does_not_count_is_not_in_the_figures(tmp_path):
+    class Half(toys.Windows):
+        def __getitem__(self, index):
+            row = super().__getitem__(index)
+            return row.replace(weight=row.weight * (np.arange(self.length) < 4))
+
+    make(tmp_path, rows=Half(toys.windows(ROWS)))
+    log_p = log_softmax64(logits64(bigram_params(0), toys.windows(ROWS)[:, :4]))
+    tail = np.sort(np.exp(log_p), axis=-1)[..., :-K].sum(-1)
+    found = read_provenance(tmp_path / "cache")
+    assert found["positions"] == ROWS * 4
+    assert found["tail_mean"] == pytest.approx(tail.mean(), rel=1e-5)
+
+
+def test_only_the_rows_of_the_stage_s_batches_are_asked_about(whole, tmp_path):
+    batches = Batches(toys.rows(ROWS), 4, 3)
+    numbers = numbers_of(batches, 3)
+    assert sorted(np.concatenate([batches.indices(step) for step in range(3)])) == numbers.tolist()
+    np.testing.assert_array_equal(numbers_of(batches, 10), np.arange(ROWS))
+    some = make(tmp_path, numbers=numbers)
+    toys.assert_same(take(some, batches.indices(2)), take(whole[1], batches.indices(2)))
+    with pytest.raises(KeyError, match=r"cache: holds nothing of row"):
+        some[int(np.setdiff1d(np.arange(ROWS), numbers)[0])]
+
+
+def counting(monkeypatch, fail_at: str | None = None) -> list[str]:
+    """Names of the shards made from now on; the one to fail at is not begun."""
+    made, real = [], teacher_cache._make
+
+    def make(file, *args):
+        if file.name == fail_at:
+            raise Interrupt
+        made.append(file.name)
+        return real(file, *args)
+
+    monkeypatch.setattr(teacher_cache, "_make", make)
+    return made
+
+
+def test_an_interrupted_cache_goes_on_with_the_shards_that_are_missing(whole, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        counting(patch, SHARDS[2])
+        with pytest.raises(Interrupt):
+            make(tmp_path)
+    assert not (tmp_path / "cache" / "provenance.json").exists()
+    # Written, but killed before it was entered: not trusted.
+    (tmp_path / "cache" / SHARDS[2]).write_bytes(b"half")
+    made = counting(monkeypatch)
+    make(tmp_path)
+    assert made == SHARDS[2:]
+    assert shards(tmp_path) == shards(whole[0])
+    make(tmp_path)
+    assert made == SHARDS[2:]
+
+
+def test_a_damaged_shard_is_named_and_made_again(whole, tmp_path, monkeypatch, caplog):
+    make(tmp_path)
+    file = tmp_path / "cache" / SHARDS[1]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    (tmp_path / "cache" / SHARDS[3]).unlink()
+    made = counting(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        make(tmp_path)
+    assert made == [SHARDS[1], SHARDS[3]]
+    assert f"{SHARDS[1]}: damaged; made again" in caplog.text
+    assert f"{SHARDS[3]}: missing; made again" in caplog.text
+    assert shards(tmp_path) == shards(whole[0])
+
+
+def test_a_damaged_list_of_shards_costs_all_of_them_and_nothing_else(whole, tmp_path, monkeypatch, caplog):
+    make(tmp_path)
+    (tmp_path / "cache" / "shards.json").write_text('{"000000.npy": ')
+    made = counting(monkeypatch)
+    make(tmp_path)
+    assert made == SHARDS
+    assert "shards.json: damaged" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("target_params", {"target": toys.target(5)}),
+        ("rows", {"rows": toys.rows(ROWS, 7)}),
+        ("rows", {"numbers": np.arange(3)}),
+        ("k", {"k": 3}),
+    ],
+)
+def test_the_cache_of_another_target_of_other_rows_or_of_another_k_is_refused(field, change, whole):
+    with pytest.raises(TrainingError, match=rf"cache: was made with other settings: .*{field} \("):
+        make(whole[0], **change)
+
+
+def test_more_logits_than_the_target_has_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"teacher_top_k=13 exceeds the target's 12 tokens"):
+        make(tmp_path, k=13)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_full_disk_leaves_the_finished_shards_and_no_half_one(whole, tmp_path, monkeypatch):
+    real, calls = os.fsync, []
+
+    def fsync(file):
+        calls.append(file)
+        if len(calls) == 3:  # first shard, its entry, second shard
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(TrainingError, match=r"cache: .*No space left.*21,760 bytes in all"):
+            make(tmp_path)
+    assert sorted(f.name for f in (tmp_path / "cache").iterdir()) == [SHARDS[0], "fingerprint.json", "shards.json"]
+    made = counting(monkeypatch)
+    make(tmp_path)
+    assert made == SHARDS[1:]
+    assert shards(tmp_path) == shards(whole[0])
+
+
+# In training.
+
+
+def test_training_on_all_logits_cached_is_training_online_but_for_their_rounding_and_resumes_exactly(
+    tmp_path, monkeypatch
+):
+    # The loss that carries a number of its own from step to step.
+    settings = {"loss": "lk_lambda", "teacher": "cached", "teacher_top_k": toys.VOCAB}
+    online = toys.train(tmp_path / "online" / "stage", loss="lk_lambda")
+    cached = toys.train(tmp_path / "cached" / "stage", **settings)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-2), online, cached)
+    logs = [read_log(tmp_path / name / "stage") for name in ("online", "cached")]
+    assert logs[0][-1]["alpha"] == pytest.approx(logs[1][-1]["alpha"], abs=1e-3)
+    assert logs[0][0]["train_alpha"] == pytest.approx(logs[1][0]["train_alpha_upper"], abs=1e-3)
+    found = read_provenance(tmp_path / "cached" / "stage" / "teacher")
+    assert found["tail_mean"] < 1e-6
+    assert found["shape"] == [ROWS, toys.LENGTH, toys.VOCAB]
+    with pytest.raises(Interrupt):
+        toys.train(tmp_path / "again" / "stage", toys.interrupt_after(7), **settings)
+    made = counting(monkeypatch)
+    toys.assert_same(toys.train(tmp_path / "again" / "stage", **settings), cached)
+    assert made == []

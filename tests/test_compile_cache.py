@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from specjax import compile_cache
+from specjax.compile_cache import SWITCH, keep_programs
+from specjax.decode.costs import count_compiles
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A user's empty cache directory; what a test sets in JAX is undone."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    monkeypatch.delenv(SWITCH)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compilation_cache.reset_cache()
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    jax.clear_caches()
+
+
+def test_a_program_from_the_cache_is_counted_and_gives_the_same_bits(home, monkeypatch):
+    monkeypatch.setattr(compile_cache, "_SECONDS_WORTH_KEEPING", 0.0)
+    directory = keep_programs()
+    assert directory is not None
+    x = jax.random.normal(jax.random.key(0), (16, 16))
+    results, counts = [], []
+    for _ in range(2):
+        jax.clear_caches()
+        with count_compiles() as count:
+            results.append(np.asarray(jax.jit(lambda x: jnp.tanh(x @ x.T) / 3)(x)))
+        counts.append(count.programs)
+    assert any("lambda" in file.name for file in directory.iterdir())
+    assert counts[0] == counts[1] >= 1
+    np.testing.assert_array_equal(*results)
+
+
+def test_the_directory_is_the_users_own_and_private(home):
+    directory = keep_programs()
+    assert directory is not None
+    assert directory.parent == home / "specjax"
+    assert directory.stat().st_mode & 0o077 == 0
+    assert jax.config.jax_compilation_cache_dir == str(directory)
+
+
+@pytest.mark.parametrize("off", ["config", "environment", "given", "file in the way"])
+def test_the_cache_can_be_turned_off_and_never_fails_a_run(off, home, monkeypatch):
+    if off == "environment":
+        monkeypatch.setenv(SWITCH, "0")
+    elif off == "given":
+        jax.config.update("jax_compilation_cache_dir", str(home / "own"))
+    elif off == "file in the way":
+        (home / "specjax").write_text("")
+    assert keep_programs(off != "config") is None
+    assert jax.config.jax_compilation_cache_dir == (str(home / "own") if off == "given" else None)
+
+
+def test_an_import_turns_nothing_on(home):
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_the_programs_unused_for_longest_are_removed(home, monkeypatch):
+    directory = keep_programs()
+    assert directory is not None
+    for age, name in enumerate(("new", "middle", "old")):
+        (directory / name).write_bytes(bytes(10))
+        os.utime(directory / name, (1e9 - age, 1e9 - age))
+    monkeypatch.setattr(compile_cache, "_MOST_BYTES", 25)
+    jax.config.update("jax_compilation_cache_dir", None)
+    keep_programs()
+    assert sorted(file.name for file in directory.iterdir()) == ["middle", "new"]
