@@ -100,6 +100,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     def restore_latest(self, like: Any) -> Restored | None:
         """The newest undamaged state, with the structure, shapes, dtypes and shardings of ``like``; None if there is
         none. A damaged or half-written step is named in a warning and removed, so that it can be saved again."""
+        self.wait()
         for step in by_first(lambda: sorted(self._manager.all_steps(), reverse=True)):
             damage = by_first(functools.partial(self._damage, step))
             if damage is None:

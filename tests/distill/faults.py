@@ -66,10 +66,11 @@ def train(directory: Path, kill: Kill | None = None) -> None:
     directory.mkdir(parents=True, exist_ok=True)
 
     class Recorded(Batches):
-        def __getitem__(self, step):
+        def indices(self, step):
+            numbers = super().indices(step)
             with (directory / ORDER).open("a") as order:
-                order.write(json.dumps([step, self.indices(step).tolist()]) + "\n")
-            return super().__getitem__(step)
+                order.write(json.dumps([step, numbers.tolist()]) + "\n")
+            return numbers
 
     with mock.patch.object(trainer, "Batches", Recorded):
         if kill is None or kill.phase == "step":
@@ -143,6 +144,7 @@ def left_by(directory: Path) -> dict[str, Any]:
         "weights": fingerprint.digest(state.params),
         "optimizer state": fingerprint.digest(state.opt),
         "random key": jax.random.key_data(state.key).tolist(),
+        "running alpha": float(state.alpha),
         "log": [{k: v for k, v in r.items() if k != "tokens_per_s"} for r in read_log(directory / "stage")],
         "order of the data": order,
     }

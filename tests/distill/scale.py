@@ -103,7 +103,7 @@ class Trained:
         batches, self.losses, self.gradient = Batches(UnevenRows(), BATCH, 0), [], {}
         for step in range(steps):
             self.before = state
-            state, metrics = update(state, teacher_params, layout.batch(batches.rows, batches.indices(step)))
+            state, metrics = update(state, teacher_params, layout.batch(batches.rows, batches.indices(step)), None)
             self.losses.append(float(metrics["loss"]))
             if step == 0:
                 # Of a gradient that is not clipped, Adam's first moment is a tenth after one step.

@@ -196,8 +196,7 @@ def test_a_checkpoint_of_one_mesh_restores_on_another_to_the_same_values(on_four
             wanted = make_layout(mesh).of_draft(on_four.state, DraftModel(Model(SHAPE)))
             if wanted is None:
                 wanted = jax.tree.map(lambda x: SingleDeviceSharding(jax.devices()[0]), on_four.state)
-            like = jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), on_four.state, wanted)
-            restored = checkpoints.restore_latest(like)
+            restored = checkpoints.restore_latest(jax.device_put(on_four.state, wanted))
             assert restored is not None
             toys.assert_same(restored.state, on_four.state)
             assert all(jax.tree.leaves(jax.tree.map(lambda x, y: x.sharding == y, restored.state, wanted)))
@@ -218,7 +217,7 @@ def test_the_loss_of_a_step_is_one_mean_over_all_predictions_that_count(axes):
     state = start_state(toys.bigram_params(1), optimizer, False, layout, drafter)
     update = make_update(drafter, ForwardKL(), optimizer, teacher.spec, 4, layout=layout, state=state)
     batch = take(toys.rows(8), range(8))
-    _, metrics = update(state, teacher.params, layout.place_batch(batch))
+    _, metrics = update(state, teacher.params, layout.place_batch(batch), None)
     log_p, log_q = (
         np.asarray(jax.nn.log_softmax(params["table"][batch.tokens] + params["bias"][None, None], axis=-1))
         for params in (teacher.params, toys.bigram_params(1))

@@ -40,7 +40,8 @@ def stepped(loss, rows: int = 4, batch: Batch | None = None, online: bool = True
     state = TrainState(params, optax.sgd(1.0).init(params), jnp.float32(alpha))
     target = toys.target().params if online else None
     batch = uneven() if batch is None else batch
-    return jax.device_get(update_of(json.dumps(loss), rows, online)(state, target, batch, REFERENCE))
+    state, metrics = update_of(json.dumps(loss), rows, online)(state, target, batch, REFERENCE)
+    return jax.device_get((state.replace(key=jax.random.key_data(state.key)), metrics))
 
 
 def logits64(params, tokens) -> np.ndarray:

@@ -233,7 +233,7 @@ def test_a_full_disk_leaves_the_finished_shards_and_no_half_one(whole, tmp_path,
 
     def fsync(file):
         calls.append(file)
-        if len(calls) == 3:  # first shard, its entry, second shard
+        if len(calls) == 4:  # the record of the directory, first shard, its entry, second shard
             raise OSError(errno.ENOSPC, "No space left on device")
         real(file)
 

@@ -125,4 +125,10 @@ def interrupt_after(steps: int):
 
 def assert_same(first, second) -> None:
     """Bit for bit."""
+    first, second = (jax.tree.map(_numbers, tree) for tree in (first, second))
     jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+def _numbers(leaf):
+    is_key = isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
