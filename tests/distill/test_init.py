@@ -124,6 +124,25 @@ def test_a_shared_draft_is_measured_as_its_copy_is():
     assert found[0].alpha == pytest.approx(1, abs=1e-5)
 
 
+def test_a_shared_draft_trains_alike_on_cached_logits_and_in_bfloat16(tmp_path):
+    target = model(num_layers=2, tie_embeddings=False)
+    initial = drafted(target, keep=[1], share=True)
+    optimizer, held_out = config.Optimizer(learning_rate=0.01, warmup_steps=1), toys.rows(8)
+
+    def nll(params) -> float:
+        return evaluate(initial.drafter, params, target, held_out, 32, 4).nll
+
+    found = []
+    for i, changes in enumerate(({}, {"teacher": "cached"}, {"compute_dtype": "bfloat16"})):
+        stage = toys.stage(steps=2, optimizer=optimizer, teacher_top_k=target.vocab_size, **changes)
+        rows = (toys.rows(40), held_out)
+        params = train_stage(tmp_path / str(i), stage, initial.drafter, initial.params, target, *rows, 0)
+        assert set(params) == {"layers", "norm"}
+        found.append(nll(params))
+    moved = abs(found[0] - nll(initial.params))
+    np.testing.assert_allclose(found, found[0], atol=0.1 * moved)
+
+
 def test_a_shared_draft_without_its_target_is_refused(tmp_path):
     target = model(num_layers=2)
     initial = drafted(target, keep=[0], share=True)

@@ -186,6 +186,14 @@ def test_a_model_is_sampled_from_as_decoding_does_it(tiny_draft):
     assert found == expected.tokens
 
 
+def test_a_draft_that_shares_weights_is_sampled_from_whole(tiny_draft):
+    prompts, seeds, settings = [[5, 6, 7]], derive_seeds(3, 1), OnPolicy(prompt_tokens=3, new_tokens=5)
+    shared = {"embedding": tiny_draft.params["embedding"]}
+    own = {name: value for name, value in tiny_draft.params.items() if name not in shared}
+    found = draft_sampler(tiny_draft, lambda params: {**params, **shared})(own, prompts, seeds, settings)
+    assert found == draft_sampler(tiny_draft)(tiny_draft.params, prompts, seeds, settings)
+
+
 def test_a_loss_without_a_target_and_data_without_a_draft_are_refused(tmp_path):
     with pytest.raises(ValidationError, match="would teach the draft what it says already"):
         config.Stage(data="on_policy", loss="cross_entropy")
