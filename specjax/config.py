@@ -278,7 +278,7 @@ class Draft:
     init: Name | None = None
     """Weights to start from: None for fresh ones; `target` for a part of the target, cut to `architecture`
     (specjax/distill/prune.py); else a Hugging Face directory, whose shape replaces `architecture`."""
-    pretrain: Stage = Stage(loss="cross_entropy", steps=300)
+    pretrain: Stage = dataclasses.field(default_factory=lambda: Stage(loss="cross_entropy", steps=300))
     """Cross-entropy on the data, before distillation; 0 steps to skip."""
 
 
@@ -431,8 +431,9 @@ class RunConfig:
 
     target: Target
     data: Data
-    draft: Draft = Draft()
-    distill: Stage = Stage()
+    # Made when asked for: a loss is checked by its class, which needs JAX.
+    draft: Draft = dataclasses.field(default_factory=Draft)
+    distill: Stage = dataclasses.field(default_factory=Stage)
     control: Control = Control()
     mesh: Mesh = Mesh()
     distributed: Distributed = Distributed()
