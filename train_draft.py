@@ -19,14 +19,16 @@ def main(config: Path, overrides: list[str]) -> None:
     from specjax.config import load_config
     from specjax.distill import distributed, job, teacher_cache
     from specjax.distill.progress import console_bars, no_bars
+    from specjax.report.terminal import comparison_table
 
     settings = load_config(config, overrides)
     keep_programs(settings.compile_cache)
     distributed.start(settings.distributed)
     console = Console()
-    measures = job.run(settings, console_bars(console) if distributed.is_first() else no_bars).measures
+    result = job.run(settings, console_bars(console) if distributed.is_first() else no_bars)
     if not distributed.is_first():
         return
+    measures = result.measures
     table = Table("held out", "loss (nats a token)", "alpha", title=f"{measures.positions:,} positions")
     table.add_row("target", f"{measures.target_nll:.4f}", "")
     table.add_row("draft before", f"{measures.draft_nll:.4f}", f"{measures.alpha_before:.4f}")
@@ -34,6 +36,8 @@ def main(config: Path, overrides: list[str]) -> None:
     if measures.alpha_ce_control is not None:
         table.add_row("cross-entropy control", "", f"{measures.alpha_ce_control:.4f}")
     console.print(table)
+    if result.comparison:
+        console.print(comparison_table(result.comparison))
     for cache in sorted(Path(settings.out).glob("*/teacher/provenance.json")):
         console.print(f"cached logits: {teacher_cache.summary(cache.parent)}", soft_wrap=True)
     console.print(f"draft: {Path(settings.out) / 'draft'}", soft_wrap=True)

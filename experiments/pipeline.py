@@ -33,6 +33,7 @@ from specjax.distill import fingerprint, job, lock, sinks
 from specjax.distill.measure import check, decoding_figures
 from specjax.distill.progress import Bars, StepProgress, console_bars
 from specjax.errors import ConfigError
+from specjax.report.terminal import comparison_table
 
 _DECODING, _SECONDS, _RESULTS = "decoding.json", "seconds.json", "results.json"
 
@@ -61,11 +62,13 @@ def run(config: RunConfig) -> dict[str, Any]:
             "summary": summary,
             "figures": [dataclasses.asdict(figure) for figure in check_figures(summary)],
             "training": _training(distilled.logs),
+            "comparison": _with_alpha(decoding["comparison"], distilled.alphas),
             "stage_seconds": stopwatch.seconds,
             **{key: decoding[key] for key in ("decoding", "verifier", "compile_seconds", "sample")},
         }
         fingerprint.write_json(out / _RESULTS, results)
         where = report.build(out)
+    console.print(comparison_table(results["comparison"]))
     console.print(f"report: {where / 'report.html'}")
     return summary
 
@@ -93,6 +96,11 @@ def _decoding(config: RunConfig, distilled: job.Distilled, file: Path, bars: Bar
     found = {**measured, "date": now, "machine": machine(), "measured_on": measured_on}
     fingerprint.write_json(file, found)
     return found
+
+
+def _with_alpha(comparison: list[dict[str, Any]], alphas: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """With the drafts' held-out acceptance on the text of the same source."""
+    return [{**row, "alpha": alphas.get(row["drafter"], {}).get(row["source"])} for row in comparison]
 
 
 def _source_digest() -> str:

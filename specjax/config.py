@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from specjax import config_io
 from specjax.errors import ConfigError
-from specjax.registry import DATA, DRAFTERS, LOSSES, VERIFIERS, build, resolve
+from specjax.registry import DATA, DRAFTERS, INITS, LOSSES, VERIFIERS, build, resolve
 
 
 def _kind_in(table: Mapping[str, str]) -> Any:
@@ -54,6 +54,25 @@ def _buildable(table: Mapping[str, str]) -> Any:
     kinds: dict[str, Any] = {"enum": [*sorted(table)]}
     fields: dict[str, Any] = {"type": "object", "required": ["kind"], "properties": {"kind": kinds}}
     return Annotated[Any, AfterValidator(known), Field(json_schema_extra={"anyOf": [kinds, fields]})]
+
+
+def _path_or(table: Mapping[str, str]) -> Any:
+    """Text, or a mapping ``{kind: ..., field: value}`` of a registered kind."""
+
+    def known(spec: Any) -> Any:
+        if isinstance(spec, str):
+            if not spec:
+                raise ValueError("found an empty text; give a path, or null")
+        elif spec is not None:
+            try:
+                build(table, spec, "")
+            except ConfigError as error:
+                raise ValueError(str(error).removeprefix(": ").removeprefix(".")) from None
+        return spec
+
+    kinds = {"type": "object", "required": ["kind"], "properties": {"kind": {"enum": [*sorted(table)]}}}
+    text = {"type": "string", "minLength": 1}
+    return Annotated[Any, AfterValidator(known), Field(json_schema_extra={"anyOf": [text, kinds, {"type": "null"}]})]
 
 
 def _distinct(values: tuple) -> tuple:
@@ -275,9 +294,11 @@ class Draft:
     """The model that proposes: its shape or starting weights, and its training before distillation."""
 
     architecture: Architecture = Architecture()
-    init: Name | None = None
+    init: _path_or(INITS) = None  # pyright: ignore[reportInvalidTypeForm]
     """Weights to start from: None for fresh ones; `target` for a part of the target, cut to `architecture`
-    (specjax/distill/prune.py); else a Hugging Face directory, whose shape replaces `architecture`."""
+    (specjax/distill/prune.py); else a Hugging Face directory, whose shape replaces `architecture`. Or
+    `{kind: layers, keep: [0, 2, 5]}`: layers of the target, whole, between its embedding and head, copied or with
+    `share: true` the target's own, frozen (specjax/distill/init.py)."""
     pretrain: Stage = dataclasses.field(default_factory=lambda: Stage(loss="cross_entropy", steps=300))
     """Cross-entropy on the data, before distillation; 0 steps to skip."""
 
@@ -287,6 +308,30 @@ class Control:
     """The rival of distillation: its extra tokens spent on cross-entropy instead, best of several learning rates."""
 
     learning_rates: Annotated[tuple[Rate, ...], AfterValidator(_distinct)] = ()
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Selection:
+    """Held-out prompts decoded with the draft at every evaluation of the distillation, and what follows from that."""
+
+    prompts: NonNegative = 8
+    """0: nothing is decoded."""
+    prompt_tokens: Positive = 64
+    new_tokens: Positive = 64
+    k: Annotated[int, Field(ge=1, le=64)] = 5
+    temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *_Grid] | None = None
+    """None: those of `bench`."""
+    select: Literal["last", "best"] = "last"
+    """The draft of the last step, or the one that emits the most tokens a target call (mean over the temperatures; of
+    equals the latest)."""
+    patience: Positive | None = None
+    """The distillation stops after so many evaluations in a row without a better draft. None: at its last step."""
+
+    @model_validator(mode="after")
+    def _has_prompts(self) -> Selection:
+        if not self.prompts and (self.select == "best" or self.patience is not None):
+            raise ValueError("select=best and patience need prompts to decode, and prompts is 0; set prompts")
+        return self
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -435,6 +480,7 @@ class RunConfig:
     draft: Draft = dataclasses.field(default_factory=Draft)
     distill: Stage = dataclasses.field(default_factory=Stage)
     control: Control = Control()
+    selection: Selection = Selection()
     mesh: Mesh = Mesh()
     distributed: Distributed = Distributed()
     eval: Eval = Eval()
@@ -455,14 +501,16 @@ class RunConfig:
 
     @model_validator(mode="after")
     def _verifier_fits(self) -> RunConfig:
-        sampled = [t for t in self.bench.temperatures if t > 0]
+        asked = {"bench": self.bench.temperatures, "selection": self.selection.temperatures or ()}
         # A verifier without randomness keeps the most likely token, which is the target's law at temperature 0 only.
         verifier = build(VERIFIERS, self.verifier, "verifier")
-        if sampled and verifier.noise == "none":
-            raise ValueError(
-                f"verifier {verifier.kind!r} decodes at temperature 0 only, bench.temperatures has {sampled[0]:g}; "
-                "set bench.temperatures=[0] or verifier=speculative"
-            )
+        for section, temperatures in asked.items():
+            sampled = [t for t in temperatures if t > 0]
+            if sampled and verifier.noise == "none":
+                raise ValueError(
+                    f"verifier {verifier.kind!r} decodes at temperature 0 only, {section}.temperatures has "
+                    f"{sampled[0]:g}; set {section}.temperatures=[0] or verifier=speculative"
+                )
         if self.require_lossless and not verifier.lossless:
             exact = sorted(kind for kind in VERIFIERS if resolve(VERIFIERS, kind, "").lossless)
             raise ValueError(

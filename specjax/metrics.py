@@ -9,6 +9,7 @@ that were proposed validly in it (padding is not drafted).
     emitted            tokens committed to the row, after such cuts
     target_calls       N, forward passes of the target over a block; prefill is not a block
     block_efficiency   emitted / N, with the target's own token of each block (tau = 1 + sum_j s_j when nothing is cut)
+    block_efficiency_interval    between which percentiles it lies if the prompts are drawn again
     accepted_length    accepted / N, without it
     acceptance_rate    accepted / drafted; depends on k, is not alpha
     acceptance_at[j]             s_j = #(n >= j) / #(k_r >= j), unconditional, j = 1..k
@@ -123,6 +124,24 @@ class DecodeStats:
             "conditional_acceptance_at",
         )
         return {name: getattr(self, name) for name in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    low: float
+    high: float
+
+
+def block_efficiency_interval(
+    by_prompt: Sequence[DecodeStats], level: float = 0.95, resamples: int = 1000, seed: int = 0
+) -> Interval:
+    """Percentile bootstrap (Efron 1979) of the block efficiency of all prompts together: as many prompts drawn with
+    replacement, the ratio of their sums. Prompts, because the blocks of one prompt are not independent."""
+    emitted, blocks = (np.asarray([getattr(stats, name) for stats in by_prompt]) for name in ("emitted", "blocks"))
+    drawn = np.random.default_rng(seed).integers(0, len(by_prompt), (resamples, len(by_prompt)))
+    values = emitted[drawn].sum(axis=1) / np.maximum(blocks[drawn].sum(axis=1), 1)
+    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(low), float(high))
 
 
 def expected_emitted(alpha: float, k: int) -> float:

@@ -41,6 +41,11 @@ LOSSES = {
     "sum": "specjax.distill.losses:Sum",
     "total_variation": "specjax.distill.losses:TotalVariation",
 }
+INITS = {
+    "checkpoint": "specjax.distill.init:Checkpoint",
+    "layers": "specjax.distill.init:Layers",
+    "pruned": "specjax.distill.init:Pruned",
+}
 
 
 def resolve(table: Mapping[str, str], kind: str, what: str) -> type:

@@ -329,6 +329,13 @@ class LossContext:
 
 
 @runtime_checkable
+class Sharing(Protocol):
+    """A `Trainable` of which some weights are the target's, frozen; it computes with ``complete(own, target's)``."""
+
+    def complete(self, params: Params, target_params: Params) -> Params: ...
+
+
+@runtime_checkable
 class Loss(Protocol):
     """What a prediction costs: one value a predicted token, in float32, without a mean: the trainer adds up
     ``weight * value`` and ``weight`` over microbatches and devices and divides once. ``tokens`` are the next tokens,

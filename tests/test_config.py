@@ -181,6 +181,33 @@ def test_a_file_that_is_no_config_is_refused(written, text, expected):
     assert expected in message
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("draft.init={kind: layer, keep: [0]}", "draft.init: 'layer' is unknown"),
+        ("draft.init={kind: layers}", "draft.init: keep: found"),
+        ("draft.init={kind: layers, keep: []}", "draft.init: keep: found [], expected"),
+        ("draft.init={kind: layers, keep: [2, 1]}", "draft.init: keep: [2, 1] is not ascending"),
+        (
+            "draft.init={kind: layers, keep: [0], shared: true}",
+            "shared: unknown key of 'layers'; did you mean",
+        ),
+        ("draft.init=''", "draft.init: found an empty text"),
+        ("draft.init=[1]", "draft.init: found [1], expected a kind"),
+        ("selection={prompts: 0, select: best}", "need prompts to decode"),
+        ("selection.temperatures=[0.5]", "decodes at temperature 0 only, selection.temperatures has 0.5"),
+    ],
+)
+def test_an_impossible_start_or_choice_is_refused(written, override, expected):
+    config = SMALLEST + "verifier: greedy\nbench: {temperatures: [0]}\n"
+    assert expected in problem(written(config), override)
+
+
+def test_a_draft_may_start_from_layers_of_the_target(written):
+    config = load_config(written(SMALLEST), ["draft.init={kind: layers, keep: [0, 2], share: true}"])
+    assert config.draft.init == {"kind": "layers", "keep": [0, 2], "share": True}
+
+
 def test_a_missing_file_or_directory_is_named(tmp_path):
     assert problem(tmp_path / "nope.yaml") == f"{tmp_path / 'nope.yaml'}: no such config file"
     assert str(tmp_path) in problem(tmp_path)

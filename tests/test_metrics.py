@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from specjax import metrics
 from specjax.metrics import (
@@ -137,6 +138,37 @@ def test_nothing_decoded_gives_zeros_and_no_division_by_zero():
     stats = counted([], k=2)
     assert stats.block_efficiency == stats.acceptance_rate == stats.alpha_mle == 0
     assert stats.acceptance_at == (0, 0)
+
+
+def made(rng, prompts: int) -> list[DecodeStats]:
+    """Prompts of unlike lengths and acceptance: the blocks of one resemble each other."""
+    alphas, blocks = rng.beta(4, 2, prompts), rng.integers(5, 60, prompts)
+    emitted = [int(sum(1 + rng.binomial(4, alpha, count))) for alpha, count in zip(alphas, blocks, strict=True)]
+    return [DecodeStats(int(b), e, (), (), ()) for b, e in zip(blocks, emitted, strict=True)]
+
+
+def test_the_interval_is_the_percentile_bootstrap_over_prompts():
+    by_prompt = made(np.random.default_rng(3), 30)
+    emitted, blocks = (np.asarray([getattr(s, name) for s in by_prompt], float) for name in ("emitted", "blocks"))
+    reference = scipy.stats.bootstrap(
+        (emitted, blocks),
+        lambda e, b, axis: e.sum(axis=axis) / b.sum(axis=axis),
+        paired=True,
+        vectorized=True,
+        method="percentile",
+        n_resamples=20_000,
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    found = metrics.block_efficiency_interval(by_prompt, resamples=20_000)
+    assert (found.low, found.high) == pytest.approx((reference.low, reference.high), rel=5e-3)
+    assert found.low < emitted.sum() / blocks.sum() < found.high
+
+
+def test_the_interval_replays_and_covers_nothing_where_there_is_one_prompt():
+    by_prompt = made(np.random.default_rng(4), 8)
+    assert metrics.block_efficiency_interval(by_prompt) == metrics.block_efficiency_interval(by_prompt)
+    one = metrics.block_efficiency_interval([EXAMPLE])
+    assert one.low == one.high == EXAMPLE.block_efficiency
 
 
 def test_expected_blocks_counts_the_block_that_the_budget_cuts():

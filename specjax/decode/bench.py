@@ -50,14 +50,17 @@ class Cell:
 
 @dataclasses.dataclass
 class Run:
-    """Some prompts decoded: summed wall seconds, new tokens row by row, counts."""
+    """Some prompts decoded: summed wall seconds, new tokens row by row, counts; ``by_row``: each row's share of the
+    seconds of its batch, and its counts."""
 
     seconds: float
     tokens: list[list[int]]
     stats: metrics.DecodeStats
+    by_row: list[tuple[float, metrics.DecodeStats]] = dataclasses.field(default_factory=list)
 
     def __add__(self, other: Run) -> Run:
-        return Run(self.seconds + other.seconds, self.tokens + other.tokens, self.stats + other.stats)
+        sums = (self.seconds + other.seconds, self.tokens + other.tokens, self.stats + other.stats)
+        return Run(*sums, self.by_row + other.by_row)
 
 
 class Bench:
@@ -127,7 +130,8 @@ class Bench:
         options = {"temperature": cell.temperature, **self._sampling}
         result = decoder.generate(batch, max_new_tokens=new, seed=seed, ignore_eos=True, **options)
         seconds = time.perf_counter() - start
-        return Run(seconds, result.tokens, functools.reduce(operator.add, result.stats))
+        by_row = [(seconds / len(batch), stats) for stats in result.stats]
+        return Run(seconds, result.tokens, functools.reduce(operator.add, result.stats), by_row)
 
     @property
     def num_ticks(self) -> int:
@@ -170,7 +174,8 @@ class Bench:
             t: self._headline(Cell(favourite, k, 1, t), runs, tunings[Cell(favourite, k, 1, t)])
             for t, k in best.items()
         }
-        return {"decoding": list(rows.values()), "best_k": best, "headline": headline}
+        by_prompt = {cell: self._by_prompt(found) for cell, found in runs.items()}
+        return {"decoding": list(rows.values()), "best_k": best, "headline": headline, "by_prompt": by_prompt}
 
     def _tune(self, favourite: str, tick: Tick) -> tuple[dict[float, int], dict[Cell, Run]]:
         """The best k by temperature, and what was run to find it; the best ones on all tuning prompts."""
@@ -185,6 +190,16 @@ class Bench:
             best[t] = fastest.k
             runs |= found
         return best, runs
+
+    def _by_prompt(self, repeats: Sequence[Run]) -> list[tuple[float, metrics.DecodeStats]]:
+        """Seconds of each prompt, the median over ``repeats``, and its counts; one that filled up a batch has more than
+        one row."""
+        count, found = len(self._prompts), []
+        for i in range(count):
+            seconds = [sum(s for s, _ in run.by_row[i::count]) for run in repeats]
+            stats = functools.reduce(operator.add, (n for _, n in repeats[0].by_row[i::count]))
+            found.append((float(np.median(seconds)), stats))
+        return found
 
     def _row(self, cell: Cell, runs: Mapping[Cell, list[Run]]) -> dict:
         run, speculative = runs[cell][0], cell.k > 0
@@ -201,6 +216,7 @@ class Bench:
             "speedup": _speedup(cell, runs),
             "predicted_speedup": None,
             "block_efficiency": run.stats.block_efficiency if speculative else None,
+            "block_efficiency_interval": self._interval(run) if speculative else None,
             "acceptance_rate": run.stats.acceptance_rate if speculative else None,
             "acceptance_at": list(run.stats.acceptance_at) if speculative else None,
             "conditional_acceptance_at": list(run.stats.conditional_acceptance_at) if speculative else None,
@@ -208,6 +224,11 @@ class Bench:
             "identical": not differences if cell.temperature == 0 else None,
             "differences": differences,
         }
+
+    def _interval(self, run: Run) -> list[float]:
+        """95%, over prompts."""
+        found = metrics.block_efficiency_interval([stats for _, stats in self._by_prompt([run])])
+        return [found.low, found.high]
 
     def _differences(self, run: Run, reference: Run) -> list[dict]:
         """Where greedy output departs from the autoregressive one, with the target's top-2 margin there."""

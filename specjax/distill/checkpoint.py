@@ -51,7 +51,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._sealer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manifest")
         self._saving: tuple[int, concurrent.futures.Future] | None = None
         self._latest: int | None = None
-        logging.getLogger("absl").addFilter(_raised_here)
+        self._quiet = functools.partial(_raised_here)  # of its own: a stage may have two directories open
+        logging.getLogger("absl").addFilter(self._quiet)
 
     def __exit__(self, kind, *exception) -> None:
         failed = kind is not None
@@ -67,7 +68,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
                 self._manager.close()
             self._sealer.shutdown()
-            logging.getLogger("absl").removeFilter(_raised_here)
+            logging.getLogger("absl").removeFilter(self._quiet)
 
     @property
     def latest(self) -> int | None:

@@ -20,7 +20,7 @@ from specjax.distill.layout import ONE_DEVICE, Layout
 from specjax.distill.losses import negative_log_likelihood
 from specjax.distill.progress import StepProgress
 from specjax.distill.rows import Rows, spread
-from specjax.distill.teacher import target_output
+from specjax.distill.teacher import completed, target_output
 from specjax.metrics import alpha_per_position
 from specjax.types import Batch, DraftOutput, FullLogits, Output, Params, TopKLogits, Trainable
 
@@ -117,7 +117,8 @@ def _filled_up(leaf: np.ndarray, size: int) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _sums(drafter, spec, params: tuple, target_params, batch: Batch) -> list:
     target_out = None if spec is None else target_output(spec, target_params, batch)
-    return [_sums_of(drafter.train_output(p, batch, target_out), target_out, batch.following) for p in params]
+    wholes = [completed(drafter, p, target_params) for p in params]
+    return [_sums_of(drafter.train_output(p, batch, target_out), target_out, batch.following) for p in wholes]
 
 
 def _sums_of(out: DraftOutput, target_out: Output | None, following: Int[Array, "B T"]) -> dict[str, jax.Array]:

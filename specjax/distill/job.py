@@ -11,46 +11,39 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import json
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import yaml
 
-from specjax import config as config_lib
 from specjax import registry
 from specjax.config import RunConfig, Stage
-from specjax.distill import corpus, fingerprint, lock, sinks
+from specjax.distill import compare, corpus, figures, fingerprint, lock, sinks
 from specjax.distill.corpus import Bad, Document
 from specjax.distill.distributed import by_first, is_first, whole
-from specjax.distill.evaluate import Evaluation, evaluate_all
+from specjax.distill.evaluate import Evaluation
+from specjax.distill.init import Initial, check_length, initial_draft, model_config
 from specjax.distill.layout import make_layout
 from specjax.distill.log import read_log
 from specjax.distill.on_policy import draft_sampler
 from specjax.distill.progress import Bars, no_bars
-from specjax.distill.prune import prune
-from specjax.distill.rows import Packed, Rows, pack, spread
+from specjax.distill.rows import Packed, Rows, pack
+from specjax.distill.selection import Decoded, HeldOutDecoding, decides, decodes, held_out_decoding
 from specjax.distill.stock import Stock
+from specjax.distill.teacher import completed
 from specjax.distill.tokenizer import train_tokenizer
 from specjax.distill.trainer import train_stage
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError
-from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel, import_transformers, load_model, save_model
 from specjax.models.transformer import Model
-from specjax.models.vocabulary import check_same_vocabulary
-from specjax.types import Params
+from specjax.types import Params, Sharing
 
-CUT_FROM_TARGET = "target"
-"""The value of `draft.init` that cuts the draft from the target; a directory of that name is ./target."""
-_CALIBRATION_TOKENS = 8192
 _MIN_POSITIONS = 1024
-_CARD, _EVALUATIONS = "README.md", "evaluations.json"
+_CARD = "README.md"
 _EXPORTS = ("draft-before", "draft")
 _MADE_BY = "by specjax"
 _log = logging.getLogger(__name__)
@@ -105,6 +98,10 @@ class Distilled:
     draft_after: LoadedModel
     measures: Measures
     logs: dict[str, list[dict[str, float]]]
+    alphas: dict[str, dict[str, float]]
+    """Draft (`draft_before`, `draft_after`) -> source of the text -> alpha."""
+    comparison: list[compare.Row]
+    """Before and after, decoded as ``config.selection`` says; empty if it says nothing."""
 
     @property
     def target(self) -> LoadedModel:
@@ -128,42 +125,53 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
 
     The caller holds the run directory's lock (`specjax.distill.lock.exclusive`), as `run` does.
     """
-    make_layout(config.mesh)  # a mesh that does not fit is refused before anything is read
+    decodes(config)  # a mesh that does not fit, or that cannot select, is refused before anything is read
     for name in _EXPORTS:
         by_first(functools.partial(_refuse_foreign, Path(config.out) / name))
     prepared = prepare(config, bars) if prepared is None else prepared
     target = prepared.target
-    initial = _initial_draft(config, prepared)
-    drafter = DraftModel(initial.spec)
-    initial = dataclasses.replace(initial, tokenizer=target.tokenizer, eos_ids=target.eos_ids)
+    initial = initial_draft(config, target, prepared.train_rows)
+    drafter = initial.drafter
+    decoding = held_out_decoding(config, target, drafter, initial.spec, prepared.corpus.held_out)
     train = functools.partial(_train, config, bars, initial, prepared)
     before = train("draft-pretrain", config.draft.pretrain, initial.params, config.seed, target)
-    after = train("draft-distill", config.distill, before, config.seed + 1, target)
-    # The controls see the batches that the distillation saw, and start where it started.
+    after = train("draft-distill", config.distill, before, config.seed + 1, target, decoding)
+    # The controls see the batches that the distillation saw, start where it started, and are chosen as it is.
+    control_target = target if isinstance(drafter, Sharing) else None
+    control_decoding = decoding if decides(config.selection) else None
+    start = (before, config.seed + 1, control_target, control_decoding)
     controls = {
-        f"{rate:g}": train(f"control-{rate:g}", _control(config.distill, rate), before, config.seed + 1, None)
+        f"{rate:g}": train(f"control-{rate:g}", _control(config.distill, rate), *start)
         for rate in config.control.learning_rates
     }
-    first, last, *rivals = _evaluate(config, bars, drafter, [before, after, *controls.values()], prepared)
-    alphas = {rate: rival.alpha for rate, rival in zip(controls, rivals, strict=True)}
+    evaluate = functools.partial(figures.evaluate, config, bars, drafter, target)
+    first, last, *rivals = evaluate([before, after, *controls.values()], prepared.held_out_rows)
+    control_alphas = {rate: control.alpha for rate, control in zip(controls, rivals, strict=True)}
     measures = Measures(
         target_nll=first.target_nll,
         draft_nll=first.nll,
         draft_nll_after=last.nll,
         alpha_before=first.alpha,
         alpha_after=last.alpha,
-        alpha_ce_control=max(alphas.values(), default=None),
-        alpha_ce_controls=alphas,
+        alpha_ce_control=max(control_alphas.values(), default=None),
+        alpha_ce_controls=control_alphas,
         positions=first.positions,
     )
-    drafts = dict(zip(_EXPORTS, ((before, first), (after, last)), strict=True))
-    models = {name: dataclasses.replace(initial, params=params, name=name) for name, (params, _) in drafts.items()}
-    for name, (_, evaluation) in drafts.items():
-        _export(models[name], Path(config.out) / name, _draft_card(config, models[name], prepared, evaluation))
+    trained = dict(zip(_EXPORTS, (before, after), strict=True))
+    decoded = figures.decode(config, bars, decoding, trained, target)
+    models = {name: initial.model(params, target, name) for name, params in trained.items()}
+    for (name, model), evaluation in zip(models.items(), (first, last), strict=True):
+        card = _draft_card(config, model, prepared, evaluation, decoded[name])
+        _export(model, Path(config.out) / name, card)
     stages = ("target-train", "draft-pretrain", "draft-distill", *(f"control-{rate}" for rate in controls))
     logs = {name: read_log(Path(config.out) / name) for name in stages}
     logs = {name: log for name, log in logs.items() if log}
-    return Distilled(prepared, models["draft-before"], models["draft"], measures, logs)
+    alphas = figures.alphas_by_source(
+        config, target, prepared.corpus.held_out, evaluate, [before, after], (first, last)
+    )
+    both = dict(zip(compare.DRAFTS, decoded.values(), strict=True))
+    comparison = [] if decoding is None else compare.rows(decoding, both, alphas)
+    return Distilled(prepared, models["draft-before"], models["draft"], measures, logs, alphas, comparison)
 
 
 def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
@@ -186,7 +194,7 @@ def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
     if target.tokenizer is None or not target.eos_ids:
         missing = "tokenizer" if target.tokenizer is None else "end-of-sequence id"
         raise ConfigError(f"target.path: {config.target.path!r} has no {missing}, which the corpus needs; add it there")
-    _check_length(config, target.config, "target")
+    check_length(config, target.config, "target")
     return Prepared(target, *_rows(config, documents, target.tokenizer, target.eos_ids[0], bad), bad)
 
 
@@ -219,7 +227,7 @@ def _target_from_scratch(
 ) -> LoadedModel:
     out, settings = Path(config.out), config.target
     assert settings.architecture is not None  # the config holds a path or an architecture
-    spec = Model(_model_config(settings.architecture, len(tokenizer), max(_MIN_POSITIONS, config.data.seq_len)))
+    spec = Model(model_config(settings.architecture, len(tokenizer), max(_MIN_POSITIONS, config.data.seq_len)))
     drafter = DraftModel(spec)  # as a trainable, a target is a model like any other
     optional: dict[str, Any] = {"eval_every": max(1, settings.steps // 4), "save_every": 100}
     optional["optimizer"] = settings.optimizer
@@ -252,43 +260,6 @@ def _tokenizer(directory: Path, documents: Corpus, vocab_size: int) -> Any:
     return import_transformers().PreTrainedTokenizerFast.from_pretrained(files)
 
 
-def _initial_draft(config: RunConfig, prepared: Prepared) -> LoadedModel:
-    """The draft before any training."""
-    target, init = prepared.target, config.draft.init
-    if init is not None and init != CUT_FROM_TARGET:
-        draft = load_model(init)
-        check_same_vocabulary(target, draft)
-        if draft.vocab_size != target.vocab_size:
-            raise ConfigError(
-                f"draft.init: {init} has {draft.vocab_size} embedding rows, the target {target.vocab_size}; they "
-                "decode together, but the losses compare row by row: give the draft as many rows as the target has"
-            )
-        _check_length(config, draft.config, "draft")
-        return draft
-    shape = _model_config(config.draft.architecture, target.config.vocab_size, target.config.max_positions)
-    if init == CUT_FROM_TARGET:
-        inherited = ("layers", "norm", "tie_embeddings")
-        shape = dataclasses.replace(shape, **{name: getattr(target.config, name) for name in inherited})
-        calibration = np.asarray(spread(prepared.train_rows, _CALIBRATION_TOKENS).tokens)
-        full = dataclasses.replace(target, params=whole(target.params))
-        return LoadedModel(Model(shape), prune(full, shape, calibration))
-    _, key = jax.random.split(jax.random.key(config.seed))
-    return LoadedModel(Model(shape), DraftModel(Model(shape)).init_params(key, target))
-
-
-def _model_config(shape: config_lib.Architecture, vocab_size: int, max_positions: int) -> ModelConfig:
-    sizes: dict[str, Any] = dataclasses.asdict(shape)
-    sizes["head_dim"] = shape.head_dim or shape.hidden_size // shape.num_heads
-    return ModelConfig(vocab_size, **sizes, max_positions=max_positions)
-
-
-def _check_length(config: RunConfig, model: ModelConfig, name: str) -> None:
-    if config.data.seq_len > model.max_positions:
-        raise ConfigError(
-            f"data.seq_len: {config.data.seq_len} exceeds the {name}'s {model.max_positions} positions; lower it"
-        )
-
-
 def _control(distill: Stage, learning_rate: float) -> Stage:
     optimizer = dataclasses.replace(distill.optimizer, learning_rate=learning_rate)
     # Of the text: its own samples would teach a draft nothing, and the target's are distillation.
@@ -298,20 +269,22 @@ def _control(distill: Stage, learning_rate: float) -> Stage:
 def _train(
     config: RunConfig,
     bars: Bars,
-    initial: LoadedModel,
+    initial: Initial,
     prepared: Prepared,
     name: str,
     stage: Stage,
     params: Params,
     seed: int,
     target: LoadedModel | None,
+    decoding: HeldOutDecoding | None = None,
 ) -> Params:
-    draft, directory = dataclasses.replace(initial, params=params), Path(config.out) / name
+    draft, directory = initial.model(params, prepared.target), Path(config.out) / name
     source = registry.build(registry.DATA, stage.data if stage.steps else "text", f"{name}: data")
     rows = source.rows(stock(config, prepared, draft, name, data_directory(config, name), seed, bars))
     with (bars if stage.steps else no_bars)(name, stage.steps) as progress:
-        args = (DraftModel(draft.spec), params, target, rows, prepared.held_out_rows, seed, progress)
-        return train_stage(directory, stage, *args, draft_sampler(draft), make_layout(config.mesh))
+        args = (initial.drafter, params, target, rows, prepared.held_out_rows, seed, progress)
+        complete = functools.partial(completed, initial.drafter, target_params=prepared.target.params)
+        return train_stage(directory, stage, *args, draft_sampler(draft, complete), make_layout(config.mesh), decoding)
 
 
 def data_directory(config: RunConfig, name: str) -> Path:
@@ -325,32 +298,6 @@ def stock(
     """What the data of the stage ``name`` is made from; ``draft``: as the stage begins with it."""
     text, weight = prepared.train_rows, config.data.prompt_weight
     return Stock(name, directory, text, prepared.target, draft, weight, seed, config.data.on_bad, bars)
-
-
-def _evaluate(
-    config: RunConfig, bars: Bars, drafter: DraftModel, models: list[Params], prepared: Prepared
-) -> list[Evaluation]:
-    """One evaluation a model; measured once, kept in `evaluations.json` under what it was measured on."""
-    file = Path(config.out) / _EVALUATIONS
-    known = by_first(functools.partial(_read_json, file))
-    chosen = spread(prepared.held_out_rows, config.eval.positions)
-    measured_on = (fingerprint.digest(prepared.target.params), fingerprint.digest(chosen))
-    keys = [hashlib.sha256("".join((fingerprint.digest(m), *measured_on)).encode()).hexdigest() for m in models]
-    new = {key: params for key, params in zip(keys, models, strict=True) if key not in known}
-    if new:
-        settings = (prepared.target, prepared.held_out_rows, config.eval.positions, config.eval.batch_size)
-        with bars("evaluation", -(-len(chosen.tokens) // config.eval.batch_size)) as progress:
-            found = evaluate_all(drafter, list(new.values()), *settings, progress, make_layout(config.mesh))
-        known |= {key: dataclasses.asdict(evaluation) for key, evaluation in zip(new, found, strict=True)}
-        by_first(lambda: fingerprint.write_json(file, known))
-    return [Evaluation(**known[key]) for key in keys]
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
 
 
 def _refuse_foreign(directory: Path) -> None:
@@ -371,7 +318,9 @@ def _export(model: LoadedModel, directory: Path, card: str) -> None:
         by_first(lambda: save_model(model, directory, overwrite=True, card=card))
 
 
-def _draft_card(config: RunConfig, draft: LoadedModel, prepared: Prepared, evaluation: Evaluation) -> str:
+def _draft_card(
+    config: RunConfig, draft: LoadedModel, prepared: Prepared, evaluation: Evaluation, decoded: list[Decoded]
+) -> str:
     target = prepared.target
     title = (
         f"A draft model of {_count(draft.params):,} parameters for speculative decoding with the target `{target.name}`"
@@ -383,12 +332,13 @@ def _draft_card(config: RunConfig, draft: LoadedModel, prepared: Prepared, evalu
         "loss of the draft, nats a token, held out": f"{evaluation.nll:.4f}",
         "loss of the target": f"{evaluation.target_nll:.4f}",
         "positions measured": f"{evaluation.positions:,}",
+        **compare.card_rows(decoded, draft.name == "draft" and config.selection.select == "best"),
         "SHA-256 of the weights": fingerprint.digest(draft.params),
         "SHA-256 of the target's weights": fingerprint.digest(target.params),
         "SHA-256 of the text": prepared.corpus.digest,
     }
     settings = dataclasses.asdict(config)
-    stages = ("draft",) if draft.name == "draft-before" else ("draft", "distill")
+    stages = ("draft",) if draft.name == "draft-before" else ("draft", "distill", "selection")
     return _card(draft.name, title, rows, {name: settings[name] for name in ("target", "data", *stages, "seed")})
 
 

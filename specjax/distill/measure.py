@@ -11,14 +11,15 @@ from typing import Any
 import jax
 
 from specjax import certify as certify_lib
-from specjax import registry
+from specjax import metrics, registry
 from specjax.config import RunConfig
 from specjax.decode import bench as bench_lib
 from specjax.decode import request
 from specjax.decode.decoder import Decoder
-from specjax.distill import job
+from specjax.distill import compare, job
 from specjax.distill.corpus import Document
 from specjax.distill.progress import Bars, no_bars
+from specjax.distill.prompts import HeldOutPrompt, cut_prompts
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import DataError
 from specjax.models.hf import LoadedModel, load_model
@@ -71,7 +72,8 @@ def decoding_figures(
     """Everything measured by decoding: ``decoding`` (the grid, one dict a cell), ``figures`` (the flat summary),
     ``sample`` (one generation in pieces), ``compile_seconds``. The last of ``drafts`` is the one that counts."""
     settings = config.bench
-    prompts = held_out_prompts(held_out, target, settings.prompt_tokens, (1 + _TUNING) * settings.prompts)
+    cut = _prompts(held_out, target, settings.prompt_tokens, (1 + _TUNING) * settings.prompts)
+    prompts = [prompt.tokens for prompt in cut]
     timed, tuning = prompts[: settings.prompts], prompts[settings.prompts :]
     factories = {name: _draft_model(draft) for name, draft in drafts.items()} | {
         kind: _registered(kind) for kind in settings.drafters
@@ -93,6 +95,7 @@ def decoding_figures(
         distance = {name: found[name] for name in ("total_variation", "total_variation_of_exact_sampling")}
     return {
         "decoding": measured["decoding"],
+        "comparison": _comparison(measured, [prompt.source for prompt in cut[: settings.prompts]]),
         "figures": {**figures, "recompiles": recompiles, "peak_rss_gb": bench_lib.peak_rss_gb()},
         "compile_seconds": bench.compile_seconds,
         "verifier": {"kind": verifier.kind, "lossless": verifier.lossless, **distance},
@@ -118,20 +121,17 @@ def check(config: RunConfig, prepared: job.Prepared) -> None:
 def held_out_prompts(documents: Sequence[Document], target: LoadedModel, length: int, count: int) -> list[list[int]]:
     """``count`` prompts of ``length`` tokens from inside held-out documents: the middle of each first, in the order of
     their content hashes, then other places. Raises `DataError` if there is too little text."""
-    texts = [target.tokenizer(d.text)["input_ids"] for d in sorted(documents, key=lambda d: d.digest)]
-    places = (1 / 2, 1 / 4, 3 / 4, 1 / 8, 3 / 8, 5 / 8, 7 / 8)
-    found = []
-    for place in places:
-        for tokens in texts:
-            start = int(len(tokens) * place)
-            if start + length <= len(tokens):
-                found.append(tokens[start : start + length])
-            if len(found) == count:
-                return found
-    raise DataError(
-        f"the held-out text gives {len(found)} prompts of {length} tokens, bench needs {count}; use more text, "
-        "a larger data.held_out, or a smaller bench.prompts or bench.prompt_tokens"
-    )
+    return [prompt.tokens for prompt in _prompts(documents, target, length, count)]
+
+
+def _prompts(documents: Sequence[Document], target: LoadedModel, length: int, count: int) -> list[HeldOutPrompt]:
+    found = cut_prompts(documents, target.tokenizer, length, count)
+    if len(found) < count:
+        raise DataError(
+            f"the held-out text gives {len(found)} prompts of {length} tokens, bench needs {count}; use more text, "
+            "a larger data.held_out, or a smaller bench.prompts or bench.prompt_tokens"
+        )
+    return found
 
 
 def _draft_model(draft: LoadedModel) -> bench_lib.DrafterFactory:
@@ -184,6 +184,27 @@ def _figures(measured: Mapping[str, Any], target: LoadedModel) -> dict[str, Any]
         share, bandwidth = bench_lib.memory_floor_share(target, greedy["ar_tokens_per_s"])
         figures |= {"memory_floor_share": share, "stream_gb_per_s": bandwidth}
     return figures
+
+
+def _comparison(measured: Mapping[str, Any], sources: Sequence[str]) -> list[dict[str, Any]]:
+    """Every drafter at the best k of the last draft, beside plain decoding: source by source, at the smallest batch at
+    which all of them were decoded."""
+    by_prompt: Mapping[bench_lib.Cell, Any] = measured["by_prompt"]
+    found = []
+    for source in compare.shown(sources):
+        chosen = [i for i, own in enumerate(sources) if source in (own, compare.ALL)]
+        for temperature, k in measured["best_k"].items():
+            cells = [cell for cell in by_prompt if cell.temperature == temperature and cell.k in (0, k)]
+            drafters = {cell.drafter for cell in cells}
+            sizes = {cell.batch_size for cell in cells}
+            whole = [n for n in sizes if drafters == {cell.drafter for cell in cells if cell.batch_size == n}]
+            for cell in cells:
+                if cell.batch_size == min(whole):
+                    seconds, stats = zip(*(by_prompt[cell][i] for i in chosen), strict=True)
+                    speed = metrics.tokens_per_s(sum(s.emitted for s in stats), sum(seconds))
+                    row = compare.row(source, temperature, cell.drafter, cell.k or None, stats, speed, None)
+                    found.append(dataclasses.asdict(row))
+    return found
 
 
 def _milliseconds(costs: Mapping[str, float]) -> dict[str, float]:

@@ -49,11 +49,12 @@ class OnPolicy(Sampled):
         return OnPolicyBatches(self, batches, directory, sample, steps)
 
 
-def draft_sampler(model: Any) -> Sampler:
-    """Of a `LoadedModel`'s shape, tokenizer and end-of-sequence ids, with the weights it is given."""
+def draft_sampler(model: Any, complete: Callable[[Params], Params] = lambda params: params) -> Sampler:
+    """Of a `LoadedModel`'s shape, tokenizer and end-of-sequence ids, with the weights it is given; ``complete`` adds
+    those that are not the draft's own."""
 
     def sample(params: Params, prompts: Sequence[list[int]], seeds: Sequence[int], settings: Sampled):
-        decoder = Decoder(dataclasses.replace(model, params=params))
+        decoder = Decoder(dataclasses.replace(model, params=complete(params)))
         return continue_prompts(decoder, prompts, seeds, settings).tokens
 
     return sample

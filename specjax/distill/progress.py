@@ -49,5 +49,10 @@ def console_bars(console: Console) -> Bars:
 
 
 def _figures(record: dict[str, float]) -> str:
-    formats = {"loss": "loss {:.3f}", "alpha": "alpha {:.3f}", "tokens_per_s": "{:,.0f} tokens/s"}
+    formats = {
+        "loss": "loss {:.3f}",
+        "alpha": "alpha {:.3f}",
+        "block_efficiency": "tau {:.2f}",
+        "tokens_per_s": "{:,.0f} tokens/s",
+    }
     return "  ".join(text.format(record[name]) for name, text in formats.items() if name in record)

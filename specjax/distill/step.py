@@ -20,7 +20,7 @@ from specjax.distill.evaluate import matched
 from specjax.distill.laws import acceptance
 from specjax.distill.layout import ONE_DEVICE, Layout
 from specjax.distill.optimizer import Average
-from specjax.distill.teacher import target_output
+from specjax.distill.teacher import completed, target_output
 from specjax.types import Batch, FullLogits, Loss, LossContext, Params, Trainable
 
 MICRO_TOKENS_CPU = 512
@@ -113,13 +113,13 @@ def make_update(
     """The jitted step ``(state, target_params, batch, reference_params) -> (state, metrics)``; ``state`` is donated.
 
     ``spec``: the target's static half, None where the loss needs no target or the batch brings its logits. The target's
-    parameters are an argument: closed over, they would be compiled in as constants. ``rows``: of a microbatch, over all
-    devices. ``reference``: the frozen draft of a loss that compares with one, its parameters None without one. Loss,
-    metrics and gradient are sums over all predictions of the batch divided once by the sum of their weights, however it
-    is cut up and wherever it lies. ``metrics["sound"]``: loss and gradient are finite. ``skip``: a step without that
-    leaves parameters, optimizer, averages and running alpha as they were. ``compute_dtype``: of the draft's forward and
-    backward pass. ``ema``: decay of ``state.average``. ``state``: over a mesh, one that lies where the step is to find
-    and leave its states.
+    parameters are an argument: closed over, they would be compiled in as constants. Without ``spec`` they are None,
+    unless the draft shares some of them. ``rows``: of a microbatch, over all devices. ``reference``: the frozen draft
+    of a loss that compares with one, its parameters None without one. Loss, metrics and gradient are sums over all
+    predictions of the batch divided once by the sum of their weights, however it is cut up and wherever it lies.
+    ``metrics["sound"]``: loss and gradient are finite. ``skip``: a step without that leaves parameters, optimizer,
+    averages and running alpha as they were. ``compute_dtype``: of the draft's forward and backward pass. ``ema``: decay
+    of ``state.average``. ``state``: over a mesh, one that lies where the step is to find and leave its states.
     """
 
     drafter, spec = layout.drafter(drafter), layout.model(spec)
@@ -130,7 +130,9 @@ def make_update(
     def stage_loss(params, given: _Given, batch: Batch):
         target_out = None if spec is None else target_output(spec, given.target, batch)
         teacher = batch.teacher if target_out is None else FullLogits(target_out.logits)
-        out = drafter.train_output(jax.tree.map(cast, params), batch, target_out)
+        # Cast before it is completed: what is the target's then takes the same dtype, without one in between.
+        whole = completed(drafter, jax.tree.map(cast, params), given.target)
+        out = drafter.train_output(whole, batch, target_out)
         frozen = None if reference is None else reference.train_output(given.reference, batch, target_out)
         total, weights, overlaps = jnp.float32(0), jnp.float32(0), {}
         for j in range(out.logits.shape[2]):

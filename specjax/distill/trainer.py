@@ -24,13 +24,14 @@ from specjax.distill.optimizer import make_optimizer
 from specjax.distill.profile import Profile
 from specjax.distill.progress import StepProgress
 from specjax.distill.rows import Batches, Rows
+from specjax.distill.selection import Decodes, Selector, fingerprint_of
 from specjax.distill.signals import stop_requested
 from specjax.distill.step import make_update, microbatch_rows, start_state
 from specjax.distill.teacher_cache import cached_rows, numbers_of
 from specjax.errors import ConfigError, Stopped, TrainingError
 from specjax.models.training import TrainingModel
 from specjax.models.transformer import Model
-from specjax.types import Batch, Params, Trainable
+from specjax.types import Batch, Params, Sharing, Trainable
 
 LOG_EVERY = 10
 """Steps between two looks at the metrics; in between, the host never waits for the device."""
@@ -50,6 +51,7 @@ def train_stage(
     progress: StepProgress | None = None,
     sample: Sampler | None = None,
     layout: Layout = ONE_DEVICE,
+    decoding: Decodes | None = None,
 ) -> Params:
     """Train ``params`` as ``stage`` says and return the result; a finished stage returns its own at once.
 
@@ -58,7 +60,8 @@ def train_stage(
     after an interruption, it goes on from the last checkpoint in ``directory`` to the same weights, optimizer state,
     random key and log, bit for bit, on the same ``layout`` (the log's ``tokens_per_s`` is a timing). ``directory``
     keeps ``log.jsonl`` (`read_log`), checkpoints, a fingerprint, and what `jax.profiler` traced. Of several processes,
-    all call this.
+    all call this. ``decoding``: decodes with the draft at every evaluation, and says whether that decides which weights
+    are returned and when the stage ends (`specjax.distill.selection`).
 
     Raises `TrainingError` if a loss or gradient is not finite in more steps than ``stage.skip_non_finite`` (naming step
     and rows; the last good checkpoint is kept), if something cannot be written, or if the directory was made with other
@@ -70,6 +73,8 @@ def train_stage(
         raise TrainingError(
             f"{directory.name}: the loss {loss.kind!r} needs a target model; use cross_entropy or give one"
         )
+    if isinstance(drafter, Sharing) and target is None:
+        raise TrainingError(f"{directory.name}: the draft shares weights with its target; give the target")
     rows = _microbatch_rows(directory.name, stage, train_rows.length, layout)
     student = _student(drafter, stage)
     backend.keep_freed_memory()
@@ -79,6 +84,7 @@ def train_stage(
     reference, reference_params = loss.bind(target) if hasattr(loss, "bind") else (None, None)
     made_from = (params, None if target is None else target.params, train_rows, held_out_rows)
     made_of = _fingerprint(stage, drafter, seed, *made_from)
+    made_of["selection"] = fingerprint_of(decoding, stage)
     if reference is not None:
         made_of["reference_params"] = fingerprint.digest(reference_params)
     by_first(lambda: fingerprint.claim(directory, made_of))
@@ -90,17 +96,19 @@ def train_stage(
     with Checkpoints(directory / "checkpoints") as checkpoints:
         restored = checkpoints.restore_latest(state) or Restored(0, state)
         start, state, pending = restored.step, restored.state, restored.pending
-        if start == stage.steps:
-            return state.result
+        selector = Selector(directory, decoding, start)
+        if start == stage.steps or selector.stops:
+            return selector.result(state.result)
         log = Log(directory / LOG, start)
         tokens = stage.batch_size * train_rows.length
-        spec, teacher = None, None
-        if target is not None and loss.needs_target:
-            spec, teacher = target.spec, layout.put(target.params, layout.of_target(target.params, target.spec))
+        spec, teacher, shares = None, None, isinstance(drafter, Sharing)
+        if target is not None and (loss.needs_target or shares):
+            spec = target.spec if loss.needs_target else None
+            teacher = layout.put(target.params, layout.of_target(target.params, target.spec))
         if spec is not None and stage.teacher == "cached":
             numbers = numbers_of(batches, stage.steps)
             kept = cached_rows(directory / "teacher", target, train_rows, numbers, stage.teacher_top_k, rows)
-            spec, teacher, batches = None, None, Batches(kept, stage.batch_size, seed)
+            spec, teacher, batches = None, teacher if shares else None, Batches(kept, stage.batch_size, seed)
         options = {"skip": stage.skip_non_finite > 0, "compute_dtype": stage.compute_dtype, "ema": ema}
         update = make_update(student, loss, optimizer, spec, rows, reference, **options, layout=layout, state=state)
 
@@ -138,6 +146,8 @@ def train_stage(
                         record["held_out_nll"] = result.nll
                         if target is not None:
                             record["alpha"] = result.alpha
+                        record |= selector.measure(step, state.result)
+                        saves = saves or selector.stops
                     log.append(record)
                     pending = []
                 if saves or ends:
@@ -150,7 +160,9 @@ def train_stage(
                 if ends:
                     checkpoints.wait()
                     raise Stopped(f"{directory}: stopped by SIGTERM; step {step} is saved, the same command goes on")
-    return state.result
+                if selector.stops:
+                    break
+    return selector.result(state.result)
 
 
 def _microbatch_rows(name: str, stage: config.Stage, length: int, layout: Layout) -> int:

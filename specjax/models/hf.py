@@ -288,6 +288,11 @@ def _write_files(model: LoadedModel, directory: Path, dtype: str, card: str | No
     write_manifest(directory)
 
 
+def check_saveable(family: str, config: ModelConfig) -> None:
+    """Raises `ModelError` unless `save_model` can write a model of ``config`` as ``family``."""
+    _describe(family_of(family, "config.json"), config)
+
+
 def _describe(family: Family, config: ModelConfig) -> dict[str, Any]:
     """config.json without its ids. Raises `ModelError` for a config that the family has no settings for."""
     described: dict[str, Any] = {}

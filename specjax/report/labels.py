@@ -108,5 +108,10 @@ def format_temperature(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
+def format_interval(low: float | None, high: float | None) -> str:
+    """Both ends, or a dash."""
+    return "–" if low is None or high is None else f"{low:.2f} to {high:.2f}"
+
+
 def drafter_name(drafter: str) -> str:
     return DRAFTERS.get(drafter, visible(drafter))

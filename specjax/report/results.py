@@ -41,6 +41,7 @@ class TrainingRecord(_Record):
     loss: float | None = None
     alpha: float | None = None
     held_out_nll: float | None = None
+    block_efficiency: float | None = None
 
 
 class Training(_Record):
@@ -65,11 +66,27 @@ class DecodingRow(_Record):
     speedup: float | None = None
     predicted_speedup: float | None = None
     block_efficiency: float | None = None
+    block_efficiency_interval: tuple[float, float] | None = None
     acceptance_rate: float | None = None
     acceptance_at: tuple[float, ...] | None = None
     conditional_acceptance_at: tuple[float, ...] | None = None
     repeats: int | None = None
     identical: bool | None = None
+
+
+class Comparison(_Record):
+    """A drafter on the text of one source; ``low`` .. ``high``: 95% interval of its block efficiency, over prompts."""
+
+    source: str
+    temperature: float = Field(ge=0)
+    drafter: str
+    prompts: int | None = None
+    k: int | None = None
+    alpha: float | None = None
+    block_efficiency: float | None = None
+    low: float | None = None
+    high: float | None = None
+    tokens_per_s: float | None = None
 
 
 class Piece(_Record):
@@ -111,6 +128,7 @@ class Results(_Record):
     figures: tuple[Figure, ...] = ()
     training: Training = Training()
     decoding: tuple[DecodingRow, ...] = ()
+    comparison: tuple[Comparison, ...] = ()
     verifier: Verifier | None = None
     compile_seconds: float | None = None
     stage_seconds: dict[str, float] = {}
@@ -155,6 +173,18 @@ def ordered(rows: tuple[DecodingRow, ...]) -> list[tuple[tuple[int, float], list
     for row in sorted(rows, key=lambda r: (r.batch_size, r.temperature, rank.get(r.drafter, 3), r.drafter, r.k or 0)):
         groups.setdefault((row.batch_size, row.temperature), []).append(row)
     return list(groups.items())
+
+
+COMPARED = ("autoregressive", "draft_before", "draft_after")
+
+
+def before_and_after(rows: tuple[Comparison, ...]) -> list[tuple[tuple[str, float], list[Comparison]]]:
+    """((source, temperature), rows) in the order given; plain decoding leads, then the drafts, nothing else."""
+    groups: dict[tuple[str, float], list[Comparison]] = {}
+    for row in rows:
+        if row.drafter in COMPARED:
+            groups.setdefault((row.source, row.temperature), []).append(row)
+    return [(key, sorted(group, key=lambda row: COMPARED.index(row.drafter))) for key, group in groups.items()]
 
 
 def fastest(rows: list[DecodingRow]) -> DecodingRow | None:

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from specjax.errors import SpecjaxError
-from specjax.report.labels import drafter_name, format_temperature, format_value, visible
+from specjax.report.labels import drafter_name, format_interval, format_temperature, format_value, visible
 from specjax.report.palette import ORIGINS
-from specjax.report.results import DecodingRow, Figure, fastest, ordered
+from specjax.report.results import Comparison, DecodingRow, Figure, before_and_after, fastest, ordered
 
 
 class PieceLike(Protocol):
@@ -59,6 +59,24 @@ def figures_table(figures: Sequence[Any]) -> Table:
             Text(visible(figure.bound) + (" (timing)" if figure.timing else "")),
             Text("ok", style="green") if figure.ok else Text("MISSED", style="bold red"),
         )
+    return table
+
+
+def comparison_table(rows: Sequence[Any]) -> Table:
+    """Before and after distillation (mappings or objects as in `results.Comparison`), source by source."""
+    table = Table(title="Before and after", title_justify="left", header_style="bold")
+    table.add_column("drafter")
+    for header in ("k", "alpha", "tokens a block", "95%", "tokens/s"):
+        table.add_column(header, justify="right")
+    for (source, temperature), group in before_and_after(tuple(map(Comparison.model_validate, rows))):
+        table.add_section()
+        prompts = f" ({group[0].prompts} prompts)" if group[0].prompts else ""
+        table.add_row(Text(f"{visible(source)}, {format_temperature(temperature)}{prompts}", style="italic"))
+        for row in group:
+            figures = ("–" if x is None else format_value(x) for x in (row.k, row.alpha, row.block_efficiency))
+            interval = format_interval(row.low, row.high)
+            speed = "–" if row.tokens_per_s is None else format_value(row.tokens_per_s)
+            table.add_row(Text("  " + drafter_name(row.drafter)), *map(Text, (*figures, interval, speed)))
     return table
 
 

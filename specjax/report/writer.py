@@ -33,6 +33,7 @@ def write(run_dir: Path) -> Path:
     context = {
         "run": run,
         "groups": [(*key, rows, results.fastest(rows)) for key, rows in results.ordered(run.decoding)],
+        "compared": results.before_and_after(run.comparison),
         "bounded": sum(bool(figure.bound) for figure in run.figures),
         "missed": [figure for figure in run.figures if not figure.ok],
         "origins": palette.ORIGINS,
@@ -88,6 +89,7 @@ def _environment() -> jinja2.Environment:
         duration=labels.format_duration,
         temperature=labels.format_temperature,
         drafter=labels.drafter_name,
+        interval=lambda row: labels.format_interval(row.low, row.high),
         cell=_markdown_cell,
         fenced=_fenced,
     )

@@ -67,6 +67,24 @@ def test_every_point_of_the_grid_is_there_once_and_batch_1_for_the_headline(meas
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
 
 
+def test_the_comparison_by_source_is_of_the_prompts_of_that_source(measured):
+    """Three prompts at batch 2 are four rows: the first prompt's two count as one prompt."""
+    rows = measure._comparison(measured, ["a", "b", "a"])
+    assert [(r["source"], r["prompts"]) for r in rows if r["drafter"] == AUTOREGRESSIVE and r["temperature"] == 0] == [
+        ("a", 2),
+        ("b", 1),
+        ("all", 3),
+    ]
+    grid = {(r["drafter"], r["temperature"]): r for r in measured["decoding"] if r["batch_size"] == 2}
+    assert {r["drafter"] for r in rows} == {AUTOREGRESSIVE, "draft_after", "ngram"}
+    for row in (r for r in rows if r["source"] == "all"):
+        whole = grid[row["drafter"], row["temperature"]]
+        assert row["block_efficiency"] == whole["block_efficiency"]
+        assert row["tokens_per_s"] == pytest.approx(whole["tokens_per_s"])
+        if row["k"]:
+            assert [row["low"], row["high"]] == whole["block_efficiency_interval"]
+
+
 def test_speedups_are_ratios_of_wall_times_at_the_same_batch_and_temperature(monkeypatch):
     """Every batch takes 1, 2, 3, ... units in the order decoded, so each ratio tells which runs it compares."""
     bench, clock = make(batch_sizes=(1,), ks=(1,), temperatures=(0.0,)), itertools.count(1)

@@ -13,7 +13,9 @@ import pytest
 import train_draft
 from specjax import config
 from specjax.cli import run_main
-from specjax.distill import fingerprint, job, lock
+from specjax.distill import figures, fingerprint, job, lock
+from specjax.distill.corpus import Document
+from specjax.distill.evaluate import Evaluation
 from specjax.distill.make_data import make_data
 from specjax.errors import ConfigError, DataError, ModelError, TrainingError
 from specjax.models.hf import LoadedModel, load_model, save_model
@@ -53,6 +55,7 @@ def settings(target_directory, documents):
             draft=config.Draft(architecture=shape, pretrain=config.Stage(loss="cross_entropy", steps=2, **often)),
             distill=config.Stage(steps=6, **often),
             control=config.Control(learning_rates=(0.01,)),
+            selection=config.Selection(prompts=0),
             eval=config.Eval(positions=100, batch_size=2),
             out=str(out),
         )
@@ -116,7 +119,7 @@ def test_an_interrupted_job_resumes_to_the_same_final_weights(finished, settings
 def test_a_second_run_reuses_everything(finished, monkeypatch):
     run, first = finished
     recorder = Recorder()
-    monkeypatch.setattr(job, "evaluate_all", None)
+    monkeypatch.setattr(figures, "evaluate_all", None)
     monkeypatch.setattr(job, "save_model", None)
     second = job.run(run, recorder)
     assert set(map(tuple, recorder.steps.values())) == {()}
@@ -253,6 +256,59 @@ def test_a_draft_cut_from_its_target_has_the_target_s_conventions(settings, tmp_
     # Nothing was cut and nothing trained yet: the target itself, in other directions.
     assert result.measures.alpha_before == pytest.approx(1, abs=1e-3)
     assert load_model(str(tmp_path / "cut" / "draft")).config == shape
+
+
+def test_a_shared_draft_is_chosen_by_decoding_and_exported_whole(settings, documents, tmp_path):
+    often: dict[str, Any] = {"batch_size": 2, "eval_every": 2, "save_every": 2, "eval_positions": LENGTH}
+    start = {"kind": "layers", "keep": [1], "share": True}
+    run = settings(
+        tmp_path / "run",
+        draft=config.Draft(init=start, pretrain=config.Stage(loss="cross_entropy", steps=2, **often)),
+        distill=config.Stage(steps=6, **often, optimizer=config.Optimizer(learning_rate=0.1)),
+        control=config.Control(),
+        selection=config.Selection(prompts=2, prompt_tokens=8, new_tokens=8, k=2, temperatures=(0.0,), select="best"),
+    )
+    result = job.run(run)
+    assert not any("block_efficiency" in record for record in result.logs["draft-pretrain"])
+    scores = {r["step"]: r["block_efficiency"] for r in result.logs["draft-distill"]}
+    assert list(scores) == [2, 4, 6]
+    best = max(scores, key=lambda step: (scores[step], step))
+    before, after = result.comparison
+    assert (before.drafter, after.drafter, after.source, after.k) == ("draft_before", "draft_after", documents.name, 2)
+    assert after.block_efficiency == scores[best]
+    assert after.alpha == result.measures.alpha_after
+    exported = load_model(tmp_path / "run" / "draft")
+    assert exported.config.num_layers == 1
+    np.testing.assert_array_equal(exported.params["embedding"], result.target.params["embedding"])
+    assert not np.array_equal(exported.params["norm"]["scale"], result.target.params["norm"]["scale"])
+    card = (tmp_path / "run" / "draft" / "README.md").read_text()
+    assert f"| block efficiency, k=2, greedy | {after.block_efficiency:.2f} (95% " in card
+    assert "2 held-out prompts, which chose this draft); accepted at position 1 .. k: " in card
+    assert "which chose" not in (tmp_path / "run" / "draft-before" / "README.md").read_text()
+    recorder = Recorder()
+    assert job.run(run, recorder).comparison == result.comparison
+    assert set(map(tuple, recorder.steps.values())) == {()}
+
+
+def test_alpha_is_told_apart_by_source_where_a_source_fills_a_row(settings, tiny_target, tmp_path):
+    target = dataclasses.replace(tiny_target, eos_ids=(0,))
+    sizes = {"code": 40, "prose": 20, "short": 1}
+    held_out = [Document(name, f"{name} " * size, name) for name, size in sizes.items()]
+
+    def evaluate(drafts, rows):
+        return [Evaluation(0.0, 0.0, len(rows) + draft, 0) for draft in drafts]
+
+    whole = [Evaluation(0.0, 0.0, alpha, 0) for alpha in (0.3, 0.4)]
+    found = figures.alphas_by_source(settings(tmp_path), target, held_out, evaluate, [0.1, 0.2], whole)
+    before, after = found["draft_before"], found["draft_after"]
+    assert set(before) == set(after) == {"code", "prose", "all"}
+    assert (before["all"], after["all"]) == (0.3, 0.4)
+    assert after["code"] - before["code"] == pytest.approx(0.1)
+    assert before["code"] > before["prose"] + 1
+    assert figures.alphas_by_source(settings(tmp_path), target, held_out[:1], evaluate, [0.1, 0.2], whole) == {
+        "draft_before": {"code": 0.3},
+        "draft_after": {"code": 0.4},
+    }
 
 
 def test_a_cut_that_does_not_fit_names_the_field(settings, tmp_path):

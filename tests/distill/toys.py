@@ -94,7 +94,7 @@ def stage(**changes) -> config.Stage:
     return config.Stage(**settings | changes)
 
 
-def train(directory: Path, progress=None, drafter=None, layout=ONE_DEVICE, **changes) -> Any:
+def train(directory: Path, progress=None, drafter=None, layout=ONE_DEVICE, decoding=None, **changes) -> Any:
     """12 steps on 40 rows, saved every 5: an epoch is 10 steps."""
     return train_stage(
         directory,
@@ -107,6 +107,7 @@ def train(directory: Path, progress=None, drafter=None, layout=ONE_DEVICE, **cha
         3,
         progress,
         layout=layout,
+        decoding=decoding,
     )
 
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import sampling
+from specjax import metrics, sampling
 from specjax.decode import engine
-from specjax.distill import checkpoint, laws, losses, on_policy, optimizer, rows, step, teacher_cache
+from specjax.distill import checkpoint, init, laws, losses, on_policy, optimizer, rows, selection, step, teacher_cache
 from specjax.distill.checkpoint import Checkpoints
 from specjax.distill.layout import Layout
 from specjax.distill.log import Log
@@ -28,16 +28,18 @@ from specjax.verifiers.block import Block
 from specjax.verifiers.chain import ChainVerifier, Chances, row
 from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.speculative import Speculative
-from tests import test_sampling
+from tests import test_metrics, test_sampling
 from tests.decode import test_blocks, test_decoder, test_lossless, test_options
 from tests.distill import (
     test_checkpoint,
+    test_init,
     test_log,
     test_losses,
     test_on_policy,
     test_optimizer,
     test_rows,
     test_scale,
+    test_selection,
     test_step,
     test_teacher_cache,
     test_trainer,
@@ -1181,3 +1183,69 @@ def embeddings_decay_in_any_case(patch):
 )
 def layers_scanned_from_the_last(patch):
     wrap(patch, jax.lax, "scan", lambda real: lambda f, init, xs: real(f, init, xs, reverse=True))
+
+
+# Initial drafts and selection.
+
+
+@mutant("initial draft", test_init.test_every_kept_layer_is_the_targets_of_that_number)
+def kept_layers_off_by_one(patch):
+    def make(real):
+        def mutated(self, config, target, rows):
+            layers, count = target.params["layers"], target.config.num_layers
+            shifted = {i: layers[(i + 1) % count] for i in range(count)}
+            return real(self, config, dataclasses.replace(target, params={**target.params, "layers": shifted}), rows)
+
+        return mutated
+
+    wrap(patch, init.Layers, "draft", make)
+
+
+@mutant("initial draft", test_init.test_a_shared_embedding_and_head_are_no_parameters_and_stay_the_targets)
+def shared_head_is_trained(patch):
+    patch.setattr(init, "ENDS", ("embedding",))
+
+
+BEST_STEP = test_selection.test_the_result_is_the_step_of_the_most_tokens_a_call_the_latest_of_equals
+STOPS = test_selection.test_a_stage_stops_after_so_many_evaluations_without_a_better_one
+
+
+@mutant("selection", BEST_STEP, scores=(2.0, 3.0, 2.5, 2.9), best=2)
+def selection_takes_the_worst(patch):
+    patch.setattr(selection.Selector, "best", property(lambda self: min(self._scores, key=self._scores.__getitem__)))
+
+
+@mutant("selection", BEST_STEP, scores=(1.5, 2.0), best=2)
+def selection_takes_the_first(patch):
+    patch.setattr(selection.Selector, "best", property(lambda self: min(self._scores)))
+
+
+@mutant("selection", BEST_STEP, scores=(2.0, 3.0, 3.0, 1.0), best=3)
+def selection_takes_the_earliest_of_equals(patch):
+    patch.setattr(selection.Selector, "best", property(lambda self: max(self._scores, key=self._scores.__getitem__)))
+
+
+@mutant("selection", STOPS, scores=(2.0, 2.0, 2.0, 9.0), patience=2, last=3)
+def an_equal_score_is_an_improvement(patch):
+    def stops(self):
+        late = [step for step in self._scores if step > self.best]
+        return self._decoding.rule.patience is not None and len(late) >= self._decoding.rule.patience
+
+    patch.setattr(selection.Selector, "stops", property(stops))
+
+
+@mutant("selection", test_selection.test_the_score_is_the_mean_over_temperatures_and_the_log_has_each_position)
+def score_of_the_first_temperature(patch):
+    wrap(patch, selection, "score", lambda real: lambda decoded: real(decoded[:1]))
+
+
+@mutant("metrics", test_metrics.test_the_interval_is_the_percentile_bootstrap_over_prompts)
+def bootstrap_resamples_blocks(patch):
+    def make(real):
+        def mutated(by_prompt, **options):
+            one = [metrics.DecodeStats(1, s.emitted / s.blocks, (), (), ()) for s in by_prompt for _ in range(s.blocks)]
+            return real(one, **options)
+
+        return mutated
+
+    wrap(patch, metrics, "block_efficiency_interval", make)

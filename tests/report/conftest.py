@@ -64,6 +64,19 @@ def _decoding() -> list[dict]:
     return rows
 
 
+def _comparison() -> list[dict]:
+    rows = []
+    for source in ("code", "prose"):
+        for temperature in (0.0, 1.0):
+            common = {"source": source, "temperature": temperature, "prompts": 6}
+            rows.append({**common, "drafter": "ngram", "k": 5, "block_efficiency": 1.7, "tokens_per_s": 901.0})
+            for drafter, alpha, tau in (("draft_after", 0.86, 3.91), ("draft_before", 0.7, 2.64)):
+                figures = {"alpha": alpha, "block_efficiency": tau, "low": tau - 0.3, "high": tau + 0.25}
+                rows.append({**common, "drafter": drafter, "k": 5, **figures, "tokens_per_s": 300 * tau})
+            rows.append({**common, "drafter": "autoregressive", "k": None, "tokens_per_s": 850.2})
+    return rows
+
+
 def make_results() -> dict:
     summary = {
         "target_nll": 1.412, "draft_nll": 2.031, "alpha_before": 0.7012, "alpha_after": 0.8613,
@@ -102,6 +115,7 @@ def make_results() -> dict:
                         enumerate(("0.0005", "0.001", "0.002"))},
         },
         "decoding": _decoding(),
+        "comparison": _comparison(),
         "compile_seconds": 41.7,
         "stage_seconds": {"corpus": 6.2, "pretrain": 71.0, "distill": 214.0, "control": 190.5, "bench": 301.9},
         "sample": {

@@ -74,6 +74,21 @@ def test_summary_json_is_the_summary_with_date_machine_and_figures(plotless, sav
     assert summary["figures"] == plotless["figures"]
 
 
+def test_before_and_after_are_told_by_source_beside_plain_decoding(built):
+    markdown = (built / "report.md").read_text(encoding="utf-8")
+    section = markdown.split("## Before and after")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith(("| code", "| prose"))]
+    assert rows[:3] == [
+        "| code | greedy | autoregressive | – | – | – | – | 850.2 |",
+        "| code | greedy | draft before distillation | 5 | 0.700 | 2.640 | 2.34 to 2.89 | 792.0 |",
+        "| code | greedy | draft after distillation | 5 | 0.860 | 3.910 | 3.61 to 4.16 | 1,173 |",
+    ]
+    assert len(rows) == 2 * 2 * 3
+    _, parsed = page(built)
+    assert "prose, temperature 1" in parsed.text
+    assert "3.61 to 4.16" in parsed.text
+
+
 def test_page_loads_nothing_and_runs_nothing(built):
     html, parsed = page(built)
     assert "script" not in parsed.tags
@@ -190,7 +205,7 @@ def test_parts_that_are_missing_are_said_not_to_be_measured(save, null):
     html, parsed = page(directory)
     assert "svg" not in parsed.tags
     sections = dict(re.findall(r"<h2>(.*?)</h2>(.*?)</section>", html, flags=re.DOTALL))
-    assert len(sections) == 7
+    assert len(sections) == 8
     assert all("not measured" in body for body in sections.values())
     assert (directory / "report.md").read_text().count("not measured") >= 5
     assert not list(directory.glob("*.png"))

@@ -72,6 +72,14 @@ def test_text_is_shown_as_it_is_never_as_markup():
     )
 
 
+def test_the_comparison_has_a_section_a_source_and_temperature(results):
+    lines = plain(terminal.comparison_table(results["comparison"])).splitlines()
+    at = next(i for i, line in enumerate(lines) if "code, greedy (6 prompts)" in line)
+    cells = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in lines[at + 1 : at + 4]]
+    assert cells[0] == ["autoregressive", "–", "–", "–", "–", "850.2"]
+    assert cells[2] == ["draft after distillation", "5", "0.860", "3.910", "3.61 to 4.16", "1,173"]
+
+
 def test_escape_sequences_in_text_do_not_reach_the_terminal():
     hostile = "a\x1b]0;title\x07b\x9b2Jc\rd\u202ee"
     assert plain(terminal.render_pieces([Piece(hostile, "bonus")])).strip() == "a␛]0;title␇b\\u009b2Jc␍d\\u202ee"

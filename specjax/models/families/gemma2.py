@@ -17,13 +17,13 @@ from specjax.models.families.settings import (
     write_layers,
 )
 
-_POSITIONS = 8192
+_POSITIONS, _WINDOW = 8192, 4096
 
 
 def _read(settings: Settings) -> ModelConfig:
     sliding = [i % 2 == 0 for i in range(layer_count(settings))]
     rope = read_rope(settings, max_positions=_POSITIONS)
-    layers = sliding_layers(settings, rope, read_window(settings, absent=4096), sliding)
+    layers = sliding_layers(settings, rope, read_window(settings, absent=_WINDOW), sliding)
     return read_gemma(settings, layers, _POSITIONS, attention_cap=50.0, logit_cap=30.0)
 
 
@@ -55,14 +55,16 @@ def read_gemma(
 
 
 def write_gemma(config: ModelConfig) -> dict[str, Any]:
-    scale = config.attention_scale
+    scale, layers = config.attention_scale, write_layers(config)
+    # transformers makes the mask of a window even where no layer has one, and fails without its size.
+    layers["sliding_window"] = layers["sliding_window"] or _WINDOW
     return {
         **write_decoder(config, activation="hidden_activation"),
         "attention_bias": config.qkv_bias,
         "query_pre_attn_scalar": scale and round(scale**-2),
         "attn_logit_softcapping": config.attention_soft_cap,
         "final_logit_softcapping": config.logit_soft_cap,
-        **write_layers(config),
+        **layers,
     }
 
 

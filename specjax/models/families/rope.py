@@ -109,6 +109,8 @@ _STRETCHED = ("llama3", "yarn", "longrope")
 
 def write_rope(config: ModelConfig, old_names: tuple[str, str] = ("rope_theta", "partial_rotary_factor")) -> dict:
     """The one rotary embedding of the model, in both spellings."""
+    if len(config.ropes) != 1:
+        raise ValueError(f"its layers have {len(config.ropes)} rotary embeddings, expected one")
     (rope,) = config.ropes
     old: dict[str, Any] = {old_names[0]: rope.theta}
     if rope.partial != 1:

@@ -1,0 +1,195 @@
+"""The draft before any training: of random weights, a model directory, or made of the target (`draft.init`).
+
+Each kind is a frozen dataclass that is its own configuration, registered in `specjax.registry.INITS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Annotated, Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Key
+from pydantic import AfterValidator, Field
+
+from specjax import config as config_lib
+from specjax import registry
+from specjax.config import RunConfig
+from specjax.distill.distributed import whole
+from specjax.distill.prune import prune
+from specjax.distill.rows import Rows, spread
+from specjax.distill.teacher import completed
+from specjax.drafters.draft_model import DraftModel
+from specjax.errors import ConfigError, ModelError
+from specjax.models.config import ModelConfig
+from specjax.models.families.settings import same_or_each
+from specjax.models.hf import LoadedModel, check_saveable, load_model
+from specjax.models.transformer import Model
+from specjax.models.vocabulary import check_same_vocabulary
+from specjax.types import Batch, DraftOutput, Output, Params, Trainable
+
+CUT_FROM_TARGET = "target"
+"""Short for the kind `pruned`; a directory of that name is ./target."""
+ENDS = ("embedding", "head")
+"""What `share` takes from the target; a tied head is no parameter of its own."""
+_CALIBRATION_TOKENS = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Initial:
+    """A draft about to be trained. ``params`` are what is trained: without those that ``drafter`` shares with the
+    target. ``family``: the Hugging Face model type it is saved as."""
+
+    drafter: Trainable
+    spec: Model
+    params: Params
+    family: str = "llama"
+
+    def model(self, params: Params, target: LoadedModel, name: str = "draft") -> LoadedModel:
+        """With the weights ``params``, those that it shares with ``target``, and the target's tokenizer."""
+        params = completed(self.drafter, params, target.params)
+        return LoadedModel(self.spec, params, target.tokenizer, target.eos_ids, name, family=self.family)
+
+
+class Init(Protocol):
+    def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
+        """``rows``: of the training text. Raises `ConfigError` or `ModelError` where the draft cannot fit."""
+        ...
+
+
+def initial_draft(config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
+    """The draft that ``config.draft`` asks for."""
+    spec = config.draft.init
+    if spec is None:
+        return Scratch().draft(config, target, rows)
+    if isinstance(spec, str):
+        spec = {"kind": "pruned"} if spec == CUT_FROM_TARGET else {"kind": "checkpoint", "path": spec}
+    init: Init = registry.build(registry.INITS, spec, "draft.init")
+    return init.draft(config, target, rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Random weights of the shape `draft.architecture`."""
+
+    def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
+        model = Model(model_config(config.draft.architecture, target.config.vocab_size, target.config.max_positions))
+        _, key = jax.random.split(jax.random.key(config.seed))
+        return _of_its_own(model, DraftModel(model).init_params(key, target))
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """``path``: a Hugging Face directory or hub id, whose shape replaces `draft.architecture`."""
+
+    path: Annotated[str, Field(min_length=1)]
+    kind: Literal["checkpoint"] = "checkpoint"
+
+    def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
+        draft = load_model(self.path)
+        check_same_vocabulary(target, draft)
+        if draft.vocab_size != target.vocab_size:
+            raise ConfigError(
+                f"draft.init: {self.path} has {draft.vocab_size} embedding rows, the target {target.vocab_size}; they "
+                "decode together, but the losses compare row by row: give the draft as many rows as the target has"
+            )
+        check_length(config, draft.config, "draft")
+        return _of_its_own(draft.spec, draft.params, draft.family)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pruned:
+    """The principal part of the target, cut to `draft.architecture` (`specjax.distill.prune`)."""
+
+    kind: Literal["pruned"] = "pruned"
+
+    def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
+        shape = model_config(config.draft.architecture, target.config.vocab_size, target.config.max_positions)
+        inherited = ("layers", "norm", "tie_embeddings")
+        shape = dataclasses.replace(shape, **{name: getattr(target.config, name) for name in inherited})
+        calibration = np.asarray(spread(rows, _CALIBRATION_TOKENS).tokens)
+        full = dataclasses.replace(target, params=whole(target.params))
+        return _of_its_own(Model(shape), prune(full, shape, calibration))
+
+
+def _ascending(keep: tuple[int, ...]) -> tuple[int, ...]:
+    if any(b <= a for a, b in itertools.pairwise(keep)):
+        raise ValueError(f"{list(keep)} is not ascending; give each layer once, in the target's order")
+    return keep
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """Some of the target's layers, whole, between its embedding, final norm and head. ``keep``: their numbers, from 0.
+    ``share``: embedding and head stay the target's own, frozen and in memory once, and are written out with the draft.
+    """
+
+    keep: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), AfterValidator(_ascending)]
+    share: bool = False
+    kind: Literal["layers"] = "layers"
+
+    def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
+        full = target.config
+        if self.keep[-1] >= full.num_layers:
+            raise ConfigError(
+                f"draft.init.keep: the target has no layer {self.keep[-1]}, its {full.num_layers} layers are "
+                f"0 .. {full.num_layers - 1}; keep some of those"
+            )
+        check_length(config, full, "draft")
+        kinds = same_or_each([full.layer(i) for i in self.keep])
+        model = Model(dataclasses.replace(full, num_layers=len(self.keep), layers=kinds))
+        try:
+            check_saveable(target.family, model.config)
+        except ModelError as error:
+            raise ConfigError(
+                f"draft.init.keep: keep other layers than {list(self.keep)}; with these, {error}"
+            ) from None
+        # Trained in float32, whatever the target computes in.
+        kept = {new: target.params["layers"][old] for new, old in enumerate(self.keep)}
+        own = {name: value for name, value in target.params.items() if not (self.share and name in ENDS)}
+        own = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), {**own, "layers": kept})
+        if not self.share:
+            return _of_its_own(model, own, target.family)
+        shared = tuple(name for name in ENDS if name in target.params)
+        return Initial(SharedEnds(model, shared), model, own, target.family)
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedEnds:
+    """A draft model whose parameters ``shared`` are the target's: not its own, not trained, not kept twice."""
+
+    model: Any
+    shared: tuple[str, ...]
+
+    def complete(self, params: Params, target_params: Params) -> Params:
+        dtype = params["norm"]["scale"].dtype
+        return {**params, **jax.tree.map(lambda x: x.astype(dtype), {n: target_params[n] for n in self.shared})}
+
+    def init_params(self, key: Key[jax.Array, ""], target: Any) -> Params:
+        params = DraftModel(self.model).init_params(key, target)
+        return {name: value for name, value in params.items() if name not in self.shared}
+
+    def train_output(self, params: Params, batch: Batch, target_out: Output | None) -> DraftOutput:
+        """``params``: the completed ones."""
+        return DraftModel(self.model).train_output(params, batch, target_out)
+
+
+def model_config(shape: config_lib.Architecture, vocab_size: int, max_positions: int) -> ModelConfig:
+    """A Llama of that shape."""
+    sizes: dict[str, Any] = dataclasses.asdict(shape)
+    sizes["head_dim"] = shape.head_dim or shape.hidden_size // shape.num_heads
+    return ModelConfig(vocab_size, **sizes, max_positions=max_positions)
+
+
+def check_length(config: RunConfig, model: ModelConfig, name: str) -> None:
+    if config.data.seq_len > model.max_positions:
+        raise ConfigError(
+            f"data.seq_len: {config.data.seq_len} exceeds the {name}'s {model.max_positions} positions; lower it"
+        )
+
+
+def _of_its_own(spec: Model, params: Params, family: str = "llama") -> Initial:
+    return Initial(DraftModel(spec), spec, params, family)
