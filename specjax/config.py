@@ -299,7 +299,7 @@ class Draft:
     (specjax/distill/prune.py); else a Hugging Face directory, whose shape replaces `architecture`. Or
     `{kind: layers, keep: [0, 2, 5]}`: layers of the target, whole, between its embedding and head, copied or with
     `share: true` the target's own, frozen (specjax/distill/init.py)."""
-    pretrain: Stage = Stage(loss="cross_entropy", steps=300)
+    pretrain: Stage = dataclasses.field(default_factory=lambda: Stage(loss="cross_entropy", steps=300))
     """Cross-entropy on the data, before distillation; 0 steps to skip."""
 
 
@@ -476,8 +476,9 @@ class RunConfig:
 
     target: Target
     data: Data
-    draft: Draft = Draft()
-    distill: Stage = Stage()
+    # Made when asked for: a loss is checked by its class, which needs JAX.
+    draft: Draft = dataclasses.field(default_factory=Draft)
+    distill: Stage = dataclasses.field(default_factory=Stage)
     control: Control = Control()
     selection: Selection = Selection()
     mesh: Mesh = Mesh()

@@ -57,8 +57,8 @@ def test_every_killer_is_a_test_that_the_suite_runs():
         for mark in marks:
             names = [n.strip() for n in mark.args[0].split(",")] if isinstance(mark.args[0], str) else [*mark.args[0]]
             values = tuple(mutant.parameters[name] for name in names)
-            cases = [case.values if hasattr(case, "marks") else case for case in mark.args[1]]
-            runs = [tuple(c) if isinstance(c, tuple) or len(names) > 1 else (c,) for c in cases]
+            one = isinstance(mark.args[0], str) and len(names) == 1  # then pytest takes a plain case as it is
+            runs = [c.values if hasattr(c, "marks") else (c,) if one else tuple(c) for c in mark.args[1]]
             assert values in runs, mutant.name
             given += names
         given += [name for name in mutant.parameters if name in vars(sys.modules[mutant.killer.__module__])]
