@@ -42,11 +42,11 @@ ROOT = Path(__file__).parents[2]
 TENSOR = config.Mesh(data=2, tensor=2)
 
 
-def same_gradient(found, expected) -> None:
-    """Within 1e-6 of its size, parameter by parameter."""
+def same_gradient(found, expected, bound: float = 1e-6) -> None:
+    """Within ``bound`` of its size, parameter by parameter."""
     assert set(found) == set(expected)
     for name, value in expected.items():
-        assert np.linalg.norm(found[name] - value) <= 1e-6 * np.linalg.norm(value), name
+        assert np.linalg.norm(found[name] - value) <= bound * np.linalg.norm(value), name
 
 
 def same_training(losses, gradient, expected: Trained) -> None:
@@ -150,6 +150,7 @@ draft:
   pretrain: {loss: cross_entropy, steps: 0}
 distill: {steps: 6, batch_size: 4, eval_every: 3, save_every: 3, remat: true, optimizer: {ema: 0.9}}
 eval: {positions: 256}
+selection: {prompts: 0}
 """
 
 
@@ -341,7 +342,8 @@ def test_rematerialised_and_scanned_layers_give_the_loss_and_gradient_of_plain_o
         {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (gradient, expected)
     ]
-    same_gradient(*flat)
+    # Another program for the layers: sums of some hundred terms in another order.
+    same_gradient(*flat, bound=4e-6)
 
 
 def test_remat_recomputes_and_scan_compiles_one_loop():
