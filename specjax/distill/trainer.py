@@ -130,7 +130,7 @@ def train_stage(
                 measures = last or step % stage.eval_every == 0
                 saves = last or step % stage.save_every == 0
                 logs = measures or saves or step % LOG_EVERY == 0
-                ends = stops(step) and not last
+                ends = stops(step)
                 if logs or ends:
                     pending = jax.device_get(pending)
                     _refuse_non_finite(directory, stage, step, pending, batches, checkpoints)

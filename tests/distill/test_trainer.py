@@ -70,6 +70,16 @@ def test_sigterm_saves_the_step_under_way_and_the_rest_goes_on_as_if_nothing_was
     assert without_speed(read_log(tmp_path / "stage")) == without_speed(read_log(uninterrupted[0]))
 
 
+def test_a_sigterm_in_the_last_step_keeps_the_next_stage_from_beginning(uninterrupted, tmp_path):
+    def progress(step, record):
+        if step == 11:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped, match="step 12 is saved"):
+        toys.train(tmp_path / "stage", progress)
+    assert_same(toys.train(tmp_path / "stage"), uninterrupted[1])
+
+
 def test_the_second_sigterm_does_what_it_did_before_training():
     came = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
