@@ -42,11 +42,11 @@ ROOT = Path(__file__).parents[2]
 TENSOR = config.Mesh(data=2, tensor=2)
 
 
-def same_gradient(found, expected, bound: float = 1e-6) -> None:
-    """Within ``bound`` of its size, parameter by parameter."""
+def same_gradient(found, expected) -> None:
+    """Within 1e-6 of its size, parameter by parameter."""
     assert set(found) == set(expected)
     for name, value in expected.items():
-        assert np.linalg.norm(found[name] - value) <= bound * np.linalg.norm(value), name
+        assert np.linalg.norm(found[name] - value) <= 1e-6 * np.linalg.norm(value), name
 
 
 def same_training(losses, gradient, expected: Trained) -> None:
@@ -331,9 +331,7 @@ def loss_and_gradient(model):
     return jax.jit(jax.value_and_grad(loss))(params)
 
 
-@pytest.mark.parametrize(
-    ("remat", "scan"), [(True, False), in_proof(False, True), (True, True)], ids=["remat", "scan", "both"]
-)
+@pytest.mark.parametrize(("remat", "scan"), [(True, False), (False, True), (True, True)], ids=["remat", "scan", "both"])
 def test_rematerialised_and_scanned_layers_give_the_loss_and_gradient_of_plain_ones(remat, scan):
     expected_loss, expected = loss_and_gradient(Model(PATTERN))
     loss, gradient = inspect.unwrap(loss_and_gradient)(TrainingModel(PATTERN, remat=remat, scan_layers=scan))
@@ -342,8 +340,7 @@ def test_rematerialised_and_scanned_layers_give_the_loss_and_gradient_of_plain_o
         {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (gradient, expected)
     ]
-    # Another program for the layers: sums of some hundred terms in another order.
-    same_gradient(*flat, bound=4e-6)
+    same_gradient(*flat)
 
 
 def test_remat_recomputes_and_scan_compiles_one_loop():
