@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +17,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from specjax.errors import DataError, ModelError, SpecjaxError, Stopped
 
@@ -169,17 +166,19 @@ def generate(
             from specjax.chat import encode
 
             given = [encode(decoder.target.tokenizer, text, system) for text in prompts]
+        from specjax.report import generation
+
         if as_json:
             if len(prompts) == 1:
-                results = _timed_json(decoder, prompts[0], given[0], options)
+                results = generation.timed_json(decoder, prompts[0], given[0], options)
             else:
-                results = _as_json(prompts, decoder.generate(given, **options))
+                results = generation.as_json(prompts, decoder.generate(given, **options))
             results["verifier"] = {"kind": verifier, "lossless": decoder.lossless or greedy}
             print(json.dumps(results, default=plain_json))
         elif len(prompts) == 1:
-            _stream(decoder, given[0], options, no_color)
+            generation.stream(decoder, given[0], options, no_color)
         else:
-            _print_rows(prompts, decoder.generate(given, **options), no_color)
+            generation.print_rows(prompts, decoder.generate(given, **options), no_color)
 
 
 @app.command()
@@ -422,86 +421,6 @@ def _defaults(context: typer.Context, target: str) -> dict[str, Any]:
     kept = f" (as given on the command line: {', '.join(own)})" if own else ""
     print(f"note: from {found.source}: {told}{kept}", file=sys.stderr)
     return applied
-
-
-def _stream(decoder: Any, prompt: Any, options: dict[str, Any], no_color: bool) -> None:
-    """Text to stdout as it is committed; legend and statistics to stderr, so that a pipe gets the text alone."""
-    from specjax.report.terminal import legend
-
-    console = Console(no_color=no_color or None, highlight=False)
-    notes = Console(stderr=True, no_color=no_color or None, highlight=False)
-    first, count, last, event = None, 0, time.perf_counter(), None
-    for event in decoder.stream(prompt, **options):
-        last = time.perf_counter()
-        # The first event waits for compilation, so the rate counts from there.
-        first, count = (last, 0) if first is None else (first, count + len(event.tokens))
-        _print_pieces(console, event.pieces, event.text)
-    console.print()
-    if event is None:
-        return
-    rate = f", {count / (last - first):,.0f} tokens/s after the first block" if first is not None and count else ""
-    if console.is_terminal and not console.no_color:
-        notes.print("\n", legend(), sep="")
-    notes.print(f"{_describe(event.stats)}{rate}")
-
-
-def _print_pieces(console: Console, pieces: Sequence[Any], text: str) -> None:
-    from specjax.report.terminal import render_pieces
-
-    if console.is_terminal:
-        console.print(render_pieces(pieces), end="", soft_wrap=True)
-    else:
-        # Rich would turn tabs into spaces.
-        console.file.write(text)
-        console.file.flush()
-
-
-def _print_rows(prompts: Sequence[str], result: Any, no_color: bool) -> None:
-    from specjax.report.labels import visible
-
-    console = Console(no_color=no_color or None, highlight=False)
-    for row, (prompt, text, stats) in enumerate(zip(prompts, result.text, result.stats, strict=True)):
-        start = prompt if len(prompt) <= 60 else f"...{prompt[-57:]}"
-        console.print(Text(visible(start.replace("\n", " ")), style="bold"), soft_wrap=True)
-        _print_pieces(console, result.pieces(row), text)
-        console.print()
-        console.print(Text(_describe(stats), style="dim"), soft_wrap=True)
-
-
-def _describe(stats: Any) -> str:
-    text = f"{stats.emitted} tokens, {stats.target_calls} target calls"
-    if stats.drafted:
-        text += f", block efficiency {stats.block_efficiency:.2f}, acceptance rate {stats.acceptance_rate:.2f}"
-    return text
-
-
-def _as_json(prompts: Sequence[str], result: Any) -> dict[str, Any]:
-    logprobs = result.logprobs or [None] * len(prompts)
-    rows = zip(prompts, result.text, result.tokens, result.seeds, result.stats, logprobs, strict=True)
-    return {"rows": list(itertools.starmap(_row_json, rows))}
-
-
-def _row_json(prompt: str, text: str, tokens: Sequence[int], seed: int, stats: Any, logprobs: Any) -> dict[str, Any]:
-    row = {"prompt": prompt, "text": text, "tokens": tokens, "seed": seed, "stats": stats.to_json()}
-    return row if logprobs is None else {**row, "logprobs": logprobs}
-
-
-def _timed_json(decoder: Any, prompt: str, given: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The same for one prompt, decoded from ``given`` (text or ids) as a stream after compiling, with times."""
-    from specjax.decode.request import derive_seeds
-    from specjax.metrics import Latencies
-
-    shaping = ("max_new_tokens", "temperature", "logprobs")
-    decoder.compile([given], **{name: options[name] for name in shaping})
-    events, times, start = [], [], time.perf_counter()
-    for event in decoder.stream(given, **options):
-        times += [time.perf_counter() - start] * len(event.tokens)
-        events.append(event)
-    text, tokens = "".join(event.text for event in events), [token for event in events for token in event.tokens]
-    [seed] = derive_seeds(options["seed"], 1)
-    values = None if options["logprobs"] is None else [value for event in events for value in event.logprobs]
-    row = _row_json(prompt, text, tokens, seed, events[-1].stats, values)
-    return {"rows": [row], "latency_s": Latencies([times]).to_json()}
 
 
 if __name__ == "__main__":

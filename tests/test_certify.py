@@ -24,7 +24,7 @@ from specjax.verifiers.block import Block
 from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.speculative import Speculative
 from specjax.verifiers.top_k import TopK
-from tests.mutants.mutants import draft_cache_misses_the_last_accepted_token
+from tests.mutants.drafters import draft_cache_misses_the_last_accepted_token
 
 TARGET = prefix_model(0, vocab_size=40, scale=1.5)
 DRAFT = related(TARGET, 1)

@@ -14,7 +14,6 @@ _POSITIONS = 8192
 
 
 def _read(settings: Settings) -> ModelConfig:
-    biased = settings.flag("attention_bias", False)
     rope = read_rope(settings, theta=500_000.0, interleaved=True, max_positions=_POSITIONS)
     return read_decoder(
         settings,
@@ -23,8 +22,7 @@ def _read(settings: Settings) -> ModelConfig:
         max_positions=_POSITIONS,
         tie=True,
         residual="parallel_one_norm",
-        qkv_bias=biased,
-        o_bias=biased,
+        attention_bias=False,
         qk_norm="each_head" if settings.flag("use_qk_norm", False) else "none",
         logit_multiplier=settings.number("logit_scale", float, 0.0625),
     )

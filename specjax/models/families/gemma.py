@@ -17,7 +17,6 @@ def _read(settings: Settings) -> ModelConfig:
     if settings.values.get("hidden_act") == "gelu":
         settings = Settings({**settings.values, "hidden_act": "gelu_pytorch_tanh"}, settings.where)
     settings.only({"hidden_activation": "gelu_pytorch_tanh"})
-    biased = settings.flag("attention_bias", False)
     return read_decoder(
         settings,
         layers=[LayerKind(read_rope(settings, max_positions=_POSITIONS))],
@@ -27,8 +26,7 @@ def _read(settings: Settings) -> ModelConfig:
         kv_heads=16,
         head_dim=256,
         activation=("hidden_act", "gelu_pytorch_tanh"),
-        qkv_bias=biased,
-        o_bias=biased,
+        attention_bias=False,
         embedding_multiplier=settings.number("hidden_size", int) ** 0.5,
     )
 

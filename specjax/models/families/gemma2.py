@@ -31,7 +31,6 @@ def read_gemma(
     settings: Settings, layers: list[LayerKind], positions: int, attention_cap: float | None, logit_cap: float | None
 ) -> ModelConfig:
     """What Gemma 2 and 3 share. A soft cap that is absent is the family's, one that is null is none."""
-    biased = settings.flag("attention_bias", False)
     caps = {"attn_logit_softcapping": attention_cap, "final_logit_softcapping": logit_cap}
     attention_cap, logit_cap = (
         settings.number(key, float, None) if key in settings.values else default for key, default in caps.items()
@@ -45,8 +44,7 @@ def read_gemma(
         kv_heads=4,
         head_dim=256,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
-        qkv_bias=biased,
-        o_bias=biased,
+        attention_bias=False,
         attention_scale=settings.number("query_pre_attn_scalar", int, 256) ** -0.5,
         attention_soft_cap=attention_cap,
         logit_soft_cap=logit_cap,

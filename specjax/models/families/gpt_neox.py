@@ -14,7 +14,6 @@ _ROPE = ("rotary_emb_base", "rotary_pct")
 
 
 def _read(settings: Settings) -> ModelConfig:
-    biased = settings.flag("attention_bias", True)
     return read_decoder(
         settings,
         layers=[LayerKind(read_rope(settings, partial=0.25, old_names=_ROPE))],
@@ -22,8 +21,7 @@ def _read(settings: Settings) -> ModelConfig:
         max_positions=2048,
         activation=("hidden_act", "gelu"),
         residual="parallel" if settings.flag("use_parallel_residual", True) else "sequential",
-        qkv_bias=biased,
-        o_bias=biased,
+        attention_bias=True,
         gated=False,
         mlp_bias=True,
     )

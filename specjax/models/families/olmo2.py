@@ -11,14 +11,12 @@ from specjax.models.families.settings import Settings, read_decoder, write_decod
 
 
 def _read(settings: Settings) -> ModelConfig:
-    biased = settings.flag("attention_bias", False)
     return read_decoder(
         settings,
         layers=[LayerKind(read_rope(settings))],
         norm=Norm(eps=settings.number("rms_norm_eps", float, 1e-5), placement="post"),
         max_positions=2048,
-        qkv_bias=biased,
-        o_bias=biased,
+        attention_bias=False,
         qk_norm="projection",
     )
 

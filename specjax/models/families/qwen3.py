@@ -12,7 +12,6 @@ from specjax.models.families.settings import Settings, read_decoder, write_decod
 
 
 def _read(settings: Settings) -> ModelConfig:
-    biased = settings.flag("attention_bias", False)
     return read_decoder(
         settings,
         layers=windowed_layers(settings),
@@ -20,8 +19,7 @@ def _read(settings: Settings) -> ModelConfig:
         max_positions=POSITIONS,
         kv_heads=32,
         head_dim=128,
-        qkv_bias=biased,
-        o_bias=biased,
+        attention_bias=False,
         qk_norm="head",
     )
 

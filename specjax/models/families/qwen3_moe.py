@@ -15,7 +15,6 @@ _MLP = "model.layers.{}.mlp"
 
 
 def _read(settings: Settings) -> ModelConfig:
-    biased = settings.flag("attention_bias", False)
     old = settings.number("num_experts", int, 128)  # the Hub's name; the other is what transformers 5 writes
     experts = Experts(
         count=settings.number("num_local_experts", int, old),
@@ -34,8 +33,7 @@ def _read(settings: Settings) -> ModelConfig:
         norm=Norm(eps=settings.number("rms_norm_eps", float, 1e-6)),
         max_positions=POSITIONS,
         kv_heads=4,
-        qkv_bias=biased,
-        o_bias=biased,
+        attention_bias=False,
         qk_norm="head",
         experts=experts,
     )

@@ -125,16 +125,20 @@ def read_decoder(
     kv_heads: int | None = None,
     head_dim: int | None = None,
     activation: tuple[str, str] = ("hidden_act", "silu"),
+    attention_bias: bool | None = None,
     **fields: Any,
 ) -> ModelConfig:
     """The settings that most families share, with this family's defaults for absent ones (``kv_heads``, ``head_dim``:
-    None for as many as heads, and for hidden_size / heads); then whatever is left must change nothing."""
+    None for as many as heads, and for hidden_size / heads; ``attention_bias``: None where there is no such setting);
+    then whatever is left must change nothing."""
     sizes = {ours: settings.number(theirs, int) for ours, theirs in SIZES.items()}
     if "num_key_value_heads" not in settings.values and kv_heads is not None:
         fields["num_kv_heads"] = kv_heads
     else:
         fields["num_kv_heads"] = settings.number("num_key_value_heads", int, sizes["num_heads"])
     fields["head_dim"] = settings.number("head_dim", int, head_dim) or _head_dim(settings, sizes)
+    if attention_bias is not None:
+        fields["qkv_bias"] = fields["o_bias"] = settings.flag("attention_bias", attention_bias)
     fields["max_positions"] = settings.number("max_position_embeddings", int, max_positions)
     return build(
         settings,

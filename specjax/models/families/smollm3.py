@@ -22,7 +22,7 @@ _POSITIONS = 32_768
 
 
 def _read(settings: Settings) -> ModelConfig:
-    biased, count = settings.flag("attention_bias", False), layer_count(settings)
+    count = layer_count(settings)
     window = read_switched_window(settings)
     rotated = _rotated_layers(settings, count)
     rope = read_rope(settings, theta=2e6, max_positions=_POSITIONS)
@@ -37,8 +37,7 @@ def _read(settings: Settings) -> ModelConfig:
         max_positions=_POSITIONS,
         tie=True,
         kv_heads=4,
-        qkv_bias=biased,
-        o_bias=biased,
+        attention_bias=False,
         mlp_bias=settings.flag("mlp_bias", False),
     )
 

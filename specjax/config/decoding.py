@@ -1,0 +1,89 @@
+"""How a trained draft is measured: acceptance, decoding speed, and the certificate."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+from pydantic.dataclasses import dataclass
+
+from specjax.config.fields import STRICT, Grid, NonNegative, Positive, buildable, distinct, kind_in
+from specjax.registry import DRAFTERS
+
+_WEIGHTLESS = {kind: where for kind, where in DRAFTERS.items() if kind != "draft_model"}
+
+
+@dataclass(frozen=True, config=STRICT)
+class Eval:
+    """Acceptance and losses on held-out text, under teacher forcing."""
+
+    positions: Positive = 50_000
+    """Held-out positions of the final acceptance and losses."""
+    batch_size: Positive = 8
+
+
+@dataclass(frozen=True, config=STRICT)
+class Bench:
+    """Decoding of held-out prompts: everything in the grid, timed interleaved."""
+
+    prompts: Positive = 12
+    """Timed prompts. As many others choose k; three times as many count the acceptance that predicts the speedup."""
+    prompt_tokens: Annotated[int, Field(ge=1)] = 64
+    new_tokens: Positive = 192
+    batch_sizes: Annotated[tuple[Positive, ...], *Grid] = (1, 8)
+    temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *Grid] = (0.0, 1.0)
+    ks: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], *Grid] = (3, 5, 7)
+    drafters: Annotated[tuple[kind_in(_WEIGHTLESS), ...], AfterValidator(distinct)] = ("ngram",)  # pyright: ignore
+    """Registered drafters that need no weights, beside the trained draft; at their default settings."""
+    price_per_hour: Annotated[float, Field(gt=0)] | None = None
+    """Of the machine, in any currency: adds the cost of a thousand tokens to every point."""
+    repeats: Positive = 5
+    """Timed repetitions of the autoregressive loop and of the best k; the rest of the grid is timed once."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Sampling:
+    """Sampling parameters of all decoding in a run, beside the temperature; their meanings: specjax/sampling.py."""
+
+    top_k: NonNegative = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_new_tokens: NonNegative = 0
+    logit_bias: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Token id -> what is added to its logit."""
+    banned_tokens: tuple[NonNegative, ...] = ()
+    allowed_tokens: tuple[NonNegative, ...] = ()
+    """All others are banned; empty: none is."""
+    stop_token_ids: tuple[NonNegative, ...] = ()
+    """Beside the target's end-of-sequence ids."""
+
+    def options(self) -> dict[str, Any]:
+        """As arguments of `Decoder.generate`."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+@dataclass(frozen=True, config=STRICT)
+class Certify:
+    """What `specjax certify` checks, and how surely."""
+
+    drafter: buildable(DRAFTERS) = None  # pyright: ignore[reportInvalidTypeForm]
+    """`{kind: draft_model, model: PATH, k: 5}`, `{kind: ngram, k: 5}`, ...; None: the draft trained in `out`."""
+    k: Annotated[int, Field(ge=1, le=64)] = 5
+    """Draft length of the trained draft."""
+    temperature: Annotated[float, Field(ge=1e-5)] = 1.0
+    prompts: Annotated[int, Field(ge=4)] = 8
+    prompt_tokens: Positive = 64
+    new_tokens: Annotated[int, Field(ge=3)] = 192
+    batch_size: Positive = 16
+    """Rows of a batch of sampled generations; the prompts take turns."""
+    total_variation: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    """A law this far off is found with probability `power`."""
+    power: Annotated[float, Field(gt=0, lt=1)] = 0.99
+    level: Annotated[float, Field(gt=0, lt=1)] = 1e-3
+    """Probability that an exact pair is failed by chance."""
+    margin: Annotated[float, Field(ge=0)] = 1e-4
+    """Largest gap between the two best logits at which another choice is put down to rounding."""

@@ -1,0 +1,88 @@
+"""Types of single fields: bounds, names in a registry, and the checks that a bound does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, ConfigDict, Field
+
+from specjax.errors import ConfigError
+from specjax.registry import build, resolve
+
+
+def kind_in(table: Mapping[str, str]) -> Any:
+    """A name in a registry. Known names are not imported here: the table alone decides."""
+
+    def known(kind: str) -> str:
+        if kind not in table:
+            try:
+                resolve(table, kind, "")
+            except ConfigError as error:
+                raise ValueError(str(error).removeprefix(": ")) from None
+        return kind
+
+    return Annotated[str, AfterValidator(known), Field(json_schema_extra={"enum": [*sorted(table)]})]
+
+
+def _try(table: Mapping[str, str], spec: Any) -> None:
+    try:
+        build(table, spec, "")
+    except ConfigError as error:
+        raise ValueError(str(error).removeprefix(": ").removeprefix(".")) from None
+
+
+def buildable(table: Mapping[str, str]) -> Any:
+    """A kind in a registry at its defaults, or a mapping ``{kind: ..., field: value}``."""
+
+    def known(spec: Any) -> Any:
+        if spec is not None:
+            _try(table, spec)
+        return spec
+
+    kinds: dict[str, Any] = {"enum": [*sorted(table)]}
+    fields: dict[str, Any] = {"type": "object", "required": ["kind"], "properties": {"kind": kinds}}
+    return Annotated[Any, AfterValidator(known), Field(json_schema_extra={"anyOf": [kinds, fields]})]
+
+
+def path_or(table: Mapping[str, str]) -> Any:
+    """Text, or a mapping ``{kind: ..., field: value}`` of a registered kind."""
+
+    def known(spec: Any) -> Any:
+        if isinstance(spec, str):
+            if not spec:
+                raise ValueError("found an empty text; give a path, or null")
+        elif spec is not None:
+            _try(table, spec)
+        return spec
+
+    kinds = {"type": "object", "required": ["kind"], "properties": {"kind": {"enum": [*sorted(table)]}}}
+    text = {"type": "string", "minLength": 1}
+    return Annotated[Any, AfterValidator(known), Field(json_schema_extra={"anyOf": [text, kinds, {"type": "null"}]})]
+
+
+def distinct(values: tuple) -> tuple:
+    if len(set(values)) < len(values):
+        raise ValueError(f"{list(values)} repeats a value; give each once")
+    return values
+
+
+def ascending(steps: tuple[int, int]) -> tuple[int, int]:
+    if steps[0] > steps[1]:
+        raise ValueError(f"{list(steps)} ends before it begins; give the first and the last step")
+    return steps
+
+
+def _no_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("0 devices; give their number, or -1 for all that remain")
+    return value
+
+
+STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+Grid = (Field(min_length=1), AfterValidator(distinct))
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0, le=1)]
+Name = Annotated[str, Field(min_length=1)]
+Axis = Annotated[int, Field(ge=-1), AfterValidator(_no_zero)]

@@ -1,0 +1,94 @@
+"""The whole config: its sections, and what one of them asks of another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, model_validator
+from pydantic.dataclasses import dataclass
+
+from specjax.config import loading
+from specjax.config.decoding import Bench, Certify, Eval, Sampling
+from specjax.config.fields import STRICT, Name, NonNegative, buildable
+from specjax.config.training import Control, Data, Distributed, Draft, Logging, Mesh, Selection, Stage, Target
+from specjax.errors import ConfigError
+from specjax.registry import VERIFIERS, build, resolve
+
+
+@dataclass(frozen=True, config=STRICT)
+class RunConfig:
+    """A run: a target, data, a draft to train, and how to measure decoding."""
+
+    target: Target
+    data: Data
+    # Made when asked for: a loss is checked by its class, which needs JAX.
+    draft: Draft = dataclasses.field(default_factory=Draft)
+    distill: Stage = dataclasses.field(default_factory=Stage)
+    control: Control = Control()
+    selection: Selection = Selection()
+    mesh: Mesh = Mesh()
+    distributed: Distributed = Distributed()
+    eval: Eval = Eval()
+    bench: Bench = Bench()
+    sampling: Sampling = Sampling()
+    certify: Certify = Certify()
+    verifier: buildable(VERIFIERS) = "speculative"  # pyright: ignore[reportInvalidTypeForm]
+    """A kind, or `{kind: lenient, lenience: 0.5}` and the like."""
+    require_lossless: bool = False
+    """Refuse a verifier that changes the target's law."""
+    logging: Logging = Logging()
+    compile_cache: bool = True
+    """Keep compiled programs in the user's cache directory for the next run; `SPECJAX_COMPILE_CACHE=0` turns it off for
+    all runs."""
+    seed: NonNegative = 0
+    out: Name = "runs/run"
+    """Where everything of this run goes: checkpoints, logs, the draft, the report."""
+
+    @model_validator(mode="after")
+    def _verifier_fits(self) -> RunConfig:
+        asked = {"bench": self.bench.temperatures, "selection": self.selection.temperatures or ()}
+        # A verifier without randomness keeps the most likely token, which is the target's law at temperature 0 only.
+        verifier = build(VERIFIERS, self.verifier, "verifier")
+        for section, temperatures in asked.items():
+            sampled = [t for t in temperatures if t > 0]
+            if sampled and verifier.noise == "none":
+                raise ValueError(
+                    f"verifier {verifier.kind!r} decodes at temperature 0 only, {section}.temperatures has "
+                    f"{sampled[0]:g}; set {section}.temperatures=[0] or verifier=speculative"
+                )
+        if self.require_lossless and not verifier.lossless:
+            exact = sorted(kind for kind in VERIFIERS if resolve(VERIFIERS, kind, "").lossless)
+            raise ValueError(
+                f"verifier {verifier.kind!r} changes the target's law and require_lossless is true; "
+                f"use one of {', '.join(exact)}, or require_lossless=false"
+            )
+        return self
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run that the YAML file ``path`` describes, with ``a.b=v`` overrides (values are YAML).
+
+    Raises `ConfigError`, one line a problem: file, field, value, what was expected, the nearest key for unknown ones.
+    """
+    raw = loading.read(path, overrides)
+    if raw.get("sweep") is not None:
+        raise ConfigError(
+            f"{path}: sweep: this file describes many runs; use experiments/run.py, or override sweep=null"
+        )
+    raw.pop("sweep", None)
+    return loading.validate(path, raw, RunConfig, loading.sources_of(overrides))
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a config file, ``sweep`` included, for editors."""
+    schema = TypeAdapter(RunConfig).json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["properties"]["sweep"] = {
+        "type": ["object", "null"],
+        "description": "Dotted fields, each with the values to run; the product is run by experiments/run.py.",
+        "additionalProperties": {"type": "array", "minItems": 1},
+    }
+    return schema

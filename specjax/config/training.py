@@ -1,0 +1,317 @@
+"""What is trained, on what, how and on which devices: the sections of a config before anything is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from specjax.config.fields import (
+    STRICT,
+    Axis,
+    Grid,
+    Name,
+    NonNegative,
+    Positive,
+    Rate,
+    ascending,
+    buildable,
+    distinct,
+    path_or,
+)
+from specjax.registry import DATA, INITS, LOSSES, build
+
+
+@dataclass(frozen=True, config=STRICT)
+class Architecture:
+    """A Llama-shaped model to train from scratch; the vocabulary is the target's."""
+
+    hidden_size: Positive = 128
+    intermediate_size: Positive = 384
+    num_layers: Positive = 2
+    num_heads: Positive = 4
+    num_kv_heads: Positive = 4
+    head_dim: Positive | None = None
+    """Features of a head; None: hidden_size / num_heads."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Architecture:
+        if self.hidden_size % self.num_heads:
+            # With a head_dim of its own it need not be; but transformers would refuse to load the draft.
+            raise ValueError(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
+        if self.head_dim is not None:
+            if self.head_dim % 2:
+                raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings need an even number")
+        elif self.hidden_size // self.num_heads % 2:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} over num_heads={self.num_heads} gives heads of "
+                f"{self.hidden_size // self.num_heads} features; rotary embeddings need an even number"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        return self
+
+
+@dataclass(frozen=True, config=STRICT)
+class Optimizer:
+    """AdamW or Muon, with linear warm-up, a schedule, decoupled decay, and clipping by the global norm."""
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`muon` orthogonalises the steps of the matrices inside the layers; embeddings, head and vectors stay with AdamW,
+    whose learning rate suits both."""
+    learning_rate: Rate = 3e-3
+    """At the peak."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """After the warm-up, down to `final_scale` of the peak: as a cosine, along a line, not at all, or along a line in
+    the last `decay_share` of the steps only (warm-up, stable, decay)."""
+    warmup_steps: NonNegative = 50
+    decay_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Of the steps; for `schedule: wsd`."""
+    final_scale: Annotated[float, Field(ge=0, le=1)] = 0.05
+    weight_decay: Annotated[float, Field(ge=0)] = 0.05
+    """Of matrices; norm scales and biases do not decay."""
+    decay_embeddings: bool = True
+    b1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    b2: Annotated[float, Field(ge=0, lt=1)] = 0.98
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of an average of the weights over the steps (0.999, say). It is then the average that is evaluated and that
+    the stage results in."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Hub:
+    """What is read of a data set on the hub (`data.path: hf:NAME`)."""
+
+    subset: str | None = None
+    """Its configuration, where it has several."""
+    split: Name = "train"
+    """As the `datasets` library reads it: `train`, `train[:10%]`, ..."""
+    revision: str | None = None
+    """Branch, tag or commit."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Data:
+    """Text to train on and to measure on."""
+
+    path: Name
+    """`python-stdlib`; a text, .jsonl or .parquet file, or a directory of them; or `hf:NAME`, a data set on the hub or
+    a directory that the `datasets` library loads. A record has `text`, or `prompt` and `completion`, or `messages`,
+    and perhaps `source`, a label."""
+    hub: Hub = Hub()
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Share of the documents kept from training, chosen by content hash."""
+    seq_len: Annotated[int, Field(ge=8)] = 256
+    prompt_weight: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """How much the prediction of a prompt's tokens counts; 0: prompts are masked, 1: they count like any text."""
+    on_bad: Literal["error", "skip"] = "error"
+    """Malformed lines, text that is not UTF-8, empty shards, documents shorter than two tokens: stop, or count and
+    skip."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Target:
+    """The model to accelerate: ``path`` of a trained one, or the ``architecture`` of one to train from scratch."""
+
+    path: Name | None = None
+    """A Hugging Face directory or hub id. None: train one from scratch on `data`, of the shape `architecture`."""
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    architecture: Architecture | None = None
+    vocab_size: Annotated[int, Field(ge=257)] = 2048
+    """Of the byte-level BPE trained with a target from scratch; a loaded target brings its own."""
+    steps: NonNegative = 0
+    batch_size: Positive = 16
+    optimizer: Optimizer = Optimizer()
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Target:
+        if (self.path is None) == (self.architecture is None):
+            found = "neither" if self.path is None else "both"
+            raise ValueError(
+                f"{found} of path and architecture given, expected one: "
+                "path loads a trained target, architecture trains one from scratch"
+            )
+        if self.path is not None and self.steps:
+            raise ValueError(f"steps={self.steps} with a path: only a target from scratch is trained; drop steps")
+        if self.architecture is not None and not self.steps:
+            raise ValueError("steps=0 with an architecture: a target from scratch has to be trained; set steps")
+        return self
+
+
+@dataclass(frozen=True, config=STRICT)
+class Stage:
+    """One training stage of the draft: data, a loss, a number of steps, an optimizer."""
+
+    loss: buildable(LOSSES) = "forward_kl"  # pyright: ignore[reportInvalidTypeForm]
+    """A kind, or `{kind: jensen_shannon, beta: 0.3}` and the like; docs/losses.md lists them."""
+    steps: NonNegative = 500
+    batch_size: Positive = 16
+    """Rows of a step, over all devices."""
+    micro_batch_size: Positive | None = None
+    """Rows at a time, of which a step adds up the gradients. None: the whole batch, on CPU as many as stay in its
+    cache."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the draft's forward and backward pass. Weights, optimizer and loss are float32 in any case."""
+    remat: bool = False
+    """Compute each layer's activations again in the backward pass instead of keeping them."""
+    scan_layers: bool = False
+    """One program for all layers of a kind instead of one each: compiles sooner, for a copy of the weights."""
+    optimizer: Optimizer = Optimizer()
+    eval_every: Positive = 100
+    eval_positions: Positive = 8_192
+    """Held-out positions of the acceptance measured as training goes; the final figures use `eval.positions`."""
+    save_every: Positive = 100
+    skip_non_finite: NonNegative = 0
+    """Steps that may be left out, and counted in the log, because their loss or gradient is NaN or infinite."""
+    profile: Annotated[tuple[Positive, Positive], AfterValidator(ascending)] | None = None
+    """First and last step that `jax.profiler` traces, into `profile` in the stage's directory."""
+    data: buildable(DATA) = "text"  # pyright: ignore[reportInvalidTypeForm]
+    """`text`; `{kind: generated, ...}`: continuations by the target; `{kind: on_policy, share: 0.5, every: 100, ...}`:
+    in part the draft's own."""
+
+    teacher: Literal["online", "cached"] = "online"
+    """Where the target's logits come from: its forward in every step, or a pass over the stage's rows before the
+    first, of which the `teacher_top_k` largest are kept on disk."""
+    teacher_top_k: Positive = 64
+
+    @model_validator(mode="after")
+    def _samples_are_judged(self) -> Stage:
+        kind = self.data.get("kind") if isinstance(self.data, Mapping) else self.data
+        if kind == "on_policy" and not build(LOSSES, self.loss, "loss").needs_target:
+            raise ValueError(
+                "data on_policy with a loss that needs no target would teach the draft what it says already; use a "
+                "loss against the target, such as forward_kl, or data: text"
+            )
+        if kind == "on_policy" and self.teacher == "cached":
+            raise ValueError("teacher=cached keeps logits of text, on_policy data comes as it goes; use teacher=online")
+        return self
+
+    @model_validator(mode="after")
+    def _loss_takes_the_cache(self) -> Stage:
+        if self.teacher == "cached" and build(LOSSES, self.loss, "loss").needs_whole_law:
+            kind = self.loss if isinstance(self.loss, str) else self.loss["kind"]
+            raise ValueError(
+                f"loss {kind!r} needs the target's whole law, teacher=cached keeps its {self.teacher_top_k} largest "
+                "logits; use teacher=online, or one of forward_kl, total_variation, lk_alpha, lk_lambda (at "
+                "target_temperature=1)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _microbatches_fit(self) -> Stage:
+        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}"
+            )
+        return self
+
+
+@dataclass(frozen=True, config=STRICT)
+class Draft:
+    """The model that proposes: its shape or starting weights, and its training before distillation."""
+
+    architecture: Architecture = Architecture()
+    init: path_or(INITS) = None  # pyright: ignore[reportInvalidTypeForm]
+    """Weights to start from: None for fresh ones; `target` for a part of the target, cut to `architecture`
+    (specjax/distill/prune.py); else a Hugging Face directory, whose shape replaces `architecture`. Or
+    `{kind: layers, keep: [0, 2, 5]}`: layers of the target, whole, between its embedding and head, copied or with
+    `share: true` the target's own, frozen (specjax/distill/init.py)."""
+    pretrain: Stage = dataclasses.field(default_factory=lambda: Stage(loss="cross_entropy", steps=300))
+    """Cross-entropy on the data, before distillation; 0 steps to skip."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Control:
+    """The rival of distillation: its extra tokens spent on cross-entropy instead, best of several learning rates."""
+
+    learning_rates: Annotated[tuple[Rate, ...], AfterValidator(distinct)] = ()
+
+
+@dataclass(frozen=True, config=STRICT)
+class Selection:
+    """Held-out prompts decoded with the draft at every evaluation of the distillation, and what follows from that."""
+
+    prompts: NonNegative = 8
+    """0: nothing is decoded."""
+    prompt_tokens: Positive = 64
+    new_tokens: Positive = 64
+    k: Annotated[int, Field(ge=1, le=64)] = 5
+    temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *Grid] | None = None
+    """None: those of `bench`."""
+    select: Literal["last", "best"] = "last"
+    """The draft of the last step, or the one that emits the most tokens a target call (mean over the temperatures; of
+    equals the latest)."""
+    patience: Positive | None = None
+    """The distillation stops after so many evaluations in a row without a better draft. None: at its last step."""
+
+    @model_validator(mode="after")
+    def _has_prompts(self) -> Selection:
+        if not self.prompts and (self.select == "best" or self.patience is not None):
+            raise ValueError("select=best and patience need prompts to decode, and prompts is 0; set prompts")
+        return self
+
+
+@dataclass(frozen=True, config=STRICT)
+class Mesh:
+    """Devices that train together: a batch is split over `data` x `fsdp`; -1, on one axis, takes all devices that the
+    others leave. See docs/multi_host.md."""
+
+    data: Axis = 1
+    """Copies of the weights."""
+    fsdp: Axis = 1
+    """Shards of the weights and of the optimizer's state, put together layer by layer as they are needed."""
+    tensor: Axis = 1
+    """Shards of every computation: of heads, neurons and vocabulary."""
+    draft: Literal["sharded", "replicated"] = "sharded"
+    """Over `fsdp` and `tensor`; a small draft trains faster where every device has all of it."""
+    target: Literal["sharded", "replicated"] = "sharded"
+
+    @model_validator(mode="after")
+    def _one_remainder(self) -> Mesh:
+        if [self.data, self.fsdp, self.tensor].count(-1) > 1:
+            raise ValueError("-1 on more than one axis; one axis can take the remaining devices")
+        return self
+
+
+@dataclass(frozen=True, config=STRICT)
+class Distributed:
+    """Several processes, one a host or a GPU, that run the same command. See docs/multi_host.md."""
+
+    enabled: bool = False
+    """TPU pods, SLURM, Kubernetes and Open MPI say by themselves who is who; elsewhere give all three of the others."""
+    coordinator: Name | None = None
+    """`host:port` of process 0."""
+    num_processes: Positive | None = None
+    process_id: NonNegative | None = None
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> Distributed:
+        given = [value is not None for value in (self.coordinator, self.num_processes, self.process_id)]
+        if any(given) and not (all(given) and self.enabled):
+            raise ValueError("coordinator, num_processes and process_id go together, with enabled=true")
+        return self
+
+
+@dataclass(frozen=True, config=STRICT)
+class Wandb:
+    """Weights & Biases; needs the extra `wandb`."""
+
+    project: Name = "specjax"
+    name: Name | None = None
+    """None: the name of the run's directory."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes into the run's directory only, for `wandb sync`."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Logging:
+    """Where training records go beside `log.jsonl`, which every stage has."""
+
+    tensorboard: bool = False
+    """Event files in `tensorboard` in the run's directory; needs the extra `tensorboard`."""
+    wandb: Wandb | None = None

@@ -1,0 +1,154 @@
+"""Errors in who proposes, and in what is reported of the proposal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from specjax import sampling
+from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.ngram import NGram
+from specjax.types import Draft
+from specjax.verifiers import chain
+from tests.decode import test_blocks, test_decoder, test_lossless, test_options
+from tests.mutants.table import Patch, mutant, replaced, wrap
+
+SELF = test_lossless.test_draft_equal_to_target_is_always_accepted
+SELF_WITH_ALL = test_options.test_a_draft_equal_to_its_target_is_always_accepted_with_every_parameter
+short_law = mutant("drafter", test_lossless.test_the_law_of_three_tokens_in_short)
+PARAMETER_LAW = test_lossless.test_every_sampling_parameter_has_the_law_of_its_definition
+
+
+def proposed(patch: Patch, change: Callable[..., tuple]) -> None:
+    """Replaces a proposal by ``change(real, out, context, tokens, offset)``."""
+
+    def make(real):
+        def mutated(self, out, context, tokens, offset):
+            return change(lambda *args: real(self, *args), out, context, tokens, offset)
+
+        return mutated
+
+    wrap(patch, DraftModel, "_propose", make)
+
+
+@mutant("drafter", SELF, k=2, lossless=True)
+def draft_cache_misses_the_last_accepted_token(patch):
+    """Feeds only the newest token, so after a full acceptance x_K is missing."""
+
+    def mutated(self, params, state, context):
+        slot, laws = (context.lengths - 1)[:, None], []
+        tokens = jnp.zeros((len(slot), self.k), jnp.int32)
+        newest = jnp.take_along_axis(context.tokens, slot, axis=1)
+        for offset in range(self.k):
+            out = self.model(params, newest, slot + offset, slot + offset, state)
+            tokens, logits = self._propose(out, context, tokens, offset)
+            newest, state = tokens[:, offset : offset + 1], out.cache
+            laws.append(logits)
+        logits = None if context.noise is None else jnp.stack(laws, axis=1)
+        return Draft(tokens, jnp.ones(tokens.shape, bool), logits), state
+
+    patch.setattr(DraftModel, "draft", mutated)
+
+
+@mutant("drafter", test_blocks.test_greedy_blocks_are_those_of_a_simulation_without_caches, name="k4", lossless=True)
+def draft_cache_keeps_rejected_drafts(patch):
+    """What was written once stays, also where the target corrected it."""
+
+    def make(real):
+        def mutated(self, params, state, context):
+            draft, new = real(self, params, state, context)
+            (keys, positions), (new_keys, new_positions) = state.layers[0], new.layers[0]
+            written = positions < 1e5
+            kept = jnp.where(written[..., 0][:, None], keys, new_keys), jnp.where(written, positions, new_positions)
+            return draft, dataclasses.replace(new, layers=(kept,))
+
+        return mutated
+
+    wrap(patch, DraftModel, "draft", make)
+
+
+@short_law
+def unlikely_draws_are_dropped(patch):
+    """By their own value: what is left is no sample of q."""
+
+    def make(real):
+        def mutated(self, params, state, context):
+            draft, new = real(self, params, state, context)
+            if draft.logits is None:
+                return draft, new
+            likely = chain.at(jax.nn.softmax(draft.logits, axis=-1), draft.tokens) > 0.3
+            return dataclasses.replace(draft, valid=jnp.cumprod(likely.astype(jnp.int32), axis=1) > 0), new
+
+        return mutated
+
+    wrap(patch, DraftModel, "draft", make)
+
+
+@short_law
+def draft_takes_its_argmax_and_reports_its_law(patch):
+    patch.setattr(sampling, "draw", lambda logits, noise: sampling.argmax(logits))
+
+
+@mutant("drafter", PARAMETER_LAW, verifier="speculative", setting="temperature")
+def draft_reports_its_law_without_the_temperature(patch):
+    def change(real, out, context, tokens, offset):
+        tokens, logits = real(out, context, tokens, offset)
+        warm = replaced(context, temperature=jnp.ones_like(context.sampling.temperature))
+        raw = sampling.transform(out.logits, warm, tokens, offset)
+        return tokens, None if logits is None else raw[:, 0]
+
+    proposed(patch, change)
+
+
+@mutant("drafter", PARAMETER_LAW, verifier="block", setting="top_p")
+def draft_reports_its_law_before_the_cuts(patch):
+    def change(real, out, context, tokens, offset):
+        tokens, logits = real(out, context, tokens, offset)
+        s = context.sampling
+        uncut = replaced(context, top_k=0 * s.top_k, top_p=jnp.ones_like(s.top_p), min_p=0 * s.min_p)
+        raw = sampling.transform(out.logits, uncut, tokens, offset)
+        return tokens, None if logits is None else raw[:, 0]
+
+    proposed(patch, change)
+
+
+@mutant("drafter", SELF, k=2, lossless=True)
+def temperature_on_the_target_only(patch):
+    def change(real, out, context, tokens, offset):
+        warm = replaced(context, temperature=jnp.ones_like(context.sampling.temperature))
+        return real(out, warm, tokens, offset)
+
+    proposed(patch, change)
+
+
+@mutant("drafter", SELF_WITH_ALL, verifier="speculative", lossless=True)
+def bias_on_the_target_only(patch):
+    def change(real, out, context, tokens, offset):
+        return real(out, replaced(context, bias=jnp.zeros_like(context.sampling.bias)), tokens, offset)
+
+    proposed(patch, change)
+
+
+@mutant("drafter", SELF_WITH_ALL, verifier="speculative", lossless=True)
+def penalties_of_the_draft_do_not_see_its_own_tokens(patch):
+    def change(real, out, context, tokens, offset):
+        new, logits = real(out, context, 0 * tokens - 1, offset)
+        drawn = jax.lax.dynamic_slice_in_dim(new, offset, 1, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(tokens, drawn, offset, axis=1), logits
+
+    proposed(patch, change)
+
+
+@mutant("drafter", test_decoder.test_ngram_proposes_what_followed_the_longest_then_latest_match)
+def ngram_proposes_past_the_end(patch):
+    def make(real):
+        def mutated(self, params, state, context):
+            draft, state = real(self, params, state, context)
+            return dataclasses.replace(draft, valid=jnp.broadcast_to(draft.valid[:, :1], draft.valid.shape)), state
+
+        return mutated
+
+    wrap(patch, NGram, "draft", make)

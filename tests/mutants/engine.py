@@ -1,0 +1,205 @@
+"""Errors in greedy decoding and in the engine at temperature 0, found token by token by a simulation without caches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax import sampling
+from specjax.decode import engine
+from specjax.models import cache
+from specjax.types import Verdict
+from specjax.verifiers import greedy
+from specjax.verifiers.chain import row
+from tests import test_sampling
+from tests.decode import test_blocks, test_decoder, test_options
+from tests.mutants.table import Patch, mutant, wrap
+
+greedy_blocks = mutant("greedy", test_blocks.test_greedy_blocks_are_those_of_a_simulation_without_caches, name="k4")
+engine_blocks = mutant("engine", test_blocks.test_greedy_blocks_are_those_of_a_simulation_without_caches, name="k4")
+
+
+@greedy_blocks
+def greedy_counts_matches_instead_of_the_run(patch):
+    patch.setattr(greedy, "leading_run", lambda accepted: jnp.sum(accepted.astype(jnp.int32), axis=1))
+
+
+@greedy_blocks
+def greedy_correction_from_the_bonus_row(patch):
+    patch.setattr(greedy, "row", lambda values, index: values[:, -1])
+
+
+@greedy_blocks
+def greedy_correction_is_the_rejected_draft(patch):
+    def make(real):
+        def mutated(self, draft, p_logits, noise):
+            verdict, last = real(self, draft, p_logits, noise), draft.tokens.shape[1] - 1
+            return Verdict(verdict.num_accepted, row(draft.tokens, jnp.minimum(verdict.num_accepted, last)))
+
+        return mutated
+
+    wrap(patch, greedy.Greedy, "__call__", make)
+
+
+@mutant("greedy", test_sampling.test_argmax_ties_go_to_the_lowest_index)
+def ties_go_to_the_highest_index(patch):
+    def mutated(logits):
+        return logits.shape[-1] - 1 - jnp.argmax(logits[..., ::-1], axis=-1)
+
+    patch.setattr(sampling, "argmax", mutated)
+
+
+@mutant("greedy", test_decoder.test_a_greedy_row_inside_a_sampling_batch_is_greedy)
+def temperature_zero_is_taken_for_one(patch):
+    """Of a row among others, because the division by 0 is guarded."""
+
+    def make(real):
+        def mutated(logits, parameters):
+            warm = jnp.where(parameters.temperature > 0, parameters.temperature, 1.0)
+            return real(logits, dataclasses.replace(parameters, temperature=warm))
+
+        return mutated
+
+    wrap(patch, sampling, "warp", make)
+
+
+def fed(patch: Patch, positions: int = 0, slots: Callable[[Any], Any] | None = None, root: int = 0) -> None:
+    """The block fed at other positions or slots, or from another root."""
+
+    def mutated(target, params, state, draft):
+        last = jnp.take_along_axis(state.tokens, (state.lengths - 1 + root)[:, None], axis=1)
+        tokens = jnp.concatenate([last, draft.tokens], axis=1)
+        at = (state.lengths - 1)[:, None] + jnp.arange(tokens.shape[1])[None]
+        late = 0 if slots is None else slots(state)[:, None]
+        return target(params, tokens, at + positions, at + late, state.cache)
+
+    patch.setattr(engine, "feed_block", mutated)
+
+
+@engine_blocks
+def root_one_position_early(patch):
+    fed(patch, positions=-1)
+
+
+@engine_blocks
+def root_one_position_late(patch):
+    fed(patch, positions=1)
+
+
+@engine_blocks
+def root_is_the_token_before(patch):
+    fed(patch, root=-1)
+
+
+@engine_blocks
+def cache_advanced_over_a_rejected_draft(patch):
+    """The right tokens at the right positions, one slot late after the first block."""
+    fed(patch, slots=lambda state: jnp.minimum(state.counters.blocks, 1))
+
+
+@engine_blocks
+def target_rows_off_by_one(patch):
+    def make(real):
+        def mutated(*args):
+            out = real(*args)
+            return dataclasses.replace(out, logits=jnp.roll(out.logits, 1, axis=1))
+
+        return mutated
+
+    wrap(patch, engine, "feed_block", make)
+
+
+@engine_blocks
+def own_token_written_behind_the_whole_draft(patch):
+    def mutated(draft, verdict):
+        return jnp.concatenate([draft.tokens, verdict.next_token[:, None]], axis=1)
+
+    patch.setattr(engine, "block_tokens", mutated)
+
+
+def committed(patch: Patch, before: Callable[..., tuple], after: Callable[..., Any]) -> None:
+    """``commit`` of another state and draft; ``after(real outcome, mutated outcome, state)`` is what results."""
+
+    def make(real):
+        def mutated(state, draft, verdict):
+            return after(real(state, draft, verdict), real(*before(state, draft), verdict), state)
+
+        return mutated
+
+    wrap(patch, engine, "commit", make)
+
+
+def awake(state, draft):
+    return dataclasses.replace(state, done=jnp.zeros_like(state.done)), draft
+
+
+@mutant("engine", test_decoder.test_a_stop_token_ends_the_row_where_plain_decoding_would_end_it)
+def stop_token_inside_a_block_ignored(patch):
+    """Only the last token of a block is looked at."""
+
+    def after(real, mutated, state):
+        last = jnp.take_along_axis(mutated.tokens, (mutated.lengths - 1)[:, None], axis=1)
+        ends = jnp.any(last == state.stop_ids, axis=1) & (mutated.lengths > state.lengths)
+        return dataclasses.replace(mutated, stop_ids=state.stop_ids, done=mutated.done | ends)
+
+    committed(patch, lambda state, draft: (dataclasses.replace(state, stop_ids=0 * state.stop_ids - 1), draft), after)
+
+
+@mutant("engine", test_decoder.test_a_budget_smaller_than_a_block_cuts_it, budget=7)
+def budget_ignored_inside_a_block(patch):
+    def before(state, draft):
+        return dataclasses.replace(state, budget=state.budget + draft.tokens.shape[1]), draft
+
+    def after(real, mutated, state):
+        return dataclasses.replace(mutated, budget=state.budget, done=mutated.done | (mutated.lengths >= state.budget))
+
+    committed(patch, before, after)
+
+
+@engine_blocks
+def finished_rows_still_counted(patch):
+    committed(patch, awake, lambda real, mutated, state: dataclasses.replace(real, counters=mutated.counters))
+
+
+@mutant("engine", test_decoder.test_a_stop_token_ends_the_row_where_plain_decoding_would_end_it)
+def finished_rows_still_advance(patch):
+    def after(real, mutated, state):
+        return dataclasses.replace(mutated, done=mutated.lengths >= state.budget)
+
+    committed(patch, awake, after)
+
+
+@mutant("engine", test_blocks.test_greedy_blocks_are_those_of_a_simulation_without_caches, name="ngram")
+def invalid_proposals_counted_as_drafted(patch):
+    def before(state, draft):
+        return state, dataclasses.replace(draft, valid=jnp.ones_like(draft.valid))
+
+    committed(patch, before, lambda real, mutated, state: dataclasses.replace(real, counters=mutated.counters))
+
+
+@engine_blocks
+def bonus_called_a_correction(patch):
+    patch.setattr(engine, "BONUS", engine.CORRECTED)
+
+
+@mutant("engine", test_decoder.test_generation_crosses_cache_buckets_without_a_difference)
+def grown_cache_loses_what_it_held(patch):
+    def emptied(x):
+        return jax.tree.map(jnp.zeros_like, x) if cache.is_cache(x) else x
+
+    def make(real):
+        return lambda tree, slots: jax.tree.map(emptied, real(tree, slots), is_leaf=cache.is_cache)
+
+    wrap(patch, cache, "grow", make)
+
+
+@mutant("logprobs", test_options.test_logprobs_are_those_of_the_emitted_tokens, kind="raw")
+def logprobs_shifted_by_one(patch):
+    def make(real):
+        return lambda state, draft, verdict, laws: real(state, draft, verdict, jnp.roll(laws, 1, axis=1))
+
+    wrap(patch, engine, "keep_logprobs", make)
