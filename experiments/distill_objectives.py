@@ -118,9 +118,7 @@ class Experiment:
             draft, measures = distilled.draft_after, distilled.measures
             decoded = self._decoded(out / _DECODED, draft)
         log = [record["tokens_per_s"] for record in distilled.logs["draft-distill"] if "tokens_per_s" in record]
-        return Run(
-            recipe, seed, config.distill.steps, draft, measures.alpha_after, statistics.median(log), decoded
-        )
+        return Run(recipe, seed, config.distill.steps, draft, measures.alpha_after, statistics.median(log), decoded)
 
     def _config(self, name: str, seed: int, changes: Sequence[str]) -> RunConfig:
         base = load_config(self._file, self._overrides)
@@ -138,9 +136,7 @@ class Experiment:
             if known["depends_on"] == depends_on:
                 return list(map(Decoded.from_json, known["decoded"]))
         decoded = self.decoding(draft.params)
-        fingerprint.write_json(
-            file, {"depends_on": depends_on, "decoded": list(map(dataclasses.asdict, decoded))}
-        )
+        fingerprint.write_json(file, {"depends_on": depends_on, "decoded": list(map(dataclasses.asdict, decoded))})
         return decoded
 
     def timed_ratios(self, runs: Sequence[Run], others: Sequence[Run], repeats: int) -> list[dict[str, Any]]:
