@@ -1,4 +1,4 @@
-"""Objectives, data and teachers compared on one pair: which recipe's draft decodes fastest, at equal draft-token updates.
+"""Objectives, data and teachers compared on one pair: whose draft decodes fastest, at equal draft-token updates.
 
     python experiments/distill_objectives.py configs/objectives.yaml [a.b=v]... [--seeds 3] [--results FILE]
 
@@ -49,7 +49,7 @@ from specjax.errors import SpecjaxError
 from specjax.metrics import Interval, block_efficiency_interval
 
 CONTROL, ONLINE, CACHED = "cross_entropy", "forward_kl", "forward_kl, cached"
-CONTROL_RATES = (1e-3, 2e-3, 4e-3)
+CONTROL_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 OTHER_DATA = ("forward_kl, target-generated", "forward_kl, on-policy 0.5")
 # Name -> what it changes of `distill`. OUT is the directory of the runs, ROWS how many rows a run sees.
 RECIPES: dict[str, tuple[str, ...]] = {
@@ -195,13 +195,14 @@ def main() -> None:
             show(runs, console)
     best = max(best_three, key=lambda r: _mean(run.score for run in runs[r]))
     # A step of the control has no teacher in it: as many steps as take the best recipe's time.
-    quicker = _mean(run.tokens_per_s for run in runs[control]) / _mean(run.tokens_per_s for run in runs[best])
+    quicker = training_speed(runs[control]) / training_speed(runs[best])
     long = experiment.run(control, 0, round(experiment.common.distill.steps * quicker))
+    common = experiment.common
     found = {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine(),
-        "tokens": experiment.common.distill.steps * experiment.common.distill.batch_size * experiment.common.data.seq_len,
+        "tokens": common.distill.steps * common.distill.batch_size * common.data.seq_len,
         "prompts": len(experiment.decoding.prompts),
         "recipes": [row(recipe, runs[recipe]) for recipe in runs],
         "equal_time": {"steps": long.steps, **row(f"{control}, equal time", [long])},
@@ -230,7 +231,7 @@ def row(recipe: str, runs: Sequence[Run]) -> dict[str, Any]:
         "recipe": recipe,
         "seeds": len(runs),
         "alpha": _mean(run.alpha for run in runs),
-        "training_tokens_per_s": _mean(run.tokens_per_s for run in runs),
+        "training_tokens_per_s": training_speed(runs),
     }
     for i, decoded in enumerate(runs[0].decoded):
         by_prompt = _by_prompt(runs, i)
@@ -238,6 +239,11 @@ def row(recipe: str, runs: Sequence[Run]) -> dict[str, Any]:
         value = functools.reduce(operator.add, by_prompt).block_efficiency
         found[f"block_efficiency_t{decoded.temperature:g}"] = {"value": value, **dataclasses.asdict(interval)}
     return found
+
+
+def training_speed(runs: Sequence[Run]) -> float:
+    """Tokens a second; the median, because another job beside one of them slows it down and teaches nothing."""
+    return statistics.median(run.tokens_per_s for run in runs)
 
 
 def ratio(runs: Sequence[Run], others: Sequence[Run], temperature: int) -> dict[str, float]:
@@ -281,7 +287,8 @@ def conclusions(found: dict[str, Any], console: Console) -> None:
 
 def _by_prompt(runs: Sequence[Run], temperature: int) -> list[Any]:
     """Each prompt's counts, over all seeds."""
-    return [functools.reduce(operator.add, own) for own in zip(*(r.decoded[temperature].by_prompt for r in runs))]
+    all_runs = (run.decoded[temperature].by_prompt for run in runs)
+    return [functools.reduce(operator.add, own) for own in zip(*all_runs, strict=True)]
 
 
 def _counts(runs: Sequence[Run], temperature: int) -> np.ndarray:
