@@ -85,7 +85,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         CPU held there, so that a donation copies. Waits for the save before. ``pending``: see `Restored`."""
         self.wait()
         with self._failing(step):
-            saved = ocp.args.StandardSave(jax.tree.map(_plain, state))
+            saved = ocp.args.StandardSave(state)
             self._manager.save(step, args=saved, custom_metadata={_PENDING: json.dumps(list(pending))}, force=True)
         self._saving = step, self._sealer.submit(self._seal, step)
 
@@ -111,8 +111,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         return None
 
     def _restore(self, step: int, like: Any) -> Restored:
-        plain = jax.tree.map(_plain, like)
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), plain)
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         try:
             found = self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
         except (ValueError, KeyError, TypeError) as error:
@@ -121,7 +120,7 @@ class Checkpoints(contextlib.AbstractContextManager):
                 f"({_one_line(error)}); was it saved by another version? remove {self._directory} to start it over"
             ) from error
         pending = json.loads(self._manager.metadata(step).custom_metadata[_PENDING])
-        return Restored(step, jax.tree.map(_as_key, found, like), pending)
+        return Restored(step, found, pending)
 
     def _seal(self, step: int) -> None:
         self._manager.wait_until_finished()
@@ -151,17 +150,6 @@ class Checkpoints(contextlib.AbstractContextManager):
         found = _hashes(folder)
         differing = sorted(name for name in expected | found if expected.get(name) != found.get(name))
         return f"{', '.join(differing)} changed since it was saved" if differing else None
-
-
-def _plain(leaf: Any) -> Any:
-    """A random key as its numbers; orbax stores arrays only."""
-    return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-
-
-def _as_key(leaf: Any, like: Any) -> Any:
-    if not jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return leaf
-    return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like))
 
 
 def _raised_here(record: logging.LogRecord) -> bool:

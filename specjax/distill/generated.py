@@ -149,8 +149,8 @@ def _maker(
         continued = continue_prompts(decoder(), chosen, derive_seeds(shard_seed, len(chosen)), settings)
         sequences, stats = Sequences.of(chosen, continued.tokens), continued.stats
         assert stats is not None  # a shard has a sequence
-        counts = {"sequences": len(sequences), "emitted": stats.emitted, "blocks": stats.blocks}
-        return store.write(file, store.to_bytes(sequences), {**counts, "block_efficiency": stats.block_efficiency, **made_by})
+        counts = {name: getattr(stats, name) for name in ("emitted", "blocks", "block_efficiency")}
+        return store.write(file, store.to_bytes(sequences), {"sequences": len(sequences), **counts, **made_by})
 
     return shard
 

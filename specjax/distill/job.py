@@ -213,10 +213,7 @@ def _rows(config: RunConfig, documents: Corpus, tokenizer: Any, eos_id: int, bad
         try:
             sides.append(pack(tokenizer, side, eos_id, data.seq_len, data.prompt_weight, bad))
         except DataError as error:
-            raise DataError(
-                f"data.path: {data.path!r}: its {name} part: {error}; or give a smaller data.seq_len or another "
-                "data.held_out"
-            ) from None
+            raise DataError(f"data.path: {data.path!r}: its {name} part: {error}") from None
     if bad.counts:
         _log.warning("data.path: %r: %s", data.path, bad)
     return documents, sides[0], sides[1]

@@ -78,7 +78,8 @@ class Packed:
     def __post_init__(self) -> None:
         if not len(self):
             raise DataError(
-                f"the corpus has {len(self.stream)} tokens, too few for one window of {self.length + 1}; use more text"
+                f"the corpus has {len(self.stream)} tokens, too few for one window of {self.length + 1}; "
+                "use more text, a smaller data.seq_len or another data.held_out"
             )
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int
 
 from specjax import backend
 from specjax.distill.evaluate import matched
@@ -33,15 +33,14 @@ ALPHA_MEMORY = 0.9
 
 @flax.struct.dataclass
 class TrainState:
-    """All that a stage needs to go on, beside its data: a checkpoint holds every leaf of it."""
+    """All that a stage needs to go on, beside its data: a checkpoint holds every leaf of it. No random key is among
+    them: whatever training draws is a function of its seed and of the step or row that it is for."""
 
     params: Params
     """float32, whatever the step computes in."""
     opt: optax.OptState
     alpha: jax.Array = dataclasses.field(default_factory=lambda: jnp.zeros((), jnp.float32))
     """Running mean of the batches' alpha (of cached logits: the estimate); at first 0, as if nothing were accepted."""
-    key: Key[Array, ""] = flax.struct.field(default_factory=lambda: jax.random.key(0))
-    """For what is drawn in a step; another one after every step, also after one that is left out."""
     skipped: Int[Array, ""] = flax.struct.field(default_factory=lambda: jnp.zeros((), jnp.int32))
     """Steps in which loss or gradient was not finite."""
     average: Average | None = None
@@ -81,13 +80,13 @@ def microbatch_rows(batch_size: int, length: int, shards: int = 1) -> int:
 
 
 def start_state(
-    params: Params, optimizer: optax.GradientTransformation, averages: bool, layout: Layout, drafter: Any, seed: int = 0
+    params: Params, optimizer: optax.GradientTransformation, averages: bool, layout: Layout, drafter: Any
 ) -> TrainState:
     """Before the first step; ``params`` are copied, because a step donates its state."""
 
     def start(params: Params) -> TrainState:
         average = Average.start(params) if averages else None
-        return TrainState(params, optimizer.init(params), key=jax.random.key(seed), average=average)
+        return TrainState(params, optimizer.init(params), average=average)
 
     if layout.mesh is None:
         return start(jax.tree.map(jnp.array, params))
@@ -189,7 +188,7 @@ def make_update(
         params, opt, alpha, average = moved
         skipped = state.skipped + 1 - sound.astype(jnp.int32)
         metrics |= {"grad_norm": grad_norm, "sound": sound, "skipped": skipped}
-        return TrainState(params, opt, alpha, jax.random.split(state.key)[0], skipped, average), metrics
+        return TrainState(params, opt, alpha, skipped, average), metrics
 
     shardings: dict[str, Any] = {}
     if layout.mesh is not None:

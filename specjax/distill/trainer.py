@@ -57,8 +57,8 @@ def train_stage(
 
     ``target``: a `LoadedModel`, or None where the loss needs none (then no acceptance is measured). ``train_rows``:
     of the stage's data (`specjax.distill.stock`); ``sample``: from the draft, for data that is on-policy. Called again
-    after an interruption, it goes on from the last checkpoint in ``directory`` to the same weights, optimizer state,
-    random key and log, bit for bit, on the same ``layout`` (the log's ``tokens_per_s`` is a timing). ``directory``
+    after an interruption, it goes on from the last checkpoint in ``directory`` to the same weights, optimizer state
+    and log, bit for bit, on the same ``layout`` (the log's ``tokens_per_s`` is a timing). ``directory``
     keeps ``log.jsonl`` (`read_log`), checkpoints, a fingerprint, and what `jax.profiler` traced. Of several processes,
     all call this. ``decoding``: decodes with the draft at every evaluation, and says whether that decides which weights
     are returned and when the stage ends (`specjax.distill.selection`).
@@ -92,7 +92,7 @@ def train_stage(
         return params
     optimizer = make_optimizer(stage)
     ema = stage.optimizer.ema
-    state = start_state(params, optimizer, ema is not None, layout, drafter, seed)
+    state = start_state(params, optimizer, ema is not None, layout, drafter)
     with Checkpoints(directory / "checkpoints") as checkpoints:
         restored = checkpoints.restore_latest(state) or Restored(0, state)
         start, state, pending = restored.step, restored.state, restored.pending

@@ -1,5 +1,6 @@
 """Kill a training process with SIGKILL at random moments, start it again until it finishes, and compare what it leaves
-with what an uninterrupted run leaves: weights, optimizer state, random key, log and order of the data, bit for bit.
+with what an uninterrupted run leaves: weights, optimizer state, log, order of the data and what was drawn at random
+(half of the rows are sampled from the draft as it learns), bit for bit.
 
     python -m tests.distill.faults [KILLS] [SEED]
 
@@ -28,19 +29,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import jax
-
 from specjax.distill import checkpoint, fingerprint, trainer
 from specjax.distill.checkpoint import Checkpoints
 from specjax.distill.log import read_log
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.rows import Batches
 from specjax.distill.step import TrainState
-from tests.distill import toys
+from tests.distill import test_on_policy, toys
 
 PHASES = ("step", "save", "evaluation", "manifest")
 ORDER = "order.jsonl"
-_SETTINGS = {"steps": 60, "eval_every": 9, "save_every": 7}
+_SETTINGS = {"steps": 60, "eval_every": 9, "save_every": 7, "data": {**test_on_policy.DATA, "every": 11}}
 _COUNTS = {"step": 50, "save": 8, "evaluation": 6, "manifest": 8}
 _LONGEST_DELAY = {"step": 0.02, "save": 0.03, "evaluation": 0.03, "manifest": 0.0}
 
@@ -65,20 +64,21 @@ def train(directory: Path, kill: Kill | None = None) -> None:
     parts = {"save": (Checkpoints, "save"), "manifest": (checkpoint, "write_json"), "evaluation": (trainer, "evaluate")}
     directory.mkdir(parents=True, exist_ok=True)
 
-    class Recorded(Batches):
-        def indices(self, step):
-            numbers = super().indices(step)
-            with (directory / ORDER).open("a") as order:
-                order.write(json.dumps([step, numbers.tolist()]) + "\n")
-            return numbers
+    real = Batches.indices
 
-    with mock.patch.object(trainer, "Batches", Recorded):
+    def recorded(self, step):
+        numbers = real(self, step)
+        with (directory / ORDER).open("a") as order:
+            order.write(json.dumps([step, numbers.tolist()]) + "\n")
+        return numbers
+
+    with mock.patch.object(Batches, "indices", recorded):
         if kill is None or kill.phase == "step":
-            toys.train(directory / "stage", _kill_at_step(kill) if kill else None, **_SETTINGS)
+            test_on_policy.train(directory / "stage", _kill_at_step(kill) if kill else None, **_SETTINGS)
         else:
             owner, name = parts[kill.phase]
             with mock.patch.object(owner, name, _killing(getattr(owner, name), kill)):
-                toys.train(directory / "stage", **_SETTINGS)
+                test_on_policy.train(directory / "stage", **_SETTINGS)
 
 
 def _die(delay: float) -> None:
@@ -143,10 +143,11 @@ def left_by(directory: Path) -> dict[str, Any]:
         "step": restored.step,
         "weights": fingerprint.digest(state.params),
         "optimizer state": fingerprint.digest(state.opt),
-        "random key": jax.random.key_data(state.key).tolist(),
         "running alpha": float(state.alpha),
         "log": [{k: v for k, v in r.items() if k != "tokens_per_s"} for r in read_log(directory / "stage")],
         "order of the data": order,
+        # How many older pools are left depends on which checkpoint was committed by then.
+        "samples": max((directory / "stage" / "pools").glob("*.safetensors")).read_bytes(),
     }
 
 

@@ -238,7 +238,6 @@ def test_a_skipped_step_leaves_the_state_as_it_was_and_another_is_not_touched(po
     before = (bigram_params(1), optimizer.init(bigram_params(1)))
     expected = before if poison else (moved[False].params, moved[False].opt)
     assert_same((moved[True].params, moved[True].opt), expected)
-    assert jax.random.key_data(moved[True].key).tolist() != jax.random.key_data(jax.random.key(0)).tolist()
 
 
 def test_the_steps_asked_for_are_traced(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 
 import jax
@@ -10,7 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import metrics
-from specjax.distill import checkpoint, init, laws, losses, on_policy, optimizer, rows, selection, step, teacher_cache
+from specjax.distill import (
+    checkpoint,
+    init,
+    laws,
+    losses,
+    on_policy,
+    optimizer,
+    rows,
+    selection,
+    step,
+    store,
+    teacher_cache,
+)
 from specjax.distill.checkpoint import Checkpoints
 from specjax.distill.layout import Layout
 from specjax.distill.log import Log
@@ -26,6 +39,7 @@ from tests.distill import (
     test_scale,
     test_selection,
     test_step,
+    test_store,
     test_teacher_cache,
     test_trainer,
     toys,
@@ -258,9 +272,14 @@ def step_counts_before_its_manifest(patch):
     wrap(patch, Checkpoints, "save", make)
 
 
-@mutant("checkpoint", test_checkpoint.test_random_keys_and_what_is_not_logged_yet_come_back_too)
-def random_key_not_restored(patch):
-    wrap(patch, checkpoint, "_as_key", lambda real: lambda leaf, like: real(0 * leaf, like))
+@mutant("checkpoint", test_checkpoint.test_what_is_not_logged_yet_comes_back_too)
+def unlogged_metrics_forgotten(patch):
+    wrap(patch, checkpoint, "Restored", lambda real: lambda step, state, pending: real(step, state))
+
+
+@mutant("checkpoint", test_store.test_a_file_counts_while_it_is_what_its_record_says)
+def hash_of_a_made_file_not_checked(patch):
+    patch.setattr(store, "sha256", lambda file: json.loads(file.with_suffix(".json").read_text())["sha256"])
 
 
 @mutant("step", test_trainer.test_a_skipped_step_leaves_the_state_as_it_was_and_another_is_not_touched, poison=True)
