@@ -59,7 +59,9 @@ class UnevenRows:
     def __getitem__(self, index: int) -> Batch:
         row = np.random.default_rng(index).integers(0, SHAPE.vocab_size, self.length + 1).astype(np.int32)
         weight = (np.arange(self.length) >= self.length - index % 8).astype(np.float32)
-        return Batch(row[:-1], row[1:], weight, np.arange(self.length, dtype=np.int32), np.zeros(self.length, np.int32))
+        positions, segments = np.arange(self.length, dtype=np.int32), np.zeros(self.length, np.int32)
+        arrays: list[Any] = [row[:-1], row[1:], weight, positions, segments]
+        return Batch(*arrays)
 
 
 def draft_params(shape: ModelConfig = SHAPE) -> Any:
@@ -100,7 +102,8 @@ class Trained:
         state = start_state(draft_params(shape), optimizer, True, layout, drafter)
         loss = ForwardKL()
         update = make_update(drafter, loss, optimizer, teacher.spec, MICRO, ema=ema, layout=layout, state=state)
-        batches, self.losses, self.gradient = Batches(UnevenRows(), BATCH, 0), [], {}
+        batches, self.losses = Batches(UnevenRows(), BATCH, 0), []
+        self.gradient: dict[str, Any] = {}
         for step in range(steps):
             self.before = state
             state, metrics = update(state, teacher_params, layout.batch(batches.rows, batches.indices(step)), None)
