@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -61,6 +62,12 @@ def by_first(action: Callable[[], Any]) -> Any:
 def whole(tree: Any) -> Any:
     """``tree`` with every array that other processes hold a part of as one of numpy. All processes call it."""
     return jax.tree.map(_whole, tree)
+
+
+def on_one_device(tree: Any) -> Any:
+    """``tree`` with every array that is spread over devices copied to the default one of each process. All processes
+    call it."""
+    return jax.tree.map(lambda x: x if len(x.sharding.device_set) == 1 else jnp.asarray(np.asarray(_whole(x))), tree)
 
 
 def _whole(leaf: Any) -> Any:

@@ -67,12 +67,15 @@ def claim(directory: Path, fingerprint: Mapping[str, Any]) -> None:
 def write_json(file: Path, value: Any) -> None:
     """Write so that a reader sees the old content or the new, whenever the writer is killed."""
     partial = file.with_name(f".{file.name}.partial")
-    with partial.open("w") as out:
-        json.dump(value, out, indent=1, sort_keys=True)
-        out.write("\n")
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(partial, file)
+    try:
+        with partial.open("w") as out:
+            json.dump(value, out, indent=1, sort_keys=True)
+            out.write("\n")
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """Training data that the target wrote: continuations of prompts, sampled by speculative decoding with the current draft
-(2310.08461 distils on them), kept as shards with their provenance.
+(2310.08461 distils on them), kept as shards with their provenance. Of several processes the first one makes them.
 
 Verification is lossless, so which draft helped decides the speed and not the law: a directory belongs to a target,
 prompts, sampling parameters and a seed. Each shard has a seed of its own and a record with its SHA-256, written after
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jax
 from pydantic import Field
 
 from specjax import registry
@@ -22,6 +23,7 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
 from specjax.distill import fingerprint, lock, store
 from specjax.distill.continuations import Positive, Prompts, Sampled, continue_prompts, prompts_of_file, prompts_of_text
+from specjax.distill.distributed import by_first, on_one_device
 from specjax.distill.progress import StepProgress
 from specjax.distill.readers import Bad
 from specjax.distill.rows import Batches, Fitted, Rows, Sequences
@@ -84,21 +86,26 @@ def make(
     verifier = registry.build(registry.VERIFIERS, settings.verifier, "data.verifier")
     if not verifier.lossless and settings.temperature > 0:
         raise ConfigError(f"data.verifier: {verifier.kind!r} changes the target's law; use speculative or block")
-    fingerprint.claim(directory, _provenance(settings, target, prompts, seed))
-    with lock.exclusive(directory):
-        shard = _maker(settings, target, draft, verifier, prompts, seed)
-        count, records, found = -(-settings.sequences // settings.shard_size), [], []
-        for number, shard_seed in enumerate(derive_seeds(seed, count)):
-            file = directory / f"shard-{number:05}{store.SUFFIX}"
-            record = store.record_of(file)
-            if record is None:
-                record = shard(file, number, shard_seed)
-            records.append(record)
-            found.append(store.read(file))
-            if progress is not None:
-                progress(sum(r["sequences"] for r in records), {})
-        _summarize(directory, records)
-    return Sequences.joined(found)
+    provenance = _provenance(settings, target, prompts, seed)
+    if draft is not None:
+        draft = dataclasses.replace(draft, params=on_one_device(draft.params))
+    shard = _maker(settings, target, draft, verifier, prompts, seed)
+    count = -(-settings.sequences // settings.shard_size)
+    files = [directory / f"shard-{number:05}{store.SUFFIX}" for number in range(count)]
+
+    def complete() -> None:
+        fingerprint.claim(directory, provenance)
+        with lock.exclusive(directory):
+            records = []
+            for number, (file, shard_seed) in enumerate(zip(files, derive_seeds(seed, count), strict=True)):
+                record = store.record_of(file)
+                records.append(shard(file, number, shard_seed) if record is None else record)
+                if progress is not None:
+                    progress(sum(r["sequences"] for r in records), {})
+            _summarize(directory, records)
+
+    by_first(complete)
+    return Sequences.joined([store.read(file) for file in files])
 
 
 def _provenance(settings: Generated, target: Any, prompts: Prompts, seed: int) -> dict[str, Any]:
@@ -120,8 +127,16 @@ def _maker(
 ) -> Callable[[Path, int, int], dict[str, Any]]:
     """Makes one shard; the decoder is built for the first one that is missing."""
     numbered = prompts.shuffled(seed)
-    drafter = None if draft is None else DraftModel(draft, settings.k)
-    decoder = functools.cache(lambda: Decoder(target, drafter=drafter, verifier=verifier))
+
+    @functools.cache
+    def decoder() -> Decoder:
+        if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(target.params)):
+            raise ConfigError(
+                "data: generated is made by one process, and the target lies on several; make it first with "
+                "`specjax generate-data`, in one process with the same config, or set mesh.target=replicated"
+            )
+        return Decoder(target, drafter=None if draft is None else DraftModel(draft, settings.k), verifier=verifier)
+
     made_by = {
         "draft": None if draft is None else fingerprint.digest(draft.params),
         "k": None if draft is None else settings.k,
@@ -135,7 +150,7 @@ def _maker(
         sequences, stats = Sequences.of(chosen, continued.tokens), continued.stats
         assert stats is not None  # a shard has a sequence
         counts = {"sequences": len(sequences), "emitted": stats.emitted, "blocks": stats.blocks}
-        return store.write(file, sequences, {**counts, "block_efficiency": stats.block_efficiency, **made_by})
+        return store.write(file, store.to_bytes(sequences), {**counts, "block_efficiency": stats.block_efficiency, **made_by})
 
     return shard
 

@@ -21,6 +21,7 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
 from specjax.distill import fingerprint, store
 from specjax.distill.continuations import Positive, Sampled, continue_prompts, prompts_of_text
+from specjax.distill.distributed import by_first, on_one_device
 from specjax.distill.rows import Batches, Fitted, Packed, Rows, Sequences
 from specjax.distill.stock import Stock
 from specjax.errors import TrainingError
@@ -54,8 +55,8 @@ def draft_sampler(model: Any, complete: Callable[[Params], Params] = lambda para
     those that are not the draft's own."""
 
     def sample(params: Params, prompts: Sequence[list[int]], seeds: Sequence[int], settings: Sampled):
-        decoder = Decoder(dataclasses.replace(model, params=complete(params)))
-        return continue_prompts(decoder, prompts, seeds, settings).tokens
+        decoder = Decoder(dataclasses.replace(model, params=on_one_device(complete(params))))
+        return by_first(lambda: continue_prompts(decoder, prompts, seeds, settings).tokens)
 
     return sample
 
@@ -89,7 +90,7 @@ class OnPolicyBatches(Batches):
         made_from = {"prompts": self._prompts.digest, "first": first, "sequences": stop - first, "seed": self.seed}
         if step == begin:
             made_from["draft"] = fingerprint.digest(params)
-        record = store.record_of(file)
+        record = by_first(lambda: store.record_of(file))
         if record is None or not made_from.items() <= record.items():
             if step != begin:
                 raise TrainingError(
@@ -98,10 +99,11 @@ class OnPolicyBatches(Batches):
                 )
             prompts = [self._numbered(g) for g in range(first, stop)]
             seeds = derive_seeds(self.seed, stop)[first:]
-            store.write(file, Sequences.of(prompts, self._sample(params, prompts, seeds, self._settings)), made_from)
+            sampled = Sequences.of(prompts, self._sample(params, prompts, seeds, self._settings))
+            by_first(lambda: store.write(file, store.to_bytes(sampled), made_from))
         self._mixed.pool = Fitted(store.read(file), self.rows.length, self._mixed.text.prompt_weight, alone=True)
         self._mixed.begin, self._mixed.first = begin, first
-        self._forget(oldest)
+        by_first(lambda: self._forget(oldest))
 
     def _sampled_before(self, rows: np.ndarray) -> np.ndarray:
         """Of so many rows from the start of training: how many are on-policy, evenly spread."""

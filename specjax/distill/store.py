@@ -1,7 +1,9 @@
-"""Sequences on disk: a file and, written after it, its record with the SHA-256. No record means half-written."""
+"""Files that cost something to make: each has a record, written after it, with its SHA-256 and what else is known of it.
+No record means half-written."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -12,28 +14,29 @@ from safetensors.numpy import load, save
 
 from specjax.distill import fingerprint
 from specjax.distill.rows import Sequences
-from specjax.errors import TrainingError
+from specjax.errors import unwritable
 from specjax.models.files import sha256
 
 SUFFIX = ".safetensors"
+"""Of sequences."""
 _ARRAYS = ("tokens", "ends", "prompts")
 _log = logging.getLogger(__name__)
 
 
-def write(file: Path, sequences: Sequences, record: dict[str, Any]) -> dict[str, Any]:
+def write(file: Path, content: bytes, record: dict[str, Any]) -> dict[str, Any]:
     """Returns the record as written. Raises `TrainingError` if the disk takes no more; nothing half-written stays."""
     partial = file.with_name(f".{file.name}.partial")
+    record = {"sha256": hashlib.sha256(content).hexdigest(), **record}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as out:
-            out.write(save({name: getattr(sequences, name) for name in _ARRAYS}))
+            out.write(content)
             out.flush()
             os.fsync(out.fileno())
-        record = {"sha256": sha256(partial), **record}
         os.replace(partial, file)
         fingerprint.write_json(_record_file(file), record)
     except OSError as error:
-        raise TrainingError(f"{file}: cannot be written ({error.strerror}); what was finished before is kept") from None
+        raise unwritable(file, error) from None
     finally:
         partial.unlink(missing_ok=True)
     return record
@@ -55,6 +58,10 @@ def record_of(file: Path) -> dict[str, Any] | None:
         damage = "its record is damaged"
     _log.warning("%s: %s", file, damage)
     return None
+
+
+def to_bytes(sequences: Sequences) -> bytes:
+    return save({name: getattr(sequences, name) for name in _ARRAYS})
 
 
 def read(file: Path) -> Sequences:

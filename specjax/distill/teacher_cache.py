@@ -1,9 +1,9 @@
 """The frozen target's k best logits of a stage's rows: computed once, kept on disk, read back by row number.
 
 A directory of numbered `.npy` shards of equally many rows, ``record[row, t]`` = (log p of the k best tokens, their ids,
-the probability of all others, log p and ids of a few of those, drawn from p); `shards.json` with the SHA-256 and the
-sums of each finished shard; `fingerprint.json` with what it was made from; `provenance.json`, once it is whole, with
-what it holds and what it costs in accuracy.
+the probability of all others, log p and ids of a few of those, drawn from p), each with its SHA-256 and its sums beside
+it (`specjax.distill.store`); `fingerprint.json` with what it was made from; `provenance.json`, once it is whole, with
+what it holds and what it costs in accuracy. Of several processes all compute, and the first one writes.
 
 What is lost: alpha is known to lie in [A, A + min(tail of p, tail of q)], A the overlap of the k tokens; and log p is
 rounded to float16. So every figure that training makes of alpha is off by at most ``alpha_error`` in the mean: the mean
@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import io
 import json
 import logging
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +27,15 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from specjax.distill import fingerprint
+from specjax.distill import fingerprint, store
+from specjax.distill.distributed import by_first, whole
 from specjax.distill.laws import top_k_logits
 from specjax.distill.rows import Batches, Rows, take
 from specjax.distill.teacher import target_output
 from specjax.errors import ConfigError, TrainingError
 from specjax.types import Batch, Params, TopKLogits
 
-SHARDS, PROVENANCE = "shards.json", "provenance.json"
+PROVENANCE = "provenance.json"
 SHARD_BYTES = 2**25
 """Roughly of a shard, which is what a kill or a damaged file costs."""
 TAIL_TOKENS = 12
@@ -157,24 +156,21 @@ def cached_rows(
         "tail_tokens": TAIL_TOKENS,
         "rows_per_shard": per_shard,
     }
+    by_first(lambda: fingerprint.claim(directory, made_from))
+    shards = []
     try:
-        fingerprint.claim(directory, made_from)
-        shards = _finished(directory)
         for number, start in enumerate(range(0, len(numbers), per_shard)):
-            if _name(number) not in shards:
-                indices = numbers[start : start + per_shard]
-                shards[_name(number)] = _make(
-                    directory / _name(number), target, rows, indices, k, vocab_size, batch_size
-                )
-                fingerprint.write_json(directory / SHARDS, shards)
-        fingerprint.write_json(directory / PROVENANCE, made_from | _figures(shards, dtype, vocab_size))
-    except OSError as error:
-        raise TrainingError(
-            f"{directory}: the target's logits cannot be kept there ({error}); free some space "
-            f"({len(numbers) * rows.length * dtype.itemsize:,} bytes in all) or lower teacher_top_k"
-        ) from None
+            file = directory / _name(number)
+            record = by_first(functools.partial(store.record_of, file))
+            if record is None:
+                record = _make(file, target, rows, numbers[start : start + per_shard], k, vocab_size, batch_size)
+            shards.append(record)
+    except TrainingError as error:
+        size = len(numbers) * rows.length * dtype.itemsize
+        raise TrainingError(f"{error}; all of it takes {size:,} bytes, less with a lower teacher_top_k") from None
+    by_first(lambda: fingerprint.write_json(directory / PROVENANCE, made_from | _figures(shards, dtype, vocab_size)))
     _log.info("%s", summary(directory))
-    return CachedRows(rows, numbers, directory, per_shard, tuple(shards[name]["sha256"] for name in sorted(shards)))
+    return CachedRows(rows, numbers, directory, per_shard, tuple(shard["sha256"] for shard in shards))
 
 
 def read_provenance(directory: Path) -> dict[str, Any]:
@@ -197,37 +193,14 @@ def _name(number: int) -> str:
     return f"{number:06d}.npy"
 
 
-def _finished(directory: Path) -> dict[str, dict[str, Any]]:
-    try:
-        known = json.loads((directory / SHARDS).read_text())
-    except FileNotFoundError:
-        known = {}
-    except ValueError:
-        _log.warning("%s: damaged; every shard is made again", directory / SHARDS)
-        known = {}
-    sound = {}
-    for name, shard in sorted(known.items()):
-        file = directory / name
-        if file.exists() and _sha256(file) == shard["sha256"]:
-            sound[name] = shard
-        else:
-            _log.warning("%s: %s; made again", file, "damaged" if file.exists() else "missing")
-    return sound
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
 def _make(
     file: Path, target: Any, rows: Rows, indices: np.ndarray, k: int, vocab_size: int, batch_size: int
 ) -> dict[str, Any]:
-    """Write one shard, so that it is there whole or not at all; its entry in `shards.json`."""
+    """Write one shard, so that it is there whole or not at all; its record."""
     made, sums = [], {"positions": 0, "tail": 0.0, "tail_max": 0.0, "rounding": 0.0}
     for numbers, real in _batches(indices, batch_size):
         batch = take(rows, numbers)
-        best = jax.device_get(_best(target.spec, target.params, batch, numbers, k))
+        best = jax.device_get(whole(_best(target.spec, target.params, batch, numbers, k)))
         best = jax.tree.map(lambda x, real=real: x[:real], best)
         records = to_records(best, vocab_size)
         made.append(records)
@@ -239,17 +212,8 @@ def _make(
         sums["rounding"] += _rounding(best, from_records(records))[counts].sum()
     content = io.BytesIO()
     np.save(content, np.concatenate(made))
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        with partial.open("wb") as out:
-            out.write(content.getbuffer())
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(partial, file)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    return {"sha256": hashlib.sha256(content.getbuffer()).hexdigest()} | {n: float(x) for n, x in sums.items()}
+    record = {name: float(value) for name, value in sums.items()}
+    return by_first(lambda: store.write(file, content.getvalue(), record))
 
 
 def _batches(indices: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, int]]:
@@ -274,16 +238,16 @@ def _rounding(exact: TopKLogits, stored: TopKLogits) -> np.ndarray:
     return 0.5 * np.abs(p - q).sum(-1)
 
 
-def _figures(shards: dict[str, dict[str, Any]], dtype: np.dtype, vocab_size: int) -> dict[str, Any]:
-    positions = sum(shard["positions"] for shard in shards.values())
-    mean = {n: sum(shard[n] for shard in shards.values()) / max(positions, 1) for n in ("tail", "rounding")}
+def _figures(shards: Sequence[dict[str, Any]], dtype: np.dtype, vocab_size: int) -> dict[str, Any]:
+    positions = sum(shard["positions"] for shard in shards)
+    mean = {n: sum(shard[n] for shard in shards) / max(positions, 1) for n in ("tail", "rounding")}
     return {
         "dtype": str(dtype.descr),
         "bytes_per_token": dtype.itemsize,
         "full_bytes_per_token": 4 * vocab_size,
         "positions": int(positions),
         "tail_mean": mean["tail"],
-        "tail_max": max(shard["tail_max"] for shard in shards.values()),
+        "tail_max": max(shard["tail_max"] for shard in shards),
         "rounding_mean": mean["rounding"],
         "alpha_error": mean["tail"] + mean["rounding"],
     }

@@ -130,11 +130,9 @@ def train_stage(
                 measures = last or step % stage.eval_every == 0
                 saves = last or step % stage.save_every == 0
                 logs = measures or saves or step % LOG_EVERY == 0
-                ends = stops(step)
-                if logs or ends:
+                if logs:
                     pending = jax.device_get(pending)
                     _refuse_non_finite(directory, stage, step, pending, batches, checkpoints)
-                if logs:
                     seconds = time.perf_counter() - began
                     record = {"step": step, "tokens": step * tokens, "tokens_per_s": (step - timed) * tokens / seconds}
                     record |= _means(pending)
@@ -150,6 +148,11 @@ def train_stage(
                         saves = saves or selector.stops
                     log.append(record)
                     pending = []
+                # After an evaluation: a signal that comes during the last one must not be lost.
+                ends = stops(step)
+                if ends:
+                    pending = jax.device_get(pending)
+                    _refuse_non_finite(directory, stage, step, pending, batches, checkpoints)
                 if saves or ends:
                     # What is not logged yet goes with the state, so that the log does not depend on interruptions.
                     checkpoints.save(step, state, jax.tree.map(lambda x: np.asarray(x).item(), pending))

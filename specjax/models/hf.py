@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,18 @@ from safetensors import SafetensorError
 from specjax.errors import ModelError
 from specjax.models.config import ModelConfig
 from specjax.models.families import Family, Settings, family_of
-from specjax.models.files import MANIFEST, read_json, refuse_outside, verify_manifest, write_json, write_manifest
+from specjax.models.files import MANIFEST, flush, read_json, refuse_outside, verify_manifest, write_json, write_manifest
 from specjax.models.sharding import usable
 from specjax.models.transformer import Model
 from specjax.models.weights import AS_STORED, INDEX, NO_PICKLE, read_params, write_params
 from specjax.types import Params
 
 DTYPES = ("float32", "bfloat16", "float16")
-CARD = "README.md"
+CARD, GENERATION = "README.md", "generation_config.json"
 MAX_SHARD_BYTES = 5 * 10**9
 _TOKENIZER_DATA = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HUB_FILES = (
-    *("*.safetensors", INDEX, "config.json", "generation_config.json"),
+    *("*.safetensors", INDEX, "config.json", GENERATION),
     *(*_TOKENIZER_DATA, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json"),
 )
@@ -57,6 +58,8 @@ class LoadedModel:
     name: str = "model"
     family: str = "llama"
     """The Hugging Face model type it is saved as."""
+    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The generation_config.json it came with; saved again as it is, but for ``eos_ids``."""
 
     @property
     def config(self) -> ModelConfig:
@@ -117,7 +120,10 @@ def load_model(
     family = family_of(settings.values.get("model_type"), config_file)
     config = family.read_config(settings)
     # What may fail at once comes before what takes long.
-    eos_ids, tokenizer = _read_eos_ids(directory, settings, config.vocab_size), _read_tokenizer(directory)
+    generation_file = directory / GENERATION
+    generation = read_json(generation_file) if generation_file.exists() else {}
+    eos_ids = _read_eos_ids(generation_file, generation, settings, config.vocab_size)
+    tokenizer = _read_tokenizer(directory)
     return LoadedModel(
         spec=Model(config),
         params=read_params(directory, family, config, dtype, mesh, check_finite),
@@ -125,6 +131,7 @@ def load_model(
         eos_ids=eos_ids,
         name=Path(path_or_hub_id).name or directory.name,
         family=family.saved_as or family.model_type,
+        generation=generation,
     )
 
 
@@ -162,10 +169,9 @@ def resolve(path_or_hub_id: str | os.PathLike, revision: str | None = None) -> P
         ) from error
 
 
-def _read_eos_ids(directory: Path, settings: Settings, vocab_size: int) -> tuple[int, ...]:
+def _read_eos_ids(file: Path, generation: Mapping[str, Any], settings: Settings, vocab_size: int) -> tuple[int, ...]:
     """generation_config.json decides, where it says anything: it is what transformers stops on."""
-    file = directory / "generation_config.json"
-    value = read_json(file).get("eos_token_id") if file.exists() else None
+    value = generation.get("eos_token_id")
     if value is None:
         file, value = settings.where, settings.values.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
@@ -221,19 +227,26 @@ def save_model(
     ``dtype``: of the stored weights (default: the model's own). ``card``: the README.md. Weights of more than
     ``max_shard_bytes`` go to several files, of which the host holds one at a time. The directory appears
     complete or not at all; with ``overwrite`` the old one is kept until the new one is in place. Raises `ModelError`
-    if it exists and ``overwrite`` is not set, or if what is there is not a model directory.
+    if it exists and ``overwrite`` is not set, if what is there is not a model directory, or if other processes hold a
+    part of the weights.
     """
     dtype = dtype or str(model.dtype)
     if dtype not in DTYPES:
         raise ModelError(f"dtype={dtype!r} is unknown; use one of {', '.join(DTYPES)}")
     if max_shard_bytes < 1:
         raise ModelError(f"max_shard_bytes={max_shard_bytes} should be positive")
+    if not all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(model.params)):
+        raise ModelError(
+            f"{directory}: other processes hold a part of the weights; gather them in all processes with "
+            "jax.experimental.multihost_utils.process_allgather(params, tiled=True), and save in one"
+        )
     final = check_replaceable(directory, overwrite)
     token = secrets.token_hex(4)
     partial, old = (final.with_name(f".{final.name}.{kind}-{token}") for kind in ("partial", "old"))
     try:
         partial.mkdir(parents=True)
         _write_files(model, partial, dtype, card, max_shard_bytes)
+        flush(*partial.iterdir(), partial)  # or the name may outlive a power cut that the content does not
         try:
             if final.exists():
                 final.rename(old)
@@ -242,12 +255,14 @@ def save_model(
             if old.exists() and not final.exists():
                 old.rename(final)
             raise
+        flush(final.parent)
     except (OSError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{final}: cannot be written ({reason}); make room there, or choose another place") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def check_replaceable(directory: str | os.PathLike, overwrite: bool) -> Path:
@@ -277,7 +292,9 @@ def _write_files(model: LoadedModel, directory: Path, dtype: str, card: str | No
     settings = {"architectures": [family.architecture], "model_type": family.model_type, "dtype": dtype}
     settings |= {"torch_dtype": dtype, **described, **special}
     write_json(directory / "config.json", settings)
-    write_json(directory / "generation_config.json", {k: v for k, v in special.items() if v is not None})
+    told = {name: value for name, value in special.items() if value is not None}
+    inherited = {name: value for name, value in model.generation.items() if name != "eos_token_id"}
+    write_json(directory / GENERATION, {**told, **inherited})
     if tokenizer is not None:
         try:
             tokenizer.save_pretrained(directory)

@@ -18,15 +18,17 @@ from specjax import config
 from specjax.distill import distributed, fingerprint
 from specjax.distill.layout import Layout, make_layout
 from specjax.distill.losses import ForwardKL
+from specjax.distill.on_policy import OnPolicy, draft_sampler
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.rows import Batches
 from specjax.distill.step import make_update, start_state
+from specjax.distill.teacher_cache import cached_rows
 from specjax.drafters.draft_model import DraftModel
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
 from specjax.types import Batch
-from tests.distill import toys
+from tests.distill import test_on_policy, toys
 
 SHAPE = ModelConfig(
     vocab_size=toys.VOCAB,
@@ -121,15 +123,35 @@ def optimizer_moment(state: Any) -> Any:
     return moment
 
 
+def cached_row(directory: Path, layout: Layout) -> Batch:
+    """Row 5 with the best logits of a target that lies over ``layout``."""
+    target = transformer_target()
+    target = dataclasses.replace(target, params=layout.put(target.params, layout.of_target(target.params, target.spec)))
+    return cached_rows(directory, target, UnevenRows(), np.arange(9), 3, MICRO)[5]
+
+
+def sampled(layout: Layout) -> list[list[int]]:
+    """By a draft that lies over ``layout``."""
+    model = LoadedModel(Model(SHAPE), draft_params())
+    params = layout.put(model.params, layout.of_draft(model.params, DraftModel(model.spec)))
+    return draft_sampler(model)(params, [[1, 2, 3], [4, 5, 6]], [7, 8], OnPolicy(prompt_tokens=3, new_tokens=6, batch_size=2))
+
+
 def main(directory: Path, case: str, port: int, process: int, processes: int) -> None:
     where = f"localhost:{port}"
     distributed.start(config.Distributed(True, where, processes, process))
     assert jax.process_count() == processes
     assert jax.local_device_count() < jax.device_count() == 4
     trained = Trained(make_layout(FOUR), case)
-    # The whole loop as well: log, fingerprint and checkpoints in one directory.
-    params = toys.train(directory / "stage", layout=make_layout(config.Mesh(data=-1)), steps=6)
+    # The whole loop as well: log, fingerprint and checkpoints in one directory, and data that is made for a stage.
+    layout = make_layout(config.Mesh(data=-1))
+    params = toys.train(directory / "stage", layout=layout, steps=6)
+    of_samples = test_on_policy.train(directory / "on-policy", layout=layout)
+    cached_row(directory / "teacher", make_layout(FOUR))
+    tokens = sampled(make_layout(FOUR))
     if distributed.is_first():
+        np.savez(directory / "on-policy.npz", **of_samples)
+        (directory / "sampled.json").write_text(json.dumps(tokens))
         np.savez(directory / "gradient.npz", **trained.gradient)
         (directory / "losses.json").write_text(json.dumps(trained.losses))
         np.savez(directory / "bigram.npz", **params)

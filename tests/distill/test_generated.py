@@ -147,8 +147,8 @@ def test_a_full_disk_leaves_nothing_half_written(whole, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store.os, "fsync", full)
-    with pytest.raises(TrainingError, match=r"cannot be written \(No space left on device\)"):
-        store.write(tmp_path / "shard-00000.safetensors", whole[1], {})
+    with pytest.raises(TrainingError, match=r"cannot be written \(no space left on device\)"):
+        store.write(tmp_path / "shard-00000.safetensors", store.to_bytes(whole[1]), {})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,6 +19,7 @@ from specjax import config
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
 from specjax.distill import fingerprint
+from specjax.distill.layout import ONE_DEVICE
 from specjax.distill.on_policy import OnPolicy, draft_sampler
 from specjax.distill.rows import Batches, Packed
 from specjax.distill.trainer import train_stage
@@ -61,11 +62,11 @@ def sample(params, prompts, seeds, settings) -> list[list[int]]:
     return continuations
 
 
-def train(directory: Path, progress=None, sampler=sample, **changes) -> Any:
+def train(directory: Path, progress=None, sampler=sample, layout=ONE_DEVICE, **changes) -> Any:
     """12 steps of 4 rows, half of them on-policy, saved every 5: refreshed at 0, 4 and 8."""
     stage = toys.stage(**{"data": DATA, **changes})
     start = (BigramDraft(), toys.bigram_params(1), toys.target(), text(), toys.rows(8, 1), 3)
-    return train_stage(directory, stage, *start, progress, sampler)
+    return train_stage(directory, stage, *start, progress, sampler, layout)
 
 
 @pytest.fixture(scope="module")

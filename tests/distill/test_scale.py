@@ -36,7 +36,7 @@ from specjax.models.hf import load_model
 from specjax.models.training import TrainingModel
 from specjax.models.transformer import Model
 from tests.cases import in_proof
-from tests.distill import scale, toys
+from tests.distill import scale, test_on_policy, toys
 from tests.distill.scale import FOUR, SHAPE, Trained
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +136,18 @@ def test_two_processes_leave_one_log_and_checkpoints_that_one_process_goes_on_fr
     again = toys.train(directory, lambda step, record: steps.append(step), steps=6)
     toys.assert_same(again, found)
     assert steps == []
+
+
+def test_two_processes_make_the_data_of_a_stage_that_one_does(in_two_processes, tmp_path):
+    directory = in_two_processes[0]
+    assert json.loads((directory / "sampled.json").read_text()) == scale.sampled(Layout())
+    found, alone = dict(np.load(directory / "on-policy.npz")), test_on_policy.train(tmp_path / "on-policy")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, alone)
+    first, second = (scale.cached_row(where / "teacher", Layout()) for where in (directory, tmp_path))
+    np.testing.assert_array_equal(first.teacher.ids, second.teacher.ids)
+    np.testing.assert_allclose(first.teacher.values, second.teacher.values, atol=2e-2)
+    left = [sorted(f.name for f in (where / "teacher").iterdir()) for where in (directory, tmp_path)]
+    assert left[0] == left[1]
 
 
 RUN = """

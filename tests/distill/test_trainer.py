@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from specjax import registry
-from specjax.distill import step
+from specjax.distill import step, trainer
 from specjax.distill.checkpoint import Checkpoints
 from specjax.distill.evaluate import evaluate
 from specjax.distill.log import read_log
@@ -78,6 +78,22 @@ def test_a_sigterm_in_the_last_step_keeps_the_next_stage_from_beginning(uninterr
     with pytest.raises(Stopped, match="step 12 is saved"):
         toys.train(tmp_path / "stage", progress)
     assert_same(toys.train(tmp_path / "stage"), uninterrupted[1])
+
+
+def test_a_sigterm_during_the_last_evaluation_ends_the_run_too(uninterrupted, tmp_path, monkeypatch):
+    real = trainer.evaluate
+
+    def terminated(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    monkeypatch.setattr(trainer, "evaluate", terminated)
+    with pytest.raises(Stopped, match="step 6 is saved"):
+        toys.train(tmp_path / "stage")
+    with pytest.raises(Stopped, match="step 12 is saved"):
+        toys.train(tmp_path / "stage")
+    assert_same(toys.train(tmp_path / "stage"), uninterrupted[1])
+    assert without_speed(read_log(tmp_path / "stage")) == without_speed(read_log(uninterrupted[0]))
 
 
 def test_the_second_sigterm_does_what_it_did_before_training():

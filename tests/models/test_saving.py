@@ -113,6 +113,43 @@ def test_a_limit_of_the_system_is_met_as_a_full_disk_is(llama, tmp_path, room):
     assert [file.name for file in tmp_path.iterdir()] == ["llama"]
 
 
+def test_what_is_saved_is_on_the_disk_before_it_has_its_name(llama, tmp_path, monkeypatch):
+    """Files and their directory first, then the move, then the directory that the name stands in."""
+    model, seen = load_model(llama.write()), []
+    monkeypatch.setattr(hf, "flush", lambda *paths: seen.append([path.name for path in paths]))
+    rename = type(tmp_path).rename
+    monkeypatch.setattr(type(tmp_path), "rename", lambda self, new: (seen.append(new.name), rename(self, new))[1])
+    save_model(model, tmp_path / "new" / "out")
+    (*written, partial), moved, parent = seen
+    assert sorted(written) == sorted(file.name for file in (tmp_path / "new" / "out").iterdir())
+    assert partial.startswith(".out.partial-")
+    assert (moved, parent) == ("out", ["new"])
+    files.flush(tmp_path, tmp_path / "new" / "out" / "config.json")  # both kinds can be
+
+
+def test_weights_that_other_processes_hold_a_part_of_are_refused(llama, tmp_path):
+    class Part(np.ndarray):
+        is_fully_addressable = False
+
+    model = load_model(llama.write())
+    params = {**model.params, "norm": {"scale": np.ones(16, np.float32).view(Part)}}
+    with pytest.raises(ModelError, match=r"out: other processes hold a part of the weights; gather them"):
+        save_model(dataclasses.replace(model, params=params), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_generation_config_survives_but_for_the_end_of_sequence_which_is_the_model_s(llama, tmp_path):
+    told = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "bos_token_id": 7, "num_assistant_tokens": 4}
+    (llama.write() / "generation_config.json").write_text(json.dumps({**told, "eos_token_id": [4, 9]}))
+    assert export(llama.path, tmp_path / "out").exit_code == 0
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {**told, "eos_token_id": [4, 9]}
+    model = dataclasses.replace(load_model(llama.path), eos_ids=(5,))
+    save_model(model, tmp_path / "other")
+    assert json.loads((tmp_path / "other" / "generation_config.json").read_text()) == {**told, "eos_token_id": 5}
+    save_model(dataclasses.replace(model, eos_ids=()), tmp_path / "none")
+    assert json.loads((tmp_path / "none" / "generation_config.json").read_text()) == told
+
+
 # --- export -------------------------------------------------------------------------------------------------------
 
 

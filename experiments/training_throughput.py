@@ -1,0 +1,251 @@
+"""Training throughput: what the trainer's loop adds to the bare jitted step, on the demo's distillation.
+
+    python experiments/training_throughput.py [--steps 300]
+
+Three loops take turns of ten steps in one run, on the same machine, shapes and options of the compiler:
+
+- **trainer**: `train_stage` as `make demo` calls it: rows cut and put together on the host, metrics fetched and logged
+  every ten steps, checkpoints saved in the background, evaluations;
+- **bare**: the same compiled update (`make_update`) over batches that lie on the device: no data, no log, no saves;
+- **hand-written**: twenty lines of JAX and optax for the same loss, without metrics, clipping, schedule or microbatches.
+
+The trainer's step is the median over its turns without save or evaluation, plus what a save costs spread over
+`save_every` steps: what its turn, and the next one, which runs beside the writing, take beyond the median. Evaluation,
+held-out decoding included, is no training; its seconds and its share of the stage stand beside. Ratios are medians over
+the turns, each over the turn next to it, between their 10th and 90th percentile. Exit status 1 if the trainer is below
+85% of the bare step. About 5 minutes on 2 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from pipeline import machine
+from rich.console import Console
+from rich.table import Table
+
+from specjax import backend, registry
+from specjax.cli import user_errors, write_atomically
+from specjax.compile_cache import keep_programs
+from specjax.config import RunConfig, Stage, load_config
+from specjax.distill import job
+from specjax.distill.init import Initial, initial_draft
+from specjax.distill.layout import ONE_DEVICE
+from specjax.distill.optimizer import make_optimizer
+from specjax.distill.rows import Batches
+from specjax.distill.selection import held_out_decoding
+from specjax.distill.step import make_update, microbatch_rows, start_state
+from specjax.distill.trainer import LOG_EVERY, train_stage
+from specjax.models.transformer import Model
+from specjax.types import Batch
+
+CONFIG = Path("configs/demo.yaml")
+RESULTS = Path(__file__).parent / "results" / "training_throughput.json"
+REQUIRED = 0.85
+"""Least speed of the trainer over that of the bare step."""
+LOOPS = ("trainer", "bare", "hand-written")
+
+
+class Loop:
+    """A compiled ``step`` (state, teacher, batch) -> (state, loss or metrics), called over batches on the device."""
+
+    def __init__(self, step: Callable, state: Any, teacher: Any, batches: Sequence[Batch]):
+        self._step, self._state, self._teacher, self._batches = step, state, teacher, batches
+        self.first = jax.device_get(self._run())
+
+    def _run(self) -> Any:
+        outputs = []
+        for batch in self._batches:
+            self._state, output = self._step(self._state, self._teacher, batch)
+            outputs.append(output)
+        return jax.block_until_ready(outputs)[0]
+
+    def __call__(self) -> float:
+        """Seconds a step."""
+        began = time.perf_counter()
+        self._run()
+        return (time.perf_counter() - began) / len(self._batches)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """The trainer's steps ``first`` to ``last`` and, where they had a turn after it, the other loops' seconds a
+    step."""
+
+    first: int
+    last: int
+    seconds: float
+    others: dict[str, float]
+
+
+class Turns:
+    """For `train_stage` to call after every step: where the device has nothing left to do, the others take a turn. Not
+    after a save, which is being written."""
+
+    def __init__(self, loops: Mapping[str, Callable[[], float]], stage: Stage):
+        self._loops, self._stage = loops, stage
+        self._began, self._step = 0.0, 0
+        self.turns: list[Turn] = []
+
+    def __call__(self, step: int, record: dict[str, float]) -> None:
+        if record.get("step") != step:  # not logged, so not waited for
+            return
+        seconds, others = time.perf_counter() - self._began, {}
+        if step % self._stage.save_every:
+            order = list(self._loops) if len(self.turns) % 2 else list(self._loops)[::-1]
+            others = {name: self._loops[name]() for name in order}
+        if self._step:  # the first steps warm up
+            self.turns.append(Turn(self._step + 1, step, seconds, others))
+        self._began, self._step = time.perf_counter(), step
+
+
+def figures(turns: Sequence[Turn], stage: Stage) -> dict[str, Any]:
+    """``step_s``: seconds a step of every loop, the trainer's with saving. ``ratios``: name -> (median, 10%, 90%) of
+    speeds."""
+
+    def evaluates(turn: Turn) -> bool:
+        return turn.last == stage.steps or turn.last % stage.eval_every == 0
+
+    def saves(turn: Turn) -> bool:
+        return turn.last == stage.steps or turn.last % stage.save_every == 0 or turn.first % stage.save_every == 1
+
+    plain = [t for t in turns if not evaluates(t) and not saves(t)]
+    own = np.array([t.seconds / (t.last - t.first + 1) for t in plain])
+    others = {name: np.array([t.others[name] for t in plain]) for name in plain[0].others}
+    step = float(np.median(own))
+
+    def excess(some: Sequence[Turn]) -> list[float]:
+        return [t.seconds - (t.last - t.first + 1) * step for t in some]
+
+    # Of a save that falls together with an evaluation nothing is known.
+    saving = sum(excess([t for t in turns if saves(t) and not evaluates(t)]))
+    saved = sum(t.last % stage.save_every == 0 and not evaluates(t) for t in turns)
+    saving = max(0.0, saving) / max(1, saved)
+    evaluation = excess([t for t in turns if evaluates(t)])
+    saving_share = saving / (saving + stage.save_every * step)
+    slower = 1 - saving_share
+    pairs = {"trainer / bare": (others["bare"] / own * slower)}
+    pairs["trainer / hand-written"] = others["hand-written"] / own * slower
+    pairs["bare / hand-written"] = others["hand-written"] / others["bare"]
+    return {
+        "turns": len(plain),
+        "step_s": {"trainer": step / slower, **{name: float(np.median(s)) for name, s in others.items()}},
+        "ratios": {name: [float(q) for q in np.quantile(r, [0.5, 0.1, 0.9])] for name, r in pairs.items()},
+        "save_s": saving,
+        "saving_share": saving_share,
+        "evaluation_s": evaluation,
+        "evaluation_share": evaluation[-1] / (evaluation[-1] + stage.eval_every * step / slower),
+    }
+
+
+def bare(initial: Initial, stage: Stage, target: Any, batches: Sequence[Batch]) -> Loop:
+    """The trainer's own program."""
+    optimizer = make_optimizer(stage)
+    state = start_state(initial.params, optimizer, stage.optimizer.ema is not None, ONE_DEVICE, initial.drafter)
+    rows = microbatch_rows(stage.batch_size, batches[0].tokens.shape[1])
+    loss = registry.build(registry.LOSSES, stage.loss, "distill.loss")
+    options = {"skip": stage.skip_non_finite > 0, "compute_dtype": stage.compute_dtype, "ema": stage.optimizer.ema}
+    update = make_update(initial.drafter, loss, optimizer, target.spec, rows, **options)
+    return Loop(update.lower(state, target.params, batches[0]).compile(), state, target.params, batches)
+
+
+def hand_written(initial: Initial, stage: Stage, target: Any, batches: Sequence[Batch]) -> Loop:
+    """The same forward KL without anything of `specjax.distill`; the models are the project's."""
+    optimizer, draft, teacher = optax.adamw(stage.optimizer.learning_rate), initial.spec, target.spec
+
+    def logits(model: Model, params: Any, batch: Batch) -> jax.Array:
+        return model(params, batch.tokens, batch.token_positions, mask=batch.attention_mask).logits
+
+    def kl(params: Any, target_params: Any, batch: Batch) -> jax.Array:
+        log_p = jax.nn.log_softmax(jax.lax.stop_gradient(logits(teacher, target_params, batch)))
+        log_q = jax.nn.log_softmax(logits(draft, params, batch))
+        each = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+        return jnp.sum(batch.weight * each) / jnp.sum(batch.weight)
+
+    def step(state: tuple, target_params: Any, batch: Batch) -> tuple:
+        params, opt = state
+        loss, grads = jax.value_and_grad(kl)(params, target_params, batch)
+        updates, opt = optimizer.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt), loss
+
+    step = jax.jit(step, donate_argnums=0, compiler_options=backend.compiler_options())
+    params = jax.tree.map(jnp.array, initial.params)
+    return Loop(step, (params, optimizer.init(params)), target.params, batches)
+
+
+def measure(config: RunConfig, steps: int, out: Path) -> dict[str, Any]:
+    stage = dataclasses.replace(config.distill, steps=steps)
+    prepared = job.prepare(config)
+    target, rows = prepared.target, prepared.train_rows
+    initial = initial_draft(config, target, rows)
+    order = Batches(rows, stage.batch_size, config.seed)
+    batches = [jax.device_put(order[i]) for i in range(LOG_EVERY)]
+    backend.keep_freed_memory()
+    loops = {"bare": bare(initial, stage, target, batches), "hand-written": hand_written(initial, stage, target, batches)}
+    losses = float(loops["bare"].first["loss"]), float(loops["hand-written"].first)
+    np.testing.assert_allclose(*losses, rtol=1e-4, err_msg="the loops compute different losses")
+    turns = Turns(loops, stage)
+    decoding = held_out_decoding(config, target, initial.drafter, initial.spec, prepared.corpus.held_out)
+    args = (initial.drafter, initial.params, target, rows, prepared.held_out_rows, config.seed, turns)
+    train_stage(out, stage, *args, decoding=decoding)
+    return {"tokens": stage.batch_size * rows.length, "loss": losses, **figures(turns.turns, stage)}
+
+
+def table_of(found: Mapping[str, Any]) -> Table:
+    table = Table(title=f"forward KL, online teacher, {found['tokens']} tokens a step, {found['turns']} turns")
+    for name in ("loop", "ms a step", "tokens/s", "speed / bare", "speed / hand-written"):
+        table.add_column(name, justify="left" if name == "loop" else "right")
+
+    def shown(ratio: str) -> str:
+        return "{:.3f} ({:.3f} to {:.3f})".format(*found["ratios"][ratio]) if ratio in found["ratios"] else ""
+
+    for name in LOOPS:
+        step = found["step_s"][name]
+        ratios = (shown(f"{name} / {other}") for other in LOOPS[1:])
+        table.add_row(name, f"{1e3 * step:.1f}", f"{found['tokens'] / step:,.0f}", *ratios)
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=300, help="of the trainer; as many of each other loop")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    config = load_config(CONFIG, [])
+    keep_programs(config.compile_cache)
+    with tempfile.TemporaryDirectory() as scratch:
+        found = measure(config, args.steps, Path(scratch) / "stage")
+    Console().print(table_of(found))
+    first, *later = found["evaluation_s"]
+    print(f"a save: {found['save_s']:.2f} s, {found['saving_share']:.1%} of training, in the trainer's figures; "
+          f"an evaluation: {later[-1] if later else first:.1f} s ({first:.1f} s with compiling), "
+          f"{found['evaluation_share']:.0%} of the stage beside training")  # fmt: skip
+    ratio = found["ratios"]["trainer / bare"][0]
+    print(f"trainer / bare {ratio:.3f}, asked >= {REQUIRED}: {'met' if ratio >= REQUIRED else 'MISSED'}")
+    about = {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": machine(),
+        "steps": args.steps,
+    }
+    write_atomically(args.out, json.dumps({**about, **found}, indent=1) + "\n")
+    return 0 if ratio >= REQUIRED else 1
+
+
+if __name__ == "__main__":
+    with user_errors():
+        sys.exit(main())
