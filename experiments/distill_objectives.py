@@ -1,4 +1,4 @@
-"""Objectives, data and teachers compared on one pair: which recipe's draft decodes fastest, at equal draft-token updates.
+"""Objectives, data and teachers compared on one pair: whose draft decodes fastest, at equal draft-token updates.
 
     python experiments/distill_objectives.py configs/objectives.yaml [a.b=v]... [--seeds 3] [--results FILE]
 
@@ -196,12 +196,13 @@ def main() -> None:
     best = max(best_three, key=lambda r: _mean(run.score for run in runs[r]))
     # A step of the control has no teacher in it: as many steps as take the best recipe's time.
     quicker = _mean(run.tokens_per_s for run in runs[control]) / _mean(run.tokens_per_s for run in runs[best])
-    long = experiment.run(control, 0, round(experiment.common.distill.steps * quicker))
+    common = experiment.common
+    long = experiment.run(control, 0, round(common.distill.steps * quicker))
     found = {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine(),
-        "tokens": experiment.common.distill.steps * experiment.common.distill.batch_size * experiment.common.data.seq_len,
+        "tokens": common.distill.steps * common.distill.batch_size * common.data.seq_len,
         "prompts": len(experiment.decoding.prompts),
         "recipes": [row(recipe, runs[recipe]) for recipe in runs],
         "equal_time": {"steps": long.steps, **row(f"{control}, equal time", [long])},
@@ -281,7 +282,10 @@ def conclusions(found: dict[str, Any], console: Console) -> None:
 
 def _by_prompt(runs: Sequence[Run], temperature: int) -> list[Any]:
     """Each prompt's counts, over all seeds."""
-    return [functools.reduce(operator.add, own) for own in zip(*(r.decoded[temperature].by_prompt for r in runs))]
+    return [
+        functools.reduce(operator.add, own)
+        for own in zip(*(r.decoded[temperature].by_prompt for r in runs), strict=True)
+    ]
 
 
 def _counts(runs: Sequence[Run], temperature: int) -> np.ndarray:

@@ -7,7 +7,7 @@ Three loops take turns of ten steps in one run, on the same machine, shapes and 
 - **trainer**: `train_stage` as `make demo` calls it: rows cut and put together on the host, metrics fetched and logged
   every ten steps, checkpoints saved in the background, evaluations;
 - **bare**: the same compiled update (`make_update`) over batches that lie on the device: no data, no log, no saves;
-- **hand-written**: twenty lines of JAX and optax for the same loss, without metrics, clipping, schedule or microbatches.
+- **hand-written**: twenty lines of JAX and optax for the same loss, without metrics, clipping, schedule, microbatches.
 
 The trainer's step is the median over its turns without save or evaluation, plus what a save costs spread over
 `save_every` steps: what its turn, and the next one, which runs beside the writing, take beyond the median. Evaluation,
@@ -195,7 +195,8 @@ def measure(config: RunConfig, steps: int, out: Path) -> dict[str, Any]:
     order = Batches(rows, stage.batch_size, config.seed)
     batches = [jax.device_put(order[i]) for i in range(LOG_EVERY)]
     backend.keep_freed_memory()
-    loops = {"bare": bare(initial, stage, target, batches), "hand-written": hand_written(initial, stage, target, batches)}
+    made_of = initial, stage, target, batches
+    loops = {"bare": bare(*made_of), "hand-written": hand_written(*made_of)}
     losses = float(loops["bare"].first["loss"]), float(loops["hand-written"].first)
     np.testing.assert_allclose(*losses, rtol=1e-4, err_msg="the loops compute different losses")
     turns = Turns(loops, stage)

@@ -150,7 +150,8 @@ def _maker(
         sequences, stats = Sequences.of(chosen, continued.tokens), continued.stats
         assert stats is not None  # a shard has a sequence
         counts = {"sequences": len(sequences), "emitted": stats.emitted, "blocks": stats.blocks}
-        return store.write(file, store.to_bytes(sequences), {**counts, "block_efficiency": stats.block_efficiency, **made_by})
+        record = {**counts, "block_efficiency": stats.block_efficiency, **made_by}
+        return store.write(file, store.to_bytes(sequences), record)
 
     return shard
 

@@ -1,4 +1,4 @@
-"""Files that cost something to make: each has a record, written after it, with its SHA-256 and what else is known of it.
+"""Files that cost something to make: each has a record, written after it, with its SHA-256 and what is known of it.
 No record means half-written."""
 
 from __future__ import annotations

@@ -134,7 +134,8 @@ def sampled(layout: Layout) -> list[list[int]]:
     """By a draft that lies over ``layout``."""
     model = LoadedModel(Model(SHAPE), draft_params())
     params = layout.put(model.params, layout.of_draft(model.params, DraftModel(model.spec)))
-    return draft_sampler(model)(params, [[1, 2, 3], [4, 5, 6]], [7, 8], OnPolicy(prompt_tokens=3, new_tokens=6, batch_size=2))
+    settings = OnPolicy(prompt_tokens=3, new_tokens=6, batch_size=2)
+    return draft_sampler(model)(params, [[1, 2, 3], [4, 5, 6]], [7, 8], settings)
 
 
 def main(directory: Path, case: str, port: int, process: int, processes: int) -> None:
