@@ -24,7 +24,8 @@ def keep_programs(wanted: bool = True) -> Path | None:
     used, or JAX was given one already (`JAX_COMPILATION_CACHE_DIR`), which stays. The programs unused for longest are
     removed beyond 2 GB. Whoever can write there can run code as the user, so the directory is private.
     """
-    if not wanted or os.environ.get(SWITCH) == "0" or jax.config.jax_compilation_cache_dir is not None:
+    given = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if not wanted or os.environ.get(SWITCH) == "0" or given is not None:
         return None
     try:
         directory = _user_cache() / "specjax" / f"programs-{_machine()}"

@@ -79,7 +79,8 @@ def build(table: Mapping[str, str], spec: str | Mapping[str, Any], what: str) ->
         problem = error.errors()[0]
         field = ".".join((what, *map(str, problem["loc"])))
         if problem["type"] == "value_error":  # raised by a field of ours, in our words
-            raise ConfigError(f"{field}: {str(problem['ctx']['error']).removeprefix(': ').removeprefix('.')}") from None
+            reason = str(problem.get("ctx", {})["error"])
+            raise ConfigError(f"{field}: {reason.removeprefix(': ').removeprefix('.')}") from None
         expected = problem["msg"].replace("Input should be ", "")
         raise ConfigError(f"{field}: found {problem.get('input')!r}, expected {expected}") from None
 

@@ -44,12 +44,16 @@ def test_a_program_from_the_cache_is_counted_and_gives_the_same_bits(home, monke
     np.testing.assert_array_equal(*results)
 
 
+def cache_dir() -> str | None:
+    return jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_the_directory_is_the_users_own_and_private(home):
     directory = keep_programs()
     assert directory is not None
     assert directory.parent == home / "specjax"
     assert directory.stat().st_mode & 0o077 == 0
-    assert jax.config.jax_compilation_cache_dir == str(directory)
+    assert cache_dir() == str(directory)
 
 
 @pytest.mark.parametrize("off", ["config", "environment", "given", "file in the way"])
@@ -61,11 +65,11 @@ def test_the_cache_can_be_turned_off_and_never_fails_a_run(off, home, monkeypatc
     elif off == "file in the way":
         (home / "specjax").write_text("")
     assert keep_programs(off != "config") is None
-    assert jax.config.jax_compilation_cache_dir == (str(home / "own") if off == "given" else None)
+    assert cache_dir() == (str(home / "own") if off == "given" else None)
 
 
 def test_an_import_turns_nothing_on(home):
-    assert jax.config.jax_compilation_cache_dir is None
+    assert cache_dir() is None
 
 
 def test_the_programs_unused_for_longest_are_removed(home, monkeypatch):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from specjax.distill.selection import Decoded, HeldOutDecoding
 from specjax.metrics import DecodeStats, block_efficiency_interval
 
-DRAFTS = ("draft_before", "draft_after")
+DRAFTS: tuple[str, str] = ("draft_before", "draft_after")
 ALL = "all"
 
 

@@ -67,7 +67,7 @@ class Prompts:
 
     def shuffled(self, seed: int) -> Callable[[int], list[int]]:
         """Number -> prompt: all of them in an order of ``seed``'s, then all of them in another."""
-        order = grain.MapDataset.range(len(self)).seed(seed).shuffle().repeat()
+        order: Any = grain.MapDataset.range(len(self)).seed(seed).shuffle().repeat()
         return lambda number: self[int(order[number])]
 
 

@@ -44,7 +44,7 @@ from specjax.types import Params, Sharing
 
 _MIN_POSITIONS = 1024
 _CARD = "README.md"
-_EXPORTS = ("draft-before", "draft")
+_EXPORTS: tuple[str, str] = ("draft-before", "draft")
 _MADE_BY = "by specjax"
 _log = logging.getLogger(__name__)
 
@@ -187,9 +187,9 @@ def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
             )
     if config.target.path is None:
         tokenizer = _tokenizer(Path(config.out) / "tokenizer", documents, config.target.vocab_size)
-        documents, *rows = _rows(config, documents, tokenizer, tokenizer.eos_token_id, bad)
-        target = _target_from_scratch(config, documents, tokenizer, (rows[0], rows[1]), bars)
-        return Prepared(target, documents, *rows, bad)
+        documents, train, held_out = _rows(config, documents, tokenizer, tokenizer.eos_token_id, bad)
+        target = _target_from_scratch(config, documents, tokenizer, (train, held_out), bars)
+        return Prepared(target, documents, train, held_out, bad)
     target = _load_target(config, config.target.path)
     if target.tokenizer is None or not target.eos_ids:
         missing = "tokenizer" if target.tokenizer is None else "end-of-sequence id"
@@ -236,9 +236,9 @@ def _target_from_scratch(
         params = train_stage(*args, progress=progress, layout=make_layout(config.mesh))
     target = LoadedModel(spec, params, tokenizer, (tokenizer.eos_token_id,), "target")
     title = f"A target of {_count(params):,} parameters, trained from scratch by specjax."
-    rows = {"SHA-256 of the weights": fingerprint.digest(params), "SHA-256 of the text": documents.digest}
+    digests = {"SHA-256 of the weights": fingerprint.digest(params), "SHA-256 of the text": documents.digest}
     training = {"target": dataclasses.asdict(settings), "data": dataclasses.asdict(config.data), "seed": config.seed}
-    _export(target, out / "target", _card("target", title, rows, training))
+    _export(target, out / "target", _card("target", title, digests, training))
     return _load_target(config, out / "target")
 
 

@@ -12,6 +12,7 @@ Dims: B rows, T predicted positions, V vocabulary, k best tokens, n of the tail,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -72,7 +73,7 @@ def acceptance(draft_logits: Float[Array, "B T V"], teacher: FullLogits | TopKLo
     ``alpha_estimate``, from the tokens of the tail if there are any, else the upper end."""
     if isinstance(teacher, FullLogits):
         return {"alpha": alpha_per_position(teacher.logits, draft_logits)}
-    log_p, log_q = log_laws(draft_logits, teacher.replace(tail_values=None, tail_ids=None))
+    log_p, log_q = log_laws(draft_logits, dataclasses.replace(teacher, tail_values=None, tail_ids=None))
     k = teacher.ids.shape[-1]
     return {
         "alpha_lower": overlap(log_p[..., :k], log_q[..., :k]),
@@ -102,4 +103,4 @@ def top_k_logits(
     points = jnp.minimum(points, jnp.nextafter(total, jnp.zeros_like(total)))
     find = jnp.vectorize(functools.partial(jnp.searchsorted, side="right"), signature="(v),(n)->(n)")
     tail_ids = jnp.minimum(find(cumulative, points), logits.shape[-1] - 1).astype(jnp.int32)
-    return best.replace(tail_values=jnp.take_along_axis(logits, tail_ids, axis=-1), tail_ids=tail_ids)
+    return dataclasses.replace(best, tail_values=jnp.take_along_axis(logits, tail_ids, axis=-1), tail_ids=tail_ids)

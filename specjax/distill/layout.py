@@ -63,14 +63,15 @@ class Layout:
         return self._of(params, spec, self.target_sharded)
 
     def _of(self, tree: Any, model: Any, sharded: bool) -> Any:
-        if self.mesh is None:
+        mesh, shape = self.mesh, getattr(model, "config", None)
+        if mesh is None:
             return None
-        shape = getattr(model, "config", None)
-        split = sharded and isinstance(shape, ModelConfig)
 
         def sharding(path, leaf) -> NamedSharding | None:
+            if not sharded or not isinstance(shape, ModelConfig):
+                return self.everywhere()
             names = [key.key for key in path[_outside(path) :]]
-            return sharding_of(tuple(names), leaf.shape, shape, self.mesh) if split else self.everywhere()
+            return sharding_of(tuple(names), leaf.shape, shape, mesh)
 
         return jax.tree_util.tree_map_with_path(sharding, tree)
 

@@ -14,7 +14,9 @@ Dims: B rows, T predicted positions, V vocabulary, W outcomes (V, or those of ca
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -57,8 +59,7 @@ def kl(log_p: Float[Array, "B T W"], log_q: Float[Array, "B T W"]) -> Float[Arra
 class CrossEntropy:
     """-log q(next token). dL/dz = q - onehot(token)."""
 
-    needs_target: ClassVar[bool] = False
-    needs_whole_law: ClassVar[bool] = False
+    needs_target = needs_whole_law = False
     kind: Literal["cross_entropy"] = "cross_entropy"
 
     def __call__(
@@ -75,7 +76,7 @@ class CrossEntropy:
 class Divergence:
     """What the losses against the target's law share; each says what is ``between`` the two laws."""
 
-    needs_target: ClassVar[bool] = True
+    needs_target = True
     coarse: ClassVar[bool] = True
     """Whether the top k tokens and a stand-in for the rest will do: it is a sum of p times a function of q/p."""
     kind: str
@@ -240,7 +241,7 @@ class Sum:
         context: LossContext | None = None,
     ) -> Float[Array, "B T"]:
         values = [term.weight * term.loss(draft_logits, teacher, tokens, context) for term in self.of]
-        return sum(values[1:], start=values[0])
+        return functools.reduce(operator.add, values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +255,7 @@ class AdaSPEC:
     over all predictions is the mean over those kept.
     """
 
-    needs_target: ClassVar[bool] = True
+    needs_target = True
     reference: Annotated[str, Field(min_length=1)]
     """A Hugging Face directory, such as the `draft` of another run."""
     keep: Annotated[float, Field(gt=0, le=1)] = 0.4

@@ -111,7 +111,9 @@ class OnPolicyBatches(Batches):
 
     def _forget(self, oldest: int | None) -> None:
         """Pools that no kept checkpoint goes on with."""
-        for file in self._directory.glob(f"*{store.SUFFIX}") if oldest is not None else ():
+        if oldest is None:
+            return
+        for file in self._directory.glob(f"*{store.SUFFIX}"):
             if int(file.stem) < oldest - oldest % self._settings.every:
                 store.remove(file)
 

@@ -175,7 +175,7 @@ def read_hub(path: str, hub: Hub, bad: Bad) -> Iterator[Document]:
     directory. Raises `DataError` if it cannot be loaded; without a network, what is in the library's cache is used."""
     name = path.removeprefix(HUB)
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise DataError(f"data.path: {path!r} needs datasets; pip install 'specjax[hf-data]'") from None
     try:

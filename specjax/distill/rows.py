@@ -55,13 +55,14 @@ def row_of(
 ) -> Batch:
     """A row of T1 - 1 predictions. ``document``: number of the one that each token belongs to, rising by one.
     ``weight``: how much it counts that a token is predicted, by the one before it in its document."""
-    return Batch(
-        tokens=tokens[:-1],
-        following=tokens[1:],
-        weight=np.where(document[1:] == document[:-1], weight[1:], 0).astype(np.float32),
-        positions=positions[:-1].astype(np.int32),
-        segments=(document - document[0])[:-1].astype(np.int32),
-    )
+    arrays: dict[str, Any] = {
+        "tokens": tokens[:-1],
+        "following": tokens[1:],
+        "weight": np.where(document[1:] == document[:-1], weight[1:], 0).astype(np.float32),
+        "positions": positions[:-1].astype(np.int32),
+        "segments": (document - document[0])[:-1].astype(np.int32),
+    }
+    return Batch(**arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +253,7 @@ class Batches:
             )
         self.rows: Rows = rows
         self.batch_size, self.seed = batch_size, seed
-        self._order = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat().batch(batch_size)
+        self._order: Any = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat().batch(batch_size)
 
     def indices(self, step: int) -> Int[np.ndarray, " B"]:
         """Numbers of the rows of batch ``step``."""

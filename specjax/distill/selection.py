@@ -55,7 +55,8 @@ class Decoded:
         names = [field.name for field in dataclasses.fields(DecodeStats)]
 
         def counts(row: Mapping[str, Any]) -> DecodeStats:
-            return DecodeStats(*(tuple(row[n]) if isinstance(row[n], list) else row[n] for n in names))
+            values: list[Any] = [tuple(row[n]) if isinstance(row[n], list) else row[n] for n in names]
+            return DecodeStats(*values)
 
         return cls(found["temperature"], list(map(counts, found["by_prompt"])), found["seconds"])
 
@@ -76,7 +77,8 @@ class Decoded:
 class Decodes(Protocol):
     """What a stage needs to decode with its draft."""
 
-    rule: config.Selection
+    @property
+    def rule(self) -> config.Selection: ...
 
     def __call__(self, params: Params) -> list[Decoded]:
         """One a temperature, with the stage's own parameters as they are."""

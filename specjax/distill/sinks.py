@@ -31,7 +31,8 @@ class TensorBoard:
 
     def __init__(self, directory: Path):
         self._writer = _extra("tensorboardX", "logging.tensorboard", "tensorboard").SummaryWriter
-        self._directory, self._open = directory, None
+        self._directory = directory
+        self._open: Any = None
 
     def begin(self, stage: str, step: int) -> None:
         self.close()

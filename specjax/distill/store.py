@@ -1,5 +1,5 @@
-"""Files that cost something to make, each with a record beside it: its SHA-256 and what else is known of it. The record
-is written after the file, so no record means half-written."""
+"""Files that cost something to make: each has a record, written after it, with its SHA-256 and what is known of it.
+No record means half-written."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def from_records(records: np.ndarray) -> TopKLogits:
     Numpy in, numpy out."""
     values = records["best_log_probs"].astype(np.float32)
     logsumexp = np.log(np.exp(values).sum(-1)) - np.log1p(-records["tail_mass"])
-    tail = records["tail_log_probs"].astype(np.float32), _ids(records["tail_ids"])
-    return TopKLogits(values, _ids(records["best_ids"]), logsumexp.astype(np.float32), *tail)
+    best: list[Any] = [values, _ids(records["best_ids"]), logsumexp.astype(np.float32)]
+    return TopKLogits(*best, records["tail_log_probs"].astype(np.float32), _ids(records["tail_ids"]))
 
 
 def _ids(stored: np.ndarray) -> np.ndarray:
@@ -114,7 +114,7 @@ class CachedRows:
             raise KeyError(f"{self.directory}: holds nothing of row {index}")
         number, offset = divmod(place, self.rows_per_shard)
         shard = _open(self.directory / _name(number), self.digests[number])
-        return self.rows[index].replace(teacher=from_records(np.asarray(shard[offset])))
+        return dataclasses.replace(self.rows[index], teacher=from_records(np.asarray(shard[offset])))
 
 
 def numbers_of(batches: Batches, steps: int) -> Int[np.ndarray, " rows"]:

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import weakref
+from typing import Any
 
 import jax
 import numpy as np
@@ -211,8 +212,8 @@ def test_prompts_come_from_held_out_text_and_do_not_repeat(tiny_target):
 def test_what_could_not_be_decoded_is_refused_before_training(tiny_target, changes, message):
     settings = config.Bench(**{"prompts": 2, "prompt_tokens": 8, "new_tokens": 16, "ks": (3,), **changes})
     run = config.RunConfig(target=config.Target(path="x"), data=config.Data(path="x"), bench=settings)
-    empty = np.zeros((0, 9), np.int32)
-    prepared = job.Prepared(tiny_target, job.Corpus([], documents(4, 20)), empty, empty)
+    unread: Any = None
+    prepared = job.Prepared(tiny_target, job.Corpus([], documents(4, 20)), unread, unread)
     with pytest.raises(DataError, match=message):
         measure.check(run, prepared)
 

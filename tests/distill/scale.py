@@ -61,7 +61,9 @@ class UnevenRows:
     def __getitem__(self, index: int) -> Batch:
         row = np.random.default_rng(index).integers(0, SHAPE.vocab_size, self.length + 1).astype(np.int32)
         weight = (np.arange(self.length) >= self.length - index % 8).astype(np.float32)
-        return Batch(row[:-1], row[1:], weight, np.arange(self.length, dtype=np.int32), np.zeros(self.length, np.int32))
+        positions, segments = np.arange(self.length, dtype=np.int32), np.zeros(self.length, np.int32)
+        arrays: list[Any] = [row[:-1], row[1:], weight, positions, segments]
+        return Batch(*arrays)
 
 
 def draft_params(shape: ModelConfig = SHAPE) -> Any:
@@ -102,7 +104,8 @@ class Trained:
         state = start_state(draft_params(shape), optimizer, True, layout, drafter)
         loss = ForwardKL()
         update = make_update(drafter, loss, optimizer, teacher.spec, MICRO, ema=ema, layout=layout, state=state)
-        batches, self.losses, self.gradient = Batches(UnevenRows(), BATCH, 0), [], {}
+        batches, self.losses = Batches(UnevenRows(), BATCH, 0), []
+        self.gradient: dict[str, Any] = {}
         for step in range(steps):
             self.before = state
             state, metrics = update(state, teacher_params, layout.batch(batches.rows, batches.indices(step)), None)
@@ -131,9 +134,8 @@ def sampled(layout: Layout) -> list[list[int]]:
     """By a draft that lies over ``layout``."""
     model = LoadedModel(Model(SHAPE), draft_params())
     params = layout.put(model.params, layout.of_draft(model.params, DraftModel(model.spec)))
-    return draft_sampler(model)(
-        params, [[1, 2, 3], [4, 5, 6]], [7, 8], OnPolicy(prompt_tokens=3, new_tokens=6, batch_size=2)
-    )
+    settings = OnPolicy(prompt_tokens=3, new_tokens=6, batch_size=2)
+    return draft_sampler(model)(params, [[1, 2, 3], [4, 5, 6]], [7, 8], settings)
 
 
 def main(directory: Path, case: str, port: int, process: int, processes: int) -> None:

@@ -188,7 +188,7 @@ def hub(monkeypatch):
         calls.append((args, options))
         return rows
 
-    module.load_dataset = load_dataset
+    vars(module).update(load_dataset=load_dataset)
     monkeypatch.setitem(sys.modules, "datasets", module)
     return SimpleNamespace(module=module, calls=calls, rows=rows)
 

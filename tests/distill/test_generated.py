@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,12 @@ def models(tiny_target, tiny_draft):
 def whole(models, tmp_path_factory):
     """(directory, sequences) made without an interruption."""
     directory = tmp_path_factory.mktemp("generated") / "data"
-    return directory, make(directory, SETTINGS, *models, PROMPTS, SEED)
+    return directory, made(directory, models)
+
+
+def made(directory, models, settings: Any = SETTINGS, prompts: Any = PROMPTS, seed: int = SEED, progress: Any = None):
+    target, draft = models
+    return make(directory, settings, target, draft, prompts, seed, progress)
 
 
 def contents(directory) -> dict[str, bytes]:
@@ -73,12 +79,12 @@ def test_an_interrupted_directory_is_finished_to_the_same_bits_without_making_a_
             raise Interrupt
 
     with pytest.raises(Interrupt):
-        make(tmp_path / "data", SETTINGS, *models, PROMPTS, SEED, interrupt)
+        made(tmp_path / "data", models, progress=interrupt)
     kept = {name: (tmp_path / "data" / name).stat().st_mtime_ns for name in contents(tmp_path / "data")}
     assert sorted(name for name in kept if name.endswith(store.SUFFIX)) == [
         f"shard-0000{i}.safetensors" for i in (0, 1)
     ]
-    make(tmp_path / "data", SETTINGS, *models, PROMPTS, SEED)
+    made(tmp_path / "data", models)
     assert contents(tmp_path / "data") == contents(whole[0])
     assert all((tmp_path / "data" / name).stat().st_mtime_ns == time for name, time in kept.items())
 
@@ -96,7 +102,7 @@ def test_a_damaged_shard_is_named_and_made_again(damage, message, whole, models,
     directory = copied(whole[0], tmp_path / "data")
     damage(directory / "shard-00002.safetensors")
     with caplog.at_level(logging.WARNING):
-        make(directory, SETTINGS, *models, PROMPTS, SEED)
+        made(directory, models)
     assert contents(directory) == contents(whole[0])
     assert [f"shard-00002.safetensors: {message}" in text for text in caplog.messages] == ([True] if message else [])
 
@@ -104,13 +110,13 @@ def test_a_damaged_shard_is_named_and_made_again(damage, message, whole, models,
 def test_a_directory_of_another_provenance_is_refused_with_the_fields_that_differ(whole, models):
     other = dataclasses.replace(SETTINGS, temperature=0.5, new_tokens=6)
     with pytest.raises(TrainingError, match=r"sampling\.new_tokens \(5 then, 6 now\), sampling\.temperature"):
-        make(whole[0], other, *models, PROMPTS, SEED)
+        made(whole[0], models, other)
     with pytest.raises(TrainingError, match=r"other settings: seed \(11 then, 12 now\)"):
-        make(whole[0], SETTINGS, *models, PROMPTS, 12)
+        made(whole[0], models, seed=12)
     with pytest.raises(TrainingError, match=r"target .* then"):
-        make(whole[0], SETTINGS, models[1], None, PROMPTS, SEED)
+        made(whole[0], (models[1], None))
     with pytest.raises(TrainingError, match="other settings: prompts "):
-        make(whole[0], SETTINGS, *models, Prompts(PROMPTS.tokens, PROMPTS.spans[1:]), SEED)
+        made(whole[0], models, prompts=Prompts(PROMPTS.tokens, PROMPTS.spans[1:]))
 
 
 def test_what_was_made_with_one_draft_is_read_with_another(whole, models):
@@ -132,7 +138,7 @@ def test_the_provenance_says_who_made_the_data_and_how_fast(whole):
 def test_a_verifier_that_changes_the_targets_law_is_refused(models, tmp_path):
     lossy = dataclasses.replace(SETTINGS, verifier="typical")
     with pytest.raises(ConfigError, match=r"data\.verifier: 'typical' changes the target's law"):
-        make(tmp_path / "data", lossy, *models, PROMPTS, SEED)
+        made(tmp_path / "data", models, lossy)
     assert not (tmp_path / "data").exists()
 
 
@@ -153,16 +159,17 @@ def text_rows(length: int = 10, prompt: np.ndarray | None = None) -> Packed:
 
 def test_rows_of_generated_text_predict_what_the_target_said(whole, models, tmp_path):
     settings = dataclasses.replace(SETTINGS, path=str(whole[0]))
-    stock = Stock("stage", tmp_path / "data", text_rows(), *models, 0.0, SEED)
+    target, draft = models
+    stock = Stock("stage", tmp_path / "data", text_rows(), target, draft, 0.0, SEED)
     # Of another text: the directory is not of these prompts.
     with pytest.raises(TrainingError, match="other settings: prompts"):
         settings.rows(stock)
     own = dataclasses.replace(SETTINGS, sequences=2, shard_size=2)
     rows = own.rows(stock)
     predicted = np.concatenate([rows[i].following[rows[i].weight > 0] for i in range(len(rows))])
-    made = make(tmp_path / "data", own, *models, prompts_of_text(text_rows(), own), SEED)
-    pieces = np.split(made.tokens, made.ends[:-1])
-    assert predicted.tolist() == [t for piece, n in zip(pieces, made.prompts, strict=True) for t in piece[n:]]
+    sequences = made(tmp_path / "data", models, own, prompts_of_text(text_rows(), own))
+    pieces = np.split(sequences.tokens, sequences.ends[:-1])
+    assert predicted.tolist() == [t for piece, n in zip(pieces, sequences.prompts, strict=True) for t in piece[n:]]
     with pytest.raises(ConfigError, match=r"stage: prompt_tokens=3 and new_tokens=8 exceed data\.seq_len=10"):
         dataclasses.replace(SETTINGS, new_tokens=8).rows(stock)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +24,22 @@ from specjax.distill.losses import (
     TotalVariation,
     first_of_each_row,
 )
+from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError
 from specjax.models.hf import LoadedModel, save_model
 from specjax.types import FullLogits, LossContext
 
 ROWS, LENGTH, VOCAB = 2, 5, 7
 ALPHA, BETA, ETA = 0.4, 0.3, 3.0
-CONTEXT = LossContext(np.float32(ALPHA), np.ones((ROWS, LENGTH), np.float32))
+CONTEXT = LossContext(jnp.float32(ALPHA), jnp.ones((ROWS, LENGTH), jnp.float32))
 DIVERGENCES = [ForwardKL(), ReverseKL(), JensenShannon(beta=BETA), TotalVariation(), LKAlpha(), LKLambda(eta=ETA)]
 COARSE = [ForwardKL(), TotalVariation(), LKAlpha(), LKLambda(eta=ETA)]
 by_kind = pytest.mark.parametrize("loss", DIVERGENCES, ids=lambda loss: loss.kind)
 coarse = pytest.mark.parametrize("loss", COARSE, ids=lambda loss: loss.kind)
+
+
+def full(logits: Any) -> FullLogits:
+    return FullLogits(logits)
 
 
 def log_softmax64(logits) -> np.ndarray:
@@ -124,7 +130,7 @@ def assert_matches(loss, draft, teacher, value64) -> None:
 def test_value_and_gradient_match_float64(loss, case):
     draft, target = laws(case)
     log_p = log_softmax64(target)
-    assert_matches(loss, draft, FullLogits(target), lambda z: REFERENCES[loss.kind](log_p, log_softmax64(z)))
+    assert_matches(loss, draft, full(target), lambda z: REFERENCES[loss.kind](log_p, log_softmax64(z)))
 
 
 @by_kind
@@ -132,47 +138,47 @@ def test_temperatures_divide_each_side_s_own_logits(loss):
     draft, target = laws("generic")
     loss = dataclasses.replace(loss, target_temperature=2.0, draft_temperature=0.5)
     log_p = log_softmax64(target / 2)
-    assert_matches(loss, draft, FullLogits(target), lambda z: REFERENCES[loss.kind](log_p, log_softmax64(z / 0.5)))
+    assert_matches(loss, draft, full(target), lambda z: REFERENCES[loss.kind](log_p, log_softmax64(z / 0.5)))
 
 
 @by_kind
 def test_no_gradient_reaches_the_target(loss):
     draft, target = laws("generic")
     tokens = jnp.zeros((ROWS, LENGTH), jnp.int32)
-    grads = jax.grad(lambda x: loss(jnp.asarray(draft), FullLogits(x), tokens, CONTEXT).sum())(jnp.asarray(target))
+    grads = jax.grad(lambda x: loss(jnp.asarray(draft), full(x), tokens, CONTEXT).sum())(jnp.asarray(target))
     np.testing.assert_array_equal(grads, 0)
 
 
 @by_kind
 def test_equal_laws_cost_nothing_and_pull_nowhere(loss):
     draft, _ = laws("generic")
-    values, grads = values_and_grads(loss, draft, FullLogits(draft))
+    values, grads = values_and_grads(loss, draft, full(draft))
     np.testing.assert_allclose(values, 0, atol=1e-6)
     np.testing.assert_allclose(grads, 0, atol=1e-6)
 
 
 def test_gradient_of_forward_kl_is_q_minus_p():
     draft, target = laws("generic")
-    _, grads = values_and_grads(ForwardKL(), draft, FullLogits(target))
+    _, grads = values_and_grads(ForwardKL(), draft, full(target))
     np.testing.assert_allclose(grads, np.exp(log_softmax64(draft)) - np.exp(log_softmax64(target)), atol=1e-6)
 
 
 def test_gradient_of_total_variation_is_at_most_q_and_vanishes_without_overlap():
     draft, target = laws("generic")
-    _, grads = values_and_grads(TotalVariation(), draft, FullLogits(target))
+    _, grads = values_and_grads(TotalVariation(), draft, full(target))
     q, p = np.exp(log_softmax64(draft)), np.exp(log_softmax64(target))
     below = q < p
     np.testing.assert_allclose(grads, q * ((q * below).sum(-1, keepdims=True) - below), atol=1e-6)
     assert (np.abs(grads) <= q).all()
     draft, target = laws("disjoint")
-    values, grads = values_and_grads(TotalVariation(), draft, FullLogits(target))
+    values, grads = values_and_grads(TotalVariation(), draft, full(target))
     np.testing.assert_allclose(values, 1, atol=1e-6)
     np.testing.assert_array_equal(grads, 0)
 
 
 def test_jensen_shannon_tends_to_either_kl_over_its_weight():
     draft, target = (x / 3 for x in laws("generic"))
-    teacher = FullLogits(target)
+    teacher = full(target)
     forward, reverse = (values_and_grads(loss, draft, teacher)[0] for loss in (ForwardKL(), ReverseKL()))
     near = {beta: values_and_grads(JensenShannon(beta=beta), draft, teacher)[0] for beta in (1e-3, 0.999)}
     np.testing.assert_allclose(near[1e-3] / 1e-3, forward, rtol=0.03, atol=2e-3)
@@ -183,29 +189,27 @@ def test_jensen_shannon_tends_to_either_kl_over_its_weight():
 def test_lk_alpha_is_cross_entropy_where_the_target_is_certain():
     draft, target = laws("certain")
     tokens = jnp.asarray(target.argmax(-1).astype(np.int32))
-    found = values_and_grads(LKAlpha(), draft, FullLogits(target), tokens=tokens)
+    found = values_and_grads(LKAlpha(), draft, full(target), tokens=tokens)
     for ours, theirs in zip(found, values_and_grads(CrossEntropy(), draft, None, tokens=tokens), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_lk_alpha_without_overlap_is_capped():
     draft, target = laws("disjoint")
-    values, grads = values_and_grads(LKAlpha(), draft, FullLogits(target))
+    values, grads = values_and_grads(LKAlpha(), draft, full(target))
     np.testing.assert_allclose(values, -np.log(1e-5), rtol=1e-6)
     np.testing.assert_array_equal(grads, 0)
 
 
 def test_lk_lambda_moves_from_kl_to_rejection_as_the_running_alpha_grows():
     draft, target = laws("generic")
-    ends = [values_and_grads(loss, draft, FullLogits(target))[0] for loss in (ForwardKL(), TotalVariation())]
+    ends = [values_and_grads(loss, draft, full(target))[0] for loss in (ForwardKL(), TotalVariation())]
     for alpha, expected in ((0.0, ends[0]), (1e3, ends[1])):
-        context = CONTEXT.replace(alpha=jnp.float32(alpha))
-        np.testing.assert_allclose(
-            values_and_grads(LKLambda(), draft, FullLogits(target), context)[0], expected, rtol=1e-5
-        )
+        context = dataclasses.replace(CONTEXT, alpha=jnp.float32(alpha))
+        np.testing.assert_allclose(values_and_grads(LKLambda(), draft, full(target), context)[0], expected, rtol=1e-5)
     tokens = jnp.zeros((ROWS, LENGTH), jnp.int32)
     draft = jnp.asarray(draft)
-    pull = jax.grad(lambda a: LKLambda()(draft, FullLogits(target), tokens, CONTEXT.replace(alpha=a)).sum())
+    pull = jax.grad(lambda a: LKLambda()(draft, full(target), tokens, dataclasses.replace(CONTEXT, alpha=a)).sum())
     assert pull(jnp.float32(ALPHA)) == 0
 
 
@@ -232,8 +236,8 @@ def test_a_sum_adds_its_losses_by_their_weights():
     draft, target = laws("generic")
     tokens = jnp.ones((ROWS, LENGTH), jnp.int32)
     spec = {"kind": "sum", "of": [{"kind": "jensen_shannon", "beta": BETA, "weight": 0.9}, "cross_entropy"]}
-    found = values_and_grads(registry.build(registry.LOSSES, spec, "loss"), draft, FullLogits(target), tokens=tokens)
-    parts = [values_and_grads(x, draft, FullLogits(target), tokens=tokens) for x in (DIVERGENCES[2], CrossEntropy())]
+    found = values_and_grads(registry.build(registry.LOSSES, spec, "loss"), draft, full(target), tokens=tokens)
+    parts = [values_and_grads(x, draft, full(target), tokens=tokens) for x in (DIVERGENCES[2], CrossEntropy())]
     for ours, first, second in zip(found, *parts, strict=True):
         np.testing.assert_allclose(ours, 0.9 * first + second, rtol=1e-5, atol=1e-6)
 
@@ -280,8 +284,8 @@ def adaspec_case(keep: float = 0.4):
     reference, _ = (x[::-1].copy() for x in laws("generic"))
     reference[1] = -target[1]  # so bad that a choice over both rows would take none of this one
     weight = np.array([[1, 0.5, 0, 1, 1], [0, 1, 0, 0, 2]], np.float32)
-    context = jax.tree.map(jnp.asarray, LossContext(np.float32(0), weight, reference))
-    return AdaSPEC("unused", keep=keep), draft, FullLogits(target), context
+    context = LossContext(jnp.float32(0), jnp.asarray(weight), jnp.asarray(reference))
+    return AdaSPEC("unused", keep=keep), draft, full(target), context
 
 
 def test_adaspec_keeps_the_tokens_of_each_row_that_the_reference_fits_best_beside_the_draft():
@@ -304,7 +308,7 @@ def test_adaspec_chooses_in_each_row_alone():
     for row in range(ROWS):
         one = slice(row, row + 1)
         alone = LossContext(context.alpha, context.weight[one], context.reference[one])
-        found, _ = values_and_grads(loss, draft[one], FullLogits(teacher.logits[one]), alone)
+        found, _ = values_and_grads(loss, draft[one], full(teacher.logits[one]), alone)
         np.testing.assert_allclose(values[one], found, rtol=1e-6)
 
 
@@ -318,6 +322,7 @@ def test_adaspec_that_keeps_all_is_the_loss_itself_where_a_prediction_counts():
 def test_adaspec_loads_a_reference_of_the_target_s_vocabulary(tiny_target, tiny_draft, tmp_path):
     save_model(tiny_draft, tmp_path / "same")
     trainable, params = AdaSPEC(str(tmp_path / "same")).bind(tiny_target)
+    assert isinstance(trainable, DraftModel)
     assert trainable.model.config == tiny_draft.config
     assert fingerprint.digest(params) == fingerprint.digest(tiny_draft.params)
     spec = dataclasses.replace(tiny_draft.spec, config=dataclasses.replace(tiny_draft.config, vocab_size=301))
@@ -360,7 +365,7 @@ def test_cached_logits_give_the_loss_over_their_tokens_and_one_bucket(loss, k):
 def test_all_logits_cached_give_the_online_loss(loss, case):
     draft, target = laws(case)
     cached = values_and_grads(loss, draft, top_k_logits(jnp.asarray(target), VOCAB))
-    for ours, theirs in zip(cached, values_and_grads(loss, draft, FullLogits(target)), strict=True):
+    for ours, theirs in zip(cached, values_and_grads(loss, draft, full(target)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
@@ -380,7 +385,7 @@ def test_cached_logits_bound_alpha_and_kl(k):
 
 def test_the_overlap_of_full_logits_is_alpha():
     draft, target = laws("generic")
-    found = acceptance(jnp.asarray(draft), FullLogits(jnp.asarray(target)))
+    found = acceptance(jnp.asarray(draft), full(jnp.asarray(target)))
     assert set(found) == {"alpha"}
     expected = 1 - total_variation64(log_softmax64(target), log_softmax64(draft))
     np.testing.assert_allclose(found["alpha"], expected, atol=1e-6)
@@ -398,10 +403,11 @@ def test_tokens_drawn_from_the_tail_give_the_whole_loss_and_gradient_on_average(
     draft, target = (np.repeat(x[:1, :1], many, axis=0) for x in laws("generic"))
     uniform = (jnp.arange(many, dtype=jnp.float32)[:, None] + 0.5) / many
     teacher = top_k_logits(jnp.asarray(target), 2, uniform, 2)
+    assert teacher.tail_ids is not None
     assert not np.any(teacher.tail_ids[..., None] == teacher.ids[..., None, :])
     assert len(np.unique(teacher.tail_ids)) == VOCAB - 2
     values, grads = values_and_grads(loss, draft, teacher)
-    whole = values_and_grads(loss, draft, FullLogits(target))
+    whole = values_and_grads(loss, draft, full(target))
     np.testing.assert_allclose(values.mean(), whole[0][0, 0], atol=2e-3)
     np.testing.assert_allclose(grads.mean((0, 1)), whole[1][0, 0], atol=2e-3)
     bucket = values_and_grads(loss, draft, top_k_logits(jnp.asarray(target), 2))
@@ -416,7 +422,7 @@ def test_where_nothing_is_left_for_the_tail_its_tokens_change_nothing(loss):
     draft, target = laws("certain")
     cached = top_k_logits(jnp.asarray(target), 4, jnp.full((ROWS, LENGTH), 0.99, jnp.float32), 3)
     for ours, theirs in zip(
-        values_and_grads(loss, draft, cached), values_and_grads(loss, draft, FullLogits(target)), strict=True
+        values_and_grads(loss, draft, cached), values_and_grads(loss, draft, full(target)), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 

@@ -106,7 +106,7 @@ def test_a_restart_inside_a_period_samples_nothing_that_was_sampled(tmp_path):
     assert begun == [8, 8, 8]
 
 
-def batches(directory: Path, sampler=sample, **changes) -> Batches:
+def batches(directory: Path, sampler=sample, **changes) -> Any:
     settings = OnPolicy(**{**DATA, **changes})
     return settings.batches(Batches(text(), 4, 3), directory, sampler, STEPS)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +61,7 @@ def test_a_schedule_has_its_warm_up_its_shape_and_its_end(schedule, expected):
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_a_stage_shorter_than_its_warm_up_ends_inside_it(schedule):
     rate = make_schedule(config.Optimizer(learning_rate=0.2, warmup_steps=10, schedule=schedule), 4)
-    assert [float(rate(at)) for at in range(4)] == pytest.approx([0.0, 0.02, 0.04, 0.06])
+    assert [np.asarray(rate(at)).item() for at in range(4)] == pytest.approx([0.0, 0.02, 0.04, 0.06])
 
 
 def test_the_default_is_clipped_adamw_with_a_cosine():
@@ -71,7 +72,8 @@ def test_the_default_is_clipped_adamw_with_a_cosine():
     mask = jax.tree.map(lambda x: x.ndim > 1, PARAMS)
     adamw = optax.adamw(schedule, b1=o.b1, b2=o.b2, weight_decay=o.weight_decay, mask=mask)
     reference, found = optax.chain(optax.clip_by_global_norm(o.clip_norm), adamw), make_optimizer(settings)
-    states, params = [reference.init(PARAMS), found.init(PARAMS)], [PARAMS, PARAMS]
+    states = [reference.init(PARAMS), found.init(PARAMS)]
+    params: list[Any] = [PARAMS, PARAMS]
     with jax.numpy_dtype_promotion("standard"):
         steps = [jax.jit(optimizer.update) for optimizer in (reference, found)]
         for _ in range(4):

@@ -35,10 +35,10 @@ def test_no_document_predicts_the_start_of_the_next():
 
 def test_positions_and_segments_start_over_in_each_document():
     row = packed()[0]
-    assert row.positions.tolist() == [0, 1, 2, 3, 4, 0, 0, 1]
-    assert row.segments.tolist() == [0, 0, 0, 0, 0, 1, 2, 2]
+    assert np.asarray(row.positions).tolist() == [0, 1, 2, 3, 4, 0, 0, 1]
+    assert np.asarray(row.segments).tolist() == [0, 0, 0, 0, 0, 1, 2, 2]
     # A row that begins inside a document begins at position 0: what came before is not there to be attended to.
-    assert packed()[1].positions.tolist() == list(range(8))
+    assert np.asarray(packed()[1].positions).tolist() == list(range(8))
 
 
 def test_too_little_text_for_one_row_is_refused():
@@ -143,8 +143,8 @@ def test_sequences_are_never_cut_and_rows_are_filled():
     assert len(rows) == 3
     first, second, third = (rows[i] for i in range(3))
     assert first.tokens.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert first.segments.tolist() == [0] * 5 + [1] * 3
-    assert first.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert np.asarray(first.segments).tolist() == [0] * 5 + [1] * 3
+    assert np.asarray(first.positions).tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     # Of each prediction: prompts and the first token of a sequence do not count.
     assert first.following[first.weight > 0].tolist() == [2, 3, 4, 6, 7, 8]
     assert second.following[second.weight > 0].tolist() == [10]

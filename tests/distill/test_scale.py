@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ def in_processes(*commands: list[str]) -> None:
     """Each of two devices, at once."""
     flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
     environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    options: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     running = [subprocess.Popen([sys.executable, *command], **options) for command in commands]
     for process in running:
         output, _ = process.communicate(timeout=600)
@@ -235,7 +236,8 @@ def test_the_loss_of_a_step_is_one_mean_over_all_predictions_that_count(axes):
         np.asarray(jax.nn.log_softmax(params["table"][batch.tokens] + params["bias"][None, None], axis=-1))
         for params in (teacher.params, toys.bigram_params(1))
     )
-    kl, counts = np.sum(np.exp(log_p) * (log_p - log_q), axis=-1, dtype=np.float64), batch.tokens != 3
+    kl = np.asarray(np.sum(np.exp(log_p) * (log_p - log_q), axis=-1, dtype=np.float64))
+    counts = batch.tokens != 3
     assert len(set(counts.reshape(4, -1).sum(1))) > 1
     assert float(metrics["loss"]) == pytest.approx(kl[counts].mean(), rel=1e-6)
 
@@ -244,6 +246,7 @@ def test_a_batch_lies_row_by_row_over_data_and_fsdp():
     layout, rows = make_layout(FOUR), scale.UnevenRows()
     numbers = [9, 4, 7, 7, 1, 0, 3, 60]
     batch = layout.batch(rows, numbers)
+    assert layout.mesh is not None
     toys.assert_same(batch, take(rows, numbers))
     held = {shard.device.id: np.asarray(shard.data) for shard in batch.tokens.addressable_shards}
     assert [held[d.id].tolist() for d in layout.mesh.devices.flat] == [
@@ -267,7 +270,9 @@ def test_draft_and_target_follow_their_own_rules():
     ],
 )
 def test_minus_one_takes_the_devices_that_the_others_leave(mesh, shape):
-    assert tuple(make_layout(mesh).mesh.shape.values()) == shape
+    made = make_layout(mesh).mesh
+    assert made is not None
+    assert tuple(made.shape.values()) == shape
 
 
 def test_the_default_mesh_is_one_device_without_a_mesh():

@@ -9,6 +9,7 @@ import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -204,7 +205,7 @@ def run_config(**selected) -> config.RunConfig:
     )
 
 
-TARGET = prefix_model(0, scale=1.2)
+TARGET: Any = prefix_model(0, scale=1.2)
 DRAFT = related(TARGET, 1)
 
 
@@ -290,7 +291,8 @@ def test_what_cannot_be_decoded_is_refused(changes, message, tiny_target, tiny_d
 def test_without_prompts_nothing_is_decoded_and_nothing_can_be_chosen(tiny_target, tiny_draft):
     drafter = DraftModel(tiny_draft.spec)
     assert held_out_decoding(run_config(prompts=0), tiny_target, drafter, tiny_draft.spec, DOCUMENTS) is None
-    for changes in ({"select": "best"}, {"patience": 2}):
+    refused: list[dict[str, Any]] = [{"select": "best"}, {"patience": 2}]
+    for changes in refused:
         with pytest.raises(ValueError, match="need prompts to decode"):
             config.Selection(prompts=0, **changes)
 

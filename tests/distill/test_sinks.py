@@ -123,5 +123,6 @@ def test_without_sinks_the_bars_are_those_given(tmp_path):
 
 def test_what_is_no_stage_is_not_recorded(wandb, tmp_path):
     with sinks.recorded(config.Logging(wandb=config.Wandb()), tmp_path, no_bars) as bars, bars("evaluation", 2) as show:
+        assert show is not None
         show(1, {})
     assert wandb[1] == [("finish",)]

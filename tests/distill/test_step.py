@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 
@@ -24,7 +25,7 @@ REFERENCE = bigram_params(2)
 
 def uneven() -> Batch:
     """4 rows whose predictions count unevenly."""
-    return take(toys.rows(4), range(4)).replace(weight=WEIGHTS)
+    return dataclasses.replace(take(toys.rows(4), range(4)), weight=WEIGHTS)
 
 
 @functools.cache
@@ -86,13 +87,13 @@ def test_lk_lambda_takes_the_running_alpha_from_before_the_step_and_leaves_it_mo
 
 
 def test_a_batch_without_predictions_leaves_the_running_alpha_and_the_weights():
-    state, _ = stepped("lk_lambda", batch=uneven().replace(weight=np.zeros_like(WEIGHTS)))
+    state, _ = stepped("lk_lambda", batch=dataclasses.replace(uneven(), weight=np.zeros_like(WEIGHTS)))
     assert state.alpha == np.float32(0.3)
     toys.assert_same(state.params, bigram_params(1))
 
 
 def with_logits(k: int) -> Batch:
-    return uneven().replace(teacher=top_k_logits(jnp.asarray(LOG_P.astype(np.float32)), k))
+    return dataclasses.replace(uneven(), teacher=top_k_logits(jnp.asarray(LOG_P.astype(np.float32)), k))
 
 
 def test_all_logits_in_the_batch_give_the_step_of_the_target_itself():

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +45,7 @@ def small_shards():
 
 
 def make(directory, **changes):
-    settings = {"target": toys.target(), "rows": toys.rows(ROWS), "k": K, "batch_size": BATCH} | changes
+    settings: dict[str, Any] = {"target": toys.target(), "rows": toys.rows(ROWS), "k": K, "batch_size": BATCH} | changes
     return cached_rows(directory / "cache", **{"numbers": np.arange(len(settings["rows"]))} | settings)
 
 
@@ -57,7 +59,8 @@ def shards(directory) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted((directory / "cache").glob("*.npy"))}
 
 
-def law(teacher: TopKLogits) -> np.ndarray:
+def law(teacher: TopKLogits | None) -> np.ndarray:
+    assert teacher is not None
     return np.exp(np.asarray(teacher.values - teacher.logsumexp[..., None], np.float64))
 
 
@@ -80,7 +83,7 @@ def test_what_is_stored_comes_back(vocab_size):
     # The tail is the true one, whatever rounding did to the rest.
     np.testing.assert_allclose(law(found).sum(-1), law(exact).sum(-1), atol=1e-6)
     np.testing.assert_array_equal(found.tail_ids, exact.tail_ids)
-    stored = (law.tail_values - law.logsumexp[..., None] for law in (found, exact))
+    stored = (np.asarray(law.tail_values) - law.logsumexp[..., None] for law in (found, exact))
     np.testing.assert_allclose(*(np.exp(x[1]) for x in stored), rtol=1e-2)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(found)} == {"float32", "int32"}
 
@@ -91,6 +94,7 @@ def test_every_row_has_the_target_s_best_logits_of_that_row(whole):
     order = np.random.default_rng(0).permutation(ROWS)
     batch = take(cached, order)
     log_p = log_softmax64(logits64(bigram_params(0), toys.windows(ROWS)[order, :-1]))
+    assert batch.teacher is not None
     np.testing.assert_array_equal(batch.teacher.ids, np.argsort(-log_p, axis=-1)[..., :K])
     np.testing.assert_allclose(law(batch.teacher), -np.sort(-np.exp(log_p), axis=-1)[..., :K], rtol=2e-3)
     np.testing.assert_array_equal(batch.tokens, toys.windows(ROWS)[order, :-1])
@@ -103,7 +107,7 @@ def test_packed_rows_are_asked_about_with_their_documents_apart(tiny_target, tmp
     batch = jax.tree.map(jnp.asarray, take(rows, range(4)))
     online = top_k_logits(target_output(tiny_target.spec, tiny_target.params, batch).logits, K)
     np.testing.assert_allclose(law(found), law(online), rtol=4e-3)
-    joined = batch.replace(segments=None, positions=None)
+    joined = dataclasses.replace(batch, segments=None, positions=None)
     apart = top_k_logits(target_output(tiny_target.spec, tiny_target.params, joined).logits, K)
     assert not np.allclose(law(apart), law(online), rtol=4e-3)
 
@@ -132,7 +136,7 @@ def test_a_position_that_does_not_count_is_not_in_the_figures(tmp_path):
     class Half(toys.Windows):
         def __getitem__(self, index):
             row = super().__getitem__(index)
-            return row.replace(weight=row.weight * (np.arange(self.length) < 4))
+            return dataclasses.replace(row, weight=row.weight * (np.arange(self.length) < 4))
 
     make(tmp_path, rows=Half(toys.windows(ROWS)))
     log_p = log_softmax64(logits64(bigram_params(0), toys.windows(ROWS)[:, :4]))
@@ -230,9 +234,7 @@ def test_a_full_disk_leaves_the_finished_shards_and_no_half_one(whole, tmp_path,
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
-        with pytest.raises(
-            TrainingError, match=r"000001\.npy: cannot be written \(no space left.*all of it takes 21,760 bytes"
-        ):
+        with pytest.raises(TrainingError, match=r"000001\.npy: cannot be written \(no space left.*takes 21,760 bytes"):
             make(tmp_path)
     assert sorted(f.name for f in (tmp_path / "cache").iterdir()) == ["000000.json", SHARDS[0], "fingerprint.json"]
     made = counting(monkeypatch)

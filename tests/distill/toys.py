@@ -81,7 +81,8 @@ class Windows:
 
     def __getitem__(self, index: int) -> Batch:
         window = self.windows[index]
-        return Batch(window[:-1], window[1:], np.ones(self.length, np.float32))
+        arrays: list[Any] = [window[:-1], window[1:], np.ones(self.length, np.float32)]
+        return Batch(*arrays)
 
 
 def rows(count: int, seed: int = 0) -> Windows:
@@ -89,12 +90,19 @@ def rows(count: int, seed: int = 0) -> Windows:
 
 
 def stage(**changes) -> config.Stage:
-    settings = {"steps": 12, "batch_size": 4, "eval_every": 6, "eval_positions": 32, "save_every": 5}
+    settings: dict[str, Any] = {"steps": 12, "batch_size": 4, "eval_every": 6, "eval_positions": 32, "save_every": 5}
     settings["optimizer"] = config.Optimizer(learning_rate=0.1, warmup_steps=2)
     return config.Stage(**settings | changes)
 
 
-def train(directory: Path, progress=None, drafter=None, layout=ONE_DEVICE, decoding=None, **changes) -> Any:
+def train(
+    directory: Path,
+    progress: Any = None,
+    drafter: Any = None,
+    layout: Any = ONE_DEVICE,
+    decoding: Any = None,
+    **changes,
+) -> Any:
     """12 steps on 40 rows, saved every 5: an epoch is 10 steps."""
     return train_stage(
         directory,
