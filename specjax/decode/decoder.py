@@ -23,6 +23,7 @@ from specjax.decode.engine import Engine, EngineParams, Logprobs, NoDraft
 from specjax.decode.request import Batch, Prompt, SamplingOptions
 from specjax.decode.result import Event, GenerationResult, Piece, cut_pieces, cut_text, origin_names, stats_by_row
 from specjax.errors import DataError
+from specjax.models.vocabulary import TokenRows
 from specjax.types import DecodeState, Drafter, LogitsProcessor, Verifier
 
 _NO_LIMIT = np.iinfo(np.int32).max
@@ -82,7 +83,8 @@ class Decoder:
 
         ``stop_strings`` end a row where its new text holds one: the text stops before it, the tokens with the one that
         completes it (counters also hold what was decoded before the host saw it). ``logprobs`` of the emitted tokens:
-        'raw' (or True) of the target's own law, over all its rows; 'processed' after all sampling parameters.
+        'raw' (or True) of the target's own law, over the tokens of its tokenizer; 'processed' after all sampling
+        parameters.
         ``logits_processor``: a pure, traceable ``(logits[B, V], specjax.types.LogitsContext) -> logits[B, V]``, for
         draft and target alike, before temperature; compiled for, so pass the same function again, not a new lambda.
 
@@ -183,7 +185,8 @@ class Decoder:
         if processor is not None:
             request_lib.check_processor(processor, batch.request, batch.buffer)
         engine, params = self.engine(batch.greedy, batch.rows)
-        engine = dataclasses.replace(engine, processor=processor, logprobs=logprobs)
+        tokens = TokenRows.of(self.target) if logprobs == "raw" else None
+        engine = dataclasses.replace(engine, processor=processor, logprobs=logprobs, tokens=tokens)
         stops = stops_lib.check(stop_strings, len(prompts), self.target.tokenizer is not None)
         return _Run(batch, engine, params, stops, [None] * len(prompts))
 

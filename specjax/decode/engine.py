@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax import backend, sampling
 from specjax.models import cache as cache_lib
 from specjax.models.cache import write_rows
+from specjax.models.vocabulary import TokenRows
 from specjax.types import (
     ACCEPTED,
     BONUS,
@@ -70,7 +71,7 @@ class NoDraft:
 class Engine:
     """The static half of a decoder: who proposes, who checks. ``greedy``: the whole batch is at temperature 0, so
     there is no noise and no softmax. ``logprobs``: of the target's own law, or after the sampling
-    parameters."""
+    parameters. ``tokens``: which of the target's rows its own law is over; None: all."""
 
     target: Model
     drafter: Drafter
@@ -78,6 +79,7 @@ class Engine:
     greedy: bool
     processor: LogitsProcessor | None = None
     logprobs: Logprobs | None = None
+    tokens: TokenRows | None = None
 
 
 @flax.struct.dataclass
@@ -121,7 +123,8 @@ def step(engine: Engine, params: EngineParams, state: DecodeState) -> DecodeStat
     state = dataclasses.replace(state, cache=out.cache, drafter=drafter_state)
     if engine.logprobs is not None:
         processed = sampling.warp(p_logits, state.sampling) if engine.greedy else p_logits
-        laws = out.logits.astype(jnp.float32) if engine.logprobs == "raw" else processed
+        raw = out.logits if engine.tokens is None else engine.tokens.over(out.logits)
+        laws = raw.astype(jnp.float32) if engine.logprobs == "raw" else processed
         state = keep_logprobs(state, draft, verdict, laws)
     after = commit(state, draft, verdict)
     return after if lawful is None else end_without_a_law(state, after, verdict, lawful)

@@ -22,6 +22,7 @@ from specjax.distill.progress import StepProgress
 from specjax.distill.rows import Rows, spread
 from specjax.distill.teacher import completed, target_output
 from specjax.metrics import alpha_per_position
+from specjax.models.vocabulary import TokenRows
 from specjax.types import Batch, DraftOutput, FullLogits, Output, Params, TopKLogits, Trainable
 
 
@@ -45,10 +46,25 @@ class Matched:
     weight: Float[Array, "B T"]
 
 
-def matched(out: DraftOutput, teacher: FullLogits | TopKLogits | None, following: Int[Array, "B T"], j: int) -> Matched:
-    """Prediction ``j`` of a drafter's training forward, aligned with the target's law and the text's next token."""
+def matched(
+    out: DraftOutput,
+    teacher: FullLogits | TopKLogits | None,
+    following: Int[Array, "B T"],
+    j: int,
+    tokens: TokenRows | None = None,
+) -> Matched:
+    """Prediction ``j`` of a drafter's training forward, aligned with the target's law and the text's next token.
+
+    Laws that are compared are over ``tokens``, both of them, as in decoding. Without a teacher the draft's is over all
+    its rows: that teaches it not to choose padding, for those who decode it elsewhere.
+    """
     take = functools.partial(jnp.take, indices=out.target_index[:, j], axis=1, mode="clip")
-    return Matched(out.logits[:, :, j], jax.tree.map(take, teacher), take(following), out.weight[:, :, j])
+    logits = out.logits[:, :, j]
+    if tokens is not None and teacher is not None:
+        logits = tokens.over(logits)
+        if isinstance(teacher, FullLogits):
+            teacher = FullLogits(tokens.over(teacher.logits))
+    return Matched(logits, jax.tree.map(take, teacher), take(following), out.weight[:, :, j])
 
 
 def evaluate(
@@ -86,13 +102,13 @@ def evaluate_all(
     if target is not None:
         spec, target_params = target.spec, layout.put(target.params, layout.of_target(target.params, target.spec))
     params = [layout.put(model, layout.of_draft(model, drafter)) for model in params]
-    drafter, spec = layout.drafter(drafter), layout.model(spec)
+    drafter, spec, tokens = layout.drafter(drafter), layout.model(spec), TokenRows.of(target)
     sums = []
     for start in range(0, len(chosen.tokens), batch_size):
         batch = jax.tree.map(lambda x, start=start: _filled_up(x[start : start + batch_size], batch_size), chosen)
         real = (np.arange(batch_size) < len(chosen.tokens) - start).astype(np.float32)
         batch = batch.replace(weight=batch.weight * real[:, None])
-        sums.append(_sums(drafter, spec, tuple(params), target_params, layout.place_batch(batch)))
+        sums.append(_sums(drafter, spec, tokens, tuple(params), target_params, layout.place_batch(batch)))
         if progress is not None:
             jax.block_until_ready(sums[-1])
             progress(len(sums), {})
@@ -114,18 +130,20 @@ def _filled_up(leaf: np.ndarray, size: int) -> np.ndarray:
     return np.concatenate([leaf, np.repeat(leaf[:1], size - len(leaf), axis=0)])
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _sums(drafter, spec, params: tuple, target_params, batch: Batch) -> list:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _sums(drafter, spec, tokens: TokenRows | None, params: tuple, target_params, batch: Batch) -> list:
     target_out = None if spec is None else target_output(spec, target_params, batch)
     wholes = [completed(drafter, p, target_params) for p in params]
-    return [_sums_of(drafter.train_output(p, batch, target_out), target_out, batch.following) for p in wholes]
+    return [_sums_of(drafter.train_output(p, batch, target_out), target_out, batch.following, tokens) for p in wholes]
 
 
-def _sums_of(out: DraftOutput, target_out: Output | None, following: Int[Array, "B T"]) -> dict[str, jax.Array]:
+def _sums_of(
+    out: DraftOutput, target_out: Output | None, following: Int[Array, "B T"], tokens: TokenRows | None
+) -> dict[str, jax.Array]:
     sums: dict[str, jax.Array] = {}
     teacher = None if target_out is None else FullLogits(target_out.logits)
     for j in range(out.logits.shape[2]):
-        m = matched(out, teacher, following, j)
+        m = matched(out, teacher, following, j, tokens)
         measured = {"nll": negative_log_likelihood(m.draft_logits, m.tokens), "count": jnp.ones(m.tokens.shape)}
         if isinstance(m.teacher, FullLogits):
             measured["target_nll"] = negative_log_likelihood(m.teacher.logits, m.tokens)

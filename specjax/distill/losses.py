@@ -267,18 +267,12 @@ class AdaSPEC:
         return self.of.needs_whole_law
 
     def bind(self, target: Any) -> tuple[Trainable, Params]:
-        """The reference draft. Raises `ModelError` if it cannot be loaded or has another vocabulary than ``target``,
-        `ConfigError` if it has it in another number of rows."""
+        """The reference draft. Raises `ModelError` if it cannot be loaded or has another vocabulary than ``target``."""
         from specjax.drafters.draft_model import DraftModel
         from specjax.models import hf, vocabulary
 
         draft = hf.load_model(self.reference)
         vocabulary.check_same_vocabulary(target, draft)
-        if draft.vocab_size != target.vocab_size:
-            raise ConfigError(
-                f"loss.reference: {self.reference} has {draft.vocab_size} embedding rows, the target "
-                f"{target.vocab_size}; give a draft that was distilled from this target"
-            )
         return DraftModel(draft.spec), draft.params
 
     def __call__(

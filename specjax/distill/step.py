@@ -21,6 +21,7 @@ from specjax.distill.laws import acceptance
 from specjax.distill.layout import ONE_DEVICE, Layout
 from specjax.distill.optimizer import Average
 from specjax.distill.teacher import completed, target_output
+from specjax.models.vocabulary import TokenRows
 from specjax.types import Batch, FullLogits, Loss, LossContext, Params, Trainable
 
 MICRO_TOKENS_CPU = 512
@@ -108,6 +109,7 @@ def make_update(
     ema: float | None = None,
     layout: Layout = ONE_DEVICE,
     state: TrainState | None = None,
+    tokens: TokenRows | None = None,
 ):
     """The jitted step ``(state, target_params, batch, reference_params) -> (state, metrics)``; ``state`` is donated.
 
@@ -119,6 +121,7 @@ def make_update(
     ``metrics["sound"]``: loss and gradient are finite. ``skip``: a step without that leaves parameters, optimizer,
     averages and running alpha as they were. ``compute_dtype``: of the draft's forward and backward pass. ``ema``: decay
     of ``state.average``. ``state``: over a mesh, one that lies where the step is to find and leave its states.
+    ``tokens``: the target's rows that laws are compared over; None: all.
     """
 
     drafter, spec = layout.drafter(drafter), layout.model(spec)
@@ -135,9 +138,10 @@ def make_update(
         frozen = None if reference is None else reference.train_output(given.reference, batch, target_out)
         total, weights, overlaps = jnp.float32(0), jnp.float32(0), {}
         for j in range(out.logits.shape[2]):
-            m = matched(out, teacher, batch.following, j)
+            m = matched(out, teacher, batch.following, j, tokens)
             weight = out.share[j] * m.weight
-            context = LossContext(given.alpha, weight, None if frozen is None else frozen.logits[:, :, j])
+            compared = None if frozen is None else matched(frozen, teacher, batch.following, j, tokens).draft_logits
+            context = LossContext(given.alpha, weight, compared)
             values = loss(m.draft_logits, m.teacher, m.tokens, context)
             # A prediction that does not count may have no finite loss.
             total += jnp.sum(jnp.where(weight > 0, weight * values, 0.0))

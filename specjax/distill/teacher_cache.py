@@ -33,6 +33,7 @@ from specjax.distill.laws import top_k_logits
 from specjax.distill.rows import Batches, Rows, take
 from specjax.distill.teacher import target_output
 from specjax.errors import ConfigError, TrainingError
+from specjax.models.vocabulary import TokenRows
 from specjax.types import Batch, Params, TopKLogits
 
 PROVENANCE = "provenance.json"
@@ -143,15 +144,17 @@ def cached_rows(
     logits = jax.eval_shape(
         functools.partial(target_output, target.spec), target.params, take(rows, numbers[:1])
     ).logits
-    vocab_size = logits.shape[-1]
-    if k > vocab_size:
-        raise ConfigError(f"teacher_top_k={k} exceeds the target's {vocab_size} tokens; lower it")
+    vocab_size, tokens = logits.shape[-1], TokenRows.of(target)
+    most = vocab_size if tokens is None else vocab_size - len(tokens.unused)
+    if k > most:
+        raise ConfigError(f"teacher_top_k={k} exceeds the target's {most} tokens; lower it")
     dtype = record_dtype(k, vocab_size)
     per_shard = max(1, SHARD_BYTES // (rows.length * dtype.itemsize))
     made_from = {
         "target_params": fingerprint.digest(target.params),
         "rows": fingerprint.digest((np.frombuffer(rows.digest.encode(), np.uint8), numbers)),
         "shape": [len(numbers), rows.length, vocab_size],
+        "padding": fingerprint.digest(np.asarray(tokens.unused if tokens else ())),
         "k": k,
         "tail_tokens": TAIL_TOKENS,
         "rows_per_shard": per_shard,
@@ -200,7 +203,7 @@ def _make(
     made, sums = [], {"positions": 0, "tail": 0.0, "tail_max": 0.0, "rounding": 0.0}
     for numbers, real in _batches(indices, batch_size):
         batch = take(rows, numbers)
-        best = jax.device_get(whole(_best(target.spec, target.params, batch, numbers, k)))
+        best = jax.device_get(whole(_best(target.spec, TokenRows.of(target), target.params, batch, numbers, k)))
         best = jax.tree.map(lambda x, real=real: x[:real], best)
         records = to_records(best, vocab_size)
         made.append(records)
@@ -223,10 +226,13 @@ def _batches(indices: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, int]]
         yield np.pad(chosen, (0, size - len(chosen)), mode="edge"), len(chosen)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
-def _best(spec: Any, params: Params, batch: Batch, numbers: Int[Array, " B"], k: int) -> TopKLogits:
+@functools.partial(jax.jit, static_argnums=(0, 1, 5))
+def _best(
+    spec: Any, tokens: TokenRows | None, params: Params, batch: Batch, numbers: Int[Array, " B"], k: int
+) -> TopKLogits:
     """The noise is the row's own, so that a shard made again is the same one."""
     logits = target_output(spec, params, batch).logits
+    logits = logits if tokens is None else tokens.over(logits)
     keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(0)))(numbers)
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (logits.shape[1],)))(keys)
     return top_k_logits(logits, k, uniform, TAIL_TOKENS)

@@ -31,6 +31,7 @@ from specjax.distill.teacher_cache import cached_rows, numbers_of
 from specjax.errors import ConfigError, Stopped, TrainingError
 from specjax.models.training import TrainingModel
 from specjax.models.transformer import Model
+from specjax.models.vocabulary import TokenRows
 from specjax.types import Batch, Params, Sharing, Trainable
 
 LOG_EVERY = 10
@@ -110,7 +111,8 @@ def train_stage(
             kept = cached_rows(directory / "teacher", target, train_rows, numbers, stage.teacher_top_k, rows)
             spec, teacher, batches = None, teacher if shares else None, Batches(kept, stage.batch_size, seed)
         options = {"skip": stage.skip_non_finite > 0, "compute_dtype": stage.compute_dtype, "ema": ema}
-        update = make_update(student, loss, optimizer, spec, rows, reference, **options, layout=layout, state=state)
+        options |= {"layout": layout, "state": state, "tokens": TokenRows.of(target)}
+        update = make_update(student, loss, optimizer, spec, rows, reference, **options)
 
         def batch(step: int) -> Batch:
             return layout.batch(batches.rows, batches.indices(step))

@@ -44,7 +44,10 @@ def flush(*paths: Path) -> None:
 def refuse_outside(file: Path) -> None:
     """Raises `ModelError` for a link that leads out of its directory. In the hub's cache the files of
     ``snapshots/<commit>`` are links to ``blobs`` of the same repository, and may be."""
-    directory, found = file.parent.resolve(), file.resolve()
+    try:
+        directory, found = file.parent.resolve(), file.resolve()
+    except RuntimeError:  # as pathlib before Python 3.13 has it
+        raise ModelError(f"{file}: is a link to itself; copy the file there instead") from None
     blobs = directory.parents[1] / "blobs" if directory.parent.name == "snapshots" else directory
     if not found.is_relative_to(directory) and not found.is_relative_to(blobs):
         raise ModelError(f"{file}: is a link to {found}, outside the model directory; copy the file there instead")

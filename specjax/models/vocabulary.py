@@ -7,13 +7,16 @@ two models are compared.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from specjax.errors import ModelError
 
@@ -23,14 +26,42 @@ if TYPE_CHECKING:
 _REMEDY = "use a draft of the same tokenizer, or distill one for this target with train_draft.py"
 _NONE = np.zeros(0, np.int64)
 _SHOWN = 3
+_NEVER = -1e30
+"""A logit of probability 0: finite, because a loss would take -inf from -inf."""
 _found: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenRows:
+    """The laws that are decoded: over ``size`` ids, of which those ``unused`` are padding."""
+
+    size: int
+    unused: tuple[int, ...]
+
+    @classmethod
+    def of(cls, target: Any) -> TokenRows | None:
+        """None without a tokenizer, which alone could tell."""
+        if target is None or target.tokenizer is None:
+            return None
+        size = target.config.vocab_size
+        return _once(target.tokenizer, ("rows", size), lambda: cls(size, tuple(unused_ids(target).tolist())))
+
+    def over(self, logits: Float[Array, "*B W"]) -> Float[Array, "*B V"]:
+        """Without padding, and with the target's number of rows where a draft has another one."""
+        batch = [(0, 0)] * (logits.ndim - 1)
+        logits = jnp.pad(logits[..., : self.size], [*batch, (0, max(self.size - logits.shape[-1], 0))])
+        if not self.unused:
+            return logits
+        is_token = np.isin(np.arange(self.size), self.unused, invert=True).reshape([1] * len(batch) + [-1])
+        return jnp.where(is_token, logits, jnp.asarray(_NEVER, logits.dtype))
 
 
 def unused_ids(model: Any) -> np.ndarray:
     """Ascending ids ``[U]`` of the rows of ``model`` that no token of its tokenizer has; none without a tokenizer."""
-    tokenizer, rows = model.tokenizer, model.config.vocab_size
+    tokenizer = model.tokenizer
     if tokenizer is None:
         return _NONE
+    rows = model.config.vocab_size
     return _once(tokenizer, rows, lambda: np.setdiff1d(np.arange(rows), list(_tokens(tokenizer))))
 
 

@@ -206,11 +206,23 @@ def test_a_starting_draft_of_another_vocabulary_is_refused(settings, tiny_draft,
         job.run(settings(tmp_path / "run", draft=config.Draft(init=str(tmp_path / "start"))))
 
 
-def test_a_starting_draft_of_other_padding_is_refused_as_the_losses_compare_row_by_row(settings, tiny_draft, tmp_path):
-    spec = dataclasses.replace(tiny_draft.spec, config=dataclasses.replace(tiny_draft.config, vocab_size=301))
-    save_model(LoadedModel(spec, spec.init(jax.random.key(0)), tiny_draft.tokenizer), tmp_path / "start")
-    with pytest.raises(ConfigError, match=r"draft\.init: .*start has 301 embedding rows, the target 300; "):
-        job.run(settings(tmp_path / "run", draft=config.Draft(init=str(tmp_path / "start"))))
+def test_a_starting_draft_of_other_padding_has_the_acceptance_it_has_without(settings, tiny_draft, tmp_path):
+    spec = dataclasses.replace(tiny_draft.spec, config=dataclasses.replace(tiny_draft.config, vocab_size=303))
+    embedding = np.pad(np.asarray(tiny_draft.params["embedding"]), ((0, 3), (0, 0)), constant_values=9.0)
+    starts = {"plain": tiny_draft, "padded": LoadedModel(spec, {**tiny_draft.params, "embedding": embedding})}
+    still = config.Stage(loss="cross_entropy", steps=0)
+    found = []
+    for name, model in starts.items():
+        save_model(dataclasses.replace(model, tokenizer=tiny_draft.tokenizer), tmp_path / name)
+        draft = config.Draft(init=str(tmp_path / name), pretrain=still)
+        changes = {
+            "draft": draft,
+            "distill": dataclasses.replace(still, loss="forward_kl"),
+            "control": config.Control(),
+        }
+        found.append(job.run(settings(tmp_path / f"run-{name}", **changes)))
+    assert found[0].measures.alpha_after == pytest.approx(found[1].measures.alpha_after, rel=1e-5)
+    assert load_model(tmp_path / "run-padded" / "draft").vocab_size == 303
 
 
 def test_windows_longer_than_the_targets_positions_are_refused(settings, documents, tmp_path):

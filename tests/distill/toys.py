@@ -52,6 +52,7 @@ class BigramDraft:
 class Target:
     spec: Any
     params: Any
+    tokenizer: Any = None
 
 
 def target(seed: int = 0) -> Target:

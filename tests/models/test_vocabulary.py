@@ -77,6 +77,14 @@ def test_padding_changes_nothing_of_what_is_decoded_plainly(drafter):
     assert same(Decoder(with_rows(TARGET, 6), drafter), Decoder(TARGET, drafter))
 
 
+def test_raw_logprobs_are_over_tokens_alone():
+    padded, plain = (
+        Decoder(target).generate(PROMPTS, logprobs="raw", **OPTIONS) for target in (with_rows(TARGET, 6), TARGET)
+    )
+    for found, expected in zip(padded.logprobs, plain.logprobs, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [(7, 5), in_proof((SIZE, 6))])
 def test_a_draft_equal_to_its_target_but_for_the_padding_is_always_accepted(rows):
     target, draft = (with_rows(TARGET, count) for count in rows)

@@ -69,12 +69,36 @@ VARIANTS: dict[str, dict[str, Any]] = {
             truncate=False,
         ),
     ),
+    "llama-longrope": _of(
+        "llama",
+        num_key_value_heads=1,
+        rope_parameters=_rope(
+            "longrope",
+            short_factor=_SHORT,
+            long_factor=_LONG,
+            factor=8.0,
+            attention_factor=1.7,
+            original_max_position_embeddings=8,
+        ),
+    ),
     "mistral": _of("mistral", sliding_window=None),
     "mistral-window": _of("mistral", sliding_window=7, rope_parameters=_rope()),
     "mixtral": _of("mixtral", num_local_experts=5, num_experts_per_tok=2),
     "mixtral-window": _of("mixtral", num_local_experts=3, num_experts_per_tok=1, sliding_window=7),
+    "mixtral-wide": _of(
+        "mixtral", num_local_experts=7, num_experts_per_tok=3, hidden_act="gelu", head_dim=12, tie_word_embeddings=True
+    ),
     "qwen2": _of("qwen2", sliding_window=7, use_sliding_window=False),
     "qwen2-window": _of("qwen2", sliding_window=7, use_sliding_window=True, max_window_layers=2),
+    "qwen2-layer-types": _of(
+        "qwen2",
+        head_dim=12,
+        sliding_window=7,
+        use_sliding_window=True,
+        max_window_layers=4,
+        layer_types=["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+        tie_word_embeddings=True,
+    ),
     "qwen3": _of("qwen3", head_dim=12, tie_word_embeddings=True),
     "qwen3-window-biased": _of(
         "qwen3", head_dim=8, attention_bias=True, sliding_window=7, use_sliding_window=True, max_window_layers=1
@@ -84,6 +108,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "qwen3_moe", head_dim=8, decoder_sparse_step=2, mlp_only_layers=[1], **{**_EXPERTS, "num_experts_per_tok": 3}
     ),
     "gemma": _of("gemma", hidden_act="gelu_pytorch_tanh", **_GEMMA),
+    "gemma-untied-biased": _of(
+        "gemma", head_dim=12, num_key_value_heads=1, attention_bias=True, rope_parameters=_rope("linear", factor=2.0)
+    ),
     "gemma2": _of("gemma2", attn_logit_softcapping=2.0, final_logit_softcapping=3.0, **_GEMMA2),
     "gemma2-no-caps": _of("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None, **_GEMMA2),
     "gemma3": _of(
@@ -96,6 +123,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         rope_parameters={"full_attention": _rope("linear", factor=4.0), "sliding_attention": _rope(theta=20.0)},
         final_logit_softcapping=3.0,
         **_GEMMA3,
+    ),
+    "gemma3-yarn": _of(
+        "gemma3_text",
+        attention_bias=True,
+        rope_parameters={
+            "full_attention": _rope("yarn", factor=4.0, original_max_position_embeddings=32),
+            "sliding_attention": _rope("linear", theta=20.0, factor=2.0),
+        },
+        **{**_GEMMA3, "head_dim": 16, "tie_word_embeddings": False},
     ),
     "phi3": _of("phi3", rope_parameters=_rope(partial_rotary_factor=0.5), original_max_position_embeddings=128),
     "phi3-longrope-short": _of(
@@ -111,10 +147,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     ),
     "olmo2": _of("olmo2"),
     "olmo2-biased": _of("olmo2", attention_bias=True, rope_parameters=_rope()),
+    "olmo2-yarn": _of(
+        "olmo2",
+        head_dim=16,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=32),
+    ),
     "smollm3": _of("smollm3", no_rope_layers=[1, 0, 1, 0], tie_word_embeddings=True),
     "smollm3-window": _of(
         "smollm3", no_rope_layers=[0, 1, 1, 0], use_sliding_window=True, sliding_window=7, rope_parameters=_rope()
     ),
+    "smollm3-no-rotary": _of("smollm3", no_rope_layers=[0, 0, 0, 0], attention_bias=True, mlp_bias=True),
     "starcoder2": _of("starcoder2", sliding_window=7, tie_word_embeddings=True),
     "starcoder2-no-bias": _of("starcoder2", use_bias=False, sliding_window=None),
     "granite": _of(
@@ -128,6 +172,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     ),
     "cohere": _of("cohere", logit_scale=0.8, tie_word_embeddings=True),
     "cohere-qk-norm": _of("cohere", logit_scale=1.5, use_qk_norm=True, attention_bias=True, rope_parameters=_rope()),
+    "cohere-dynamic": _of("cohere", logit_scale=0.8, head_dim=12, rope_parameters=_rope("dynamic", factor=3.0)),
     "gpt2": {**_GPT2, "tie_word_embeddings": True},
     "gpt2-untied": {**_GPT2, "n_inner": 40, "activation_function": "relu", "tie_word_embeddings": False},
     "gpt_neox": _of("gpt_neox", **_PLAIN_HEADS, rope_parameters=_rope(partial_rotary_factor=0.25)),
@@ -138,6 +183,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
         attention_bias=False,
         rope_parameters=_rope(partial_rotary_factor=0.5),
+    ),
+    "gpt_neox-whole": _of(
+        "gpt_neox",
+        **_PLAIN_HEADS,
+        use_parallel_residual=False,
+        rope_parameters=_rope("linear", factor=2.0, partial_rotary_factor=1.0),
+    ),
+    "gpt_neox-yarn": _of(
+        "gpt_neox",
+        **_PLAIN_HEADS,
+        hidden_act="relu",
+        rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=32, partial_rotary_factor=0.5),
     ),
 }
 

@@ -20,10 +20,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import transformers
+from transformers.activations import ACT2FN
 
 import specjax
 from specjax.models.families import family_of
+from specjax.models.families.settings import ACTIVATIONS as NAMED
 from specjax.models.hf import LoadedModel
+from specjax.models.layers import ACTIVATIONS
 from specjax.models.transformer import Model
 from specjax.models.weights import stored_tensors
 from tests.models.variants import LENGTH, OLD, VARIANTS, in_old_spelling
@@ -124,6 +127,13 @@ def test_transformers_reads_what_is_saved(variant, tmp_path):
     fed = tokens(variant)
     assert error(their_logits(again.eval(), fed), their_logits(pair(variant).theirs, fed)) < 1e-6
     assert specjax.load_model(tmp_path).config == pair(variant).ours.config
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_activations_are_those_of_transformers(name):
+    x = np.linspace(-6, 6, 400, dtype=np.float32)
+    expected = ACT2FN[name](torch.tensor(x)).numpy()
+    np.testing.assert_allclose(ACTIVATIONS[NAMED[name]](x), expected, atol=1e-6)
 
 
 def test_the_text_part_of_a_model_that_also_sees(tmp_path):

@@ -32,7 +32,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         **write_decoder(config, eps="layer_norm_eps"),
         "attention_bias": config.qkv_bias,
         "use_parallel_residual": config.residual == "parallel",
-        **write_rope(config, _ROPE),
+        **write_rope(config, _ROPE, whole=None),  # an absent share is a quarter
     }
     for name in ("head_dim", "num_key_value_heads"):  # there is no such thing
         del written[name]

@@ -107,22 +107,25 @@ _STRETCHED = ("llama3", "yarn", "longrope")
 """The types that say over how many positions the model was first trained."""
 
 
-def write_rope(config: ModelConfig, old_names: tuple[str, str] = ("rope_theta", "partial_rotary_factor")) -> dict:
-    """The one rotary embedding of the model, in both spellings."""
-    if len(config.ropes) != 1:
+def write_rope(
+    config: ModelConfig, old_names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"), whole: float | None = 1
+) -> dict:
+    """The one rotary embedding of the model, in both spellings; where no layer has one, any will do. ``whole``: the
+    share that is not written, as a family without that setting has it; None: any is."""
+    if len(config.ropes) > 1:
         raise ValueError(f"its layers have {len(config.ropes)} rotary embeddings, expected one")
-    (rope,) = config.ropes
+    rope = config.ropes[0] if config.ropes else Rope()
     old: dict[str, Any] = {old_names[0]: rope.theta}
-    if rope.partial != 1:
+    if rope.partial != whole:
         old[old_names[1]] = rope.partial
     if rope.scaling is not None:
-        old["rope_scaling"] = written(rope)
-    return {**old, "rope_parameters": written(rope)}
+        old["rope_scaling"] = written(rope, whole)
+    return {**old, "rope_parameters": written(rope, whole)}
 
 
-def written(rope: Rope) -> dict[str, Any]:
+def written(rope: Rope, whole: float | None = 1) -> dict[str, Any]:
     settings = {"rope_theta": rope.theta, **_scaling(rope.scaling)}
-    return settings if rope.partial == 1 else {**settings, "partial_rotary_factor": rope.partial}
+    return settings if rope.partial == whole else {**settings, "partial_rotary_factor": rope.partial}
 
 
 def _scaling(scaling: Scaling | None) -> dict[str, Any]:

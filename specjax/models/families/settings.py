@@ -14,6 +14,7 @@ from specjax.models.config import Activation, LayerKind, ModelConfig, Norm
 from specjax.models.rotary import Rope
 
 _REQUIRED: Any = object()
+_MOST_LAYERS = 10_000
 NEUTRAL = {
     **dict.fromkeys(("quantization_config", "sliding_window", "no_rope_layers", "clip_qkv", "num_experts")),
     **dict.fromkeys(
@@ -26,7 +27,7 @@ NEUTRAL = {
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), 1),
 }
 """Settings that change what some family computes, and the value at which they change nothing."""
-_ACTIVATIONS: dict[str, Activation] = {
+ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -134,6 +135,7 @@ def read_decoder(
     """The settings that most families share, with this family's defaults for absent ones (``kv_heads``, ``head_dim``:
     None for as many as heads, and for hidden_size / heads; ``attention_bias``: None where there is no such setting);
     then whatever is left must change nothing."""
+    layer_count(settings)
     sizes = {ours: settings.number(theirs, int) for ours, theirs in SIZES.items()}
     if "num_key_value_heads" not in settings.values and kv_heads is not None:
         fields["num_kv_heads"] = kv_heads
@@ -150,7 +152,7 @@ def read_decoder(
         layers=same_or_each(layers),
         norm=norm,
         tie_embeddings=settings.flag("tie_word_embeddings", tie),
-        activation=settings.choice(activation[0], _ACTIVATIONS, activation[1]),
+        activation=settings.choice(activation[0], ACTIVATIONS, activation[1]),
     )
 
 
@@ -208,12 +210,18 @@ def sliding_layers(
             raise settings.bad("layer_types", f"{len(sliding)} of {' and '.join(known)}, one a layer")
         sliding = [kind == "sliding_attention" for kind in types]
     if any(sliding) and window is None:
-        raise ModelError(f"{settings.where}: sliding_window is missing, and layer_types has sliding_attention")
+        raise ModelError(
+            f"{settings.where}: layer_types has sliding_attention, and there is no window; give sliding_window (and "
+            "use_sliding_window: true, where there is such a switch)"
+        )
     return [LayerKind(rope, window if slides else None) for slides in sliding]
 
 
 def layer_count(settings: Settings) -> int:
-    return settings.number("num_hidden_layers", int)
+    count = settings.number("num_hidden_layers", int)
+    if count > _MOST_LAYERS:  # before anything is made for each of them
+        raise settings.bad("num_hidden_layers", f"at most {_MOST_LAYERS:,}")
+    return count
 
 
 def write_decoder(config: ModelConfig, eps: str = "rms_norm_eps", activation: str = "hidden_act") -> dict[str, Any]:
