@@ -34,7 +34,7 @@ app = typer.Typer(
 )
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=v]...", help="Overrides of single fields.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=v", help="Overrides of single fields.")]
 
 
 @contextlib.contextmanager
