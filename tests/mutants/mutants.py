@@ -22,6 +22,7 @@ from specjax.distill.log import Log
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.models import cache
+from specjax.models.vocabulary import TokenRows
 from specjax.types import CoupledNoise, Draft, Noise, Verdict
 from specjax.verifiers import chain, greedy
 from specjax.verifiers.block import Block
@@ -37,6 +38,7 @@ from tests.distill import (
     test_losses,
     test_on_policy,
     test_optimizer,
+    test_padding,
     test_rows,
     test_scale,
     test_selection,
@@ -45,6 +47,7 @@ from tests.distill import (
     test_trainer,
     toys,
 )
+from tests.models import test_vocabulary
 from tests.verifiers import test_laws
 
 Patch = pytest.MonkeyPatch
@@ -1026,6 +1029,28 @@ def tail_lost_to_rounding(patch):
         return lambda records: real(records).replace(logsumexp=np.zeros(records.shape, np.float32))
 
     wrap(patch, test_teacher_cache, "from_records", make)
+
+
+# Rows that are no tokens.
+
+
+def keep_padding(patch: Patch) -> None:
+    wrap(patch, TokenRows, "over", lambda real: lambda self, x: real(dataclasses.replace(self, unused=()), x))
+
+
+@mutant("padding", test_padding.test_a_step_compares_over_tokens_alone, online=True)
+def losses_over_all_rows(patch):
+    keep_padding(patch)
+
+
+@mutant("padding", test_padding.test_measured_figures_are_over_tokens_alone, draft_rows=17)
+def figures_over_all_rows(patch):
+    keep_padding(patch)
+
+
+@mutant("padding", test_vocabulary.test_raw_logprobs_are_over_tokens_alone)
+def logprobs_over_all_rows(patch):
+    keep_padding(patch)
 
 
 # The data.
