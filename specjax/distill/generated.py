@@ -1,5 +1,5 @@
 """Training data that the target wrote: continuations of prompts, sampled by speculative decoding with the current draft
-(2310.08461 distils on them), kept as shards with their provenance. Of several processes the first one makes them.
+(2310.08461 distills on them), kept as shards with their provenance. Of several processes the first one makes them.
 
 Verification is lossless, so which draft helped decides the speed and not the law: a directory belongs to a target,
 prompts, sampling parameters and a seed. Each shard has a seed of its own and a record with its SHA-256, written after
