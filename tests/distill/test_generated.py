@@ -55,6 +55,13 @@ def copied(directory, to):
     return to
 
 
+def test_without_proposals_the_draft_is_not_asked(models, tmp_path):
+    for name, (target, draft), k in (("alone", (models[0], None), 2), ("k0", models, 0)):
+        made(tmp_path / name, (target, draft), dataclasses.replace(SETTINGS, sequences=2, k=k))
+    assert contents(tmp_path / "k0") == contents(tmp_path / "alone")
+    assert json.loads((tmp_path / "k0" / "provenance.json").read_text())["block_efficiency"] == 1
+
+
 def test_every_sequence_is_what_the_target_says_after_its_prompt_from_its_own_seed(whole, models):
     sequences = whole[1]
     assert len(sequences) == 7
