@@ -207,7 +207,7 @@ def attend(
 ) -> Float[Array, "B T H C"]:
     """Grouped-query attention. The queries that share a key-value head are laid side by side, so that each of the
     two products is one plain matrix multiplication a key-value head (2-3x on CPU over a five-axis einsum).
-    ``few_rows``: on a device where `few_rows_product` pays, see `heads_product`."""
+    ``few_rows``: where `few_rows_product` pays; see `heads_product`."""
     batch, fed, heads, features = q.shape
     group = batch * heads // len(k)
     q = q.reshape(batch, fed, -1, group, features).transpose(0, 2, 3, 1, 4).reshape(len(k), group * fed, features)
@@ -223,8 +223,8 @@ def attend(
 
 
 def heads_product(x: Float[Array, "H M I"], y: Float[Array, "H O I"], few_rows: bool) -> Float[Array, "H M O"]:
-    """``x @ y.T`` for every head. With ``few_rows``, up to `FEW_ROWS` rows are one reduction that all cores share:
-    XLA's matrix products on CPU work through the heads on one of them."""
+    """``x @ y.T`` for every head. With ``few_rows``, up to `FEW_ROWS` rows are one reduction, whose heads all cores
+    share; XLA's matrix products on CPU go through them one after another."""
     if few_rows and x.shape[1] <= FEW_ROWS:
         return few_rows_product(x, y)
     # y first: then neither is turned round before it is multiplied (1.1-1.4x on CPU for 24 rows and more).
