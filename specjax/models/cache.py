@@ -1,4 +1,4 @@
-"""The KV cache: one pair of arrays a layer, each turned so that attention sums along its last axis: `heads_product`.
+"""The KV cache: one pair of arrays a layer, turned as attention multiplies with them, so that no pass copies a cache.
 Rollback is not advancing: stale slots are masked, then overwritten, so nothing here ever clears or moves a slot.
 
 Dims: B rows, S slots, T tokens fed, G key-value heads, C head features, BG = B * G heads, a row's side by side.
@@ -21,13 +21,13 @@ _UNROLLED_ROWS = 16
 
 @flax.struct.dataclass
 class KVCache:
-    """``layers[l] = (keys, values)``, keys ``[B, G, S, C]``, values ``[B, G, C, S]``; `fold` merges B and G.
+    """``layers[l] = (keys, values)``, keys ``[B, G, C, S]``, values ``[B, G, S, C]``; `fold` merges B and G.
 
     Kept as ``[B, S, G, C]``, XLA on CPU copied both in every pass: 1.5-2.3x the time of attention. And a loop over one
     row that carries a leading axis of 1 copies them again when it feeds a single token: hence the folded form.
     """
 
-    layers: tuple[tuple[Float[Array, "B G S C"], Float[Array, "B G C S"]], ...]
+    layers: tuple[tuple[Float[Array, "B G C S"], Float[Array, "B G S C"]], ...]
     total: Int[Array, " B"] | None = None
     """The length that a row will reach, prompt included, for models whose rotary frequencies depend on it."""
 
@@ -35,12 +35,12 @@ class KVCache:
     def zeros(
         cls, num_layers: int, batch: int, num_slots: int, kv_heads: int, features: int, dtype: DTypeLike
     ) -> KVCache:
-        keys, values = (batch, kv_heads, num_slots, features), (batch, kv_heads, features, num_slots)
+        keys, values = (batch, kv_heads, features, num_slots), (batch, kv_heads, num_slots, features)
         return cls(tuple((jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(num_layers)))
 
     @property
     def num_slots(self) -> int:
-        return self.layers[0][0].shape[-2]
+        return self.layers[0][1].shape[-2]
 
 
 def is_cache(x: Any) -> bool:
@@ -59,7 +59,7 @@ def grow(tree: Any, slots: int) -> Any:
         more = (0, slots - cache.num_slots)
         return KVCache(
             tuple(
-                (jnp.pad(keys, ((0, 0), (0, 0), more, (0, 0))), jnp.pad(values, ((0, 0), (0, 0), (0, 0), more)))
+                (jnp.pad(keys, ((0, 0), (0, 0), (0, 0), more)), jnp.pad(values, ((0, 0), (0, 0), more, (0, 0))))
                 for keys, values in cache.layers
             ),
             cache.total,
@@ -100,26 +100,26 @@ def dtype_for(params: Params) -> jnp.dtype:
 
 
 def as_layer(keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> tuple[Array, Array]:
-    """A block of new keys and values as a folded layer: ``[BG, T, C]``, ``[BG, C, T]``."""
+    """A block of new keys and values as a folded layer: ``[BG, C, T]``, ``[BG, T, C]``."""
     batch, fed, kv_heads, features = keys.shape
     return (
-        keys.transpose(0, 2, 1, 3).reshape(batch * kv_heads, fed, features),
-        values.transpose(0, 2, 3, 1).reshape(batch * kv_heads, values.shape[3], fed),
+        keys.transpose(0, 2, 3, 1).reshape(batch * kv_heads, features, fed),
+        values.transpose(0, 2, 1, 3).reshape(batch * kv_heads, fed, values.shape[3]),
     )
 
 
 def write_block(
-    layer: tuple[Float[Array, "BG S C"], Float[Array, "BG C S"]],
+    layer: tuple[Float[Array, "BG C S"], Float[Array, "BG S C"]],
     slots: Int[Array, "B T"],
     keys: Float[Array, "B T G C"],
     values: Float[Array, "B T G C"],
-) -> tuple[Float[Array, "BG S C"], Float[Array, "BG C S"]]:
+) -> tuple[Float[Array, "BG C S"], Float[Array, "BG S C"]]:
     """Write each row's T new entries at ``slots[b, 0] ...``: a block is contiguous in slots, in a tree as well.
 
     The engine keeps ``S >= slots[b, 0] + T``: `dynamic_update_slice` clamps its start and would overwrite valid slots.
     """
     new_keys, new_values = as_layer(keys, values)
-    return _write(layer[0], slots[:, 0], new_keys, axis=1), _write(layer[1], slots[:, 0], new_values, axis=2)
+    return _write(layer[0], slots[:, 0], new_keys, axis=2), _write(layer[1], slots[:, 0], new_values, axis=1)
 
 
 def write_rows(buffer: Shaped[Array, "B L"], start: Int[Array, " B"], new: Shaped[Array, "B T"]) -> Array:

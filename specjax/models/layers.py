@@ -42,14 +42,10 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (features_in, features_out), dtype) * scale)
         self.bias = nnx.Param(jnp.zeros((features_out,), dtype)) if bias else None
 
-    @property
-    def is_transposed(self) -> bool:
-        return self.kernel.ndim == 3
-
     def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
         kernel = self.kernel[...]
         rows = x.reshape(-1, x.shape[-1])
-        if not self.is_transposed:
+        if kernel.ndim == 2:
             y = matrix_product(rows, kernel)
         elif len(rows) <= FEW_ROWS:
             y = few_rows_product(rows, kernel[..., 0])
@@ -82,7 +78,7 @@ def _matrix_product_backward(saved, dy):
 matrix_product.defvjp(_matrix_product_forward, _matrix_product_backward)
 
 
-def few_rows_product(x: Float[Array, "*H M I"], kernel: Float[Array, "*H O I"]) -> Float[Array, "*H M O"]:
+def few_rows_product(x: Float[Array, "M I"], kernel: Float[Array, "O I"]) -> Float[Array, "M O"]:
     """``x @ kernel.T`` for few rows, as one reduction that reads each row of the kernel once. Each of its steps takes a
     row out of several distant parts of the kernel: what was read of x serves them all, and several streams from memory
     are under way at once (1.4-2x for 3 to 8 tokens over one part)."""
@@ -90,12 +86,11 @@ def few_rows_product(x: Float[Array, "*H M I"], kernel: Float[Array, "*H O I"]) 
     # (element by element: by a scalar, it would turn it into a product and fuse that).
     x = x / jnp.where(jnp.isinf(x), 2.0, 1.0).astype(x.dtype)
     # As many sums as there are vector registers, at most.
-    count = math.gcd(4 if x.shape[-2] <= 8 else 2, kernel.shape[-2])
-    rows, parts = jnp.split(x, x.shape[-2], axis=-2), jnp.split(kernel, count, axis=-2)
-    zeros = (jnp.zeros((), x.dtype),) * (len(rows) * count)
-    columns = jax.lax.reduce(tuple(part * row for row in rows for part in parts), zeros, _add_all, (x.ndim - 1,))
-    products = [jnp.concatenate(columns[i : i + count], axis=-1) for i in range(0, len(columns), count)]
-    return jnp.stack(products, axis=-2)
+    wanted = 4 if len(x) <= 8 else 2
+    parts = jnp.split(kernel, math.gcd(wanted, len(kernel)))
+    zeros = (jnp.zeros((), x.dtype),) * (len(x) * len(parts))
+    columns = jax.lax.reduce(tuple(part * row[None] for row in x for part in parts), zeros, _add_all, (1,))
+    return jnp.stack(columns).reshape(len(x), -1)
 
 
 def _add_all(totals, values):
@@ -182,9 +177,7 @@ class Attention(nnx.Module):
             q, k = (rotate(y, rotary, self.rope.interleaved) for y in (q, k))
         layer_cache = as_layer(k, v) if layer_cache is None else write_block(layer_cache, slots, k, v)
         k, v = (x.astype(q.dtype) for x in layer_cache)
-        out = attend(
-            q, k, v, visible, config.attention_scale, config.attention_soft_cap, few_rows=self.o_proj.is_transposed
-        )
+        out = attend(q, k, v, visible, config.attention_scale, config.attention_soft_cap)
         return self.o_proj(out.reshape(batch, fed, -1)), layer_cache
 
     def projections(self, x) -> tuple[Array, Array, Array]:
@@ -197,38 +190,26 @@ class Attention(nnx.Module):
 
 def attend(
     q: Float[Array, "B T H C"],
-    k: Float[Array, "BG S C"],
-    v: Float[Array, "BG C S"],
+    k: Float[Array, "BG C S"],
+    v: Float[Array, "BG S C"],
     visible: Bool[Array, "#B T S"],
     scale: float | None = None,
     soft_cap: float | None = None,
-    *,
-    few_rows: bool = False,
 ) -> Float[Array, "B T H C"]:
     """Grouped-query attention. The queries that share a key-value head are laid side by side, so that each of the
-    two products is one plain matrix multiplication a key-value head (2-3x on CPU over a five-axis einsum).
-    ``few_rows``: where `few_rows_product` pays; see `heads_product`."""
+    two products is one plain matrix multiplication a key-value head (2-3x on CPU over a five-axis einsum)."""
     batch, fed, heads, features = q.shape
     group = batch * heads // len(k)
     q = q.reshape(batch, fed, -1, group, features).transpose(0, 2, 3, 1, 4).reshape(len(k), group * fed, features)
-    scores = heads_product(q, k, few_rows).astype(jnp.float32)
+    scores = jnp.einsum("hqc,hcs->hqs", q, k, precision=_precision(q)).astype(jnp.float32)
     scores = scores * (features**-0.5 if scale is None else scale)
     scores = soft_capped(scores, soft_cap)
-    scores = scores.reshape(batch, -1, group, fed, k.shape[1])
+    scores = scores.reshape(batch, -1, group, fed, k.shape[2])
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(len(k), group * fed, -1)
-    out = heads_product(weights, v, few_rows)
+    out = jnp.einsum("hqs,hsc->hqc", weights, v, precision=_precision(q))
     out = out.reshape(batch, -1, group, fed, features).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, fed, heads, features)
-
-
-def heads_product(x: Float[Array, "H M I"], y: Float[Array, "H O I"], few_rows: bool) -> Float[Array, "H M O"]:
-    """``x @ y.T`` for every head. With ``few_rows``, up to `FEW_ROWS` rows are one reduction, whose heads all cores
-    share; XLA's matrix products on CPU go through them one after another."""
-    if few_rows and x.shape[1] <= FEW_ROWS:
-        return few_rows_product(x, y)
-    # y first: then neither is turned round before it is multiplied (1.1-1.4x on CPU for 24 rows and more).
-    return jax.lax.dot_general(y, x, (((2,), (2,)), ((0,), (0,))), precision=_precision(x)).swapaxes(1, 2)
 
 
 def soft_capped(x: Array, cap: float | None) -> Array:

@@ -47,9 +47,9 @@ class PrefixModel:
         return {"table": table, "bias": jax.random.normal(b, (config.vocab_size,))}
 
     def init_cache(self, batch: int, num_slots: int, dtype=jnp.float32) -> KVCache:
-        shape = (batch, 1, num_slots, self.config.vocab_size)
-        poison = POISON * jnp.broadcast_to(jnp.arange(1.0, self.config.vocab_size + 1, dtype=dtype), shape)
-        return KVCache(((poison, jnp.full((batch, 1, 1, num_slots), POISON, dtype)),))
+        shape = (batch, 1, self.config.vocab_size, num_slots)
+        poison = POISON * jnp.broadcast_to(jnp.arange(1.0, self.config.vocab_size + 1, dtype=dtype)[:, None], shape)
+        return KVCache(((poison, jnp.full((batch, 1, num_slots, 1), POISON, dtype)),))
 
     def __call__(
         self, params, tokens, positions, slots=None, cache=None, mask=None, hidden_layers=(), rows=None
@@ -62,7 +62,7 @@ class PrefixModel:
         else:
             keys, values = (x.reshape(len(tokens), *x.shape[-2:]) for x in cache.layers[0])
             layer = write_block((keys, values), slots, new, where)
-        keys, values = layer[0], layer[1][:, 0]
+        keys, values = layer[0].transpose(0, 2, 1), layer[1][..., 0]
         slot = jnp.arange(keys.shape[1])[None, None]
         visible = slot <= slots[..., None]
         summed = jnp.sum(jnp.where(visible[..., None], keys[:, None], 0.0), axis=2)

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from specjax import sampling
 from specjax.decode import engine
-from specjax.models import cache, layers
+from specjax.models import cache
 from specjax.types import Verdict
 from specjax.verifiers import greedy
 from specjax.verifiers.chain import row
-from tests import test_backend, test_sampling
+from tests import test_sampling
 from tests.decode import test_blocks, test_decoder, test_options
 from tests.mutants.table import Patch, mutant, wrap
 
@@ -195,14 +195,6 @@ def grown_cache_loses_what_it_held(patch):
         return lambda tree, slots: jax.tree.map(emptied, real(tree, slots), is_leaf=cache.is_cache)
 
     wrap(patch, cache, "grow", make)
-
-
-@mutant("attention", test_backend.test_attention_over_few_rows_is_attention, fed=1, slots=12)
-def parts_of_a_kernel_joined_in_another_order(patch):
-    def make(real):
-        return lambda x, kernel: jnp.concatenate(jnp.split(real(x, kernel), 2, axis=-1)[::-1], axis=-1)
-
-    wrap(patch, layers, "few_rows_product", make)
 
 
 @mutant("logprobs", test_options.test_logprobs_are_those_of_the_emitted_tokens, kind="raw")
