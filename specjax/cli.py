@@ -317,6 +317,7 @@ def export(
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model directory that is there.")] = False,
+    check_finite: Annotated[bool, typer.Option("--check-finite", help="Refuse NaN and infinite weights.")] = False,
     max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Most gigabytes of weights in a file.")] = 5.0,
     debug: Debug = False,
 ) -> None:
@@ -326,7 +327,7 @@ def export(
 
         size = int(max_shard_gb * 10**9)
         options = {"dtype": dtype, "revision": revision, "overwrite": overwrite, "max_shard_bytes": size}
-        model = export_model(source, directory, **options)
+        model = export_model(source, directory, check_finite=check_finite, **options)
         files = list(directory.glob("*.safetensors"))
         count = f"{model.parameter_count:,} parameters in {dtype or model.dtype}"
         print(f"{directory}: {count}, weights in {len(files)} files")

@@ -21,6 +21,7 @@ def export_model(
     dtype: str | None = None,
     revision: str | None = None,
     overwrite: bool = False,
+    check_finite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> LoadedModel:
     """Write ``source``, a model directory, a hub id or the draft of a run directory, to ``directory``; return it.
@@ -30,7 +31,7 @@ def export_model(
     """
     check_replaceable(directory, overwrite)
     found = _draft_of_run(Path(source).expanduser()) or resolve(source, revision)
-    model = load_model(found, dtype or AS_STORED)
+    model = load_model(found, dtype or AS_STORED, check_finite=check_finite)
     model = dataclasses.replace(model, name=Path(source).name or model.name)
     card = found / CARD
     refuse_outside(card)

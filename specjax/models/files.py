@@ -20,7 +20,7 @@ def read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_bytes())
     except FileNotFoundError:
         raise ModelError(f"{file}: missing; a Hugging Face model directory has one") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file}: cannot be read as JSON ({error})") from None
     if not isinstance(value, dict):
         raise ModelError(f"{file}: holds {type(value).__name__}, expected a JSON object")

@@ -39,10 +39,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 CARD, GENERATION = "README.md", "generation_config.json"
 MAX_SHARD_BYTES = 5 * 10**9
 _TOKENIZER_DATA = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_TOKENIZER_JSON = (
+    *("tokenizer.json", "vocab.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    "chat_template.json",
+)
 _HUB_FILES = (
     *("*.safetensors", INDEX, "config.json", GENERATION),
-    *(*_TOKENIZER_DATA, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json"),
+    *("tokenizer.model", "merges.txt", "chat_template.jinja", *_TOKENIZER_JSON),
 )
 
 
@@ -188,6 +191,8 @@ def _read_tokenizer(directory: Path) -> Any:
     try:
         tokenizer = auto_tokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises plain Exception
+        for file in filter(Path.exists, (directory / name for name in _TOKENIZER_JSON)):
+            read_json(file)  # names the one that is damaged
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{directory}: the tokenizer files cannot be read ({reason})") from error
     for key in ("is_local", "local_files_only"):  # how it was loaded; saved again, it would bind the next reader

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import types
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
-from specjax.distill import store
+from specjax.distill import generated, store
 from specjax.distill.continuations import Prompts, Sampled, prompts_of_file, prompts_of_text
 from specjax.distill.generated import Generated, make
 from specjax.distill.readers import Bad
@@ -53,6 +54,13 @@ def copied(directory, to):
     for name, content in contents(directory).items():
         (to / name).write_bytes(content)
     return to
+
+
+def test_without_proposals_the_draft_is_not_asked(models, tmp_path):
+    for name, (target, draft), k in (("alone", (models[0], None), 2), ("k0", models, 0)):
+        made(tmp_path / name, (target, draft), dataclasses.replace(SETTINGS, sequences=2, k=k))
+    assert contents(tmp_path / "k0") == contents(tmp_path / "alone")
+    assert json.loads((tmp_path / "k0" / "provenance.json").read_text())["block_efficiency"] == 1
 
 
 def test_every_sequence_is_what_the_target_says_after_its_prompt_from_its_own_seed(whole, models):
@@ -133,6 +141,16 @@ def test_the_provenance_says_who_made_the_data_and_how_fast(whole):
     assert {shard["verifier"] for shard in made["shards"]} == {"block"}
     assert len({shard["sha256"] for shard in made["shards"]}) == 3
     assert made["sampling"]["temperature"] == 1.0
+
+
+def test_a_target_that_lies_on_several_processes_takes_what_one_process_made(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(generated.fingerprint, "digest", lambda tree: "the same")
+    spread = dataclasses.replace(models[0], params={"embedding": types.SimpleNamespace(is_fully_addressable=False)})
+    with pytest.raises(ConfigError, match="the target lies on several; make it first with `specjax generate-data`"):
+        make(tmp_path / "data", SETTINGS, spread, models[1], PROMPTS, SEED)
+    made = make(tmp_path / "data", SETTINGS, *models, PROMPTS, SEED)
+    found = make(tmp_path / "data", SETTINGS, spread, models[1], PROMPTS, SEED)
+    np.testing.assert_array_equal(found.tokens, made.tokens)
 
 
 def test_a_verifier_that_changes_the_targets_law_is_refused(models, tmp_path):

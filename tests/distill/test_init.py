@@ -163,14 +163,19 @@ def test_windows_longer_than_the_positions_of_the_layers_are_refused():
         initial_draft(run, model(), toys.rows(1))
 
 
-def test_layers_that_their_family_cannot_write_alone_are_refused_before_training():
-    """Without one rotated layer, nothing is left that says how a SmolLM 3 would rotate."""
+def test_layers_that_their_family_cannot_write_are_refused_before_training():
+    """A Llama knows no second norm after each half of a layer, a Gemma 3 has them."""
+    target = dataclasses.replace(model("gemma3"), family="llama")
+    with pytest.raises(ConfigError, match=r"keep other layers than \[0\]; .* cannot be saved as 'llama'"):
+        drafted(target, keep=[0])
+
+
+def test_layers_without_rotary_embeddings_alone_are_a_draft(tmp_path):
     target = model("smollm3")
     assert [target.config.layer(i).rope is None for i in range(4)] == [False, True, False, True]
-    with pytest.raises(
-        ConfigError, match=r"keep other layers than \[1, 3\]; .* have 0 rotary embeddings, expected one"
-    ):
-        drafted(target, keep=[1, 3])
+    initial = drafted(target, keep=[1, 3])
+    save_model(LoadedModel(initial.spec, initial.params, family=initial.family), tmp_path / "draft")
+    assert load_model(tmp_path / "draft").config == initial.spec.config
 
 
 def test_a_gemma_without_windows_is_written_with_one_that_no_layer_has():

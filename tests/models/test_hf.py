@@ -142,6 +142,9 @@ def test_a_missing_or_broken_config_is_refused(llama):
     file.write_text("{oops")
     with pytest.raises(ModelError, match=r"config\.json: cannot be read as JSON"):
         load_model(llama.path)
+    file.write_text("[" * 100_000)
+    with pytest.raises(ModelError, match=r"config\.json: cannot be read as JSON"):
+        load_model(llama.path)
     file.unlink()
     with pytest.raises(ModelError, match=r"config\.json: missing"):
         load_model(llama.path)
@@ -203,11 +206,19 @@ def test_a_directory_without_tokenizer_files_has_no_tokenizer(llama):
     assert load_model(llama.write()).tokenizer is None
 
 
-def test_a_broken_tokenizer_is_one_line(llama):
-    path = llama.write()
-    (path / "tokenizer.json").write_text("{oops")
-    with pytest.raises(ModelError, match="the tokenizer files cannot be read") as refused:
-        load_model(path)
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("tokenizer.json", "{oops", r"llama/tokenizer\.json: cannot be read as JSON"),
+        ("tokenizer_config.json", "", r"llama/tokenizer_config\.json: cannot be read as JSON"),
+        ("tokenizer.json", "{}", "llama: the tokenizer files cannot be read"),
+    ],
+)
+def test_a_broken_tokenizer_is_one_line(llama, file, text, message):
+    make_tokenizer().save_pretrained(llama.write())
+    (llama.path / file).write_text(text)
+    with pytest.raises(ModelError, match=message) as refused:
+        load_model(llama.path)
     assert "\n" not in str(refused.value)
 
 

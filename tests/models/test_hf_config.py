@@ -90,6 +90,7 @@ def test_an_inactive_setting_changes_nothing(llama, settings):
         ({"model_type": "lama"}, "model_type='lama' is not implemented (nearest: llama); known are cohere, "),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 should be a positive int"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 should be at most 10,000"),
         ({"vocab_size": "37"}, "vocab_size='37' should be a positive int"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0 should be a positive float"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' should be true or false"),

@@ -131,6 +131,14 @@ def test_a_link_out_of_the_directory_is_refused_by_name(llama, tmp_path, name):
         load_model(path)
 
 
+def test_a_link_to_itself_is_one_line(llama):
+    (llama.write() / "model.safetensors").unlink()
+    (llama.path / "model.safetensors").symlink_to(llama.path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.safetensors") as refused:
+        load_model(llama.path)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_link_inside_the_directory_and_a_directory_that_is_a_link_are_no_obstacle(llama, tmp_path):
     path = llama.write()
     (path / "model.safetensors").rename(path / "weights")

@@ -17,7 +17,7 @@ from specjax import cli
 from specjax.errors import ModelError
 from specjax.models import files, hf, weights
 from specjax.models.hf import load_model, save_model
-from tests.models.directories import make_tokenizer, same_params
+from tests.models.directories import make_tokenizer, rewrite, same_params
 
 SHARD = 4000
 """Bytes; the largest tensor of the small Llama has 2,368."""
@@ -193,10 +193,15 @@ def test_export_of_a_run_is_its_draft(llama, tmp_path):
 
 
 def test_export_refuses_what_it_cannot_read_or_would_replace(llama, tmp_path):
+    llama.write()
     (tmp_path / "empty").mkdir()
     result = export(tmp_path / "empty", tmp_path / "out")
     assert result.exit_code == 2
     assert "neither a model directory (no config.json) nor a run with a draft" in result.stderr
+    rewrite(llama, {**llama.tensors, "model.norm.weight": np.full(16, np.nan, np.float32)})
+    result = export(llama.path, tmp_path / "out", "--check-finite")
+    assert (result.exit_code, (tmp_path / "out").exists()) == (2, False)
+    assert "tensor model.norm.weight has 16 of 16 values that are NaN" in result.stderr
     # Before anything is read: the source does not exist.
     result = export(tmp_path / "nowhere", llama.write())
     assert result.exit_code == 2

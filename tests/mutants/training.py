@@ -27,6 +27,7 @@ from specjax.distill import (
 from specjax.distill.checkpoint import Checkpoints
 from specjax.distill.layout import Layout
 from specjax.distill.log import Log
+from specjax.models.vocabulary import TokenRows
 from tests import test_metrics
 from tests.distill import (
     test_checkpoint,
@@ -35,6 +36,7 @@ from tests.distill import (
     test_losses,
     test_on_policy,
     test_optimizer,
+    test_padding,
     test_rows,
     test_scale,
     test_selection,
@@ -44,6 +46,7 @@ from tests.distill import (
     test_trainer,
     toys,
 )
+from tests.models import test_vocabulary
 from tests.mutants.table import Patch, mutant, wrap
 
 # The losses, against their float64 references.
@@ -187,6 +190,28 @@ def tail_lost_to_rounding(patch):
         return lambda records: real(records).replace(logsumexp=np.zeros(records.shape, np.float32))
 
     wrap(patch, test_teacher_cache, "from_records", make)
+
+
+# Rows that are no tokens.
+
+
+def keep_padding(patch: Patch) -> None:
+    wrap(patch, TokenRows, "over", lambda real: lambda self, x: real(dataclasses.replace(self, unused=()), x))
+
+
+@mutant("padding", test_padding.test_a_step_compares_over_tokens_alone, online=True)
+def losses_over_all_rows(patch):
+    keep_padding(patch)
+
+
+@mutant("padding", test_padding.test_measured_figures_are_over_tokens_alone, draft_rows=17)
+def figures_over_all_rows(patch):
+    keep_padding(patch)
+
+
+@mutant("padding", test_vocabulary.test_raw_logprobs_are_over_tokens_alone)
+def logprobs_over_all_rows(patch):
+    keep_padding(patch)
 
 
 # The data.
