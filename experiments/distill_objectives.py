@@ -249,8 +249,8 @@ def training_speed(runs: Sequence[Run]) -> float:
 def ratio(runs: Sequence[Run], others: Sequence[Run], temperature: int) -> dict[str, float]:
     """Of block efficiencies, over the seeds that both have."""
     seeds = min(len(runs), len(others))
-    pair = (_counts(side[:seeds], temperature) for side in (others, runs))
-    return dict(zip(("ratio", "low", "high"), bootstrap(*pair), strict=True)) | {"seeds": seeds}
+    base, found = (_counts(side[:seeds], temperature) for side in (others, runs))
+    return dict(zip(("ratio", "low", "high"), bootstrap(base, found), strict=True)) | {"seeds": seeds}
 
 
 def show(runs: dict[str, list[Run]], console: Console) -> None:

@@ -75,8 +75,14 @@ def from_records(records: np.ndarray) -> TopKLogits:
     Numpy in, numpy out."""
     values = records["best_log_probs"].astype(np.float32)
     logsumexp = np.log(np.exp(values).sum(-1)) - np.log1p(-records["tail_mass"])
-    best: list[Any] = [values, _ids(records["best_ids"]), logsumexp.astype(np.float32)]
-    return TopKLogits(*best, records["tail_log_probs"].astype(np.float32), _ids(records["tail_ids"]))
+    arrays: dict[str, Any] = {
+        "values": values,
+        "ids": _ids(records["best_ids"]),
+        "logsumexp": logsumexp.astype(np.float32),
+        "tail_values": records["tail_log_probs"].astype(np.float32),
+        "tail_ids": _ids(records["tail_ids"]),
+    }
+    return TopKLogits(**arrays)
 
 
 def _ids(stored: np.ndarray) -> np.ndarray:

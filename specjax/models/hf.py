@@ -174,13 +174,13 @@ def resolve(path_or_hub_id: str | os.PathLike, revision: str | None = None) -> P
 
 def _read_eos_ids(file: Path, generation: Mapping[str, Any], settings: Settings, vocab_size: int) -> tuple[int, ...]:
     """generation_config.json decides, where it says anything: it is what transformers stops on."""
-    value = generation.get("eos_token_id")
+    where, value = str(file), generation.get("eos_token_id")
     if value is None:
-        file, value = settings.where, settings.values.get("eos_token_id")
+        where, value = str(settings.where), settings.values.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token in ids:
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise ModelError(f"{file}: eos_token_id={value!r} should be token ids in 0 .. {vocab_size - 1}")
+            raise ModelError(f"{where}: eos_token_id={value!r} should be token ids in 0 .. {vocab_size - 1}")
     return tuple(dict.fromkeys(ids))
 
 

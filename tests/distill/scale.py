@@ -123,7 +123,7 @@ def optimizer_moment(state: Any) -> Any:
     return moment
 
 
-def cached_row(directory: Path, layout: Layout) -> Batch:
+def cached_row(directory: Path, layout: Layout) -> Any:
     """Row 5 with the best logits of a target that lies over ``layout``."""
     target = transformer_target()
     target = dataclasses.replace(target, params=layout.put(target.params, layout.of_target(target.params, target.spec)))

@@ -304,6 +304,7 @@ def test_adaspec_keeps_the_tokens_of_each_row_that_the_reference_fits_best_besid
 
 def test_adaspec_chooses_in_each_row_alone():
     loss, draft, teacher, context = adaspec_case()
+    assert context.reference is not None
     values, _ = values_and_grads(loss, draft, teacher, context)
     for row in range(ROWS):
         one = slice(row, row + 1)
@@ -327,7 +328,9 @@ def test_adaspec_loads_a_reference_of_the_target_s_vocabulary(tiny_target, tiny_
     assert fingerprint.digest(params) == fingerprint.digest(tiny_draft.params)
     spec = dataclasses.replace(tiny_draft.spec, config=dataclasses.replace(tiny_draft.config, vocab_size=301))
     save_model(LoadedModel(spec, spec.init(jax.random.key(0)), tiny_draft.tokenizer), tmp_path / "padded")
-    assert AdaSPEC(str(tmp_path / "padded")).bind(tiny_target)[0].model.config.vocab_size == 301
+    padded, _ = AdaSPEC(str(tmp_path / "padded")).bind(tiny_target)
+    assert isinstance(padded, DraftModel)
+    assert padded.model.config.vocab_size == 301
     save_model(LoadedModel(spec, spec.init(jax.random.key(0))), tmp_path / "other")
     with pytest.raises(ModelError, match="the draft's vocabulary has 301 tokens, the target's 300"):
         AdaSPEC(str(tmp_path / "other")).bind(tiny_target)

@@ -94,10 +94,10 @@ def in_processes(*commands: list[str]) -> None:
     flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
     environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
     options: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    running = [subprocess.Popen([sys.executable, *command], **options) for command in commands]
+    running = [subprocess.Popen([sys.executable, *command], text=True, **options) for command in commands]
     for process in running:
         output, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, output.decode()[-4000:]
+        assert process.returncode == 0, output[-4000:]
 
 
 def free_port() -> str:

@@ -90,7 +90,7 @@ def test_tensorboard_gets_every_record_and_drops_what_an_interrupted_run_wrote(t
 
 def scalars(file):
     """(step, tag) of every scalar of an event file, and (step, RESTART) where TensorBoard is told to drop the rest."""
-    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
     content, place = file.read_bytes(), 0
     while place < len(content):

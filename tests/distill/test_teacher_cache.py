@@ -46,7 +46,8 @@ def small_shards():
 
 def make(directory, **changes):
     settings: dict[str, Any] = {"target": toys.target(), "rows": toys.rows(ROWS), "k": K, "batch_size": BATCH} | changes
-    return cached_rows(directory / "cache", **{"numbers": np.arange(len(settings["rows"]))} | settings)
+    settings.setdefault("numbers", np.arange(len(settings["rows"])))
+    return cached_rows(directory / "cache", **settings)
 
 
 @pytest.fixture(scope="module")

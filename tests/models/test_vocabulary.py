@@ -81,6 +81,8 @@ def test_raw_logprobs_are_over_tokens_alone():
     padded, plain = (
         Decoder(target).generate(PROMPTS, logprobs="raw", **OPTIONS) for target in (with_rows(TARGET, 6), TARGET)
     )
+    assert padded.logprobs is not None
+    assert plain.logprobs is not None
     for found, expected in zip(padded.logprobs, plain.logprobs, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
