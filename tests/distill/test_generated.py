@@ -148,9 +148,9 @@ def test_a_target_that_lies_on_several_processes_takes_what_one_process_made(mod
     spread = dataclasses.replace(models[0], params={"embedding": types.SimpleNamespace(is_fully_addressable=False)})
     with pytest.raises(ConfigError, match="the target lies on several; make it first with `specjax generate-data`"):
         make(tmp_path / "data", SETTINGS, spread, models[1], PROMPTS, SEED)
-    made = make(tmp_path / "data", SETTINGS, *models, PROMPTS, SEED)
+    whole = make(tmp_path / "data", SETTINGS, models[0], models[1], PROMPTS, SEED)
     found = make(tmp_path / "data", SETTINGS, spread, models[1], PROMPTS, SEED)
-    np.testing.assert_array_equal(found.tokens, made.tokens)
+    np.testing.assert_array_equal(found.tokens, whole.tokens)
 
 
 def test_a_verifier_that_changes_the_targets_law_is_refused(models, tmp_path):
