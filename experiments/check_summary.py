@@ -8,6 +8,7 @@ Exit status 1 if a figure that is not a timing misses its bound (timings depend 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
@@ -53,19 +54,19 @@ def figures(summary: Mapping[str, Any]) -> list[Figure]:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) != 1:
-        print("usage: python experiments/check_summary.py SUMMARY_JSON", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("summary", type=Path, metavar="SUMMARY_JSON")
+    path = parser.parse_args(argv).summary
     try:
-        summary = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+        summary = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        print(f"error: {argv[0]}: {error.strerror}; make demo writes it", file=sys.stderr)
+        print(f"error: {path}: {error.strerror}; make demo writes it", file=sys.stderr)
         return 2
     except ValueError as error:
-        print(f"error: {argv[0]}: not JSON ({error})", file=sys.stderr)
+        print(f"error: {path}: not JSON ({error})", file=sys.stderr)
         return 2
     if not isinstance(summary, dict):
-        print(f"error: {argv[0]}: a {type(summary).__name__}, expected an object", file=sys.stderr)
+        print(f"error: {path}: a {type(summary).__name__}, expected an object", file=sys.stderr)
         return 2
     checked = figures(summary)
     for figure in checked:

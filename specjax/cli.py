@@ -9,7 +9,9 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -72,13 +74,31 @@ def run_main(
     status it returns, None for 0."""
 
     def command(config: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
-        with user_errors(debug, interrupted):
+        with user_errors(debug, interrupted), _sigterm_like_ctrl_c():
             status = main(config, overrides or [])
         raise SystemExit(status or 0)
 
     script = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     script.command(help=description)(command)
     script(args=argv)
+
+
+@contextlib.contextmanager
+def _sigterm_like_ctrl_c() -> Iterator[None]:
+    """Outside the training loop, which listens itself and saves first, SIGTERM leaves as `Stopped`: files half written
+    are removed on the way, as after Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may listen
+        yield
+        return
+
+    def stop(number, frame) -> None:
+        raise Stopped("stopped by SIGTERM; what is finished is kept, the same command goes on")
+
+    before = signal.signal(signal.SIGTERM, stop) or signal.SIG_DFL
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @app.command()

@@ -3,7 +3,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
+import time
 import types
 
 import pytest
@@ -258,6 +260,17 @@ def test_training_stopped_by_sigterm_says_where_and_exits_143(capsys):
 
     assert run_script(main, "c.yaml") == 143
     assert "step 7 is saved" in capsys.readouterr().err
+
+
+def test_sigterm_outside_of_training_says_that_the_same_command_goes_on(capsys):
+    def main(config, overrides):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_script(main, "c.yaml") == 143
+    assert capsys.readouterr().err == "\nstopped by SIGTERM; what is finished is kept, the same command goes on\n"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 2), (errno.EROFS, 2), (errno.EIO, None)])

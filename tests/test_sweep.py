@@ -175,4 +175,5 @@ def test_a_missed_bound_fails_and_is_named(tmp_path, capsys, changes, named):
 
 def test_a_summary_that_cannot_be_read_is_an_error_of_its_own(tmp_path):
     assert check_summary.main([str(tmp_path / "none.json")]) == 2
-    assert check_summary.main([]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        check_summary.main([])
