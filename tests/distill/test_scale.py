@@ -7,9 +7,11 @@ import functools
 import inspect
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +91,17 @@ def test_fifty_steps_over_a_mesh_are_those_of_one_device(mesh):
     same_training(found.losses, found.gradient, expected)
 
 
-def in_processes(*commands: list[str]) -> None:
-    """Each of two devices, at once."""
+def start(command: list[str]) -> subprocess.Popen[str]:
+    """A process of two devices."""
     flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
     environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
     options: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    running = [subprocess.Popen([sys.executable, *command], text=True, **options) for command in commands]
-    for process in running:
+    return subprocess.Popen([sys.executable, *command], text=True, **options)
+
+
+def in_processes(*commands: list[str]) -> None:
+    """At once."""
+    for process in [start(command) for command in commands]:
         output, _ = process.communicate(timeout=600)
         assert process.returncode == 0, output[-4000:]
 
@@ -201,6 +207,43 @@ def test_the_whole_job_in_two_processes_is_that_of_one(tmp_path):
     )
     alphas = [sorted(evaluation["alpha"] for evaluation in found) for found in (first, second)]
     np.testing.assert_allclose(*alphas, rtol=1e-4)
+
+
+@pytest.mark.proof
+def test_sigterm_to_one_of_two_processes_saves_and_ends_both_at_one_step(tmp_path):
+    (tmp_path / "text.jsonl").write_text(
+        "".join(f'{{"text": "value {i} = {i * i} and {i + 7}"}}\n' for i in range(200))
+    )
+    (tmp_path / "run.yaml").write_text(RUN.replace("TEXT", str(tmp_path / "text.jsonl")))
+
+    def train(out: str, stop: bool) -> None:
+        each = ["enabled=true", f"coordinator=localhost:{free_port()}", "num_processes=2"]
+        settings = [f"out={tmp_path / out}", "mesh.data=-1", "distill.steps=400", "distill.save_every=400"]
+        settings += ["distill.eval_every=400", *(f"distributed.{v}" for v in each)]
+        commands = [
+            ["train_draft.py", str(tmp_path / "run.yaml"), *settings, f"distributed.process_id={i}"] for i in (0, 1)
+        ]
+        running = [start(command) for command in commands]
+        if stop:
+            log = tmp_path / out / "draft-distill" / "log.jsonl"
+            while not (log.exists() and log.read_text()):
+                assert all(process.poll() is None for process in running)
+                time.sleep(0.1)
+            running[1].terminate()
+        for process in running:
+            output, _ = process.communicate(timeout=600)
+            assert process.returncode == (143 if stop else 0), output[-4000:]
+            steps.update(re.findall(r"stopped by SIGTERM; step (\d+) is saved", output))
+
+    steps: set[str] = set()
+    train("stopped", stop=True)
+    assert len(steps) == 1
+    assert 0 < int(steps.pop()) < 400
+    train("stopped", stop=False)
+    train("whole", stop=False)
+    assert not steps
+    first, second = (load_model(tmp_path / out / "draft").params for out in ("stopped", "whole"))
+    toys.assert_same(first, second)
 
 
 def test_a_checkpoint_of_one_mesh_restores_on_another_to_the_same_values(on_four, tmp_path):
