@@ -1,12 +1,13 @@
 """Objectives, data and teachers compared on one pair: whose draft decodes fastest, at equal draft-token updates.
 
     python experiments/distill_objectives.py configs/objectives.yaml [a.b=v]... [--seeds 3] [--results FILE]
+    python experiments/distill_objectives.py configs/objectives.yaml --tuned [--results FILE]
 
 Every run starts from the same cut draft and sees as many tokens; `distill` of the config is the common part, and
-`RECIPES` says what each recipe changes of it. With the first seed: every recipe. With the others: the three recipes
-of most tokens a target call, cross-entropy at its best learning rate (the control), and forward KL with the teacher
-online and cached. Last, cross-entropy for as long as the best recipe took, and the best recipe timed against the
-control.
+`RECIPES` says what each recipe changes of it (``--tuned``: `TUNED`, other optimizers and steps for forward KL and for
+cross-entropy). With the first seed: every recipe. With the others: the three recipes of most tokens a target call,
+cross-entropy at its best (the control), and forward KL with the teacher online and cached. Last, cross-entropy for as
+long as the best recipe took, and the best recipe timed against the control.
 
 Decoded on the held-out prompts of `selection`, timed on those of `bench` at batch 1, in turns. Intervals are 95%,
 bootstrapped over prompts (in pairs for a ratio), all seeds of a recipe together. Each run has its directory under
@@ -68,6 +69,25 @@ RECIPES: dict[str, tuple[str, ...]] = {
     OTHER_DATA[1]: ("loss=forward_kl", "data={kind: on_policy, share: 0.5}"),
     CACHED: ("loss=forward_kl", "teacher=cached"),
 }
+_HALF = ("batch_size=1", "steps=1200", "eval_every=1200", "optimizer.warmup_steps=100")
+TUNED: dict[str, tuple[str, ...]] = {
+    f"{CONTROL} 0.001": RECIPES[f"{CONTROL} 0.001"],
+    f"{CONTROL}, Muon": ("loss=cross_entropy", "optimizer.kind=muon", "optimizer.learning_rate=2e-3"),
+    f"{CONTROL}, half a batch": ("loss=cross_entropy", "optimizer.learning_rate=7e-4", *_HALF),
+    ONLINE: RECIPES[ONLINE],
+    f"{ONLINE} 0.003": ("loss=forward_kl", "optimizer.learning_rate=3e-3"),
+    **{
+        f"{ONLINE}, Muon {rate:g}": ("loss=forward_kl", "optimizer.kind=muon", f"optimizer.learning_rate={rate}")
+        for rate in (1.5e-3, 3e-3, 6e-3)
+    },
+    f"{ONLINE}, half a batch": ("loss=forward_kl", "optimizer.learning_rate=1e-3", *_HALF),
+    f"{ONLINE}, half a batch, Muon": (
+        "loss=forward_kl",
+        "optimizer.kind=muon",
+        "optimizer.learning_rate=1e-3",
+        *_HALF,
+    ),
+}
 _DECODED = "decoded.json"
 
 
@@ -89,8 +109,9 @@ class Run:
 
 
 class Experiment:
-    def __init__(self, config: Path, overrides: Sequence[str], console: Console):
+    def __init__(self, config: Path, overrides: Sequence[str], recipes: dict[str, tuple[str, ...]], console: Console):
         self._file, self._overrides, self._bars = config, list(overrides), console_bars(console)
+        self._recipes = recipes
         self.config = self._config("", 0, ())
         self.prepared = job.prepare(self.config)
         target = self.prepared.target
@@ -109,7 +130,9 @@ class Experiment:
 
     def run(self, recipe: str, seed: int, steps: int | None = None) -> Run:
         """``steps``: instead of the config's."""
-        changes = RECIPES[recipe] if steps is None else (*RECIPES[recipe], f"steps={steps}", f"eval_every={steps}")
+        changes = self._recipes[recipe]
+        if steps is not None:
+            changes = (*changes, f"steps={steps}", f"eval_every={steps}")
         name = f"{_file_name(recipe)}{'' if steps is None else '-long'}-{seed}"
         config = self._config(name, seed, changes)
         out = Path(config.out)
@@ -178,25 +201,27 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--results", type=Path)
+    parser.add_argument("--tuned", action="store_true", help="other optimizers and steps instead of other objectives")
     args = parser.parse_args()
     console = Console()
-    experiment = Experiment(args.config, args.overrides, console)
+    recipes = TUNED if args.tuned else RECIPES
+    experiment = Experiment(args.config, args.overrides, recipes, console)
     keep_programs(experiment.common.compile_cache)
     runs = {}
-    for recipe in RECIPES:
+    for recipe in recipes:
         runs[recipe] = [experiment.run(recipe, seed=0)]
         show(runs, console)
     control = max((r for r in runs if r.startswith(CONTROL)), key=lambda r: runs[r][0].score)
     rivals = [r for r in runs if not r.startswith(CONTROL) and r != CACHED]
     best_three = sorted(rivals, key=lambda r: runs[r][0].score, reverse=True)[:3]
     for seed in range(1, args.seeds):
-        for recipe in dict.fromkeys((*best_three, control, ONLINE, CACHED)):
+        for recipe in dict.fromkeys((*best_three, control, *(r for r in (ONLINE, CACHED) if r in runs))):
             runs[recipe].append(experiment.run(recipe, seed))
             show(runs, console)
     best = max(best_three, key=lambda r: _mean(run.score for run in runs[r]))
     # A step of the control has no teacher in it: as many steps as take the best recipe's time.
     quicker = training_speed(runs[control]) / training_speed(runs[best])
-    long = experiment.run(control, 0, round(experiment.common.distill.steps * quicker))
+    long = experiment.run(control, 0, round(runs[control][0].steps * quicker))
     common = experiment.common
     found = {
         "command": shlex.join(["python", *sys.argv]),
@@ -211,11 +236,11 @@ def main() -> None:
         "block_efficiency_ratios": [
             {"recipe": recipe, "against": against, "temperature": t, **ratio(runs[recipe], runs[against], i)}
             for recipe, against in [(best, control), (best, ONLINE), *((data, ONLINE) for data in OTHER_DATA)]
-            if recipe != against
+            if recipe != against and recipe in runs
             for i, t in enumerate(experiment.decoding.temperatures)
         ],
         "cached_minus_online_alpha": [
-            a.alpha - b.alpha for a, b in zip(runs[CACHED], runs[ONLINE], strict=True)
+            a.alpha - b.alpha for a, b in zip(runs.get(CACHED, ()), runs[ONLINE], strict=CACHED in runs)
         ],
         "speed": experiment.timed_ratios(runs[best], runs[control], args.repeats),
         "speed_equal_time": experiment.timed_ratios(runs[best][:1], [long], args.repeats),
@@ -274,8 +299,8 @@ def conclusions(found: dict[str, Any], console: Console) -> None:
             "tokens a call, {recipe} / {against}, T={temperature:g}: {ratio:.3f} [{low:.3f}, {high:.3f}], "
             "{seeds} seeds".format(**one)
         )
-    differences = found["cached_minus_online_alpha"]
-    console.print(f"alpha, cached - online: mean {_mean(differences):+.4f} of {[round(d, 4) for d in differences]}")
+    if differences := found["cached_minus_online_alpha"]:
+        console.print(f"alpha, cached - online: mean {_mean(differences):+.4f} of {[round(d, 4) for d in differences]}")
     for name, what in (("speed", "equal tokens"), ("speed_equal_time", "equal time")):
         for one in found[name]:
             console.print(
