@@ -6,10 +6,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import sys
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from specjax.models.transformer import Model
 from specjax.types import Params
@@ -21,7 +23,9 @@ def decode_layout(spec, params: Params) -> tuple:
     Projections that read the same input become one kernel. A tied head is untied into its own copy, laid out as the
     other kernels are. On CPU kernels are transposed, see `Linear`: XLA's matrix product packs the kernel anew in every
     call, which costs twice the reading of it, and `few_rows_product` does not (2-3x for 2 to 8 tokens; for one token it
-    is as fast as the best matrix-vector product).
+    is as fast as the best matrix-vector product). And float32 kernels that are bfloat16 numbers, as those of most
+    checkpoints are, are kept in bfloat16: half as much to read, and in float32 products the same numbers (1.4-2x for 1
+    to 8 tokens).
     """
     if not isinstance(spec, Model):
         return spec, params
@@ -30,7 +34,10 @@ def decode_layout(spec, params: Params) -> tuple:
         params = {**params, "head": {"kernel": jnp.array(params["embedding"].T)}}
     spec, params = _fused(spec, params)
     if jax.default_backend() == "cpu":
-        params = jax.tree_util.tree_map_with_path(_transposed, params)
+        kernels = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params) if _is_kernel(path, leaf)]
+        # All or none: one draft after another of the same training then has at most two programs.
+        dtype = jnp.bfloat16 if all(map(_is_bfloat16, kernels)) else jnp.float32
+        params = jax.tree_util.tree_map_with_path(functools.partial(_transposed, dtype=dtype), params)
     return spec, params
 
 
@@ -49,10 +56,18 @@ def _fused(spec: Model, params: Params) -> tuple[Model, Params]:
     return Model(dataclasses.replace(spec.config, fused_projections=True)), params
 
 
-def _transposed(path, leaf):
-    if path[-1].key != "kernel" or leaf.ndim != 2 or leaf.dtype != jnp.float32:
-        return leaf
-    return jnp.array(leaf.T[..., None])
+def _is_kernel(path, leaf) -> bool:
+    return path[-1].key == "kernel" and leaf.ndim == 2 and leaf.dtype == jnp.float32
+
+
+@jax.jit
+def _is_bfloat16(x: Array) -> Array:
+    # By its bits: of a number turned into bfloat16 and back, XLA may keep more than bfloat16 holds.
+    return jnp.all(jax.lax.bitcast_convert_type(x, jnp.uint32) & 0xFFFF == 0)
+
+
+def _transposed(path, leaf, dtype):
+    return jnp.array(leaf.T[..., None], dtype) if _is_kernel(path, leaf) else leaf
 
 
 def compiler_options(*, decoding: bool = False) -> dict[str, str | bool | int]:

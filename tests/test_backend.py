@@ -35,5 +35,25 @@ def test_a_layout_keeps_the_logits(tokens, tie):
         assert laid_out["head"]["kernel"].shape == (65, 24, 1)
 
 
+@pytest.mark.parametrize("tokens", [1, FEW_ROWS, in_proof(FEW_ROWS + 1)])
+def test_weights_that_are_bfloat16_numbers_are_read_as_such_and_lose_nothing(tokens):
+    model = Model(CONFIG)
+    params = jax.jit(model.init)(jax.random.key(0))
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
+    spec, laid_out = decode_layout(model, rounded)
+    narrow = jnp.bfloat16 if jax.default_backend() == "cpu" else jnp.float32
+    kernels = [x for p, x in jax.tree_util.tree_leaves_with_path(laid_out) if p[-1].key == "kernel"]
+    assert {x.dtype for x in kernels} == {jnp.dtype(narrow)}
+    assert laid_out["embedding"].dtype == jnp.float32
+    fed = jnp.arange(tokens, dtype=jnp.int32)[None]
+    logits = jax.jit(spec.__call__, compiler_options=compiler_options(decoding=True))(laid_out, fed, fed).logits
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, jax.jit(model.__call__)(rounded, fed, fed).logits, atol=1e-5)
+    # One number that is none, and all stay as they are.
+    rounded["layers"][1]["mlp"]["down_proj"]["kernel"] += jnp.zeros((40, 24)).at[3, 5].set(2.0**-20)
+    _, laid_out = decode_layout(model, rounded)
+    assert {x.dtype for x in jax.tree.leaves(laid_out)} == {jnp.dtype(jnp.float32)}
+
+
 def test_the_compiler_knows_its_options():
     assert jax.jit(lambda x: x + 1, compiler_options=compiler_options())(1) == 2

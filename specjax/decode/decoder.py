@@ -152,7 +152,7 @@ class Decoder:
 
     def engine(self, greedy: bool, rows: int) -> tuple[Engine, EngineParams]:
         """The static half, for an all-greedy batch or any other, and the weights as ``rows`` padded rows read them."""
-        spec, params = _laid_out(self.target)
+        spec, params = laid_out(self.target)
         engine = Engine(spec, self._drafter, self._greedy_verifier if greedy else self._verifier, greedy)
         return engine, EngineParams(params, self._drafter_params)
 
@@ -303,7 +303,8 @@ _layouts: weakref.WeakKeyDictionary[Any, tuple[Any, Any, Any]] = weakref.WeakKey
 """Target -> (the weights it was made from, spec, weights laid out), shared by all decoders of a target."""
 
 
-def _laid_out(target: Any) -> tuple[Any, Any]:
+def laid_out(target: Any) -> tuple[Any, Any]:
+    """(spec, weights) of a target as decoding reads them."""
     known = _layouts.get(target)
     if known is None or known[0] is not target.params:
         known = _layouts[target] = target.params, *decode_layout(target.spec, target.params)

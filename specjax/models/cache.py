@@ -95,7 +95,7 @@ def with_total(tree: Any, total: Int[Array, " B"]) -> Any:
 
 
 def dtype_for(params: Params) -> jnp.dtype:
-    """What a cache keeps: numbers of the kind the model computes with, which all its weights have."""
+    """What a cache keeps: numbers of the kind the model computes with, which the embedding has in every layout."""
     return jax.tree.leaves(params)[0].dtype
 
 

@@ -33,7 +33,8 @@ ACTIVATIONS = {
 
 
 class Linear(nnx.Module):
-    """``x @ kernel + bias``, kernel ``[in, out]``; or ``[out, in, 1]``, as `specjax.backend` lays it out on CPU."""
+    """``x @ kernel + bias``, kernel ``[in, out]``; or ``[out, in, 1]``, as `specjax.backend` lays it out on CPU, in x's
+    dtype or one whose numbers x's holds too."""
 
     def __init__(
         self, features_in: int, features_out: int, bias: bool = False, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32
@@ -50,7 +51,7 @@ class Linear(nnx.Module):
         elif len(rows) <= FEW_ROWS:
             y = few_rows_product(rows, kernel[..., 0])
         else:
-            y = jnp.einsum("mi,oi->mo", rows, kernel[..., 0], precision=_precision(x))
+            y = jnp.einsum("mi,oi->mo", rows, kernel[..., 0].astype(x.dtype), precision=_precision(x))
         y = y.reshape(*x.shape[:2], -1)
         return y if self.bias is None else y + self.bias[...][None, None]
 
@@ -85,11 +86,16 @@ def few_rows_product(x: Float[Array, "M I"], kernel: Float[Array, "O I"]) -> Flo
     # XLA would compute what makes x anew for every row of the kernel; a division it takes to be too dear for that
     # (element by element: by a scalar, it would turn it into a product and fuse that).
     x = x / jnp.where(jnp.isinf(x), 2.0, 1.0).astype(x.dtype)
+    if kernel.dtype != x.dtype:
+        # XLA would move the conversion out of the loop over tokens, and read a wide copy in it.
+        x, kernel = jax.lax.optimization_barrier((x, kernel))
     # As many sums as there are vector registers, at most.
     wanted = 4 if len(x) <= 8 else 2
     parts = jnp.split(kernel, math.gcd(wanted, len(kernel)))
     zeros = (jnp.zeros((), x.dtype),) * (len(x) * len(parts))
-    columns = jax.lax.reduce(tuple(part * row[None] for row in x for part in parts), zeros, _add_all, (1,))
+    columns = jax.lax.reduce(
+        tuple(part.astype(x.dtype) * row[None] for row in x for part in parts), zeros, _add_all, (1,)
+    )
     return jnp.stack(columns).reshape(len(x), -1)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import sampling
+from specjax import backend, sampling
 from specjax.decode import engine
 from specjax.models import cache
 from specjax.types import Verdict
 from specjax.verifiers import greedy
 from specjax.verifiers.chain import row
-from tests import test_sampling
+from tests import test_backend, test_sampling
 from tests.decode import test_blocks, test_decoder, test_options
 from tests.mutants.table import Patch, mutant, wrap
 
@@ -195,6 +195,11 @@ def grown_cache_loses_what_it_held(patch):
         return lambda tree, slots: jax.tree.map(emptied, real(tree, slots), is_leaf=cache.is_cache)
 
     wrap(patch, cache, "grow", make)
+
+
+@mutant("weights", test_backend.test_a_layout_keeps_the_logits, tokens=1, tie=True)
+def weights_rounded_to_bfloat16(patch):
+    wrap(patch, backend, "_is_bfloat16", lambda real: lambda x: jnp.bool_(True))
 
 
 @mutant("logprobs", test_options.test_logprobs_are_those_of_the_emitted_tokens, kind="raw")
