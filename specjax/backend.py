@@ -12,6 +12,7 @@ import sys
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
 from specjax.models.transformer import Model
 from specjax.types import Params
@@ -36,7 +37,7 @@ def decode_layout(spec, params: Params) -> tuple:
     if jax.default_backend() == "cpu":
         kernels = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params) if _is_kernel(path, leaf)]
         # All or none: one draft after another of the same training then has at most two programs.
-        known = not any(isinstance(kernel, jax.core.Tracer) for kernel in kernels)
+        known = not any(isinstance(kernel, Tracer) for kernel in kernels)
         dtype = jnp.bfloat16 if known and all(map(_is_bfloat16, kernels)) else jnp.float32
         params = jax.tree_util.tree_map_with_path(functools.partial(_transposed, dtype=dtype), params)
     return spec, params
