@@ -6,9 +6,9 @@
 Plain and speculative decoding against `generate` and its assisted generation with the same saved draft, greedy and at
 temperature 1 (there with block verification), each side at its own best k of those measured, and both at each k. With
 ``--shapes`` plain decoding alone, of random Llamas of 11M and 94M parameters whose weights are bfloat16 numbers, as
-those of most checkpoints are; both sides compute in float32. Seconds of a prompt are medians of the
-repeats and hold prefill and all of the host's work; warm-up and compilation are apart; end-of-sequence is off on both
-sides. Exit status 1 if a required ratio is missed. Needs torch: `make parity` installs it. About 8 minutes on 2 cores.
+those of most checkpoints are; both sides compute in float32. Seconds of a prompt are medians of the repeats and hold
+prefill and all of the host's work; warm-up and compilation are apart; end-of-sequence is off on both sides. Exit
+status 1 if a required ratio is missed. Needs torch: `make parity` installs it. About 8 minutes on 2 cores.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=v", help="Ov
 @contextlib.contextmanager
 def user_errors(debug: bool = False, interrupted: str = "interrupted") -> Iterator[None]:
     """A `SpecjaxError` or a path that cannot be opened leaves as `error: ...` on stderr and exit status 2, one line a
-    problem; Ctrl-C as ``interrupted`` and 130, training that SIGTERM stopped as its message and 143. Anything else is a
+    problem; Ctrl-C as ``interrupted`` and 130, what SIGTERM stopped as its message and 143. Anything else is a
     defect of specjax and keeps its traceback."""
     try:
         yield

@@ -22,8 +22,8 @@ class TrainingError(SpecjaxError):
 
 
 class Stopped(KeyboardInterrupt):
-    """Training was asked to end by SIGTERM, has saved and ends; the message says where. Like Ctrl-C it is no error, and
-    passes whatever handles errors."""
+    """SIGTERM asked to end: training has saved and the message says where, elsewhere what was finished is kept. Like
+    Ctrl-C it is no error, and passes whatever handles errors."""
 
 
 def unwritable(path: object, error: OSError) -> TrainingError:
