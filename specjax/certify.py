@@ -26,6 +26,7 @@ from specjax import sampling as sampling_lib
 from specjax.config import Certify
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import NUMBERS, prepare
+from specjax.decode.result import check_finite
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import DataError
 from specjax.testing.references import softmax
@@ -144,7 +145,9 @@ class Subject:
 
     def generate(self, decoder: Decoder, prompts: Sequence[list[int]], **options: Any) -> Any:
         options = {"max_new_tokens": self.settings.new_tokens, "ignore_eos": True, **self.sampling, **options}
-        return decoder.generate(prompts, **options)
+        result = decoder.generate(prompts, **options)
+        check_finite(result, f"drafter {self.drafter.kind!r}", f"target {self.target.name!r}")
+        return result
 
 
 def greedy_identity(context: Subject) -> Check:

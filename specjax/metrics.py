@@ -59,6 +59,8 @@ class DecodeStats:
     drafted_at: tuple[int, ...]
     reached_at: tuple[int, ...]
     accepted_at: tuple[int, ...]
+    invalid_drafts: int = 0
+    """Blocks whose proposal was cut because the drafter's distribution was not finite (NaN or infinite logits)."""
 
     def __add__(self, other: DecodeStats) -> DecodeStats:
         if len(self.drafted_at) != len(other.drafted_at):
@@ -70,6 +72,7 @@ class DecodeStats:
                 tuple(a + b for a, b in zip(getattr(self, name), getattr(other, name), strict=True))
                 for name in ("drafted_at", "reached_at", "accepted_at")
             ),
+            self.invalid_drafts + other.invalid_drafts,
         )
 
     @property

@@ -17,9 +17,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from specjax.models.cache import write_rows
 from specjax.types import Context, CoupledNoise, LogitsContext, Noise, SamplingParams
 
-_GROUP = 64
-"""Width of the groups of the two-level inverse CDF: about the square root of usual vocabularies."""
-
 
 def argmax(logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:
     """Index of the largest logit, ties to the lowest; two plain reductions are faster on CPU than one paired one."""
@@ -28,6 +25,11 @@ def argmax(logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:
     at_top = logits == jnp.max(logits, axis=-1, keepdims=True)
     # A row of NaN has no top; keep the id in range.
     return jnp.minimum(jnp.min(jnp.where(at_top, index, size), axis=-1), size - 1)
+
+
+def has_law(logits: Float[Array, "*B V"]) -> Bool[Array, "*B"]:
+    """Whether there is a distribution to draw from: no NaN, no +inf, and not all -inf."""
+    return jnp.isfinite(jnp.max(logits, axis=-1))  # the maximum is NaN if one of them is
 
 
 def transform(
@@ -103,25 +105,26 @@ def warp(logits: Float[Array, "B R V"], sampling: SamplingParams) -> Float[Array
     def with_greedy_rows():
         index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
         one_hot = jnp.where(index == argmax(logits)[..., None], 0.0, -jnp.inf)
-        return jnp.where(temperature > 0, scaled, one_hot)
+        return jnp.where(temperature > 0, scaled, jnp.where(has_law(logits)[..., None], one_hot, jnp.nan))
 
     # The argmax over V is paid only by batches that hold a greedy row.
     return jax.lax.cond(jnp.any(sampling.temperature == 0), with_greedy_rows, lambda: scaled)
 
 
 def _cut(logits: Float[Array, "B R V"], sampling: SamplingParams) -> Float[Array, "B R V"]:
-    """top-k, then top-p of what it left, then min-p. Tokens that tie with the last one kept are kept."""
+    """top-k, then top-p of what it left, then min-p. Tokens that tie with the last one kept are kept. NaN is below
+    nothing, so it stays, for `has_law` to find."""
     top_k, top_p, min_p = (x[:, None, None] for x in (sampling.top_k, sampling.top_p, sampling.min_p))
 
-    def keep(logits, kept, wanted):
-        return jnp.where(kept | ~wanted, logits, -jnp.inf)
+    def drop(logits, low, wanted):
+        return jnp.where(low & wanted, -jnp.inf, logits)
 
     ones = jnp.ones_like(logits)
-    logits = keep(logits, logits >= _threshold(logits, ones, top_k.astype(jnp.float32)), top_k > 0)
+    logits = drop(logits, logits < _threshold(logits, ones, top_k.astype(jnp.float32)), top_k > 0)
     p = jax.nn.softmax(logits, axis=-1)
     best = jnp.max(p, axis=-1, keepdims=True)
-    logits = keep(logits, (p >= _threshold(p, p, top_p)) | (p == best), top_p < 1)
-    return keep(logits, p >= min_p * best, min_p > 0)
+    logits = drop(logits, (p < _threshold(p, p, top_p)) & (p < best), top_p < 1)
+    return drop(logits, p < min_p * best, min_p > 0)
 
 
 def _threshold(
@@ -145,14 +148,24 @@ def _threshold(
 
 
 def fresh_noise(seeds: UInt[Array, "B 2"], lengths: Int[Array, " B"], k: int) -> Noise:
-    """The uniforms of one block, keyed by (row seed, row length at its start): never by batch slot or step number, so
-    that a row replays alone, and never twice, so that rejected positions are redrawn with independent noise."""
+    """The noise of one block, keyed by (row seed, row length at its start, purpose, offset): never by batch slot or step
+    number, so that a row replays alone; never twice, so that rejected positions are redrawn with independent noise; and
+    not by k."""
 
     def of_row(seed, length):
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), length)
-        return jax.random.uniform(key, (3, k + 1), jnp.float32)
+        block = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), length)
 
-    return Noise(jax.vmap(of_row)(seeds, lengths))
+        def words(number):
+            # The key that `fold_in` gives is two words of the cipher, and is used as such: no further key is made of it.
+            return jax.random.key_data(jax.random.fold_in(block, number))
+
+        # One number for (purpose, offset): the drafts' are 1 and 2, 4 and 5, ...; the target's own token's is 0.
+        offsets = 3 * jnp.arange(k, dtype=jnp.uint32)
+        return jax.vmap(words)(offsets + 1), jax.vmap(words)(offsets + 2)[:, 0], words(0)
+
+    drafts, accepts, following = jax.vmap(of_row)(seeds, lengths)
+    # 24 bits, all that float32 holds below 1 everywhere.
+    return Noise(drafts, (accepts >> 8).astype(jnp.float32) * 2.0**-24, following)
 
 
 def coupled_noise(seeds: UInt[Array, "B 2"], lengths: Int[Array, " B"], k: int, size: int) -> CoupledNoise:
@@ -167,40 +180,57 @@ def coupled_noise(seeds: UInt[Array, "B 2"], lengths: Int[Array, " B"], k: int, 
     return CoupledNoise(jax.vmap(jax.vmap(at, in_axes=(None, 0)))(seeds, positions))
 
 
-def draw(logits: Float[Array, "B V"], noise: Float[Array, " B"] | Float[Array, "B V"] | None) -> Int[Array, " B"]:
-    """One token a row from transformed logits: by inverse CDF from a uniform, or as the argmax with Gumbel noise added.
-    Without noise (an all-greedy batch), the argmax."""
+def draw(logits: Float[Array, "B V"], noise: UInt[Array, "B 2"] | Float[Array, "B V"] | None) -> Int[Array, " B"]:
+    """One token a row from transformed logits: by inverse CDF from random words, or as the argmax with Gumbel noise
+    added. Without noise (an all-greedy batch), the argmax."""
     if noise is None:
         return argmax(logits)
-    if noise.ndim == 2:
+    if noise.dtype != jnp.uint32:
         return argmax(logits + noise)
     # Unnormalised weights: the inverse CDF scales its threshold by their sum.
     return inverse_cdf(jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), noise)
 
 
-def inverse_cdf(weights: Float[Array, "B V"], uniform: Float[Array, " B"]) -> Int[Array, " B"]:
-    """The first index whose cumulative weight exceeds ``uniform`` times the total. Two levels (groups, then inside one
-    group), because one long cumulative sum is slow everywhere. An index of weight zero is never returned, whatever
-    the rounding, as long as one weight is positive."""
+def inverse_cdf(weights: Float[Array, "B V"], words: UInt[Array, "B 2"]) -> Int[Array, " B"]:
+    """An index drawn with chances proportional to ``weights``: first one of about sqrt(V) groups, then one inside it,
+    each with 32 random bits of its own. An index of positive weight can be drawn, one of weight zero never.
+
+    The law over all words differs from the weights' by less than 1e-6 in total variation at V = 152k (a choice is
+    exact but for the rounding of its `shares`; what remains is that of the groups' sums). One float32 uniform against
+    float32 cumulative sums is off by 3e-3 there, and never draws most of the tail.
+    """
     batch, size = weights.shape
-    groups = -(-size // _GROUP)
-    weights = jnp.pad(weights, ((0, 0), (0, groups * _GROUP - size))).reshape(batch, groups, _GROUP)
-    sums = jnp.sum(weights, axis=-1)
-    edges = jnp.cumsum(sums, axis=-1)
-    threshold = uniform * edges[:, -1]
-    group = _first_above(edges, threshold, sums)
+    width = _group_width(size)
+    groups = -(-size // width)
+    weights = jnp.pad(weights, ((0, 0), (0, groups * width - size))).reshape(batch, groups, width)
+    group = _choose(jnp.sum(weights, axis=-1), words[:, 0])
     inside = jnp.take_along_axis(weights, group[:, None, None], axis=1)[:, 0]
-    below = jnp.take_along_axis(edges - sums, group[:, None], axis=1)
-    return group * _GROUP + _first_above(below + jnp.cumsum(inside, axis=-1), threshold, inside)
+    # Without any weight (nothing but NaN, say) the index means nothing, but must be one.
+    return jnp.minimum(group * width + _choose(inside, words[:, 1]), size - 1)
 
 
-def _first_above(
-    cumulative: Float[Array, "B N"], threshold: Float[Array, " B"], weights: Float[Array, "B N"]
-) -> Int[Array, " B"]:
-    """First index of positive weight whose cumulative weight exceeds the threshold; if rounding leaves none, the last
-    index of positive weight."""
-    index = jax.lax.broadcasted_iota(jnp.int32, cumulative.shape, 1)
-    positive = weights > 0
-    last = jnp.max(jnp.where(positive, index, 0), axis=-1)
-    first = jnp.min(jnp.where(positive & (cumulative > threshold[:, None]), index, cumulative.shape[1]), axis=-1)
-    return jnp.minimum(first, last)
+def _group_width(size: int) -> int:
+    """The smallest power of two that is at least sqrt(size), and 64."""
+    return max(64, 1 << ((size - 1).bit_length() + 1) // 2)
+
+
+def _choose(weights: Float[Array, "B N"], words: UInt[Array, " B"]) -> Int[Array, " B"]:
+    """The first index whose cumulative share exceeds ``words / 2^32`` of them all, in exact integers."""
+    edges = jnp.cumsum(shares(weights), axis=-1)
+    threshold = _high_word(words, edges[:, -1])
+    below = jnp.sum((edges <= threshold[:, None]).astype(jnp.int32), axis=-1)
+    return jnp.minimum(below, weights.shape[1] - 1)
+
+
+def shares(weights: Float[Array, "B N"]) -> UInt[Array, "B N"]:
+    """Each weight as a multiple of 2^-31 of their sum, rounded down, but for a positive one never to nothing."""
+    scale = 2.0**31 / jnp.sum(weights, axis=-1, keepdims=True)
+    return jnp.where(weights > 0, jnp.maximum(weights * scale, 1.0), 0.0).astype(jnp.uint32)
+
+
+def _high_word(a: UInt[Array, " B"], b: UInt[Array, " B"]) -> UInt[Array, " B"]:
+    """The upper 32 of the 64 bits of ``a * b``, in halves of 16."""
+    low, half = jnp.uint32(0xFFFF), 16
+    inner = (a >> half) * (b & low) + ((a & low) * (b & low) >> half)
+    outer = (a & low) * (b >> half) + (inner & low)
+    return (a >> half) * (b >> half) + (inner >> half) + (outer >> half)

@@ -65,28 +65,20 @@ LogitsProcessor = Callable[[Float[Array, "B V"], LogitsContext], Float[Array, "B
 
 @flax.struct.dataclass
 class Noise:
-    """Fresh randomness of one block: uniforms in [0, 1), each used once, keyed by (row seed, row length at the start
-    of the block) and drawn for every (purpose, offset) at once. None in place of a Noise means an all-greedy batch."""
+    """Fresh randomness of one block, each number used once, keyed by (row seed, row length at the start of the block,
+    purpose, offset), so that no number depends on K. A draw takes two words of 32 random bits (`specjax.sampling.draw`).
+    None in place of a Noise means an all-greedy batch."""
 
-    uniforms: Float[Array, "B 3 K1"]
+    draft_words: UInt[Array, "B K 2"]
+    """For the draft tokens."""
+    accept: Float[Array, "B K"]
+    """Uniforms in [0, 1), one a draft token, for the acceptance test."""
+    next_words: UInt[Array, "B 2"]
+    """For the target's own token."""
 
-    DRAFT: ClassVar[int] = 0
-    ACCEPT: ClassVar[int] = 1
-    NEXT: ClassVar[int] = 2
-
-    def draft(self, offset: int | Int[Array, ""]) -> Float[Array, " B"]:
-        """The uniform that draws the draft token at ``offset`` 0 .. K-1."""
-        return self.uniforms[:, self.DRAFT, offset]
-
-    @property
-    def accept(self) -> Float[Array, "B K"]:
-        """One uniform a draft token, for the acceptance test."""
-        return self.uniforms[:, self.ACCEPT, :-1]
-
-    @property
-    def next_token(self) -> Float[Array, " B"]:
-        """The uniform that draws the target's own token."""
-        return self.uniforms[:, self.NEXT, -1]
+    def draft(self, offset: int | Int[Array, ""]) -> UInt[Array, "B 2"]:
+        """What draws the draft token at ``offset`` 0 .. K-1."""
+        return self.draft_words[:, offset]
 
 
 @flax.struct.dataclass
@@ -125,6 +117,9 @@ class Draft:
     valid: Bool[Array, "B N"]
     logits: Float[Array, "B N V"] | None = None
     parents: Int[Array, "B N"] | None = None
+    finite: Bool[Array, "B N"] | None = None
+    """Of a proposal without ``logits`` that comes from a model all the same (an all-greedy batch): whether the model's
+    distribution was finite. Nothing is kept from where it was not."""
 
 
 @flax.struct.dataclass
@@ -158,6 +153,8 @@ class Counters:
     """#(n >= j - 1 and k_r >= j): blocks whose verification got to a proposal at position j."""
     accepted_at: Int[Array, "B K"]
     """#(n >= j)."""
+    invalid_drafts: Int[Array, " B"]
+    """Blocks whose proposal was cut because the drafter's own distribution was not finite."""
 
 
 @flax.struct.dataclass
@@ -177,8 +174,8 @@ class DecodeState:
     stop_ids: Int[Array, "B E"]
     """Token ids that end the row, padded with -1."""
     counters: Counters
-    nan_at: Int[Array, " B"]
-    """Position of the token for which a user's logits processor left no law; -1: none. Ends the row."""
+    finish: Int[Array, " B"]
+    """Why the row is done, an index into `FINISH_REASONS`; UNFINISHED while it is not, and in padding rows."""
     logprobs: Float[Array, "B L"] | None
     """Of the emitted tokens, where asked for."""
     cache: Any
@@ -187,6 +184,10 @@ class DecodeState:
 
 ORIGINS = ("prompt", "accepted", "corrected", "bonus")
 PROMPT, ACCEPTED, CORRECTED, BONUS = range(4)
+FINISH_REASONS = ("unfinished", "stop", "length", "invalid_logits", "stop_string")
+"""A stop token; the budget; the next token has no finite distribution to come from (NaN or infinite logits, or nothing
+left by a logits processor); a stop string, which the host finds."""
+UNFINISHED, STOP, LENGTH, INVALID_LOGITS, STOP_STRING = range(5)
 
 
 @runtime_checkable

@@ -25,6 +25,7 @@ from specjax import config as config_lib
 from specjax import metrics
 from specjax.decode import costs as costs_lib
 from specjax.decode.decoder import Decoder, laid_out
+from specjax.decode.result import check_finite
 from specjax.models.vocabulary import unused_ids
 from specjax.testing.target_law import TargetLaw
 from specjax.types import Drafter, Verifier
@@ -130,6 +131,7 @@ class Bench:
         options = {"temperature": cell.temperature, **self._sampling}
         result = decoder.generate(batch, max_new_tokens=new, seed=seed, ignore_eos=True, **options)
         seconds = time.perf_counter() - start
+        check_finite(result, f"drafter {cell.drafter!r}", f"target {self._target.name!r}")
         by_row = [(seconds / len(batch), stats) for stats in result.stats]
         return Run(seconds, result.tokens, functools.reduce(operator.add, result.stats), by_row)
 

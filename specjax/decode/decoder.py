@@ -21,7 +21,16 @@ from specjax.decode import request as request_lib
 from specjax.decode import stops as stops_lib
 from specjax.decode.engine import Engine, EngineParams, Logprobs, NoDraft
 from specjax.decode.request import Batch, Prompt, SamplingOptions
-from specjax.decode.result import Event, GenerationResult, Piece, cut_pieces, cut_text, origin_names, stats_by_row
+from specjax.decode.result import (
+    Event,
+    GenerationResult,
+    Piece,
+    cut_pieces,
+    cut_text,
+    finish_reason,
+    origin_names,
+    stats_by_row,
+)
 from specjax.errors import DataError
 from specjax.models.vocabulary import TokenRows
 from specjax.types import DecodeState, Drafter, LogitsProcessor, Verifier
@@ -88,6 +97,9 @@ class Decoder:
         ``logits_processor``: a pure, traceable ``(logits[B, V], specjax.types.LogitsContext) -> logits[B, V]``, for
         draft and target alike, before temperature; compiled for, so pass the same function again, not a new lambda.
 
+        A row whose next token has no distribution to come from (NaN or infinite logits of the target, or nothing left
+        by the processor) ends there, with the finish reason `invalid_logits`; the others go on.
+
         Raises `DataError` naming argument, row and value of what cannot be used.
         """
         run = self._run(prompts, max_new_tokens, seed, ignore_eos, stop_strings, logprobs, logits_processor, sampling)
@@ -130,7 +142,8 @@ class Decoder:
                 text = "".join(piece.text for piece in pieces)
             values = None if host.logprobs is None else host.logprobs[0, sent:length].tolist()
             sent = length
-            yield Event(tokens, text, pieces, stats_by_row(host.counters)[0], done, values)
+            reason = finish_reason(host.finish[0], found) if done else None
+            yield Event(tokens, text, pieces, stats_by_row(host.counters)[0], done, values, reason)
 
     def compile(
         self,
@@ -222,8 +235,7 @@ class Decoder:
         chunk = engine_lib.chunk(run.engine)
         while True:
             state = chunk(run.params, state, np.int32(max_steps))
-            lengths, done, nan_at = jax.device_get((state.lengths, state.done, state.nan_at))
-            _refuse_nan(run, nan_at)
+            lengths, done = jax.device_get((state.lengths, state.done))
             if any(run.stops):
                 done = self._cut_at_stop_strings(run, state, lengths, done)
                 state = dataclasses.replace(state, done=jnp.asarray(done))
@@ -265,6 +277,7 @@ class Decoder:
             seeds=run.batch.seeds,
             verifier=run.engine.verifier.kind,
             lossless=run.engine.verifier.lossless,
+            finish_reasons=[finish_reason(host.finish[i], run.cuts[i]) for i in rows],
             logprobs=None
             if host.logprobs is None
             else [host.logprobs[i, span].tolist() for i, span in zip(rows, spans, strict=True)],
@@ -286,17 +299,6 @@ class _Run:
 
     def __post_init__(self):
         self.checked = [0] * len(self.cuts)
-
-
-def _refuse_nan(run: _Run, nan_at: np.ndarray) -> None:
-    row = next((i for i in range(len(run.cuts)) if nan_at[i] >= 0), None)
-    if row is not None:
-        processor = run.engine.processor
-        name = getattr(processor, "__name__", type(processor).__name__)
-        raise DataError(
-            f"logits_processor {name}: NaN, or no token left, in row {row} at position {nan_at[row]} "
-            f"(new token {nan_at[row] - run.batch.request.lengths[row] + 1}); return numbers, at least one above -inf"
-        )
 
 
 _layouts: weakref.WeakKeyDictionary[Any, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()

@@ -27,6 +27,10 @@ from specjax.types import (
     ACCEPTED,
     BONUS,
     CORRECTED,
+    INVALID_LOGITS,
+    LENGTH,
+    STOP,
+    UNFINISHED,
     Context,
     Counters,
     CoupledNoise,
@@ -100,6 +104,14 @@ class Request:
     stop_ids: Int[Array, "B E"]
 
 
+@flax.struct.dataclass
+class Finite:
+    """Where the target has a distribution, ``target[b, i]`` after node i, and the rows whose drafter had none."""
+
+    target: Bool[Array, "B K1"]
+    drafter_failed: Bool[Array, " B"]
+
+
 def step(engine: Engine, params: EngineParams, state: DecodeState) -> DecodeState:
     """One block for every row: draft, target, verify, commit."""
     context = Context(
@@ -115,9 +127,7 @@ def step(engine: Engine, params: EngineParams, state: DecodeState) -> DecodeStat
     out = feed_block(engine.target, params.target, state, draft)
     transform = sampling.process if engine.greedy else sampling.transform
     p_logits = transform(out.logits, context, draft.tokens)
-    lawful = None
-    if engine.processor is not None:
-        draft, lawful = cut_without_a_law(draft, p_logits)
+    draft, finite = cut_invalid(draft, p_logits)
     verdict = engine.verifier(draft, p_logits, context.noise)
     drafter_state = engine.drafter.commit(params.drafter, drafter_state, draft, verdict, out)
     state = dataclasses.replace(state, cache=out.cache, drafter=drafter_state)
@@ -126,8 +136,7 @@ def step(engine: Engine, params: EngineParams, state: DecodeState) -> DecodeStat
         raw = out.logits if engine.tokens is None else engine.tokens.over(out.logits)
         laws = raw.astype(jnp.float32) if engine.logprobs == "raw" else processed
         state = keep_logprobs(state, draft, verdict, laws)
-    after = commit(state, draft, verdict)
-    return after if lawful is None else end_without_a_law(state, after, verdict, lawful)
+    return commit(state, draft, verdict, finite)
 
 
 def block_noise(engine: Engine, state: DecodeState) -> Noise | CoupledNoise:
@@ -138,28 +147,18 @@ def block_noise(engine: Engine, state: DecodeState) -> Noise | CoupledNoise:
     return sampling.fresh_noise(state.seeds, state.lengths, k)
 
 
-def cut_without_a_law(draft: Draft, p_logits: Float[Array, "B K1 V"]) -> tuple[Draft, Bool[Array, "B K1"]]:
-    """The draft up to where a user's processor left NaN or no token, to draft or target; and where the target has a
-    law. What is cut depends on earlier tokens alone, so the output keeps its law."""
-
-    def has_law(logits):
-        return jnp.isfinite(jnp.max(logits, axis=-1))  # the maximum is NaN if one of them is
-
-    lawful = has_law(p_logits)
-    both = lawful[:, :-1] if draft.logits is None else lawful[:, :-1] & has_law(draft.logits)
-    valid = draft.valid & (jnp.cumprod(both.astype(jnp.int32), axis=1) > 0)
-    return dataclasses.replace(draft, valid=valid), lawful
-
-
-def end_without_a_law(
-    before: DecodeState, after: DecodeState, verdict: Verdict, lawful: Bool[Array, "B K1"]
-) -> DecodeState:
-    """Ends the rows whose own token was to come from no law, if it was to be emitted; the host reports the position."""
-    n = verdict.num_accepted
-    emits_own = after.lengths - before.lengths == n + 1
-    found = emits_own & ~jnp.take_along_axis(lawful, n[:, None], axis=1)[:, 0]
-    nan_at = jnp.where(found, before.lengths + n, after.nan_at)
-    return dataclasses.replace(after, nan_at=nan_at, done=after.done | found)
+def cut_invalid(draft: Draft, p_logits: Float[Array, "B K1 V"]) -> tuple[Draft, Finite]:
+    """The draft up to where draft or target has no finite distribution: a model that overflowed, a processor that left
+    NaN or no token. What is cut depends on earlier tokens alone, so the output keeps its distribution."""
+    target = sampling.has_law(p_logits)
+    drafter = jnp.ones_like(draft.valid) if draft.finite is None else draft.finite
+    if draft.logits is not None:
+        drafter = sampling.has_law(draft.logits)
+    valid = draft.valid & (jnp.cumprod((drafter & target[:, :-1]).astype(jnp.int32), axis=1) > 0)
+    # Proposed, behind nothing else that failed, and from no distribution.
+    proposed = jnp.cumprod((draft.valid & target[:, :-1]).astype(jnp.int32), axis=1) > 0
+    failed = jnp.any(proposed & ~drafter, axis=1)
+    return dataclasses.replace(draft, valid=valid), Finite(target, failed)
 
 
 def keep_logprobs(state: DecodeState, draft: Draft, verdict: Verdict, laws: Float[Array, "B K1 V"]) -> DecodeState:
@@ -185,9 +184,10 @@ def feed_block(target: Model, params: Params, state: DecodeState, draft: Draft) 
     return target(params, fed, slots, slots, state.cache)
 
 
-def commit(state: DecodeState, draft: Draft, verdict: Verdict) -> DecodeState:
+def commit(state: DecodeState, draft: Draft, verdict: Verdict, finite: Finite) -> DecodeState:
     """Append the accepted tokens and the target's own, cut at the first stop id and at the budget exactly as plain
-    decoding would cut. The cut is after verification, so the stream keeps the target's law."""
+    decoding would cut. The cut is after verification, so the stream keeps the target's law. A row whose own token would
+    come from no distribution ends before it."""
     n, k = verdict.num_accepted, draft.tokens.shape[1]
     index = jnp.arange(k + 1)[None]
     proposed = jnp.sum(jnp.cumprod(draft.valid.astype(jnp.int32), axis=1), axis=1)
@@ -198,8 +198,14 @@ def commit(state: DecodeState, draft: Draft, verdict: Verdict) -> DecodeState:
     stops = jnp.any(block[:, :, None] == state.stop_ids[:, None, :], axis=2) & (index <= n[:, None])
     first_stop = jnp.min(jnp.where(stops, index, k + 1), axis=1)
     active = ~state.done
-    emitted = jnp.where(active, jnp.minimum(jnp.minimum(n, first_stop) + 1, state.budget - state.lengths), 0)
+    own_finite = jnp.take_along_axis(finite.target, n[:, None], axis=1)[:, 0]
+    # Accepted tokens come from finite distributions; without an own token they are all there is.
+    available = jnp.where(own_finite, n + 1, n)
+    uncut = jnp.minimum(available, state.budget - state.lengths)
+    emitted = jnp.where(active, jnp.minimum(first_stop + 1, uncut), 0)
     lengths = state.lengths + emitted
+    finish = jnp.where(lengths >= state.budget, LENGTH, jnp.where(own_finite, UNFINISHED, INVALID_LOGITS))
+    finish = jnp.where(first_stop < emitted, STOP, finish)
 
     position = jnp.arange(1, k + 1)[None]
     was_proposed = active[:, None] & (proposed[:, None] >= position)
@@ -209,6 +215,7 @@ def commit(state: DecodeState, draft: Draft, verdict: Verdict) -> DecodeState:
         drafted_at=was_proposed,
         reached_at=was_proposed & (n[:, None] >= position - 1),
         accepted_at=active[:, None] & (n[:, None] >= position),
+        invalid_drafts=active & finite.drafter_failed,
     )
     # Entries past a row's new length are stale and overwritten by its next block; a finished row writes past its end.
     return dataclasses.replace(
@@ -216,7 +223,8 @@ def commit(state: DecodeState, draft: Draft, verdict: Verdict) -> DecodeState:
         tokens=write_rows(state.tokens, state.lengths, block),
         origin=write_rows(state.origin, state.lengths, origin),
         lengths=lengths,
-        done=state.done | (first_stop < emitted) | (lengths >= state.budget),
+        done=state.done | (finish != UNFINISHED),
+        finish=jnp.where(active, finish, state.finish),
         counters=jax.tree.map(lambda total, x: total + x.astype(jnp.int32), state.counters, seen),
     )
 
@@ -245,8 +253,8 @@ def prefill(target: Model, drafter: Drafter, num_slots: int, buffer: int, logpro
             sampling=request.sampling,
             seeds=request.seeds,
             stop_ids=request.stop_ids,
-            counters=Counters(zeros, zeros, zeros_k, zeros_k, zeros_k),
-            nan_at=zeros - 1,
+            counters=Counters(zeros, zeros, zeros_k, zeros_k, zeros_k, zeros),
+            finish=zeros,
             logprobs=jnp.zeros((batch, buffer), jnp.float32) if logprobs else None,
             cache=out.cache,
             drafter=drafter_state,

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.errors import ModelError
 from specjax.metrics import DecodeStats
-from specjax.types import ORIGINS, Counters
+from specjax.types import FINISH_REASONS, ORIGINS, STOP_STRING, Counters
 
 Detokenize = Callable[[Sequence[int]], str]
 
@@ -34,13 +35,16 @@ class Event:
     stats: DecodeStats
     done: bool
     logprobs: list[float] | None = None
+    finish_reason: str | None = None
+    """Of the last event."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationResult:
     """``tokens``: new tokens only. ``seeds``: the seed from which each row replays alone. ``verifier``: the kind that
-    decided (`greedy` if all rows are at temperature 0), ``lossless`` unless it changes the target's law. ``logprobs``:
-    natural logs of the tokens' probabilities, where asked for."""
+    decided (`greedy` if all rows are at temperature 0), ``lossless`` unless it changes the target's law.
+    ``finish_reasons``: `stop` (a stop token), `length` (the budget), `stop_string`, or `invalid_logits`: the next token
+    had no finite distribution to come from. ``logprobs``: natural logs of the tokens' probabilities, where asked for."""
 
     tokens: list[list[int]]
     text: list[str]
@@ -49,6 +53,7 @@ class GenerationResult:
     seeds: list[int]
     verifier: str
     lossless: bool
+    finish_reasons: list[str]
     logprobs: list[list[float]] | None = None
     detokenize: Detokenize | None = dataclasses.field(default=None, repr=False)
 
@@ -90,6 +95,24 @@ def cut_pieces(
         else:
             pieces.append(Piece(new, origin))
     return pieces
+
+
+def finish_reason(code: int, cut: Any) -> str:
+    """``cut``: where the text of the row ends at a stop string, None without."""
+    return FINISH_REASONS[int(code) if cut is None else STOP_STRING]
+
+
+def check_finite(result: GenerationResult, drafter: str, target: str) -> None:
+    """Raises `ModelError` if the distributions of draft or target were not finite: no figure of such a pair means
+    anything. ``drafter``, ``target``: their names in the message."""
+    failed, blocks = (sum(getattr(stats, name) for stats in result.stats) for name in ("invalid_drafts", "blocks"))
+    remedy = "look for NaN or infinite weights (load_model checks them), or compute in float32 if it overflows"
+    if failed:
+        raise ModelError(f"{drafter}: its logits are NaN or infinite in {failed} of {blocks} blocks; {remedy}")
+    row = next((i for i, reason in enumerate(result.finish_reasons) if reason == "invalid_logits"), None)
+    if row is not None:
+        new = len(result.tokens[row]) + 1
+        raise ModelError(f"{target}: its logits are NaN or infinite at new token {new} of prompt {row}; {remedy}")
 
 
 def stats_by_row(counters: Counters) -> list[DecodeStats]:

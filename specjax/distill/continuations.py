@@ -14,6 +14,7 @@ from jaxtyping import Int
 from pydantic import Field
 
 from specjax.decode.decoder import Decoder
+from specjax.decode.result import check_finite
 from specjax.distill import fingerprint
 from specjax.distill.readers import Bad, jsonl_records
 from specjax.distill.rows import Packed
@@ -159,6 +160,7 @@ def continue_prompts(
         spare = settings.batch_size - len(chosen)
         batch, all_seeds = [*chosen, *[chosen[0]] * spare], [*own, *[own[0]] * spare]
         result = decoder.generate(batch, max_new_tokens=settings.new_tokens, seed=all_seeds, **options)
+        check_finite(result, "the draft that helps", f"target {decoder.target.name!r}")
         found += result.tokens[: len(chosen)]
         for stats in result.stats[: len(chosen)]:
             total = stats if total is None else total + stats

@@ -24,6 +24,7 @@ import jax
 from specjax import config, registry
 from specjax.config import RunConfig
 from specjax.decode.decoder import Decoder
+from specjax.decode.result import check_finite
 from specjax.distill import fingerprint
 from specjax.distill.checkpoint import Checkpoints
 from specjax.distill.corpus import Document
@@ -55,8 +56,8 @@ class Decoded:
         names = [field.name for field in dataclasses.fields(DecodeStats)]
 
         def counts(row: Mapping[str, Any]) -> DecodeStats:
-            values: list[Any] = [tuple(row[n]) if isinstance(row[n], list) else row[n] for n in names]
-            return DecodeStats(*values)
+            values = {n: tuple(row[n]) if isinstance(row[n], list) else row[n] for n in names if n in row}
+            return DecodeStats(**values)
 
         return cls(found["temperature"], list(map(counts, found["by_prompt"])), found["seconds"])
 
@@ -120,7 +121,9 @@ class HeldOutDecoding:
         decoder.compile(prompts, **options)
         began = time.perf_counter()
         found = decoder.generate(prompts, seed=self.seed, ignore_eos=True, **options)
-        return Decoded(temperature, found.stats, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        check_finite(found, "the draft in training", f"target {self.target.name!r}")
+        return Decoded(temperature, found.stats, seconds)
 
     @property
     def identity(self) -> str:

@@ -60,7 +60,7 @@ class DraftModel:
         fed = jnp.take_along_axis(context.tokens, slots, axis=1)
         newest = (context.lengths - 1 - start)[:, None]
         out = self.model(params, fed, slots, slots, state, rows=newest)
-        tokens, first_logits = self._propose(out, context, jnp.zeros((len(start), self.k), jnp.int32), 0)
+        tokens, first = self._propose(out, context, jnp.zeros((len(start), self.k), jnp.int32), 0)
 
         def step(carry, _):
             cache, tokens, offset = carry
@@ -68,24 +68,26 @@ class DraftModel:
             token = jnp.take_along_axis(tokens, newest, axis=1)
             slot = (context.lengths - 1)[:, None] + offset
             out = self.model(params, token, slot, slot, cache)
-            tokens, logits = self._propose(out, context, tokens, offset)
-            return (out.cache, tokens, offset + 1), logits
+            tokens, found = self._propose(out, context, tokens, offset)
+            return (out.cache, tokens, offset + 1), found
 
         # The offset is carried: read from an array of offsets, its slice shared a fusion with one made of a gather, and
         # XLA on CPU (jax 0.10) gave both the same name when their numbers happened to be equal.
         carry = (out.cache, tokens, jnp.int32(1))
-        (cache, tokens, _), rest_logits = jax.lax.scan(step, carry, length=self.k - 1)
-        logits = None
-        if first_logits is not None and rest_logits is not None:
-            logits = jnp.concatenate([first_logits[:, None], jnp.moveaxis(rest_logits, 0, 1)], axis=1)
-        return Draft(tokens=tokens, valid=jnp.ones(tokens.shape, bool), logits=logits), cache
+        (cache, tokens, _), rest = jax.lax.scan(step, carry, length=self.k - 1)
+        found = jnp.concatenate([first[:, None], jnp.moveaxis(rest, 0, 1)], axis=1)
+        valid = jnp.ones(tokens.shape, bool)
+        if context.noise is None:
+            return Draft(tokens, valid, finite=found), cache
+        return Draft(tokens, valid, logits=found), cache
 
     def commit(self, params: Params, state: Any, draft: Draft, verdict: Verdict, target_out: Output) -> Any:
         # Slots past the accepted prefix are stale: masked by length, then overwritten.
         return state
 
     def _propose(self, out: Output, context: Context, tokens: Int[Array, "B K"], offset):
-        """``tokens`` with the one at ``offset`` drawn, and the logits it was drawn from (None without noise)."""
+        """``tokens`` with the one at ``offset`` drawn, and the logits ``[B, V]`` it was drawn from (without noise:
+        whether they are finite, ``[B]``)."""
         raw = _over(out.logits, context.sampling.bias.shape[1])
         if context.noise is None:
             logits, noise = sampling.process(raw, context, tokens, offset)[:, 0], None
@@ -93,7 +95,7 @@ class DraftModel:
             logits, noise = sampling.transform(raw, context, tokens, offset)[:, 0], context.noise.draft(offset)
         drawn = sampling.draw(logits, noise)[:, None]
         tokens = jax.lax.dynamic_update_slice_in_dim(tokens, drawn, offset, axis=1)
-        return tokens, None if noise is None else logits
+        return tokens, sampling.has_law(logits) if noise is None else logits
 
     def init_params(self, key: Key[Array, ""], target: Any) -> Params:
         return self.model.init(key)

@@ -40,8 +40,9 @@ class Block(ChainVerifier):
         else:
             left = sums([jnp.maximum(weight[:, i, None] * p[:, i] - q[:, i], 0.0) for i in range(1, q.shape[1])])
         whole = left + (1.0 - inner)
-        # 0/0: nothing is left because p = q, and everything later is kept.
-        h = jnp.where(whole > 0, left / jnp.where(whole > 0, whole, 1.0), 1.0)
+        # 0/0: nothing is left because p = q, and everything later is kept. NaN stays, and is no chance to be kept.
+        nothing = whole <= 0
+        h = jnp.where(nothing, 1.0, left / jnp.where(nothing, 1.0, whole))
         last = jnp.arange(1, b.shape[1] + 1)[None] == leading_run(draft.valid)[:, None]
         return Chances(jnp.where(last, b, jnp.pad(h, ((0, 0), (0, 1)))), weight)
 

@@ -52,7 +52,7 @@ class ChainVerifier:
         chances = self.chances(draft, p, q)
         success = (noise.accept < chances.keep) & draft.valid
         n = last_success(success) if self.last_success else leading_run(success)
-        return Verdict(n, sampling.inverse_cdf(self._next(draft, p, q, chances, n), noise.next_token))
+        return Verdict(n, sampling.inverse_cdf(self._next(draft, p, q, chances, n), noise.next_words))
 
     def law(self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None) -> Law:
         """Exact, for any float type. ``p``, ``q``: the probabilities of target and draft."""
@@ -104,12 +104,14 @@ def last_success_law(keep: Float[Array, "B K"]) -> Float[Array, "B K1"]:
 
 
 def ratios(draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None) -> Float[Array, "B K"]:
-    """p(x) / q(x) of every draft token; 1 where q(x) = 0, which is never drawn."""
+    """p(x) / q(x) of every draft token, so that ``u < ratio`` is ``u q(x) < p(x)``: where q(x) = 0, which is never
+    drawn, 1 if p(x) > 0. What is not finite gives NaN, which nothing is below."""
     p_drafted = at(p[:, :-1], draft.tokens)
     if q is None:
         return p_drafted
     q_drafted = at(q, draft.tokens)
-    return jnp.where(q_drafted > 0, p_drafted / jnp.where(q_drafted > 0, q_drafted, 1.0), 1.0)
+    never = q_drafted == 0
+    return jnp.where(never, (p_drafted > 0).astype(p.dtype), p_drafted / jnp.where(never, 1.0, q_drafted))
 
 
 def at(probabilities: Float[Array, "B K V"], tokens: Int[Array, "B K"]) -> Float[Array, "B K"]:

@@ -30,8 +30,10 @@ class Coupled:
 
     def __call__(self, draft: Draft, p_logits: Float[Array, "B K1 V"], noise: Any) -> Verdict:
         assert isinstance(noise, CoupledNoise), "the engine builds the noise that the verifier declares"
-        chosen = sampling.argmax(p_logits + noise.gumbel)
-        num_accepted = leading_run((draft.tokens == chosen[:, :-1]) & draft.valid)
+        perturbed = p_logits + noise.gumbel
+        chosen = sampling.argmax(perturbed)
+        same = (draft.tokens == chosen[:, :-1]) & sampling.has_law(perturbed)[:, :-1]
+        num_accepted = leading_run(same & draft.valid)
         return Verdict(num_accepted, row(chosen, num_accepted))
 
     def law(self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None) -> Law:

@@ -27,7 +27,8 @@ class Greedy:
 
     def __call__(self, draft: Draft, p_logits: Float[Array, "B K1 V"], noise: Any) -> Verdict:
         best = sampling.argmax(p_logits)
-        num_accepted = leading_run((draft.tokens == best[:, :-1]) & draft.valid)
+        same = (draft.tokens == best[:, :-1]) & sampling.has_law(p_logits)[:, :-1]
+        num_accepted = leading_run(same & draft.valid)
         return Verdict(num_accepted, row(best, num_accepted))
 
     def law(self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None) -> Law:

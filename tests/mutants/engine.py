@@ -125,8 +125,8 @@ def committed(patch: Patch, before: Callable[..., tuple], after: Callable[..., A
     """``commit`` of another state and draft; ``after(real outcome, mutated outcome, state)`` is what results."""
 
     def make(real):
-        def mutated(state, draft, verdict):
-            return after(real(state, draft, verdict), real(*before(state, draft), verdict), state)
+        def mutated(state, draft, verdict, finite):
+            return after(real(state, draft, verdict, finite), real(*before(state, draft), verdict, finite), state)
 
         return mutated
 

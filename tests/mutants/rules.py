@@ -127,7 +127,7 @@ def counts_accepts_instead_of_the_run(patch):
 
 @token_call
 def argmax_of_the_residual(patch):
-    patch.setattr(chain, "sampling", SimpleNamespace(inverse_cdf=lambda weights, uniform: sampling.argmax(weights)))
+    patch.setattr(chain, "sampling", SimpleNamespace(inverse_cdf=lambda weights, words: sampling.argmax(weights)))
 
 
 @token_call
@@ -136,7 +136,20 @@ def rejecting_uniform_draws_the_residual(patch):
         def mutated(self, draft, p_logits, noise):
             n = real(self, draft, p_logits, noise).num_accepted
             rejecting = row(noise.accept, jnp.minimum(n, noise.accept.shape[1] - 1))
-            return real(self, draft, p_logits, Noise(noise.uniforms.at[:, Noise.NEXT, -1].set(rejecting)))
+            words = (rejecting * 2.0**32).astype(jnp.uint32)[:, None]
+            return real(self, draft, p_logits, dataclasses.replace(noise, next_words=jnp.tile(words, (1, 2))))
+
+        return mutated
+
+    wrap(patch, ChainVerifier, "__call__", make)
+
+
+def accepting(patch: Patch, change: Callable[[Noise], Any]) -> None:
+    """Replaces the uniforms of the acceptance test."""
+
+    def make(real):
+        def mutated(self, draft, p_logits, noise):
+            return real(self, draft, p_logits, dataclasses.replace(noise, accept=change(noise)))
 
         return mutated
 
@@ -145,16 +158,12 @@ def rejecting_uniform_draws_the_residual(patch):
 
 @token_call
 def one_uniform_for_all_positions(patch):
-    def accept(self):
-        uniforms = self.uniforms[:, self.ACCEPT, :-1]
-        return jnp.broadcast_to(uniforms[:, :1], uniforms.shape)
-
-    patch.setattr(Noise, "accept", property(accept))
+    accepting(patch, lambda noise: jnp.broadcast_to(noise.accept[:, :1], noise.accept.shape))
 
 
 @token_call
 def drafts_uniforms_accept_them(patch):
-    patch.setattr(Noise, "accept", property(lambda self: self.uniforms[:, self.DRAFT, :-1]))
+    accepting(patch, lambda noise: noise.draft_words[..., 1].astype(noise.accept.dtype) * 2.0**-32)
 
 
 @mutant("token rule", test_laws.test_a_draft_that_stops_early_keeps_the_law, verifier=TOKEN)

@@ -140,36 +140,47 @@ def processor_does_not_see_the_drafts(patch):
 
 # Noise.
 
-NOISE = test_sampling.test_noise_depends_on_seed_and_length_alone_and_no_uniform_is_used_twice
+NOISE = test_sampling.test_noise_depends_on_seed_and_length_alone_and_no_number_is_used_twice
 fresh = mutant("noise", NOISE)
 
 
-def uniforms(patch: Patch, change: Callable[..., Any]) -> None:
-    """Replaces the uniforms by ``change(real, seeds, lengths, k)``."""
+def noise(patch: Patch, change: Callable[..., Noise]) -> None:
+    """Replaces the noise by ``change(real, seeds, lengths, k)``."""
 
     def make(real):
-        return lambda seeds, lengths, k: Noise(change(lambda *args: real(*args).uniforms, seeds, lengths, k))
+        return lambda seeds, lengths, k: change(real, seeds, lengths, k)
 
     wrap(patch, sampling, "fresh_noise", make)
 
 
 @fresh
 def one_key_for_all_rows(patch):
-    uniforms(patch, lambda real, seeds, lengths, k: real(jnp.broadcast_to(seeds[:1], seeds.shape), lengths, k))
+    noise(patch, lambda real, seeds, lengths, k: real(jnp.broadcast_to(seeds[:1], seeds.shape), lengths, k))
 
 
 @fresh
 def key_ignores_the_length(patch):
-    uniforms(patch, lambda real, seeds, lengths, k: real(seeds, 0 * lengths, k))
+    noise(patch, lambda real, seeds, lengths, k: real(seeds, 0 * lengths, k))
 
 
 @fresh
-def acceptance_reuses_the_drafts_uniforms(patch):
+def acceptance_reuses_the_drafts_words(patch):
     def change(real, seeds, lengths, k):
         values = real(seeds, lengths, k)
-        return values.at[:, Noise.ACCEPT].set(values[:, Noise.DRAFT])
+        accept = (values.draft_words[..., 0] >> 8).astype(jnp.float32) * 2.0**-24
+        return dataclasses.replace(values, accept=accept)
 
-    uniforms(patch, change)
+    noise(patch, change)
+
+
+@mutant("noise", test_sampling.test_another_k_moves_nobodys_noise)
+def noise_drawn_for_the_whole_block_at_once(patch):
+    """Another k moves everybody's noise."""
+
+    def change(real, seeds, lengths, k):
+        return real(seeds + jnp.uint32(k), lengths, k)
+
+    noise(patch, change)
 
 
 @mutant("noise", test_decoder.test_a_row_replays_alone_in_another_slot_from_its_own_seed, drafter=None)
@@ -177,7 +188,7 @@ def key_folded_by_the_slot(patch):
     def change(real, seeds, lengths, k):
         return real(seeds + jnp.arange(len(seeds), dtype=jnp.uint32)[:, None], lengths, k)
 
-    uniforms(patch, change)
+    noise(patch, change)
 
 
 @mutant("noise", test_lossless.test_three_coins_show_noise_that_decides_twice)
@@ -185,11 +196,36 @@ def uniforms_keyed_by_position_under_block_verification(patch):
     """A rejected position is drawn again with the noise that the rejection looked at. The token rule survives it."""
 
     def change(real, seeds, lengths, k):
-        return jnp.concatenate([real(seeds, lengths + i, 0) for i in range(k + 1)], axis=2)
+        at = [real(seeds, lengths + i, 1) for i in range(k)]
+        drafts, accepts = (jnp.concatenate([getattr(n, f) for n in at], axis=1) for f in ("draft_words", "accept"))
+        return Noise(drafts, accepts, real(seeds, lengths + k, 0).next_words)
 
-    uniforms(patch, change)
+    noise(patch, change)
 
 
 @mutant("noise", test_lossless.test_the_law_of_three_tokens_in_short)
 def one_uniform_for_all_drafts(patch):
-    patch.setattr(Noise, "draft", lambda self, offset: self.uniforms[:, self.DRAFT, 0])
+    patch.setattr(Noise, "draft", lambda self, offset: self.draft_words[:, 0])
+
+
+# The draw at large vocabularies.
+
+
+@mutant("sampling", test_sampling.test_the_law_over_all_words_is_that_of_the_logits, name="zipf 1.2")
+def shares_of_24_bits(patch):
+    """As many as a float32 uniform has."""
+
+    def make(real):
+        return lambda weights: real(weights) >> 8 << 8
+
+    wrap(patch, sampling, "shares", make)
+
+
+@mutant("sampling", test_sampling.test_the_law_over_all_words_is_that_of_the_logits, name="normal")
+def a_group_and_what_is_in_it_by_one_word(patch):
+    """The second level must not see the first one's."""
+
+    def make(real):
+        return lambda weights, words: real(weights, words & jnp.uint32(0xFFFF0000))
+
+    wrap(patch, sampling, "_choose", make)

@@ -199,23 +199,23 @@ def test_a_call_samples_from_the_law(verifier):
         for d, draft in enumerate(tables.drafts):
             if tables.chance[t, d] == 0:
                 continue
-            uniforms = np.zeros((len(grid), 3, 3))
-            uniforms[:, Noise.ACCEPT, :2] = grid
+            zeros = np.zeros((len(grid), 2, 2), np.uint32)
+            noise = Noise(jnp.asarray(zeros), jnp.asarray(grid), jnp.asarray(zeros[:, 0]))
             rows = [
                 np.log(x, where=x > 0, out=np.full_like(x, -np.inf)) for x in (tables.p_rows[t, d], tables.q_rows[t, d])
             ]
             p, q = (jnp.asarray(np.broadcast_to(x, (len(grid), *x.shape))) for x in rows)
             tokens = jnp.asarray(np.tile(draft, (len(grid), 1)))
-            verdict = call(Draft(tokens, jnp.ones(tokens.shape, bool), q), p, Noise(jnp.asarray(uniforms)))
+            verdict = call(Draft(tokens, jnp.ones(tokens.shape, bool), q), p, noise)
             counts = np.bincount(np.asarray(verdict.num_accepted), minlength=3) / len(grid)
             np.testing.assert_allclose(counts, law.num_accepted[t, d], atol=2 / steps)
-            # And the next token, by its own uniform, where the block stopped.
+            # And the next token, by its own words, where the block stopped: a small vocabulary is one group.
             n = int(np.argmax(counts))
             row = int(np.flatnonzero(np.asarray(verdict.num_accepted) == n)[0])
-            fixed = np.tile(uniforms[row], (steps, 1, 1))
-            fixed[:, Noise.NEXT, -1] = middle
+            fixed = np.stack([np.zeros(steps), middle * 2**32], axis=1).astype(np.uint32)
+            stopped = Noise(noise.draft_words[:steps], jnp.tile(noise.accept[row], (steps, 1)), jnp.asarray(fixed))
             one = jax.tree.map(lambda x: x[:steps], (Draft(tokens, jnp.ones(tokens.shape, bool), q), p))
-            following = call(*one, Noise(jnp.asarray(fixed))).next_token
+            following = call(*one, stopped).next_token
             share = np.bincount(np.asarray(following), minlength=3) / steps
             np.testing.assert_allclose(share, law.next_token[t, d, n], atol=1.5 / steps)
 

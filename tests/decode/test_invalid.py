@@ -1,0 +1,155 @@
+"""What is not finite fails closed: never accepted, never emitted, counted and told; other rows go on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import sampling
+from specjax.certify import certify
+from specjax.config import Certify
+from specjax.decode.bench import Bench, Cell
+from specjax.decode.decoder import Decoder
+from specjax.drafters.draft_model import DraftModel
+from specjax.errors import ModelError
+from specjax.testing.toys import ToyModel, neutral_sampling, prefix_model, related
+from specjax.types import CoupledNoise, Draft, Noise
+from specjax.verifiers.block import Block
+from specjax.verifiers.coupled import Coupled
+from specjax.verifiers.greedy import Greedy
+from specjax.verifiers.lenient import Lenient
+from specjax.verifiers.speculative import Speculative
+from specjax.verifiers.top_k import TopK
+from specjax.verifiers.typical import Typical
+
+SIZE = 6
+TARGET = prefix_model(0, vocab_size=SIZE)
+PROMPTS = [[1, 2, 1], [5], [1, 2, 3, 4, 1, 2]]
+OPTIONS: dict[str, Any] = {"max_new_tokens": 10, "ignore_eos": True}
+
+
+def broken(model: ToyModel, value: float, slot: int = 0) -> ToyModel:
+    """Its logits hold ``value`` from a prefix of slot + 1 tokens on."""
+    table = model.params["table"].at[slot, :, 2].set(value)
+    return ToyModel(model.spec, {**model.params, "table": table})
+
+
+DRAFTS = {
+    "nan": broken(TARGET, np.nan),
+    "infinite": broken(TARGET, np.inf),
+    "nan from the fifth token on": broken(TARGET, np.nan, slot=4),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("verifier", ["speculative", "block", "coupled"])
+def test_a_draft_that_is_not_finite_gives_plain_decoding_and_is_counted(verifier, temperature):
+    options = {**OPTIONS, "temperature": temperature, "banned_tokens": [0], "top_k": 4}
+    plain = Decoder(TARGET, None, verifier).generate(PROMPTS, **options)
+    for name in ("nan", "infinite"):
+        found = Decoder(TARGET, DraftModel(DRAFTS[name], 3), verifier).generate(PROMPTS, **options)
+        assert found.tokens == plain.tokens
+        for stats in found.stats:
+            assert (stats.accepted, stats.drafted, stats.invalid_drafts) == (0, 0, stats.blocks)
+    # Only from where a row meets it; what was proposed before that is kept.
+    late = Decoder(TARGET, DraftModel(DRAFTS["nan from the fifth token on"], 3), verifier).generate(PROMPTS, **options)
+    assert late.stats[2].invalid_drafts == late.stats[2].blocks
+    assert late.stats[2].accepted == 0 < late.stats[0].accepted
+    assert 0 < late.stats[1].invalid_drafts < late.stats[1].blocks
+    assert late.finish_reasons == ["length"] * 3
+
+
+def test_a_row_of_nan_in_a_mixed_batch_is_no_greedy_row():
+    """Temperature 0 beside another temperature becomes a one-hot, which must not hide what it was made of."""
+    logits = jnp.asarray([[[0.0, jnp.nan, 1.0]], [[0.0, 2.0, 1.0]], [[jnp.inf, 0.0, 1.0]]])
+    parameters = neutral_sampling(3, 3, temperature=np.asarray([0.0, 0.0, 1.0]), top_k=np.asarray([0, 2, 2]))
+    assert sampling.has_law(sampling.warp(logits, parameters)).tolist() == [[False], [True], [False]]
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.9}], ids=lambda c: next(iter(c)))
+def test_a_cut_does_not_hide_a_nan(cut):
+    logits = jnp.asarray([[[5.0, jnp.nan, 4.0, 3.0, 0.0]]])
+    parameters = neutral_sampling(1, 5, **{name: np.asarray([value]) for name, value in cut.items()})
+    assert not bool(sampling.has_law(sampling.warp(logits, parameters)).any())
+
+
+RULES = [Speculative(), Block(), Lenient(), TopK(2), Typical(), Greedy(), Coupled()]
+
+
+@pytest.mark.parametrize(
+    ("rule", "where"),
+    [
+        *((rule, where) for rule in RULES for where in ("target", "both")),
+        *((rule, "draft") for rule in RULES[:3]),  # the others do not look at the draft's distribution
+    ],
+    ids=lambda x: getattr(x, "kind", x),
+)
+def test_no_rule_keeps_a_token_of_a_distribution_that_is_not_finite(rule, where):
+    """Even where the proposal was not cut before it got here; whatever the noise, and for every position."""
+    rows, k, size = 64, 3, 4
+    rng = np.random.default_rng(0)
+    nan = np.full((rows, k, size), np.nan, np.float32)
+    p = rng.normal(size=(rows, k + 1, size)).astype(np.float32)
+    q = rng.normal(size=(rows, k, size)).astype(np.float32)
+    if where != "draft":
+        p[:, :k] = nan
+    if where != "target":
+        q = nan
+    draft = Draft(jnp.full((rows, k), size - 1), jnp.ones((rows, k), bool), jnp.asarray(q))
+    words = jnp.asarray(rng.integers(0, 2**32, (rows, k, 2), np.uint32))
+    noise: Any = Noise(words, jnp.asarray(rng.random((rows, k)) ** 8, jnp.float32), words[:, 0])
+    if rule.noise == "coupled":
+        noise = CoupledNoise(jnp.asarray(rng.gumbel(size=(rows, k + 1, size)), jnp.float32))
+    verdict = jax.jit(rule.__call__)(draft, jnp.asarray(p), noise)
+    assert int(jnp.max(verdict.num_accepted)) == 0
+
+
+@pytest.mark.parametrize("drafter", [None, DraftModel(related(TARGET, 1), 3)], ids=["plain", "draft"])
+@pytest.mark.parametrize("temperature", [0.0, [0.0, 1.0, 1.0]], ids=["greedy", "mixed"])
+def test_a_target_that_is_not_finite_ends_its_row_and_no_other(drafter, temperature):
+    """The third row meets the seventh slot at once after its first token, the others after 4 and 6 of them."""
+    target = broken(TARGET, np.nan, slot=6)
+    whole = Decoder(TARGET, drafter).generate(PROMPTS, temperature=temperature, **OPTIONS)
+    found = Decoder(target, drafter).generate(PROMPTS, temperature=temperature, **OPTIONS)
+    assert found.finish_reasons == ["invalid_logits"] * 3
+    assert [len(row) for row in found.tokens] == [7 - len(prompt) for prompt in PROMPTS]
+    short = Decoder(target, drafter).generate([PROMPTS[0]], temperature=0.0, **{**OPTIONS, "max_new_tokens": 4})
+    assert short.finish_reasons == ["length"], "what comes after the budget is not missed"
+    if drafter is None:
+        assert all(row == all_[: len(row)] for row, all_ in zip(found.tokens, whole.tokens, strict=True))
+    events = list(Decoder(target, drafter).stream(PROMPTS[0], temperature=0.0, **OPTIONS))
+    assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["invalid_logits"]
+
+
+def test_finish_reasons_say_why_each_row_ended():
+    decoder = Decoder(dataclasses.replace(TARGET, eos_ids=()), DraftModel(TARGET, 3))
+    free = decoder.generate(PROMPTS, **OPTIONS)
+    stop = free.tokens[1][4]
+    found = decoder.generate(PROMPTS, stop_token_ids=[[], [stop], []], **OPTIONS)
+    assert found.finish_reasons == ["length", "stop", "length"]
+    # A stop token that is also the last one of the budget stopped the row.
+    assert decoder.generate([PROMPTS[1]], stop_token_ids=[stop], **{**OPTIONS, "max_new_tokens": 5}).finish_reasons in (
+        [["stop"]] if stop not in free.tokens[1][:4] else [["stop"], ["length"]]
+    )
+
+
+def test_bench_and_certify_refuse_such_a_draft_by_name():
+    from specjax.config import Bench as BenchSettings
+
+    settings = BenchSettings(prompts=2, prompt_tokens=4, new_tokens=6, ks=(2,), batch_sizes=(1,), repeats=1)
+    drafters = {"distilled": lambda k: DraftModel(DRAFTS["nan"], k)}
+    bench = Bench(TARGET, drafters, settings, PROMPTS[:2], PROMPTS[:2], Speculative(), {}, 0)
+    with pytest.raises(ModelError, match=r"drafter 'distilled': its logits are NaN or infinite in 6 of 6 blocks"):
+        bench.run([Cell("distilled", 2, 1, 1.0)], PROMPTS[:1])
+    with pytest.raises(ModelError, match=r"target 'toy': its logits are NaN or infinite at new token 5 of prompt 0"):
+        nan = broken(TARGET, np.nan, slot=6)
+        Bench(nan, drafters, settings, PROMPTS[:2], PROMPTS[:2], Speculative(), {}, 0).run(
+            [Cell("autoregressive", 0, 1, 1.0)], PROMPTS[:1]
+        )
+    with pytest.raises(ModelError, match="drafter 'draft_model': its logits are NaN"):
+        certify(TARGET, DraftModel(DRAFTS["nan"], 2), Speculative(), PROMPTS[:1], {}, Certify(new_tokens=8), 0)
