@@ -7,7 +7,9 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import itertools
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +20,66 @@ from specjax.models.transformer import Model
 from specjax.types import Params
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Weights as decoding reads them: one a model (`LoadedModel.layout`), shared by all that decode with it. ``spec``
+    and ``params`` run it; ``plain`` is the spec of the weights it was made of."""
+
+    spec: Any
+    params: Params
+    plain: Any
+
+    @classmethod
+    def of(cls, spec: Any, params: Params) -> Layout:
+        laid_out, laid_out_params = decode_layout(spec, params)
+        return cls(laid_out, laid_out_params, spec)
+
+    def originals(self) -> Params:
+        """The weights that it was made of, bit for bit."""
+        if not isinstance(self.plain, Model):
+            return self.params
+        params = jax.tree_util.tree_map_with_path(_turned_back, self.params)
+        params = {**params, "layers": {i: _split(self.plain, layer) for i, layer in params["layers"].items()}}
+        return {name: value for name, value in params.items() if name != "head" or not self.plain.config.tie_embeddings}
+
+
+class LaidOut:
+    """A model (with ``spec`` and ``params``) that keeps its `Layout`."""
+
+    spec: Any
+    params: Params
+    _layout: tuple[Params, Layout]
+    """The weights that it was made of (None where they were freed), and the layout."""
+
+    def layout(self) -> Layout:
+        """The weights as decoding reads them, made once and shared by every `Decoder` of this model."""
+        made_of, layout = self.__dict__.get("_layout", (None, None))
+        if layout is None or (self.holds_originals and made_of is not self.params):
+            layout = Layout.of(self.spec, self.params)
+            self._layout = self.params, layout
+        return layout
+
+    def free_originals(self) -> None:
+        """Keep nothing but the `layout`, for a model that only decodes: most weights are in memory once, not twice.
+        ``params`` are then made from it again whenever they are asked for, bit for bit, and not kept."""
+        self._layout = None, self.layout()
+        self.__dict__.pop("params", None)
+
+    @property
+    def holds_originals(self) -> bool:
+        return "params" in self.__dict__
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "params" and "_layout" in self.__dict__:
+            return self._layout[1].originals()
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
 def decode_layout(spec, params: Params) -> tuple:
     """(spec, params) laid out for decoding.
 
-    Projections that read the same input become one kernel. A tied head is untied into its own copy, laid out as the
-    other kernels are. On CPU kernels are transposed, see `Linear`: XLA's matrix product packs the kernel anew in every
+    Projections that read the same input become one kernel. On CPU a tied head is untied into its own copy, laid out as
+    the other kernels are, and kernels are transposed, see `Linear`: XLA's matrix product packs the kernel anew in every
     call, which costs twice the reading of it, and `few_rows_product` does not (2-3x for 2 to 8 tokens; for one token it
     is as fast as the best matrix-vector product). And float32 kernels that are bfloat16 numbers, as those of most
     checkpoints are, are kept in bfloat16: half as much to read, and in float32 products the same numbers (1.4-2x for 1
@@ -30,11 +87,12 @@ def decode_layout(spec, params: Params) -> tuple:
     """
     if not isinstance(spec, Model):
         return spec, params
-    if spec.config.tie_embeddings:
+    on_cpu = jax.default_backend() == "cpu"
+    if spec.config.tie_embeddings and on_cpu:
         spec = Model(dataclasses.replace(spec.config, tie_embeddings=False))
         params = {**params, "head": {"kernel": jnp.array(params["embedding"].T)}}
     spec, params = _fused(spec, params)
-    if jax.default_backend() == "cpu":
+    if on_cpu:
         kernels = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params) if _is_kernel(path, leaf)]
         # All or none: one draft after another of the same training then has at most two programs.
         known = not any(isinstance(kernel, Tracer) for kernel in kernels)
@@ -56,6 +114,33 @@ def _fused(spec: Model, params: Params) -> tuple[Model, Params]:
 
     params = {**params, "layers": {i: block(layer) for i, layer in params["layers"].items()}}
     return Model(dataclasses.replace(spec.config, fused_projections=True)), params
+
+
+def _split(plain: Model, layer: Params) -> Params:
+    """A layer with each projection by itself again."""
+    config, layer = plain.config, dict(layer)
+
+    def parts(fused: Params, names: tuple[str, ...], sizes: tuple[int, ...]) -> Params:
+        ends = list(itertools.accumulate(sizes))[:-1]
+        pieces = {leaf: jnp.split(x, ends, axis=-1) for leaf, x in fused.items()}
+        return {name: {leaf: found[i] for leaf, found in pieces.items()} for i, name in enumerate(names)}
+
+    if not config.fused_projections:
+        attention = dict(layer["attention"])
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        own = parts(attention.pop("qkv_proj"), ("q_proj", "k_proj", "v_proj"), (queries, keys, keys))
+        layer["attention"] = attention | own
+        if config.gated and "mlp" in layer:
+            mlp = dict(layer["mlp"])
+            fused = mlp.pop("gate_up_proj")
+            half = fused["kernel"].shape[-1] // 2
+            layer["mlp"] = mlp | parts(fused, ("gate_proj", "up_proj"), (half, half))
+    return layer
+
+
+def _turned_back(path, leaf):
+    turned = path[-1].key == "kernel" and leaf.ndim == 3 and leaf.shape[-1] == 1
+    return leaf[..., 0].T.astype(jnp.float32) if turned else leaf
 
 
 def _is_kernel(path, leaf) -> bool:

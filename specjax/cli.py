@@ -418,7 +418,9 @@ def _decoder(target: str, draft: str | None, ngram: bool, k: int, verifier: str,
 
     drafter: Any = None
     if draft is not None:
-        drafter = specjax.DraftModel(specjax.load_model(draft, **loading), k=k)
+        model = specjax.load_model(draft, **loading)
+        model.free_originals()
+        drafter = specjax.DraftModel(model, k=k)
     elif ngram:
         drafter = specjax.NGram(k=k)
     model = specjax.load_model(target, **loading)
@@ -427,6 +429,7 @@ def _decoder(target: str, draft: str | None, ngram: bool, k: int, verifier: str,
             f"{target}: holds no tokenizer, which a prompt of text needs; put its tokenizer.json and "
             "tokenizer_config.json there"
         )
+    model.free_originals()
     return specjax.Decoder(model, drafter=drafter, verifier=verifier)
 
 

@@ -65,14 +65,15 @@ class DecodeStats:
     def __add__(self, other: DecodeStats) -> DecodeStats:
         if len(self.drafted_at) != len(other.drafted_at):
             raise ValueError(f"stats at k={len(self.drafted_at)} and k={len(other.drafted_at)} do not add")
+        at = ("drafted_at", "reached_at", "accepted_at")
+        totals = {
+            name: tuple(a + b for a, b in zip(getattr(self, name), getattr(other, name), strict=True)) for name in at
+        }
         return DecodeStats(
-            self.blocks + other.blocks,
-            self.emitted + other.emitted,
-            *(
-                tuple(a + b for a, b in zip(getattr(self, name), getattr(other, name), strict=True))
-                for name in ("drafted_at", "reached_at", "accepted_at")
-            ),
-            self.invalid_drafts + other.invalid_drafts,
+            blocks=self.blocks + other.blocks,
+            emitted=self.emitted + other.emitted,
+            invalid_drafts=self.invalid_drafts + other.invalid_drafts,
+            **totals,
         )
 
     @property

@@ -148,15 +148,15 @@ def _threshold(
 
 
 def fresh_noise(seeds: UInt[Array, "B 2"], lengths: Int[Array, " B"], k: int) -> Noise:
-    """The noise of one block, keyed by (row seed, row length at its start, purpose, offset): never by batch slot or step
-    number, so that a row replays alone; never twice, so that rejected positions are redrawn with independent noise; and
-    not by k."""
+    """The noise of one block, keyed by (row seed, row length at its start, purpose, offset): never by batch slot or
+    step number, so that a row replays alone; never twice, so that rejected positions are redrawn with independent
+    noise; and not by k."""
 
     def of_row(seed, length):
         block = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), length)
 
         def words(number):
-            # The key that `fold_in` gives is two words of the cipher, and is used as such: no further key is made of it.
+            # The key that `fold_in` gives is two words of the cipher, and used as such: no other key is made of it.
             return jax.random.key_data(jax.random.fold_in(block, number))
 
         # One number for (purpose, offset): the drafts' are 1 and 2, 4 and 5, ...; the target's own token's is 0.

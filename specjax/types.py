@@ -66,8 +66,8 @@ LogitsProcessor = Callable[[Float[Array, "B V"], LogitsContext], Float[Array, "B
 @flax.struct.dataclass
 class Noise:
     """Fresh randomness of one block, each number used once, keyed by (row seed, row length at the start of the block,
-    purpose, offset), so that no number depends on K. A draw takes two words of 32 random bits (`specjax.sampling.draw`).
-    None in place of a Noise means an all-greedy batch."""
+    purpose, offset), so that no number depends on K. A draw takes two words of 32 random bits
+    (`specjax.sampling.draw`). None in place of a Noise means an all-greedy batch."""
 
     draft_words: UInt[Array, "B K 2"]
     """For the draft tokens."""

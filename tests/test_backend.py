@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.backend import compiler_options, decode_layout
-from specjax.models.config import ModelConfig
+from specjax.backend import Layout, compiler_options, decode_layout
+from specjax.models.config import Experts, ModelConfig
 from specjax.models.layers import FEW_ROWS
 from specjax.models.transformer import Model
 from tests.cases import in_proof
@@ -53,6 +53,26 @@ def test_weights_that_are_bfloat16_numbers_are_read_as_such_and_lose_nothing(tok
     rounded["layers"][1]["mlp"]["down_proj"]["kernel"] += jnp.zeros((40, 24)).at[3, 5].set(2.0**-20)
     _, laid_out = decode_layout(model, rounded)
     assert {x.dtype for x in jax.tree.leaves(laid_out)} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tie_embeddings": True},
+        {"tie_embeddings": False, "qkv_bias": True},
+        {"gated": False},
+        {"experts": Experts(4, 2, 8, True)},
+    ],
+)
+def test_the_originals_come_back_from_a_layout_bit_for_bit(changes, rounded):
+    model = Model(dataclasses.replace(CONFIG, **changes))
+    params = jax.jit(model.init)(jax.random.key(0))
+    if rounded:
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
+    again = Layout.of(model, params).originals()
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    assert {x.dtype for x in jax.tree.leaves(again)} == {jnp.dtype(jnp.float32)}
 
 
 def test_the_compiler_knows_its_options():

@@ -24,7 +24,7 @@ import numpy as np
 from specjax import config as config_lib
 from specjax import metrics
 from specjax.decode import costs as costs_lib
-from specjax.decode.decoder import Decoder, laid_out
+from specjax.decode.decoder import Decoder
 from specjax.decode.result import check_finite
 from specjax.models.vocabulary import unused_ids
 from specjax.testing.target_law import TargetLaw
@@ -332,7 +332,7 @@ def peak_rss_gb() -> float:
 def memory_floor_share(target: Any, tokens_per_s: float) -> tuple[float, float]:
     """(share of the memory floor that the autoregressive loop reaches, stream bandwidth in GB/s). The floor of one
     token is reading every weight once, as it is laid out (embedding rows are only looked up and do not count)."""
-    _, params = laid_out(target)
+    params = target.layout().params
     read = sum(x.nbytes for x in jax.tree.leaves(params)) - params["embedding"].nbytes
     bandwidth = costs_lib.stream_bandwidth(read)
     return tokens_per_s * read / bandwidth, bandwidth / 1e9

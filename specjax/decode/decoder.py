@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import weakref
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import registry
-from specjax.backend import decode_layout
 from specjax.decode import engine as engine_lib
 from specjax.decode import request as request_lib
 from specjax.decode import stops as stops_lib
@@ -61,12 +60,6 @@ class Decoder:
         else:
             self._verifier = registry.checked(table, verifier, "verifier")
         self._greedy_verifier: Verifier = registry.build(table, "greedy", "verifier")
-        room = target.config.max_positions - self._drafter.k - 1
-        if room < 2:
-            raise DataError(
-                f"drafter k={self._drafter.k} cannot fit: the target has {target.config.max_positions} positions, "
-                f"a block needs k + 1 of them; use k <= {max(target.config.max_positions - 3, 0)}"
-            )
 
     @property
     def lossless(self) -> bool:
@@ -103,11 +96,8 @@ class Decoder:
         Raises `DataError` naming argument, row and value of what cannot be used.
         """
         run = self._run(prompts, max_new_tokens, seed, ignore_eos, stop_strings, logprobs, logits_processor, sampling)
-        # The last state alone: a cache that was outgrown is freed.
-        state = collections.deque(
-            self._chunks(run, _STOP_STRING_STEPS if any(run.stops) else _NO_LIMIT), maxlen=1
-        ).pop()
-        return self._result(run, jax.device_get(_host_part(state)))
+        last = collections.deque(self._chunks(run, _STOP_STRING_STEPS if any(run.stops) else _NO_LIMIT), maxlen=1)
+        return self._result(run, jax.device_get(last.pop()))
 
     def stream(
         self,
@@ -124,12 +114,17 @@ class Decoder:
     ) -> Iterator[Event]:
         """The same loop as `generate` for one prompt, stopping every ``steps_per_event`` blocks to hand out what was
         committed (without what may begin a stop string). The tokens are those of `generate` with the same arguments."""
-        if steps_per_event < 1:
-            raise DataError(f"steps_per_event: {steps_per_event}; an event takes at least one block")
+        if isinstance(steps_per_event, bool) or not isinstance(steps_per_event, int) or steps_per_event < 1:
+            raise DataError(
+                f"steps_per_event: {steps_per_event!r}; an event takes a whole number of blocks, at least one"
+            )
         run = self._run([prompt], max_new_tokens, seed, ignore_eos, stop_strings, logprobs, logits_processor, sampling)
+        return self._events(run, steps_per_event)
+
+    def _events(self, run: _Run, steps_per_event: int) -> Iterator[Event]:
         sent = start = int(run.batch.request.lengths[0])
         for state in self._chunks(run, steps_per_event):
-            host = jax.device_get(_host_part(state))
+            host = jax.device_get(state)
             found, done = run.cuts[0], bool(host.done[0]) or run.cuts[0] is not None
             length = int(host.lengths[0]) if found is None else start + found[0]
             if not done:
@@ -156,25 +151,24 @@ class Decoder:
     ) -> None:
         """Compile all that `generate` runs for arguments of these sizes, without decoding a token."""
         run = self._run(prompts, max_new_tokens, 0, True, None, logprobs, logits_processor, sampling)
-        batch, slots = run.batch, run.batch.first_slots
+        first, *more = run.batch.slots
         chunk = engine_lib.chunk(run.engine)
-        state = chunk(run.params, self._prefill(run, slots), np.int32(0))
-        while slots < batch.buffer:
-            slots = request_lib.next_slots(slots, batch.buffer)
+        state = chunk(run.params, self._prefill(run, first), np.int32(0))
+        for slots in more:
             state = chunk(run.params, engine_lib.grow(state, slots), np.int32(0))
 
     def engine(self, greedy: bool, rows: int) -> tuple[Engine, EngineParams]:
         """The static half, for an all-greedy batch or any other, and the weights as ``rows`` padded rows read them."""
-        spec, params = laid_out(self.target)
-        engine = Engine(spec, self._drafter, self._greedy_verifier if greedy else self._verifier, greedy)
-        return engine, EngineParams(params, self._drafter_params)
+        layout = self.target.layout()
+        engine = Engine(layout.spec, self._drafter, self._greedy_verifier if greedy else self._verifier, greedy)
+        return engine, EngineParams(layout.params, self._drafter_params)
 
     def prefilled(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int, **sampling: Unpack[SamplingOptions]
     ) -> DecodeState:
         """The state after prefill, in a cache that holds the whole generation: where `specjax.decode.costs` starts."""
         run = self._run(prompts, max_new_tokens, 0, True, sampling=sampling)
-        return self._prefill(run, run.batch.buffer)
+        return self._prefill(run, run.batch.slots[-1])
 
     def started(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int, **sampling: Unpack[SamplingOptions]
@@ -187,6 +181,7 @@ class Decoder:
     ) -> _Run:
         args = (self.target, self._drafter.k, prompts, max_new_tokens, seed, ignore_eos, sampling or {})
         batch = request_lib.prepare(*args)
+        _warn_of_a_short_draft(self._drafter, batch)
         if self._verifier.noise == "none" and not batch.greedy:
             kind = self._verifier.kind
             raise DataError(
@@ -196,7 +191,7 @@ class Decoder:
         if logprobs not in (None, "raw", "processed"):
             raise DataError(f"logprobs: {logprobs!r}; give 'raw' (or True), 'processed' or None")
         if processor is not None:
-            request_lib.check_processor(processor, batch.request, batch.buffer)
+            request_lib.check_processor(processor, batch.request, batch.slots[-1])
         engine, params = self.engine(batch.greedy, batch.rows)
         tokens = TokenRows.of(self.target) if logprobs == "raw" else None
         engine = dataclasses.replace(engine, processor=processor, logprobs=logprobs, tokens=tokens)
@@ -205,9 +200,7 @@ class Decoder:
 
     def _prefill(self, run: _Run, slots: int) -> DecodeState:
         engine = run.engine
-        prefill = engine_lib.prefill(
-            engine.target, engine.drafter, slots, run.batch.buffer, engine.logprobs is not None
-        )
+        prefill = engine_lib.prefill(engine.target, engine.drafter, slots, engine.logprobs is not None)
         return prefill(run.params, run.batch.request)
 
     def _decided(self, tokens: list[int], stops: Sequence[str], sent: int) -> int:
@@ -229,22 +222,23 @@ class Decoder:
         return self.target.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
 
     def _chunks(self, run: _Run, max_steps: int) -> Iterator[DecodeState]:
-        """States at chunk ends; the last one has every row done. A yielded state is consumed by the next chunk."""
-        batch, slots = run.batch, run.batch.first_slots
-        state = self._prefill(run, slots)
+        """What the host reads of the states at chunk ends; the last one has every row done. The caches are not handed
+        out, so that one which was outgrown is freed before the next chunk."""
+        first, *more = run.batch.slots
+        state = self._prefill(run, first)
         chunk = engine_lib.chunk(run.engine)
+        lengths = run.batch.request.lengths
         while True:
+            if more and lengths.max() + self._drafter.k + 1 > state.tokens.shape[1]:
+                state = engine_lib.grow(state, more.pop(0))
             state = chunk(run.params, state, np.int32(max_steps))
             lengths, done = jax.device_get((state.lengths, state.done))
             if any(run.stops):
                 done = self._cut_at_stop_strings(run, state, lengths, done)
                 state = dataclasses.replace(state, done=jnp.asarray(done))
-            yield state
+            yield dataclasses.replace(state, cache=None, drafter=None)
             if done.all():
                 return
-            if lengths.max() + self._drafter.k + 1 > slots:
-                slots = request_lib.next_slots(slots, batch.buffer)
-                state = engine_lib.grow(state, slots)
 
     def _cut_at_stop_strings(self, run: _Run, state: DecodeState, lengths, done) -> np.ndarray:
         """Notes in ``run.cuts`` where a row's text ends; returns ``done`` with those rows."""
@@ -301,17 +295,12 @@ class _Run:
         self.checked = [0] * len(self.cuts)
 
 
-_layouts: weakref.WeakKeyDictionary[Any, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()
-"""Target -> (the weights it was made from, spec, weights laid out), shared by all decoders of a target."""
-
-
-def laid_out(target: Any) -> tuple[Any, Any]:
-    """(spec, weights) of a target as decoding reads them."""
-    known = _layouts.get(target)
-    if known is None or known[0] is not target.params:
-        known = _layouts[target] = target.params, *decode_layout(target.spec, target.params)
-    return known[1:]
-
-
-def _host_part(state: DecodeState) -> DecodeState:
-    return dataclasses.replace(state, cache=None, drafter=None)
+def _warn_of_a_short_draft(drafter: Drafter, batch: Batch) -> None:
+    """Exact all the same: what a draft proposes past its positions is verified as everything else is."""
+    end, limit = int(np.max(batch.request.lengths + batch.request.budget)), getattr(drafter, "max_positions", None)
+    if limit is not None and end > limit:
+        warnings.warn(
+            f"the draft has {limit} positions, and this generation may reach {end}: expect few of its proposals to be "
+            f"accepted past {limit}; use a draft with as many positions, or fewer new tokens",
+            stacklevel=4,
+        )

@@ -5,6 +5,9 @@ Invariant: the target's cache holds ``tokens[b, :lengths[b] - 1]``; the newest t
 a block of K drafts feeds K + 1 tokens. Rollback is not advancing: stale slots are masked, then overwritten. Slots
 never run out inside a chunk: ``S >= longest + K + 1``, because `dynamic_update_slice` would clamp and overwrite.
 
+Shapes depend on the buckets of B, P and S (`specjax.decode.request`), and on K: the buffer of tokens has as many
+entries as the cache has slots (L = S), and grows with it.
+
 Dims: B rows, P prompt, K draft length, K1 = K + 1, L token buffer, S cache slots, V vocabulary, E stop ids.
 """
 
@@ -229,8 +232,8 @@ def commit(state: DecodeState, draft: Draft, verdict: Verdict, finite: Finite) -
     )
 
 
-@functools.cache
-def prefill(target: Model, drafter: Drafter, num_slots: int, buffer: int, logprobs: bool = False):
+@functools.lru_cache(maxsize=256)
+def prefill(target: Model, drafter: Drafter, num_slots: int, logprobs: bool = False):
     """Jitted ``(params, request) -> DecodeState``: feeds the prompts, emits nothing. (The last prompt token is fed
     with them and once more as the root: its slot is past what the invariant counts, so that is harmless.)"""
 
@@ -244,8 +247,8 @@ def prefill(target: Model, drafter: Drafter, num_slots: int, buffer: int, logpro
         drafter_state = drafter.init(params.drafter, request.prompt, request.lengths, num_slots, out)
         zeros, zeros_k = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, k), jnp.int32)
         return DecodeState(
-            tokens=jnp.pad(request.prompt, ((0, 0), (0, buffer - width))),
-            origin=jnp.zeros((batch, buffer), jnp.int32),
+            tokens=jnp.pad(request.prompt, ((0, 0), (0, num_slots - width))),
+            origin=jnp.zeros((batch, num_slots), jnp.int32),
             lengths=request.lengths,
             prompt_lengths=request.lengths,
             budget=request.lengths + request.budget,
@@ -255,7 +258,7 @@ def prefill(target: Model, drafter: Drafter, num_slots: int, buffer: int, logpro
             stop_ids=request.stop_ids,
             counters=Counters(zeros, zeros, zeros_k, zeros_k, zeros_k, zeros),
             finish=zeros,
-            logprobs=jnp.zeros((batch, buffer), jnp.float32) if logprobs else None,
+            logprobs=jnp.zeros((batch, num_slots), jnp.float32) if logprobs else None,
             cache=out.cache,
             drafter=drafter_state,
         )
@@ -288,5 +291,7 @@ def chunk(engine: Engine):
 
 @functools.partial(jax.jit, static_argnames="num_slots")
 def grow(state: DecodeState, num_slots: int) -> DecodeState:
-    """Every KV cache of the state, the drafter's too, with more slots."""
-    return cache_lib.grow(state, num_slots)
+    """The state with room for more: every KV cache, the drafter's too, and what is kept of each token."""
+    more = ((0, 0), (0, num_slots - state.tokens.shape[1]))
+    tokens, origin, logprobs = jax.tree.map(lambda x: jnp.pad(x, more), (state.tokens, state.origin, state.logprobs))
+    return dataclasses.replace(cache_lib.grow(state, num_slots), tokens=tokens, origin=origin, logprobs=logprobs)

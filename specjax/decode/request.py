@@ -16,7 +16,7 @@ from specjax.models.vocabulary import unused_ids
 from specjax.types import LogitsContext, LogitsProcessor, SamplingParams
 
 Prompt = str | Sequence[int]
-_MIN_BUCKET, _FIRST_SLOTS, _STOP_IDS = 16, 256, 8
+_MIN_PROMPT, _MIN_SLOTS, _STOP_IDS = 16, 256, 8
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -49,13 +49,13 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What the engine gets, and how it is run. ``buffer``: cache slots of the whole generation."""
+    """What the engine gets, and how it is run. ``slots``: the cache's buckets, one after the other, until every row has
+    room for its whole generation."""
 
     request: Request
     seeds: list[int]
     greedy: bool
-    buffer: int
-    first_slots: int
+    slots: tuple[int, ...]
 
     @property
     def rows(self) -> int:
@@ -107,24 +107,23 @@ def prepare(
     unused = unused_ids(target)
     rows = [_encode(target, prompt, i, unused) for i, prompt in enumerate(prompts)]
     count = len(rows)
-    budgets = per_row("max_new_tokens", max_new_tokens, count)
+    budgets = [
+        _whole("max_new_tokens", i, x, 1) for i, x in enumerate(per_row("max_new_tokens", max_new_tokens, count))
+    ]
     numbers = {name: _numbers(name, options.get(name, r.neutral), count) for name, r in NUMBERS.items()}
-    seeds = (
-        derive_seeds(int(seed), count)
-        if isinstance(seed, (int, np.integer))
-        else [int(s) % 2**64 for s in per_row("seed", seed, count)]
-    )
+    if isinstance(seed, (Sequence, np.ndarray)) and not isinstance(seed, str):
+        seeds = [_whole("seed", i, s) % 2**64 for i, s in enumerate(per_row("seed", seed, count))]
+    else:
+        seeds = derive_seeds(_whole("seed", None, seed), count)
     positions, size = target.config.max_positions, target.config.vocab_size
     limit = getattr(target.config, "dynamic_limit", None)
     positions, limited = (positions, False) if limit is None else (min(positions, limit), True)
     for i, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
-        if int(budget) != budget or budget < 1:
-            raise DataError(f"max_new_tokens of row {i}: {budget} is not a whole number of at least 1")
-        if len(row) + budget > positions - k:
+        if len(row) + budget > positions:
             dynamic = " (past them its dynamic rotary scaling changes with every token, and a block would not be exact)"
             raise DataError(
-                f"prompt {i} has {len(row)} tokens; with max_new_tokens={budget} and a block of {k} "
-                f"drafts it exceeds the target's {positions} positions{dynamic if limited else ''}; shorten one of them"
+                f"prompt {i} has {len(row)} tokens; with max_new_tokens={budget} it exceeds the target's "
+                f"{positions} positions{dynamic if limited else ''}; shorten one of them"
             )
         if numbers["top_k"][i] > size:
             raise DataError(f"top_k of row {i}: {numbers['top_k'][i]} exceeds the vocabulary of {size}; 0 keeps all")
@@ -134,8 +133,8 @@ def prepare(
             )
     greedy = all(t == 0 for t in numbers["temperature"])
 
-    width = _bucket(max(map(len, rows)), _MIN_BUCKET)
-    new = _bucket(max(int(b) for b in budgets), _MIN_BUCKET, step=64)
+    longest, most = max(map(len, rows)), most_slots(target, k)
+    width = min(_bucket(longest, _MIN_PROMPT), most)
     padded = _bucket(count, 1)
     # Host arrays where the engine's types say device arrays: the jitted prefill takes both.
     prompt: Any = np.zeros((padded, width), np.int32)
@@ -174,16 +173,40 @@ def prepare(
         seeds=pad(words, (0, 0), np.uint32),
         stop_ids=stop_ids,
     )
-    buffer = -(-(width + new + k + 1) // 32) * 32
-    first = next_slots(max(_FIRST_SLOTS // 2, (width + k + 2) // 2), buffer)
-    return Batch(request, seeds, greedy, buffer, first)
+    end = max(len(row) + budget for row, budget in zip(rows, budgets, strict=True))
+    return Batch(request, seeds, greedy, slot_buckets(width, end + k + 1, most))
 
 
-def check_processor(processor: LogitsProcessor, request: Request, buffer: int) -> None:
+def most_slots(target: Any, k: int) -> int:
+    """What the longest generation of a target needs, with a block of ``k`` drafts that begins at its last position."""
+    return -(-(target.config.max_positions + k + 1) // 32) * 32
+
+
+def slot_buckets(width: int, needed: int, most: int) -> tuple[int, ...]:
+    """Powers of two from the prompt's bucket on, or from 256, up to ``needed``; the last one is cut to ``most``."""
+    slots = [min(max(width, _MIN_SLOTS), most)]
+    while slots[-1] < needed:
+        slots.append(min(2 * slots[-1], most))
+    return tuple(slots)
+
+
+def most_programs(target: Any, k: int, *, rows: int, prompt: int, new: int) -> tuple[int, str]:
+    """How many programs any number of requests of at most these sizes can need, and the formula: one that prefills a
+    prompt for each bucket of rows and of prompts; one that decodes blocks for each bucket of rows and of cache slots,
+    greedy and sampling; one that grows the cache from each bucket but the last."""
+    most = most_slots(target, k)
+    batches = _bucket(rows, 1).bit_length()
+    widths = len({min(_bucket(size, _MIN_PROMPT), most) for size in range(1, prompt + 1)})
+    slots = len(slot_buckets(1, min(prompt + new, target.config.max_positions) + k + 1, most))
+    formula = f"{batches} row buckets x ({widths} prompt buckets + 2 x {slots} cache buckets + {slots - 1} growths)"
+    return batches * (widths + 2 * slots + slots - 1), formula
+
+
+def check_processor(processor: LogitsProcessor, request: Request, slots: int) -> None:
     """Refuse, before any decoding, a processor that does not return what it was given the shape of."""
     batch, size = request.sampling.bias.shape
     logits, lengths = jax.ShapeDtypeStruct((batch, size), np.float32), jax.ShapeDtypeStruct((batch,), np.int32)
-    context = LogitsContext(jax.ShapeDtypeStruct((batch, buffer), np.int32), lengths, lengths)  # type: ignore[arg-type]
+    context = LogitsContext(jax.ShapeDtypeStruct((batch, slots), np.int32), lengths, lengths)  # type: ignore[arg-type]
     name = getattr(processor, "__name__", type(processor).__name__)
     try:
         hash(processor)
@@ -209,11 +232,6 @@ def per_row(name: str, value: Any, count: int) -> list:
     return values
 
 
-def next_slots(slots: int, most: int) -> int:
-    """Twice the slots; all of them when that would leave less than half a bucket for the last program."""
-    return most if 3 * slots >= most else 2 * slots
-
-
 def derive_seeds(seed: int, count: int) -> list[int]:
     """Row i's 64-bit seed: number i of the SplitMix64 stream (Steele et al. 2014) that starts at the mixed ``seed``,
     so neither neighbouring seeds nor neighbouring rows share a stream, and (s, i) is not (i, s)."""
@@ -227,6 +245,15 @@ def derive_seeds(seed: int, count: int) -> list[int]:
 
     start = mix(np.full(1, seed % 2**64, np.uint64))
     return mix(start + golden * np.arange(count, dtype=np.uint64)).tolist()
+
+
+def _whole(name: str, row: int | None, value: Any, least: int | None = None) -> int:
+    """A whole number; a float is none, not even 3.0, and neither is a truth value."""
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and (least is None or value >= least):
+        return int(value)
+    of_row = "" if row is None else f" of row {row}"
+    expected = "a whole number" if least is None else f"a whole number of at least {least}"
+    raise DataError(f"{name}{of_row}: {value!r} is not {expected}")
 
 
 def _numbers(name: str, value: Any, count: int) -> list:
@@ -295,7 +322,10 @@ def _encode(target: Any, prompt: Prompt, index: int, unused: np.ndarray) -> list
             raise DataError(f"prompt {index} is text, but the target has no tokenizer; give token ids")
         ids = target.tokenizer(prompt)["input_ids"]
     else:
-        ids = [int(t) for t in prompt]
+        ids = list(prompt)
+    wrong = next((t for t in ids if not isinstance(t, (int, np.integer)) or isinstance(t, bool)), None)
+    if wrong is not None:
+        raise DataError(f"prompt {index}: {wrong!r} is no token id; give whole numbers, or the prompt as text")
     if not ids:
         raise DataError(f"prompt {index} is empty; give at least one token (for example the beginning-of-sequence)")
     vocabulary = target.config.vocab_size
@@ -312,8 +342,6 @@ def _encode(target: Any, prompt: Prompt, index: int, unused: np.ndarray) -> list
     return ids
 
 
-def _bucket(size: int, smallest: int, step: int | None = None) -> int:
-    """The next power of two (or, past ``step``, the next multiple of it), at least ``smallest``."""
-    if step is not None and size > step:
-        return -(-size // step) * step
+def _bucket(size: int, smallest: int) -> int:
+    """The next power of two, at least ``smallest``."""
     return max(smallest, 1 << max(size - 1, 0).bit_length())

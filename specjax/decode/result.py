@@ -44,7 +44,7 @@ class GenerationResult:
     """``tokens``: new tokens only. ``seeds``: the seed from which each row replays alone. ``verifier``: the kind that
     decided (`greedy` if all rows are at temperature 0), ``lossless`` unless it changes the target's law.
     ``finish_reasons``: `stop` (a stop token), `length` (the budget), `stop_string`, or `invalid_logits`: the next token
-    had no finite distribution to come from. ``logprobs``: natural logs of the tokens' probabilities, where asked for."""
+    had no finite distribution to come from. ``logprobs``: logs of the tokens' probabilities, where asked for."""
 
     tokens: list[list[int]]
     text: list[str]
@@ -97,7 +97,7 @@ def cut_pieces(
     return pieces
 
 
-def finish_reason(code: int, cut: Any) -> str:
+def finish_reason(code: Any, cut: Any) -> str:
     """``cut``: where the text of the row ends at a stop string, None without."""
     return FINISH_REASONS[int(code) if cut is None else STOP_STRING]
 

@@ -56,7 +56,9 @@ class Decoded:
         names = [field.name for field in dataclasses.fields(DecodeStats)]
 
         def counts(row: Mapping[str, Any]) -> DecodeStats:
-            values = {n: tuple(row[n]) if isinstance(row[n], list) else row[n] for n in names if n in row}
+            values: dict[str, Any] = {
+                n: tuple(row[n]) if isinstance(row[n], list) else row[n] for n in names if n in row
+            }
             return DecodeStats(**values)
 
         return cls(found["temperature"], list(map(counts, found["by_prompt"])), found["seconds"])

@@ -28,13 +28,17 @@ class DraftModel:
 
     def bind(self, target: Any) -> tuple[DraftModel, Params]:
         """Raises `ModelError` if the vocabularies differ (`specjax.models.vocabulary`)."""
-        from specjax.backend import decode_layout
         from specjax.models import hf, vocabulary
 
         draft = hf.load_model(self.model) if isinstance(self.model, str) else self.model
         vocabulary.check_same_vocabulary(target, draft)
-        spec, params = decode_layout(draft.spec, draft.params)
-        return dataclasses.replace(self, model=spec), params
+        layout = draft.layout()
+        return dataclasses.replace(self, model=layout.spec), layout.params
+
+    @property
+    def max_positions(self) -> int:
+        """Of the bound draft."""
+        return self.model.config.max_positions
 
     def init(
         self,

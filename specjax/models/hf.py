@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 from safetensors import SafetensorError
 
+from specjax.backend import LaidOut
 from specjax.errors import ModelError
 from specjax.models.config import ModelConfig
 from specjax.models.families import Family, Settings, family_of
@@ -50,7 +51,7 @@ _HUB_FILES = (
 
 
 @dataclasses.dataclass(eq=False)
-class LoadedModel:
+class LoadedModel(LaidOut):
     """A model ready to run: ``spec`` is static and hashable, ``params`` a nested dict of arrays (as `Model.init`)."""
 
     spec: Model
@@ -74,16 +75,17 @@ class LoadedModel:
 
     @property
     def parameter_count(self) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: self.params)))
 
     @property
     def dtype(self) -> jnp.dtype:
         """Of the weights."""
-        return self.params["embedding"].dtype
+        return jax.eval_shape(lambda: self.params)["embedding"].dtype
 
     def logits(self, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T V"]:
         """float32 logits of the token after each position, without a cache. Compiled once a shape."""
-        return _logits(self.spec, self.params, jnp.asarray(tokens, jnp.int32))
+        spec, params = (self.spec, self.params) if self.holds_originals else (self.layout().spec, self.layout().params)
+        return _logits(spec, params, jnp.asarray(tokens, jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.backend import LaidOut
 from specjax.models.cache import KVCache, as_layer, write_block
 from specjax.testing import references
 from specjax.types import Context, Output, Params, SamplingParams
@@ -80,7 +81,7 @@ class PrefixModel:
 
 
 @dataclasses.dataclass(eq=False)
-class ToyModel:
+class ToyModel(LaidOut):
     """Stands where a `LoadedModel` stands."""
 
     spec: Any

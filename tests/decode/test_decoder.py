@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -238,7 +239,7 @@ def test_prefill_and_loop_lower_for_accelerators(monkeypatch, greedy, drafter):
     decoder = Decoder(target, DraftModel(draft, 3) if drafter == "draft" else NGram(3))
     engine, params = decoder.engine(greedy, rows=1)
     batch = prepare(target, 3, [[1, 2, 3]], 8, 0, False, {"temperature": 0.0 if greedy else 1.0})
-    prefill = engine_lib.prefill(engine.target, engine.drafter, batch.first_slots, batch.buffer)
+    prefill = engine_lib.prefill(engine.target, engine.drafter, batch.slots[0])
     jax.export.export(prefill, platforms=platforms)(params, batch.request)
     state = jax.eval_shape(prefill, params, batch.request)
     exported = jax.export.export(engine_lib.chunk(engine), platforms=platforms)(
@@ -256,6 +257,57 @@ def test_weights_are_laid_out_once_for_all_decoders_of_a_target(pair):
     changed.params = jax.tree.map(lambda x: x + 1, changed.params)
     after = Decoder(changed).engine(True, rows=1)[1].target
     assert not np.array_equal(jax.tree.leaves(before)[0], jax.tree.leaves(after)[0])
+
+
+def test_a_draft_is_laid_out_once_for_all_decoders(pair):
+    target, draft = pair
+    drafters = [Decoder(target, DraftModel(draft, k)).engine(True, rows=1)[1].drafter for k in (2, 3)]
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, drafters), strict=True))
+
+
+def test_freed_originals_leave_the_weights_in_memory_once():
+    """Live arrays of a target and a draft that three decoders share, and what `params` then means."""
+
+    def live_bytes() -> int:
+        gc.collect()
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    before = live_bytes()
+    changes = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "tie_embeddings": False}
+    models = [transformer(seed, **changes) for seed in (8, 9)]
+    saved = [jax.tree.map(np.array, model.params) for model in models]
+    loaded = live_bytes() - before
+    for model in models:
+        model.free_originals()
+    decoders = [Decoder(models[0], DraftModel(models[1], k)) for k in (1, 2, 3)]
+    assert all(decoder.engine(True, rows=1) for decoder in decoders)
+    assert live_bytes() - before <= 1.01 * loaded
+    for model, params in zip(models, saved, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, model.params, params)
+    assert live_bytes() - before <= 1.01 * loaded, "what was made from the layout is not kept"
+
+
+def test_an_outgrown_cache_is_freed_before_the_next_chunk(monkeypatch):
+    """Also while a stream's consumer holds on to what it was given."""
+    chunk, seen = engine_lib.chunk, []
+
+    def watched(engine):
+        def run(params, state, steps):
+            slots = state.tokens.shape[1]
+            held = {x.shape[2] for x in jax.live_arrays() if x.ndim == 4 and x.shape[:2] == (1, 1)}
+            seen.append((slots, {size for size in held if size >= 256}))
+            return chunk(engine)(params, state, steps)
+
+        return run
+
+    monkeypatch.setattr(engine_lib, "chunk", watched)
+    gc.collect()
+    decoder = Decoder(prefix_model(0, vocab_size=7))
+    decoder.generate([[1, 2]], max_new_tokens=600)
+    kept = list(decoder.stream([1, 2], max_new_tokens=600, steps_per_event=200))
+    assert len(kept) >= 3
+    assert {slots for slots, _ in seen} == {256, 512, 1024}
+    assert all(held == {slots} for slots, held in seen)
 
 
 def test_a_cache_keeps_numbers_of_the_models_type(pair):
@@ -302,8 +354,8 @@ def test_the_largest_cache_holds_the_longest_row_and_a_block():
     """S >= longest + K + 1 always, or dynamic_update_slice would clamp and overwrite valid slots."""
     for length, new in [(1, 1), (16, 16), (17, 64), (100, 28), (120, 7), (1, 500), (64, 192)]:
         batch = prepare(TARGET, 8, [[1] * length], new, 0, True, {})
-        assert batch.buffer >= length + new + 8 + 1
-        assert length + 8 + 1 <= batch.first_slots <= batch.buffer
+        assert batch.slots[-1] >= length + new + 8 + 1
+        assert batch.request.prompt.shape[1] <= batch.slots[0]
 
 
 def ngram_draft(tokens: list[int], **settings):
@@ -350,12 +402,28 @@ def test_a_verifier_made_in_python_is_checked_as_a_configs_is():
     assert not Decoder(TARGET, verifier=Lenient(lenience=0.5)).lossless
 
 
-def test_a_k_that_cannot_fit_is_refused():
-    small = ToyModel(
-        dataclasses.replace(TARGET.spec, config=dataclasses.replace(TARGET.config, max_positions=8)), TARGET.params
-    )
-    with pytest.raises(SpecjaxError, match="k=8 cannot fit"):
-        Decoder(small, DraftModel(DRAFT, 8))
+@pytest.mark.parametrize("learned", [False, True], ids=["rotary", "learned"])
+def test_a_context_can_be_decoded_to_its_last_position(learned):
+    """What is drafted past the end is masked, as past the budget; k may even exceed the whole context."""
+    target = transformer(5, max_positions=20, learned_positions=learned)
+    want = Decoder(target).generate([[1, 2, 3], [4]], max_new_tokens=[17, 19])
+    for k in (4, 24):
+        drafted = Decoder(target, DraftModel(target, k)).generate([[1, 2, 3], [4]], max_new_tokens=[17, 19])
+        assert drafted.tokens == want.tokens
+        assert drafted.finish_reasons == ["length", "length"]
+        assert max(s.blocks for s in drafted.stats) == -(-19 // (k + 1))
+    with pytest.raises(DataError, match=r"max_new_tokens=18 it exceeds the target's 20 positions"):
+        Decoder(target, DraftModel(target, 4)).generate([[1, 2, 3]], max_new_tokens=18)
+
+
+def test_a_draft_with_fewer_positions_than_the_generation_is_told(pair):
+    target, _ = pair
+    short = transformer(1, hidden_size=16, num_layers=1, max_positions=32)
+    decoder = Decoder(target, DraftModel(short, 2))
+    with pytest.warns(UserWarning, match="the draft has 32 positions, and this generation may reach 40"):
+        found = decoder.generate([[1] * 8], max_new_tokens=32)
+    assert found.tokens == Decoder(target).generate([[1] * 8], max_new_tokens=32).tokens
+    decoder.generate([[1] * 8], max_new_tokens=24)  # warnings are errors here
 
 
 def test_the_greedy_verifier_refuses_temperatures():

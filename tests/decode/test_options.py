@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import programs
 from specjax.decode.costs import count_compiles
 from specjax.decode.decoder import Decoder
+from specjax.decode.request import most_programs
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import DataError, SpecjaxError
@@ -309,6 +311,19 @@ def test_a_processor_that_returns_nan_ends_its_row_and_no_other(drafter):
         found = Decoder(TARGET, drafter).generate(PROMPTS, logits_processor=fails, **options)
         assert found.finish_reasons == ["length", "length", "invalid_logits", "length"]
         assert [len(row) for row in found.tokens] == [20, 20, 5, 20]
+
+
+def test_requests_of_any_size_share_a_bounded_number_of_programs():
+    """Prompts, budgets and batches all vary: nothing but their buckets makes a program."""
+    target = prefix_model(7, vocab_size=SIZE)
+    decoder = Decoder(target, DraftModel(target, 3))
+    bound, formula = most_programs(target, 3, rows=2, prompt=40, new=300)
+    assert bound == 16, formula
+    with count_compiles() as count:
+        for request in programs.requests(40, seed=0, rows=2, prompt=40, new=300):
+            request["prompts"] = [[token % SIZE for token in prompt] for prompt in request["prompts"]]
+            decoder.generate(**request)
+    assert 8 <= count.programs <= bound
 
 
 def test_nothing_is_compiled_for_other_parameters():
