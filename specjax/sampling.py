@@ -60,20 +60,20 @@ def process(
     def at_node(node, offset):
         return processor(node, LogitsContext(tokens, context.lengths + offset, context.prompt_lengths))
 
-    return jax.vmap(at_node, in_axes=(1, 0), out_axes=1)(logits, first + jnp.arange(logits.shape[1]))
+    return jax.vmap(at_node, in_axes=(1, 0), out_axes=1)(logits, first + jnp.arange(logits.shape[1], dtype=jnp.int32))
 
 
 def _penalised(logits, context: Context, drafted, first) -> Float[Array, "B R V"]:
     s, (batch, nodes, size) = context.sampling, logits.shape
-    rows = jnp.arange(batch)[:, None]
-    position = jnp.arange(context.tokens.shape[1])[None]
+    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    position = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None]
     committed = position < context.lengths[:, None]
     generated = committed & (position >= context.prompt_lengths[:, None])
 
     def counted(counts: Bool[Array, "B L"]):
         return jnp.zeros((batch, size), jnp.int32).at[rows, context.tokens].add(counts.astype(jnp.int32))[:, None]
 
-    before, token = first + jnp.arange(nodes), jnp.arange(size)
+    before, token = first + jnp.arange(nodes, dtype=jnp.int32), jnp.arange(size, dtype=jnp.int32)
     of_drafts = jnp.zeros((batch, nodes, size), jnp.int32)
     for i in range(drafted.shape[1]):
         counts = (drafted[:, i, None, None] == token[None, None]) & (i < before)[None, :, None]
@@ -104,7 +104,7 @@ def warp(logits: Float[Array, "B R V"], sampling: SamplingParams) -> Float[Array
 
     def with_greedy_rows():
         index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-        one_hot = jnp.where(index == argmax(logits)[..., None], 0.0, -jnp.inf)
+        one_hot = jnp.where(index == argmax(logits)[..., None], jnp.float32(0.0), -jnp.inf)
         return jnp.where(temperature > 0, scaled, jnp.where(has_law(logits)[..., None], one_hot, jnp.nan))
 
     # The argmax over V is paid only by batches that hold a greedy row.
@@ -176,7 +176,7 @@ def coupled_noise(seeds: UInt[Array, "B 2"], lengths: Int[Array, " B"], k: int, 
         # "high": tokens of probability below 2^-23 stay possible.
         return jax.random.gumbel(key, (size,), jnp.float32, mode="high")
 
-    positions = lengths[:, None] + jnp.arange(k + 1)[None]
+    positions = lengths[:, None] + jnp.arange(k + 1, dtype=jnp.int32)[None]
     return CoupledNoise(jax.vmap(jax.vmap(at, in_axes=(None, 0)))(seeds, positions))
 
 
@@ -216,9 +216,9 @@ def _group_width(size: int) -> int:
 
 def _choose(weights: Float[Array, "B N"], words: UInt[Array, " B"]) -> Int[Array, " B"]:
     """The first index whose cumulative share exceeds ``words / 2^32`` of them all, in exact integers."""
-    edges = jnp.cumsum(shares(weights), axis=-1)
+    edges = jnp.cumsum(shares(weights), axis=-1, dtype=jnp.uint32)
     threshold = _high_word(words, edges[:, -1])
-    below = jnp.sum((edges <= threshold[:, None]).astype(jnp.int32), axis=-1)
+    below = jnp.sum(edges <= threshold[:, None], axis=-1, dtype=jnp.int32)
     return jnp.minimum(below, weights.shape[1] - 1)
 
 

@@ -49,6 +49,7 @@ from specjax.types import (
     Verdict,
     Verifier,
 )
+from specjax.verifiers.chain import leading_run
 
 Logprobs = Literal["raw", "processed"]
 
@@ -157,11 +158,11 @@ def cut_invalid(draft: Draft, p_logits: Float[Array, "B K1 V"]) -> tuple[Draft, 
     drafter = jnp.ones_like(draft.valid) if draft.finite is None else draft.finite
     if draft.logits is not None:
         drafter = sampling.has_law(draft.logits)
-    valid = draft.valid & (jnp.cumprod((drafter & target[:, :-1]).astype(jnp.int32), axis=1) > 0)
-    # Proposed, behind nothing else that failed, and from no distribution.
-    proposed = jnp.cumprod((draft.valid & target[:, :-1]).astype(jnp.int32), axis=1) > 0
-    failed = jnp.any(proposed & ~drafter, axis=1)
-    return dataclasses.replace(draft, valid=valid), Finite(target, failed)
+    position = jnp.arange(draft.valid.shape[1], dtype=jnp.int32)[None]
+    proposed = leading_run(draft.valid & target[:, :-1])
+    kept = jnp.minimum(proposed, leading_run(drafter))
+    valid = draft.valid & (position < kept[:, None])
+    return dataclasses.replace(draft, valid=valid), Finite(target, drafter_failed=kept < proposed)
 
 
 def keep_logprobs(state: DecodeState, draft: Draft, verdict: Verdict, laws: Float[Array, "B K1 V"]) -> DecodeState:
@@ -175,7 +176,7 @@ def keep_logprobs(state: DecodeState, draft: Draft, verdict: Verdict, laws: Floa
 
 def block_tokens(draft: Draft, verdict: Verdict) -> Int[Array, "B K1"]:
     """The accepted tokens, then the target's own; later entries mean nothing."""
-    own = jnp.arange(draft.tokens.shape[1] + 1)[None] == verdict.num_accepted[:, None]
+    own = jnp.arange(draft.tokens.shape[1] + 1, dtype=jnp.int32)[None] == verdict.num_accepted[:, None]
     return jnp.where(own, verdict.next_token[:, None], jnp.pad(draft.tokens, ((0, 0), (0, 1))))
 
 
@@ -183,7 +184,7 @@ def feed_block(target: Model, params: Params, state: DecodeState, draft: Draft) 
     """The target over the root and the proposals, at the slots that follow what its cache holds."""
     root = jnp.take_along_axis(state.tokens, (state.lengths - 1)[:, None], axis=1)
     fed = jnp.concatenate([root, draft.tokens], axis=1)
-    slots = (state.lengths - 1)[:, None] + jnp.arange(fed.shape[1])[None]
+    slots = (state.lengths - 1)[:, None] + jnp.arange(fed.shape[1], dtype=jnp.int32)[None]
     return target(params, fed, slots, slots, state.cache)
 
 
@@ -192,10 +193,10 @@ def commit(state: DecodeState, draft: Draft, verdict: Verdict, finite: Finite) -
     decoding would cut. The cut is after verification, so the stream keeps the target's law. A row whose own token would
     come from no distribution ends before it."""
     n, k = verdict.num_accepted, draft.tokens.shape[1]
-    index = jnp.arange(k + 1)[None]
-    proposed = jnp.sum(jnp.cumprod(draft.valid.astype(jnp.int32), axis=1), axis=1)
+    index = jnp.arange(k + 1, dtype=jnp.int32)[None]
+    proposed = leading_run(draft.valid)
     block = block_tokens(draft, verdict)
-    own_origin = jnp.where(n < proposed, CORRECTED, BONUS)
+    own_origin = jnp.where(n < proposed, jnp.int32(CORRECTED), BONUS)
     origin = jnp.where(index == n[:, None], own_origin[:, None], ACCEPTED)
 
     stops = jnp.any(block[:, :, None] == state.stop_ids[:, None, :], axis=2) & (index <= n[:, None])
@@ -207,10 +208,11 @@ def commit(state: DecodeState, draft: Draft, verdict: Verdict, finite: Finite) -
     uncut = jnp.minimum(available, state.budget - state.lengths)
     emitted = jnp.where(active, jnp.minimum(first_stop + 1, uncut), 0)
     lengths = state.lengths + emitted
-    finish = jnp.where(lengths >= state.budget, LENGTH, jnp.where(own_finite, UNFINISHED, INVALID_LOGITS))
+    finish = jnp.where(own_finite, jnp.int32(UNFINISHED), INVALID_LOGITS)
+    finish = jnp.where(lengths >= state.budget, LENGTH, finish)
     finish = jnp.where(first_stop < emitted, STOP, finish)
 
-    position = jnp.arange(1, k + 1)[None]
+    position = jnp.arange(1, k + 1, dtype=jnp.int32)[None]
     was_proposed = active[:, None] & (proposed[:, None] >= position)
     seen = Counters(
         blocks=active,
@@ -240,7 +242,7 @@ def prefill(target: Model, drafter: Drafter, num_slots: int, logprobs: bool = Fa
     def run(params: EngineParams, request: Request) -> DecodeState:
         batch, width = request.prompt.shape
         k = drafter.k
-        positions = jnp.broadcast_to(jnp.arange(width)[None], (batch, width))
+        positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
         cache = target.init_cache(batch, num_slots, cache_lib.dtype_for(params.target))
         cache = cache_lib.with_total(cache, request.lengths + request.budget)
         out = target(params.target, request.prompt, positions, positions, cache)

@@ -43,7 +43,7 @@ class Block(ChainVerifier):
         # 0/0: nothing is left because p = q, and everything later is kept. NaN stays, and is no chance to be kept.
         nothing = whole <= 0
         h = jnp.where(nothing, 1.0, left / jnp.where(nothing, 1.0, whole))
-        last = jnp.arange(1, b.shape[1] + 1)[None] == leading_run(draft.valid)[:, None]
+        last = jnp.arange(1, b.shape[1] + 1, dtype=jnp.int32)[None] == leading_run(draft.valid)[:, None]
         return Chances(jnp.where(last, b, jnp.pad(h, ((0, 0), (0, 1)))), weight)
 
 

@@ -81,12 +81,12 @@ class ChainVerifier:
 
 def leading_run(accepted: Bool[Array, "B K"]) -> Int[Array, " B"]:
     """Number of accepted tokens before the first that is not."""
-    return jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1)
+    return jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
 def last_success(success: Bool[Array, "B K"]) -> Int[Array, " B"]:
     """Number of tokens up to the last success, 0 without any."""
-    return jnp.max(jnp.where(success, jnp.arange(1, success.shape[1] + 1)[None], 0), axis=1, initial=0)
+    return jnp.max(jnp.where(success, jnp.arange(1, success.shape[1] + 1, dtype=jnp.int32)[None], 0), axis=1, initial=0)
 
 
 def leading_run_law(keep: Float[Array, "B K"]) -> Float[Array, "B K1"]:
