@@ -28,12 +28,13 @@ class Bench:
     """Decoding of held-out prompts: everything in the grid, timed interleaved."""
 
     prompts: Positive = 12
-    """Timed prompts. As many others choose k; three times as many count the acceptance that predicts the speedup."""
-    prompt_tokens: Annotated[int, Field(ge=1)] = 64
+    """Timed prompts. Three times as many others choose k, and their acceptance predicts the speedup."""
+    prompt_tokens: Annotated[int, Field(ge=1)] = 56
+    """With ``new_tokens`` and a block of 8 just what the smallest cache holds, so that each point is one program."""
     new_tokens: Positive = 192
     batch_sizes: Annotated[tuple[Positive, ...], *Grid] = (1, 8)
     temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *Grid] = (0.0, 1.0)
-    ks: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], *Grid] = (3, 5, 7)
+    ks: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], *Grid] = (1, 2, 3, 5, 7)
     drafters: Annotated[tuple[kind_in(_WEIGHTLESS), ...], AfterValidator(distinct)] = ("ngram",)  # pyright: ignore
     """Registered drafters that need no weights, beside the trained draft; at their default settings."""
     price_per_hour: Annotated[float, Field(gt=0)] | None = None

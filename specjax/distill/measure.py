@@ -154,6 +154,8 @@ def _figures(measured: Mapping[str, Any], target: LoadedModel) -> dict[str, Any]
                 f"speedup_{suffix}": headline["speedup"],
                 f"speedup_predicted_{suffix}": headline["speedup_predicted"],
                 f"best_k_{suffix}": headline["k"],
+                f"top_k_{suffix}": headline["top_k"],
+                f"top_speedup_{suffix}": headline["top_speedup"],
                 f"ar_tokens_per_s{tail}": headline["ar_tokens_per_s"],
                 f"spec_tokens_per_s{tail}": headline["spec_tokens_per_s"],
                 f"ar_overhead_{suffix}": headline["ar_overhead"],

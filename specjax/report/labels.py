@@ -28,6 +28,8 @@ FIGURES: Mapping[str, str] = {
     "greedy_identical": "greedy output equals autoregressive output token for token",
     "speedup_greedy": "wall time against the best autoregressive loop, greedy, batch 1",
     "speedup_t1": "the same at temperature 1",
+    "top_speedup_greedy": "of the best k in the grid, which the timed prompts themselves choose, greedy",
+    "top_speedup_t1": "the same at temperature 1",
     "ar_tokens_per_s": "autoregressive tokens a second, batch 1",
     "spec_tokens_per_s": "speculative tokens a second, greedy, batch 1",
     "spec_tokens_per_s_t1": "speculative tokens a second, temperature 1, batch 1",

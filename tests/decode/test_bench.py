@@ -15,7 +15,7 @@ import pytest
 from specjax import config
 from specjax.decode import bench as bench_lib
 from specjax.decode import costs
-from specjax.decode.bench import AUTOREGRESSIVE, Bench, Cell
+from specjax.decode.bench import AUTOREGRESSIVE, Bench, Cell, Run
 from specjax.decode.decoder import Decoder
 from specjax.distill import job, measure
 from specjax.distill.corpus import Document
@@ -51,6 +51,27 @@ def measured():
     found = bench.measure("draft_after", lambda: ticks.append(None))
     assert len(ticks) == bench.num_ticks
     return found
+
+
+def test_a_k_is_chosen_on_all_tuning_prompts_and_the_slow_ones_drop_out(monkeypatch):
+    """Seconds are given: k = 2 looks best on the first prompts, k = 1 is within reach of it and best on all."""
+    bench, asked, ticks = make(ks=(1, 2, 3)), [], []
+    monkeypatch.setattr(bench, "_prompts", PROMPTS[:2])
+
+    def run(cells, prompts, tick):
+        asked.append(([cell.k for cell in cells], list(prompts)))
+        first = prompts == TUNING[:2]
+        seconds = {1: 10.5, 2: 10.0, 3: 11.5} if first else {1: 9.0, 2: 10.0, 3: 1.0}
+        for _ in range(len(cells) * len(prompts)):
+            tick()
+        return {cell: Run(seconds[cell.k], [], DecodeStats(1, 1, (), (), ())) for cell in cells}
+
+    monkeypatch.setattr(bench, "run", run)
+    best, found = bench._tune("draft_after", lambda: ticks.append(None))
+    assert best == {0.0: 1, 1.0: 1}
+    assert asked[:2] == [([1, 2, 3], TUNING[:2]), ([1, 2], TUNING[2:])]
+    assert len(ticks) == 2 * 3 * 4, "those that dropped out are counted as done"
+    assert found[Cell("draft_after", 1, 1, 0.0)].seconds == 19.5
 
 
 def test_every_point_of_the_grid_is_there_once_and_batch_1_for_the_headline(measured):
