@@ -20,16 +20,8 @@ from specjax.decode import request as request_lib
 from specjax.decode import stops as stops_lib
 from specjax.decode.engine import Engine, EngineParams, Logprobs, NoDraft
 from specjax.decode.request import Batch, Prompt, SamplingOptions
-from specjax.decode.result import (
-    Event,
-    GenerationResult,
-    Piece,
-    cut_pieces,
-    cut_text,
-    finish_reason,
-    origin_names,
-    stats_by_row,
-)
+from specjax.decode.result import Event, GenerationResult, finish_reason, origin_names, pieces_of, stats_by_row
+from specjax.decode.text import Cut, Detokenizer, RowText
 from specjax.errors import DataError
 from specjax.models.vocabulary import TokenRows
 from specjax.types import DecodeState, Drafter, LogitsProcessor, Verifier
@@ -74,6 +66,7 @@ class Decoder:
         seed: int | Sequence[int] = 0,
         ignore_eos: bool = False,
         stop_strings: str | Sequence[str] | Sequence[Sequence[str]] | None = None,
+        skip_special_tokens: bool = True,
         logprobs: Logprobs | bool | None = None,
         logits_processor: LogitsProcessor | None = None,
         **sampling: Unpack[SamplingOptions],
@@ -84,9 +77,9 @@ class Decoder:
         replays alone from its own (``seed=[result.seeds[i]]``).
 
         ``stop_strings`` end a row where its new text holds one: the text stops before it, the tokens with the one that
-        completes it (counters also hold what was decoded before the host saw it). ``logprobs`` of the emitted tokens:
-        'raw' (or True) of the target's own law, over the tokens of its tokenizer; 'processed' after all sampling
-        parameters.
+        completes it (counters also hold what was decoded before the host saw it). ``skip_special_tokens``: they are in
+        the tokens, but not in the text, where stop strings are looked for. ``logprobs`` of the emitted tokens: 'raw'
+        (or True) of the target's own law, over the tokens of its tokenizer; 'processed' after all sampling parameters.
         ``logits_processor``: a pure, traceable ``(logits[B, V], specjax.types.LogitsContext) -> logits[B, V]``, for
         draft and target alike, before temperature; compiled for, so pass the same function again, not a new lambda.
 
@@ -96,8 +89,11 @@ class Decoder:
         Raises `DataError` naming argument, row and value of what cannot be used.
         """
         run = self._run(prompts, max_new_tokens, seed, ignore_eos, stop_strings, logprobs, logits_processor, sampling)
+        detokenize = self._detokenizer(skip_special_tokens)
+        if detokenize is not None and any(run.stops):
+            run.texts = [RowText(detokenize, stops) for stops in run.stops]
         last = collections.deque(self._chunks(run, _STOP_STRING_STEPS if any(run.stops) else _NO_LIMIT), maxlen=1)
-        return self._result(run, jax.device_get(last.pop()))
+        return self._result(run, jax.device_get(last.pop()), detokenize)
 
     def stream(
         self,
@@ -107,37 +103,40 @@ class Decoder:
         seed: int = 0,
         ignore_eos: bool = False,
         stop_strings: str | Sequence[str] | None = None,
+        skip_special_tokens: bool = True,
         logprobs: Logprobs | bool | None = None,
         logits_processor: LogitsProcessor | None = None,
         steps_per_event: int = 1,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[Event]:
         """The same loop as `generate` for one prompt, stopping every ``steps_per_event`` blocks to hand out what was
-        committed (without what may begin a stop string). The tokens are those of `generate` with the same arguments."""
+        committed. The tokens are those of `generate` with the same arguments, and so is the text: what later tokens can
+        still change, a part of a character or of a stop string, waits for a later event."""
         if isinstance(steps_per_event, bool) or not isinstance(steps_per_event, int) or steps_per_event < 1:
             raise DataError(
                 f"steps_per_event: {steps_per_event!r}; an event takes a whole number of blocks, at least one"
             )
         run = self._run([prompt], max_new_tokens, seed, ignore_eos, stop_strings, logprobs, logits_processor, sampling)
+        detokenize = self._detokenizer(skip_special_tokens)
+        if detokenize is not None:
+            run.texts = [RowText(detokenize, run.stops[0])]
         return self._events(run, steps_per_event)
 
     def _events(self, run: _Run, steps_per_event: int) -> Iterator[Event]:
         sent = start = int(run.batch.request.lengths[0])
         for state in self._chunks(run, steps_per_event):
             host = jax.device_get(state)
-            found, done = run.cuts[0], bool(host.done[0]) or run.cuts[0] is not None
-            length = int(host.lengths[0]) if found is None else start + found[0]
-            if not done:
-                length = self._decided(host.tokens[0, start:length].tolist(), run.stops[0], sent - start) + start
-            before, tokens = host.tokens[0, start:sent].tolist(), host.tokens[0, sent:length].tolist()
-            text, pieces = self._text(before, tokens, origin_names(host.origin[0, sent:length]), done)
-            if found is not None:
-                sent_text = self._detokenize(before).rstrip("\ufffd") if before else ""
-                pieces = cut_text(pieces, len(found[1]) - len(sent_text))
-                text = "".join(piece.text for piece in pieces)
+            length, pieces = int(host.lengths[0]), []
+            if run.texts:
+                length = start + run.texts[0].tokens
+                first, shares = run.texts[0].release()
+                origins = host.origin[0, start + first : start + first + len(shares)]
+                pieces = pieces_of(shares, origin_names(origins))
+            tokens, text = host.tokens[0, sent:length].tolist(), "".join(piece.text for piece in pieces)
             values = None if host.logprobs is None else host.logprobs[0, sent:length].tolist()
             sent = length
-            reason = finish_reason(host.finish[0], found) if done else None
+            done = bool(host.done[0])
+            reason = finish_reason(host.finish[0], run.cut(0)) if done else None
             yield Event(tokens, text, pieces, stats_by_row(host.counters)[0], done, values, reason)
 
     def compile(
@@ -196,30 +195,15 @@ class Decoder:
         tokens = TokenRows.of(self.target) if logprobs == "raw" else None
         engine = dataclasses.replace(engine, processor=processor, logprobs=logprobs, tokens=tokens)
         stops = stops_lib.check(stop_strings, len(prompts), self.target.tokenizer is not None)
-        return _Run(batch, engine, params, stops, [None] * len(prompts))
+        return _Run(batch, engine, params, stops)
 
     def _prefill(self, run: _Run, slots: int) -> DecodeState:
         engine = run.engine
         prefill = engine_lib.prefill(engine.target, engine.drafter, slots, engine.logprobs is not None)
         return prefill(run.params, run.batch.request)
 
-    def _decided(self, tokens: list[int], stops: Sequence[str], sent: int) -> int:
-        """How many of ``tokens`` can be handed out: the text after them begins with what may begin a stop string."""
-        # Without the bytes of a character that is not complete.
-        text = self._detokenize(tokens).rstrip("\ufffd") if stops else ""
-        held, count = stops_lib.undecided(text, stops), len(tokens)
-        while held and count > sent and len(self._detokenize(tokens[:count]).rstrip("\ufffd")) > len(text) - held:
-            count -= 1
-        return count
-
-    def _text(self, before: list[int], tokens: list[int], origins: list[str], last: bool) -> tuple[str, list[Piece]]:
-        if self.target.tokenizer is None:
-            return "", []
-        pieces = cut_pieces(self._detokenize, before, tokens, origins, last)
-        return "".join(piece.text for piece in pieces), pieces
-
-    def _detokenize(self, tokens: Sequence[int]) -> str:
-        return self.target.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
+    def _detokenizer(self, skip_special_tokens: bool) -> Detokenizer | None:
+        return None if self.target.tokenizer is None else Detokenizer(self.target.tokenizer, skip_special_tokens)
 
     def _chunks(self, run: _Run, max_steps: int) -> Iterator[DecodeState]:
         """What the host reads of the states at chunk ends; the last one has every row done. The caches are not handed
@@ -233,36 +217,22 @@ class Decoder:
                 state = engine_lib.grow(state, more.pop(0))
             state = chunk(run.params, state, np.int32(max_steps))
             lengths, done = jax.device_get((state.lengths, state.done))
-            if any(run.stops):
-                done = self._cut_at_stop_strings(run, state, lengths, done)
+            if run.texts:
+                done = _read(run, state, lengths, done)
                 state = dataclasses.replace(state, done=jnp.asarray(done))
-            yield dataclasses.replace(state, cache=None, drafter=None)
+            yield dataclasses.replace(state, cache=None, drafter=None, sampling=None)
             if done.all():
                 return
 
-    def _cut_at_stop_strings(self, run: _Run, state: DecodeState, lengths, done) -> np.ndarray:
-        """Notes in ``run.cuts`` where a row's text ends; returns ``done`` with those rows."""
-        tokens, done = jax.device_get(state.tokens), done.copy()
-        for i, stops in enumerate(run.stops):
-            start = int(run.batch.request.lengths[i])
-            if run.cuts[i] is None:
-                new = tokens[i, start : lengths[i]].tolist()
-                run.cuts[i] = stops_lib.cut(self._detokenize, new, stops, run.checked[i])
-                run.checked[i] = len(new)
-            done[i] |= run.cuts[i] is not None
-        return done
-
-    def _result(self, run: _Run, host: DecodeState) -> GenerationResult:
+    def _result(self, run: _Run, host: DecodeState, detokenize: Detokenizer | None) -> GenerationResult:
         rows = range(len(run.batch.seeds))
         starts, ends = host.prompt_lengths, host.lengths
-        spans = [slice(starts[i], ends[i] if (c := run.cuts[i]) is None else starts[i] + c[0]) for i in rows]
+        cuts = [run.cut(i) for i in rows]
+        spans = [slice(starts[i], ends[i] if (c := cuts[i]) is None else starts[i] + c.tokens) for i in rows]
         tokens = [host.tokens[i, span].tolist() for i, span in zip(rows, spans, strict=True)]
-        has_text = self.target.tokenizer is not None
-        texts = (
-            [self._detokenize(t) if cut is None else cut[1] for t, cut in zip(tokens, run.cuts, strict=True)]
-            if has_text
-            else [""] * len(tokens)
-        )
+        texts = [""] * len(rows)
+        if detokenize is not None:
+            texts = [detokenize(tokens[i]) if cuts[i] is None else run.texts[i].text for i in rows]
         return GenerationResult(
             tokens=tokens,
             text=texts,
@@ -271,28 +241,36 @@ class Decoder:
             seeds=run.batch.seeds,
             verifier=run.engine.verifier.kind,
             lossless=run.engine.verifier.lossless,
-            finish_reasons=[finish_reason(host.finish[i], run.cuts[i]) for i in rows],
+            finish_reasons=[finish_reason(host.finish[i], cuts[i]) for i in rows],
             logprobs=None
             if host.logprobs is None
             else [host.logprobs[i, span].tolist() for i, span in zip(rows, spans, strict=True)],
-            detokenize=self._detokenize if has_text else None,
+            detokenize=detokenize,
         )
 
 
 @dataclasses.dataclass
 class _Run:
-    """One generation. ``cuts``: (tokens, text) of the rows whose stop string was found; ``checked``: new tokens
-    that are known to hold none."""
+    """One generation. ``texts``: of the rows, where text is read as it comes."""
 
     batch: Batch
     engine: Engine
     params: EngineParams
     stops: list[tuple[str, ...]]
-    cuts: list[tuple[int, str] | None]
-    checked: list[int] = dataclasses.field(init=False)
+    texts: list[RowText] = dataclasses.field(default_factory=list)
 
-    def __post_init__(self):
-        self.checked = [0] * len(self.cuts)
+    def cut(self, row: int) -> Cut | None:
+        return self.texts[row].cut if self.texts else None
+
+
+def _read(run: _Run, state: DecodeState, lengths: np.ndarray, done: np.ndarray) -> np.ndarray:
+    """Feeds the rows' texts what is new; returns ``done`` with the rows that a stop string ends."""
+    tokens, done = jax.device_get(state.tokens), done.copy()
+    for i, text in enumerate(run.texts):
+        start = int(run.batch.request.lengths[i])
+        text.feed(tokens[i, start + text.fed : lengths[i]].tolist(), bool(done[i]))
+        done[i] |= text.cut is not None
+    return done
 
 
 def _warn_of_a_short_draft(drafter: Drafter, batch: Batch) -> None:

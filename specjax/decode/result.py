@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from specjax.decode.text import Detokenizer
 from specjax.errors import ModelError
 from specjax.metrics import DecodeStats
 from specjax.types import FINISH_REASONS, ORIGINS, STOP_STRING, Counters
-
-Detokenize = Callable[[Sequence[int]], str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +55,13 @@ class GenerationResult:
     lossless: bool
     finish_reasons: list[str]
     logprobs: list[list[float]] | None = None
-    detokenize: Detokenize | None = dataclasses.field(default=None, repr=False)
+    detokenize: Detokenizer | None = dataclasses.field(default=None, repr=False)
 
     def pieces(self, row: int = 0) -> list[Piece]:
         """The row's text cut where the origin of the tokens changes. Raises `ValueError` without a tokenizer."""
         if self.detokenize is None:
             raise ValueError("pieces need a tokenizer, and the target has none")
-        pieces = cut_pieces(self.detokenize, [], self.tokens[row], self.origins[row])
+        pieces = pieces_of(self.detokenize.shares(self.tokens[row]), self.origins[row])
         return cut_text(pieces, len(self.text[row]))
 
 
@@ -71,30 +71,16 @@ def cut_text(pieces: Sequence[Piece], length: int) -> list[Piece]:
     for piece in pieces:
         text = piece.text[: max(length, 0)]
         length -= len(piece.text)
-        if text or not piece.text:
+        if text:
             kept.append(Piece(text, piece.origin))
     return kept
 
 
-def cut_pieces(
-    detokenize: Detokenize, before: Sequence[int], tokens: Sequence[int], origins: Sequence[str], last: bool = True
-) -> list[Piece]:
-    """Text of ``tokens`` after ``before``, cut by origin. Bytes of a character split between tokens go with the token
-    that completes it; unless these are the ``last`` tokens, an incomplete end waits for the next call."""
-    pieces: list[Piece] = []
-    history, done = list(before), detokenize(before) if before else ""
-    done = done.rstrip("\ufffd")
-    for i, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
-        history.append(token)
-        text = detokenize(history)
-        if text.endswith("\ufffd") and not (last and i + 1 == len(tokens)):
-            continue
-        new, done = text[len(done) :], text
-        if pieces and pieces[-1].origin == origin:
-            pieces[-1] = Piece(pieces[-1].text + new, origin)
-        else:
-            pieces.append(Piece(new, origin))
-    return pieces
+def pieces_of(shares: Sequence[str], origins: Sequence[str]) -> list[Piece]:
+    """The text that each token adds, put together where consecutive ones are of one origin."""
+    with_text = (pair for pair in zip(shares, origins, strict=True) if pair[0])
+    grouped = itertools.groupby(with_text, key=lambda pair: pair[1])
+    return [Piece("".join(share for share, _ in pairs), origin) for origin, pairs in grouped]
 
 
 def finish_reason(code: Any, cut: Any) -> str:

@@ -1,14 +1,12 @@
-"""Stop strings: found on the host between chunks, cut exactly. They are looked for in the new text alone."""
+"""Stop strings: which rows have which, and where a text holds one. They are looked for in the new text alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from specjax.decode.request import per_row
 from specjax.errors import DataError
-
-Detokenize = Callable[[Sequence[int]], str]
 
 
 def check(value: Any, count: int, has_tokenizer: bool) -> list[tuple[str, ...]]:
@@ -29,21 +27,6 @@ def check(value: Any, count: int, has_tokenizer: bool) -> list[tuple[str, ...]]:
     return rows
 
 
-def cut(
-    detokenize: Detokenize, tokens: Sequence[int], stops: Sequence[str], checked: int = 0
-) -> tuple[int, str] | None:
-    """(tokens up to the one that completes a stop string, text before that string), or None. The first ``checked``
-    tokens are known to hold none."""
-    if not stops or _find(detokenize(tokens), stops) is None:
-        return None
-    for count in range(checked + 1, len(tokens) + 1):
-        text = detokenize(tokens[:count])
-        start = _find(text, stops)
-        if start is not None:
-            return count, text[:start]
-    return None
-
-
 def undecided(text: str, stops: Sequence[str]) -> int:
     """Characters at the end of ``text`` that may begin a stop string: a stream holds them back."""
     longest = 0
@@ -55,5 +38,6 @@ def undecided(text: str, stops: Sequence[str]) -> int:
     return longest
 
 
-def _find(text: str, stops: Sequence[str]) -> int | None:
+def find(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first of the stop strings that ``text`` holds begins."""
     return min((start for stop in stops if (start := text.find(stop)) >= 0), default=None)

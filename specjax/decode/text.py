@@ -1,0 +1,265 @@
+"""Token ids in, text out, whole or as the tokens come; the parts join to the whole.
+
+The text of the first tokens is not always a prefix of the text: a character may be split over tokens, a run of
+byte-fallback tokens is UTF-8 or a row of U+FFFD as a whole, and the first token of all may lose its space. What tokens
+add is therefore read after tokens of context, and waits as long as later ones can change it. All of it is linear in the
+number of tokens, but for decoders that rewrite text across tokens: there it waits for the end of the row.
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from specjax.decode.stops import find, undecided
+
+_INCOMPLETE = "\ufffd"
+_UTF8 = 4
+"""Bytes of the longest character: so many tokens back, no byte to come changes anything."""
+_BY_TOKEN = {"ByteFallback", "ByteLevel", "BPEDecoder", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
+_BY_CHARACTER = {"Fuse", "Metaspace", "Strip"}
+"""Steps of a decoder that look at no more than that, but for a row's two ends."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Detokenizer:
+    """Text of token ids as ``tokenizer`` writes it, special tokens left out where asked for."""
+
+    tokenizer: Any
+    skip_special_tokens: bool = True
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(
+            list(tokens), skip_special_tokens=self.skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def shares(self, tokens: Iterable[int]) -> list[str]:
+        """What each of ``tokens`` adds to the text of all: a split character comes with the token that completes it."""
+        shares = Shares(self)
+        return [*(share for token in tokens for share in shares.push(token)), *shares.finish()]
+
+    @functools.cached_property
+    def left_out(self) -> frozenset[int]:
+        """Ids without text. As for the libraries: every special token of a fast tokenizer, the named ones of others."""
+        if not self.skip_special_tokens:
+            return frozenset()
+        if getattr(self.tokenizer, "backend_tokenizer", None) is None:
+            return frozenset(getattr(self.tokenizer, "all_special_ids", ()))
+        return frozenset(id_ for id_, token in self.tokenizer.added_tokens_decoder.items() if token.special)
+
+    @functools.cached_property
+    def byte_of(self) -> dict[int, int]:
+        """Id -> byte, of tokens that stand for one (`<0xE2>`)."""
+        if not hasattr(self.tokenizer, "convert_tokens_to_ids"):
+            return {}
+        if self._steps is not None and not any(step["type"] == "ByteFallback" for step in self._steps):
+            return {}
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        ids = self.tokenizer.convert_tokens_to_ids(names)
+        known = {id_: byte for byte, id_ in enumerate(ids) if id_ is not None}
+        # What is unknown has the id of another token.
+        return {id_: byte for id_, byte in known.items() if self.tokenizer.convert_ids_to_tokens(id_) == names[byte]}
+
+    @functools.cached_property
+    def is_local(self) -> bool:
+        """Whether a token's text, once complete, stays as it is. Unknown decoders are taken to be like that."""
+        fused = False
+        for step in self._steps or ():
+            kind, pattern = step["type"], step.get("pattern", {}).get("String", "")
+            if kind not in (_BY_CHARACTER if fused else _BY_TOKEN) and not (kind == "Replace" and len(pattern) == 1):
+                return False
+            fused |= kind in ("Fuse", "ByteLevel")
+        return True
+
+    @functools.cached_property
+    def _steps(self) -> list[dict[str, Any]] | None:
+        """Of the decoder, flat; None for a tokenizer that does not run on the tokenizers library."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        return [] if backend.decoder is None else list(_flat(json.loads(backend.decoder.__getstate__())))
+
+
+def _flat(decoder: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    if decoder["type"] != "Sequence":
+        yield decoder
+    for part in decoder.get("decoders", ()):
+        yield from _flat(part)
+
+
+class Shares:
+    """What every token of a row adds to its text, in order, as soon as that is settled."""
+
+    def __init__(self, detokenize: Detokenizer):
+        self._detokenize = detokenize
+        self._context: list[int] = []
+        self._context_text = ""
+        self._waiting: list[int] = []
+        """Tokens without a share yet; the first one has text, or bytes."""
+        self._are_bytes = False
+        self._texts: list[str] = []
+        """After the context, up to each token that waits; none for bytes."""
+
+    def push(self, token: int) -> list[str]:
+        """The shares that ``token`` settles, from the first one on that was not."""
+        d = self._detokenize
+        if not d.is_local:
+            self._waiting.append(token)
+            return []
+        if token in d.left_out:
+            if not self._waiting:
+                return [""]
+            self._waiting.append(token)
+            self._texts += self._texts[-1:]
+            return []
+        is_byte = token in d.byte_of
+        settled = self._settle_all() if is_byte != self._are_bytes else []
+        self._are_bytes = is_byte
+        self._waiting.append(token)
+        if is_byte:
+            return settled
+        self._texts.append(self._text(self._waiting))
+        if not self._texts[-1].endswith(_INCOMPLETE):
+            return settled + self._settle_all()
+        return settled + self._settle_part()
+
+    def finish(self) -> list[str]:
+        """The shares that were not settled: nothing follows."""
+        if not self._detokenize.is_local:
+            self._texts = [self._text(self._waiting[: i + 1]) for i in range(len(self._waiting))]
+        return self._settle_all()
+
+    def _settle_all(self) -> list[str]:
+        if not self._waiting:
+            return []
+        return self._settle_bytes() if self._are_bytes else self._settle(len(self._waiting))
+
+    def _settle(self, count: int) -> list[str]:
+        """The first ``count`` tokens that wait, by what their texts have in common with the text of all of them."""
+        text, shares, done = self._texts[count - 1], [], 0
+        for some in self._texts[:count]:
+            end = max(done, _agreeing(some, text))
+            shares.append(text[done:end])
+            done = end
+        self._texts = [some.removeprefix(text) for some in self._texts[count:]]
+        self._go_on_after(count)
+        return shares
+
+    def _settle_part(self) -> list[str]:
+        """Of what waits for so long that it is no character: all but the tokens that may begin one."""
+        visible = [i for i, token in enumerate(self._waiting) if token not in self._detokenize.left_out]
+        if len(visible) < 2 * _UTF8:
+            return []
+        count = visible[-_UTF8]
+        return self._settle(count) if self._texts[-1].startswith(self._texts[count - 1]) else []
+
+    def _settle_bytes(self) -> list[str]:
+        d = self._detokenize
+        values = [d.byte_of[token] for token in self._waiting if token not in d.left_out]
+        of_bytes = iter(_shares_of_bytes(self._text(self._waiting), values))
+        shares = ["" if token in d.left_out else next(of_bytes) for token in self._waiting]
+        self._go_on_after(len(self._waiting))
+        return shares
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._detokenize(self._context + tokens)[len(self._context_text) :]
+
+    def _go_on_after(self, count: int) -> None:
+        """The context is what was settled last. It has text: the first token of all may be written otherwise."""
+        tokens, self._waiting = self._waiting[:count], self._waiting[count:]
+        text = self._detokenize(tokens)
+        if not text:
+            tokens = self._context + tokens
+            text = self._detokenize(tokens)
+        self._context, self._context_text = tokens, text
+
+
+def _agreeing(a: str, b: str) -> int:
+    """Characters at the beginning that are the same."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _shares_of_bytes(text: str, values: list[int]) -> list[str]:
+    """``text`` by the bytes that gave it."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    shares = [decoder.decode(bytes([value])) for value in values]
+    if "".join(shares) == text:
+        return shares
+    return list(text) if len(text) == len(values) else [*[""] * (len(values) - 1), text]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Where a stop string ends a row: after ``tokens``, of whose text the first ``length`` characters are left."""
+
+    tokens: int
+    length: int
+
+
+class RowText:
+    """A row's text as its tokens come: found stop strings, and what of it can be handed out."""
+
+    def __init__(self, detokenize: Detokenizer, stops: Sequence[str] = ()):
+        self.cut: Cut | None = None
+        """Of the first token with which the text holds a stop string."""
+        self.fed = 0
+        """Tokens."""
+        self._stops, self._writer = stops, Shares(detokenize)
+        self._reach = max(map(len, stops), default=1) - 1
+        self._shares: list[str] = []
+        self._tail, self._length, self._last = "", 0, False
+        self._sent_shares, self._sent_of_share, self._sent = 0, 0, 0
+
+    def feed(self, tokens: Sequence[int], last: bool) -> None:
+        """The next tokens. ``last``: none will follow."""
+        for token in tokens:
+            self._settle(self._writer.push(token))
+        self.fed += len(tokens)
+        if last and not self._last:
+            self._last = True
+            self._settle(self._writer.finish())
+
+    def _settle(self, shares: Sequence[str]) -> None:
+        for share in shares:
+            if self.cut is not None:
+                return
+            self._shares.append(share)
+            window = self._tail + share
+            start = find(window, self._stops)
+            if start is not None:
+                self.cut = Cut(len(self._shares), self._length - len(self._tail) + start)
+            self._length += len(share)
+            self._tail = window[-self._reach :] if self._reach else ""
+
+    @property
+    def text(self) -> str:
+        """What is settled, up to a stop string."""
+        return "".join(self._shares)[: None if self.cut is None else self.cut.length]
+
+    @property
+    def tokens(self) -> int:
+        """How many can be handed out. Where there are stop strings, those whose text was looked at."""
+        if self.cut is not None:
+            return self.cut.tokens
+        return len(self._shares) if self._stops and not self._last else self.fed
+
+    def release(self) -> tuple[int, list[str]]:
+        """The text to hand out that was not yet: (number of the token that it begins with, a share for each token from
+        there). What may begin a stop string stays back."""
+        limit = self._length - (0 if self._last else undecided(self._tail, self._stops))
+        limit = limit if self.cut is None else self.cut.length
+        first, shares = self._sent_shares, []
+        while self._sent_shares < len(self._shares):
+            whole = self._shares[self._sent_shares][self._sent_of_share :]
+            share = whole[: max(limit - self._sent, 0)]
+            shares.append(share)
+            self._sent += len(share)
+            if len(share) < len(whole):
+                self._sent_of_share += len(share)
+                break
+            self._sent_shares, self._sent_of_share = self._sent_shares + 1, 0
+        return first, shares
