@@ -31,9 +31,8 @@ class DraftModel:
         from specjax.models import hf, vocabulary
 
         draft = hf.load_model(self.model) if isinstance(self.model, str) else self.model
-        vocabulary.check_same_vocabulary(target, draft)
         layout = draft.layout()
-        return dataclasses.replace(self, model=layout.spec), layout.params
+        return dataclasses.replace(self, model=vocabulary.known_to(draft, target, layout.spec)), layout.params
 
     @property
     def max_positions(self) -> int:

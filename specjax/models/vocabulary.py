@@ -2,7 +2,7 @@
 
 Checkpoints of one family pad their embeddings differently (151,936 rows against 152,064) beyond one and the same
 tokenizer. Rows that no token has hold arbitrary weights: they are never drafted, never emitted, and do not count when
-two models are compared.
+two models are compared. A fine-tune often adds a token or two: a draft works without them (`known_to`).
 """
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from specjax.errors import ModelError
+from specjax.types import Model, Output, Params
 
 if TYPE_CHECKING:
     from specjax.models.hf import LoadedModel
 
 _REMEDY = "use a draft of the same tokenizer, or distill one for this target with train_draft.py"
+_log = logging.getLogger(__name__)
 _NONE = np.zeros(0, np.int64)
 _SHOWN = 3
 _NEVER = -1e30
@@ -66,11 +69,26 @@ def unused_ids(model: Any) -> np.ndarray:
 
 
 def check_same_vocabulary(target: LoadedModel, draft: LoadedModel) -> None:
-    """Raises `ModelError` with the first differing entries unless a token id means the same in both models: tokenizers
-    of the same content (tokens and added tokens with their ids, merges, normaliser, pre-tokenizer), whatever their
-    names, and embeddings that hold all of its tokens. Where a model has no tokenizer nothing can be told to be
-    padding, and sizes must be equal.
+    """Raises `ModelError` with the first differing entries unless every token id of the target means the same in the
+    draft, or can be taught to it: tokenizers of the same content (tokens and added tokens with their ids, merges,
+    normaliser, pre-tokenizer), whatever their names, but for added tokens that one of them lacks, and embeddings that
+    hold all of the target's tokens. Where a model has no tokenizer nothing can be told to be padding, and sizes must
+    be equal.
     """
+    _check_rows(draft, max([-1, *_shared(target, draft), *unknown_ids(target, draft)]))
+
+
+def unknown_ids(target: LoadedModel, draft: LoadedModel) -> tuple[int, ...]:
+    """Ascending ids of the target's tokens that the draft's tokenizer lacks, which can only be added tokens. Raises
+    `ModelError` as `check_same_vocabulary` does, but needs no embeddings for these tokens."""
+    shared = _shared(target, draft)
+    _check_rows(draft, max(shared, default=-1))
+    known = set(shared)
+    return () if target.tokenizer is None else tuple(i for i in _ids(target) if i not in known)
+
+
+def _shared(target: LoadedModel, draft: LoadedModel) -> list[int]:
+    """Ids of the tokens that both have, after the comparison of the rest."""
     rows, draft_rows = target.config.vocab_size, draft.config.vocab_size
     ours, theirs = target.tokenizer, draft.tokenizer
     if ours is None or theirs is None:
@@ -80,15 +98,58 @@ def check_same_vocabulary(target: LoadedModel, draft: LoadedModel) -> None:
                 f"the draft's vocabulary has {draft_rows} tokens, the target's {rows}, and which of them are padding "
                 f"only a tokenizer tells: the {which} has none; {_REMEDY}"
             )
-        return
-    if ours is not theirs and _digest(ours) != _digest(theirs):
-        _refuse(_content(ours), _content(theirs))
-    last = max((id_ for id_ in _tokens(ours) if id_ < rows), default=-1)
-    if last >= draft_rows:
+        return [] if ours is None else _ids(target)
+    if ours is theirs or _digest(ours) == _digest(theirs):
+        return _ids(target)
+    _once(ours, _digest(theirs), lambda: _compare(_content(ours), _content(theirs)))
+    return sorted({*_ids(target)} & {*_tokens(theirs)})
+
+
+def _ids(model: Any) -> list[int]:
+    """Ascending ids of the tokens that have a row."""
+    return sorted(id_ for id_ in _tokens(model.tokenizer) if id_ < model.config.vocab_size)
+
+
+def _check_rows(draft: LoadedModel, last: int) -> None:
+    if last >= draft.config.vocab_size:
         raise ModelError(
-            f"the draft has embeddings for {draft_rows} tokens, and the last token of the target has id {last}; "
-            f"resize the draft's embeddings to {last + 1} rows and train them, or {_REMEDY}"
+            f"the draft has embeddings for {draft.config.vocab_size} tokens, and the last token of the target has id "
+            f"{last}; resize the draft's embeddings to {last + 1} rows and train them, or {_REMEDY}"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownTokens:
+    """A model that some tokens mean nothing to: it reads ``instead`` in their place, and never proposes them."""
+
+    model: Model
+    unknown: tuple[int, ...]
+    instead: int
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    def init_cache(self, *args: Any, **options: Any) -> Any:
+        return self.model.init_cache(*args, **options)
+
+    def __call__(self, params: Params, tokens: Int[Array, "B T"], *args: Any, **options: Any) -> Output:
+        out = self.model(params, jnp.where(self._is_unknown(tokens), self.instead, tokens), *args, **options)
+        never = self._is_unknown(jnp.arange(out.logits.shape[-1]))[None, None]
+        return out.replace(logits=jnp.where(never, jnp.asarray(-jnp.inf, out.logits.dtype), out.logits))
+
+    def _is_unknown(self, ids: Int[Array, "*B"]) -> Array:
+        return jnp.isin(ids, jnp.asarray(self.unknown, ids.dtype))
+
+
+def known_to(draft: LoadedModel, target: LoadedModel, spec: Model) -> Model:
+    """``spec``, the draft's, so that it can follow ``target``: a token that its tokenizer lacks is never drafted, and
+    read as the end of a text. Raises `ModelError` as `unknown_ids` does."""
+    unknown = unknown_ids(target, draft)
+    if not unknown:
+        return spec
+    known = [id_ for id_ in (*draft.eos_ids, *_ids(draft)) if id_ not in unknown]
+    return KnownTokens(spec, unknown, known[0])
 
 
 def _tokens(tokenizer: Any) -> dict[int, str]:
@@ -136,11 +197,15 @@ def _once(tokenizer: Any, key: Any, make: Callable[[], Any]) -> Any:
     return known[key]
 
 
-def _refuse(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Returns if what both have is the same after all: one of them runs on another library."""
+def _compare(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raises `ModelError` for what differs, and says which added tokens only one of two tokenizers has. (One of them
+    may run on another library, and lack parts.)"""
+    alone = {"target": _added_alone(ours, theirs), "draft": _added_alone(theirs, ours)}
     for part in (name for name in ours if name in theirs):
         a, b = _by_place(ours[part]), _by_place(theirs[part])
         places = [place for place in {**a, **b} if a.get(place) != b.get(place)]
+        if part in ("tokens", "added tokens"):
+            places = [place for place in places if not any(place in tokens for tokens in alone.values())]
         if places:
             places = sorted(places)
             shown = ", ".join(f"{place}: {_word(a.get(place))} and {_word(b.get(place))}" for place in places[:_SHOWN])
@@ -148,6 +213,21 @@ def _refuse(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
                 f"the tokenizers of target and draft differ in {len(places)} entries of {part!r} "
                 f"(target and draft: {shown}); {_REMEDY}"
             )
+    told = [f"only the {name} has {_words(tokens)}" for name, tokens in alone.items() if tokens]
+    if told:
+        _log.warning("the tokenizers differ in added tokens, which are never drafted: %s", "; ".join(told))
+
+
+def _added_alone(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[int, str]:
+    """Added tokens of which the other tokenizer has neither the id nor the content."""
+    contents = set(theirs["tokens"].values())
+    added = ours["added tokens"].items()
+    return {id_: token for id_, token in added if id_ not in theirs["tokens"] and token not in contents}
+
+
+def _words(tokens: Mapping[int, str]) -> str:
+    shown = ", ".join(f"{id_}: {_word(token)}" for id_, token in list(tokens.items())[:_SHOWN])
+    return shown if len(tokens) <= _SHOWN else f"{shown} and {len(tokens) - _SHOWN} more"
 
 
 def _by_place(part: Any) -> dict[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -187,7 +188,6 @@ def test_tokenizers_pair_by_content_and_padding_does_not_count(rows):
     ("changes", "message"),
     [
         ({"added": ("<y>",)}, r"differ in 1 entries of 'tokens' \(target and draft: 8: '<x>' and '<y>'\)"),
-        ({"added": ("<x>", "<y>")}, r"1 entries of 'tokens' \(target and draft: 9: None and '<y>'\)"),
         ({"added": ("<y>", "<x>")}, r"2 entries of 'tokens' \(target and draft: 8: '<x>' and '<y>', 9: None and '<x>'"),
         ({"merges": ("cd", "ab")}, r"2 entries of 'merges' \(target and draft: 0: \['a', 'b'\] and \['c', 'd'\], 1: "),
         ({"merges": ("ab",)}, r"1 entries of 'merges' \(target and draft: 1: \['c', 'd'\] and None\)"),
@@ -206,6 +206,90 @@ def test_a_draft_without_a_row_for_every_token_is_refused():
         check_same_vocabulary(model_of(tokenizer(), 12), model_of(tokenizer(), 8))
     # A token that the target has no row for either is never seen.
     check_same_vocabulary(model_of(tokenizer(), 8), model_of(tokenizer(), 8))
+
+
+# --- one of them has a token more -----------------------------------------------------------------------------------
+
+ONE, TWO = ("<x>",), ("<x>", "<y>")
+LARGE = prefix_model(3, vocab_size=10)
+SMALL = related(LARGE, 4)
+
+
+def with_added(model: ToyModel, added: tuple[str, ...], rows: int) -> ToyModel:
+    """With the tokenizer's 8 tokens and those ``added``; of ``rows``, those that no token has are the likeliest."""
+    known = 8 + len(added)
+    params = {
+        "table": jnp.full((7, rows, rows), HUGE).at[:, :known, :known].set(model.params["table"][:, :known, :known]),
+        "bias": jnp.full(rows, HUGE).at[:known].set(model.params["bias"][:known]),
+    }
+    spec = dataclasses.replace(model.spec, config=dataclasses.replace(model.config, vocab_size=rows))
+    return ToyModel(spec, params, tokenizer=tokenizer(added=added))
+
+
+SPOKEN = [[1, 9, 1], [9], [0, 2, 3, 9]]
+
+
+def test_a_draft_without_the_targets_new_token_follows_it_and_never_proposes_it():
+    target = with_added(LARGE, TWO, 10)
+    plain = Decoder(target).generate(SPOKEN, max_new_tokens=40)
+    options: dict[str, Any] = {"max_new_tokens": 40, "seed": 5}
+    found = []
+    for rows in (9, 10, 12):  # with no row for the token, an untrained one, and more of them
+        decoder = Decoder(target, DraftModel(with_added(SMALL, ONE, rows), 3), "block")
+        assert decoder.generate(SPOKEN, **options).tokens == plain.tokens
+        sampled = decoder.generate(SPOKEN, temperature=1.0, **options)
+        flat = zip(itertools.chain(*sampled.tokens), itertools.chain(*sampled.origins), strict=True)
+        origins = {origin for token, origin in flat if token == 9}
+        assert origins
+        assert "accepted" not in origins
+        assert sum(stats.accepted for stats in sampled.stats) > 0
+        found.append((sampled.tokens, sampled.origins))
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_draft_with_a_token_of_its_own_never_proposes_it():
+    for rows in (9, 12):  # with no row for it, with an untrained one
+        target = with_added(LARGE, ONE, rows)
+        prompts = [[1, 8, 1], [8]]
+        options: dict[str, Any] = {"max_new_tokens": 40, "seed": 5, "temperature": [0.0, 1.0]}
+        plain = Decoder(target).generate(prompts, **options)
+        fast = Decoder(target, DraftModel(with_added(LARGE, TWO, 10), 3)).generate(prompts, **options)
+        assert fast.tokens[0] == plain.tokens[0]
+        assert all(token < 9 for row in fast.tokens for token in row)
+        assert all("corrected" not in origins for origins in fast.origins)
+
+
+@pytest.mark.parametrize("rows", [9, 12])
+def test_the_law_with_a_token_that_the_draft_lacks_is_the_targets(rows):
+    target, draft = with_added(LARGE, TWO, 10), with_added(SMALL, ONE, rows)
+    counts = decode_counts(Decoder(target, DraftModel(draft, 2)), [1, 9, 1], 2, calls=4)
+    assert any(9 in sequence for sequence in counts)
+    assert p_value(counts, exact_law(LARGE, [1, 9, 1], 2)) > SMOKE_LEVEL
+
+
+def test_tokens_of_one_side_only_are_told_once(caplog):
+    target, draft = model_of(tokenizer(added=TWO), 12), model_of(tokenizer(added=ONE), 9)
+    for _ in range(2):
+        Decoder(target, DraftModel(draft, 2))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the tokenizers differ in added tokens, which are never drafted: only the target has 9: '<y>'"
+    ]
+    Decoder(draft, DraftModel(target, 2))
+    assert caplog.records[-1].getMessage().endswith("only the draft has 9: '<y>'")
+
+
+def test_a_draft_to_train_needs_a_row_for_every_token_of_the_target():
+    target = model_of(tokenizer(added=TWO), 12)
+    check_same_vocabulary(target, model_of(tokenizer(added=ONE), 10))
+    with pytest.raises(ModelError, match=r"embeddings for 9 tokens, and the last token of the target has id 9; resize"):
+        check_same_vocabulary(target, model_of(tokenizer(added=ONE), 9))
+
+
+def test_an_added_token_under_another_id_is_refused():
+    ours, theirs = tokenizer(added=ONE), tokenizer(added=())
+    theirs.add_tokens(["<y>", "<x>"])
+    with pytest.raises(ModelError, match=r"8: '<x>' and '<y>', 9: None and '<x>'"):
+        check_same_vocabulary(model_of(ours, 12), model_of(theirs, 12))
 
 
 @pytest.mark.parametrize("sizes", [(37, 40), (40, 37)])
