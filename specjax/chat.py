@@ -1,11 +1,13 @@
-"""A chat model used as its authors meant it: a prompt through the tokenizer's chat template, and the sampling settings
+"""A chat model used as its authors meant it: messages through the tokenizer's chat template, and the sampling settings
 of generation_config.json, which are applied only where asked for."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specjax.errors import DataError, ModelError
@@ -33,11 +35,43 @@ def encode(tokenizer: Any, message: str, system: str | None = None) -> list[int]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return render(tokenizer, messages, tokenize=True)
     except Exception as error:  # a template is a program: it raises what it likes, and Jinja more
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         remedy = "leave --system out, or mend the template" if system is not None else "mend the template"
         raise DataError(f"--chat: the target's chat template fails ({reason}); {remedy}") from error
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None = None,
+    *,
+    tokenize: bool,
+    asks: bool = True,
+    today: datetime.date | None = None,
+) -> Any:
+    """Messages as the chat template writes them: token ids, or text. ``asks``: up to where the next answer begins.
+    ``today``: what a template that prints the date is told (`strftime_now`); None: the real one. A template raises what
+    it likes."""
+    tools = list(tools) if tools else None
+    options: dict[str, Any] = {"tools": tools, "tokenize": tokenize, "add_generation_prompt": asks}
+    if today is not None:
+        options["chat_template"] = _dated(tokenizer.get_chat_template(None, tools), today)
+    return tokenizer.apply_chat_template(list(messages), return_dict=False, **options)
+
+
+def _dated(template: str, today: datetime.date) -> str:
+    """The template with a `strftime_now` of its own: functions cannot be handed to it. (`+` keeps what follows.)"""
+    midnight = datetime.datetime.combine(today, datetime.time())
+    values = {f"%{code}": midnight.strftime(f"%{code}") for code in "aAbBcdfHIjmMpSUwWxXyY"}
+    values |= {"%-d": str(today.day), "%e": f"{today.day:2}", "%-m": str(today.month), "%F": today.isoformat()}
+    replaced = "".join(f" | replace({json.dumps(code)}, {json.dumps(value)})" for code, value in values.items())
+    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro +%}}{template}"
+
+
+def prints_the_date(tokenizer: Any) -> bool:
+    return "strftime_now" in str(getattr(tokenizer, "chat_template", None))
 
 
 def generation_defaults(model: str | os.PathLike) -> GenerationDefaults:

@@ -231,7 +231,9 @@ def run_numerics(config: RunConfig, prompts: int, tokens: int, bars: Bars = no_b
             f"the target has {target.config.max_positions}; lower one of them"
         )
     try:
-        texts = np.asarray(held_out_prompts(prepared.corpus.held_out, target, length, prompts), np.int32)
+        found = held_out_prompts(prepared.corpus.held_out, target, length, prompts)
+        length = min(map(len, found))  # chats have prompts of any length
+        texts = np.asarray([prompt[-length:] for prompt in found], np.int32)
     except DataError as error:
         raise DataError(f"--prompts {prompts}: {error}") from error
     found = []

@@ -94,15 +94,24 @@ class Hub:
     """Branch, tag or commit."""
 
 
+Column = Literal[
+    "text", "prompt", "completion", "messages", "conversations", "instruction", "input", "output", "system", "tools",
+    "source",
+]  # fmt: skip
+
+
 @dataclass(frozen=True, config=STRICT)
 class Data:
     """Text to train on and to measure on."""
 
     path: Name
     """`python-stdlib`; a text, .jsonl or .parquet file, or a directory of them; or `hf:NAME`, a data set on the hub or
-    a directory that the `datasets` library loads. A record has `text`, or `prompt` and `completion`, or `messages`,
-    and perhaps `source`, a label."""
+    a directory that the `datasets` library loads. A record has `text`, or `prompt` and `completion`, or a chat
+    (`messages`; ShareGPT's `conversations`; Alpaca's `instruction`, `input`, `output`), and perhaps `source`, a
+    label."""
     hub: Hub = Hub()
+    columns: dict[Column, Name] = dataclasses.field(default_factory=dict)
+    """Where the records have other names: `{prompt: question, completion: answer}`. What is not named is not read."""
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the documents kept from training, chosen by content hash."""
     seq_len: Annotated[int, Field(ge=8)] = 256

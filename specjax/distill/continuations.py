@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Annotated, Any
 
 import grain
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from pydantic import Field
 
+from specjax import chat
 from specjax.decode.decoder import Decoder
 from specjax.decode.result import check_finite
-from specjax.distill import fingerprint
+from specjax.distill import chats, fingerprint
 from specjax.distill.readers import Bad, jsonl_records
 from specjax.distill.rows import Packed
 from specjax.errors import ConfigError, DataError
@@ -50,21 +52,28 @@ class Sampled:
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """Token ids by number: ``tokens[begin:end]`` of each of ``spans``."""
+    """Token ids by number: ``tokens[begin:end]`` of each of ``spans``; of those that begin ``inside`` a document, the
+    first are replaced by ``opening``, what opens a text."""
 
     tokens: Int[np.ndarray, " tokens"]
     spans: Int[np.ndarray, "prompts 2"]
+    inside: Bool[np.ndarray, " prompts"] | None = None
+    opening: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.spans)
 
     def __getitem__(self, index: int) -> list[int]:
         begin, end = self.spans[index]
-        return self.tokens[begin:end].tolist()
+        found = self.tokens[begin:end].tolist()
+        if self.inside is not None and self.inside[index] and len(found) > len(self.opening):
+            found[: len(self.opening)] = self.opening
+        return found
 
     @property
     def digest(self) -> str:
-        return fingerprint.digest((self.tokens, self.spans))
+        opening = (np.asarray(self.opening, np.int32),) if self.opening else ()
+        return fingerprint.digest((self.tokens, self.spans, *opening))
 
     def shuffled(self, seed: int) -> Callable[[int], list[int]]:
         """Number -> prompt: all of them in an order of ``seed``'s, then all of them in another."""
@@ -93,12 +102,13 @@ def prompts_of_text(rows: Packed, settings: Sampled) -> Prompts:
     found = np.concatenate(spans)
     if not len(found):
         raise DataError(f"no prompt of the training text leaves room for new_tokens={settings.new_tokens}; lower it")
-    return Prompts(rows.stream, found)
+    return Prompts(rows.stream, found, ~np.isin(found[:, 0], rows.starts), rows.opening)
 
 
-def prompts_of_file(path: str, tokenizer: Any, room: int, bad: Bad) -> Prompts:
+def prompts_of_file(path: str, tokenizer: Any, room: int, bad: Bad, today: datetime.date | None = None) -> Prompts:
     """Of a ``.jsonl`` file with ``prompt``, ``text`` or ``messages`` (continued by the chat template's answer), or of a
-    text file with one prompt a line. A prompt of more than ``room`` tokens is ``bad``, as is a malformed line."""
+    text file with one prompt a line. A prompt of more than ``room`` tokens is ``bad``, as is a malformed line.
+    ``today``: for templates that ask."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise DataError(f"data.prompts: {path!r} is no file; give a .jsonl file or a text file with one prompt a line")
@@ -107,9 +117,9 @@ def prompts_of_file(path: str, tokenizer: Any, room: int, bad: Bad) -> Prompts:
     for number, record in records:
         where = f"{file}, line {number}"
         try:
-            ids = _prompt_ids(record, tokenizer)
+            ids = _prompt_ids(record, tokenizer, today)
         except Exception as error:  # a template is a program: it raises what it likes, and Jinja more
-            bad.found("unusable prompts", f"{where}: {(str(error) or type(error).__name__).splitlines()[0]}")
+            bad.found("unusable prompts", f"{where}: {_reason(error)}")
             continue
         if not 0 < len(ids) <= room:
             bad.found("prompts that do not fit", f"{where}: a prompt of {len(ids)} tokens, there is room for {room}")
@@ -123,15 +133,20 @@ def prompts_of_file(path: str, tokenizer: Any, room: int, bad: Bad) -> Prompts:
     return Prompts(np.concatenate(found), np.stack([ends - [*map(len, found)], ends], axis=1))
 
 
+def _reason(error: Exception) -> str:
+    return (str(error).lstrip(":, ") or type(error).__name__).splitlines()[0]
+
+
 def _lines(file: Path) -> list[tuple[int, bytes]]:
     return [(number, line) for number, line in enumerate(file.read_bytes().splitlines(), 1) if line.strip()]
 
 
-def _prompt_ids(record: Any, tokenizer: Any) -> list[int]:
+def _prompt_ids(record: Any, tokenizer: Any, today: datetime.date | None) -> list[int]:
     if isinstance(record, bytes):
         return tokenizer(record.decode("utf-8"))["input_ids"]
     if isinstance(record, dict) and record.get("messages"):
-        return tokenizer.apply_chat_template(record["messages"], add_generation_prompt=True, return_dict=False)
+        messages = chats.checked(record["messages"], "messages")
+        return chat.render(tokenizer, messages, record.get("tools"), today=today, tokenize=True)
     texts = [record.get(key) for key in ("prompt", "text")] if isinstance(record, dict) else []
     text = next((text for text in texts if isinstance(text, str)), None)
     if text is None:

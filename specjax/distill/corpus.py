@@ -8,11 +8,13 @@ near copies of what the shipped target was trained on.)
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from specjax import chat
 from specjax.distill import readers
 from specjax.distill.document import Document, Part
 from specjax.distill.readers import STDLIB, Bad, Hub
@@ -22,9 +24,12 @@ __all__ = ["STDLIB", "Bad", "Document", "Hub", "Part", "corpus_digest", "read_do
 _LONGEST_PART = 16_384
 
 
-def read_documents(path: str, bad: Bad | None = None, hub: Hub | None = None) -> list[Document]:
+def read_documents(
+    path: str, bad: Bad | None = None, hub: Hub | None = None, columns: Mapping[str, str] | None = None
+) -> list[Document]:
     """Every document under ``path``: `python-stdlib`, a text file, a ``.jsonl`` or ``.parquet`` file, a directory of
-    such files, or ``hf:NAME`` (``hub`` says what of it). Records are described in `specjax.distill.readers`.
+    such files, or ``hf:NAME`` (``hub`` says what of it). Records are described in `specjax.distill.readers`;
+    ``columns``: what of them stands under another name.
 
     Sorted by name; duplicates by content and empty documents are dropped. What a user brings as plain text is cut at
     line ends into parts of at most `_LONGEST_PART` characters, so that one long file can be split into text to train
@@ -34,13 +39,14 @@ def read_documents(path: str, bad: Bad | None = None, hub: Hub | None = None) ->
     Raises `DataError` naming the file (and line) for anything missing, malformed, empty or not UTF-8; with a ``bad``
     that skips, what is wrong inside ``path`` is counted there instead.
     """
-    bad = Bad() if bad is None else bad
+    bad, columns = Bad() if bad is None else bad, columns or {}
     if path == STDLIB:
         documents = readers.read_stdlib()
     elif path.startswith(readers.HUB):
-        documents = [part for document in readers.read_hub(path, hub or Hub(), bad) for part in _parts(document)]
+        found = readers.read_hub(path, hub or Hub(), bad, columns)
+        documents = [part for document in found for part in _parts(document)]
     else:
-        documents = [part for document in _read_files(path, bad) for part in _parts(document)]
+        documents = [part for document in _read_files(path, bad, columns) for part in _parts(document)]
     unique = {d.digest: d for d in documents if d.text.strip()}
     if not unique:
         skipped = f"; {bad}" if bad.counts else ""
@@ -48,7 +54,7 @@ def read_documents(path: str, bad: Bad | None = None, hub: Hub | None = None) ->
     return sorted(unique.values(), key=lambda d: d.name)
 
 
-def _read_files(path: str, bad: Bad) -> Iterator[Document]:
+def _read_files(path: str, bad: Bad, columns: Mapping[str, str]) -> Iterator[Document]:
     root = Path(path).expanduser()
     if not root.exists():
         raise DataError(
@@ -62,7 +68,7 @@ def _read_files(path: str, bad: Bad) -> Iterator[Document]:
     for file in files:
         inside = file.relative_to(root).parts
         source = inside[0] if len(inside) > 1 else root.resolve().stem
-        yield from known.get(file.suffix, readers.read_text)(file, source, bad)
+        yield from known.get(file.suffix, readers.read_text)(file, source, bad, columns)
 
 
 def _parts(document: Document) -> Iterator[Document]:
@@ -92,11 +98,13 @@ def corpus_digest(documents: Iterable[Document]) -> str:
     return hashlib.sha256("".join(sorted(d.digest for d in documents)).encode()).hexdigest()
 
 
-def rendered(documents: Iterable[Document], tokenizer: Any, bad: Bad | None = None) -> list[Document]:
+def rendered(
+    documents: Iterable[Document], tokenizer: Any, bad: Bad | None = None, today: datetime.date | None = None
+) -> list[Document]:
     """The documents with every chat as the tokenizer's chat template writes it; what the assistant says, up to where
     the next message begins, is predicted, each time after what the template makes of the chat so far. Where the
     template writes earlier turns otherwise than it did when they were the last (without their reasoning, say), the
-    chat becomes several documents.
+    chat becomes several documents. ``today``: for templates that print the date.
 
     Raises `DataError` if there are chats and no template; a chat that the template does not take is ``bad``.
     """
@@ -111,7 +119,7 @@ def rendered(documents: Iterable[Document], tokenizer: Any, bad: Bad | None = No
                 "model as the target, or give 'prompt' and 'completion'"
             )
         try:
-            turns = _turns(document.messages, tokenizer)
+            turns = _turns(document, tokenizer, today)
         except Exception as error:  # a template is a program: it raises what it likes, and Jinja more
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             bad.found("chats", f"{document.name}: the chat template does not take its messages ({reason}); mend them")
@@ -123,11 +131,12 @@ def rendered(documents: Iterable[Document], tokenizer: Any, bad: Bad | None = No
     return found
 
 
-def _turns(messages: tuple[Any, ...], tokenizer: Any) -> list[tuple[Part, ...]]:
+def _turns(document: Document, tokenizer: Any, today: datetime.date | None) -> list[tuple[Part, ...]]:
     """Parts of one document, or of several."""
+    messages = document.messages
 
     def render(count: int, asks: bool) -> str:
-        return tokenizer.apply_chat_template(list(messages[:count]), tokenize=False, add_generation_prompt=asks)
+        return chat.render(tokenizer, messages[:count], document.tools, tokenize=False, asks=asks, today=today)
 
     documents: list[tuple[Part, ...]] = []
     written = None

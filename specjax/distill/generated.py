@@ -66,7 +66,7 @@ class Generated(Sampled):
         if self.prompts is None:
             return prompts_of_text(stock.text, self)
         room = stock.text.length - self.new_tokens
-        return prompts_of_file(self.prompts, stock.target.tokenizer, room, Bad(stock.on_bad))
+        return prompts_of_file(self.prompts, stock.target.tokenizer, room, Bad(stock.on_bad), stock.today)
 
 
 def make(

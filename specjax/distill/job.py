@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
+import json
 import logging
 import os
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any
 import jax
 import yaml
 
-from specjax import registry
+from specjax import chat, registry
 from specjax.config import RunConfig, Stage
 from specjax.distill import compare, corpus, figures, fingerprint, lock, sinks
 from specjax.distill.corpus import Bad, Document
@@ -37,13 +39,13 @@ from specjax.distill.teacher import completed
 from specjax.distill.tokenizer import train_tokenizer
 from specjax.distill.trainer import train_stage
 from specjax.drafters.draft_model import DraftModel
-from specjax.errors import ConfigError, DataError
+from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.models.hf import LoadedModel, import_transformers, load_model, save_model
 from specjax.models.transformer import Model
 from specjax.types import Params, Sharing
 
 _MIN_POSITIONS = 1024
-_CARD = "README.md"
+_CARD, _DATE = "README.md", "chat_date.json"
 _EXPORTS: tuple[str, str] = ("draft-before", "draft")
 _MADE_BY = "by specjax"
 _log = logging.getLogger(__name__)
@@ -177,7 +179,9 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
 def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
     """Read and split the corpus, load the target or train it from scratch, and cut the windows."""
     data, bad = config.data, Bad(config.data.on_bad)
-    documents = Corpus(*corpus.split_held_out(corpus.read_documents(data.path, bad, data.hub), data.held_out))
+    documents = Corpus(
+        *corpus.split_held_out(corpus.read_documents(data.path, bad, data.hub, data.columns), data.held_out)
+    )
     for side, name in ((documents.train, "training"), (documents.held_out, "measuring")):
         if not side:
             raise DataError(
@@ -207,7 +211,9 @@ def _load_target(config: RunConfig, path: str | Path) -> LoadedModel:
 def _rows(config: RunConfig, documents: Corpus, tokenizer: Any, eos_id: int, bad: Bad) -> tuple[Corpus, Packed, Packed]:
     """Rendered documents, and their rows: train, held out."""
     data = config.data
-    documents = Corpus(*(corpus.rendered(side, tokenizer, bad) for side in (documents.train, documents.held_out)))
+    today = _today(Path(config.out), tokenizer)
+    both = (documents.train, documents.held_out)
+    documents = Corpus(*(corpus.rendered(side, tokenizer, bad, today) for side in both))
     sides = []
     for name, side in (("training", documents.train), ("held-out", documents.held_out)):
         try:
@@ -217,6 +223,26 @@ def _rows(config: RunConfig, documents: Corpus, tokenizer: Any, eos_id: int, bad
     if bad.counts:
         _log.warning("data.path: %r: %s", data.path, bad)
     return documents, sides[0], sides[1]
+
+
+def _today(out: Path, tokenizer: Any) -> datetime.date | None:
+    """The day that the run began, where the chat template prints the date: the text is the same when it goes on."""
+    if not chat.prints_the_date(tokenizer):
+        return None
+    file = out / _DATE
+
+    def kept() -> str:
+        if not file.exists():
+            out.mkdir(parents=True, exist_ok=True)
+            fingerprint.write_json(file, {"date": datetime.date.today().isoformat()})
+        return file.read_text()
+
+    try:
+        return datetime.date.fromisoformat(json.loads(by_first(kept))["date"])
+    except (ValueError, KeyError, TypeError):
+        raise TrainingError(
+            f'{file}: damaged; write the day that the run began into it: {{"date": "2025-01-31"}}'
+        ) from None
 
 
 def _target_from_scratch(
@@ -294,7 +320,8 @@ def stock(
 ) -> Stock:
     """What the data of the stage ``name`` is made from; ``draft``: as the stage begins with it."""
     text, weight = prepared.train_rows, config.data.prompt_weight
-    return Stock(name, directory, text, prepared.target, draft, weight, seed, config.data.on_bad, bars)
+    today = _today(Path(config.out), prepared.target.tokenizer)
+    return Stock(name, directory, text, prepared.target, draft, weight, seed, config.data.on_bad, bars, today)
 
 
 def _refuse_foreign(directory: Path) -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from specjax.distill.corpus import Document
+from specjax.distill.rows import encode_parts, opening_ids
 
 PLACES = (1 / 2, 1 / 4, 3 / 4, 1 / 8, 3 / 8, 5 / 8, 7 / 8)
 """Where in a document a prompt may begin, as a share of its tokens."""
 _UNNAMED = "text"
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +42,47 @@ def by_source(documents: Iterable[Document]) -> dict[str, list[Document]]:
 def cut_prompts(
     documents: Sequence[Document], tokenizer: Any, length: int, count: int, places: Sequence[float] = PLACES
 ) -> list[HeldOutPrompt]:
-    """At most ``count`` prompts of ``length`` tokens: at the first of ``places`` in each document, in the order of
-    their content hashes, then at the others."""
+    """At most ``count`` prompts: at the first of ``places`` in each document, in the order of their content hashes,
+    then at the others. Of plain text ``length`` tokens; of a chat, or what has a prompt of its own, all up to where an
+    answer begins. Where no more of those have at most ``length`` tokens, the last ``length`` of longer ones."""
     ordered = sorted(documents, key=lambda d: d.digest)
-    texts = [(tokenizer(d.text)["input_ids"], source_of(d)) for d in ordered]
-    found = []
-    for place in places:
-        for tokens, source in texts:
-            start = int(len(tokens) * place)
-            if start + length <= len(tokens):
-                found.append(HeldOutPrompt(tokens[start : start + length], source))
-            if len(found) == count:
-                return found
-    return found
+    texts = [*map(functools.partial(_tokenized, tokenizer), ordered)]
+    found: dict[tuple[int, int, int], HeldOutPrompt] = {}
+    for whole in (True, False):
+        for place in places:
+            for i, (tokens, answers) in enumerate(texts):
+                span = _span(len(tokens), answers, place, length, whole)
+                if span is not None and len(found) < count:
+                    found.setdefault((i, *span), HeldOutPrompt(tokens[slice(*span)], source_of(ordered[i])))
+    cut = sum(begin > 0 for i, begin, _ in found if texts[i][1])
+    if cut:
+        _log.warning(
+            "%d of %d held-out prompts are the end of a longer chat; more prompt_tokens than %d take in all of it",
+            cut,
+            len(found),
+            length,
+        )
+    return list(found.values())
+
+
+def _tokenized(tokenizer: Any, document: Document) -> tuple[list[int], list[int]]:
+    """Tokens, and where answers begin among them."""
+    if not any(part.is_prompt for part in document.parts):
+        return tokenizer(document.text)["input_ids"], []
+    parts = [part.tolist() for part in next(encode_parts(tokenizer, [document]))]
+    opening = [] if document.messages else opening_ids(tokenizer, tokenizer.eos_token_id)
+    ends = (len(opening) + np.cumsum([*map(len, parts)])).tolist()
+    pairs = zip(ends, itertools.pairwise(document.parts), strict=False)
+    answers = [end for end, (one, following) in pairs if one.is_prompt and not following.is_prompt]
+    return [*opening, *itertools.chain(*parts)], answers
+
+
+def _span(size: int, answers: Sequence[int], place: float, length: int, whole: bool) -> tuple[int, int] | None:
+    if not answers:
+        start = int(size * place)
+        return (start, start + length) if start + length <= size else None
+    ends = [end for end in answers if (end <= length) == whole]
+    if not ends:
+        return None
+    end = ends[int(len(ends) * place)]
+    return max(0, end - length), end

@@ -1,7 +1,8 @@
 """Files in, records as documents out: text, JSONL, Parquet and data sets of the Hugging Face hub.
 
-A record is a mapping with ``text``; or ``prompt`` and ``completion``; or ``messages``, a chat. ``source``, a string,
-labels where it came from.
+A record is a mapping with ``text``; or ``prompt`` and ``completion``; or a chat: ``messages``, ShareGPT's
+``conversations`` (from, value), or Alpaca's ``instruction``, ``input`` and ``output`` (specjax.distill.chats).
+``source``, a string, labels where it came from. ``columns`` says what stands under another name.
 """
 
 from __future__ import annotations
@@ -13,14 +14,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specjax.config import Hub
+from specjax.distill import chats
 from specjax.distill.document import Document, Part
 from specjax.errors import DataError
 
 STDLIB, HUB = "python-stdlib", "hf:"
 # Generated tables and topic texts, and bundled wheels: no source to learn from.
 _STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "__pycache__", "encodings", "pydoc_data", "ensurepip"}
-_SHAPES = (("messages",), ("prompt", "completion"), ("text",))
-_WANTED = "give 'text', or 'prompt' and 'completion', or 'messages'"
+_SHAPES = (("messages",), ("prompt", "completion"), ("text",), ("conversations",), ("instruction", "output"))
+_BESIDE = ("input", "system", "tools", "source")
+_NESTED = ("messages", "conversations", "tools")
+_WANTED = (
+    "give 'text', or 'prompt' and 'completion', or 'messages', or say which columns are that: "
+    "data.columns={prompt: question, completion: answer}"
+)
 
 
 class Bad:
@@ -47,22 +54,38 @@ class Unusable(Exception):
     """Why a record cannot be used."""
 
 
-def parse(record: Any, name: str, source: str, where: str) -> Document:
+def parse(record: Any, name: str, source: str, where: str, columns: Mapping[str, str] | None = None) -> Document:
     """A record as a document. Raises `Unusable` with ``where`` and the reason."""
     if not isinstance(record, Mapping):
         raise Unusable(f"{where}: no string under the key 'text'; {_WANTED}")
+    record = _renamed(record, columns or {}, where)
     label = record.get("source")
     source = label if isinstance(label, str) and label else source
-    if record.get("messages") is not None:
-        return _chat(record["messages"], name, source, where)
-    keys = ("prompt", "completion") if "prompt" in record or "completion" in record else ("text",)
-    texts = [_string(record, key, where) for key in keys]
+    shape = next((shape for shape in _SHAPES if any(record.get(key) is not None for key in shape)), ("text",))
+    if shape[0] in ("messages", "conversations", "instruction"):
+        try:
+            messages, tools = chats.of_record(record, shape[0])
+        except ValueError as error:
+            raise Unusable(f"{where}{error}") from None
+        text = json.dumps([*messages, {"tools": tools}] if tools else messages, sort_keys=True, ensure_ascii=False)
+        return Document(name, text, source, messages=messages, tools=tools)
+    texts = [_string(record, key, where) for key in shape]
     if len(texts) == 1:
         return Document(name, texts[0], source)
     if not texts[1]:
         raise Unusable(f"{where}: 'completion' is empty, so there is nothing to predict; drop the record")
     parts = tuple(part for part in (Part(texts[0], True), Part(texts[1], False)) if part.text)
     return Document(name, "".join(texts), source, parts)
+
+
+def _renamed(record: Mapping[str, Any], columns: Mapping[str, str], where: str) -> Mapping[str, Any]:
+    """With our keys in place of the user's. What is not named is not looked at, but for the label."""
+    if not columns:
+        return record
+    missing = next((column for column in columns.values() if column not in record), None)
+    if missing is not None:
+        raise Unusable(f"{where}: no {missing!r}, which data.columns names (it has {', '.join(map(str, record))})")
+    return {"source": record.get("source"), **{ours: record[theirs] for ours, theirs in columns.items()}}
 
 
 def _string(record: Mapping[str, Any], key: str, where: str) -> str:
@@ -74,19 +97,6 @@ def _string(record: Mapping[str, Any], key: str, where: str) -> str:
     except UnicodeEncodeError:
         raise Unusable(f"{where}: {key!r} holds half of a surrogate pair; drop it") from None
     return value
-
-
-def _chat(messages: Any, name: str, source: str, where: str) -> Document:
-    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
-        raise Unusable(f"{where}: 'messages' is no list of mappings; give {{'role': ..., 'content': ...}} each")
-    for number, message in enumerate(messages, 1):
-        for key in ("role", "content"):
-            _string(message, key, f"{where}, message {number}")
-    if not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
-        raise Unusable(f"{where}: no message of the role 'assistant', so there is nothing to predict; drop the record")
-    # Parquet gives every message every key.
-    given = tuple({k: v for k, v in message.items() if v is not None} for message in messages)
-    return Document(name, json.dumps(given, sort_keys=True, ensure_ascii=False), source, messages=given)
 
 
 def read_stdlib() -> list[Document]:
@@ -106,7 +116,7 @@ def read_stdlib() -> list[Document]:
     return documents
 
 
-def read_text(file: Path, source: str, bad: Bad) -> Iterator[Document]:
+def read_text(file: Path, source: str, bad: Bad, columns: Mapping[str, str]) -> Iterator[Document]:
     try:
         yield Document(file.as_posix(), file.read_bytes().decode("utf-8"), source)
     except UnicodeDecodeError as error:
@@ -114,10 +124,10 @@ def read_text(file: Path, source: str, bad: Bad) -> Iterator[Document]:
         bad.found("not UTF-8", f"{found}; convert it, for example with iconv")
 
 
-def read_jsonl(file: Path, source: str, bad: Bad) -> Iterator[Document]:
+def read_jsonl(file: Path, source: str, bad: Bad, columns: Mapping[str, str]) -> Iterator[Document]:
     for number, record in jsonl_records(file, bad):
         try:
-            yield parse(record, f"{file.as_posix()}:{number}", source, f"{file}, line {number}")
+            yield parse(record, f"{file.as_posix()}:{number}", source, f"{file}, line {number}", columns)
         except Unusable as reason:
             bad.found("unusable records", str(reason))
 
@@ -140,7 +150,7 @@ def jsonl_records(file: Path, bad: Bad) -> Iterator[tuple[int, Any]]:
         bad.found("empty shards", f"{file}: holds no records; an unfinished download, or a file to remove")
 
 
-def read_parquet(file: Path, source: str, bad: Bad) -> Iterator[Document]:
+def read_parquet(file: Path, source: str, bad: Bad, columns: Mapping[str, str]) -> Iterator[Document]:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -148,16 +158,17 @@ def read_parquet(file: Path, source: str, bad: Bad) -> Iterator[Document]:
     row = 0
     try:
         table = pyarrow.parquet.ParquetFile(file)
-        columns = _columns(table.schema_arrow.names, str(file))
-        for name in columns:
-            kind = table.schema_arrow.field(name).type
-            if name != "messages" and not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise DataError(f"{file}: the column {name!r} holds {kind}, expected strings")
-        for batch in table.iter_batches(columns=columns):
+        names = _columns(table.schema_arrow.names, str(file), columns)
+        for name, column in names.items():
+            kind = table.schema_arrow.field(column).type
+            if name not in _NESTED and not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise DataError(f"{file}: the column {column!r} holds {kind}, expected strings")
+        for batch in table.iter_batches(columns=[*names.values()]):
             for record in batch.to_pylist():
                 row += 1
                 # A missing text is an empty document.
-                record = {"text": "", **{k: v for k, v in record.items() if v is not None}}
+                record = _without_nulls({ours: record[theirs] for ours, theirs in names.items()})
+                record = {"text": "", **record} if "text" in names else record
                 try:
                     yield parse(record, f"{file.as_posix()}:{row}", source, f"{file}, row {row}")
                 except Unusable as reason:
@@ -170,7 +181,7 @@ def read_parquet(file: Path, source: str, bad: Bad) -> Iterator[Document]:
             bad.found("empty shards", f"{file}: holds no rows; an unfinished download, or a file to remove")
 
 
-def read_hub(path: str, hub: Hub, bad: Bad) -> Iterator[Document]:
+def read_hub(path: str, hub: Hub, bad: Bad, columns: Mapping[str, str]) -> Iterator[Document]:
     """Rows of a data set that the `datasets` library loads: ``hf:NAME``, where NAME is an id on the hub or a local
     directory. Raises `DataError` if it cannot be loaded; without a network, what is in the library's cache is used."""
     name = path.removeprefix(HUB)
@@ -186,21 +197,36 @@ def read_hub(path: str, hub: Hub, bad: Bad) -> Iterator[Document]:
             f"data.path: {path!r}, split {hub.split!r}, cannot be loaded ({type(error).__name__}: {reason}); correct "
             "the name or data.hub, or, without a network, load it once with one or give local files"
         ) from None
-    columns = _columns(rows.column_names, f"data.path: {path!r}")
-    for number, record in enumerate(rows.select_columns(columns), 1):
+    names = _columns(rows.column_names, f"data.path: {path!r}", columns)
+    for number, record in enumerate(rows.select_columns([*names.values()]), 1):
         where = f"{path}:{hub.split}:{number}"
+        record = _without_nulls({ours: record[theirs] for ours, theirs in names.items()})
         try:
-            yield parse({k: v for k, v in record.items() if v is not None}, where, name, where)
+            yield parse(record, where, name, where)
         except Unusable as reason:
             bad.found("unusable records", str(reason))
 
 
-def _columns(names: Collection[str], where: str) -> list[str]:
-    """Of a table: the first shape of a record that it has, and the label."""
+def _columns(names: Collection[str], where: str, columns: Mapping[str, str]) -> dict[str, str]:
+    """Of a table, our name -> its own: what ``columns`` say, or the first shape of a record that it has, and what may
+    stand beside it."""
+    missing = next((column for column in columns.values() if column not in names), None)
+    if missing is not None:
+        raise DataError(f"{where}: no column {missing!r}, which data.columns names (columns: {', '.join(names)})")
+    if columns:
+        return {**({"source": "source"} if "source" in names else {}), **columns}
     shape = next((shape for shape in _SHAPES if set(shape) <= set(names)), None)
     if shape is None:
         raise DataError(f"{where}: no column 'text' (columns: {', '.join(names)}); {_WANTED}")
-    return [*shape, *({"source"} & set(names))]
+    beside = _BESIDE if shape[0] not in ("text", "prompt") else ("source",)
+    return {name: name for name in (*shape, *(name for name in beside if name in names))}
+
+
+def _without_nulls(value: Any) -> Any:
+    """A table gives every message every key."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".text")

@@ -2,6 +2,7 @@
 
 A row is ``length + 1`` consecutive tokens of the concatenated documents, each closed by end-of-sequence; rows overlap
 by one token. Attention and positions stay inside a document, and no document is asked to predict the next one's start.
+A row that begins inside a document opens as a text does: beginning-of-sequence stands where the overlapping token was.
 Sequences made for training (`Fitted`) are never cut: a row holds as many as fit, and padding.
 
 Dims: N rows, B rows of a batch, T predicted positions.
@@ -68,13 +69,15 @@ def row_of(
 @dataclasses.dataclass(frozen=True)
 class Packed:
     """``stream``: the concatenated documents; ``starts``: where each begins; ``length``: T; ``prompt``: tokens whose
-    prediction counts ``prompt_weight`` instead of 1 (None: there are none)."""
+    prediction counts ``prompt_weight`` instead of 1 (None: there are none); ``opening``: the tokens that open a text,
+    which replace the first of a row that begins inside a document."""
 
     stream: Int[np.ndarray, " tokens"]
     starts: Int[np.ndarray, " documents"]
     length: int
     prompt: Bool[np.ndarray, " tokens"] | None = None
     prompt_weight: float = 0.0
+    opening: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self):
@@ -96,14 +99,21 @@ class Packed:
         weight = np.ones(len(places), np.float32)
         if self.prompt is not None:
             weight[self.prompt[places]] = self.prompt_weight
-        return row_of(self.stream[places], document, positions, weight)
+        tokens, opened = self.stream[places], len(self.opening)
+        # Not where the document ends with these tokens.
+        if begin > self.starts[document[0]] and document[min(opened, self.length)] == document[0]:
+            tokens[:opened] = self.opening
+            weight[:opened] = 0
+        return row_of(tokens, document, positions, weight)
 
     @property
     def digest(self) -> str:
-        parts = (self.stream, self.starts, np.asarray(self.length))
-        if self.prompt is None:
-            return fingerprint.digest(parts)
-        return fingerprint.digest((*parts, self.prompt, np.asarray(self.prompt_weight)))
+        parts = [self.stream, self.starts, np.asarray(self.length)]
+        if self.prompt is not None:
+            parts += [self.prompt, np.asarray(self.prompt_weight)]
+        if self.opening:
+            parts.append(np.asarray(self.opening, np.int32))
+        return fingerprint.digest(tuple(parts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +208,7 @@ def pack(
     bad, opening = Bad() if bad is None else bad, opening_ids(tokenizer, eos_id)
     ordered = sorted(documents, key=lambda d: d.digest)
     tokens, prompt, sizes = [np.zeros(0, np.int32)], [np.zeros(0, bool)], []
-    for document, ids in zip(ordered, _encode(tokenizer, ordered), strict=True):
+    for document, ids in zip(ordered, encode_parts(tokenizer, ordered), strict=True):
         if sum(map(len, ids)) < 2:
             found = f"{document.name}: {document.text[:40]!r} has {sum(map(len, ids))} of the tokenizer's tokens"
             bad.found("documents shorter than two tokens", f"{found}, a document needs two; drop it")
@@ -212,7 +222,8 @@ def pack(
         sizes.append(len(tokens[-1]))
     mask = np.concatenate(prompt)
     starts = np.cumsum([0, *sizes[:-1]])
-    return Packed(np.concatenate(tokens), starts, length, mask if mask.any() else None, prompt_weight)
+    prompts = mask if mask.any() else None
+    return Packed(np.concatenate(tokens), starts, length, prompts, prompt_weight, tuple(opening))
 
 
 def opening_ids(tokenizer: Any, eos_id: int) -> list[int]:
@@ -220,7 +231,7 @@ def opening_ids(tokenizer: Any, eos_id: int) -> list[int]:
     return [token for token in tokenizer("")["input_ids"] if token != eos_id]
 
 
-def _encode(tokenizer: Any, documents: Sequence[Document]) -> Iterator[list[Int[np.ndarray, " tokens"]]]:
+def encode_parts(tokenizer: Any, documents: Sequence[Document]) -> Iterator[list[Int[np.ndarray, " tokens"]]]:
     """The token ids of each document's parts; few documents are held as lists at a time."""
     for begin in range(0, len(documents), _TOKENIZED_AT_ONCE):
         parts = [d.parts or (Part(d.text, False),) for d in documents[begin : begin + _TOKENIZED_AT_ONCE]]

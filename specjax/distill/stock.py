@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from specjax.distill.rows import Packed
 @dataclasses.dataclass(frozen=True)
 class Stock:
     """``name``: of the stage. ``directory``: where data that is made for it goes. ``text``: rows of the training text.
-    ``draft``: `LoadedModel`, as the stage begins with it."""
+    ``draft``: `LoadedModel`, as the stage begins with it. ``today``: of the run, for chat templates that ask."""
 
     name: str
     directory: Path
@@ -24,3 +25,4 @@ class Stock:
     seed: int
     on_bad: Literal["error", "skip"] = "error"
     bars: Bars = no_bars
+    today: datetime.date | None = None

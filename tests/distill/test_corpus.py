@@ -1,6 +1,7 @@
 """Text in, documents out: nothing lost, nothing on both sides of the split."""
 
 import copy
+import datetime
 import json
 import sys
 import types
@@ -278,3 +279,122 @@ def test_a_chat_that_the_template_does_not_take_is_refused_or_skipped(tiny_token
     assert bad.counts == {"chats": 1}
     with pytest.raises(DataError, match=r"'messages' need a chat template, and the target's tokenizer has none"):
         chats(tiny_tokenizer, None, tmp_path, bad=bad)
+
+
+# --- chats as they are published --------------------------------------------------------------------------------------
+
+SAID = ({"role": "user", "content": "one"}, {"role": "assistant", "content": "1"})
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [*SAID]},
+        {"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "1"}]},
+        {"conversations": [*SAID]},
+        {"instruction": "one", "input": "", "output": "1"},
+        {"instruction": "one", "output": "1"},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "o"}, {"text": "ne"}]}, SAID[1]]},
+    ],
+)
+def test_chats_of_every_known_form_are_the_same_messages(tmp_path, record):
+    (document,) = corpus.read_documents(written(tmp_path, record))
+    assert document.messages == SAID
+
+
+def test_an_instruction_is_asked_with_its_input_and_a_system_message_stands_first(tmp_path):
+    record = {"instruction": "add", "input": "1 and 1", "output": "2", "system": "be brief"}
+    (document,) = corpus.read_documents(written(tmp_path, record))
+    assert [message["content"] for message in document.messages] == ["be brief", "add\n\n1 and 1", "2"]
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
+def test_a_message_may_call_a_tool_in_place_of_text(tmp_path, tiny_tokenizer, arguments):
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    record = {"messages": [SAID[0], asked, {"role": "tool", "content": "2"}, SAID[1]], "tools": [{"name": "add"}]}
+    path = written(tmp_path, record)
+    (document,) = corpus.read_documents(path)
+    assert document.messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}</>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    (document,) = corpus.rendered([document], tokenizer)
+    assert [part.text for part in document.parts if not part.is_prompt] == ['{"a": 1}</>', "1</>"]
+    assert document.text.startswith('[{"name": "add"}]<user>')
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"messages": [SAID[0], {"role": "assistant", "content": None}]},
+            r"message 2: no string .*'content' \(it is None",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, SAID[1]]},
+            "message 1: 'content' has a part of the type 'image_url', and only text is read",
+        ),
+        ({"conversations": [{"from": "narrator", "value": "x"}]}, "message 1: from 'narrator' is none of user, human"),
+        ({"conversations": "x"}, r"'conversations' is no list of mappings; give \{'from': "),
+        ({"messages": [{"content": "x"}]}, "message 1: no string under the key 'role'; give 'user'"),
+        ({"messages": [{**SAID[1], "tool_calls": [{}]}]}, "message 1: 'tool_calls' cannot be read; give "),
+        (
+            {"messages": [{**SAID[1], "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "message 1: 'tool_calls' cannot be read",
+        ),
+        ({"messages": [*SAID], "tools": "["}, "'tools' is no JSON; give a list"),
+        ({"instruction": "x", "output": ""}, "no message of the role 'assistant'"),
+        ({"instruction": 3, "output": "x"}, r"no string under the key 'instruction' \(it is 3\)"),
+        ({"question": "x", "answer": "y"}, r"no string under the key 'text'.*data\.columns=\{prompt: question, "),
+    ],
+)
+def test_a_chat_that_cannot_be_read_says_what_to_write(tmp_path, record, message):
+    with pytest.raises(DataError, match=f"rows.jsonl, line 1.*{message}") as refused:
+        corpus.read_documents(written(tmp_path, record))
+    assert "\n" not in str(refused.value)
+
+
+def test_columns_say_what_stands_under_another_name(tmp_path):
+    path = written(tmp_path, {"question": "1 + ", "answer": "1", "text": "not this", "source": "forum"})
+    columns = {"prompt": "question", "completion": "answer"}
+    (document,) = corpus.read_documents(path, columns=columns)
+    assert (document.parts, document.source) == ((Part("1 + ", True), Part("1", False)), "forum")
+    with pytest.raises(DataError, match=r"line 1: no 'q', which data\.columns names \(it has question, answer, text, "):
+        corpus.read_documents(path, columns={"prompt": "q"})
+    (document,) = corpus.read_documents(written(tmp_path, {"dialogue": [*SAID]}), columns={"messages": "dialogue"})
+    assert document.messages == SAID
+
+
+def test_columns_of_tables_are_mapped_and_nulls_of_their_structs_dropped(tmp_path, hub):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "a.parquet"
+    said = [{"from": "human", "value": "one", "weight": None}, {"from": "gpt", "value": "1", "weight": 1}]
+    parquet.write_table(pyarrow.table({"chat": [said], "id": [1]}), file)
+    (document,) = corpus.read_documents(str(file), columns={"conversations": "chat"})
+    assert document.messages == (SAID[0], {**SAID[1], "weight": 1})
+    with pytest.raises(DataError, match=r"no column 'c', which data\.columns names \(columns: chat, id\)"):
+        corpus.read_documents(str(file), columns={"conversations": "c"})
+    documents = corpus.read_documents(
+        "hf:org/name", corpus.Bad("skip"), columns={"completion": "text", "prompt": "text"}
+    )
+    assert [document.text for document in documents] == ["oneone", "twotwo"]
+
+
+def test_a_template_that_prints_the_date_prints_the_one_that_is_kept(tiny_tokenizer, tmp_path):
+    dated = "\n{% if strftime_now is defined %}{{ strftime_now('%d %b %Y, %-d %B') }}{% endif %}" + ASKING
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = dated
+    documents = corpus.read_documents(written(tmp_path, {"messages": CHAT}))
+    (document,) = corpus.rendered(documents, tokenizer, today=datetime.date(2020, 2, 29))
+    assert document.text.startswith("\n29 Feb 2020, 29 February<system>")
+    (other,) = corpus.rendered(documents, tokenizer, today=datetime.date(2020, 3, 1))
+    assert other.text == document.text.replace("29 Feb 2020, 29 February", "01 Mar 2020, 1 March")
+    (now,) = corpus.rendered(documents, tokenizer)
+    assert len(now.text) > 30
+    assert "2020" not in now.text

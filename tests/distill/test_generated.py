@@ -204,6 +204,13 @@ def test_prompts_of_text_begin_documents_and_stay_inside_them():
     ]
 
 
+def test_prompts_from_inside_a_document_open_as_a_text_does():
+    opened = dataclasses.replace(text_rows(), opening=(99,))
+    prompts = prompts_of_text(opened, Sampled(prompt_tokens=4, new_tokens=5))
+    assert [prompts[i][:2] for i in range(len(prompts))] == [[0, 1], [6, 7], [99, 17], [99, 27], [99, 37]]
+    assert prompts.digest != prompts_of_text(text_rows(), Sampled(prompt_tokens=4, new_tokens=5)).digest
+
+
 def test_a_prompt_of_the_documents_own_is_taken_whole_or_not_at_all():
     mask = np.zeros(41, bool)
     mask[0:3] = mask[6:20] = True
@@ -223,6 +230,9 @@ def test_prompts_come_from_a_file(tmp_path, tiny_tokenizer):
     assert [tiny_tokenizer.decode(prompts[i]) for i in range(len(prompts))] == texts
     assert bad.counts == {"unusable prompts": 1, "prompts that do not fit": 1}
     with pytest.raises(DataError, match=r"prompts\.jsonl, line 3: no string under the key 'prompt'"):
+        prompts_of_file(str(file), tiny_tokenizer, 20, Bad())
+    file.write_text('{"messages": [{"role": "user"}]}\n')
+    with pytest.raises(DataError, match=r"line 1: message 1: no string under the key 'content'"):
         prompts_of_file(str(file), tiny_tokenizer, 20, Bad())
     lines = tmp_path / "prompts.txt"
     lines.write_text("def add\n\nprint\n")

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import datetime
+import json
 import math
+import types
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from transformers.utils import chat_template_utils
 
 import train_draft
 from specjax import config
@@ -394,3 +399,39 @@ def test_what_a_corpus_skipped_is_kept_with_what_was_prepared(settings, document
     assert prepared.bad.counts == {"not UTF-8": 1, "documents shorter than two tokens": 1}
     (message,) = caplog.messages
     assert "1 skipped, not UTF-8 (first: " in message
+
+
+def test_a_chat_is_the_same_text_when_its_run_goes_on_after_midnight(settings, tiny_target, tmp_path, monkeypatch):
+    """The template prints the date, which is that of the day on which the run began."""
+    tokenizer = copy.deepcopy(tiny_target.tokenizer)
+    tokenizer.chat_template = (
+        "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    save_model(dataclasses.replace(tiny_target, tokenizer=tokenizer, eos_ids=(0,)), tmp_path / "target")
+    said = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "return first + second " * 9}]
+    records = [{"messages": [{**said[0], "content": f"add {i}"}, said[1]]} for i in range(40)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = config.Data(path=str(tmp_path / "chats.jsonl"), held_out=0.3, seq_len=LENGTH)
+    run = settings(tmp_path / "run", target=config.Target(path=str(tmp_path / "target")), data=data)
+
+    def prepared_on(day: int) -> job.Prepared:
+        class Clock(datetime.datetime):
+            @classmethod
+            def now(cls, tz=None):
+                return cls(2030, 1, day)
+
+            today = now
+
+        module = types.SimpleNamespace(date=Clock, datetime=Clock, time=datetime.time)
+        monkeypatch.setattr(job, "datetime", module, raising=False)
+        monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+        return job.prepare(run)
+
+    first, later = prepared_on(1), prepared_on(2)
+    assert "01 Jan 2030" in first.corpus.train[0].text
+    assert [d.text for d in later.corpus.train] == [d.text for d in first.corpus.train]
+    assert later.train_rows.digest == first.train_rows.digest
+    (tmp_path / "run" / "chat_date.json").write_text("{}")
+    with pytest.raises(TrainingError, match=r"chat_date\.json: damaged; write the day that the run began"):
+        job.prepare(run)

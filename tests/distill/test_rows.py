@@ -78,6 +78,29 @@ def test_a_prediction_counts_as_the_token_that_it_predicts(prompt_weight):
     np.testing.assert_array_equal(weight, np.where(starts, 0, np.where(prompt[following], prompt_weight, 1)))
 
 
+@pytest.mark.parametrize("opening", [(98,), (98, 99)])
+def test_a_row_that_begins_inside_a_document_opens_as_a_text_does(opening):
+    plain, size = packed(), len(opening)
+    opened = Packed(plain.stream, plain.starts, plain.length, opening=opening)
+    assert opened.digest != plain.digest
+    for i in range(5):
+        row, before = opened[i], plain[i]
+        # The first row begins a document; the fourth has two tokens of one, which two would replace whole.
+        replaced = 0 if i == 0 or (i, size) == (3, 2) else size
+        np.testing.assert_array_equal(row.tokens, [*opening[:replaced], *np.asarray(before.tokens)[replaced:]])
+        np.testing.assert_array_equal(row.following[:-1], row.tokens[1:])
+        # Of one token that opens a text all predictions are kept; of two, there is none of the second.
+        np.testing.assert_array_equal(row.weight[: size - 1], 0 if replaced else before.weight[: size - 1])
+        np.testing.assert_array_equal(row.weight[size - 1 :], before.weight[size - 1 :])
+        np.testing.assert_array_equal([row.positions, row.segments], [before.positions, before.segments])
+
+
+def test_a_document_that_ends_where_a_row_begins_is_not_opened_again():
+    rows = Packed(np.arange(41, dtype=np.int32), np.array([0, 9, 18]), 8, opening=(99,))
+    assert rows[1].tokens.tolist() == list(range(8, 16))
+    assert rows[2].tokens.tolist() == [99, *range(17, 24)]
+
+
 def documents(*texts) -> list[Document]:
     return [Document(str(i), text) for i, text in enumerate(texts)]
 
@@ -111,6 +134,7 @@ def test_a_document_opens_as_the_tokenizer_opens_a_text(tiny_tokenizer):
     assert len(rows.stream) == len(plain.stream) + 2
     assert rows.stream[rows.starts].tolist() == [7, 7]
     np.testing.assert_array_equal(np.delete(rows.stream, rows.starts), plain.stream)
+    assert (rows.opening, plain.opening) == ((7,), ())
 
 
 def test_how_many_documents_are_tokenized_at_once_changes_nothing(tiny_tokenizer, monkeypatch):

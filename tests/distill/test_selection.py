@@ -19,7 +19,7 @@ from specjax import config
 from specjax.decode.costs import count_compiles
 from specjax.decode.decoder import Decoder
 from specjax.distill import checkpoint, compare, fingerprint, measure, selection
-from specjax.distill.corpus import Document
+from specjax.distill.corpus import Document, Part
 from specjax.distill.log import read_log
 from specjax.distill.prompts import HeldOutPrompt, cut_prompts
 from specjax.distill.selection import Decoded, Selector, held_out_decoding
@@ -332,3 +332,28 @@ def test_a_comparison_tells_sources_apart_and_adds_them_up(decoding):
 def test_prompts_carry_the_source_of_their_document(tiny_target):
     prompts = cut_prompts([Document("a", DOCUMENTS[0].text, "wiki"), DOCUMENTS[1]], tiny_target.tokenizer, 8, 2)
     assert sorted(p.source for p in prompts) == ["text", "wiki"]
+
+
+def test_prompts_of_chats_end_where_an_answer_begins(tiny_tokenizer, caplog):
+    def chat(name: str, *sizes: int) -> Document:
+        """Alternating parts of so many tokens: questions, then answers."""
+        parts = tuple(Part("(" * size, i % 2 == 0) for i, size in enumerate(sizes))
+        return Document(name, name + "".join(part.text for part in parts), name, parts, ({"role": "user"},))
+
+    size = len(tiny_tokenizer("(")["input_ids"])
+    assert size == 1
+    several, long = chat("a", 3, 2, 2, 9, 30, 1), chat("b", 20, 4)
+    prompts = cut_prompts([several, long], tiny_tokenizer, 10, 9)
+    # Whole ones first: after 3, and after 3 + 2 + 2 tokens; then the ends of longer ones.
+    assert sorted((p.source, len(p.tokens)) for p in prompts[:2]) == [("a", 3), ("a", 7)]
+    assert sorted((p.source, len(p.tokens)) for p in prompts[2:]) == [("a", 10), ("b", 10)]
+    assert "2 of 4 held-out prompts are the end of a longer chat; more prompt_tokens than 10" in caplog.text
+    caplog.clear()
+    assert len(cut_prompts([several, long], tiny_tokenizer, 46, 9)) == 4
+    assert not caplog.records
+
+
+def test_a_prompt_of_the_documents_own_is_the_held_out_prompt(tiny_tokenizer):
+    document = Document("a", "def add(first", parts=(Part("def add", True), Part("(first", False)))
+    (prompt,) = cut_prompts([document], tiny_tokenizer, 64, 5)
+    assert prompt.tokens == tiny_tokenizer("def add")["input_ids"]
