@@ -30,7 +30,8 @@ class Bench:
     prompts: Positive = 12
     """Timed prompts. Three times as many others choose k, and their acceptance predicts the speedup."""
     prompt_tokens: Annotated[int, Field(ge=1)] = 56
-    """With ``new_tokens`` and a block of 8 just what the smallest cache holds, so that each point is one program."""
+    """With ``new_tokens`` and a block of 8 just what the smallest cache holds, so that each point is one
+    program. Of a plain text; a chat's prompt is what was said before an answer, of at most so many."""
     new_tokens: Positive = 192
     batch_sizes: Annotated[tuple[Positive, ...], *Grid] = (1, 8)
     temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *Grid] = (0.0, 1.0)

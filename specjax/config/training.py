@@ -248,6 +248,7 @@ class Selection:
     prompts: NonNegative = 8
     """0: nothing is decoded."""
     prompt_tokens: Positive = 64
+    """Of a plain text; a chat's prompt is what was said before an answer, of at most so many."""
     new_tokens: Positive = 64
     k: Annotated[int, Field(ge=1, le=64)] = 5
     temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *Grid] | None = None
