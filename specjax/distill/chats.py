@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from specjax.errors import DataError
 
@@ -103,7 +103,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     return {**call, "function": function} if "function" in call else {"type": "function", "function": function}
 
 
-def _refuse(where: str) -> Any:
+def _refuse(where: str) -> NoReturn:
     wanted = "[{'type': 'function', 'function': {'name': ..., 'arguments': {...}}}]"
     raise DataError(f"{where}: 'tool_calls' cannot be read; give {wanted}")
 

@@ -180,7 +180,7 @@ def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
     """Read and split the corpus, load the target or train it from scratch, and cut the windows."""
     data, bad = config.data, Bad(config.data.on_bad)
     documents = Corpus(
-        *corpus.split_held_out(corpus.read_documents(data.path, bad, data.hub, data.columns), data.held_out)
+        *corpus.split_held_out(corpus.read_documents(data.path, bad, data.hub, {**data.columns}), data.held_out)
     )
     for side, name in ((documents.train, "training"), (documents.held_out, "measuring")):
         if not side:

@@ -122,7 +122,7 @@ def _check_rows(draft: LoadedModel, last: int) -> None:
 class KnownTokens:
     """A model that some tokens mean nothing to: it reads ``instead`` in their place, and never proposes them."""
 
-    model: Model
+    model: Any
     unknown: tuple[int, ...]
     instead: int
 
@@ -134,12 +134,16 @@ class KnownTokens:
         return self.model.init_cache(*args, **options)
 
     def __call__(self, params: Params, tokens: Int[Array, "B T"], *args: Any, **options: Any) -> Output:
-        out = self.model(params, jnp.where(self._is_unknown(tokens), self.instead, tokens), *args, **options)
-        never = self._is_unknown(jnp.arange(out.logits.shape[-1]))[None, None]
-        return out.replace(logits=jnp.where(never, jnp.asarray(-jnp.inf, out.logits.dtype), out.logits))
+        # One more, which stands for all that follow.
+        unknown = jnp.asarray(self._are_unknown(max(self.unknown) + 2))
+        tokens = jnp.where(jnp.take(unknown, tokens, mode="clip"), self.instead, tokens)
+        out = self.model(params, tokens, *args, **options)
+        never = jnp.asarray(self._are_unknown(out.logits.shape[-1]))[None, None]
+        logits = jnp.where(never, jnp.asarray(-jnp.inf, out.logits.dtype), out.logits)
+        return dataclasses.replace(out, logits=logits)
 
-    def _is_unknown(self, ids: Int[Array, "*B"]) -> Array:
-        return jnp.isin(ids, jnp.asarray(self.unknown, ids.dtype))
+    def _are_unknown(self, size: int) -> np.ndarray:
+        return np.isin(np.arange(size), self.unknown)
 
 
 def known_to(draft: LoadedModel, target: LoadedModel, spec: Model) -> Model:

@@ -34,7 +34,8 @@ def fast(model: Any, decoder: Any) -> PreTrainedTokenizerFast:
     if decoder is not None:
         backend.decoder = decoder
     made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
-    made.add_tokens([AddedToken("<|turn|>", special=True), AddedToken("[new word]", special=False)])
+    added: Any = [AddedToken("<|turn|>", special=True), AddedToken("[new word]", special=False)]
+    made.add_tokens(added)
     return made
 
 
@@ -209,7 +210,7 @@ def test_a_split_character_belongs_to_the_token_that_completes_it():
     detokenize = Detokenizer(Slow())
     assert detokenize.shares("é🙂".encode()) == ["", "é", "", "", "", "🙂"]
     llama = KINDS["byte fallback, as Llama"]()
-    ids = [llama.convert_tokens_to_ids(token) for token in ("a", "<0xC3>", "<0xA9>", "<0x0A>", "a")]
+    ids: Any = llama.convert_tokens_to_ids(["a", "<0xC3>", "<0xA9>", "<0x0A>", "a"])
     assert Detokenizer(llama).shares(ids) == ["a", "", "é", "\n", "a"]
     assert pieces_of(["a", "", "é", "\n", ""], ["bonus", "bonus", "accepted", "accepted", "bonus"]) == [
         Piece("a", "bonus"),

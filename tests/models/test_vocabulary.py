@@ -234,7 +234,7 @@ def test_a_draft_without_the_targets_new_token_follows_it_and_never_proposes_it(
     plain = Decoder(target).generate(SPOKEN, max_new_tokens=40)
     options: dict[str, Any] = {"max_new_tokens": 40, "seed": 5}
     found = []
-    for rows in (9, 10, 12):  # with no row for the token, an untrained one, and more of them
+    for rows in (9, 12):  # with no row for the token, with an untrained one
         decoder = Decoder(target, DraftModel(with_added(SMALL, ONE, rows), 3), "block")
         assert decoder.generate(SPOKEN, **options).tokens == plain.tokens
         sampled = decoder.generate(SPOKEN, temperature=1.0, **options)
@@ -244,22 +244,20 @@ def test_a_draft_without_the_targets_new_token_follows_it_and_never_proposes_it(
         assert "accepted" not in origins
         assert sum(stats.accepted for stats in sampled.stats) > 0
         found.append((sampled.tokens, sampled.origins))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 def test_a_draft_with_a_token_of_its_own_never_proposes_it():
-    for rows in (9, 12):  # with no row for it, with an untrained one
-        target = with_added(LARGE, ONE, rows)
-        prompts = [[1, 8, 1], [8]]
-        options: dict[str, Any] = {"max_new_tokens": 40, "seed": 5, "temperature": [0.0, 1.0]}
-        plain = Decoder(target).generate(prompts, **options)
-        fast = Decoder(target, DraftModel(with_added(LARGE, TWO, 10), 3)).generate(prompts, **options)
-        assert fast.tokens[0] == plain.tokens[0]
-        assert all(token < 9 for row in fast.tokens for token in row)
-        assert all("corrected" not in origins for origins in fast.origins)
+    target, draft = with_added(LARGE, ONE, 12), with_added(LARGE, TWO, 10)
+    prompts = [[1, 8, 1], [8]]
+    options: dict[str, Any] = {"max_new_tokens": 40, "seed": 5, "temperature": [0.0, 1.0]}
+    fast = Decoder(target, DraftModel(draft, 3)).generate(prompts, **options)
+    assert fast.tokens[0] == Decoder(target).generate(prompts, **options).tokens[0]
+    assert all(token < 9 for row in fast.tokens for token in row)
+    assert all("corrected" not in origins for origins in fast.origins)
 
 
-@pytest.mark.parametrize("rows", [9, 12])
+@pytest.mark.parametrize("rows", [9, in_proof(12)])
 def test_the_law_with_a_token_that_the_draft_lacks_is_the_targets(rows):
     target, draft = with_added(LARGE, TWO, 10), with_added(SMALL, ONE, rows)
     counts = decode_counts(Decoder(target, DraftModel(draft, 2)), [1, 9, 1], 2, calls=4)
