@@ -18,7 +18,7 @@ from specjax.distill.checkpoint import Checkpoints, Restored
 from specjax.distill.distributed import by_first
 from specjax.distill.evaluate import evaluate
 from specjax.distill.layout import ONE_DEVICE, Layout
-from specjax.distill.log import LOG, Log
+from specjax.distill.log import LOG, Log, read_log
 from specjax.distill.on_policy import Sampler
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.profile import Profile
@@ -66,8 +66,9 @@ def train_stage(
 
     Raises `TrainingError` if a loss or gradient is not finite in more steps than ``stage.skip_non_finite`` (naming step
     and rows; the last good checkpoint is kept), if something cannot be written, or if the directory was made with other
-    settings; `DataError` if the windows do not fill one batch; `ConfigError` if the batch cannot be split as ``layout``
-    says; `Stopped` once a SIGTERM has come and the step that was under way is saved.
+    settings, or holds nothing undamaged of what was trained; `DataError` if the windows do not fill one batch;
+    `ConfigError` if the batch cannot be split as ``layout`` says; `Stopped` once a SIGTERM has come and the step that
+    was under way is saved.
     """
     loss = registry.build(registry.LOSSES, stage.loss, f"{directory.name}: loss")
     if loss.needs_target and target is None:
@@ -95,7 +96,10 @@ def train_stage(
     ema = stage.optimizer.ema
     state = start_state(params, optimizer, ema is not None, layout, drafter)
     with Checkpoints(directory / "checkpoints") as checkpoints:
-        restored = checkpoints.restore_latest(state) or Restored(0, state)
+        restored = checkpoints.restore_latest(state)
+        if restored is None:
+            _refuse_to_start_over(directory, checkpoints)
+            restored = Restored(0, state)
         start, state, pending = restored.step, restored.state, restored.pending
         selector = Selector(directory, decoding, start)
         if start == stage.steps or selector.stops:
@@ -168,6 +172,20 @@ def train_stage(
                 if selector.stops:
                     break
     return selector.result(state.result)
+
+
+def _refuse_to_start_over(directory: Path, checkpoints: Checkpoints) -> None:
+    """Nothing undamaged is left of what was trained. An interruption before the first checkpoint was whole is no loss."""
+    saved, aside = checkpoints.saved, checkpoints.set_aside
+    if saved == 0 or (saved is None and not (aside and by_first(lambda: bool(read_log(directory))))):
+        return
+    folder = directory / "checkpoints"
+    found = f"the damaged ones are kept: {', '.join(aside)} in {folder}" if aside else f"{folder} holds none"
+    was = f"that of step {saved} was whole, " if saved else ""
+    raise TrainingError(
+        f"{directory}: its log shows progress, but no undamaged checkpoint is left ({was}{found}); put their files back "
+        f"from a copy and drop the end of the name, or move {directory} elsewhere to train the stage again"
+    )
 
 
 def _microbatch_rows(name: str, stage: config.Stage, length: int, layout: Layout) -> int:

@@ -92,12 +92,49 @@ def test_a_damaged_newest_step_is_named_and_the_one_before_restored(damage, save
     assert str(saved / "10") in caplog.text
 
 
-def test_a_step_without_its_manifest_is_not_restored(tmp_path):
-    with Checkpoints(tmp_path) as checkpoints:
-        for step in (5, 10):
-            checkpoints.save(step, state(step))
-    remove_the_manifest(tmp_path / "10")
-    assert restore(tmp_path).step == 5
+def contents(directory):
+    return {file.relative_to(directory): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+
+
+DAMAGES = [flip_a_bit, cut_short, remove_a_file, truncate_the_manifest, remove_the_manifest]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_step_is_set_aside_as_it_is_and_never_deleted(damage, saved, caplog):
+    damage(saved / "10")
+    before = contents(saved / "10")
+    assert restore(saved).step == 5
+    assert contents(saved / "10.damaged") == before
+    assert f"{saved / '10'}: checkpoint skipped and set aside as 10.damaged: " in caplog.text
+    assert not (saved / "10").exists()
+
+
+def test_every_damaged_step_is_kept_though_one_of_its_name_was_set_aside_before(saved):
+    for number in (1, 2):
+        flip_a_bit(saved / "10")
+        with Checkpoints(saved) as checkpoints:
+            checkpoints.restore_latest(state(0))
+            checkpoints.save(10, state(10 + number))
+    with Checkpoints(saved) as checkpoints:
+        assert checkpoints.set_aside == ["10.damaged", "10.damaged-2"]
+
+
+def test_a_step_whose_manifest_was_never_written_is_half_written_and_makes_room(saved, monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_seal", lambda self, step: self._manager.wait_until_finished())
+        save(Checkpoints(saved), 15, state(15))
+    assert (saved / "15").exists()
+    assert restore(saved).step == 10
+    assert f"{saved / '15'}: checkpoint skipped and removed: half-written" in caplog.text
+    assert sorted(d.name for d in saved.iterdir() if d.is_dir()) == ["10"]
+
+
+def test_the_newest_step_that_was_whole_is_known_though_all_are_gone(saved):
+    for step in ("5", "10"):
+        flip_a_bit(saved / step)
+    with Checkpoints(saved) as checkpoints:
+        assert checkpoints.restore_latest(state(0)) is None
+        assert (checkpoints.saved, checkpoints.set_aside) == (10, ["10.damaged", "5.damaged"])
 
 
 def test_a_damaged_step_can_be_saved_again(saved):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from typing import Any
 
@@ -121,6 +122,55 @@ def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(u
     assert_same(toys.train(tmp_path / "stage", lambda step, record: steps.append(step)), uninterrupted[1])
     assert steps[0] == 6
     assert [record["step"] for record in read_log(tmp_path / "stage")] == [5, 6, 10, 12]
+
+
+def remove_the_manifest(checkpoint):
+    (checkpoint / "sha256.json").unlink()
+
+
+def flip_a_byte(checkpoint):
+    file = max((f for f in checkpoint.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, remove_the_manifest])
+@pytest.mark.parametrize("known", [True, False])
+def test_training_does_not_start_over_where_every_checkpoint_is_damaged(damage, known, uninterrupted, tmp_path):
+    stage, expected = tmp_path / "stage", uninterrupted[1]
+    with pytest.raises(Interrupt):
+        toys.train(stage, interrupt_after(11))
+    for step in ("5", "10"):
+        shutil.copytree(stage / "checkpoints" / step, tmp_path / step)
+        damage(stage / "checkpoints" / step)
+    if not known:  # as a directory of an earlier version
+        (stage / "checkpoints.json").unlink()
+    log = (stage / "log.jsonl").read_bytes()
+    for _ in range(2):
+        with pytest.raises(TrainingError, match=r"its log shows progress, .*10\.damaged, 5\.damaged .*from a copy"):
+            toys.train(stage)
+    assert (stage / "log.jsonl").read_bytes() == log
+    # The remedy in the message.
+    shutil.copytree(tmp_path / "10", stage / "checkpoints" / "10")
+    assert_same(toys.train(stage), expected)
+
+
+def test_training_does_not_start_over_where_the_checkpoints_are_gone(tmp_path):
+    with pytest.raises(Interrupt):
+        toys.train(tmp_path / "stage", interrupt_after(7))
+    shutil.rmtree(tmp_path / "stage" / "checkpoints")
+    with pytest.raises(TrainingError, match=r"that of step 5 was whole, .*checkpoints holds none.*move .*stage elsewhere"):
+        toys.train(tmp_path / "stage")
+
+
+def test_a_stage_killed_in_its_first_save_starts_over(uninterrupted, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_seal", lambda self, step: self._manager.wait_until_finished())
+        with pytest.raises(Interrupt):
+            toys.train(tmp_path / "stage", interrupt_after(7))
+    assert_same(toys.train(tmp_path / "stage"), uninterrupted[1])
+    assert not list((tmp_path / "stage" / "checkpoints").glob("*.damaged"))
 
 
 def test_a_log_line_cut_short_by_a_kill_is_dropped(uninterrupted, tmp_path):
