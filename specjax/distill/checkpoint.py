@@ -12,7 +12,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,13 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from specjax.distill import store
 from specjax.distill.distributed import by_first
 from specjax.distill.fingerprint import write_json
 from specjax.distill.quiet import Quiet
 from specjax.errors import TrainingError, unwritable
 
 MANIFEST = "sha256.json"
-DAMAGED = ".damaged"
-"""Of the name of a step that was set aside."""
 _PENDING, _WHOLE = "pending", "whole"
 _HALF_WRITTEN = "half-written, it has no manifest"
 _log = logging.getLogger(__name__)
@@ -90,7 +88,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     @property
     def set_aside(self) -> list[str]:
         """Names of damaged steps, as `restore_latest` left them."""
-        return by_first(lambda: sorted(folder.name for folder in self._directory.glob(f"*{DAMAGED}*")))
+        return by_first(lambda: sorted(folder.name for folder in self._directory.glob(f"*{store.DAMAGED}*")))
 
     @property
     def oldest(self) -> int | None:
@@ -137,14 +135,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def _set_aside(self, step: int, damage: str) -> None:
         folder = self._directory / str(step)
-        aside, number = folder.with_name(f"{step}{DAMAGED}"), 1
-        while aside.exists():
-            number += 1
-            aside = folder.with_name(f"{step}{DAMAGED}-{number}")
-        try:
-            os.rename(folder, aside)
-        except OSError as error:
-            raise unwritable(folder, error) from None
+        aside = store.set_aside(folder)
         _log.warning("%s: checkpoint skipped and set aside as %s: %s", folder, aside.name, damage)
 
     def _mark(self, step: int) -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import yaml
 
 from specjax import registry
 from specjax.config import RunConfig, Stage
-from specjax.distill import compare, corpus, figures, fingerprint, lock, sinks
+from specjax.distill import compare, corpus, figures, fingerprint, lock, sinks, store
 from specjax.distill.corpus import Bad, Document
 from specjax.distill.distributed import by_first, is_first, whole
 from specjax.distill.evaluate import Evaluation
@@ -37,7 +38,8 @@ from specjax.distill.teacher import completed
 from specjax.distill.tokenizer import train_tokenizer
 from specjax.distill.trainer import train_stage
 from specjax.drafters.draft_model import DraftModel
-from specjax.errors import ConfigError, DataError
+from specjax.errors import ConfigError, DataError, ModelError
+from specjax.models.files import MANIFEST, verify_manifest, write_manifest
 from specjax.models.hf import LoadedModel, import_transformers, load_model, save_model
 from specjax.models.transformer import Model
 from specjax.types import Params, Sharing
@@ -248,9 +250,11 @@ def _tokenizer(directory: Path, documents: Corpus, vocab_size: int) -> Any:
 
     def make() -> None:
         fingerprint.claim(directory, made_from)
-        if not files.exists():
+        if not files.exists() or _set_aside_if_damaged(files):
             partial = directory / ".partial"
+            shutil.rmtree(partial, ignore_errors=True)
             train_tokenizer(documents.train, vocab_size, partial)
+            write_manifest(partial)
             os.rename(partial, files)
 
     by_first(make)
@@ -299,20 +303,38 @@ def stock(
 
 def _refuse_foreign(directory: Path) -> None:
     """A model that this job did not write is not replaced."""
-    card = directory / _CARD
-    ours = card.exists() and _MADE_BY in card.read_text(encoding="utf-8", errors="replace")
-    if directory.is_dir() and any(directory.iterdir()) and not ours:
+    if directory.is_dir() and any(directory.iterdir()) and _MADE_BY not in _card_of(directory):
         raise DataError(
             f"out: {directory} holds something else, and the draft goes there; move it, or give another `out`"
         )
 
 
 def _export(model: LoadedModel, directory: Path, card: str) -> None:
-    """The card names the weights by digest and is written with them, so the same card means the same model."""
-    file = directory / _CARD
-    if by_first(lambda: not file.exists() or file.read_text(encoding="utf-8") != card):
+    """The card names the weights by digest and is written with them, so the same card means the same model, as long as
+    the files are those that were written."""
+    if by_first(lambda: _card_of(directory) != card or _set_aside_if_damaged(directory)):
         model = dataclasses.replace(model, params=whole(model.params))
         by_first(lambda: save_model(model, directory, overwrite=True, card=card))
+
+
+def _card_of(directory: Path) -> str:
+    file = directory / _CARD
+    return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+
+
+def _set_aside_if_damaged(directory: Path) -> bool:
+    """Files that are not what their manifest says: kept, but not used."""
+    try:
+        verify_manifest(directory)
+    except ModelError as error:
+        damage = str(error).partition(";")[0]
+    else:
+        if (directory / MANIFEST).exists():
+            return False
+        damage = f"its {MANIFEST} is gone"
+    aside = store.set_aside(directory)
+    _log.warning("%s: damaged (%s); it is set aside as %s and written again", directory, damage, aside.name)
+    return True
 
 
 def _draft_card(

@@ -29,6 +29,7 @@ from specjax.distill import fingerprint
 from specjax.distill.checkpoint import Checkpoints
 from specjax.distill.corpus import Document
 from specjax.distill.layout import make_layout
+from specjax.distill.log import read_log
 from specjax.distill.prompts import PLACES, HeldOutPrompt, cut_prompts
 from specjax.distill.teacher import completed
 from specjax.drafters.draft_model import DraftModel
@@ -196,7 +197,7 @@ class Selector:
         if decoding is None:
             return
         if (directory / SCORES).exists():
-            known = {int(s): value for s, value in json.loads((directory / SCORES).read_text()).items()}
+            known = _read_scores(directory)
             self._scores = {s: value for s, value in known.items() if s <= step}
         for folder in (directory / BEST).glob("*"):
             if folder.name.isdigit() and int(folder.name) > step:
@@ -237,8 +238,8 @@ class Selector:
             restored = checkpoints.restore_latest(last)
         if restored is None:
             raise TrainingError(
-                f"{self._directory / BEST}: the best checkpoint, of step {self.best}, is gone or damaged; remove "
-                f"{self._directory} to train the stage again"
+                f"{self._directory / BEST}: the best checkpoint, of step {self.best}, is gone or damaged; put its files "
+                f"back from a copy, or move {self._directory} elsewhere to train the stage again"
             )
         if restored.step != self.best:
             _log.warning(
@@ -248,6 +249,15 @@ class Selector:
                 restored.step,
             )
         return restored.state
+
+
+def _read_scores(directory: Path) -> dict[int, float]:
+    """By step. The log has them too."""
+    try:
+        return {int(step): float(value) for step, value in json.loads((directory / SCORES).read_text()).items()}
+    except (ValueError, TypeError, AttributeError):
+        _log.warning("%s: damaged; the scores are those of the log", directory / SCORES)
+        return {r["step"]: r["block_efficiency"] for r in read_log(directory) if "block_efficiency" in r}
 
 
 def decodes(config: RunConfig) -> bool:

@@ -175,8 +175,18 @@ def test_a_damaged_best_step_is_named_and_the_best_before_it_is_the_result(traje
     assert fingerprint.digest(toys.train(tmp_path / "stage", **settings)) == trajectory[1]
     assert "of step 6, is gone or damaged; the result is the best before it, of step 4" in caplog.text
     (best / "4" / "sha256.json").write_text("{}")
-    with pytest.raises(TrainingError, match=r"best checkpoint, of step 6, is gone or damaged; remove .*stage"):
+    with pytest.raises(TrainingError, match=r"of step 6, is gone or damaged; .*copy, or move .*stage elsewhere"):
         toys.train(tmp_path / "stage", **settings)
+
+
+def test_damaged_scores_are_those_of_the_log(trajectory, tmp_path, caplog):
+    scripted = best_of(trajectory, 2.0, 3.0, 4.0, 1.0, 1.0, 1.0)
+    with pytest.raises(Interrupt):
+        toys.train(tmp_path / "stage", interrupt_after(11), decoding=scripted, eval_every=EVERY)
+    (tmp_path / "stage" / selection.SCORES).write_text('{"2": 2.0, "4"')
+    found = toys.train(tmp_path / "stage", decoding=scripted, eval_every=EVERY)
+    assert fingerprint.digest(found) == trajectory[2]
+    assert "scores.json: damaged; the scores are those of the log" in caplog.text
 
 
 def test_what_decides_is_part_of_the_stages_settings_and_what_only_informs_is_not(trajectory, tmp_path):

@@ -160,7 +160,9 @@ def test_training_does_not_start_over_where_the_checkpoints_are_gone(tmp_path):
     with pytest.raises(Interrupt):
         toys.train(tmp_path / "stage", interrupt_after(7))
     shutil.rmtree(tmp_path / "stage" / "checkpoints")
-    with pytest.raises(TrainingError, match=r"that of step 5 was whole, .*checkpoints holds none.*move .*stage elsewhere"):
+    with pytest.raises(
+        TrainingError, match=r"that of step 5 was whole, .*checkpoints holds none.*move .*stage elsewhere"
+    ):
         toys.train(tmp_path / "stage")
 
 
