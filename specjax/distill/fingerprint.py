@@ -65,12 +65,13 @@ def claim(
     what keeps the directory from being made.
     """
     file, wanted = directory / FILE, json.loads(json.dumps(fingerprint))
-    wanted[_OWN] = _of_record(wanted)
+    wanted[_OWN] = of_record(wanted)
     if not file.exists():
-        return _create(directory, wanted)
+        _create(directory, wanted)
+        return
     content = file.read_bytes()
     found = _read(content)
-    intact = found.get(_OWN, _of_record(found)) == _of_record(found)
+    intact = found.get(_OWN, of_record(found)) == of_record(found)
     differing = _differing(found, wanted)
     known = not differing or wanted[_OWN].encode() in content
     if intact and not known:
@@ -122,7 +123,8 @@ def write_json(file: Path, value: Any) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _of_record(record: Mapping[str, Any]) -> str:
+def of_record(record: Mapping[str, Any]) -> str:
+    """SHA-256 of a JSON object, less the digest that it may have of itself."""
     fields = {name: value for name, value in record.items() if name != _OWN}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
@@ -154,8 +156,8 @@ def _refuse_changes(
     shown = ", ".join(f"{n} ({_short(differing[n][0])} then, {_short(differing[n][1])} now)" for n in refused)
     why = "".join(f"; {reason}" for reason in reasons.values() if reason)
     raise TrainingError(
-        f"{directory}: was made with other settings: {shown}{why}; give another `out`, or move {directory} and what was "
-        f"made from it in {directory.parent} elsewhere"
+        f"{directory}: was made with other settings: {shown}{why}; give another `out`, or move {directory} and what "
+        f"was made from it in {directory.parent} elsewhere"
     )
 
 

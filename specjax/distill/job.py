@@ -28,7 +28,7 @@ from specjax.distill.distributed import by_first, is_first, whole
 from specjax.distill.evaluate import Evaluation
 from specjax.distill.init import Initial, check_length, initial_draft, model_config
 from specjax.distill.layout import make_layout
-from specjax.distill.log import read_log
+from specjax.distill.log import note, read_log
 from specjax.distill.on_policy import draft_sampler
 from specjax.distill.progress import Bars, no_bars
 from specjax.distill.rows import Packed, Rows, pack
@@ -136,14 +136,14 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
     drafter = initial.drafter
     decoding = held_out_decoding(config, target, drafter, initial.spec, prepared.corpus.held_out)
     train = functools.partial(_train, config, bars, initial, prepared)
-    before = train("draft-pretrain", config.draft.pretrain, initial.params, config.seed, target)
-    after = train("draft-distill", config.distill, before, config.seed + 1, target, decoding)
+    before, _ = train("draft-pretrain", config.draft.pretrain, initial.params, config.seed, target)
+    after, steps = train("draft-distill", config.distill, before, config.seed + 1, target, decoding)
     # The controls see the batches that the distillation saw, start where it started, and are chosen as it is.
     control_target = target if isinstance(drafter, Sharing) else None
     control_decoding = decoding if decides(config.selection) else None
     start = (before, config.seed + 1, control_target, control_decoding)
     controls = {
-        f"{rate:g}": train(f"control-{rate:g}", _control(config.distill, rate), *start)
+        f"{rate:g}": train(f"control-{rate:g}", _control(config.distill, rate, steps), *start)[0]
         for rate in config.control.learning_rates
     }
     evaluate = functools.partial(figures.evaluate, config, bars, drafter, target)
@@ -230,9 +230,9 @@ def _target_from_scratch(
     drafter = DraftModel(spec)  # as a trainable, a target is a model like any other
     optional: dict[str, Any] = {"eval_every": max(1, settings.steps // 4), "save_every": 100}
     optional["optimizer"] = settings.optimizer
-    stage = Stage("cross_entropy", settings.steps, settings.batch_size, **optional)
+    stage = Stage("cross_entropy", settings.steps, batch_size=settings.batch_size, **optional)
     key, _ = jax.random.split(jax.random.key(config.seed))
-    with bars("target-train", stage.steps) as progress:
+    with bars("target-train", settings.steps) as progress:
         initial = drafter.init_params(key, None)
         args = (out / "target-train", stage, drafter, initial, None, *rows, config.seed + 2)
         params = train_stage(*args, progress=progress, layout=make_layout(config.mesh))
@@ -261,10 +261,11 @@ def _tokenizer(directory: Path, documents: Corpus, vocab_size: int) -> Any:
     return import_transformers().PreTrainedTokenizerFast.from_pretrained(files)
 
 
-def _control(distill: Stage, learning_rate: float) -> Stage:
+def _control(distill: Stage, learning_rate: float, steps: int) -> Stage:
     optimizer = dataclasses.replace(distill.optimizer, learning_rate=learning_rate)
     # Of the text: its own samples would teach a draft nothing, and the target's are distillation.
-    return dataclasses.replace(distill, loss="cross_entropy", data="text", optimizer=optimizer)
+    changes: dict[str, Any] = {"loss": "cross_entropy", "data": "text", "steps": steps, "epochs": None}
+    return dataclasses.replace(distill, **changes, optimizer=optimizer)
 
 
 def _train(
@@ -278,14 +279,20 @@ def _train(
     seed: int,
     target: LoadedModel | None,
     decoding: HeldOutDecoding | None = None,
-) -> Params:
+) -> tuple[Params, int]:
+    """The trained parameters, and how many steps that took if none was spared."""
     draft, directory = initial.model(params, prepared.target), Path(config.out) / name
-    source = registry.build(registry.DATA, stage.data if stage.steps else "text", f"{name}: data")
+    source = registry.build(registry.DATA, "text" if stage.steps == 0 else stage.data, f"{name}: data")
     rows = source.rows(stock(config, prepared, draft, name, data_directory(config, name), seed, bars))
-    with (bars if stage.steps else no_bars)(name, stage.steps) as progress:
+    if stage.epochs is not None:
+        epochs, stage = stage.epochs, stage.over(len(rows))
+        note(f"{name}: {epochs:g} epochs of {len(rows):,} rows are {stage.steps:,} steps of {stage.batch_size}")
+    steps = stage.num_steps
+    with (bars if steps else no_bars)(name, steps) as progress:
         args = (initial.drafter, params, target, rows, prepared.held_out_rows, seed, progress)
         complete = functools.partial(completed, initial.drafter, target_params=prepared.target.params)
-        return train_stage(directory, stage, *args, draft_sampler(draft, complete), make_layout(config.mesh), decoding)
+        sampler, layout = draft_sampler(draft, complete), make_layout(config.mesh)
+        return train_stage(directory, stage, *args, sampler, layout, decoding, bars), steps
 
 
 def data_directory(config: RunConfig, name: str) -> Path:

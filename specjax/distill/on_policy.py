@@ -51,6 +51,13 @@ class OnPolicy(Sampled):
             raise TrainingError("data: on_policy needs a draft that can be sampled from, and text with prompts")
         return OnPolicyBatches(self, batches, directory, sample, steps)
 
+    def why_not_longer(self, steps: int, taken: int) -> str | None:
+        """Why a stage of ``steps``, of which so many are taken, can have no more: its last pool is one of a part of a
+        period."""
+        if steps % self.every == 0 or taken < steps - steps % self.every:
+            return None
+        return f"data.every={self.every} does not divide them, and the last sequences were sampled for no more steps"
+
 
 def draft_sampler(model: Any, complete: Callable[[Params], Params] = lambda params: params) -> Sampler:
     """Of a `LoadedModel`'s shape, tokenizer and end-of-sequence ids, with the weights it is given; ``complete`` adds

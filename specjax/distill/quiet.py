@@ -13,8 +13,8 @@ _CLOSED = "Event loop is closed"
 
 
 class Quiet:
-    """From now on until `end`; for good where a save failed: the tasks that are left tell of it when they are collected,
-    the last ones as the process ends."""
+    """From now on until `end`; for good where a save failed: the tasks that are left tell of it when they are
+    collected, the last ones as the process ends."""
 
     def __init__(self):
         # Each its own: a stage may have two directories open.

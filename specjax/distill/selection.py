@@ -238,8 +238,8 @@ class Selector:
             restored = checkpoints.restore_latest(last)
         if restored is None:
             raise TrainingError(
-                f"{self._directory / BEST}: the best checkpoint, of step {self.best}, is gone or damaged; put its files "
-                f"back from a copy, or move {self._directory} elsewhere to train the stage again"
+                f"{self._directory / BEST}: the best checkpoint, of step {self.best}, is gone or damaged; put its "
+                f"files back from a copy, or move {self._directory} elsewhere to train the stage again"
             )
         if restored.step != self.best:
             _log.warning(
@@ -257,7 +257,7 @@ def _read_scores(directory: Path) -> dict[int, float]:
         return {int(step): float(value) for step, value in json.loads((directory / SCORES).read_text()).items()}
     except (ValueError, TypeError, AttributeError):
         _log.warning("%s: damaged; the scores are those of the log", directory / SCORES)
-        return {r["step"]: r["block_efficiency"] for r in read_log(directory) if "block_efficiency" in r}
+        return {int(r["step"]): r["block_efficiency"] for r in read_log(directory) if "block_efficiency" in r}
 
 
 def decodes(config: RunConfig) -> bool:

@@ -4,6 +4,7 @@ is a function of (seed, i), so the step is the whole cursor."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,14 +21,14 @@ from specjax.distill.evaluate import evaluate
 from specjax.distill.layout import ONE_DEVICE, Layout
 from specjax.distill.log import LOG, Log, read_log
 from specjax.distill.on_policy import Sampler
-from specjax.distill.optimizer import make_optimizer
+from specjax.distill.optimizer import make_optimizer, make_schedule
 from specjax.distill.profile import Profile
-from specjax.distill.progress import StepProgress
+from specjax.distill.progress import Bars, StepProgress, no_bars
 from specjax.distill.rows import Batches, Rows
 from specjax.distill.selection import Decodes, Selector, fingerprint_of
 from specjax.distill.signals import stop_requested
 from specjax.distill.step import make_update, microbatch_rows, start_state
-from specjax.distill.teacher_cache import cached_rows, numbers_of
+from specjax.distill.teacher_cache import cached_rows, numbers_of, shared_rows
 from specjax.errors import ConfigError, Stopped, TrainingError
 from specjax.models.training import TrainingModel
 from specjax.models.transformer import Model
@@ -36,7 +37,7 @@ from specjax.types import Batch, Params, Sharing, Trainable
 
 LOG_EVERY = 10
 """Steps between two looks at the metrics; in between, the host never waits for the device."""
-_CHANGE_NO_WEIGHT = ("eval_every", "eval_positions", "save_every", "profile", "skip_non_finite")
+_CHANGE_NO_WEIGHT = ("eval_every", "eval_positions", "save_every", "profile", "skip_non_finite", "teacher_path")
 """Fields of a stage that may change when it goes on. A step that may be skipped now was an error before."""
 
 
@@ -53,6 +54,7 @@ def train_stage(
     sample: Sampler | None = None,
     layout: Layout = ONE_DEVICE,
     decoding: Decodes | None = None,
+    bars: Bars = no_bars,
 ) -> Params:
     """Train ``params`` as ``stage`` says and return the result; a finished stage returns its own at once.
 
@@ -62,7 +64,8 @@ def train_stage(
     and log, bit for bit, on the same ``layout`` (the log's ``tokens_per_s`` is a timing). ``directory``
     keeps ``log.jsonl`` (`read_log`), checkpoints, a fingerprint, and what `jax.profiler` traced. Of several processes,
     all call this. ``decoding``: decodes with the draft at every evaluation, and says whether that decides which weights
-    are returned and when the stage ends (`specjax.distill.selection`).
+    are returned and when the stage ends (`specjax.distill.selection`). ``bars``: show what is made before the first
+    step. ``stage.steps`` may be higher than when the directory was made, where the steps taken would be the same.
 
     Raises `TrainingError` if a loss or gradient is not finite in more steps than ``stage.skip_non_finite`` (naming step
     and rows; the last good checkpoint is kept), if something cannot be written, or if the directory was made with other
@@ -70,6 +73,8 @@ def train_stage(
     `ConfigError` if the batch cannot be split as ``layout`` says; `Stopped` once a SIGTERM has come and the step that
     was under way is saved.
     """
+    stage = stage.over(len(train_rows))
+    steps = stage.num_steps
     loss = registry.build(registry.LOSSES, stage.loss, f"{directory.name}: loss")
     if loss.needs_target and target is None:
         raise TrainingError(
@@ -82,15 +87,16 @@ def train_stage(
     backend.keep_freed_memory()
     source = registry.build(registry.DATA, stage.data, f"{directory.name}: data")
     batches = Batches(train_rows, stage.batch_size, seed)
-    batches = source.batches(batches, directory / "pools", sample, stage.steps)
+    batches = source.batches(batches, directory / "pools", sample, steps)
     reference, reference_params = loss.bind(target) if hasattr(loss, "bind") else (None, None)
     made_from = (params, None if target is None else target.params, train_rows, held_out_rows)
     made_of = _fingerprint(stage, drafter, seed, *made_from)
     made_of["selection"] = fingerprint_of(decoding, stage)
     if reference is not None:
         made_of["reference_params"] = fingerprint.digest(reference_params)
-    by_first(lambda: fingerprint.claim(directory, made_of))
-    if stage.steps == 0:
+    may_rise = {"stage.steps": functools.partial(_why_not_longer, directory, stage, source, batches)}
+    by_first(lambda: fingerprint.claim(directory, made_of, may_rise))
+    if steps == 0:
         return params
     optimizer = make_optimizer(stage)
     ema = stage.optimizer.ema
@@ -102,7 +108,7 @@ def train_stage(
             restored = Restored(0, state)
         start, state, pending = restored.step, restored.state, restored.pending
         selector = Selector(directory, decoding, start)
-        if start == stage.steps or selector.stops:
+        if start == steps or selector.stops:
             return selector.result(state.result)
         log = Log(directory / LOG, start)
         tokens = stage.batch_size * train_rows.length
@@ -111,8 +117,13 @@ def train_stage(
             spec = target.spec if loss.needs_target else None
             teacher = layout.put(target.params, layout.of_target(target.params, target.spec))
         if spec is not None and stage.teacher == "cached":
-            numbers = numbers_of(batches, stage.steps)
-            kept = cached_rows(directory / "teacher", target, train_rows, numbers, stage.teacher_top_k, rows)
+            numbers = numbers_of(batches, steps)
+            with bars(f"{directory.name}-teacher", len(numbers)) as shown:
+                cache = (target, train_rows, numbers, stage.teacher_top_k, rows, shown)
+                if stage.teacher_path is None:
+                    kept = cached_rows(directory / "teacher", *cache)
+                else:
+                    kept = shared_rows(Path(stage.teacher_path).expanduser(), *cache)
             spec, teacher, batches = None, teacher if shares else None, Batches(kept, stage.batch_size, seed)
         options = {"skip": stage.skip_non_finite > 0, "compute_dtype": stage.compute_dtype, "ema": ema}
         options |= {"layout": layout, "state": state, "tokens": TokenRows.of(target)}
@@ -126,13 +137,13 @@ def train_stage(
         update = update.lower(state, teacher, batch(start), reference_params).compile()
         with stop_requested() as stops, Profile(directory / "profile", stage.profile) as profile:
             record, timed, began = {}, start, time.perf_counter()
-            for step in range(start + 1, stage.steps + 1):
+            for step in range(start + 1, steps + 1):
                 profile.before(step)
                 batches.refresh(step - 1, state.params, checkpoints.oldest)
                 state, metrics = update(state, teacher, batch(step - 1), reference_params)
                 profile.after(step, state)
                 pending.append(metrics)
-                last = step == stage.steps
+                last = step == steps
                 measures = last or step % stage.eval_every == 0
                 saves = last or step % stage.save_every == 0
                 logs = measures or saves or step % LOG_EVERY == 0
@@ -174,8 +185,30 @@ def train_stage(
     return selector.result(state.result)
 
 
+def _why_not_longer(
+    directory: Path, stage: config.Stage, source: Any, batches: Batches, was: int | None, now: int
+) -> str | None:
+    """A stage of ``was`` steps that gets ``now``, see `fingerprint.MayChange`: the steps taken must not have depended
+    on how many follow."""
+    if was is None or now < was:
+        return "steps can be raised only"
+    taken = max((int(f.name) for f in (directory / "checkpoints").glob("*") if f.name.isdigit()), default=0)
+    with jax.numpy_dtype_promotion("standard"):
+        rates, prolonged = (np.asarray(make_schedule(stage.optimizer, n)(np.arange(taken + 1))) for n in (was, now))
+    differing = np.flatnonzero((rates != prolonged)[:taken])
+    if len(differing):
+        return (
+            f"its schedule, {stage.optimizer.schedule}, has set the learning rate by the number of steps since step "
+            f"{differing[0] + 1} of {taken}; what can be prolonged is schedule=constant, or wsd before its decay"
+        )
+    in_stage = stage.teacher == "cached" and stage.teacher_path is None
+    if in_stage and not np.array_equal(numbers_of(batches, was), numbers_of(batches, now)):
+        return "its cached logits are of the rows of fewer steps; set teacher_path, where those of more can be beside"
+    return source.why_not_longer(was, taken) if hasattr(source, "why_not_longer") else None
+
+
 def _refuse_to_start_over(directory: Path, checkpoints: Checkpoints) -> None:
-    """Nothing undamaged is left of what was trained. An interruption before the first checkpoint was whole is no loss."""
+    """Nothing undamaged is left of what was trained. Before the first checkpoint was whole, nothing is lost."""
     saved, aside = checkpoints.saved, checkpoints.set_aside
     if saved == 0 or (saved is None and not (aside and by_first(lambda: bool(read_log(directory))))):
         return
@@ -183,8 +216,8 @@ def _refuse_to_start_over(directory: Path, checkpoints: Checkpoints) -> None:
     found = f"the damaged ones are kept: {', '.join(aside)} in {folder}" if aside else f"{folder} holds none"
     was = f"that of step {saved} was whole, " if saved else ""
     raise TrainingError(
-        f"{directory}: its log shows progress, but no undamaged checkpoint is left ({was}{found}); put their files back "
-        f"from a copy and drop the end of the name, or move {directory} elsewhere to train the stage again"
+        f"{directory}: its log shows progress, but no undamaged checkpoint is left ({was}{found}); put their files "
+        f"back from a copy and drop the end of the name, or move {directory} elsewhere to train the stage again"
     )
 
 

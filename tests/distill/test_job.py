@@ -136,12 +136,10 @@ def flip_a_byte(file):
 def test_a_damaged_export_is_noticed_set_aside_and_written_again(finished, tmp_path, caplog):
     run, expected = finished
     shutil.copytree(run.out, tmp_path / "run")
-    weights, tokenizer = (
-        tmp_path / "run" / name for name in ("draft/model.safetensors", "draft-before/tokenizer.json")
-    )
+    weights = tmp_path / "run" / "draft" / "model.safetensors"
     flip_a_byte(weights)
     damaged = weights.read_bytes()
-    tokenizer.unlink()
+    (tmp_path / "run" / "draft-before" / "tokenizer.json").unlink()
     recorder = Recorder()
     job.run(dataclasses.replace(run, out=str(tmp_path / "run")), recorder)
     assert set(map(tuple, recorder.steps.values())) == {()}

@@ -219,6 +219,16 @@ def test_a_loss_without_a_target_and_data_without_a_draft_are_refused(tmp_path):
         train(tmp_path / "stage", None, None)
 
 
+def test_a_stage_is_prolonged_where_its_last_pool_is_whole(tmp_path):
+    settings: dict[str, Any] = {"optimizer": config.Optimizer(learning_rate=0.1, schedule="constant")}
+    longer = train(tmp_path / "longer", steps=16, **settings)
+    train(tmp_path / "whole", steps=12, **settings)
+    assert_same(train(tmp_path / "whole", steps=16, **settings), longer)
+    train(tmp_path / "part", steps=10, **settings)
+    with pytest.raises(TrainingError, match=r"steps \(10 then, 16 now\); data\.every=4 does not divide them"):
+        train(tmp_path / "part", steps=16, **settings)
+
+
 def test_other_data_in_the_same_directory_is_refused(uninterrupted):
     with pytest.raises(TrainingError, match=r"stage\.data"):
         train(uninterrupted[0], data={**DATA, "every": 3})
