@@ -117,7 +117,9 @@ def run(config: RunConfig, bars: Bars = no_bars) -> Distilled:
     with contextlib.ExitStack() as held:
         by_first(lambda: held.enter_context(lock.exclusive(config.out)) and None)
         if is_first():
-            bars = held.enter_context(sinks.recorded(config.logging, Path(config.out), bars))
+            bars = held.enter_context(
+                sinks.recorded(config.logging, Path(config.out), bars, dataclasses.asdict(config))
+            )
         return distill(config, bars)
 
 

@@ -29,7 +29,7 @@ from specjax.distill import fingerprint
 from specjax.distill.checkpoint import Checkpoints
 from specjax.distill.corpus import Document
 from specjax.distill.layout import make_layout
-from specjax.distill.log import read_log
+from specjax.distill.log import note, read_log
 from specjax.distill.prompts import PLACES, HeldOutPrompt, cut_prompts
 from specjax.distill.teacher import completed
 from specjax.drafters.draft_model import DraftModel
@@ -97,7 +97,7 @@ class Decodes(Protocol):
 @dataclasses.dataclass(frozen=True)
 class HeldOutDecoding:
     """The same prompts, seed and programs at every call: the draft's weights are an argument of what was compiled, so
-    one evaluation after another compiles nothing."""
+    one evaluation after another compiles nothing. Over a mesh, draft and target decode where they lie."""
 
     rule: config.Selection
     target: LoadedModel
@@ -144,6 +144,11 @@ def held_out_decoding(
     the target has too few positions, `ConfigError` as `decodes` does."""
     rule = config.selection
     if not decodes(config):
+        if rule.prompts:
+            note(
+                "selection: several processes do not decode, so nothing is said of block efficiency; `specjax bench` "
+                "measures it afterwards, in one process"
+            )
         return None
     needed = rule.prompt_tokens + rule.new_tokens + rule.k + 1
     if needed > target.config.max_positions:
@@ -261,16 +266,16 @@ def _read_scores(directory: Path) -> dict[int, float]:
 
 
 def decodes(config: RunConfig) -> bool:
-    """Whether a run decodes: where there is something to decode, in one process that has the whole draft. Raises
-    `ConfigError` where decoding is to decide and cannot."""
-    rule, layout = config.selection, make_layout(config.mesh)
-    can = jax.process_count() == 1 and (layout.mesh is None or not layout.draft_sharded)
-    if decides(rule) and not can:
+    """Whether a run decodes: where there is something to decode, in one process. Raises `ConfigError` where decoding is
+    to decide and cannot, or for a mesh that does not fit."""
+    rule, several = config.selection, jax.process_count() > 1
+    make_layout(config.mesh)
+    if decides(rule) and several:
         raise ConfigError(
-            f"selection: select={rule.select} and patience={rule.patience}, but several processes, or a mesh that "
-            "shards the draft, do not decode; set select=last and no patience, or run in one process without a mesh"
+            f"selection: select={rule.select} and patience={rule.patience}, but several processes do not decode; set "
+            "select=last and no patience, or run in one process, over any mesh"
         )
-    return bool(rule.prompts) and can
+    return bool(rule.prompts) and not several
 
 
 def decides(rule: config.Selection) -> bool:

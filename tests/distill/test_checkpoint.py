@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,8 @@ from specjax.distill import checkpoint
 from specjax.distill.checkpoint import Checkpoints
 from specjax.errors import TrainingError
 from tests.distill.toys import assert_same
+
+ROOT = Path(__file__).parents[2]
 
 
 def state(value: float):
@@ -238,6 +243,27 @@ def test_a_full_disk_is_one_clear_error_and_the_step_before_stays_whole(small_di
         checkpoints.save(2, weights)
         checkpoints.wait()
         assert checkpoints.latest == 2
+
+
+SAVE_OF_MANY_ARRAYS = """
+import sys
+from pathlib import Path
+import jax
+from specjax.cli import user_errors
+from specjax.distill.checkpoint import Checkpoints
+state = {str(i): jax.random.normal(jax.random.key(i), (64, 64)) for i in range(60)}
+with user_errors(), Checkpoints(Path(sys.argv[1]) / "checkpoints") as checkpoints:
+    checkpoints.save(1, state)
+"""
+
+
+def test_a_full_disk_says_one_line_and_nothing_else(small_disk):
+    command = [sys.executable, "-c", SAVE_OF_MANY_ARRAYS, str(small_disk)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "step 1 cannot be written" in line
 
 
 def test_a_disk_that_is_full_when_the_manifest_is_due_leaves_a_half_written_step(saved, monkeypatch):

@@ -133,6 +133,21 @@ def flip_a_byte(file):
     file.write_bytes(content)
 
 
+def test_weights_are_hashed_once_a_run(finished, monkeypatch):
+    run, first = finished
+    hashed, real = [], fingerprint._digest
+
+    def counted(tree):
+        found = real(tree)
+        hashed.append(found)
+        return found
+
+    monkeypatch.setattr(fingerprint, "_digest", counted)
+    job.run(run)
+    for model in (first.target, first.draft_before, first.draft_after):
+        assert hashed.count(fingerprint.digest(model.params)) == 1
+
+
 def test_a_damaged_export_is_noticed_set_aside_and_written_again(finished, tmp_path, caplog):
     run, expected = finished
     shutil.copytree(run.out, tmp_path / "run")

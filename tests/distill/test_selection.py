@@ -20,6 +20,7 @@ from specjax.decode.costs import count_compiles
 from specjax.decode.decoder import Decoder
 from specjax.distill import checkpoint, compare, fingerprint, measure, selection
 from specjax.distill.corpus import Document
+from specjax.distill.layout import make_layout
 from specjax.distill.log import read_log
 from specjax.distill.prompts import HeldOutPrompt, cut_prompts
 from specjax.distill.selection import Decoded, Selector, held_out_decoding
@@ -27,6 +28,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.metrics import DecodeStats
 from specjax.testing.toys import prefix_model, related
+from tests.cases import in_proof
 from tests.distill import toys
 from tests.distill.toys import Interrupt, interrupt_after
 
@@ -311,17 +313,45 @@ def test_without_prompts_nothing_is_decoded_and_nothing_can_be_chosen(tiny_targe
     ("processes", "mesh", "can"),
     [
         (2, config.Mesh(data=-1, draft="replicated"), False),
-        (1, config.Mesh(fsdp=2), False),
+        (1, config.Mesh(fsdp=2), True),
         (1, config.Mesh(fsdp=2, draft="replicated"), True),
     ],
 )
-def test_several_processes_and_parts_of_a_draft_do_not_decode_and_cannot_choose(processes, mesh, can, monkeypatch):
+def test_several_processes_do_not_decode_and_cannot_choose(processes, mesh, can, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     assert selection.decodes(dataclasses.replace(run_config(), mesh=mesh)) == can
     chooses = dataclasses.replace(run_config(select="best"), mesh=mesh)
-    message = r"select=best and patience=None, but several processes, .* do not decode; set select=last"
+    message = r"select=best and patience=None, but several processes do not decode; set select=last"
     with contextlib.nullcontext() if can else pytest.raises(ConfigError, match=message):
         selection.decodes(chooses)
+
+
+def test_that_several_processes_do_not_decode_is_said(tiny_target, tiny_draft, monkeypatch, capsys):
+    settings = (tiny_target, DraftModel(tiny_draft.spec), tiny_draft.spec, DOCUMENTS)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    silent, told = (dataclasses.replace(run_config(**rule), mesh=config.Mesh(data=-1)) for rule in ({"prompts": 0}, {}))
+    assert held_out_decoding(silent, *settings) is None
+    assert capsys.readouterr().err == ""
+    assert held_out_decoding(told, *settings) is None
+    assert capsys.readouterr().err.startswith("note: selection: several processes do not decode")
+
+
+@pytest.mark.parametrize("target", [in_proof("replicated"), "sharded"])
+def test_a_draft_and_a_target_in_parts_decode_as_whole_ones(target, tiny_target, tiny_draft):
+    layout = make_layout(config.Mesh(fsdp=2, tensor=2, target=target))
+    rule, drafter = config.Selection(prompts=2, new_tokens=8, k=2), DraftModel(tiny_draft.spec)
+    prompts = [HeldOutPrompt(list(range(start, start + 8)), "text") for start in (5, 9)]
+    whole = selection.HeldOutDecoding(
+        rule, tiny_target, drafter, tiny_draft.spec, prompts, (1.0,), "speculative", {}, seed=0
+    )
+    if layout.target_sharded:
+        lies = layout.of_target(tiny_target.params, tiny_target.spec)
+        tiny_target = dataclasses.replace(tiny_target, params=layout.put(tiny_target.params, lies))
+    parts = layout.put(tiny_draft.params, layout.of_draft(tiny_draft.params, drafter))
+    assert not all(x.sharding.is_fully_replicated for x in jax.tree.leaves(parts))
+    ((found,), (want,)) = dataclasses.replace(whole, target=tiny_target)(parts), whole(tiny_draft.params)
+    assert found.by_prompt == want.by_prompt
+    assert found.stats.emitted == 2 * 8
 
 
 def test_a_comparison_tells_sources_apart_and_adds_them_up(decoding):
