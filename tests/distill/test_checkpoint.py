@@ -97,6 +97,14 @@ def test_a_damaged_newest_step_is_named_and_the_one_before_restored(damage, save
     assert str(saved / "10") in caplog.text
 
 
+def test_a_step_without_its_manifest_is_not_restored(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (5, 10):
+            checkpoints.save(step, state(step))
+    remove_the_manifest(tmp_path / "10")
+    assert restore(tmp_path).step == 5
+
+
 def contents(directory):
     return {file.relative_to(directory): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
 
@@ -114,14 +122,15 @@ def test_a_damaged_step_is_set_aside_as_it_is_and_never_deleted(damage, saved, c
     assert not (saved / "10").exists()
 
 
-def test_every_damaged_step_is_kept_though_one_of_its_name_was_set_aside_before(saved):
-    for number in (1, 2):
-        flip_a_bit(saved / "10")
-        with Checkpoints(saved) as checkpoints:
+def test_every_damaged_step_is_kept_though_one_of_its_name_was_set_aside_before(tmp_path):
+    for _ in range(3):
+        with Checkpoints(tmp_path) as checkpoints:
             checkpoints.restore_latest(state(0))
-            checkpoints.save(10, state(10 + number))
-    with Checkpoints(saved) as checkpoints:
-        assert checkpoints.set_aside == ["10.damaged", "10.damaged-2"]
+            checkpoints.save(10, state(10))
+            checkpoints.wait()
+            found = checkpoints.set_aside
+        flip_a_bit(tmp_path / "10")
+    assert found == ["10.damaged", "10.damaged-2"]
 
 
 def test_a_step_whose_manifest_was_never_written_is_half_written_and_makes_room(saved, monkeypatch, caplog):
