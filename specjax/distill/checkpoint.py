@@ -52,12 +52,16 @@ class Checkpoints(contextlib.AbstractContextManager):
     def __init__(self, directory: Path, max_to_keep: int = 2):
         self._directory = directory.absolute()
         self._marker = self._directory.with_name(f"{directory.name}.json")
+        self._quiet = Quiet()
         options = ocp.CheckpointManagerOptions(max_to_keep=max_to_keep, cleanup_tmp_directories=True)
-        self._manager = ocp.CheckpointManager(self._directory, options=options)
+        try:
+            self._manager = ocp.CheckpointManager(self._directory, options=options)
+        except ValueError:  # what it reads of every step is damaged in one
+            by_first(self._set_aside_damaged)
+            self._manager = ocp.CheckpointManager(self._directory, options=options)
         self._sealer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manifest")
         self._saving: tuple[int, concurrent.futures.Future] | None = None
         self._latest: int | None = None
-        self._quiet = Quiet()
 
     def __exit__(self, kind, *exception) -> None:
         failed = kind is not None
@@ -137,6 +141,12 @@ class Checkpoints(contextlib.AbstractContextManager):
         folder = self._directory / str(step)
         aside = store.set_aside(folder)
         _log.warning("%s: checkpoint skipped and set aside as %s: %s", folder, aside.name, damage)
+
+    def _set_aside_damaged(self) -> None:
+        for step in sorted(int(folder.name) for folder in self._directory.glob("*") if folder.name.isdigit()):
+            damage = self._damage(step)
+            if damage is not None:
+                self._set_aside(step, damage)
 
     def _mark(self, step: int) -> None:
         if self._saved() == step:

@@ -47,7 +47,7 @@ from specjax.types import Params, Sharing
 _MIN_POSITIONS = 1024
 _CARD = "README.md"
 _EXPORTS: tuple[str, str] = ("draft-before", "draft")
-_MADE_BY = "by specjax"
+_MADE_BY, _WEIGHTS = "by specjax", "SHA-256 of the weights"
 _log = logging.getLogger(__name__)
 
 
@@ -240,7 +240,7 @@ def _target_from_scratch(
         params = train_stage(*args, progress=progress, layout=make_layout(config.mesh))
     target = LoadedModel(spec, params, tokenizer, (tokenizer.eos_token_id,), "target")
     title = f"A target of {_count(params):,} parameters, trained from scratch by specjax."
-    digests = {"SHA-256 of the weights": fingerprint.digest(params), "SHA-256 of the text": documents.digest}
+    digests = {_WEIGHTS: fingerprint.digest(params), "SHA-256 of the text": documents.digest}
     training = {"target": dataclasses.asdict(settings), "data": dataclasses.asdict(config.data), "seed": config.seed}
     _export(target, out / "target", _card("target", title, digests, training))
     return _load_target(config, out / "target")
@@ -320,8 +320,17 @@ def _refuse_foreign(directory: Path) -> None:
 
 def _export(model: LoadedModel, directory: Path, card: str) -> None:
     """The card names the weights by digest and is written with them, so the same card means the same model, as long as
-    the files are those that were written."""
-    if by_first(lambda: _card_of(directory) != card or _set_aside_if_damaged(directory)):
+    the files are those that were written. A model of other weights is kept beside it."""
+    (weights,) = (line for line in card.splitlines() if line.startswith(f"| {_WEIGHTS} |"))
+
+    def missing() -> bool:
+        known = _card_of(directory)
+        if known and weights not in known:
+            aside = store.set_aside(directory, store.REPLACED)
+            _log.warning("%s: does not hold these weights; it is kept as %s", directory, aside.name)
+        return known != card or _set_aside_if_damaged(directory)
+
+    if by_first(missing):
         model = dataclasses.replace(model, params=whole(model.params))
         by_first(lambda: save_model(model, directory, overwrite=True, card=card))
 
@@ -361,7 +370,7 @@ def _draft_card(
         "loss of the target": f"{evaluation.target_nll:.4f}",
         "positions measured": f"{evaluation.positions:,}",
         **compare.card_rows(decoded, draft.name == "draft" and config.selection.select == "best"),
-        "SHA-256 of the weights": fingerprint.digest(draft.params),
+        _WEIGHTS: fingerprint.digest(draft.params),
         "SHA-256 of the target's weights": fingerprint.digest(target.params),
         "SHA-256 of the text": prepared.corpus.digest,
     }

@@ -201,9 +201,7 @@ class Selector:
         self._scores: dict[int, float] = {}
         if decoding is None:
             return
-        if (directory / SCORES).exists():
-            known = _read_scores(directory)
-            self._scores = {s: value for s, value in known.items() if s <= step}
+        self._scores = {s: value for s, value in _read_scores(directory).items() if s <= step}
         for folder in (directory / BEST).glob("*"):
             if folder.name.isdigit() and int(folder.name) > step:
                 shutil.rmtree(folder)
@@ -235,9 +233,10 @@ class Selector:
         since = min(step for step, value in self._scores.items() if value == highest)
         return sum(step > since for step in self._scores) >= self._decoding.rule.patience
 
-    def result(self, last: Params) -> Params:
-        """The stage's: ``last``, or the best. Raises `TrainingError` if nothing undamaged is left of the best ones."""
-        if self._decoding is None or self._decoding.rule.select == "last":
+    def result(self, last: Params, step: int | None = None) -> Params:
+        """The stage's: ``last``, those of ``step``, or the best. Raises `TrainingError` if nothing undamaged is left of
+        the best ones."""
+        if self._decoding is None or self._decoding.rule.select == "last" or (step is not None and step == self.best):
             return last
         with Checkpoints(self._directory / BEST) as checkpoints:
             restored = checkpoints.restore_latest(last)
@@ -260,9 +259,11 @@ def _read_scores(directory: Path) -> dict[int, float]:
     """By step. The log has them too."""
     try:
         return {int(step): float(value) for step, value in json.loads((directory / SCORES).read_text()).items()}
-    except (ValueError, TypeError, AttributeError):
-        _log.warning("%s: damaged; the scores are those of the log", directory / SCORES)
-        return {int(r["step"]): r["block_efficiency"] for r in read_log(directory) if "block_efficiency" in r}
+    except (FileNotFoundError, ValueError, TypeError, AttributeError):
+        known = {int(r["step"]): r["block_efficiency"] for r in read_log(directory) if "block_efficiency" in r}
+        if known:
+            _log.warning("%s: damaged or gone; the scores are those of the log", directory / SCORES)
+        return known
 
 
 def decodes(config: RunConfig) -> bool:

@@ -19,7 +19,7 @@ from specjax.models.files import sha256
 
 SUFFIX = ".safetensors"
 """Of sequences."""
-DAMAGED = ".damaged"
+DAMAGED, REPLACED = ".damaged", ".replaced"
 """Of the name of what was set aside."""
 _ARRAYS = ("tokens", "ends", "prompts")
 _log = logging.getLogger(__name__)
@@ -62,12 +62,12 @@ def record_of(file: Path) -> dict[str, Any] | None:
     return None
 
 
-def set_aside(path: Path) -> Path:
-    """Out of the way under a name of its own, as it is: nothing damaged is deleted. Returns where."""
-    aside, number = path.with_name(f"{path.name}{DAMAGED}"), 1
+def set_aside(path: Path, why: str = DAMAGED) -> Path:
+    """Out of the way under a name of its own, as it is: nothing is deleted. Returns where."""
+    aside, number = path.with_name(f"{path.name}{why}"), 1
     while aside.exists():
         number += 1
-        aside = path.with_name(f"{path.name}{DAMAGED}-{number}")
+        aside = path.with_name(f"{path.name}{why}-{number}")
     try:
         os.rename(path, aside)
     except OSError as error:

@@ -41,6 +41,10 @@ _CHANGE_NO_WEIGHT = ("eval_every", "eval_positions", "save_every", "profile", "s
 """Fields of a stage that may change when it goes on. A step that may be skipped now was an error before."""
 
 
+_CAN_GO_ON = ("constant", "wsd")
+"""Schedules that do not lead to the last step from the first."""
+
+
 def train_stage(
     directory: Path,
     stage: config.Stage,
@@ -109,7 +113,7 @@ def train_stage(
         start, state, pending = restored.step, restored.state, restored.pending
         selector = Selector(directory, decoding, start)
         if start == steps or selector.stops:
-            return selector.result(state.result)
+            return selector.result(state.result, start)
         log = Log(directory / LOG, start)
         tokens = stage.batch_size * train_rows.length
         spec, teacher, shares = None, None, isinstance(drafter, Sharing)
@@ -182,7 +186,7 @@ def train_stage(
                     raise Stopped(f"{directory}: stopped by SIGTERM; step {step} is saved, the same command goes on")
                 if selector.stops:
                     break
-    return selector.result(state.result)
+    return selector.result(state.result, step)
 
 
 def _why_not_longer(
@@ -195,11 +199,11 @@ def _why_not_longer(
     taken = max((int(f.name) for f in (directory / "checkpoints").glob("*") if f.name.isdigit()), default=0)
     with jax.numpy_dtype_promotion("standard"):
         rates, prolonged = (np.asarray(make_schedule(stage.optimizer, n)(np.arange(taken + 1))) for n in (was, now))
-    differing = np.flatnonzero((rates != prolonged)[:taken])
-    if len(differing):
+    schedule = stage.optimizer.schedule
+    if schedule not in _CAN_GO_ON or (rates != prolonged)[:taken].any():
         return (
-            f"its schedule, {stage.optimizer.schedule}, has set the learning rate by the number of steps since step "
-            f"{differing[0] + 1} of {taken}; what can be prolonged is schedule=constant, or wsd before its decay"
+            f"the schedule {schedule} sets the learning rate by the number of steps, {taken} of which are taken; what "
+            "can be prolonged is schedule=constant, or wsd before its decay"
         )
     in_stage = stage.teacher == "cached" and stage.teacher_path is None
     if in_stage and not np.array_equal(numbers_of(batches, was), numbers_of(batches, now)):

@@ -109,7 +109,13 @@ def contents(directory):
     return {file.relative_to(directory): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
 
 
-DAMAGES = [flip_a_bit, cut_short, remove_a_file, truncate_the_manifest, remove_the_manifest]
+def misname_a_key(directory):
+    """Which orbax reads of every step before anything else."""
+    file = directory / "_CHECKPOINT_METADATA"
+    file.write_text(file.read_text().replace("item_handlers", "item_hAndlers"))
+
+
+DAMAGES = [misname_a_key, flip_a_bit, cut_short, remove_a_file, truncate_the_manifest, remove_the_manifest]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

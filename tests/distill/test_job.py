@@ -165,6 +165,20 @@ def test_a_damaged_export_is_noticed_set_aside_and_written_again(finished, tmp_p
     assert (tmp_path / "run" / "draft-before.damaged" / "config.json").exists()
 
 
+def test_an_export_of_other_weights_is_kept_beside_the_new_one(finished, tmp_path, caplog):
+    run, expected = finished
+    shutil.copytree(run.out, tmp_path / "run")
+    other = load_model(tmp_path / "run" / "draft-before")
+    shutil.rmtree(tmp_path / "run" / "draft")
+    shutil.copytree(tmp_path / "run" / "draft-before", tmp_path / "run" / "draft")
+    job.run(dataclasses.replace(run, out=str(tmp_path / "run")))
+    assert f"{tmp_path / 'run' / 'draft'}: does not hold these weights; it is kept as draft.replaced" in caplog.text
+    found = [load_model(tmp_path / "run" / name).params for name in ("draft", "draft.replaced")]
+    assert list(map(fingerprint.digest, found)) == list(
+        map(fingerprint.digest, (expected.draft_after.params, other.params))
+    )
+
+
 def test_the_exported_drafts_are_the_trained_ones_with_a_card_that_says_how(finished):
     run, result = finished
     for name, model in (("draft-before", result.draft_before), ("draft", result.draft_after)):

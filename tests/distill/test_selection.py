@@ -181,14 +181,23 @@ def test_a_damaged_best_step_is_named_and_the_best_before_it_is_the_result(traje
         toys.train(tmp_path / "stage", **settings)
 
 
-def test_damaged_scores_are_those_of_the_log(trajectory, tmp_path, caplog):
+def test_a_damaged_best_step_costs_nothing_where_it_is_the_last(trajectory, tmp_path):
+    settings = {"decoding": best_of(trajectory, 1.0, 2.0, 1.0, 1.0, 1.0, 3.0), "eval_every": EVERY}
+    toys.train(tmp_path / "stage", **settings)
+    (tmp_path / "stage" / selection.BEST / "12" / "sha256.json").write_text("{}")
+    assert fingerprint.digest(toys.train(tmp_path / "stage", **settings)) == trajectory[5]
+
+
+@pytest.mark.parametrize("left", ['{"2": 2.0, "4"', "{}3", None])
+def test_damaged_scores_are_those_of_the_log(left, trajectory, tmp_path, caplog):
     scripted = best_of(trajectory, 2.0, 3.0, 4.0, 1.0, 1.0, 1.0)
     with pytest.raises(Interrupt):
         toys.train(tmp_path / "stage", interrupt_after(11), decoding=scripted, eval_every=EVERY)
-    (tmp_path / "stage" / selection.SCORES).write_text('{"2": 2.0, "4"')
+    scores = tmp_path / "stage" / selection.SCORES
+    scores.unlink() if left is None else scores.write_text(left)
     found = toys.train(tmp_path / "stage", decoding=scripted, eval_every=EVERY)
     assert fingerprint.digest(found) == trajectory[2]
-    assert "scores.json: damaged; the scores are those of the log" in caplog.text
+    assert "scores.json: damaged or gone; the scores are those of the log" in caplog.text
 
 
 def test_what_decides_is_part_of_the_stages_settings_and_what_only_informs_is_not(trajectory, tmp_path):
@@ -337,20 +346,17 @@ def test_that_several_processes_do_not_decode_is_said(tiny_target, tiny_draft, m
 
 
 @pytest.mark.parametrize("target", [in_proof("replicated"), "sharded"])
-def test_a_draft_and_a_target_in_parts_decode_as_whole_ones(target, tiny_target, tiny_draft):
-    layout = make_layout(config.Mesh(fsdp=2, tensor=2, target=target))
-    rule, drafter = config.Selection(prompts=2, new_tokens=8, k=2), DraftModel(tiny_draft.spec)
-    prompts = [HeldOutPrompt(list(range(start, start + 8)), "text") for start in (5, 9)]
-    whole = selection.HeldOutDecoding(
-        rule, tiny_target, drafter, tiny_draft.spec, prompts, (1.0,), "speculative", {}, seed=0
-    )
-    if layout.target_sharded:
-        lies = layout.of_target(tiny_target.params, tiny_target.spec)
-        tiny_target = dataclasses.replace(tiny_target, params=layout.put(tiny_target.params, lies))
+def test_a_draft_and_a_target_in_parts_decode_as_whole_ones(target, tiny_draft):
+    """A draft that is its target: were one of them put together wrongly, it would not have every token accepted."""
+    layout, drafter = make_layout(config.Mesh(fsdp=2, tensor=2, target=target)), DraftModel(tiny_draft.spec)
     parts = layout.put(tiny_draft.params, layout.of_draft(tiny_draft.params, drafter))
     assert not all(x.sharding.is_fully_replicated for x in jax.tree.leaves(parts))
-    ((found,), (want,)) = dataclasses.replace(whole, target=tiny_target)(parts), whole(tiny_draft.params)
-    assert found.by_prompt == want.by_prompt
+    whole = dataclasses.replace(tiny_draft, params=parts) if layout.target_sharded else tiny_draft
+    prompts = [HeldOutPrompt(list(range(start, start + 8)), "text") for start in (5, 9)]
+    rule = config.Selection(prompts=2, new_tokens=8, k=2)
+    settings = (drafter, tiny_draft.spec, prompts, (1.0,), "speculative", {}, 0)
+    (found,) = selection.HeldOutDecoding(rule, whole, *settings)(parts)
+    assert found.stats.acceptance_at == (1.0, 1.0)
     assert found.stats.emitted == 2 * 8
 
 

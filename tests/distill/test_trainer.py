@@ -306,7 +306,6 @@ def slowing(schedule: str, **changes) -> config.Optimizer:
         (slowing("constant"), None),
         (slowing("constant"), 7),
         (slowing("wsd", decay_share=0.4), 7),
-        (slowing("cosine"), 3),
     ],
 )
 def test_a_stage_prolonged_is_one_that_was_longer_from_the_start(optimizer, stopped_at, tmp_path):
@@ -324,11 +323,11 @@ def test_a_stage_prolonged_is_one_that_was_longer_from_the_start(optimizer, stop
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "since"), [(slowing("cosine"), 4), (slowing("linear"), 4), (slowing("wsd", decay_share=0.4), 9)]
+    "optimizer", [slowing("cosine"), slowing("linear"), slowing("wsd", decay_share=0.4)], ids=lambda o: o.schedule
 )
-def test_a_stage_that_has_slowed_down_towards_its_end_is_not_prolonged(optimizer, since, tmp_path):
+def test_a_stage_that_has_slowed_down_towards_its_end_is_not_prolonged(optimizer, tmp_path):
     toys.train(tmp_path / "stage", optimizer=optimizer)
-    message = rf"steps \(12 then, 20 now\); its schedule, {optimizer.schedule}, .* since step {since} of 12; .*constant"
+    message = rf"steps \(12 then, 20 now\); the schedule {optimizer.schedule} .*, 12 of which are taken; .*constant"
     with pytest.raises(TrainingError, match=message):
         toys.train(tmp_path / "stage", optimizer=optimizer, steps=20)
 
