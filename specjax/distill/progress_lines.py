@@ -36,7 +36,8 @@ def console_lines(
             now = clock()
             if first is None:
                 first = step, now
-            if now - told < SECONDS and step - told_step < SHARE * steps and step < steps:
+            due = now - told >= SECONDS or step - told_step >= SHARE * steps or step == steps
+            if not due or step == told_step:
                 return
             done, since = step - first[0], now - first[1]
             left = f"ETA {_clock(since / done * (steps - step))}" if done and step < steps else ""
