@@ -141,11 +141,11 @@ class Experiment:
             draft, measures = distilled.draft_after, distilled.measures
             decoded = self._decoded(out / _DECODED, draft)
         log = [record["tokens_per_s"] for record in distilled.logs["draft-distill"] if "tokens_per_s" in record]
-        return Run(recipe, seed, config.distill.steps, draft, measures.alpha_after, statistics.median(log), decoded)
+        return Run(recipe, seed, config.distill.num_steps, draft, measures.alpha_after, statistics.median(log), decoded)
 
     def _config(self, name: str, seed: int, changes: Sequence[str]) -> RunConfig:
         base = load_config(self._file, self._overrides)
-        rows = base.distill.steps * base.distill.batch_size
+        rows = base.distill.num_steps * base.distill.batch_size
         out = str(Path(base.out) / name)
         told = [f"distill.{c}".replace("OUT", base.out).replace("ROWS", str(rows)) for c in changes]
         # Trained and evaluated here, decoded below; no pretraining, so that a recipe is all that a draft has seen.
@@ -227,7 +227,7 @@ def main() -> None:
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine(),
-        "tokens": common.distill.steps * common.distill.batch_size * common.data.seq_len,
+        "tokens": common.distill.num_steps * common.distill.batch_size * common.data.seq_len,
         "prompts": len(experiment.decoding.prompts),
         "recipes": [row(recipe, runs[recipe]) for recipe in runs],
         "equal_time": {"steps": long.steps, **row(f"{control}, equal time", [long])},

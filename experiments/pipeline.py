@@ -45,7 +45,8 @@ def run(config: RunConfig) -> dict[str, Any]:
     out = Path(config.out)
     console = Console()
     keep_programs(config.compile_cache)
-    with lock.exclusive(out), sinks.recorded(config.logging, out, console_bars(console)) as bars:
+    recorded = sinks.recorded(config.logging, out, console_bars(console), dataclasses.asdict(config))
+    with lock.exclusive(out), recorded as bars:
         stopwatch = Stopwatch(out / _SECONDS, bars)
         prepared = job.prepare(config, stopwatch.bars)
         check(config, prepared)

@@ -58,6 +58,17 @@ def test_interpolating_what_is_not_there_is_refused(written):
     assert "seed: Interpolation key 'nowhere' not found" in problem(written(SMALLEST), "seed=${nowhere}")
 
 
+def test_steps_are_given_or_counted_from_epochs_of_the_data(written):
+    stage = load_config(written(SMALLEST), []).distill
+    assert (stage.steps, stage.over(100), stage.num_steps) == (500, stage, 500)
+    stage = load_config(
+        written(SMALLEST + "distill: {steps: 7, batch_size: 8}"), ["distill.steps=", "distill.epochs=2.5"]
+    )
+    assert stage.distill.over(100).num_steps == 32
+    with pytest.raises(ValueError, match="depend on the data"):
+        _ = stage.distill.num_steps
+
+
 @pytest.mark.parametrize(
     ("key", "nearest"),
     [
@@ -146,6 +157,7 @@ def test_every_problem_gets_its_own_line(written):
         (["mesh.tensor=0"], "0 devices"),
         (["distributed.enabled=true", "distributed.process_id=1"], "go together"),
         (["distributed.coordinator=h:1", "distributed.num_processes=2", "distributed.process_id=1"], "enabled=true"),
+        (["distill.steps=5", "distill.epochs=2"], "steps=5 and epochs=2; give one of them, and null for the other"),
         (["distill.micro_batch_size=3"], "batch_size=16 is not a multiple of micro_batch_size=3"),
     ],
 )

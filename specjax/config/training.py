@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -158,7 +159,11 @@ class Stage:
 
     loss: buildable(LOSSES) = "forward_kl"  # pyright: ignore[reportInvalidTypeForm]
     """A kind, or `{kind: jensen_shannon, beta: 0.3}` and the like; docs/losses.md lists them."""
-    steps: NonNegative = 500
+    steps: NonNegative | None = None
+    """None: 500, or those of `epochs`. May be raised when the stage goes on, where the learning rate of the steps taken
+    does not depend on it: `schedule: constant`, or `wsd` before its decay."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Instead of `steps`: so often all rows of the stage's data."""
     batch_size: Positive = 16
     """Rows of a step, over all devices."""
     micro_batch_size: Positive | None = None
@@ -187,6 +192,30 @@ class Stage:
     """Where the target's logits come from: its forward in every step, or a pass over the stage's rows before the
     first, of which the `teacher_top_k` largest are kept on disk."""
     teacher_top_k: Positive = 64
+    teacher_path: Name | None = None
+    """Of cached logits: a directory that runs share, where those of the same target, rows and `teacher_top_k` are made
+    once. None: in the stage's own."""
+
+    @model_validator(mode="after")
+    def _steps_or_epochs(self) -> Stage:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"steps={self.steps} and epochs={self.epochs:g}; give one of them, and null for the other")
+        if self.steps is None and self.epochs is None:
+            object.__setattr__(self, "steps", 500)  # what a directory says it was made with
+        return self
+
+    @property
+    def num_steps(self) -> int:
+        """`steps`, where they are known."""
+        if self.steps is None:
+            raise ValueError(f"epochs={self.epochs}: the steps depend on the data; see `over`")
+        return self.steps
+
+    def over(self, rows: int) -> Stage:
+        """The stage on so many rows: with its steps, whichever way they were given."""
+        if self.epochs is None:
+            return self
+        return dataclasses.replace(self, steps=math.ceil(self.epochs * rows / self.batch_size), epochs=None)
 
     @model_validator(mode="after")
     def _samples_are_judged(self) -> Stage:

@@ -1,6 +1,7 @@
 """Training state on disk: orbax's `CheckpointManager` in the background, plus a SHA-256 manifest a step, because a
-flipped bit restores silently otherwise. The manifest is written once the step is committed: no manifest means
-half-written. Of several processes all save and restore their shards, and process 0 writes and checks the manifests."""
+flipped bit restores silently otherwise. The manifest is written once the step is committed, and a file beside the
+directory then names the step: without its manifest, a later step is half-written, an earlier one damaged. Of several
+processes all save and restore their shards, and process 0 writes and checks the manifests."""
 
 from __future__ import annotations
 
@@ -18,12 +19,15 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from specjax.distill import store
 from specjax.distill.distributed import by_first
 from specjax.distill.fingerprint import write_json
-from specjax.errors import TrainingError
+from specjax.distill.quiet import Quiet
+from specjax.errors import TrainingError, unwritable
 
 MANIFEST = "sha256.json"
-_PENDING = "pending"
+_PENDING, _WHOLE = "pending", "whole"
+_HALF_WRITTEN = "half-written, it has no manifest"
 _log = logging.getLogger(__name__)
 
 
@@ -39,20 +43,25 @@ class Restored:
 
 class Checkpoints(contextlib.AbstractContextManager):
     """The last ``max_to_keep`` states under ``directory``, one subdirectory a step. A step is deleted only when a later
-    one has been committed, and a save begins only when the one before has its manifest.
+    one has been committed, and a save begins only when the one before has its manifest. ``directory``.json names the
+    newest step that was whole.
 
     Raises `TrainingError` if a state cannot be written; the steps that were saved before stay whole.
     """
 
     def __init__(self, directory: Path, max_to_keep: int = 2):
         self._directory = directory.absolute()
+        self._marker = self._directory.with_name(f"{directory.name}.json")
+        self._quiet = Quiet()
         options = ocp.CheckpointManagerOptions(max_to_keep=max_to_keep, cleanup_tmp_directories=True)
-        self._manager = ocp.CheckpointManager(self._directory, options=options)
+        try:
+            self._manager = ocp.CheckpointManager(self._directory, options=options)
+        except ValueError:  # what it reads of every step is damaged in one
+            by_first(self._set_aside_damaged)
+            self._manager = ocp.CheckpointManager(self._directory, options=options)
         self._sealer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manifest")
         self._saving: tuple[int, concurrent.futures.Future] | None = None
         self._latest: int | None = None
-        self._quiet = functools.partial(_raised_here)  # of its own: a stage may have two directories open
-        logging.getLogger("absl").addFilter(self._quiet)
 
     def __exit__(self, kind, *exception) -> None:
         failed = kind is not None
@@ -68,12 +77,22 @@ class Checkpoints(contextlib.AbstractContextManager):
             with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
                 self._manager.close()
             self._sealer.shutdown()
-            logging.getLogger("absl").removeFilter(self._quiet)
+            self._quiet.end(failed)
 
     @property
     def latest(self) -> int | None:
         """The newest step that is known to be whole."""
         return self._latest
+
+    @property
+    def saved(self) -> int | None:
+        """The newest step that was whole once, whatever became of it: 0 if none was yet, None if nothing tells."""
+        return by_first(self._saved)
+
+    @property
+    def set_aside(self) -> list[str]:
+        """Names of damaged steps, as `restore_latest` left them."""
+        return by_first(lambda: sorted(folder.name for folder in self._directory.glob(f"*{store.DAMAGED}*")))
 
     @property
     def oldest(self) -> int | None:
@@ -85,6 +104,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         CPU held there, so that a donation copies. Waits for the save before. ``pending``: see `Restored`."""
         self.wait()
         with self._failing(step):
+            if jax.process_index() == 0 and self._saved() is None and not self._manager.all_steps():
+                self._mark(0)
             saved = ocp.args.StandardSave(state)
             self._manager.save(step, args=saved, custom_metadata={_PENDING: json.dumps(list(pending))}, force=True)
         self._saving = step, self._sealer.submit(self._seal, step)
@@ -99,16 +120,47 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def restore_latest(self, like: Any) -> Restored | None:
         """The newest undamaged state, with the structure, shapes, dtypes and shardings of ``like``; None if there is
-        none. A damaged or half-written step is named in a warning and removed, so that it can be saved again."""
+        none. A damaged step is named in a warning and set aside, as ``STEP.damaged`` beside the others; one that is
+        half-written, which the steps since the one before make again, is removed."""
         self.wait()
         for step in by_first(lambda: sorted(self._manager.all_steps(), reverse=True)):
             damage = by_first(functools.partial(self._damage, step))
             if damage is None:
+                by_first(functools.partial(self._mark, step))
                 self._latest = step
                 return self._restore(step, like)
-            _log.warning("%s: checkpoint skipped and removed: %s", self._directory / str(step), damage)
-            self._manager.delete(step)
+            if damage == _HALF_WRITTEN:
+                _log.warning("%s: checkpoint skipped and removed: %s", self._directory / str(step), damage)
+                self._manager.delete(step)
+            else:
+                by_first(functools.partial(self._set_aside, step, damage))
+                self._manager.reload()
         return None
+
+    def _set_aside(self, step: int, damage: str) -> None:
+        folder = self._directory / str(step)
+        aside = store.set_aside(folder)
+        _log.warning("%s: checkpoint skipped and set aside as %s: %s", folder, aside.name, damage)
+
+    def _set_aside_damaged(self) -> None:
+        for step in sorted(int(folder.name) for folder in self._directory.glob("*") if folder.name.isdigit()):
+            damage = self._damage(step)
+            if damage is not None:
+                self._set_aside(step, damage)
+
+    def _mark(self, step: int) -> None:
+        if self._saved() == step:
+            return
+        try:
+            write_json(self._marker, {_WHOLE: step})
+        except OSError as error:
+            raise unwritable(self._marker, error) from None
+
+    def _saved(self) -> int | None:
+        try:
+            return int(json.loads(self._marker.read_text())[_WHOLE])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
 
     def _restore(self, step: int, like: Any) -> Restored:
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
@@ -117,7 +169,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         except (ValueError, KeyError, TypeError) as error:
             raise TrainingError(
                 f"{self._directory / str(step)}: its bytes are as they were saved, but they are no state of this stage "
-                f"({_one_line(error)}); was it saved by another version? remove {self._directory} to start it over"
+                f"({_one_line(error)}); was it saved by another version? go on with that one, or move "
+                f"{self._directory.parent} elsewhere to start the stage over"
             ) from error
         pending = json.loads(self._manager.metadata(step).custom_metadata[_PENDING])
         return Restored(step, found, pending)
@@ -127,6 +180,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         if jax.process_index() == 0:
             folder = self._directory / str(step)
             write_json(folder / MANIFEST, _hashes(folder))
+            self._mark(step)
 
     @contextlib.contextmanager
     def _failing(self, step: int) -> Iterator[None]:
@@ -144,17 +198,17 @@ class Checkpoints(contextlib.AbstractContextManager):
         try:
             expected = json.loads((folder / MANIFEST).read_text())
         except FileNotFoundError:
-            return "half-written, it has no manifest"
+            # A save begins only when the one before is whole.
+            saved = self._saved()
+            later = saved is not None and step > saved
+            return _HALF_WRITTEN if later else f"its manifest, {MANIFEST}, is gone, or was never written"
         except ValueError:
             return f"{MANIFEST} is not JSON"
+        if not isinstance(expected, dict):
+            return f"{MANIFEST} holds no hashes"
         found = _hashes(folder)
         differing = sorted(name for name in expected | found if expected.get(name) != found.get(name))
         return f"{', '.join(differing)} changed since it was saved" if differing else None
-
-
-def _raised_here(record: logging.LogRecord) -> bool:
-    """Orbax logs the traceback of each failed save in every thread that meets it; they end up as one error of ours."""
-    return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
 
 def _one_line(error: BaseException) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,31 @@ from specjax.distill.distributed import whole
 from specjax.errors import TrainingError, unwritable
 
 FILE = "fingerprint.json"
+_OWN = "sha256"
+"""Of a record, its own digest: one that is damaged elsewhere is still known by it."""
+MayChange = Callable[[Any, Any], str | None]
+"""(value then, value now) -> why a field may not change so, None where it may."""
+_log = logging.getLogger(__name__)
+_digests: dict[Any, tuple[tuple[weakref.ref, ...], str]] = {}
 
 
 def digest(tree: Any) -> str:
-    """SHA-256 over every leaf's path, dtype, shape and bytes. Of arrays that lie on several processes, all call it."""
+    """SHA-256 over every leaf's path, dtype, shape and bytes. Of arrays that lie on several processes, all call it.
+    JAX's arrays do not change: the same ones, in a tree of the same structure, are read once as long as they live."""
+    leaves, structure = jax.tree.flatten(tree)
+    if not leaves or not all(isinstance(leaf, jax.Array) for leaf in leaves):
+        return _digest(tree)
+    key = (structure, *map(id, leaves))
+    refs, known = _digests.get(key, ((), ""))
+    if not refs or any(ref() is not leaf for ref, leaf in zip(refs, leaves, strict=True)):
+        known = _digest(tree)
+        for old in [old for old, (refs, _) in _digests.items() if any(ref() is None for ref in refs)]:
+            del _digests[old]
+        _digests[key] = tuple(map(weakref.ref, leaves)), known
+    return known
+
+
+def _digest(tree: Any) -> str:
     total = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         array = np.ascontiguousarray(jax.device_get(whole(leaf)))
@@ -29,29 +52,46 @@ def digest(tree: Any) -> str:
     return total.hexdigest()
 
 
-def claim(directory: Path, fingerprint: Mapping[str, Any]) -> None:
-    """Create ``directory`` for the result that ``fingerprint`` determines, or check that it was made for just that.
+def claim(
+    directory: Path,
+    fingerprint: Mapping[str, Any],
+    may_change: Mapping[str, MayChange] | None = None,
+) -> None:
+    """Create ``directory`` for the result that ``fingerprint`` determines, or check that it was made for just that. A
+    damaged record of just that is named in a warning and written again.
 
-    ``fingerprint``: a JSON object. Raises `TrainingError` naming the fields that differ, the damaged record, or what
-    keeps the directory from being made.
+    ``fingerprint``: a JSON object. ``may_change``: by the name of a field, for those that may differ; the record then
+    has the new value. Raises `TrainingError` naming the fields that differ, a damaged record that may be another's, or
+    what keeps the directory from being made.
     """
-    file = directory / FILE
-    wanted = _flat(json.loads(json.dumps(fingerprint)))
-    if file.exists():
-        try:
-            found = _flat(json.loads(file.read_text()))
-        except (ValueError, AttributeError):
-            raise TrainingError(f"{file}: damaged; remove {directory} to start it over") from None
-        differing = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
-        if differing:
-            shown = ", ".join(f"{n} ({_short(found, n)} then, {_short(wanted, n)} now)" for n in differing)
-            raise TrainingError(
-                f"{directory}: was made with other settings: {shown}; "
-                f"give another `out`, or remove {directory} and what was made from it in {directory.parent}"
-            )
+    file, wanted = directory / FILE, json.loads(json.dumps(fingerprint))
+    wanted[_OWN] = of_record(wanted)
+    if not file.exists():
+        _create(directory, wanted)
         return
+    content = file.read_bytes()
+    found = _read(content)
+    intact = found.get(_OWN, of_record(found)) == of_record(found)
+    differing = _differing(found, wanted)
+    known = not differing or wanted[_OWN].encode() in content
+    if intact and not known:
+        _refuse_changes(directory, differing, may_change or {})
+    elif not known:
+        raise TrainingError(
+            f"{file}: damaged, and not known to be of these settings; put it back from a copy, give another `out`, or "
+            f"move {directory} elsewhere to make anew what is in it"
+        )
+    elif differing or not intact:
+        _log.warning("%s: damaged; it is of these settings, and is written again", file)
+    if found != wanted:
+        write_json(file, wanted)
+
+
+def _create(directory: Path, fingerprint: Mapping[str, Any]) -> None:
     if directory.exists() and any(directory.iterdir()):
-        raise TrainingError(f"{directory}: holds files but no {FILE}; give another `out`, or remove {directory}")
+        raise TrainingError(
+            f"{directory}: holds files but no {FILE}; give another `out`, or move {directory} elsewhere"
+        )
     # The directory appears with its record inside, so a kill leaves no directory of unknown origin.
     partial = directory.with_name(f".{directory.name}.partial")
     try:
@@ -62,6 +102,11 @@ def claim(directory: Path, fingerprint: Mapping[str, Any]) -> None:
         os.rename(partial, directory)
     except OSError as error:
         raise unwritable(directory, error) from None
+
+
+def made_from(directory: Path) -> dict[str, Any]:
+    """What the result in a claimed ``directory`` is determined by."""
+    return {name: value for name, value in _read((directory / FILE).read_bytes()).items() if name != _OWN}
 
 
 def write_json(file: Path, value: Any) -> None:
@@ -78,6 +123,44 @@ def write_json(file: Path, value: Any) -> None:
         partial.unlink(missing_ok=True)
 
 
+def of_record(record: Mapping[str, Any]) -> str:
+    """SHA-256 of a JSON object, less the digest that it may have of itself."""
+    fields = {name: value for name, value in record.items() if name != _OWN}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _read(content: bytes) -> dict[str, Any]:
+    """Of a file that is no record: one that is not intact."""
+    damaged = {_OWN: ""}
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return damaged
+    return found if isinstance(found, dict) else damaged
+
+
+def _differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """By name: then and now. A field that is not there is None: an earlier version did not know it."""
+    was, now = _flat(found), _flat(wanted)
+    names = sorted(n for n in was | now if n != _OWN and was.get(n) != now.get(n))
+    return {name: (was.get(name), now.get(name)) for name in names}
+
+
+def _refuse_changes(
+    directory: Path, differing: Mapping[str, tuple[Any, Any]], may_change: Mapping[str, MayChange]
+) -> None:
+    reasons = {name: may_change[name](*values) for name, values in differing.items() if name in may_change}
+    refused = [name for name in differing if name not in reasons or reasons[name]]
+    if not refused:
+        return
+    shown = ", ".join(f"{n} ({_short(differing[n][0])} then, {_short(differing[n][1])} now)" for n in refused)
+    why = "".join(f"; {reason}" for reason in reasons.values() if reason)
+    raise TrainingError(
+        f"{directory}: was made with other settings: {shown}{why}; give another `out`, or move {directory} and what "
+        f"was made from it in {directory.parent} elsewhere"
+    )
+
+
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat = {}
     for key, item in value.items():
@@ -85,6 +168,6 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _short(fields: Mapping[str, Any], name: str) -> str:
-    text = repr(fields[name]) if name in fields else "not set"
+def _short(value: Any) -> str:
+    text = "not set" if value is None else repr(value)
     return text if len(text) <= 24 else f"{text[:20]}...{text[-1]}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -161,5 +160,4 @@ def _maker(
 def _summarize(directory: Path, records: list[dict[str, Any]]) -> None:
     emitted, blocks = (sum(record[name] for record in records) for name in ("emitted", "blocks"))
     totals = {"emitted": emitted, "blocks": blocks, "block_efficiency": emitted / max(blocks, 1)}
-    made_from = json.loads((directory / fingerprint.FILE).read_text())
-    fingerprint.write_json(directory / PROVENANCE, {**made_from, **totals, "shards": records})
+    fingerprint.write_json(directory / PROVENANCE, {**fingerprint.made_from(directory), **totals, "shards": records})

@@ -15,6 +15,7 @@ import functools
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ import yaml
 
 from specjax import chat, registry
 from specjax.config import RunConfig, Stage
-from specjax.distill import compare, corpus, figures, fingerprint, lock, sinks
+from specjax.distill import compare, corpus, figures, fingerprint, lock, sinks, store
 from specjax.distill.corpus import Bad, Document
 from specjax.distill.distributed import by_first, is_first, whole
 from specjax.distill.evaluate import Evaluation
 from specjax.distill.init import Initial, check_length, initial_draft, model_config
 from specjax.distill.layout import make_layout
-from specjax.distill.log import read_log
+from specjax.distill.log import note, read_log
 from specjax.distill.on_policy import draft_sampler
 from specjax.distill.progress import Bars, no_bars
 from specjax.distill.rows import Packed, Rows, pack
@@ -39,7 +40,8 @@ from specjax.distill.teacher import completed
 from specjax.distill.tokenizer import train_tokenizer
 from specjax.distill.trainer import train_stage
 from specjax.drafters.draft_model import DraftModel
-from specjax.errors import ConfigError, DataError, TrainingError
+from specjax.errors import ConfigError, DataError, ModelError, TrainingError
+from specjax.models.files import MANIFEST, verify_manifest, write_manifest
 from specjax.models.hf import LoadedModel, import_transformers, load_model, save_model
 from specjax.models.transformer import Model
 from specjax.types import Params, Sharing
@@ -47,7 +49,7 @@ from specjax.types import Params, Sharing
 _MIN_POSITIONS = 1024
 _CARD, _DATE = "README.md", "chat_date.json"
 _EXPORTS: tuple[str, str] = ("draft-before", "draft")
-_MADE_BY = "by specjax"
+_MADE_BY, _WEIGHTS = "by specjax", "SHA-256 of the weights"
 _log = logging.getLogger(__name__)
 
 
@@ -117,7 +119,9 @@ def run(config: RunConfig, bars: Bars = no_bars) -> Distilled:
     with contextlib.ExitStack() as held:
         by_first(lambda: held.enter_context(lock.exclusive(config.out)) and None)
         if is_first():
-            bars = held.enter_context(sinks.recorded(config.logging, Path(config.out), bars))
+            bars = held.enter_context(
+                sinks.recorded(config.logging, Path(config.out), bars, dataclasses.asdict(config))
+            )
         return distill(config, bars)
 
 
@@ -136,14 +140,14 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
     drafter = initial.drafter
     decoding = held_out_decoding(config, target, drafter, initial.spec, prepared.corpus.held_out)
     train = functools.partial(_train, config, bars, initial, prepared)
-    before = train("draft-pretrain", config.draft.pretrain, initial.params, config.seed, target)
-    after = train("draft-distill", config.distill, before, config.seed + 1, target, decoding)
+    before, _ = train("draft-pretrain", config.draft.pretrain, initial.params, config.seed, target)
+    after, steps = train("draft-distill", config.distill, before, config.seed + 1, target, decoding)
     # The controls see the batches that the distillation saw, start where it started, and are chosen as it is.
     control_target = target if isinstance(drafter, Sharing) else None
     control_decoding = decoding if decides(config.selection) else None
     start = (before, config.seed + 1, control_target, control_decoding)
     controls = {
-        f"{rate:g}": train(f"control-{rate:g}", _control(config.distill, rate), *start)
+        f"{rate:g}": train(f"control-{rate:g}", _control(config.distill, rate, steps), *start)[0]
         for rate in config.control.learning_rates
     }
     evaluate = functools.partial(figures.evaluate, config, bars, drafter, target)
@@ -254,15 +258,15 @@ def _target_from_scratch(
     drafter = DraftModel(spec)  # as a trainable, a target is a model like any other
     optional: dict[str, Any] = {"eval_every": max(1, settings.steps // 4), "save_every": 100}
     optional["optimizer"] = settings.optimizer
-    stage = Stage("cross_entropy", settings.steps, settings.batch_size, **optional)
+    stage = Stage("cross_entropy", settings.steps, batch_size=settings.batch_size, **optional)
     key, _ = jax.random.split(jax.random.key(config.seed))
-    with bars("target-train", stage.steps) as progress:
+    with bars("target-train", settings.steps) as progress:
         initial = drafter.init_params(key, None)
         args = (out / "target-train", stage, drafter, initial, None, *rows, config.seed + 2)
         params = train_stage(*args, progress=progress, layout=make_layout(config.mesh))
     target = LoadedModel(spec, params, tokenizer, (tokenizer.eos_token_id,), "target")
     title = f"A target of {_count(params):,} parameters, trained from scratch by specjax."
-    digests = {"SHA-256 of the weights": fingerprint.digest(params), "SHA-256 of the text": documents.digest}
+    digests = {_WEIGHTS: fingerprint.digest(params), "SHA-256 of the text": documents.digest}
     training = {"target": dataclasses.asdict(settings), "data": dataclasses.asdict(config.data), "seed": config.seed}
     _export(target, out / "target", _card("target", title, digests, training))
     return _load_target(config, out / "target")
@@ -274,19 +278,22 @@ def _tokenizer(directory: Path, documents: Corpus, vocab_size: int) -> Any:
 
     def make() -> None:
         fingerprint.claim(directory, made_from)
-        if not files.exists():
+        if not files.exists() or _set_aside_if_damaged(files):
             partial = directory / ".partial"
+            shutil.rmtree(partial, ignore_errors=True)
             train_tokenizer(documents.train, vocab_size, partial)
+            write_manifest(partial)
             os.rename(partial, files)
 
     by_first(make)
     return import_transformers().PreTrainedTokenizerFast.from_pretrained(files)
 
 
-def _control(distill: Stage, learning_rate: float) -> Stage:
+def _control(distill: Stage, learning_rate: float, steps: int) -> Stage:
     optimizer = dataclasses.replace(distill.optimizer, learning_rate=learning_rate)
     # Of the text: its own samples would teach a draft nothing, and the target's are distillation.
-    return dataclasses.replace(distill, loss="cross_entropy", data="text", optimizer=optimizer)
+    changes: dict[str, Any] = {"loss": "cross_entropy", "data": "text", "steps": steps, "epochs": None}
+    return dataclasses.replace(distill, **changes, optimizer=optimizer)
 
 
 def _train(
@@ -300,14 +307,20 @@ def _train(
     seed: int,
     target: LoadedModel | None,
     decoding: HeldOutDecoding | None = None,
-) -> Params:
+) -> tuple[Params, int]:
+    """The trained parameters, and how many steps that took if none was spared."""
     draft, directory = initial.model(params, prepared.target), Path(config.out) / name
-    source = registry.build(registry.DATA, stage.data if stage.steps else "text", f"{name}: data")
+    source = registry.build(registry.DATA, "text" if stage.steps == 0 else stage.data, f"{name}: data")
     rows = source.rows(stock(config, prepared, draft, name, data_directory(config, name), seed, bars))
-    with (bars if stage.steps else no_bars)(name, stage.steps) as progress:
+    if stage.epochs is not None:
+        epochs, stage = stage.epochs, stage.over(len(rows))
+        note(f"{name}: {epochs:g} epochs of {len(rows):,} rows are {stage.steps:,} steps of {stage.batch_size}")
+    steps = stage.num_steps
+    with (bars if steps else no_bars)(name, steps) as progress:
         args = (initial.drafter, params, target, rows, prepared.held_out_rows, seed, progress)
         complete = functools.partial(completed, initial.drafter, target_params=prepared.target.params)
-        return train_stage(directory, stage, *args, draft_sampler(draft, complete), make_layout(config.mesh), decoding)
+        sampler, layout = draft_sampler(draft, complete), make_layout(config.mesh)
+        return train_stage(directory, stage, *args, sampler, layout, decoding, bars), steps
 
 
 def data_directory(config: RunConfig, name: str) -> Path:
@@ -326,20 +339,47 @@ def stock(
 
 def _refuse_foreign(directory: Path) -> None:
     """A model that this job did not write is not replaced."""
-    card = directory / _CARD
-    ours = card.exists() and _MADE_BY in card.read_text(encoding="utf-8", errors="replace")
-    if directory.is_dir() and any(directory.iterdir()) and not ours:
+    if directory.is_dir() and any(directory.iterdir()) and _MADE_BY not in _card_of(directory):
         raise DataError(
             f"out: {directory} holds something else, and the draft goes there; move it, or give another `out`"
         )
 
 
 def _export(model: LoadedModel, directory: Path, card: str) -> None:
-    """The card names the weights by digest and is written with them, so the same card means the same model."""
-    file = directory / _CARD
-    if by_first(lambda: not file.exists() or file.read_text(encoding="utf-8") != card):
+    """The card names the weights by digest and is written with them, so the same card means the same model, as long as
+    the files are those that were written. A model of other weights is kept beside it."""
+    (weights,) = (line for line in card.splitlines() if line.startswith(f"| {_WEIGHTS} |"))
+
+    def missing() -> bool:
+        known = _card_of(directory)
+        if known and weights not in known:
+            aside = store.set_aside(directory, store.REPLACED)
+            _log.warning("%s: does not hold these weights; it is kept as %s", directory, aside.name)
+        return known != card or _set_aside_if_damaged(directory)
+
+    if by_first(missing):
         model = dataclasses.replace(model, params=whole(model.params))
         by_first(lambda: save_model(model, directory, overwrite=True, card=card))
+
+
+def _card_of(directory: Path) -> str:
+    file = directory / _CARD
+    return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+
+
+def _set_aside_if_damaged(directory: Path) -> bool:
+    """Files that are not what their manifest says: kept, but not used."""
+    try:
+        verify_manifest(directory)
+    except ModelError as error:
+        damage = str(error).partition(";")[0]
+    else:
+        if (directory / MANIFEST).exists():
+            return False
+        damage = f"its {MANIFEST} is gone"
+    aside = store.set_aside(directory)
+    _log.warning("%s: damaged (%s); it is set aside as %s and written again", directory, damage, aside.name)
+    return True
 
 
 def _draft_card(
@@ -357,7 +397,7 @@ def _draft_card(
         "loss of the target": f"{evaluation.target_nll:.4f}",
         "positions measured": f"{evaluation.positions:,}",
         **compare.card_rows(decoded, draft.name == "draft" and config.selection.select == "best"),
-        "SHA-256 of the weights": fingerprint.digest(draft.params),
+        _WEIGHTS: fingerprint.digest(draft.params),
         "SHA-256 of the target's weights": fingerprint.digest(target.params),
         "SHA-256 of the text": prepared.corpus.digest,
     }

@@ -8,9 +8,30 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from specjax.errors import TrainingError
+from specjax.distill.log import note
+from specjax.errors import TrainingError, unwritable
 
 LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def in_turn(file: Path) -> Iterator[None]:
+    """Hold the lock ``file`` (it and its directory are created if missing), after waiting for another run that has it.
+
+    Raises `TrainingError` if the file cannot be made.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        opened = file.open("a+")
+    except OSError as error:
+        raise unwritable(file, error) from None
+    with opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            note(f"{file.parent}: another run makes there what this one needs; waiting for it")
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager

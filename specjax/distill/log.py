@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 from specjax.distill.distributed import is_first
@@ -39,6 +40,12 @@ class Log:
                 log.write(json.dumps(record) + "\n")
         except OSError as error:
             raise unwritable(self._file, error) from None
+
+
+def note(text: str) -> None:
+    """What follows from the config and the data, told once on stderr, by the first process."""
+    if is_first():
+        print(f"note: {text}", file=sys.stderr)
 
 
 def read_log(directory: Path) -> list[dict[str, float]]:

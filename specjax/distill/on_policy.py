@@ -9,6 +9,7 @@ tokens; a restart before samples them again, from the same weights and seeds.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,6 +28,7 @@ from specjax.distill.stock import Stock
 from specjax.errors import TrainingError
 from specjax.types import Batch, Params
 
+_log = logging.getLogger(__name__)
 Sampler = Callable[[Params, Sequence[list[int]], Sequence[int], Sampled], list[list[int]]]
 """(the draft's weights, prompts, a seed each, how to sample) -> new tokens."""
 
@@ -48,6 +50,13 @@ class OnPolicy(Sampled):
         if sample is None or not isinstance(batches.rows, Packed):
             raise TrainingError("data: on_policy needs a draft that can be sampled from, and text with prompts")
         return OnPolicyBatches(self, batches, directory, sample, steps)
+
+    def why_not_longer(self, steps: int, taken: int) -> str | None:
+        """Why a stage of ``steps``, of which so many are taken, can have no more: its last pool is one of a part of a
+        period."""
+        if steps % self.every == 0 or taken < steps - steps % self.every:
+            return None
+        return f"data.every={self.every} does not divide them, and the last sequences were sampled for no more steps"
 
 
 def draft_sampler(model: Any, complete: Callable[[Params], Params] = lambda params: params) -> Sampler:
@@ -79,8 +88,8 @@ class OnPolicyBatches(Batches):
         return np.where(np.diff(before) > 0, len(self.rows) + before[:-1], super().indices(step))
 
     def refresh(self, step: int, params: Params, oldest: int | None) -> None:
-        """Samples the pool of ``step``'s period, or reads it. Raises `TrainingError` if it is neither there nor can
-        be sampled, because the period has begun."""
+        """Samples the pool of ``step``'s period, or reads it. One that is damaged or gone within its period is sampled
+        anew, but from the newest weights: those that it came from are gone."""
         begin = step - step % self._settings.every
         if self._mixed.begin == begin:
             return
@@ -93,10 +102,13 @@ class OnPolicyBatches(Batches):
         record = by_first(lambda: store.record_of(file))
         if record is None or not made_from.items() <= record.items():
             if step != begin:
-                raise TrainingError(
-                    f"{file}: damaged or gone, and the draft of step {begin} that it came from too; remove the "
-                    f"checkpoints after step {begin} in {self._directory.parent} to train on from there"
+                _log.warning(
+                    "%s: damaged or gone, and so is the draft of step %d that it was sampled from; what is left of it, "
+                    "to step %d, is sampled from that of step %d: the weights will not be bit for bit those of a run "
+                    "without the damage",
+                    *(file, begin, end, step),
                 )
+                made_from["draft"] = fingerprint.digest(params)
             prompts = [self._numbered(g) for g in range(first, stop)]
             seeds = derive_seeds(self.seed, stop)[first:]
             sampled = Sequences.of(prompts, self._sample(params, prompts, seeds, self._settings))

@@ -27,7 +27,7 @@ def make_optimizer(stage: config.Stage) -> optax.GradientTransformation:
         optax.clip_by_global_norm(o.clip_norm),
         _direction(o),
         optax.add_decayed_weights(o.weight_decay, functools.partial(_decaying, embeddings=o.decay_embeddings)),
-        optax.scale_by_learning_rate(make_schedule(o, stage.steps)),
+        optax.scale_by_learning_rate(make_schedule(o, stage.num_steps)),
     )
 
     def update(updates, state, params=None):

@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from specjax.distill.progress_lines import console_lines
+
 StepProgress = Callable[[int, dict[str, float]], None]
 """Called after every step with the steps done and the newest log record (empty before the first)."""
 Bars = Callable[[str, int], AbstractContextManager[StepProgress | None]]
@@ -22,7 +24,9 @@ def no_bars(name: str, steps: int) -> Iterator[None]:
 
 
 def console_bars(console: Console) -> Bars:
-    """One bar a stage. A stage that was finished before shows as complete at once."""
+    """One bar a stage; on what is no terminal, lines. A stage that was finished before shows as complete at once."""
+    if not (console.is_terminal or console.is_jupyter):
+        return console_lines(console, _figures)
 
     @contextlib.contextmanager
     def bar(name: str, steps: int) -> Iterator[StepProgress]:

@@ -29,6 +29,7 @@ from specjax.distill import fingerprint
 from specjax.distill.checkpoint import Checkpoints
 from specjax.distill.corpus import Document
 from specjax.distill.layout import make_layout
+from specjax.distill.log import note, read_log
 from specjax.distill.prompts import PLACES, HeldOutPrompt, cut_prompts
 from specjax.distill.teacher import completed
 from specjax.drafters.draft_model import DraftModel
@@ -96,7 +97,7 @@ class Decodes(Protocol):
 @dataclasses.dataclass(frozen=True)
 class HeldOutDecoding:
     """The same prompts, seed and programs at every call: the draft's weights are an argument of what was compiled, so
-    one evaluation after another compiles nothing."""
+    one evaluation after another compiles nothing. Over a mesh, draft and target decode where they lie."""
 
     rule: config.Selection
     target: LoadedModel
@@ -143,6 +144,11 @@ def held_out_decoding(
     the target has too few positions, `ConfigError` as `decodes` does."""
     rule = config.selection
     if not decodes(config):
+        if rule.prompts:
+            note(
+                "selection: several processes do not decode, so nothing is said of block efficiency; `specjax bench` "
+                "measures it afterwards, in one process"
+            )
         return None
     needed = rule.prompt_tokens + rule.new_tokens + rule.k + 1
     if needed > target.config.max_positions:
@@ -195,9 +201,7 @@ class Selector:
         self._scores: dict[int, float] = {}
         if decoding is None:
             return
-        if (directory / SCORES).exists():
-            known = {int(s): value for s, value in json.loads((directory / SCORES).read_text()).items()}
-            self._scores = {s: value for s, value in known.items() if s <= step}
+        self._scores = {s: value for s, value in _read_scores(directory).items() if s <= step}
         for folder in (directory / BEST).glob("*"):
             if folder.name.isdigit() and int(folder.name) > step:
                 shutil.rmtree(folder)
@@ -229,16 +233,17 @@ class Selector:
         since = min(step for step, value in self._scores.items() if value == highest)
         return sum(step > since for step in self._scores) >= self._decoding.rule.patience
 
-    def result(self, last: Params) -> Params:
-        """The stage's: ``last``, or the best. Raises `TrainingError` if nothing undamaged is left of the best ones."""
-        if self._decoding is None or self._decoding.rule.select == "last":
+    def result(self, last: Params, step: int | None = None) -> Params:
+        """The stage's: ``last``, those of ``step``, or the best. Raises `TrainingError` if nothing undamaged is left of
+        the best ones."""
+        if self._decoding is None or self._decoding.rule.select == "last" or (step is not None and step == self.best):
             return last
         with Checkpoints(self._directory / BEST) as checkpoints:
             restored = checkpoints.restore_latest(last)
         if restored is None:
             raise TrainingError(
-                f"{self._directory / BEST}: the best checkpoint, of step {self.best}, is gone or damaged; remove "
-                f"{self._directory} to train the stage again"
+                f"{self._directory / BEST}: the best checkpoint, of step {self.best}, is gone or damaged; put its "
+                f"files back from a copy, or move {self._directory} elsewhere to train the stage again"
             )
         if restored.step != self.best:
             _log.warning(
@@ -250,17 +255,28 @@ class Selector:
         return restored.state
 
 
+def _read_scores(directory: Path) -> dict[int, float]:
+    """By step. The log has them too."""
+    try:
+        return {int(step): float(value) for step, value in json.loads((directory / SCORES).read_text()).items()}
+    except (FileNotFoundError, ValueError, TypeError, AttributeError):
+        known = {int(r["step"]): r["block_efficiency"] for r in read_log(directory) if "block_efficiency" in r}
+        if known:
+            _log.warning("%s: damaged or gone; the scores are those of the log", directory / SCORES)
+        return known
+
+
 def decodes(config: RunConfig) -> bool:
-    """Whether a run decodes: where there is something to decode, in one process that has the whole draft. Raises
-    `ConfigError` where decoding is to decide and cannot."""
-    rule, layout = config.selection, make_layout(config.mesh)
-    can = jax.process_count() == 1 and (layout.mesh is None or not layout.draft_sharded)
-    if decides(rule) and not can:
+    """Whether a run decodes: where there is something to decode, in one process. Raises `ConfigError` where decoding is
+    to decide and cannot, or for a mesh that does not fit."""
+    rule, several = config.selection, jax.process_count() > 1
+    make_layout(config.mesh)
+    if decides(rule) and several:
         raise ConfigError(
-            f"selection: select={rule.select} and patience={rule.patience}, but several processes, or a mesh that "
-            "shards the draft, do not decode; set select=last and no patience, or run in one process without a mesh"
+            f"selection: select={rule.select} and patience={rule.patience}, but several processes do not decode; set "
+            "select=last and no patience, or run in one process, over any mesh"
         )
-    return bool(rule.prompts) and can
+    return bool(rule.prompts) and not several
 
 
 def decides(rule: config.Selection) -> bool:

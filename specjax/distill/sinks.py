@@ -50,9 +50,10 @@ class TensorBoard:
 
 
 class Wandb:
-    """One run of Weights & Biases for all stages, its files in ``directory``; the run goes on under the same id."""
+    """One run of Weights & Biases for all stages, its files in ``directory``; the run goes on under the same id.
+    ``run``: its config, of which a few fields may be others when it goes on."""
 
-    def __init__(self, settings: config.Wandb, directory: Path):
+    def __init__(self, settings: config.Wandb, directory: Path, run: Mapping[str, Any]):
         wandb = _extra("wandb", "logging.wandb", "wandb")
         file = directory / "wandb.id"
         if not file.exists():
@@ -61,7 +62,7 @@ class Wandb:
         name = settings.name or directory.name
         where = {"project": settings.project, "name": name, "mode": settings.mode, "dir": str(directory)}
         try:
-            self._run = wandb.init(**where, **again)
+            self._run = wandb.init(**where, **again, config=dict(run), allow_val_change=True)
         except wandb.Error as error:
             what = str(error).rstrip(".")
             raise ConfigError(f"logging.wandb: {what}; run `wandb login`, or set mode=offline") from None
@@ -79,8 +80,11 @@ class Wandb:
 
 
 @contextlib.contextmanager
-def recorded(settings: config.Logging, directory: Path, bars: Bars) -> Iterator[Bars]:
+def recorded(
+    settings: config.Logging, directory: Path, bars: Bars, run: Mapping[str, Any] | None = None
+) -> Iterator[Bars]:
     """``bars`` whose stages also send their records to what ``settings`` asks for; files go under ``directory``.
+    ``run``: the whole config, where it is shown beside them.
 
     Raises `ConfigError` naming the extra that is not installed.
     """
@@ -89,7 +93,7 @@ def recorded(settings: config.Logging, directory: Path, bars: Bars) -> Iterator[
         if settings.tensorboard:
             sinks.append(TensorBoard(directory / "tensorboard"))
         if settings.wandb is not None:
-            sinks.append(Wandb(settings.wandb, directory))
+            sinks.append(Wandb(settings.wandb, directory, run or {}))
         for sink in sinks:
             stack.callback(sink.close)
         yield _recording(bars, sinks) if sinks else bars

@@ -1,5 +1,5 @@
 """Files that cost something to make: each has a record, written after it, with its SHA-256 and what is known of it.
-No record means half-written."""
+No record means half-written. And what becomes of directories that are damaged."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from specjax.models.files import sha256
 
 SUFFIX = ".safetensors"
 """Of sequences."""
+DAMAGED, REPLACED = ".damaged", ".replaced"
+"""Of the name of what was set aside."""
 _ARRAYS = ("tokens", "ends", "prompts")
 _log = logging.getLogger(__name__)
 
@@ -58,6 +60,19 @@ def record_of(file: Path) -> dict[str, Any] | None:
         damage = "its record is damaged"
     _log.warning("%s: %s", file, damage)
     return None
+
+
+def set_aside(path: Path, why: str = DAMAGED) -> Path:
+    """Out of the way under a name of its own, as it is: nothing is deleted. Returns where."""
+    aside, number = path.with_name(f"{path.name}{why}"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}{why}-{number}")
+    try:
+        os.rename(path, aside)
+    except OSError as error:
+        raise unwritable(path, error) from None
+    return aside
 
 
 def to_bytes(sequences: Sequences) -> bytes:

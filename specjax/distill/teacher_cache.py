@@ -14,12 +14,13 @@ Dims: B rows, T predicted positions.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import io
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from specjax.distill import fingerprint, store
+from specjax.distill import fingerprint, lock, store
 from specjax.distill.distributed import by_first, whole
 from specjax.distill.laws import top_k_logits
+from specjax.distill.progress import StepProgress
 from specjax.distill.rows import Batches, Rows, take
 from specjax.distill.teacher import target_output
 from specjax.errors import ConfigError, TrainingError
@@ -137,42 +139,58 @@ def _open(file: Path, digest: str) -> np.ndarray:
     return np.load(file, mmap_mode="r")
 
 
+def shared_rows(
+    root: Path,
+    target: Any,
+    rows: Rows,
+    numbers: Int[np.ndarray, " rows"],
+    k: int,
+    batch_size: int,
+    progress: StepProgress | None = None,
+) -> CachedRows:
+    """`cached_rows` in a directory of ``root`` that is named by what it is made from, so that other runs find it. Of
+    two runs that come at once, one makes it and the other waits."""
+    made_from = _made_from(target, rows, numbers, k)
+    directory = root / fingerprint.of_record(made_from)[:16]
+    with contextlib.ExitStack() as held:
+        by_first(lambda: held.enter_context(lock.in_turn(root / f".{directory.name}.lock")))
+        return cached_rows(directory, target, rows, numbers, k, batch_size, progress)
+
+
 def cached_rows(
-    directory: Path, target: Any, rows: Rows, numbers: Int[np.ndarray, " rows"], k: int, batch_size: int
+    directory: Path,
+    target: Any,
+    rows: Rows,
+    numbers: Int[np.ndarray, " rows"],
+    k: int,
+    batch_size: int,
+    progress: StepProgress | None = None,
 ) -> CachedRows:
     """``rows``, those ``numbers`` of them (in order) with their cached logits; what is missing in ``directory`` is
-    computed, ``batch_size`` rows at a time.
+    computed, ``batch_size`` rows at a time. ``progress`` counts rows.
 
     Every shard that is there is checked against its SHA-256; a damaged one is named in a warning and made again.
     Raises `ConfigError` if the target has fewer than ``k`` tokens, `TrainingError` if the directory belongs to another
     target, other rows or another k, or cannot be written.
     """
-    logits = jax.eval_shape(
-        functools.partial(target_output, target.spec), target.params, take(rows, numbers[:1])
-    ).logits
-    vocab_size, tokens = logits.shape[-1], TokenRows.of(target)
-    most = vocab_size if tokens is None else vocab_size - len(tokens.unused)
-    if k > most:
-        raise ConfigError(f"teacher_top_k={k} exceeds the target's {most} tokens; lower it")
+    made_from = _made_from(target, rows, numbers, k)
+    vocab_size, per_shard = made_from["shape"][-1], made_from["rows_per_shard"]
     dtype = record_dtype(k, vocab_size)
-    per_shard = max(1, SHARD_BYTES // (rows.length * dtype.itemsize))
-    made_from = {
-        "target_params": fingerprint.digest(target.params),
-        "rows": fingerprint.digest((np.frombuffer(rows.digest.encode(), np.uint8), numbers)),
-        "shape": [len(numbers), rows.length, vocab_size],
-        "padding": fingerprint.digest(np.asarray(tokens.unused if tokens else ())),
-        "k": k,
-        "tail_tokens": TAIL_TOKENS,
-        "rows_per_shard": per_shard,
-    }
     by_first(lambda: fingerprint.claim(directory, made_from))
+
+    def done(rows: int) -> None:
+        if progress is not None:
+            progress(rows, {})
+
     shards = []
     try:
         for number, start in enumerate(range(0, len(numbers), per_shard)):
-            file = directory / _name(number)
+            file, indices = directory / _name(number), numbers[start : start + per_shard]
             record = by_first(functools.partial(store.record_of, file))
             if record is None:
-                record = _make(file, target, rows, numbers[start : start + per_shard], k, vocab_size, batch_size)
+                told = functools.partial(lambda start, rows: done(start + rows), start)
+                record = _make(file, target, rows, indices, k, vocab_size, batch_size, told)
+            done(start + len(indices))
             shards.append(record)
     except TrainingError as error:
         size = len(numbers) * rows.length * dtype.itemsize
@@ -180,6 +198,25 @@ def cached_rows(
     by_first(lambda: fingerprint.write_json(directory / PROVENANCE, made_from | _figures(shards, dtype, vocab_size)))
     _log.info("%s", summary(directory))
     return CachedRows(rows, numbers, directory, per_shard, tuple(shard["sha256"] for shard in shards))
+
+
+def _made_from(target: Any, rows: Rows, numbers: Int[np.ndarray, " rows"], k: int) -> dict[str, Any]:
+    logits = jax.eval_shape(
+        functools.partial(target_output, target.spec), target.params, take(rows, numbers[:1])
+    ).logits
+    vocab_size, tokens = logits.shape[-1], TokenRows.of(target)
+    most = vocab_size if tokens is None else vocab_size - len(tokens.unused)
+    if k > most:
+        raise ConfigError(f"teacher_top_k={k} exceeds the target's {most} tokens; lower it")
+    return {
+        "target_params": fingerprint.digest(target.params),
+        "rows": fingerprint.digest((np.frombuffer(rows.digest.encode(), np.uint8), numbers)),
+        "shape": [len(numbers), rows.length, vocab_size],
+        "padding": fingerprint.digest(np.asarray(tokens.unused if tokens else ())),
+        "k": k,
+        "tail_tokens": TAIL_TOKENS,
+        "rows_per_shard": max(1, SHARD_BYTES // (rows.length * record_dtype(k, vocab_size).itemsize)),
+    }
 
 
 def read_provenance(directory: Path) -> dict[str, Any]:
@@ -203,9 +240,16 @@ def _name(number: int) -> str:
 
 
 def _make(
-    file: Path, target: Any, rows: Rows, indices: np.ndarray, k: int, vocab_size: int, batch_size: int
+    file: Path,
+    target: Any,
+    rows: Rows,
+    indices: np.ndarray,
+    k: int,
+    vocab_size: int,
+    batch_size: int,
+    done: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Write one shard, so that it is there whole or not at all; its record."""
+    """Write one shard, so that it is there whole or not at all; its record. ``done`` is told the rows so far."""
     made, sums = [], {"positions": 0, "tail": 0.0, "tail_max": 0.0, "rounding": 0.0}
     for numbers, real in _batches(indices, batch_size):
         batch = take(rows, numbers)
@@ -213,6 +257,7 @@ def _make(
         best = jax.tree.map(lambda x, real=real: x[:real], best)
         records = to_records(best, vocab_size)
         made.append(records)
+        done(sum(map(len, made)))
         counts = batch.weight[:real] > 0
         tail = records["tail_mass"][counts].astype(np.float64)
         sums["positions"] += len(tail)

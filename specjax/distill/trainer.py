@@ -4,6 +4,7 @@ is a function of (seed, i), so the step is the whole cursor."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,16 +19,16 @@ from specjax.distill.checkpoint import Checkpoints, Restored
 from specjax.distill.distributed import by_first
 from specjax.distill.evaluate import evaluate
 from specjax.distill.layout import ONE_DEVICE, Layout
-from specjax.distill.log import LOG, Log
+from specjax.distill.log import LOG, Log, read_log
 from specjax.distill.on_policy import Sampler
-from specjax.distill.optimizer import make_optimizer
+from specjax.distill.optimizer import make_optimizer, make_schedule
 from specjax.distill.profile import Profile
-from specjax.distill.progress import StepProgress
+from specjax.distill.progress import Bars, StepProgress, no_bars
 from specjax.distill.rows import Batches, Rows
 from specjax.distill.selection import Decodes, Selector, fingerprint_of
 from specjax.distill.signals import stop_requested
 from specjax.distill.step import make_update, microbatch_rows, start_state
-from specjax.distill.teacher_cache import cached_rows, numbers_of
+from specjax.distill.teacher_cache import cached_rows, numbers_of, shared_rows
 from specjax.errors import ConfigError, Stopped, TrainingError
 from specjax.models.training import TrainingModel
 from specjax.models.transformer import Model
@@ -36,8 +37,12 @@ from specjax.types import Batch, Params, Sharing, Trainable
 
 LOG_EVERY = 10
 """Steps between two looks at the metrics; in between, the host never waits for the device."""
-_CHANGE_NO_WEIGHT = ("eval_every", "eval_positions", "save_every", "profile", "skip_non_finite")
+_CHANGE_NO_WEIGHT = ("eval_every", "eval_positions", "save_every", "profile", "skip_non_finite", "teacher_path")
 """Fields of a stage that may change when it goes on. A step that may be skipped now was an error before."""
+
+
+_CAN_GO_ON = ("constant", "wsd")
+"""Schedules that do not lead to the last step from the first."""
 
 
 def train_stage(
@@ -53,6 +58,7 @@ def train_stage(
     sample: Sampler | None = None,
     layout: Layout = ONE_DEVICE,
     decoding: Decodes | None = None,
+    bars: Bars = no_bars,
 ) -> Params:
     """Train ``params`` as ``stage`` says and return the result; a finished stage returns its own at once.
 
@@ -62,13 +68,17 @@ def train_stage(
     and log, bit for bit, on the same ``layout`` (the log's ``tokens_per_s`` is a timing). ``directory``
     keeps ``log.jsonl`` (`read_log`), checkpoints, a fingerprint, and what `jax.profiler` traced. Of several processes,
     all call this. ``decoding``: decodes with the draft at every evaluation, and says whether that decides which weights
-    are returned and when the stage ends (`specjax.distill.selection`).
+    are returned and when the stage ends (`specjax.distill.selection`). ``bars``: show what is made before the first
+    step. ``stage.steps`` may be higher than when the directory was made, where the steps taken would be the same.
 
     Raises `TrainingError` if a loss or gradient is not finite in more steps than ``stage.skip_non_finite`` (naming step
     and rows; the last good checkpoint is kept), if something cannot be written, or if the directory was made with other
-    settings; `DataError` if the windows do not fill one batch; `ConfigError` if the batch cannot be split as ``layout``
-    says; `Stopped` once a SIGTERM has come and the step that was under way is saved.
+    settings, or holds nothing undamaged of what was trained; `DataError` if the windows do not fill one batch;
+    `ConfigError` if the batch cannot be split as ``layout`` says; `Stopped` once a SIGTERM has come and the step that
+    was under way is saved.
     """
+    stage = stage.over(len(train_rows))
+    steps = stage.num_steps
     loss = registry.build(registry.LOSSES, stage.loss, f"{directory.name}: loss")
     if loss.needs_target and target is None:
         raise TrainingError(
@@ -81,25 +91,29 @@ def train_stage(
     backend.keep_freed_memory()
     source = registry.build(registry.DATA, stage.data, f"{directory.name}: data")
     batches = Batches(train_rows, stage.batch_size, seed)
-    batches = source.batches(batches, directory / "pools", sample, stage.steps)
+    batches = source.batches(batches, directory / "pools", sample, steps)
     reference, reference_params = loss.bind(target) if hasattr(loss, "bind") else (None, None)
     made_from = (params, None if target is None else target.params, train_rows, held_out_rows)
     made_of = _fingerprint(stage, drafter, seed, *made_from)
     made_of["selection"] = fingerprint_of(decoding, stage)
     if reference is not None:
         made_of["reference_params"] = fingerprint.digest(reference_params)
-    by_first(lambda: fingerprint.claim(directory, made_of))
-    if stage.steps == 0:
+    may_rise = {"stage.steps": functools.partial(_why_not_longer, directory, stage, source, batches)}
+    by_first(lambda: fingerprint.claim(directory, made_of, may_rise))
+    if steps == 0:
         return params
     optimizer = make_optimizer(stage)
     ema = stage.optimizer.ema
     state = start_state(params, optimizer, ema is not None, layout, drafter)
     with Checkpoints(directory / "checkpoints") as checkpoints:
-        restored = checkpoints.restore_latest(state) or Restored(0, state)
+        restored = checkpoints.restore_latest(state)
+        if restored is None:
+            _refuse_to_start_over(directory, checkpoints)
+            restored = Restored(0, state)
         start, state, pending = restored.step, restored.state, restored.pending
         selector = Selector(directory, decoding, start)
-        if start == stage.steps or selector.stops:
-            return selector.result(state.result)
+        if start == steps or selector.stops:
+            return selector.result(state.result, start)
         log = Log(directory / LOG, start)
         tokens = stage.batch_size * train_rows.length
         spec, teacher, shares = None, None, isinstance(drafter, Sharing)
@@ -107,8 +121,13 @@ def train_stage(
             spec = target.spec if loss.needs_target else None
             teacher = layout.put(target.params, layout.of_target(target.params, target.spec))
         if spec is not None and stage.teacher == "cached":
-            numbers = numbers_of(batches, stage.steps)
-            kept = cached_rows(directory / "teacher", target, train_rows, numbers, stage.teacher_top_k, rows)
+            numbers = numbers_of(batches, steps)
+            with bars(f"{directory.name}-teacher", len(numbers)) as shown:
+                cache = (target, train_rows, numbers, stage.teacher_top_k, rows, shown)
+                if stage.teacher_path is None:
+                    kept = cached_rows(directory / "teacher", *cache)
+                else:
+                    kept = shared_rows(Path(stage.teacher_path).expanduser(), *cache)
             spec, teacher, batches = None, teacher if shares else None, Batches(kept, stage.batch_size, seed)
         options = {"skip": stage.skip_non_finite > 0, "compute_dtype": stage.compute_dtype, "ema": ema}
         options |= {"layout": layout, "state": state, "tokens": TokenRows.of(target)}
@@ -122,13 +141,13 @@ def train_stage(
         update = update.lower(state, teacher, batch(start), reference_params).compile()
         with stop_requested() as stops, Profile(directory / "profile", stage.profile) as profile:
             record, timed, began = {}, start, time.perf_counter()
-            for step in range(start + 1, stage.steps + 1):
+            for step in range(start + 1, steps + 1):
                 profile.before(step)
                 batches.refresh(step - 1, state.params, checkpoints.oldest)
                 state, metrics = update(state, teacher, batch(step - 1), reference_params)
                 profile.after(step, state)
                 pending.append(metrics)
-                last = step == stage.steps
+                last = step == steps
                 measures = last or step % stage.eval_every == 0
                 saves = last or step % stage.save_every == 0
                 logs = measures or saves or step % LOG_EVERY == 0
@@ -167,7 +186,43 @@ def train_stage(
                     raise Stopped(f"{directory}: stopped by SIGTERM; step {step} is saved, the same command goes on")
                 if selector.stops:
                     break
-    return selector.result(state.result)
+    return selector.result(state.result, step)
+
+
+def _why_not_longer(
+    directory: Path, stage: config.Stage, source: Any, batches: Batches, was: int | None, now: int
+) -> str | None:
+    """A stage of ``was`` steps that gets ``now``, see `fingerprint.MayChange`: the steps taken must not have depended
+    on how many follow."""
+    if was is None or now < was:
+        return "steps can be raised only"
+    taken = max((int(f.name) for f in (directory / "checkpoints").glob("*") if f.name.isdigit()), default=0)
+    with jax.numpy_dtype_promotion("standard"):
+        rates, prolonged = (np.asarray(make_schedule(stage.optimizer, n)(np.arange(taken + 1))) for n in (was, now))
+    schedule = stage.optimizer.schedule
+    if schedule not in _CAN_GO_ON or (rates != prolonged)[:taken].any():
+        return (
+            f"the schedule {schedule} sets the learning rate by the number of steps, {taken} of which are taken; what "
+            "can be prolonged is schedule=constant, or wsd before its decay"
+        )
+    in_stage = stage.teacher == "cached" and stage.teacher_path is None
+    if in_stage and not np.array_equal(numbers_of(batches, was), numbers_of(batches, now)):
+        return "its cached logits are of the rows of fewer steps; set teacher_path, where those of more can be beside"
+    return source.why_not_longer(was, taken) if hasattr(source, "why_not_longer") else None
+
+
+def _refuse_to_start_over(directory: Path, checkpoints: Checkpoints) -> None:
+    """Nothing undamaged is left of what was trained. Before the first checkpoint was whole, nothing is lost."""
+    saved, aside = checkpoints.saved, checkpoints.set_aside
+    if saved == 0 or (saved is None and not (aside and by_first(lambda: bool(read_log(directory))))):
+        return
+    folder = directory / "checkpoints"
+    found = f"the damaged ones are kept: {', '.join(aside)} in {folder}" if aside else f"{folder} holds none"
+    was = f"that of step {saved} was whole, " if saved else ""
+    raise TrainingError(
+        f"{directory}: its log shows progress, but no undamaged checkpoint is left ({was}{found}); put their files "
+        f"back from a copy and drop the end of the name, or move {directory} elsewhere to train the stage again"
+    )
 
 
 def _microbatch_rows(name: str, stage: config.Stage, length: int, layout: Layout) -> int:

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,8 @@ from specjax.distill import checkpoint
 from specjax.distill.checkpoint import Checkpoints
 from specjax.errors import TrainingError
 from tests.distill.toys import assert_same
+
+ROOT = Path(__file__).parents[2]
 
 
 def state(value: float):
@@ -98,6 +103,58 @@ def test_a_step_without_its_manifest_is_not_restored(tmp_path):
             checkpoints.save(step, state(step))
     remove_the_manifest(tmp_path / "10")
     assert restore(tmp_path).step == 5
+
+
+def contents(directory):
+    return {file.relative_to(directory): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+
+
+def misname_a_key(directory):
+    """Which orbax reads of every step before anything else."""
+    file = directory / "_CHECKPOINT_METADATA"
+    file.write_text(file.read_text().replace("item_handlers", "item_hAndlers"))
+
+
+DAMAGES = [misname_a_key, flip_a_bit, cut_short, remove_a_file, truncate_the_manifest, remove_the_manifest]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_step_is_set_aside_as_it_is_and_never_deleted(damage, saved, caplog):
+    damage(saved / "10")
+    before = contents(saved / "10")
+    assert restore(saved).step == 5
+    assert contents(saved / "10.damaged") == before
+    assert f"{saved / '10'}: checkpoint skipped and set aside as 10.damaged: " in caplog.text
+    assert not (saved / "10").exists()
+
+
+def test_every_damaged_step_is_kept_though_one_of_its_name_was_set_aside_before(tmp_path):
+    for _ in range(3):
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.restore_latest(state(0))
+            checkpoints.save(10, state(10))
+            checkpoints.wait()
+            found = checkpoints.set_aside
+        flip_a_bit(tmp_path / "10")
+    assert found == ["10.damaged", "10.damaged-2"]
+
+
+def test_a_step_whose_manifest_was_never_written_is_half_written_and_makes_room(saved, monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_seal", lambda self, step: self._manager.wait_until_finished())
+        save(Checkpoints(saved), 15, state(15))
+    assert (saved / "15").exists()
+    assert restore(saved).step == 10
+    assert f"{saved / '15'}: checkpoint skipped and removed: half-written" in caplog.text
+    assert sorted(d.name for d in saved.iterdir() if d.is_dir()) == ["10"]
+
+
+def test_the_newest_step_that_was_whole_is_known_though_all_are_gone(saved):
+    for step in ("5", "10"):
+        flip_a_bit(saved / step)
+    with Checkpoints(saved) as checkpoints:
+        assert checkpoints.restore_latest(state(0)) is None
+        assert (checkpoints.saved, checkpoints.set_aside) == (10, ["10.damaged", "5.damaged"])
 
 
 def test_a_damaged_step_can_be_saved_again(saved):
@@ -201,6 +258,27 @@ def test_a_full_disk_is_one_clear_error_and_the_step_before_stays_whole(small_di
         checkpoints.save(2, weights)
         checkpoints.wait()
         assert checkpoints.latest == 2
+
+
+SAVE_OF_MANY_ARRAYS = """
+import sys
+from pathlib import Path
+import jax
+from specjax.cli import user_errors
+from specjax.distill.checkpoint import Checkpoints
+state = {str(i): jax.random.normal(jax.random.key(i), (64, 64)) for i in range(60)}
+with user_errors(), Checkpoints(Path(sys.argv[1]) / "checkpoints") as checkpoints:
+    checkpoints.save(1, state)
+"""
+
+
+def test_a_full_disk_says_one_line_and_nothing_else(small_disk):
+    command = [sys.executable, "-c", SAVE_OF_MANY_ARRAYS, str(small_disk)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "step 1 cannot be written" in line
 
 
 def test_a_disk_that_is_full_when_the_manifest_is_due_leaves_a_half_written_step(saved, monkeypatch):

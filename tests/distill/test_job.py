@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import json
 import math
+import shutil
 import types
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,58 @@ def test_a_second_run_reuses_everything(finished, monkeypatch):
     assert second.measures == first.measures
 
 
+def flip_a_byte(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_weights_are_hashed_once_a_run(finished, monkeypatch):
+    run, first = finished
+    hashed, real = [], fingerprint._digest
+
+    def counted(tree):
+        found = real(tree)
+        hashed.append(found)
+        return found
+
+    monkeypatch.setattr(fingerprint, "_digest", counted)
+    job.run(run)
+    for model in (first.target, first.draft_before, first.draft_after):
+        assert hashed.count(fingerprint.digest(model.params)) == 1
+
+
+def test_a_damaged_export_is_noticed_set_aside_and_written_again(finished, tmp_path, caplog):
+    run, expected = finished
+    shutil.copytree(run.out, tmp_path / "run")
+    weights = tmp_path / "run" / "draft" / "model.safetensors"
+    flip_a_byte(weights)
+    damaged = weights.read_bytes()
+    (tmp_path / "run" / "draft-before" / "tokenizer.json").unlink()
+    recorder = Recorder()
+    job.run(dataclasses.replace(run, out=str(tmp_path / "run")), recorder)
+    assert set(map(tuple, recorder.steps.values())) == {()}
+    for name, model in (("draft-before", expected.draft_before), ("draft", expected.draft_after)):
+        assert fingerprint.digest(load_model(tmp_path / "run" / name).params) == fingerprint.digest(model.params)
+        assert f"{tmp_path / 'run' / name}: damaged (" in caplog.text
+    assert (tmp_path / "run" / "draft.damaged" / "model.safetensors").read_bytes() == damaged
+    assert (tmp_path / "run" / "draft-before.damaged" / "config.json").exists()
+
+
+def test_an_export_of_other_weights_is_kept_beside_the_new_one(finished, tmp_path, caplog):
+    run, expected = finished
+    shutil.copytree(run.out, tmp_path / "run")
+    other = load_model(tmp_path / "run" / "draft-before")
+    shutil.rmtree(tmp_path / "run" / "draft")
+    shutil.copytree(tmp_path / "run" / "draft-before", tmp_path / "run" / "draft")
+    job.run(dataclasses.replace(run, out=str(tmp_path / "run")))
+    assert f"{tmp_path / 'run' / 'draft'}: does not hold these weights; it is kept as draft.replaced" in caplog.text
+    found = [load_model(tmp_path / "run" / name).params for name in ("draft", "draft.replaced")]
+    assert list(map(fingerprint.digest, found)) == list(
+        map(fingerprint.digest, (expected.draft_after.params, other.params))
+    )
+
+
 def test_the_exported_drafts_are_the_trained_ones_with_a_card_that_says_how(finished):
     run, result = finished
     for name, model in (("draft-before", result.draft_before), ("draft", result.draft_after)):
@@ -180,9 +233,11 @@ def test_a_target_is_trained_from_nothing_and_kept_as_a_model_directory(settings
     assert kept.eos_ids == (kept.tokenizer.eos_token_id,)
     assert kept.vocab_size == len(kept.tokenizer) == 280
     assert kept.config.max_positions >= 1024
+    flip_a_byte(tmp_path / "tokenizer" / "files" / "tokenizer.json")
     recorder = Recorder()
     second = job.prepare(run, recorder)
     assert recorder.steps == {"target-train": []}
+    assert (tmp_path / "tokenizer" / "files.damaged").exists()
     assert fingerprint.digest(second.target.params) == fingerprint.digest(first.target.params)
     assert first.train_rows.digest == second.train_rows.digest
     other = dataclasses.replace(run, target=dataclasses.replace(run.target, vocab_size=270))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -162,13 +163,29 @@ def test_pools_that_no_kept_checkpoint_needs_are_removed(uninterrupted, tmp_path
         assert pools(tmp_path) == left
 
 
-def test_a_damaged_pool_is_named_with_what_to_do(tmp_path):
+def test_a_damaged_pool_costs_its_sequences_and_not_the_stage(uninterrupted, tmp_path, caplog):
+    stage = tmp_path / "stage"
     with pytest.raises(Interrupt):
-        train(tmp_path / "stage", interrupt_after(7))
-    pool = tmp_path / "stage" / "pools" / "00000004.safetensors"
-    pool.write_bytes(pool.read_bytes()[:-1])
-    with pytest.raises(TrainingError, match=r"00000004\.safetensors: damaged or gone.*checkpoints after step 4"):
-        train(tmp_path / "stage")
+        train(stage, interrupt_after(7))
+    pool = stage / "pools" / "00000004.safetensors"
+    before = pool.read_bytes()
+    pool.write_bytes(before[:-1])
+    with pytest.raises(Interrupt):
+        train(stage, interrupt_after(7))
+    assert "00000004.safetensors: damaged or gone, and so is the draft of step 4" in caplog.text
+    assert "is sampled from that of step 5: the weights will not be bit for bit" in caplog.text
+    # From then on a restart changes nothing.
+    again = pool.read_bytes()
+    assert again != before
+    shutil.copytree(stage, tmp_path / "same" / "stage")
+    assert_same(train(tmp_path / "same" / "stage"), train(stage))
+
+
+def test_a_damaged_pool_is_made_again_as_it_was_where_its_period_begins(uninterrupted, tmp_path):
+    with pytest.raises(Interrupt):
+        train(tmp_path / "stage", interrupt_after(6), save_every=4)
+    (tmp_path / "stage" / "pools" / "00000004.safetensors").write_bytes(b"")
+    assert_same(train(tmp_path / "stage", save_every=4), uninterrupted[1])
 
 
 def test_a_pool_of_other_weights_is_not_used(tmp_path):
@@ -200,6 +217,16 @@ def test_a_loss_without_a_target_and_data_without_a_draft_are_refused(tmp_path):
         config.Stage(data="on_policy", loss="cross_entropy")
     with pytest.raises(TrainingError, match="needs a draft that can be sampled from"):
         train(tmp_path / "stage", None, None)
+
+
+def test_a_stage_is_prolonged_where_its_last_pool_is_whole(tmp_path):
+    settings: dict[str, Any] = {"optimizer": config.Optimizer(learning_rate=0.1, schedule="constant")}
+    longer = train(tmp_path / "longer", steps=16, **settings)
+    train(tmp_path / "whole", steps=12, **settings)
+    assert_same(train(tmp_path / "whole", steps=16, **settings), longer)
+    train(tmp_path / "part", steps=10, **settings)
+    with pytest.raises(TrainingError, match=r"steps \(10 then, 16 now\); data\.every=4 does not divide them"):
+        train(tmp_path / "part", steps=16, **settings)
 
 
 def test_other_data_in_the_same_directory_is_refused(uninterrupted):

@@ -20,6 +20,7 @@ from specjax.decode.costs import count_compiles
 from specjax.decode.decoder import Decoder
 from specjax.distill import checkpoint, compare, fingerprint, measure, selection
 from specjax.distill.corpus import Document, Part
+from specjax.distill.layout import make_layout
 from specjax.distill.log import read_log
 from specjax.distill.prompts import HeldOutPrompt, cut_prompts
 from specjax.distill.selection import Decoded, Selector, held_out_decoding
@@ -27,6 +28,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.metrics import DecodeStats
 from specjax.testing.toys import prefix_model, related
+from tests.cases import in_proof
 from tests.distill import toys
 from tests.distill.toys import Interrupt, interrupt_after
 
@@ -175,8 +177,27 @@ def test_a_damaged_best_step_is_named_and_the_best_before_it_is_the_result(traje
     assert fingerprint.digest(toys.train(tmp_path / "stage", **settings)) == trajectory[1]
     assert "of step 6, is gone or damaged; the result is the best before it, of step 4" in caplog.text
     (best / "4" / "sha256.json").write_text("{}")
-    with pytest.raises(TrainingError, match=r"best checkpoint, of step 6, is gone or damaged; remove .*stage"):
+    with pytest.raises(TrainingError, match=r"of step 6, is gone or damaged; .*copy, or move .*stage elsewhere"):
         toys.train(tmp_path / "stage", **settings)
+
+
+def test_a_damaged_best_step_costs_nothing_where_it_is_the_last(trajectory, tmp_path):
+    settings = {"decoding": best_of(trajectory, 1.0, 2.0, 1.0, 1.0, 1.0, 3.0), "eval_every": EVERY}
+    toys.train(tmp_path / "stage", **settings)
+    (tmp_path / "stage" / selection.BEST / "12" / "sha256.json").write_text("{}")
+    assert fingerprint.digest(toys.train(tmp_path / "stage", **settings)) == trajectory[5]
+
+
+@pytest.mark.parametrize("left", ['{"2": 2.0, "4"', "{}3", None])
+def test_damaged_scores_are_those_of_the_log(left, trajectory, tmp_path, caplog):
+    scripted = best_of(trajectory, 2.0, 3.0, 4.0, 1.0, 1.0, 1.0)
+    with pytest.raises(Interrupt):
+        toys.train(tmp_path / "stage", interrupt_after(11), decoding=scripted, eval_every=EVERY)
+    scores = tmp_path / "stage" / selection.SCORES
+    scores.unlink() if left is None else scores.write_text(left)
+    found = toys.train(tmp_path / "stage", decoding=scripted, eval_every=EVERY)
+    assert fingerprint.digest(found) == trajectory[2]
+    assert "scores.json: damaged or gone; the scores are those of the log" in caplog.text
 
 
 def test_what_decides_is_part_of_the_stages_settings_and_what_only_informs_is_not(trajectory, tmp_path):
@@ -301,17 +322,42 @@ def test_without_prompts_nothing_is_decoded_and_nothing_can_be_chosen(tiny_targe
     ("processes", "mesh", "can"),
     [
         (2, config.Mesh(data=-1, draft="replicated"), False),
-        (1, config.Mesh(fsdp=2), False),
+        (1, config.Mesh(fsdp=2), True),
         (1, config.Mesh(fsdp=2, draft="replicated"), True),
     ],
 )
-def test_several_processes_and_parts_of_a_draft_do_not_decode_and_cannot_choose(processes, mesh, can, monkeypatch):
+def test_several_processes_do_not_decode_and_cannot_choose(processes, mesh, can, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     assert selection.decodes(dataclasses.replace(run_config(), mesh=mesh)) == can
     chooses = dataclasses.replace(run_config(select="best"), mesh=mesh)
-    message = r"select=best and patience=None, but several processes, .* do not decode; set select=last"
+    message = r"select=best and patience=None, but several processes do not decode; set select=last"
     with contextlib.nullcontext() if can else pytest.raises(ConfigError, match=message):
         selection.decodes(chooses)
+
+
+def test_that_several_processes_do_not_decode_is_said(tiny_target, tiny_draft, monkeypatch, capsys):
+    settings = (tiny_target, DraftModel(tiny_draft.spec), tiny_draft.spec, DOCUMENTS)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    silent, told = (dataclasses.replace(run_config(**rule), mesh=config.Mesh(data=-1)) for rule in ({"prompts": 0}, {}))
+    assert held_out_decoding(silent, *settings) is None
+    assert capsys.readouterr().err == ""
+    assert held_out_decoding(told, *settings) is None
+    assert capsys.readouterr().err.startswith("note: selection: several processes do not decode")
+
+
+@pytest.mark.parametrize("target", [in_proof("replicated"), "sharded"])
+def test_a_draft_and_a_target_in_parts_decode_as_whole_ones(target, tiny_draft):
+    """A draft that is its target: were one of them put together wrongly, it would not have every token accepted."""
+    layout, drafter = make_layout(config.Mesh(fsdp=2, tensor=2, target=target)), DraftModel(tiny_draft.spec)
+    parts = layout.put(tiny_draft.params, layout.of_draft(tiny_draft.params, drafter))
+    assert not all(x.sharding.is_fully_replicated for x in jax.tree.leaves(parts))
+    whole = dataclasses.replace(tiny_draft, params=parts) if layout.target_sharded else tiny_draft
+    prompts = [HeldOutPrompt(list(range(start, start + 8)), "text") for start in (5, 9)]
+    rule = config.Selection(prompts=2, new_tokens=8, k=2)
+    settings = (drafter, tiny_draft.spec, prompts, (1.0,), "speculative", {}, 0)
+    (found,) = selection.HeldOutDecoding(rule, whole, *settings)(parts)
+    assert found.stats.acceptance_at == (1.0, 1.0)
+    assert found.stats.emitted == 2 * 8
 
 
 def test_a_comparison_tells_sources_apart_and_adds_them_up(decoding):

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from specjax import config
-from specjax.distill import sinks
+from specjax.distill import job, sinks
 from specjax.distill.progress import no_bars
 from specjax.errors import ConfigError
 from tests.distill import toys
@@ -70,6 +70,17 @@ def test_wandb_gets_every_record_once_under_its_stage_and_the_run_goes_on(wandb,
     assert {"distill/loss", "distill/tokens"} <= set(logged[0])
     assert [call for call in calls if call[0] == "axis"] == 2 * [("axis", "distill/*", "distill/step")]
     assert [call[0] for call in calls].count("finish") == 2
+
+
+def test_wandb_gets_the_config_of_the_run(wandb, tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "distill", lambda *args: None)
+    logged = config.Logging(wandb=config.Wandb())
+    target, data = config.Target(path="t"), config.Data(path="d")
+    job.run(config.RunConfig(target=target, data=data, logging=logged, out=str(tmp_path)))
+    ((settings,), _) = wandb
+    assert settings["config"]["distill"]["optimizer"]["learning_rate"] == 3e-3
+    assert (settings["config"]["target"]["path"], settings["config"]["out"]) == ("t", str(tmp_path))
+    assert settings["allow_val_change"]  # `steps` may be raised
 
 
 def test_tensorboard_gets_every_record_and_drops_what_an_interrupted_run_wrote(tmp_path):

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import errno
 import logging
 import os
+import threading
+import time
 from typing import Any
 
 import jax
@@ -22,6 +25,7 @@ from specjax.distill.teacher_cache import (
     numbers_of,
     read_provenance,
     record_dtype,
+    shared_rows,
     summary,
     to_records,
 )
@@ -244,6 +248,54 @@ def test_a_full_disk_leaves_the_finished_shards_and_no_half_one(whole, tmp_path,
     assert shards(tmp_path) == shards(whole[0])
 
 
+def test_progress_counts_rows_batch_by_batch_and_what_is_there_at_once(tmp_path):
+    seen: list[int] = []
+    make(tmp_path, progress=lambda rows, record: seen.append(rows))
+    assert seen == [5, 10, 12, 12, 17, 22, 24, 24, 29, 34, 36, 36, 40, 40]
+    seen.clear()
+    make(tmp_path, progress=lambda rows, record: seen.append(rows))
+    assert seen == [12, 24, 36, 40]
+
+
+def share(root, **changes):
+    settings: dict[str, Any] = {"target": toys.target(), "rows": toys.rows(ROWS), "k": K, "batch_size": BATCH} | changes
+    settings.setdefault("numbers", np.arange(len(settings["rows"])))
+    return shared_rows(root, **settings)
+
+
+def test_runs_share_what_is_made_from_the_same_and_nothing_else(whole, tmp_path, monkeypatch):
+    made = counting(monkeypatch)
+    first = share(tmp_path / "cache")
+    assert made == SHARDS
+    assert share(tmp_path / "cache").directory == first.directory
+    others = [{"k": 3}, {"target": toys.target(5)}, {"numbers": np.arange(3)}]
+    assert len({share(tmp_path / "cache", **other).directory for other in others} | {first.directory}) == 4
+    assert made[:4] == SHARDS
+    assert {file.name: file.read_bytes() for file in sorted(first.directory.glob("*.npy"))} == shards(whole[0])
+
+
+def test_of_two_runs_at_once_one_makes_the_logits_and_the_other_waits(tmp_path, monkeypatch, capsys):
+    made, real, begun, go = [], teacher_cache._make, threading.Event(), threading.Event()
+
+    def make(file, *args):
+        made.append(file.name)
+        begun.set()
+        assert go.wait(60)
+        return real(file, *args)
+
+    monkeypatch.setattr(teacher_cache, "_make", make)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(share, tmp_path)]
+        assert begun.wait(60)
+        runs.append(pool.submit(share, tmp_path))
+        while "waiting for it" not in capsys.readouterr().err:
+            time.sleep(0.01)
+        go.set()
+        first, second = (run.result(timeout=60) for run in runs)
+    assert made == SHARDS
+    assert first.digests == second.digests
+
+
 # In training.
 
 
@@ -261,6 +313,12 @@ def test_training_on_all_logits_cached_is_training_online_but_for_their_rounding
     found = read_provenance(tmp_path / "cached" / "stage" / "teacher")
     assert found["tail_mean"] < 1e-6
     assert found["shape"] == [ROWS, toys.LENGTH, toys.VOCAB]
+    # Runs share them, and a run may be told so later.
+    shared = {**settings, "teacher_path": str(tmp_path / "shared")}
+    toys.assert_same(toys.train(tmp_path / "cached" / "stage", **shared), cached)
+    assert not (tmp_path / "shared").exists()
+    toys.assert_same(toys.train(tmp_path / "other" / "stage", **shared), cached)
+    assert len(list((tmp_path / "shared").glob("*/provenance.json"))) == 1
     with pytest.raises(Interrupt):
         toys.train(tmp_path / "again" / "stage", toys.interrupt_after(7), **settings)
     made = counting(monkeypatch)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from specjax import registry
+from specjax import config, registry
 from specjax.distill import step, trainer
 from specjax.distill.checkpoint import Checkpoints
 from specjax.distill.evaluate import evaluate
@@ -121,6 +123,55 @@ def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(u
     assert_same(toys.train(tmp_path / "stage", lambda step, record: steps.append(step)), uninterrupted[1])
     assert steps[0] == 6
     assert [record["step"] for record in read_log(tmp_path / "stage")] == [5, 6, 10, 12]
+
+
+def remove_the_manifest(checkpoint):
+    (checkpoint / "sha256.json").unlink()
+
+
+def flip_a_byte(checkpoint):
+    file = max((f for f in checkpoint.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, remove_the_manifest])
+@pytest.mark.parametrize("known", [True, False])
+def test_training_does_not_start_over_where_every_checkpoint_is_damaged(damage, known, uninterrupted, tmp_path):
+    stage, expected = tmp_path / "stage", uninterrupted[1]
+    with pytest.raises(Interrupt):
+        toys.train(stage, interrupt_after(11))
+    for name in ("5", "10"):
+        shutil.copytree(stage / "checkpoints" / name, tmp_path / name)
+        damage(stage / "checkpoints" / name)
+    if not known:  # as a directory of an earlier version
+        (stage / "checkpoints.json").unlink()
+    log = (stage / "log.jsonl").read_bytes()
+    for _ in range(2):
+        with pytest.raises(TrainingError, match=r"its log shows progress, .*10\.damaged, 5\.damaged .*from a copy"):
+            toys.train(stage)
+    assert (stage / "log.jsonl").read_bytes() == log
+    # The remedy in the message.
+    shutil.copytree(tmp_path / "10", stage / "checkpoints" / "10")
+    assert_same(toys.train(stage), expected)
+
+
+def test_training_does_not_start_over_where_the_checkpoints_are_gone(tmp_path):
+    with pytest.raises(Interrupt):
+        toys.train(tmp_path / "stage", interrupt_after(7))
+    shutil.rmtree(tmp_path / "stage" / "checkpoints")
+    with pytest.raises(TrainingError, match=r"of step 5 was whole, .*checkpoints holds none.*move .*elsewhere"):
+        toys.train(tmp_path / "stage")
+
+
+def test_a_stage_killed_in_its_first_save_starts_over(uninterrupted, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_seal", lambda self, step: self._manager.wait_until_finished())
+        with pytest.raises(Interrupt):
+            toys.train(tmp_path / "stage", interrupt_after(7))
+    assert_same(toys.train(tmp_path / "stage"), uninterrupted[1])
+    assert not list((tmp_path / "stage" / "checkpoints").glob("*.damaged"))
 
 
 def test_a_log_line_cut_short_by_a_kill_is_dropped(uninterrupted, tmp_path):
@@ -243,6 +294,48 @@ def test_a_skipped_step_leaves_the_state_as_it_was_and_another_is_not_touched(po
 def test_the_steps_asked_for_are_traced(tmp_path):
     toys.train(tmp_path / "stage", profile=(3, 4))
     assert list((tmp_path / "stage" / "profile").rglob("*.xplane.pb"))
+
+
+def slowing(schedule: str, **changes) -> config.Optimizer:
+    return config.Optimizer(learning_rate=0.1, warmup_steps=2, schedule=schedule, **changes)  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "stopped_at"),
+    [
+        (slowing("constant"), None),
+        (slowing("constant"), 7),
+        (slowing("wsd", decay_share=0.4), 7),
+    ],
+)
+def test_a_stage_prolonged_is_one_that_was_longer_from_the_start(optimizer, stopped_at, tmp_path):
+    settings = {"optimizer": optimizer, "save_every": 2}
+    longer = toys.train(tmp_path / "longer", steps=20, **settings)
+    with contextlib.nullcontext() if stopped_at is None else pytest.raises(Interrupt):
+        toys.train(tmp_path / "stage", None if stopped_at is None else interrupt_after(stopped_at), **settings)
+    steps = []
+    assert_same(toys.train(tmp_path / "stage", lambda step, record: steps.append(step), steps=20, **settings), longer)
+    assert steps[0] == (13 if stopped_at is None else stopped_at)
+    # From then on it is one of 20 steps.
+    assert_same(toys.train(tmp_path / "stage", steps=20, **settings), longer)
+    with pytest.raises(TrainingError, match=r"stage\.steps \(20 then, 12 now\); steps can be raised only"):
+        toys.train(tmp_path / "stage", **settings)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [slowing("cosine"), slowing("linear"), slowing("wsd", decay_share=0.4)], ids=lambda o: o.schedule
+)
+def test_a_stage_that_has_slowed_down_towards_its_end_is_not_prolonged(optimizer, tmp_path):
+    toys.train(tmp_path / "stage", optimizer=optimizer)
+    message = rf"steps \(12 then, 20 now\); the schedule {optimizer.schedule} .*, 12 of which are taken; .*constant"
+    with pytest.raises(TrainingError, match=message):
+        toys.train(tmp_path / "stage", optimizer=optimizer, steps=20)
+
+
+def test_epochs_are_so_many_passes_over_the_rows(uninterrupted, tmp_path):
+    # 40 rows, 4 a step.
+    assert_same(toys.train(tmp_path / "stage", steps=None, epochs=1.2), uninterrupted[1])
+    assert_same(toys.train(tmp_path / "stage"), uninterrupted[1])
 
 
 def test_a_directory_of_other_settings_is_refused_with_the_fields_that_differ(uninterrupted):

@@ -13,11 +13,13 @@ import numpy as np
 from specjax import metrics
 from specjax.distill import (
     checkpoint,
+    fingerprint,
     init,
     laws,
     losses,
     on_policy,
     optimizer,
+    progress_lines,
     rows,
     selection,
     step,
@@ -31,12 +33,14 @@ from specjax.models.vocabulary import TokenRows
 from tests import test_metrics
 from tests.distill import (
     test_checkpoint,
+    test_fingerprint,
     test_init,
     test_log,
     test_losses,
     test_on_policy,
     test_optimizer,
     test_padding,
+    test_progress,
     test_rows,
     test_scale,
     test_selection,
@@ -283,6 +287,29 @@ def the_pool_is_of_the_first_weights(patch):
 @mutant("checkpoint", test_checkpoint.test_a_step_without_its_manifest_is_not_restored)
 def manifest_not_checked(patch):
     patch.setattr(Checkpoints, "_damage", lambda self, step: None)
+
+
+KEPT = test_checkpoint.test_every_damaged_step_is_kept_though_one_of_its_name_was_set_aside_before
+
+
+@mutant("checkpoint", KEPT)
+def damaged_checkpoint_deleted(patch):
+    patch.setattr(Checkpoints, "_set_aside", lambda self, step, damage: self._manager.delete(step))
+
+
+@mutant("checkpoint", test_fingerprint.test_arrays_that_cannot_change_are_read_once_and_others_every_time)
+def digest_known_by_the_arrays_without_their_places(patch):
+    known = {}
+
+    def make(real):
+        return lambda tree: known.setdefault(frozenset(map(id, jax.tree.leaves(tree))), real(tree))
+
+    wrap(patch, fingerprint, "digest", make)
+
+
+@mutant("progress", test_progress.test_a_quick_stage_tells_every_twentieth_of_it)
+def progress_told_by_the_clock_alone(patch):
+    patch.setattr(progress_lines, "SHARE", 1.0)
 
 
 @mutant("checkpoint", test_checkpoint.test_a_step_counts_as_whole_from_its_manifest_on)
