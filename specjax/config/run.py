@@ -73,7 +73,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises `ConfigError`, one line a problem: file, field, value, what was expected, the nearest key for unknown ones.
     """
-    raw = loading.read(path, overrides)
+    raw = loading.read(path, overrides, RunConfig)
     if raw.get("sweep") is not None:
         raise ConfigError(
             f"{path}: sweep: this file describes many runs; use experiments/run.py, or override sweep=null"

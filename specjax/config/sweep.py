@@ -37,7 +37,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> list[SweepRun
     A point that does not validate carries its error and leaves the others alone. Raises `ConfigError` if the file or
     the sweep itself is wrong, or if no point is valid.
     """
-    raw = loading.read(path, overrides)
+    raw = loading.read(path, overrides, RunConfig)
     sweep = _sweep_values(path, raw.pop("sweep", None))
     sources = loading.sources_of(overrides)
     if not sweep:
@@ -82,7 +82,7 @@ def _sweep_run(path: str | Path, raw: DictConfig, point: dict[str, Any], sources
             value = {part: value}
         nested.append(value)
     try:
-        merged = typing.cast(DictConfig, OmegaConf.merge(raw, *nested))
+        merged = loading.merged(raw, typing.cast(DictConfig, OmegaConf.merge({}, *nested)), RunConfig)
     except TypeError:
         raise ConfigError(f"{path}: sweep: a field of {', '.join(point)} lies in a list, expected a section") from None
     run_id = _identity(merged)
