@@ -19,6 +19,7 @@ from specjax.distill.distributed import by_first
 from specjax.distill.evaluate import evaluate
 from specjax.distill.layout import ONE_DEVICE, Layout
 from specjax.distill.log import LOG, Log
+from specjax.distill.losses import references_of
 from specjax.distill.on_policy import Sampler
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.profile import Profile
@@ -82,12 +83,13 @@ def train_stage(
     source = registry.build(registry.DATA, stage.data, f"{directory.name}: data")
     batches = Batches(train_rows, stage.batch_size, seed)
     batches = source.batches(batches, directory / "pools", sample, stage.steps)
-    reference, reference_params = loss.bind(target) if hasattr(loss, "bind") else (None, None)
+    bound = references_of([loss], target)
+    references, frozen = ({name: pair[i] for name, pair in bound.items()} for i in (0, 1))
     made_from = (params, None if target is None else target.params, train_rows, held_out_rows)
     made_of = _fingerprint(stage, drafter, seed, *made_from)
     made_of["selection"] = fingerprint_of(decoding, stage)
-    if reference is not None:
-        made_of["reference_params"] = fingerprint.digest(reference_params)
+    if frozen:
+        made_of["reference_params"] = [fingerprint.digest(params) for params in frozen.values()]
     by_first(lambda: fingerprint.claim(directory, made_of))
     if stage.steps == 0:
         return params
@@ -112,20 +114,20 @@ def train_stage(
             spec, teacher, batches = None, teacher if shares else None, Batches(kept, stage.batch_size, seed)
         options = {"skip": stage.skip_non_finite > 0, "compute_dtype": stage.compute_dtype, "ema": ema}
         options |= {"layout": layout, "state": state, "tokens": TokenRows.of(target)}
-        update = make_update(student, loss, optimizer, spec, rows, reference, **options)
+        update = make_update(student, loss, optimizer, spec, rows, references, **options)
 
         def batch(step: int) -> Batch:
             return layout.batch(batches.rows, batches.indices(step))
 
         # Compiled before the clock starts.
         batches.refresh(start, state.params, checkpoints.oldest)
-        update = update.lower(state, teacher, batch(start), reference_params).compile()
+        update = update.lower(state, teacher, batch(start), frozen).compile()
         with stop_requested() as stops, Profile(directory / "profile", stage.profile) as profile:
             record, timed, began = {}, start, time.perf_counter()
             for step in range(start + 1, stage.steps + 1):
                 profile.before(step)
                 batches.refresh(step - 1, state.params, checkpoints.oldest)
-                state, metrics = update(state, teacher, batch(step - 1), reference_params)
+                state, metrics = update(state, teacher, batch(step - 1), frozen)
                 profile.after(step, state)
                 pending.append(metrics)
                 last = step == stage.steps
