@@ -104,7 +104,8 @@ class Data:
     and perhaps `source`, a label."""
     hub: Hub = Hub()
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Share of the documents kept from training, chosen by content hash."""
+    """Share of the documents kept from training, chosen by content hash; all of a long text file is one document. Of
+    few documents at least one, of a single long file its end."""
     seq_len: Annotated[int, Field(ge=8)] = 256
     prompt_weight: Annotated[float, Field(ge=0, le=1)] = 0.0
     """How much the prediction of a prompt's tokens counts; 0: prompts are masked, 1: they count like any text."""

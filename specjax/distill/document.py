@@ -19,13 +19,15 @@ class Part:
 @dataclasses.dataclass(frozen=True)
 class Document:
     """``source``: where it came from, for figures by source. ``parts``: of ``text`` in order; none: it is one part, all
-    of it to be predicted. ``messages``: a chat, whose ``text`` is its JSON until `corpus.rendered`."""
+    of it to be predicted. ``messages``: a chat, whose ``text`` is its JSON until `corpus.rendered`. ``cut_from``: the
+    digest of the longer document that this is a piece of."""
 
     name: str
     text: str
     source: str = ""
     parts: tuple[Part, ...] = ()
     messages: tuple[Mapping[str, Any], ...] = ()
+    cut_from: str = ""
 
     @property
     def digest(self) -> str:
