@@ -277,7 +277,9 @@ def _train(
 ) -> Params:
     draft, directory = initial.model(params, prepared.target), Path(config.out) / name
     source = registry.build(registry.DATA, stage.data if stage.steps else "text", f"{name}: data")
-    rows = source.rows(stock(config, prepared, draft, name, data_directory(config, name), seed, bars))
+    made_from = stock(config, prepared, draft, name, data_directory(config, name), seed, bars)
+    loss = registry.build(registry.LOSSES, stage.loss, f"{name}: loss")
+    rows = source.rows(dataclasses.replace(made_from, needs_labels=loss.needs_labels))
     with (bars if stage.steps else no_bars)(name, stage.steps) as progress:
         args = (initial.drafter, params, target, rows, prepared.held_out_rows, seed, progress)
         complete = functools.partial(completed, initial.drafter, target_params=prepared.target.params)

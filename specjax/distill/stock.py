@@ -13,7 +13,7 @@ from specjax.distill.rows import Packed
 @dataclasses.dataclass(frozen=True)
 class Stock:
     """``name``: of the stage. ``directory``: where data that is made for it goes. ``text``: rows of the training text.
-    ``draft``: `LoadedModel`, as the stage begins with it."""
+    ``draft``: `LoadedModel`, as the stage begins with it. ``needs_labels``: the loss does (`specjax.types.Loss`)."""
 
     name: str
     directory: Path
@@ -24,3 +24,4 @@ class Stock:
     seed: int
     on_bad: Literal["error", "skip"] = "error"
     bars: Bars = no_bars
+    needs_labels: bool = True
