@@ -27,7 +27,8 @@ from specjax.registry import DATA, INITS, LOSSES, build
 
 @dataclass(frozen=True, config=STRICT)
 class Architecture:
-    """A Llama-shaped model to train from scratch; the vocabulary is the target's."""
+    """Sizes of a model to train from scratch or to cut from the target. A target is a Llama; a draft is of its target's
+    family and has the target's vocabulary."""
 
     hidden_size: Positive = 128
     intermediate_size: Positive = 384
@@ -35,7 +36,7 @@ class Architecture:
     num_heads: Positive = 4
     num_kv_heads: Positive = 4
     head_dim: Positive | None = None
-    """Features of a head; None: hidden_size / num_heads."""
+    """Features of a head; None: hidden_size / num_heads, of a draft cut from the target the target's."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Architecture:

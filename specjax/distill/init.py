@@ -18,9 +18,9 @@ from pydantic import AfterValidator, Field
 from specjax import config as config_lib
 from specjax import registry
 from specjax.config import RunConfig
-from specjax.distill.distributed import whole
-from specjax.distill.prune import prune
+from specjax.distill.prune import check_cuttable, prune
 from specjax.distill.rows import Rows, spread
+from specjax.distill.shape import resized
 from specjax.distill.teacher import completed
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, ModelError
@@ -73,12 +73,13 @@ def initial_draft(config: RunConfig, target: LoadedModel, rows: Rows) -> Initial
 
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """Random weights of the shape `draft.architecture`."""
+    """Random weights of the shape `draft.architecture`, in a model of the target's family."""
 
     def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
-        model = Model(model_config(config.draft.architecture, target.config.vocab_size, target.config.max_positions))
+        shape, family = resized(target, config.draft.architecture)
+        model = Model(shape)
         _, key = jax.random.split(jax.random.key(config.seed))
-        return _of_its_own(model, DraftModel(model).init_params(key, target))
+        return _of_its_own(model, DraftModel(model).init_params(key, target), family)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +103,10 @@ class Pruned:
     kind: Literal["pruned"] = "pruned"
 
     def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
-        shape = model_config(config.draft.architecture, target.config.vocab_size, target.config.max_positions)
-        inherited = ("layers", "norm", "tie_embeddings")
-        shape = dataclasses.replace(shape, **{name: getattr(target.config, name) for name in inherited})
+        check_cuttable(target.config)
+        shape, family = resized(target, config.draft.architecture, target.config.head_dim)
         calibration = np.asarray(spread(rows, _CALIBRATION_TOKENS).tokens)
-        full = dataclasses.replace(target, params=whole(target.params))
-        return _of_its_own(Model(shape), prune(full, shape, calibration))
+        return _of_its_own(Model(shape), prune(target, shape, calibration), family)
 
 
 def _ascending(keep: tuple[int, ...]) -> tuple[int, ...]:
