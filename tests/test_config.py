@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from specjax.config import load_config, load_sweep
+from specjax.config import Draft, RunConfig, load_config, load_sweep
+from specjax.config.training import STARTS
 from specjax.errors import ConfigError
-from specjax.registry import VERIFIERS, build
+from specjax.registry import INITS, VERIFIERS, build
 from specjax.verifiers.lenient import Lenient
 
 ROOT = Path(__file__).parent.parent
@@ -98,6 +99,42 @@ def test_losses_can_be_swept(written):
     assert [run.error for run in runs] == [None] * 3
     losses = [run.config.distill.loss for run in runs if run.config]
     assert losses == ["forward_kl", {"kind": "lk_lambda", "eta": 2}, {"kind": "jensen_shannon", "beta": 0.1}]
+
+
+@pytest.mark.parametrize(
+    ("init", "rate", "steps"),
+    [
+        ("null", 3e-3, 300),
+        ("target", 1e-3, 300),
+        ("{kind: pruned}", 1e-3, 300),
+        ("{kind: layers, keep: [0]}", 3e-4, 300),
+        ("models/llama-1b", 1e-4, 0),
+        ("{kind: checkpoint, path: models/llama-1b}", 1e-4, 0),
+    ],
+)
+def test_defaults_do_not_undo_what_the_draft_starts_with(written, init, rate, steps):
+    config = load_config(written(SMALLEST), [f"draft.init={init}"])
+    assert (config.draft.pretrain.loss, config.draft.pretrain.steps) == ("cross_entropy", steps)
+    assert config.draft.pretrain.optimizer.learning_rate == config.distill.optimizer.learning_rate == rate
+    assert config.distill.steps == 500
+    same = RunConfig(target=config.target, data=config.data, draft=Draft(init=config.draft.init))
+    assert (same.draft, same.distill) == (config.draft, config.distill)
+    # Given in part, it is still a pretraining; what is given holds.
+    config = load_config(written(SMALLEST), [f"draft.init={init}", "draft.pretrain.batch_size=3"])
+    assert (config.draft.pretrain.loss, config.draft.pretrain.steps) == ("cross_entropy", steps)
+    given = ["draft.pretrain.steps=7", "draft.pretrain.loss=forward_kl", "distill.optimizer.learning_rate=5e-2"]
+    config = load_config(written(SMALLEST), [f"draft.init={init}", *given])
+    assert (config.draft.pretrain.loss, config.draft.pretrain.steps) == ("forward_kl", 7)
+    assert (config.draft.pretrain.optimizer.learning_rate, config.distill.optimizer.learning_rate) == (rate, 5e-2)
+
+
+def test_a_target_from_scratch_learns_as_random_weights_do(written):
+    text = "target: {architecture: {}, steps: 3}\ndata: {path: python-stdlib}\ndraft: {init: models/llama-1b}\n"
+    assert load_config(written(text)).target.optimizer.learning_rate == 3e-3
+
+
+def test_every_kind_of_start_has_defaults_of_its_own():
+    assert STARTS.keys() == {"scratch", *INITS}
 
 
 def test_a_field_can_be_interpolated_from_another(written):

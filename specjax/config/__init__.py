@@ -11,6 +11,7 @@ from specjax.config.decoding import Bench, Certify, Eval, Sampling
 from specjax.config.run import RunConfig, json_schema, load_config
 from specjax.config.sweep import SweepRun, load_sweep
 from specjax.config.training import (
+    CUT_FROM_TARGET,
     Architecture,
     Control,
     Data,
@@ -27,6 +28,7 @@ from specjax.config.training import (
 )
 
 __all__ = [
+    "CUT_FROM_TARGET",
     "Architecture",
     "Bench",
     "Certify",

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from specjax.config import loading
-from specjax.config.run import RunConfig
+from specjax.config.run import RunConfig, completed
 from specjax.errors import ConfigError
 
 
@@ -41,7 +41,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> list[SweepRun
     sweep = _sweep_values(path, raw.pop("sweep", None))
     sources = loading.sources_of(overrides)
     if not sweep:
-        config = loading.validate(path, raw, RunConfig, sources)
+        config = loading.validate(path, completed(raw), RunConfig, sources)
         return [SweepRun(_identity(raw), {}, Path(config.out), config)]
     for field in sweep:
         if field in sources:
@@ -88,7 +88,7 @@ def _sweep_run(path: str | Path, raw: DictConfig, point: dict[str, Any], sources
     run_id = _identity(merged)
     try:
         swept = {field: f"the sweep: {field}={json.dumps(value)}" for field, value in point.items()}
-        config = loading.validate(path, merged, RunConfig, {**sources, **swept})
+        config = loading.validate(path, completed(merged), RunConfig, {**sources, **swept})
     except ConfigError as error:
         out = OmegaConf.select(raw, "out", throw_on_resolution_failure=False, default=RunConfig.out)
         return SweepRun(run_id, point, Path(str(out)) / run_id, None, error)

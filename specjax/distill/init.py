@@ -31,8 +31,6 @@ from specjax.models.transformer import Model
 from specjax.models.vocabulary import check_same_vocabulary
 from specjax.types import Batch, DraftOutput, Output, Params, Trainable
 
-CUT_FROM_TARGET = "target"
-"""Short for the kind `pruned`; a directory of that name is ./target."""
 ENDS = ("embedding", "head")
 """What `share` takes from the target; a tied head is no parameter of its own."""
 _CALIBRATION_TOKENS = 8192
@@ -66,7 +64,7 @@ def initial_draft(config: RunConfig, target: LoadedModel, rows: Rows) -> Initial
     if spec is None:
         return Scratch().draft(config, target, rows)
     if isinstance(spec, str):
-        spec = {"kind": "pruned"} if spec == CUT_FROM_TARGET else {"kind": "checkpoint", "path": spec}
+        spec = {"kind": "pruned"} if spec == config_lib.CUT_FROM_TARGET else {"kind": "checkpoint", "path": spec}
     init: Init = registry.build(registry.INITS, spec, "draft.init")
     return init.draft(config, target, rows)
 

@@ -224,7 +224,7 @@ def _refuse_non_finite(
     raise TrainingError(
         f"{directory}: step {number}: the loss is {metrics['loss']}, the gradient's norm {metrics['grad_norm']}"
         f"{passed}; rows {where} of the training data; {kept}; try an optimizer.learning_rate below "
-        f"{stage.optimizer.learning_rate:g}, more warmup_steps, or a higher skip_non_finite to leave such steps out"
+        f"{stage.optimizer.peak:g}, more warmup_steps, or a higher skip_non_finite to leave such steps out"
     )
 
 
