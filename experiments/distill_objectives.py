@@ -2,11 +2,13 @@
 
     python experiments/distill_objectives.py configs/objectives.yaml [a.b=v]... [--seeds 3] [--results FILE]
     python experiments/distill_objectives.py configs/objectives.yaml --tuned [--results FILE]
+    python experiments/distill_objectives.py configs/objectives.yaml --own-text [--seeds 3] [--results FILE]
 
 Every run starts from the same cut draft and sees as many tokens; `distill` of the config is the common part, and
 `RECIPES` says what each recipe changes of it (``--tuned``: `TUNED`, other optimizers and steps for forward KL and for
-cross-entropy). With the first seed: every recipe. With the others: the three recipes of most tokens a target call,
-cross-entropy at its best (the control), and forward KL with the teacher online and cached. Last, cross-entropy for as
+cross-entropy; ``--own-text``: `OWN_TEXT`, text that the models write, with its prompts' predictions and without). With
+the first seed: every recipe. With the others: the three recipes of most tokens a target call, cross-entropy at its best
+(the control), and forward KL with the teacher online and cached; of ``--own-text`` all. Last, cross-entropy for as
 long as the best recipe took, and the best recipe timed against the control.
 
 Decoded on the held-out prompts of `selection`, timed on those of `bench` at batch 1, in turns. Intervals are 95%,
@@ -52,6 +54,7 @@ from specjax.metrics import Interval, block_efficiency_interval
 CONTROL, ONLINE, CACHED = "cross_entropy", "forward_kl", "forward_kl, cached"
 CONTROL_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 OTHER_DATA = ("forward_kl, target-generated", "forward_kl, on-policy 0.5")
+MASKED = "prompts masked"
 # Name -> what it changes of `distill`. OUT is the directory of the runs, ROWS how many rows a run sees.
 RECIPES: dict[str, tuple[str, ...]] = {
     **{f"{CONTROL} {rate:g}": ("loss=cross_entropy", f"optimizer.learning_rate={rate}") for rate in CONTROL_RATES},
@@ -87,6 +90,11 @@ TUNED: dict[str, tuple[str, ...]] = {
         "optimizer.learning_rate=1e-3",
         *_HALF,
     ),
+}
+OWN_TEXT: dict[str, tuple[str, ...]] = {
+    **{recipe: RECIPES[recipe] for recipe in (f"{CONTROL} 0.001", ONLINE, *OTHER_DATA)},
+    f"{OTHER_DATA[0]}, {MASKED}": ("loss=forward_kl", "data={kind: generated, sequences: ROWS, prompt_weight: 0}"),
+    f"{OTHER_DATA[1]}, {MASKED}": ("loss=forward_kl", "data={kind: on_policy, share: 0.5, prompt_weight: 0}"),
 }
 _DECODED = "decoded.json"
 
@@ -201,10 +209,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--results", type=Path)
-    parser.add_argument("--tuned", action="store_true", help="other optimizers and steps instead of other objectives")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--tuned", action="store_true", help="other optimizers and steps instead of other objectives")
+    instead.add_argument("--own-text", action="store_true", help="text of target and draft instead of other objectives")
     args = parser.parse_args()
     console = Console()
-    recipes = TUNED if args.tuned else RECIPES
+    recipes = TUNED if args.tuned else OWN_TEXT if args.own_text else RECIPES
     experiment = Experiment(args.config, args.overrides, recipes, console)
     keep_programs(experiment.common.compile_cache)
     runs = {}
@@ -215,14 +225,15 @@ def main() -> None:
     rivals = [r for r in runs if not r.startswith(CONTROL) and r != CACHED]
     best_three = sorted(rivals, key=lambda r: runs[r][0].score, reverse=True)[:3]
     for seed in range(1, args.seeds):
-        for recipe in dict.fromkeys((*best_three, control, *(r for r in (ONLINE, CACHED) if r in runs))):
+        again = runs if args.own_text else (*best_three, control, *(r for r in (ONLINE, CACHED) if r in runs))
+        for recipe in dict.fromkeys(again):
             runs[recipe].append(experiment.run(recipe, seed))
             show(runs, console)
     best = max(best_three, key=lambda r: _mean(run.score for run in runs[r]))
     # A step of the control has no teacher in it: as many steps as take the best recipe's time.
     quicker = training_speed(runs[control]) / training_speed(runs[best])
     long = experiment.run(control, 0, round(runs[control][0].steps * quicker))
-    common = experiment.common
+    common, with_own_text = experiment.common, (*OTHER_DATA, *OWN_TEXT.keys() - RECIPES.keys())
     found = {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -235,8 +246,8 @@ def main() -> None:
         "control": control,
         "block_efficiency_ratios": [
             {"recipe": recipe, "against": against, "temperature": t, **ratio(runs[recipe], runs[against], i)}
-            for recipe, against in [(best, control), (best, ONLINE), *((data, ONLINE) for data in OTHER_DATA)]
-            if recipe != against and recipe in runs
+            for recipe, against in [(best, control), (best, ONLINE), *((r, ONLINE) for r in runs if r in with_own_text)]
+            if recipe != against
             for i, t in enumerate(experiment.decoding.temperatures)
         ],
         "cached_minus_online_alpha": [
@@ -267,8 +278,8 @@ def row(recipe: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def training_speed(runs: Sequence[Run]) -> float:
-    """Tokens a second; the median, because another job beside one of them slows it down and teaches nothing."""
-    return statistics.median(run.tokens_per_s for run in runs)
+    """Tokens a second; the most, because another job beside some of them slows those down and teaches nothing."""
+    return max(run.tokens_per_s for run in runs)
 
 
 def ratio(runs: Sequence[Run], others: Sequence[Run], temperature: int) -> dict[str, float]:

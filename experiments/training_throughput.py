@@ -165,7 +165,7 @@ def bare(initial: Initial, stage: Stage, target: Any, batches: Sequence[Batch]) 
 
 def hand_written(initial: Initial, stage: Stage, target: Any, batches: Sequence[Batch]) -> Loop:
     """The same forward KL without anything of `specjax.distill`; the models are the project's."""
-    optimizer, draft, teacher = optax.adamw(stage.optimizer.learning_rate), initial.spec, target.spec
+    optimizer, draft, teacher = optax.adamw(stage.optimizer.peak), initial.spec, target.spec
 
     def logits(model: Model, params: Any, batch: Batch) -> jax.Array:
         return model(params, batch.tokens, batch.token_positions, mask=batch.attention_mask).logits

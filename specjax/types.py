@@ -7,7 +7,8 @@ Axis 0 of every leaf is the row, so that rows can become slots of a server later
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import flax.struct
@@ -325,8 +326,8 @@ class LossContext:
     """Running mean of the batches' alpha (`TrainState.alpha`), from before this step: the same in all its parts."""
     weight: Float[Array, "B T"]
     """How much each prediction counts; 0: not at all."""
-    reference: Float[Array, "B T V"] | None = None
-    """Logits of a frozen reference draft, for a loss that names one."""
+    references: Mapping[str, Float[Array, "B T V"]] = dataclasses.field(default_factory=dict)
+    """Logits of the frozen drafts that the loss compares with, by its names for them."""
 
 
 @runtime_checkable
@@ -340,8 +341,8 @@ class Sharing(Protocol):
 class Loss(Protocol):
     """What a prediction costs: one value a predicted token, in float32, without a mean: the trainer adds up
     ``weight * value`` and ``weight`` over microbatches and devices and divides once. ``tokens`` are the next tokens,
-    for losses that need labels. A loss that compares with a reference draft has a ``bind(target)`` that gives it, as
-    (`Trainable`, its parameters)."""
+    for losses that need labels. A loss that compares with frozen reference drafts has a ``bind(target)`` that gives
+    them by name, each as (`Trainable`, its parameters)."""
 
     @property
     def kind(self) -> str: ...
@@ -350,6 +351,11 @@ class Loss(Protocol):
     @property
     def needs_whole_law(self) -> bool:
         """Refuses `TopKLogits`."""
+        ...
+
+    @property
+    def needs_labels(self) -> bool:
+        """Takes the text's next tokens for right: no matter for a prompt, which nobody is to write."""
         ...
 
     def __call__(

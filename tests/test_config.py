@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from specjax.config import load_config, load_sweep
+from specjax.config import Draft, RunConfig, load_config, load_sweep
+from specjax.config.training import STARTS
 from specjax.errors import ConfigError
-from specjax.registry import VERIFIERS, build
+from specjax.registry import INITS, VERIFIERS, build
 from specjax.verifiers.lenient import Lenient
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +41,100 @@ def test_overrides_change_single_fields_and_leave_their_neighbours(written):
     assert (config.distill.steps, config.distill.batch_size) == (9, 3)
     assert config.distill.optimizer.learning_rate == 1e-4
     assert config.bench.ks == (2, 4)
+
+
+JENSEN = "distill: {loss: {kind: jensen_shannon, beta: 0.3}}\n"
+EVERY_UNION = """
+draft: {init: {kind: layers, keep: [0, 1], share: true}}
+distill:
+  loss: {kind: adaspec, reference: there, of: {kind: jensen_shannon, beta: 0.3}}
+  data: {kind: generated, sequences: 7}
+verifier: {kind: lenient, lenience: 0.5}
+certify: {drafter: {kind: draft_model, model: there, k: 3}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "loss"),
+    [
+        (["distill.loss={kind: lk_lambda, eta: 2}"], {"kind": "lk_lambda", "eta": 2}),
+        (["distill.loss.kind=lk_lambda"], {"kind": "lk_lambda"}),
+        (["distill.loss.kind=lk_lambda", "distill.loss.eta=2"], {"kind": "lk_lambda", "eta": 2}),
+        (["distill.loss.eta=2", "distill.loss.kind=lk_lambda"], {"kind": "lk_lambda", "eta": 2}),
+        (["distill.loss={kind: sum, of: [forward_kl]}", "distill.loss=lk_alpha"], "lk_alpha"),
+        (["distill.loss.draft_temperature=2"], {"kind": "jensen_shannon", "beta": 0.3, "draft_temperature": 2}),
+        (["distill.loss={kind: jensen_shannon, beta: 0.1}"], {"kind": "jensen_shannon", "beta": 0.1}),
+    ],
+)
+def test_an_override_of_another_kind_replaces_the_fields_of_the_one_before(written, overrides, loss):
+    assert load_config(written(SMALLEST + JENSEN), overrides).distill.loss == loss
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("draft.init", {"kind": "checkpoint", "path": "elsewhere"}),
+        ("distill.loss.of", {"kind": "lk_lambda", "eta": 1}),
+        ("distill.data", {"kind": "on_policy", "share": 0.25}),
+        ("verifier", {"kind": "typical", "epsilon": 0.1}),
+        ("certify.drafter", {"kind": "ngram", "k": 2}),
+    ],
+)
+def test_so_does_one_of_every_field_that_has_kinds(written, field, value):
+    found = load_config(written(SMALLEST + EVERY_UNION), [f"{field}={json.dumps(value)}"])
+    for name in field.split("."):
+        found = found[name] if isinstance(found, dict) else getattr(found, name)
+    assert found == value
+
+
+def test_a_section_keeps_its_fields_whatever_kind_it_is_set_to(written):
+    path = written(SMALLEST + "distill: {optimizer: {kind: adamw, learning_rate: 1e-4, schedule: linear}}\n")
+    optimizer = load_config(path, ["distill.optimizer.kind=muon"]).distill.optimizer
+    assert (optimizer.kind, optimizer.learning_rate, optimizer.schedule) == ("muon", 1e-4, "linear")
+
+
+def test_losses_can_be_swept(written):
+    swept = "[forward_kl, {kind: lk_lambda, eta: 2}, {kind: jensen_shannon, beta: 0.1}]"
+    runs = load_sweep(written(SMALLEST + JENSEN + f"sweep: {{distill.loss: {swept}}}\n"))
+    assert [run.error for run in runs] == [None] * 3
+    losses = [run.config.distill.loss for run in runs if run.config]
+    assert losses == ["forward_kl", {"kind": "lk_lambda", "eta": 2}, {"kind": "jensen_shannon", "beta": 0.1}]
+
+
+@pytest.mark.parametrize(
+    ("init", "rate", "steps"),
+    [
+        ("null", 3e-3, 300),
+        ("target", 1e-3, 300),
+        ("{kind: pruned}", 1e-3, 300),
+        ("{kind: layers, keep: [0]}", 3e-4, 300),
+        ("models/llama-1b", 1e-4, 0),
+        ("{kind: checkpoint, path: models/llama-1b}", 1e-4, 0),
+    ],
+)
+def test_defaults_do_not_undo_what_the_draft_starts_with(written, init, rate, steps):
+    config = load_config(written(SMALLEST), [f"draft.init={init}"])
+    assert (config.draft.pretrain.loss, config.draft.pretrain.steps) == ("cross_entropy", steps)
+    assert config.draft.pretrain.optimizer.learning_rate == config.distill.optimizer.learning_rate == rate
+    assert config.distill.steps == 500
+    same = RunConfig(target=config.target, data=config.data, draft=Draft(init=config.draft.init))
+    assert (same.draft, same.distill) == (config.draft, config.distill)
+    # Given in part, it is still a pretraining; what is given holds.
+    config = load_config(written(SMALLEST), [f"draft.init={init}", "draft.pretrain.batch_size=3"])
+    assert (config.draft.pretrain.loss, config.draft.pretrain.steps) == ("cross_entropy", steps)
+    given = ["draft.pretrain.steps=7", "draft.pretrain.loss=forward_kl", "distill.optimizer.learning_rate=5e-2"]
+    config = load_config(written(SMALLEST), [f"draft.init={init}", *given])
+    assert (config.draft.pretrain.loss, config.draft.pretrain.steps) == ("forward_kl", 7)
+    assert (config.draft.pretrain.optimizer.learning_rate, config.distill.optimizer.learning_rate) == (rate, 5e-2)
+
+
+def test_a_target_from_scratch_learns_as_random_weights_do(written):
+    text = "target: {architecture: {}, steps: 3}\ndata: {path: python-stdlib}\ndraft: {init: models/llama-1b}\n"
+    assert load_config(written(text)).target.optimizer.learning_rate == 3e-3
+
+
+def test_every_kind_of_start_has_defaults_of_its_own():
+    assert STARTS.keys() == {"scratch", *INITS}
 
 
 def test_a_field_can_be_interpolated_from_another(written):

@@ -2,14 +2,16 @@
 
 A run is a target, data, a draft to train, and how to measure decoding. Every section has defaults except ``target``
 and ``data``, so a config file says only what is particular to it. A file may also carry ``sweep:``, a mapping from
-dotted fields to lists of values; `load_sweep` expands the product. Interpolation inside the file is allowed; resolvers,
-which read the environment, are not: a config says everything about its run.
+dotted fields to lists of values; `load_sweep` expands the product. A loss, a drafter or anything else that is set to
+another kind by an override or a sweep loses the fields of the kind before. Interpolation inside the file is allowed;
+resolvers, which read the environment, are not: a config says everything about its run.
 """
 
 from specjax.config.decoding import Bench, Certify, Eval, Sampling
 from specjax.config.run import RunConfig, json_schema, load_config
 from specjax.config.sweep import SweepRun, load_sweep
 from specjax.config.training import (
+    CUT_FROM_TARGET,
     Architecture,
     Control,
     Data,
@@ -26,6 +28,7 @@ from specjax.config.training import (
 )
 
 __all__ = [
+    "CUT_FROM_TARGET",
     "Architecture",
     "Bench",
     "Certify",

@@ -6,6 +6,7 @@ fraction no count, and nothing is coerced in silence.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import io
@@ -25,8 +26,8 @@ from specjax.errors import ConfigError
 T = TypeVar("T")
 
 
-def read(path: str | Path, overrides: Sequence[str]) -> DictConfig:
-    """File and overrides merged, not yet resolved."""
+def read(path: str | Path, overrides: Sequence[str], schema: type) -> DictConfig:
+    """File and overrides merged (`merged`), not yet resolved."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -47,12 +48,16 @@ def read(path: str | Path, overrides: Sequence[str]) -> DictConfig:
         raise ConfigError(f"{path}: a list at the top, expected a mapping from field to value")
     if not raw:
         raise ConfigError(f"{path}: empty, expected a mapping from field to value")
+    # Put together before they meet the file: a kind may come after the fields that are meant for it.
+    together = OmegaConf.create()
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not all(key.strip().split(".")):
             raise ConfigError(f"override {override!r}: expected field=value, as in distill.steps=200")
         try:
-            raw = OmegaConf.merge(raw, OmegaConf.from_dotlist([override]))
+            one = OmegaConf.from_dotlist([override])
+            merged(raw, one, schema)  # alone, so that what does not go is known
+            together = merged(together, one, schema)
         except yaml.YAMLError as error:
             raise ConfigError(f"override {override!r}: not valid YAML: {_one_line(error)}") from None
         except OmegaConfBaseException as error:
@@ -61,7 +66,7 @@ def read(path: str | Path, overrides: Sequence[str]) -> DictConfig:
             raise ConfigError(
                 f"override {override!r}: a list is overridden as a whole, as in bench.ks=[3,5]; a section by its fields"
             ) from None
-    assert isinstance(raw, DictConfig)
+    raw = merged(raw, together, schema)
     for field, text in _strings("", unresolved(raw)):
         if _calls_resolver(text):
             raise ConfigError(
@@ -69,6 +74,25 @@ def read(path: str | Path, overrides: Sequence[str]) -> DictConfig:
                 "as in ${data.path}, so that the file says everything about its run"
             )
     return raw
+
+
+def merged(raw: DictConfig, changes: DictConfig, schema: type) -> DictConfig:
+    """``changes`` over ``raw``, field by field; but a mapping that is of one ``kind`` is replaced whole by one of
+    another, whose fields are not the same. (A section of ``schema`` has one set of fields, whatever kind it names.)"""
+    raw, sections = copy.deepcopy(raw), sections_of(schema)
+    for field in _of_another_kind("", unresolved(raw), unresolved(changes)):
+        if field not in sections:
+            OmegaConf.update(raw, field, None, merge=False)
+    return typing.cast(DictConfig, OmegaConf.merge(raw, changes))
+
+
+def _of_another_kind(field: str, old: Any, new: Any) -> Iterator[str]:
+    """Fields, outer ones first, of which ``new`` has another kind than ``old``."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        if old.get("kind", new.get("kind")) != new.get("kind", old.get("kind")):
+            yield field
+        for key in old.keys() & new.keys():
+            yield from _of_another_kind(f"{field}.{key}" if field else str(key), old[key], new[key])
 
 
 def validate(path: str | Path, raw: DictConfig, schema: type[T], sources: Mapping[str, str]) -> T:
@@ -86,6 +110,8 @@ def validate(path: str | Path, raw: DictConfig, schema: type[T], sources: Mappin
         return TypeAdapter(schema).validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         found: list[dict[str, Any]] = [dict(problem) for problem in error.errors()]
+        # Of a default that depends on a field that is wrong.
+        found = [problem for problem in found if problem["type"] != "default_factory_not_called"]
         # A list whose items are wrong is called too short as well.
         inner = {problem["loc"][:-1] for problem in found}
         found = [problem for problem in found if problem["type"] != "too_short" or problem["loc"] not in inner]
@@ -162,6 +188,12 @@ def known_fields(section: type, prefix: str = "") -> list[str]:
         if inner is not None:
             known += known_fields(inner, f"{prefix}{name}.")
     return known
+
+
+def sections_of(schema: type, prefix: str = "") -> set[str]:
+    """The dotted fields that are sections."""
+    inner = {f"{prefix}{name}": section for name, section in _fields(schema).items() if section is not None}
+    return set(inner).union(*(sections_of(section, f"{name}.") for name, section in inner.items()))
 
 
 def leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
 from pydantic import TypeAdapter, model_validator
 from pydantic.dataclasses import dataclass
 
 from specjax.config import loading
 from specjax.config.decoding import Bench, Certify, Eval, Sampling
 from specjax.config.fields import STRICT, Name, NonNegative, buildable
-from specjax.config.training import Control, Data, Distributed, Draft, Logging, Mesh, Selection, Stage, Target
+from specjax.config.training import Control, Data, Distributed, Draft, Logging, Mesh, Selection, Stage, Target, start_of
 from specjax.errors import ConfigError
 from specjax.registry import VERIFIERS, build, resolve
 
@@ -48,6 +51,23 @@ class RunConfig:
     """Where everything of this run goes: checkpoints, logs, the draft, the report."""
 
     @model_validator(mode="after")
+    def _rates_fit_the_start(self) -> RunConfig:
+        def rated(section: Any, rate: float) -> Any:
+            if section.optimizer.learning_rate is not None:
+                return section
+            return dataclasses.replace(section, optimizer=dataclasses.replace(section.optimizer, learning_rate=rate))
+
+        start = start_of(self.draft.init)
+        pretrain = rated(self.draft.pretrain, start.learning_rate)
+        for name, section in {
+            "target": rated(self.target, self.target.optimizer.peak),
+            "draft": dataclasses.replace(self.draft, pretrain=pretrain),
+            "distill": rated(self.distill, start.learning_rate),
+        }.items():
+            object.__setattr__(self, name, section)
+        return self
+
+    @model_validator(mode="after")
     def _verifier_fits(self) -> RunConfig:
         asked = {"bench": self.bench.temperatures, "selection": self.selection.temperatures or ()}
         # A verifier without randomness keeps the most likely token, which is the target's law at temperature 0 only.
@@ -68,18 +88,33 @@ class RunConfig:
         return self
 
 
+def completed(raw: DictConfig) -> DictConfig:
+    """With what a `draft.pretrain` that is given in part is by default, which no other stage is."""
+    select = functools.partial(OmegaConf.select, raw, throw_on_resolution_failure=False)
+    given = select("draft.pretrain")
+    if not isinstance(given, DictConfig):
+        return raw
+    default: dict[str, Any] = {"loss": "cross_entropy"}
+    if not {"steps", "epochs"} & given.keys():
+        init = select("draft.init")
+        init = OmegaConf.to_container(init) if isinstance(init, DictConfig) else init
+        default["steps"] = start_of(init).pretrain_steps
+    missing = {key: value for key, value in default.items() if key not in given}
+    return typing.cast(DictConfig, OmegaConf.merge(raw, {"draft": {"pretrain": missing}}))
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The run that the YAML file ``path`` describes, with ``a.b=v`` overrides (values are YAML).
 
     Raises `ConfigError`, one line a problem: file, field, value, what was expected, the nearest key for unknown ones.
     """
-    raw = loading.read(path, overrides)
+    raw = loading.read(path, overrides, RunConfig)
     if raw.get("sweep") is not None:
         raise ConfigError(
             f"{path}: sweep: this file describes many runs; use experiments/run.py, or override sweep=null"
         )
     raw.pop("sweep", None)
-    return loading.validate(path, raw, RunConfig, loading.sources_of(overrides))
+    return loading.validate(path, completed(raw), RunConfig, loading.sources_of(overrides))
 
 
 def json_schema() -> dict[str, Any]:

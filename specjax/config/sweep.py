@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from specjax.config import loading
-from specjax.config.run import RunConfig
+from specjax.config.run import RunConfig, completed
 from specjax.errors import ConfigError
 
 
@@ -37,11 +37,11 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> list[SweepRun
     A point that does not validate carries its error and leaves the others alone. Raises `ConfigError` if the file or
     the sweep itself is wrong, or if no point is valid.
     """
-    raw = loading.read(path, overrides)
+    raw = loading.read(path, overrides, RunConfig)
     sweep = _sweep_values(path, raw.pop("sweep", None))
     sources = loading.sources_of(overrides)
     if not sweep:
-        config = loading.validate(path, raw, RunConfig, sources)
+        config = loading.validate(path, completed(raw), RunConfig, sources)
         return [SweepRun(_identity(raw), {}, Path(config.out), config)]
     for field in sweep:
         if field in sources:
@@ -82,13 +82,13 @@ def _sweep_run(path: str | Path, raw: DictConfig, point: dict[str, Any], sources
             value = {part: value}
         nested.append(value)
     try:
-        merged = typing.cast(DictConfig, OmegaConf.merge(raw, *nested))
+        merged = loading.merged(raw, typing.cast(DictConfig, OmegaConf.merge({}, *nested)), RunConfig)
     except TypeError:
         raise ConfigError(f"{path}: sweep: a field of {', '.join(point)} lies in a list, expected a section") from None
     run_id = _identity(merged)
     try:
         swept = {field: f"the sweep: {field}={json.dumps(value)}" for field, value in point.items()}
-        config = loading.validate(path, merged, RunConfig, {**sources, **swept})
+        config = loading.validate(path, completed(merged), RunConfig, {**sources, **swept})
     except ConfigError as error:
         out = OmegaConf.select(raw, "out", throw_on_resolution_failure=False, default=RunConfig.out)
         return SweepRun(run_id, point, Path(str(out)) / run_id, None, error)

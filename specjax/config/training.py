@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -28,7 +28,8 @@ from specjax.registry import DATA, INITS, LOSSES, build
 
 @dataclass(frozen=True, config=STRICT)
 class Architecture:
-    """A Llama-shaped model to train from scratch; the vocabulary is the target's."""
+    """Sizes of a model to train from scratch or to cut from the target. A target is a Llama; a draft is of its target's
+    family and has the target's vocabulary."""
 
     hidden_size: Positive = 128
     intermediate_size: Positive = 384
@@ -36,7 +37,7 @@ class Architecture:
     num_heads: Positive = 4
     num_kv_heads: Positive = 4
     head_dim: Positive | None = None
-    """Features of a head; None: hidden_size / num_heads."""
+    """Features of a head; None: hidden_size / num_heads, of a draft cut from the target the target's."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Architecture:
@@ -57,14 +58,43 @@ class Architecture:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Start:
+    """Defaults that do not undo what the draft's first weights know."""
+
+    learning_rate: float
+    pretrain_steps: int
+
+
+STARTS = {
+    "scratch": Start(3e-3, 300),
+    "pruned": Start(1e-3, 300),
+    "layers": Start(3e-4, 300),
+    "checkpoint": Start(1e-4, 0),
+}
+"""By kind of `draft.init`; another kind counts as trained weights."""
+CUT_FROM_TARGET = "target"
+"""Short for the kind `pruned`; a directory of that name is ./target."""
+
+
+def start_of(init: Any) -> Start:
+    """Of a draft with that `draft.init`."""
+    if init is None:
+        return STARTS["scratch"]
+    if isinstance(init, Mapping):
+        return STARTS.get(str(init.get("kind")), STARTS["checkpoint"])
+    return STARTS["pruned" if init == CUT_FROM_TARGET else "checkpoint"]
+
+
+@dataclass(frozen=True, config=STRICT)
 class Optimizer:
     """AdamW or Muon, with linear warm-up, a schedule, decoupled decay, and clipping by the global norm."""
 
     kind: Literal["adamw", "muon"] = "adamw"
     """`muon` orthogonalises the steps of the matrices inside the layers; embeddings, head and vectors stay with AdamW,
     whose learning rate suits both."""
-    learning_rate: Rate = 3e-3
-    """At the peak."""
+    learning_rate: Rate | None = None
+    """At the peak. None: what is safe for the weights that the draft starts from (`draft.init`): 3e-3 for random ones,
+    1e-3 for those cut from the target, 3e-4 for layers of the target, 1e-4 for trained ones. For a target, 3e-3."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """After the warm-up, down to `final_scale` of the peak: as a cosine, along a line, not at all, or along a line in
     the last `decay_share` of the steps only (warm-up, stable, decay)."""
@@ -81,6 +111,11 @@ class Optimizer:
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of an average of the weights over the steps (0.999, say). It is then the average that is evaluated and that
     the stage results in."""
+
+    @property
+    def peak(self) -> float:
+        """`learning_rate`, outside of a run that of random weights."""
+        return STARTS["scratch"].learning_rate if self.learning_rate is None else self.learning_rate
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -114,7 +149,8 @@ class Data:
     columns: dict[Column, Name] = dataclasses.field(default_factory=dict)
     """Where the records have other names: `{prompt: question, completion: answer}`. What is not named is not read."""
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Share of the documents kept from training, chosen by content hash."""
+    """Share of the documents kept from training, chosen by content hash; all of a long text file is one document. Of
+    few documents at least one, of a single long file its end."""
     seq_len: Annotated[int, Field(ge=8)] = 256
     prompt_weight: Annotated[float, Field(ge=0, le=1)] = 0.0
     """How much the prediction of a prompt's tokens counts; 0: prompts are masked, 1: they count like any text."""
@@ -259,8 +295,10 @@ class Draft:
     (specjax/distill/prune.py); else a Hugging Face directory, whose shape replaces `architecture`. Or
     `{kind: layers, keep: [0, 2, 5]}`: layers of the target, whole, between its embedding and head, copied or with
     `share: true` the target's own, frozen (specjax/distill/init.py)."""
-    pretrain: Stage = dataclasses.field(default_factory=lambda: Stage(loss="cross_entropy", steps=300))
-    """Cross-entropy on the data, before distillation; 0 steps to skip."""
+    pretrain: Stage = Field(
+        default_factory=lambda given: Stage(loss="cross_entropy", steps=start_of(given.get("init")).pretrain_steps)
+    )
+    """Before distillation: cross-entropy on the data, 300 steps of it, or none where `init` names trained weights."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -20,6 +20,7 @@ from specjax.decode.result import check_finite
 from specjax.distill import chats, fingerprint
 from specjax.distill.readers import Bad, jsonl_records
 from specjax.distill.rows import Packed
+from specjax.distill.stock import Stock
 from specjax.errors import ConfigError, DataError
 from specjax.metrics import DecodeStats
 
@@ -30,8 +31,9 @@ Positive = Annotated[int, Field(ge=1)]
 @dataclasses.dataclass(frozen=True)
 class Sampled:
     """How prompts are continued. ``prompt_tokens``: the beginning of a text that is its prompt; a document with a
-    prompt of its own, or a chat, is continued after that. ``batch_size``: rows decoded together. The others are
-    arguments of `Decoder.generate`."""
+    prompt of its own, or a chat, is continued after that. ``batch_size``: rows decoded together. ``prompt_weight``: how
+    much the prediction of a prompt's tokens counts; None: all of it where the loss takes the target's law for right,
+    `data.prompt_weight` where it takes the text. The others are arguments of `Decoder.generate`."""
 
     prompt_tokens: Positive = 64
     new_tokens: Positive = 192
@@ -40,6 +42,12 @@ class Sampled:
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     batch_size: Positive = 16
+    prompt_weight: Annotated[float, Field(ge=0, le=1)] | None = None
+
+    def weight_of_prompts(self, stock: Stock) -> float:
+        if self.prompt_weight is not None:
+            return self.prompt_weight
+        return stock.prompt_weight if stock.needs_labels else 1.0
 
     def check_fits(self, length: int, what: str) -> None:
         """Raises `ConfigError` if prompt and continuation exceed a row of ``length`` tokens."""

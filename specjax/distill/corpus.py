@@ -1,8 +1,8 @@
 """Text in, documents out: local files, JSONL, Parquet, a data set of the hub or the running Python's standard library.
 
 Held-out documents are chosen by the hash of their content, so that no run over the same text, on any machine, with any
-seed, ever trains on them. (An edited file is another document: the standard library of another Python version holds
-near copies of what the shipped target was trained on.)
+seed, ever trains on them; a long one is on one side with all of its pieces. (An edited file is another document: the
+standard library of another Python version holds near copies of what the shipped target was trained on.)
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from specjax.distill.readers import STDLIB, Bad, Hub
 from specjax.errors import DataError
 
 __all__ = ["STDLIB", "Bad", "Document", "Hub", "Part", "corpus_digest", "read_documents", "rendered", "split_held_out"]
-_LONGEST_PART = 16_384
+_LONGEST_PIECE = 16_384
+_log = logging.getLogger(__name__)
 
 
 def read_documents(
@@ -32,9 +34,8 @@ def read_documents(
     ``columns``: what of them stands under another name.
 
     Sorted by name; duplicates by content and empty documents are dropped. What a user brings as plain text is cut at
-    line ends into parts of at most `_LONGEST_PART` characters, so that one long file can be split into text to train
-    on and text to measure on. A document's source is what its record says; else the subdirectory of ``path`` that it
-    is in, else the name of ``path``.
+    line ends into pieces of at most `_LONGEST_PIECE` characters (`Document.cut_from`). A document's source is what its
+    record says; else the subdirectory of ``path`` that it is in, else the name of ``path``.
 
     Raises `DataError` naming the file (and line) for anything missing, malformed, empty or not UTF-8; with a ``bad``
     that skips, what is wrong inside ``path`` is counted there instead.
@@ -44,9 +45,9 @@ def read_documents(
         documents = readers.read_stdlib()
     elif path.startswith(readers.HUB):
         found = readers.read_hub(path, hub or Hub(), bad, columns)
-        documents = [part for document in found for part in _parts(document)]
+        documents = [piece for document in found for piece in _pieces(document)]
     else:
-        documents = [part for document in _read_files(path, bad, columns) for part in _parts(document)]
+        documents = [piece for document in _read_files(path, bad, columns) for piece in _pieces(document)]
     unique = {d.digest: d for d in documents if d.text.strip()}
     if not unique:
         skipped = f"; {bad}" if bad.counts else ""
@@ -71,26 +72,38 @@ def _read_files(path: str, bad: Bad, columns: Mapping[str, str]) -> Iterator[Doc
         yield from known.get(file.suffix, readers.read_text)(file, source, bad, columns)
 
 
-def _parts(document: Document) -> Iterator[Document]:
-    if len(document.text) <= _LONGEST_PART or document.parts or document.messages:
+def _pieces(document: Document) -> Iterator[Document]:
+    if len(document.text) <= _LONGEST_PIECE or document.parts or document.messages:
         yield document
         return
-    start, number = 0, 1
+    start, number, whole = 0, 1, document.digest
     while start < len(document.text):
-        end = start + _LONGEST_PART
+        end = start + _LONGEST_PIECE
         if end < len(document.text):
             # After the last line end that fits; a longer line is cut where it must be.
             end = document.text.rfind("\n", start, end) + 1 or end
-        yield dataclasses.replace(document, name=f"{document.name}:{number:06}", text=document.text[start:end])
+        name, text = f"{document.name}:{number:06}", document.text[start:end]
+        yield dataclasses.replace(document, name=name, text=text, cut_from=whole)
         start, number = end, number + 1
 
 
-def split_held_out(documents: Iterable[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """(train, held out): held out is a document whose content hash, as a number in [0, 1), is below ``fraction``."""
-    train, held_out = [], []
-    for document in documents:
-        (held_out if int(document.digest[:16], 16) / 2**64 < fraction else train).append(document)
-    return train, held_out
+def split_held_out(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
+    """(train, held out): held out is a document whose content hash, as a number in [0, 1), is below ``fraction``, with
+    all pieces of it; where that is none, the one of the smallest hash. Of a text that is the only document the last
+    pieces are held out, with a warning: they are close to what is trained on."""
+    of = [document.cut_from or document.digest for document in documents]
+    whole = sorted(set(of))
+    if len(whole) == 1 and len(documents) > 1:
+        name = documents[0].name.rpartition(":")[0]
+        _log.warning("%s is the only document: its end is held out, and close to what is trained on", name)
+        kept = min(len(documents) - 1, max(1, round(fraction * len(documents))))
+        return [*documents[:-kept]], [*documents[-kept:]]
+    chosen = {digest for digest in whole if int(digest[:16], 16) / 2**64 < fraction}
+    chosen = chosen or set(whole[:1] if len(whole) > 1 else ())
+    sides: tuple[list[Document], list[Document]] = [], []
+    for document, digest in zip(documents, of, strict=True):
+        sides[digest in chosen].append(document)
+    return sides
 
 
 def corpus_digest(documents: Iterable[Document]) -> str:

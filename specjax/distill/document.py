@@ -20,7 +20,7 @@ class Part:
 class Document:
     """``source``: where it came from, for figures by source. ``parts``: of ``text`` in order; none: it is one part, all
     of it to be predicted. ``messages``: a chat, whose ``text`` is its JSON until `corpus.rendered`; ``tools``: that its
-    assistant may call."""
+    assistant may call. ``cut_from``: the digest of the longer document that this is a piece of."""
 
     name: str
     text: str
@@ -28,6 +28,7 @@ class Document:
     parts: tuple[Part, ...] = ()
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Any, ...] = ()
+    cut_from: str = ""
 
     @property
     def digest(self) -> str:

@@ -55,7 +55,7 @@ class Generated(Sampled):
         prompts = self.prompts_from(stock)
         with stock.bars(f"{stock.name}-data", self.sequences) as progress:
             sequences = make(directory, self, stock.target, stock.draft, prompts, stock.seed, progress)
-        return Fitted(sequences, stock.text.length, stock.prompt_weight)
+        return Fitted(sequences, stock.text.length, self.weight_of_prompts(stock))
 
     def batches(self, batches: Batches, directory: Path, sample: Any, steps: int) -> Batches:
         return batches

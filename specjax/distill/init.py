@@ -18,9 +18,9 @@ from pydantic import AfterValidator, Field
 from specjax import config as config_lib
 from specjax import registry
 from specjax.config import RunConfig
-from specjax.distill.distributed import whole
-from specjax.distill.prune import prune
+from specjax.distill.prune import check_cuttable, prune
 from specjax.distill.rows import Rows, spread
+from specjax.distill.shape import resized
 from specjax.distill.teacher import completed
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, ModelError
@@ -31,8 +31,6 @@ from specjax.models.transformer import Model
 from specjax.models.vocabulary import check_same_vocabulary
 from specjax.types import Batch, DraftOutput, Output, Params, Trainable
 
-CUT_FROM_TARGET = "target"
-"""Short for the kind `pruned`; a directory of that name is ./target."""
 ENDS = ("embedding", "head")
 """What `share` takes from the target; a tied head is no parameter of its own."""
 _CALIBRATION_TOKENS = 8192
@@ -66,19 +64,20 @@ def initial_draft(config: RunConfig, target: LoadedModel, rows: Rows) -> Initial
     if spec is None:
         return Scratch().draft(config, target, rows)
     if isinstance(spec, str):
-        spec = {"kind": "pruned"} if spec == CUT_FROM_TARGET else {"kind": "checkpoint", "path": spec}
+        spec = {"kind": "pruned"} if spec == config_lib.CUT_FROM_TARGET else {"kind": "checkpoint", "path": spec}
     init: Init = registry.build(registry.INITS, spec, "draft.init")
     return init.draft(config, target, rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """Random weights of the shape `draft.architecture`."""
+    """Random weights of the shape `draft.architecture`, in a model of the target's family."""
 
     def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
-        model = Model(model_config(config.draft.architecture, target.config.vocab_size, target.config.max_positions))
+        shape, family = resized(target, config.draft.architecture)
+        model = Model(shape)
         _, key = jax.random.split(jax.random.key(config.seed))
-        return _of_its_own(model, DraftModel(model).init_params(key, target))
+        return _of_its_own(model, DraftModel(model).init_params(key, target), family)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +101,10 @@ class Pruned:
     kind: Literal["pruned"] = "pruned"
 
     def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
-        shape = model_config(config.draft.architecture, target.config.vocab_size, target.config.max_positions)
-        inherited = ("layers", "norm", "tie_embeddings")
-        shape = dataclasses.replace(shape, **{name: getattr(target.config, name) for name in inherited})
+        check_cuttable(target.config)
+        shape, family = resized(target, config.draft.architecture, target.config.head_dim)
         calibration = np.asarray(spread(rows, _CALIBRATION_TOKENS).tokens)
-        full = dataclasses.replace(target, params=whole(target.params))
-        return _of_its_own(Model(shape), prune(full, shape, calibration))
+        return _of_its_own(Model(shape), prune(target, shape, calibration), family)
 
 
 def _ascending(keep: tuple[int, ...]) -> tuple[int, ...]:

@@ -311,7 +311,9 @@ def _train(
     """The trained parameters, and how many steps that took if none was spared."""
     draft, directory = initial.model(params, prepared.target), Path(config.out) / name
     source = registry.build(registry.DATA, "text" if stage.steps == 0 else stage.data, f"{name}: data")
-    rows = source.rows(stock(config, prepared, draft, name, data_directory(config, name), seed, bars))
+    made_from = stock(config, prepared, draft, name, data_directory(config, name), seed, bars)
+    loss = registry.build(registry.LOSSES, stage.loss, f"{name}: loss")
+    rows = source.rows(dataclasses.replace(made_from, needs_labels=loss.needs_labels))
     if stage.epochs is not None:
         epochs, stage = stage.epochs, stage.over(len(rows))
         note(f"{name}: {epochs:g} epochs of {len(rows):,} rows are {stage.steps:,} steps of {stage.batch_size}")

@@ -67,6 +67,11 @@ def overlap(log_p: Float[Array, "B T W"], log_q: Float[Array, "B T W"]) -> Float
     return jnp.sum(jnp.exp(jnp.minimum(log_p, log_q)), axis=-1)
 
 
+def log_overlap(log_p: Float[Array, "B T W"], log_q: Float[Array, "B T W"]) -> Float[Array, "B T"]:
+    """log alpha, with all its digits and its gradient however small alpha is."""
+    return jax.nn.logsumexp(jnp.minimum(log_p, log_q), axis=-1)
+
+
 def acceptance(draft_logits: Float[Array, "B T V"], teacher: FullLogits | TopKLogits) -> dict[str, Float[Array, "B T"]]:
     """``alpha`` at temperature 1, or what cached logits say of it: the ends of the interval that holds it,
     ``alpha_lower``, the overlap of the k tokens, and ``alpha_upper``, with what the tails can add; and

@@ -17,23 +17,23 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 from pydantic import BeforeValidator, Field
 
-from specjax.distill.laws import log_laws, overlap
+from specjax.distill.laws import log_laws, log_overlap, overlap
 from specjax.errors import ConfigError
 from specjax.registry import LOSSES, build
 from specjax.types import FullLogits, Loss, LossContext, Params, TopKLogits, Trainable
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-ALPHA_FLOOR = 1e-5
-"""Of `LKAlpha`; below it there is no gradient."""
+References = dict[str, tuple[Trainable, Params]]
+"""Frozen drafts that losses compare with, by the name that the loss gives them, each with its parameters."""
 LOG_TINY = math.log(np.finfo(np.float32).tiny)
 """Log of the least probability that float32 holds, about -87."""
 
@@ -60,6 +60,7 @@ class CrossEntropy:
     """-log q(next token). dL/dz = q - onehot(token)."""
 
     needs_target = needs_whole_law = False
+    needs_labels = True
     kind: Literal["cross_entropy"] = "cross_entropy"
 
     def __call__(
@@ -77,6 +78,7 @@ class Divergence:
     """What the losses against the target's law share; each says what is ``between`` the two laws."""
 
     needs_target = True
+    needs_labels = False
     coarse: ClassVar[bool] = True
     """Whether the top k tokens and a stand-in for the rest will do: it is a sum of p times a function of q/p."""
     kind: str
@@ -165,13 +167,14 @@ class TotalVariation(Divergence):
 
 @dataclasses.dataclass(frozen=True)
 class LKAlpha(Divergence):
-    """-log alpha of each position, alpha at least `ALPHA_FLOOR`: the gradient of total variation over alpha, so that
-    little overlap pulls hard (2602.23881). Cross-entropy where the target is certain."""
+    """-log alpha of each position: the gradient of total variation over alpha, so that little overlap pulls as hard as
+    any (2602.23881); a floor under alpha would end that where a large vocabulary begins. Cross-entropy where the target
+    is certain."""
 
     kind: Literal["lk_alpha"] = "lk_alpha"
 
     def between(self, log_p, log_q, context):
-        return -jnp.log(jnp.maximum(overlap(log_p, log_q), ALPHA_FLOOR))
+        return -log_overlap(log_p, log_q)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +236,13 @@ class Sum:
     def needs_whole_law(self) -> bool:
         return any(term.loss.needs_whole_law for term in self.of)
 
+    @property
+    def needs_labels(self) -> bool:
+        return any(term.loss.needs_labels for term in self.of)
+
+    def bind(self, target: Any) -> References:
+        return references_of((term.loss for term in self.of), target)
+
     def __call__(
         self,
         draft_logits: Float[Array, "B T V"],
@@ -250,9 +260,11 @@ class AdaSPEC:
     KL(p || q_ref), q_ref the law of ``reference``, a draft that was distilled before and stays as it is. The hard
     tokens, where the reference is no better, are dropped.
 
-    Kept are the first ``keep`` of each row's predictions (rounded up; ties: the earlier token). The choice is the
-    row's own, so it is the same in every microbatch and on every device. A kept value is divided by ``keep``: the mean
-    over all predictions is the mean over those kept.
+    Kept are the first of each row, up to ``keep`` of what its predictions weigh; of the last one as much as that takes
+    (ties: the earlier token). A kept value is divided by ``keep``, so that a row weighs what it weighs without a
+    choice, however short it is, and the mean over all predictions is the mean over those kept. The choice is the row's
+    own, so it is the same in every microbatch and on every device; one over the batch would need the target's forward
+    pass twice.
     """
 
     needs_target = True
@@ -266,14 +278,19 @@ class AdaSPEC:
     def needs_whole_law(self) -> bool:
         return self.of.needs_whole_law
 
-    def bind(self, target: Any) -> tuple[Trainable, Params]:
-        """The reference draft. Raises `ModelError` if it cannot be loaded or has another vocabulary than ``target``."""
+    @property
+    def needs_labels(self) -> bool:
+        return self.of.needs_labels
+
+    def bind(self, target: Any) -> References:
+        """The reference draft, and those of the loss ``of``. Raises `ModelError` if it cannot be loaded or has another
+        vocabulary than ``target``."""
         from specjax.drafters.draft_model import DraftModel
         from specjax.models import hf, vocabulary
 
         draft = hf.load_model(self.reference)
         vocabulary.check_same_vocabulary(target, draft)
-        return DraftModel(draft.spec), draft.params
+        return {**references_of([self.of], target), self.reference: (DraftModel(draft.spec), draft.params)}
 
     def __call__(
         self,
@@ -282,18 +299,30 @@ class AdaSPEC:
         tokens: Int[Array, "B T"],
         context: LossContext | None = None,
     ) -> Float[Array, "B T"]:
-        if context is None or context.reference is None:
-            raise ValueError("adaspec needs the logits of its reference draft; none were given")
-        gap = ForwardKL()(draft_logits, teacher, tokens) - ForwardKL()(context.reference, teacher, tokens)
-        kept = first_of_each_row(jax.lax.stop_gradient(gap), context.weight > 0, self.keep)
+        if context is None or self.reference not in context.references:
+            raise ValueError(f"adaspec needs the logits of its reference draft {self.reference!r}; none were given")
+        reference = context.references[self.reference]
+        gap = ForwardKL()(draft_logits, teacher, tokens) - ForwardKL()(reference, teacher, tokens)
+        kept = first_of_each_row(jax.lax.stop_gradient(gap), context.weight, self.keep)
         values = self.of(draft_logits, teacher, tokens, context)
-        return jnp.where(kept, values / self.keep, 0.0)
+        return jnp.where(kept > 0, kept / self.keep * values, 0.0)
 
 
-def first_of_each_row(scores: Float[Array, "B T"], counts: Bool[Array, "B T"], share: float) -> Bool[Array, "B T"]:
-    """Marks the ``share`` of largest ``scores``, rounded up, among the positions of each row that count."""
-    order = jnp.argsort(jnp.where(counts, -scores, jnp.inf), axis=-1)
-    rank = jnp.argsort(order, axis=-1)
-    # A little less, or 0.3 of 100 would be rounded up to 31 in float32.
-    number = jnp.ceil(share * (1 - 1e-6) * jnp.sum(counts, axis=-1, keepdims=True).astype(jnp.float32))
-    return counts & (rank.astype(jnp.float32) < number)
+def first_of_each_row(scores: Float[Array, "B T"], weight: Float[Array, "B T"], share: float) -> Float[Array, "B T"]:
+    """How much of each position is taken, 0 to 1, where the largest ``scores`` of a row are taken first until it adds
+    up to ``share`` of the row's ``weight``."""
+    order = jnp.argsort(jnp.where(weight > 0, -scores, jnp.inf), axis=-1)
+    sizes = jnp.take_along_axis(weight, order, axis=-1)
+    before = jnp.cumsum(sizes, axis=-1) - sizes
+    wanted = share * jnp.sum(weight, axis=-1, keepdims=True)
+    taken = jnp.clip((wanted - before) / jnp.where(sizes > 0, sizes, 1.0), 0.0, 1.0)
+    return jnp.where(weight > 0, jnp.take_along_axis(taken, jnp.argsort(order, axis=-1), axis=-1), 0.0)
+
+
+def references_of(losses: Iterable[Loss], target: Any) -> References:
+    """What all those of ``losses`` that compare with reference drafts compare with, see `specjax.types.Loss`."""
+    found: References = {}
+    for loss in losses:
+        bind = getattr(loss, "bind", None)
+        found |= {} if bind is None else bind(target)
+    return found

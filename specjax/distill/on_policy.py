@@ -44,10 +44,10 @@ class OnPolicy(Sampled):
 
     def rows(self, stock: Stock) -> Rows:
         self.check_fits(stock.text.length, stock.name)
-        return stock.text
+        return Mixed(stock.text, self.weight_of_prompts(stock))
 
     def batches(self, batches: Batches, directory: Path, sample: Sampler | None, steps: int) -> Batches:
-        if sample is None or not isinstance(batches.rows, Packed):
+        if sample is None or not isinstance(batches.rows, Mixed):
             raise TrainingError("data: on_policy needs a draft that can be sampled from, and text with prompts")
         return OnPolicyBatches(self, batches, directory, sample, steps)
 
@@ -75,12 +75,11 @@ class OnPolicyBatches(Batches):
     of (seed, i) and of the pool of i's period. As a row, sequence g has number ``len(text) + g``."""
 
     def __init__(self, settings: OnPolicy, batches: Batches, directory: Path, sample: Sampler, steps: int):
-        text = batches.rows
-        assert isinstance(text, Packed)
-        super().__init__(text, batches.batch_size, batches.seed)
-        self.rows = self._mixed = _Mixed(text)
+        assert isinstance(batches.rows, Mixed)
+        super().__init__(batches.rows, batches.batch_size, batches.seed)
+        self.rows = self._mixed = Mixed(batches.rows.text, batches.rows.prompt_weight)
         self._settings, self._directory, self._sample, self._steps = settings, directory, sample, steps
-        self._prompts = prompts_of_text(text, settings)
+        self._prompts = prompts_of_text(self._mixed.text, settings)
         self._numbered = self._prompts.shuffled(batches.seed)
 
     def indices(self, step: int) -> Int[np.ndarray, " B"]:
@@ -113,7 +112,7 @@ class OnPolicyBatches(Batches):
             seeds = derive_seeds(self.seed, stop)[first:]
             sampled = Sequences.of(prompts, self._sample(params, prompts, seeds, self._settings))
             by_first(lambda: store.write(file, store.to_bytes(sampled), made_from))
-        self._mixed.pool = Fitted(store.read(file), self.rows.length, self._mixed.text.prompt_weight, alone=True)
+        self._mixed.pool = Fitted(store.read(file), self.rows.length, self._mixed.prompt_weight, alone=True)
         self._mixed.begin, self._mixed.first = begin, first
         by_first(lambda: self._forget(oldest))
 
@@ -130,12 +129,12 @@ class OnPolicyBatches(Batches):
                 store.remove(file)
 
 
-class _Mixed:
+class Mixed:
     """Rows of text, then the sequences of the current pool, which are for the steps from ``begin`` on and of which
-    ``first`` is the first: row ``len(text) + g`` is sequence g."""
+    ``first`` is the first: row ``len(text) + g`` is sequence g. ``prompt_weight``: of these."""
 
-    def __init__(self, text: Packed):
-        self.text = text
+    def __init__(self, text: Packed, prompt_weight: float):
+        self.text, self.prompt_weight = text, prompt_weight
         self.pool: Fitted | None = None
         self.begin: int | None = None
         self.first = 0
@@ -146,7 +145,8 @@ class _Mixed:
 
     @property
     def digest(self) -> str:
-        return self.text.digest
+        text = np.frombuffer(self.text.digest.encode(), np.uint8)
+        return fingerprint.digest((text, np.asarray(self.prompt_weight)))
 
     def __len__(self) -> int:
         return len(self.text)

@@ -40,7 +40,7 @@ def make_optimizer(stage: config.Stage) -> optax.GradientTransformation:
 
 def make_schedule(o: config.Optimizer, steps: int) -> optax.Schedule:
     """Step -> learning rate. A stage shorter than its warm-up ends inside it."""
-    peak, end = o.learning_rate, o.final_scale * o.learning_rate
+    peak, end = o.peak, o.final_scale * o.peak
     if o.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(0.0, peak, o.warmup_steps, max(steps, o.warmup_steps + 1), end)
     falling = {"linear": steps - o.warmup_steps, "wsd": math.ceil(o.decay_share * steps), "constant": 0}[o.schedule]

@@ -2,158 +2,292 @@
 directions and cut (2401.15024), some of the layers are kept, and in each the heads and neurons that matter most
 (2407.14679). On the demo this start is worth more than 600k tokens of training from random weights.
 
-Dims: B rows, T tokens, D target hidden, d draft hidden, F target neurons.
+A norm in the old directions has no place in the new ones: what a kernel reads through one is made part of the kernel,
+and one number is left of the norm. So it is, on average, with a norm of what attention or MLP give (Gemma 2, OLMo 2),
+and with the last norm before a tied head, of which the diagonal is kept. A LayerNorm takes the mean away: there the
+new directions are those without one.
+
+The target is read a layer at a time, twice, and cut a kernel at a time: beside it, its activations on the calibration
+text and the draft there are a few float64 copies of one kernel or of [D, D]. (Of 254M parameters, 970 MiB in float32:
+693 MiB beside them at the most, of which the draft is 155; 1,024 tokens, 2 CPU cores, 2026-11-22.)
+
+Dims: B rows, T tokens, D target hidden, d draft hidden, F target neurons, R reads of the stream in a layer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from specjax.distill.distributed import whole
+from specjax.distill.shape import spread
 from specjax.errors import ConfigError
-from specjax.models import transformer
 from specjax.models.config import LayerKind, ModelConfig, Norm
-from specjax.models.rotary import Rope, rotary_table
+from specjax.models.training import block_of
+from specjax.models.transformer import Model, normed
 from specjax.types import Params
 
+_ROWS = 8192
+"""Of an embedding or head that are computed with at a time."""
 
-@dataclasses.dataclass(frozen=True)
-class _Stream:
-    """What the calibration text shows of the residual stream where a norm reads it, in reading order: attention and
-    MLP of every layer, then the head. ``covariance[i]`` is of the normalised stream."""
 
-    covariance: list[np.ndarray]
-    neuron_energy: list[np.ndarray]
+@flax.struct.dataclass
+class _Seen:
+    """What the calibration text shows of one layer. ``stream`` [D, D]: the sum of the covariances of the normalised
+    stream where attention and MLP read it. The others are asked for once there are new directions: ``kept`` [R], the
+    share of the stream's energy that is in them; ``written`` [2], the mean square of what attention and MLP give to a
+    norm of their own, in them; ``neurons`` [F], the energy of each; ``queries`` and ``keys``, mean squares of each
+    normalised feature, where they are normalised together."""
+
+    stream: Any = None
+    kept: Any = None
+    written: Any = None
+    neurons: Any = None
+    queries: Any = None
+    keys: Any = None
 
 
 def prune(target: Any, shape: ModelConfig, tokens: Int[np.ndarray, "B T"]) -> Params:
-    """Parameters of a draft of ``shape`` cut from ``target`` (a `LoadedModel`), calibrated on ``tokens``.
+    """Parameters of a draft of ``shape`` (`specjax.distill.shape`) cut from ``target`` (a `LoadedModel`), calibrated on
+    ``tokens``.
 
-    Raises `ConfigError` where the target is no Llama, where ``shape`` is larger than it, or where its heads cannot be a
-    subset of the target's.
+    Raises `ConfigError` where the target cannot be cut, where ``shape`` is larger than it, or where its heads cannot be
+    a subset of the target's.
     """
     full = target.config
-    _check_llama(full)
+    check_cuttable(full)
     _check(full, shape)
-    params = jax.tree.map(lambda x: np.asarray(x, np.float64), target.params)
-    stream = _measure(target, tokens)
-    head = params["embedding"] if full.tie_embeddings else params["head"]["kernel"].T
-    # The head reads through the last norm's scale; its covariance stands for the directions that tell tokens apart.
-    read = head * params["norm"]["scale"]
-    basis = _principal([*stream.covariance, len(stream.covariance) * _normalised(read.T @ read)], shape.hidden_size)
-
-    def norm(i: int) -> np.ndarray:
-        # RMS over d directions that keep a share of the energy, against RMS over all D.
-        covariance = stream.covariance[i]
-        kept = np.trace(basis.T @ covariance @ basis) / np.trace(covariance)
-        return np.full(shape.hidden_size, np.sqrt(kept * full.hidden_size / shape.hidden_size))
-
-    layers = {}
-    for new, old in enumerate(_spread(full.num_layers, shape.num_layers)):
-        cut = _cut_layer(params["layers"][old], stream.neuron_energy[old], basis, full, shape)
-        cut["attention_norm"], cut["mlp_norm"] = {"scale": norm(2 * old)}, {"scale": norm(2 * old + 1)}
-        layers[new] = cut
-    pruned: dict[str, Any] = {"embedding": params["embedding"] @ basis, "layers": layers}
+    basis = _principal(target, tokens, shape.hidden_size)
+    # RMS over d directions that keep a share of the energy, against RMS over all D.
+    ratio = full.hidden_size / shape.hidden_size
+    wanted = {old: new for new, old in enumerate(spread(full.num_layers, shape.num_layers))}
+    layers, seen = {}, _Seen()
+    for old, seen in enumerate(_seen(target, tokens, jnp.asarray(basis, jnp.float32))):
+        if old in wanted:
+            layers[wanted[old]] = _cut_layer(whole(target.params["layers"][old]), seen, basis, full, shape)
+    params = {name: whole(target.params[name]) for name in ("embedding", "norm", "head") if name in target.params}
+    scale, of_norm = _scale(params["norm"], full.norm), np.sqrt(float(seen.kept[0]) * ratio)
+    # A family may multiply its embedding by the root of the hidden size.
+    multiplied = full.embedding_multiplier / shape.embedding_multiplier
+    pruned: dict[str, Any] = {"embedding": _times(params["embedding"], basis * multiplied), "layers": layers}
     if full.tie_embeddings:
-        # A tied head has no place for the old scale, which acts in the old directions: its diagonal in the new ones.
-        diagonal = np.einsum("id,i,id->d", basis, params["norm"]["scale"], basis)
-        pruned["norm"] = {"scale": norm(-1) * diagonal}
+        diagonal = np.einsum("id,i,id->d", basis, scale, basis) / np.square(basis).sum(0)
+        pruned["norm"] = _norm(of_norm * diagonal / multiplied, full.norm)
     else:
-        pruned |= {"norm": {"scale": norm(-1)}, "head": {"kernel": (read @ basis).T}}
+        pruned["norm"] = _norm(np.full(shape.hidden_size, of_norm), full.norm)
+        pruned["head"] = {"kernel": _times(params["head"]["kernel"].T, scale[:, None] * basis).T}
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), pruned)
 
 
-def _cut_layer(layer: dict, energy: np.ndarray, basis: np.ndarray, full: ModelConfig, shape: ModelConfig) -> dict:
+def _cut_layer(layer: Params, seen: _Seen, basis: np.ndarray, full: ModelConfig, shape: ModelConfig) -> Params:
     attention, mlp, groups = layer["attention"], layer["mlp"], full.num_kv_heads
-    out = attention["o_proj"]["kernel"].reshape(groups, -1, full.hidden_size)
-    value = attention["v_proj"]["kernel"].reshape(full.hidden_size, groups, -1)
+    wide = functools.partial(np.asarray, dtype=np.float64)
+    value = wide(attention["v_proj"]["kernel"]).reshape(full.hidden_size, groups, -1)
+    out = wide(attention["o_proj"]["kernel"]).reshape(groups, -1, full.hidden_size)
     strength = [np.linalg.norm(value[:, g]) * np.linalg.norm(out[g]) for g in range(groups)]
+    del value, out
     heads = np.sort(np.argsort(strength)[::-1][: shape.num_kv_heads])
-    neurons = np.sort(np.argsort(energy)[::-1][: shape.intermediate_size])
+    neurons = np.sort(np.argsort(np.asarray(seen.neurons))[::-1][: shape.intermediate_size])
+    constants = np.sqrt(np.asarray(seen.kept, np.float64) * (full.hidden_size / shape.hidden_size))
+    cut: dict[str, Any] = {}
 
-    def reads(kernel: np.ndarray, norm: str) -> dict:
-        return {"kernel": basis.T @ (layer[norm]["scale"][:, None] * kernel)}
+    def norm(name: str, value: float) -> None:
+        if name in layer:
+            cut[name] = _norm(np.full(shape.hidden_size, value), full.norm)
 
-    def grouped(name: str) -> np.ndarray:
-        kernel = attention[name]["kernel"].reshape(full.hidden_size, groups, -1)
-        return kernel[:, heads].reshape(full.hidden_size, -1)
+    norm("attention_norm", constants[0])
+    norm("mlp_norm", constants[-1])
+    for name, written in zip(("attention_post_norm", "mlp_post_norm"), seen.written, strict=True):
+        norm(name, float(written) ** 0.5)
 
-    return {
-        "attention": {
-            **{name: reads(grouped(name), "attention_norm") for name in ("q_proj", "k_proj", "v_proj")},
-            "o_proj": {"kernel": out[heads].reshape(-1, full.hidden_size) @ basis},
-        },
-        "mlp": {
-            **{name: reads(mlp[name]["kernel"][:, neurons], "mlp_norm") for name in ("gate_proj", "up_proj")},
-            "down_proj": {"kernel": mlp["down_proj"]["kernel"][neurons] @ basis},
-        },
+    def of_heads(x: np.ndarray) -> np.ndarray:
+        """The last axis, of all heads, without those that go."""
+        return x.reshape(*x.shape[:-1], groups, -1)[..., heads, :].reshape(*x.shape[:-1], -1)
+
+    def reads(linear: Params, norm: str, choose: Any) -> Params:
+        kernel = choose(wide(linear["kernel"]))
+        kernel = kernel if norm not in layer else _scale(layer[norm], full.norm)[:, None] * kernel
+        return {"kernel": basis.T @ kernel} | ({"bias": choose(linear["bias"])} if "bias" in linear else {})
+
+    def writes(linear: Params, norm: str, choose: Any) -> Params:
+        to = basis if norm not in layer else _scale(layer[norm], full.norm)[:, None] * basis
+        bias = {"bias": wide(linear["bias"]) @ to} if "bias" in linear else {}
+        return {"kernel": choose(wide(linear["kernel"]).T).T @ to} | bias
+
+    mlp_reads = "mlp_norm" if full.residual != "parallel_one_norm" else "attention_norm"
+    cut["attention"] = {
+        **{name: reads(attention[name], "attention_norm", of_heads) for name in ("q_proj", "k_proj", "v_proj")},
+        **_head_norms(attention, seen, heads, full, of_heads),
+        "o_proj": writes(attention["o_proj"], "attention_post_norm", of_heads),
     }
+    cut["mlp"] = {
+        **{name: reads(mlp[name], mlp_reads, lambda x: x[..., neurons]) for name in ("gate_proj", "up_proj")},
+        "down_proj": writes(mlp["down_proj"], "mlp_post_norm", lambda x: x[..., neurons]),
+    }
+    # Float32 a layer at a time: nothing of float64 waits for the others.
+    return jax.tree.map(lambda x: np.asarray(x, np.float32), cut)
 
 
-def _measure(target: Any, tokens: Int[np.ndarray, "B T"]) -> _Stream:
-    covariances, energies = jax.device_get(_calibrate(target.spec, target.params, jnp.asarray(tokens)))
-    return _Stream([np.asarray(c, np.float64) for c in covariances], energies)
+def _head_norms(attention: Params, seen: _Seen, heads: np.ndarray, full: ModelConfig, of_heads: Any) -> Params:
+    """Of queries and keys."""
+    if full.qk_norm == "none":
+        return {}
+    scales = {name: np.asarray(attention[name]["scale"], np.float64) for name in ("q_norm", "k_norm")}
+    if full.qk_norm == "each_head":
+        groups, features = full.num_kv_heads, full.head_dim
+        scales = {n: x.reshape(groups, -1, features)[heads].reshape(-1, features) for n, x in scales.items()}
+    if full.qk_norm == "projection":
+        # One norm of all heads' features: over fewer of them, the mean square is another.
+        for name, squares in (("q_norm", seen.queries), ("k_norm", seen.keys)):
+            kept = of_heads(np.asarray(squares, np.float64))
+            scales[name] = of_heads(scales[name]) * np.sqrt(kept.mean())
+    return {name: {"scale": scale} for name, scale in scales.items()}
+
+
+def _scale(norm: Params, settings: Norm) -> Float[np.ndarray, " D"]:
+    """What the normalised stream is multiplied by."""
+    return np.asarray(norm["scale"], np.float64) + settings.offset
+
+
+def _norm(scale: np.ndarray, settings: Norm) -> Params:
+    return {"scale": scale - settings.offset}
+
+
+def _times(matrix: Any, other: np.ndarray) -> np.ndarray:
+    """``matrix @ other`` in float32, of which ``matrix`` is never in float64 as a whole."""
+    pieces = [np.asarray(matrix[i : i + _ROWS], np.float64) @ other for i in range(0, len(matrix), _ROWS)]
+    return np.concatenate([piece.astype(np.float32) for piece in pieces])
+
+
+def _principal(target: Any, tokens: Int[np.ndarray, "B T"], size: int) -> Float[np.ndarray, "D d"]:
+    """Directions of the most energy over all that is read of the stream: orthonormal, the strongest first; for a
+    LayerNorm, one fewer, as coordinates that add up to zero."""
+    full, params = target.config, target.params
+    total, count = np.zeros((full.hidden_size, full.hidden_size)), 0
+    for seen in _seen(target, tokens, None):
+        total += np.asarray(seen.stream, np.float64)
+        count += 1
+    count = (count - 1) * (2 if full.residual == "sequential" else 1) + 1
+    head = whole(params["embedding"] if full.tie_embeddings else params["head"]["kernel"])
+    scale = _scale(whole(params["norm"]), full.norm)
+    # The head reads through the last norm's scale; its covariance stands for the directions that tell tokens apart.
+    covariance = np.zeros_like(total)
+    for begin in range(0, full.vocab_size, _ROWS):
+        part = slice(begin, begin + _ROWS)
+        read = np.asarray(head[part] if full.tie_embeddings else head[:, part].T, np.float64) * scale
+        covariance += read.T @ read
+    total += count * covariance * (len(covariance) / np.trace(covariance))
+    if full.norm.kind == "rms":
+        return np.linalg.eigh(total)[1][:, ::-1][:, :size]
+    without_mean = np.eye(full.hidden_size) - 1 / full.hidden_size
+    directions = np.linalg.eigh(without_mean @ total @ without_mean)[1][:, ::-1][:, : size - 1]
+    adding_to_zero = np.linalg.qr(np.column_stack([np.ones(size), np.eye(size)[:, 1:]]))[0][:, 1:]
+    return directions @ adding_to_zero.T
+
+
+def _seen(target: Any, tokens: Int[np.ndarray, "B T"], basis: Float[Array, "D d"] | None) -> Iterator[_Seen]:
+    """Of every layer in turn, then of what the head reads; without a ``basis`` `_Seen.stream`, with one the rest."""
+    full, params = target.config, target.params
+    x, contexts = whole(_enter(target.spec, params, jnp.asarray(tokens)))
+    contexts = dict(zip(dict.fromkeys(full.layers), contexts, strict=True))
+    for i in range(full.num_layers):
+        kind = full.layer(i)
+        x, seen = _through(full, kind, whole(params["layers"][i]), x, contexts[kind], basis)
+        yield jax.device_get(seen)
+    yield jax.device_get(jax.jit(_read, static_argnums=0)(full.norm, [x], basis))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _calibrate(spec: transformer.Model, params: Params, tokens: Int[Array, "B T"]):
-    module = spec.module(params)
+def _enter(spec: Model, params: Params, tokens: Int[Array, "B T"]):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    visible = jnp.tril(jnp.ones((1, tokens.shape[1], tokens.shape[1]), bool))
-    x = module.embedding[...][tokens]
-    (rope,) = spec.config.ropes
-    rotary = rotary_table(positions, rope, spec.config.head_dim, x.dtype, tokens.shape[1])
-    covariances, energies = [], []
-    # The forward pass again, layer by layer: the stream between attention and MLP is no output of the model.
-
-    def covariance(x: Float[Array, "B T D"]) -> Float[Array, "D D"]:
-        x = x.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + spec.config.norm.eps)
-        return jnp.einsum("btd,bte->de", x, x) / tokens.size
-
-    for block in module.layers:
-        covariances.append(covariance(x))
-        x = x + block.attention(transformer.normed(block.attention_norm, x), rotary, positions, None, visible)[0]
-        covariances.append(covariance(x))
-        neurons = block.mlp.neurons(transformer.normed(block.mlp_norm, x))
-        down = block.mlp.down_proj
-        energies.append(jnp.mean(jnp.square(neurons), axis=(0, 1)) * jnp.sum(jnp.square(down.kernel[...]), axis=1))
-        x = x + down(neurons)
-    return [*covariances, covariance(x)], energies
+    x, contexts = spec.module(params).enter(tokens, positions, None, None, None)
+    return x, [*contexts.values()]
 
 
-def _principal(covariances: list[np.ndarray], size: int) -> Float[np.ndarray, "D d"]:
-    """Orthonormal directions of the most energy over all the covariances, the strongest first."""
-    _, vectors = np.linalg.eigh(sum(covariances))
-    return vectors[:, ::-1][:, :size]
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _through(
+    config: ModelConfig,
+    kind: LayerKind,
+    layer: Params,
+    x: Float[Array, "B T D"],
+    context: Any,
+    basis: Float[Array, "D d"] | None,
+) -> tuple[Float[Array, "B T D"], _Seen]:
+    """`specjax.models.transformer.Block` part by part: what it reads and writes in between is none of its results."""
+    block, (rotary, visible) = block_of(config, kind, layer), context
+    read = normed(block.attention_norm, x)
+    streams, attended = [x], block.attention(read, rotary, None, None, visible)[0]
+    change = normed(block.attention_post_norm, attended)
+    if config.residual == "sequential":
+        x = block.add(x, change)
+        streams.append(x)
+        read = normed(block.mlp_norm, x)
+    neurons = block.mlp.neurons(read if config.residual != "parallel" else normed(block.mlp_norm, x))
+    fed = block.mlp.down_proj(neurons)
+    forward = normed(block.mlp_post_norm, fed)
+    after = block.add(x, forward if config.residual == "sequential" else change + forward)
+    seen = _read(config.norm, streams, basis)
+    if basis is None:
+        return after, seen
+    to_residual = jnp.sum(jnp.square(layer["mlp"]["down_proj"]["kernel"].astype(jnp.float32)), axis=1)
+    pairs = ((attended, "attention_post_norm"), (fed, "mlp_post_norm"))
+    found: dict[str, Any] = {
+        "neurons": jnp.mean(jnp.square(neurons.astype(jnp.float32)), axis=(0, 1)) * to_residual,
+        "written": jnp.stack([_written(config.norm, y, layer.get(name), basis) for y, name in pairs]),
+    }
+    if config.qk_norm == "projection":
+        queries, keys, _ = block.attention.projections(normed(block.attention_norm, streams[0]))
+        squares = [jnp.mean(jnp.square(_normalised(config.norm, y)), axis=(0, 1)) for y in (queries, keys)]
+        found |= dict(zip(("queries", "keys"), squares, strict=True))
+    return after, dataclasses.replace(seen, **found)
 
 
-def _normalised(covariance: np.ndarray) -> np.ndarray:
-    return covariance * (len(covariance) / np.trace(covariance))
+def _normalised(norm: Norm, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Without the norm's scale."""
+    x = x.astype(jnp.float32)
+    if norm.kind == "layer":
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + norm.eps)
 
 
-def _spread(layers: int, kept: int) -> list[int]:
-    """The first layer, the last one, and others evenly between them."""
-    return [0] if kept == 1 else [round(i * (layers - 1) / (kept - 1)) for i in range(kept)]
+def _read(norm: Norm, streams: list[Float[Array, "B T D"]], basis: Float[Array, "D d"] | None) -> _Seen:
+    normalised = [_normalised(norm, x) for x in streams]
+    if basis is None:
+        covariances = [jnp.einsum("btd,bte->de", x, x) / (x.shape[0] * x.shape[1]) for x in normalised]
+        return _Seen(stream=sum(covariances[1:], covariances[0]))
+    energies = [[jnp.sum(jnp.square(y)) for y in (jnp.einsum("btd,de->bte", x, basis), x)] for x in normalised]
+    return _Seen(kept=jnp.stack([inside / of_all for inside, of_all in energies]))
 
 
-def _check_llama(full: ModelConfig) -> None:
-    """Sizes, rotary settings, eps and tying may be any; everything else must be as in a Llama."""
-    norm, layers = Norm(eps=full.norm.eps), (LayerKind(full.layer(0).rope or Rope()),)
-    sizes = [field.name for field in dataclasses.fields(ModelConfig) if field.default is dataclasses.MISSING]
-    free = (*sizes, "max_positions", "tie_embeddings")
-    llama = ModelConfig(**{name: getattr(full, name) for name in free}, norm=norm, layers=layers)
-    others = [f.name for f in dataclasses.fields(full) if getattr(full, f.name) != getattr(llama, f.name)]
-    if others:
+def _written(norm: Norm, y: Float[Array, "B T D"], own: Params | None, basis: Float[Array, "D d"]) -> Float[Array, ""]:
+    if own is None:
+        return jnp.float32(0)
+    scaled = _normalised(norm, y) * (norm.offset + own["scale"].astype(jnp.float32))[None, None]
+    return jnp.mean(jnp.square(jnp.einsum("btd,de->bte", scaled, basis)))
+
+
+def check_cuttable(full: ModelConfig) -> None:
+    """Raises `ConfigError` with the reason for a target that nothing can be cut from."""
+    reasons = {
+        "its MLPs are mixtures of experts": full.experts is not None,
+        "its MLPs have no gate": not full.gated,
+        "its positions are learned": full.learned_positions,
+        "its norms have biases": full.norm.bias,
+        "its projections are fused": full.fused_projections,
+        "it has LayerNorms of what attention and MLP give": full.norm.kind == "layer" and full.norm.placement != "pre",
+    }
+    for reason in (text for text, holds in reasons.items() if holds):
         raise ConfigError(
-            f"draft.init: cuts a draft from a Llama-shaped target only, this one differs in {', '.join(others)}; "
-            "drop draft.init, or give the path of a draft"
+            f"draft.init: no draft can be cut from this target, {reason}; keep some of its layers "
+            "({kind: layers, keep: [...]}), drop draft.init, or give the path of a draft"
         )
 
 

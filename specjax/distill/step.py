@@ -6,6 +6,7 @@ Dims: B rows, T predicted positions.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import flax.struct
@@ -58,7 +59,7 @@ class _Given:
     """What no gradient of a step reaches."""
 
     target: Params
-    reference: Params
+    references: dict[str, Params]
     alpha: jax.Array
 
 
@@ -102,7 +103,7 @@ def make_update(
     optimizer: optax.GradientTransformation,
     spec: Any,
     rows: int,
-    reference: Trainable | None = None,
+    references: Mapping[str, Trainable] | None = None,
     *,
     skip: bool = False,
     compute_dtype: DTypeLike = jnp.float32,
@@ -111,13 +112,14 @@ def make_update(
     state: TrainState | None = None,
     tokens: TokenRows | None = None,
 ):
-    """The jitted step ``(state, target_params, batch, reference_params) -> (state, metrics)``; ``state`` is donated.
+    """The jitted step ``(state, target_params, batch, frozen) -> (state, metrics)``; ``state`` is donated.
 
     ``spec``: the target's static half, None where the loss needs no target or the batch brings its logits. The target's
     parameters are an argument: closed over, they would be compiled in as constants. Without ``spec`` they are None,
-    unless the draft shares some of them. ``rows``: of a microbatch, over all devices. ``reference``: the frozen draft
-    of a loss that compares with one, its parameters None without one. Loss, metrics and gradient are sums over all
-    predictions of the batch divided once by the sum of their weights, however it is cut up and wherever it lies.
+    unless the draft shares some of them. ``rows``: of a microbatch, over all devices. ``references``: the frozen drafts
+    that the loss compares with, by its names for them; ``frozen``: their parameters. Loss, metrics and gradient are
+    sums over all predictions of the batch divided once by the sum of their weights, however it is cut up and wherever
+    it lies.
     ``metrics["sound"]``: loss and gradient are finite. ``skip``: a step without that leaves parameters, optimizer,
     averages and running alpha as they were. ``compute_dtype``: of the draft's forward and backward pass. ``ema``: decay
     of ``state.average``. ``state``: over a mesh, one that lies where the step is to find and leave its states.
@@ -135,13 +137,14 @@ def make_update(
         # Cast before it is completed: what is the target's then takes the same dtype, without one in between.
         whole = completed(drafter, jax.tree.map(cast, params), given.target)
         out = drafter.train_output(whole, batch, target_out)
-        frozen = None if reference is None else reference.train_output(given.reference, batch, target_out)
+        others = (references or {}).items()
+        compared = {n: other.train_output(given.references[n], batch, target_out) for n, other in others}
         total, weights, overlaps = jnp.float32(0), jnp.float32(0), {}
         for j in range(out.logits.shape[2]):
             m = matched(out, teacher, batch.following, j, tokens)
             weight = out.share[j] * m.weight
-            compared = None if frozen is None else matched(frozen, teacher, batch.following, j, tokens).draft_logits
-            context = LossContext(given.alpha, weight, compared)
+            theirs = {n: matched(o, teacher, batch.following, j, tokens).draft_logits for n, o in compared.items()}
+            context = LossContext(given.alpha, weight, theirs)
             values = loss(m.draft_logits, m.teacher, m.tokens, context)
             # A prediction that does not count may have no finite loss.
             total += jnp.sum(jnp.where(weight > 0, weight * values, 0.0))
@@ -163,8 +166,8 @@ def make_update(
         own = x.reshape(shards, -1, rows // shards, *x.shape[1:])
         return own.swapaxes(0, 1).reshape(-1, rows, *x.shape[1:])
 
-    def update(state: TrainState, target_params: Params, batch: Batch, reference_params: Params = None):
-        given = _Given(target_params, reference_params, state.alpha)
+    def update(state: TrainState, target_params: Params, batch: Batch, frozen: dict[str, Params] | None = None):
+        given = _Given(target_params, frozen or {}, state.alpha)
         micro = jax.tree.map(microbatches, batch)
         first = jax.tree.map(lambda x: x[0], micro)
         if len(micro.tokens) == 1:

@@ -14,7 +14,8 @@ from specjax.distill.rows import Packed
 @dataclasses.dataclass(frozen=True)
 class Stock:
     """``name``: of the stage. ``directory``: where data that is made for it goes. ``text``: rows of the training text.
-    ``draft``: `LoadedModel`, as the stage begins with it. ``today``: of the run, for chat templates that ask."""
+    ``draft``: `LoadedModel`, as the stage begins with it. ``today``: of the run, for chat templates that ask.
+    ``needs_labels``: the loss does (`specjax.types.Loss`)."""
 
     name: str
     directory: Path
@@ -26,3 +27,4 @@ class Stock:
     on_bad: Literal["error", "skip"] = "error"
     bars: Bars = no_bars
     today: datetime.date | None = None
+    needs_labels: bool = True

@@ -20,6 +20,7 @@ from specjax.distill.distributed import by_first
 from specjax.distill.evaluate import evaluate
 from specjax.distill.layout import ONE_DEVICE, Layout
 from specjax.distill.log import LOG, Log, read_log
+from specjax.distill.losses import references_of
 from specjax.distill.on_policy import Sampler
 from specjax.distill.optimizer import make_optimizer, make_schedule
 from specjax.distill.profile import Profile
@@ -92,12 +93,13 @@ def train_stage(
     source = registry.build(registry.DATA, stage.data, f"{directory.name}: data")
     batches = Batches(train_rows, stage.batch_size, seed)
     batches = source.batches(batches, directory / "pools", sample, steps)
-    reference, reference_params = loss.bind(target) if hasattr(loss, "bind") else (None, None)
+    bound = references_of([loss], target)
+    references, frozen = ({name: pair[i] for name, pair in bound.items()} for i in (0, 1))
     made_from = (params, None if target is None else target.params, train_rows, held_out_rows)
     made_of = _fingerprint(stage, drafter, seed, *made_from)
     made_of["selection"] = fingerprint_of(decoding, stage)
-    if reference is not None:
-        made_of["reference_params"] = fingerprint.digest(reference_params)
+    if frozen:
+        made_of["reference_params"] = [fingerprint.digest(params) for params in frozen.values()]
     may_rise = {"stage.steps": functools.partial(_why_not_longer, directory, stage, source, batches)}
     by_first(lambda: fingerprint.claim(directory, made_of, may_rise))
     if steps == 0:
@@ -131,20 +133,20 @@ def train_stage(
             spec, teacher, batches = None, teacher if shares else None, Batches(kept, stage.batch_size, seed)
         options = {"skip": stage.skip_non_finite > 0, "compute_dtype": stage.compute_dtype, "ema": ema}
         options |= {"layout": layout, "state": state, "tokens": TokenRows.of(target)}
-        update = make_update(student, loss, optimizer, spec, rows, reference, **options)
+        update = make_update(student, loss, optimizer, spec, rows, references, **options)
 
         def batch(step: int) -> Batch:
             return layout.batch(batches.rows, batches.indices(step))
 
         # Compiled before the clock starts.
         batches.refresh(start, state.params, checkpoints.oldest)
-        update = update.lower(state, teacher, batch(start), reference_params).compile()
+        update = update.lower(state, teacher, batch(start), frozen).compile()
         with stop_requested() as stops, Profile(directory / "profile", stage.profile) as profile:
             record, timed, began = {}, start, time.perf_counter()
             for step in range(start + 1, steps + 1):
                 profile.before(step)
                 batches.refresh(step - 1, state.params, checkpoints.oldest)
-                state, metrics = update(state, teacher, batch(step - 1), reference_params)
+                state, metrics = update(state, teacher, batch(step - 1), frozen)
                 profile.after(step, state)
                 pending.append(metrics)
                 last = step == steps
@@ -277,7 +279,7 @@ def _refuse_non_finite(
     raise TrainingError(
         f"{directory}: step {number}: the loss is {metrics['loss']}, the gradient's norm {metrics['grad_norm']}"
         f"{passed}; rows {where} of the training data; {kept}; try an optimizer.learning_rate below "
-        f"{stage.optimizer.learning_rate:g}, more warmup_steps, or a higher skip_non_finite to leave such steps out"
+        f"{stage.optimizer.peak:g}, more warmup_steps, or a higher skip_non_finite to leave such steps out"
     )
 
 

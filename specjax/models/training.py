@@ -62,7 +62,7 @@ class TrainingModel(Model):
     def _through(self, layers: Params, x: Float[Array, "B T D"], contexts) -> Float[Array, "B T D"]:
         def block(kind: LayerKind, x, layer: Params):
             rotary, visible = contexts[kind]
-            x, _ = nnx.merge(_block(self.config, kind), nnx.State(layer))(x, rotary, None, None, visible)
+            x, _ = block_of(self.config, kind, layer)(x, rotary, None, None, visible)
             return self._placed(x)
 
         if self.remat:
@@ -87,6 +87,11 @@ class TrainingModel(Model):
 
     def _placed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return x if self.rows is None else jax.lax.with_sharding_constraint(x, self.rows)
+
+
+def block_of(config: ModelConfig, kind: LayerKind, layer: Params) -> Block:
+    """The NNX module of one layer that holds its parameters ``layer``."""
+    return nnx.merge(_block(config, kind), nnx.State(layer))
 
 
 @functools.lru_cache(maxsize=64)

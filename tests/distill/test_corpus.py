@@ -15,7 +15,7 @@ from specjax.distill.corpus import Part
 from specjax.errors import DataError
 
 
-def test_one_long_file_is_cut_at_line_ends_and_can_be_split(tmp_path):
+def test_one_long_file_is_cut_at_line_ends(tmp_path):
     lines = [f"line {i} of a long file\n" for i in range(20_000)]
     one_line = " ".join(map(str, range(8_000)))
     (tmp_path / "long.txt").write_text("".join(lines) + one_line)
@@ -23,10 +23,35 @@ def test_one_long_file_is_cut_at_line_ends_and_can_be_split(tmp_path):
     assert "".join(d.text for d in documents) == "".join(lines) + one_line
     assert max(len(d.text) for d in documents) <= 16_384
     assert all(d.text.endswith("\n") for d in documents if "line" in d.text and "7999" not in d.text)
-    train, held_out = corpus.split_held_out(documents, 0.2)
+
+
+def long_files(directory, count: int) -> str:
+    for number in range(count):
+        (directory / f"{number}.txt").write_text("".join(f"{number}: line {i}\n" for i in range(4_000)))
+    return str(directory)
+
+
+def file_of(document) -> str:
+    return document.name.rpartition(":")[0] or document.name
+
+
+@pytest.mark.parametrize("fraction", [0.2, 1e-9])
+def test_no_held_out_document_shares_a_file_with_what_is_trained_on(tmp_path, fraction):
+    documents = corpus.read_documents(long_files(tmp_path, 9))
+    assert len(documents) > 2 * 9
+    train, held_out = ({file_of(d) for d in side} for side in corpus.split_held_out(documents, fraction))
     assert train
     assert held_out
-    assert not {d.digest for d in train} & {d.digest for d in held_out}
+    assert not train & held_out
+    assert len(train | held_out) == 9
+
+
+def test_of_a_single_long_file_the_end_is_held_out_and_that_is_said(tmp_path, caplog):
+    documents = corpus.read_documents(long_files(tmp_path, 1))
+    train, held_out = corpus.split_held_out(documents, 0.4)
+    assert (train + held_out, len(held_out)) == (documents, round(0.4 * len(documents)))
+    assert "0.txt is the only document: its end is held out" in caplog.text
+    assert corpus.split_held_out(documents[:1], 0.4) == (documents[:1], [])
 
 
 def test_a_short_file_stays_whole(tmp_path):

@@ -6,16 +6,19 @@ import dataclasses
 import json
 import logging
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from specjax import registry
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
 from specjax.distill import generated, store
 from specjax.distill.continuations import Prompts, Sampled, prompts_of_file, prompts_of_text
 from specjax.distill.generated import Generated, make
+from specjax.distill.on_policy import Mixed, OnPolicy
 from specjax.distill.readers import Bad
 from specjax.distill.rows import Packed
 from specjax.distill.stock import Stock
@@ -179,6 +182,7 @@ def test_rows_of_generated_text_predict_what_the_target_said(whole, models, tmp_
     settings = dataclasses.replace(SETTINGS, path=str(whole[0]))
     target, draft = models
     stock = Stock("stage", tmp_path / "data", text_rows(), target, draft, 0.0, SEED)
+    judged = dataclasses.replace(stock, needs_labels=False)
     # Of another text: the directory is not of these prompts.
     with pytest.raises(TrainingError, match="other settings: prompts"):
         settings.rows(stock)
@@ -188,8 +192,32 @@ def test_rows_of_generated_text_predict_what_the_target_said(whole, models, tmp_
     sequences = made(tmp_path / "data", models, own, prompts_of_text(text_rows(), own))
     pieces = np.split(sequences.tokens, sequences.ends[:-1])
     assert predicted.tolist() == [t for piece, n in zip(pieces, sequences.prompts, strict=True) for t in piece[n:]]
+    rows = own.rows(judged)
+    predicted = np.concatenate([rows[i].following[rows[i].weight > 0] for i in range(len(rows))])
+    assert predicted.tolist() == [t for piece in pieces for t in piece[1:]]
     with pytest.raises(ConfigError, match=r"stage: prompt_tokens=3 and new_tokens=8 exceed data\.seq_len=10"):
         dataclasses.replace(SETTINGS, new_tokens=8).rows(stock)
+
+
+@pytest.mark.parametrize(
+    ("loss", "given", "expected"),
+    [
+        ("forward_kl", None, 1.0),
+        ({"kind": "adaspec", "reference": "there"}, None, 1.0),
+        ({"kind": "sum", "of": ["forward_kl", "lk_alpha"]}, None, 1.0),
+        ("cross_entropy", None, 0.25),
+        ({"kind": "sum", "of": ["forward_kl", {"kind": "cross_entropy", "weight": 0.1}]}, None, 0.25),
+        ("forward_kl", 0.5, 0.5),
+        ("cross_entropy", 0.5, 0.5),
+    ],
+)
+def test_a_prompt_counts_where_the_target_judges_it_and_no_text_is_taken_for_right(loss, given, expected):
+    """0.25 is what the run says of prompts in its text."""
+    needs = registry.build(registry.LOSSES, loss, "loss").needs_labels
+    stock = Stock("stage", Path("unused"), text_rows(), None, None, 0.25, SEED, needs_labels=needs)
+    rows = OnPolicy(prompt_tokens=3, new_tokens=5, prompt_weight=given).rows(stock)
+    assert isinstance(rows, Mixed)
+    assert rows.prompt_weight == Generated(prompt_weight=given).weight_of_prompts(stock) == expected
 
 
 def test_prompts_of_text_begin_documents_and_stay_inside_them():

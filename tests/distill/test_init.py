@@ -188,6 +188,66 @@ def test_a_gemma_without_windows_is_written_with_one_that_no_layer_has():
     assert written["layer_types"] == ["full_attention"]
 
 
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2}
+SIZES = {*SMALL, "head_dim"}
+
+
+def small(name: str, **changes) -> init.Initial:
+    """A draft of random weights for a target of that variant."""
+    config_of = read(VARIANTS[name])
+    target = LoadedModel(Model(config_of), {}, family=VARIANTS[name]["model_type"])
+    return initial_draft(settings(architecture=config.Architecture(**{**SMALL, **changes})), target, toys.rows(1))
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_draft_from_scratch_is_of_its_target_s_family(name, tmp_path):
+    full, initial = read(VARIANTS[name]), small(name)
+    found = initial.spec.config
+    assert {size: getattr(found, size) for size in SMALL} == SMALL
+    derived = {"layers", "experts", "attention_scale", "embedding_multiplier"}
+    for field in {f.name for f in dataclasses.fields(full)} - SIZES - derived:
+        assert getattr(found, field) == getattr(full, field), field
+    assert {dataclasses.replace(kind, dense=False) for kind in full.layers} >= set(found.layers)
+    assert set(found.ropes) <= set(full.ropes)
+    assert initial.family == {"mixtral": "mistral", "qwen3_moe": "qwen3"}.get(full_family(name), full_family(name))
+    save_model(LoadedModel(initial.spec, initial.params, family=initial.family), tmp_path / "draft")
+    again = load_model(tmp_path / "draft")
+    assert again.config == found
+    toys.assert_same(again.params, initial.params)
+
+
+def full_family(name: str) -> str:
+    return VARIANTS[name]["model_type"]
+
+
+def test_what_a_family_derives_from_its_sizes_is_that_of_the_draft():
+    gemma = small("gemma2", head_dim=8).spec.config
+    assert gemma.embedding_multiplier == 16**0.5
+    # The target divides scores by the root of 9, over heads of 12 features.
+    assert gemma.attention_scale == pytest.approx((9 * 8 / 12) ** -0.5)
+
+
+def test_a_draft_of_few_layers_keeps_one_that_sees_everything():
+    """The first and last layer of the target have windows."""
+    full, found = read(VARIANTS["gemma3"]), small("gemma3").spec.config
+    assert full.layer(0).window is not None
+    assert full.layer(3).window is not None
+    assert [found.layer(i).window is None for i in range(2)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gpt2", {"num_kv_heads": 1}, r"num_kv_heads=1, and .* a gpt2, as the target is one, has num_kv_heads=2"),
+        ("gpt2", {"head_dim": 12}, r"head_dim=12, and .* has head_dim=8"),
+        ("phi3-longrope-short", {"head_dim": 12}, r"no phi3 like the target: .*6 rotated pairs of features"),
+    ],
+)
+def test_sizes_that_the_family_cannot_have_are_refused(name, changes, message):
+    with pytest.raises(ConfigError, match=rf"draft\.architecture: .*{message}"):
+        small(name, **changes)
+
+
 @pytest.mark.parametrize("spec", ["target", {"kind": "pruned"}])
 def test_both_spellings_of_a_cut_draft_are_cut(spec, tiny_target, monkeypatch):
     cut = {"embedding": "cut"}

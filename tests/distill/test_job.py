@@ -23,6 +23,7 @@ from specjax.distill import figures, fingerprint, job, lock
 from specjax.distill.corpus import Document
 from specjax.distill.evaluate import Evaluation
 from specjax.distill.make_data import make_data
+from specjax.distill.on_policy import Mixed
 from specjax.errors import ConfigError, DataError, ModelError, TrainingError
 from specjax.models.hf import LoadedModel, load_model, save_model
 from tests.distill.toys import Interrupt
@@ -439,6 +440,8 @@ def test_a_draft_is_distilled_on_its_own_text(settings, tmp_path):
     run = on_data(settings(tmp_path / "run"), kind="on_policy", every=1)
     result = job.run(run)
     assert fingerprint.digest(result.draft_after.params) != fingerprint.digest(result.draft_before.params)
+    made_from = json.loads((tmp_path / "run" / "draft-distill" / "fingerprint.json").read_text())
+    assert made_from["train_rows"] == Mixed(result.prepared.train_rows, 1.0).digest  # prompts count: forward KL
     pools = sorted((tmp_path / "run" / "draft-distill" / "pools").glob("*.safetensors"))
     assert len(pools) == 2
     assert pools[0].read_bytes() != pools[1].read_bytes()

@@ -21,7 +21,7 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
 from specjax.distill import fingerprint
 from specjax.distill.layout import ONE_DEVICE
-from specjax.distill.on_policy import OnPolicy, draft_sampler
+from specjax.distill.on_policy import Mixed, OnPolicy, draft_sampler
 from specjax.distill.rows import Batches, Packed
 from specjax.distill.trainer import train_stage
 from specjax.errors import TrainingError
@@ -49,6 +49,11 @@ def text() -> Packed:
     return Packed(stream, np.arange(0, len(stream), 48), LENGTH)
 
 
+def mixed(prompt_weight: float = 1.0) -> Mixed:
+    """As many rows as the text has, until a pool is sampled."""
+    return Mixed(text(), prompt_weight)
+
+
 def sample(params, prompts, seeds, settings) -> list[list[int]]:
     """By the bigram draft, a token at a time."""
     table, bias = np.asarray(params["table"], np.float64), np.asarray(params["bias"], np.float64)
@@ -63,10 +68,12 @@ def sample(params, prompts, seeds, settings) -> list[list[int]]:
     return continuations
 
 
-def train(directory: Path, progress=None, sampler=sample, layout=ONE_DEVICE, **changes) -> Any:
+def train(
+    directory: Path, progress=None, sampler=sample, layout=ONE_DEVICE, prompt_weight: float = 1.0, **changes
+) -> Any:
     """12 steps of 4 rows, half of them on-policy, saved every 5: refreshed at 0, 4 and 8."""
     stage = toys.stage(**{"data": DATA, **changes})
-    start = (BigramDraft(), toys.bigram_params(1), toys.target(), text(), toys.rows(8, 1), 3)
+    start = (BigramDraft(), toys.bigram_params(1), toys.target(), mixed(prompt_weight), toys.rows(8, 1), 3)
     return train_stage(directory, stage, *start, progress, sampler, layout)
 
 
@@ -109,7 +116,7 @@ def test_a_restart_inside_a_period_samples_nothing_that_was_sampled(tmp_path):
 
 def batches(directory: Path, sampler=sample, **changes) -> Any:
     settings = OnPolicy(**{**DATA, **changes})
-    return settings.batches(Batches(text(), 4, 3), directory, sampler, STEPS)
+    return settings.batches(Batches(mixed(), 4, 3), directory, sampler, STEPS)
 
 
 def refreshed_pools() -> dict[int, list[list[int]]]:
@@ -144,8 +151,8 @@ def test_the_share_of_rows_is_exact_over_a_period_and_the_others_are_text(share,
         sampled, numbers = sampled + own.sum(), [*numbers, *indices[own]]
         np.testing.assert_array_equal(indices[~own], plain.indices(step)[~own])
         np.testing.assert_array_equal(batch.tokens[~own], plain[step].tokens[~own])
-        # Prompts of two tokens are masked, what the draft said is predicted, and no more.
-        np.testing.assert_array_equal(batch.weight[own], np.tile([0, 1, 1, 1, 1, 1, 1, 0], (own.sum(), 1)))
+        # The prompt's second token is predicted, what the draft said, and no more.
+        np.testing.assert_array_equal(batch.weight[own], np.tile([1, 1, 1, 1, 1, 1, 1, 0], (own.sum(), 1)))
     assert sampled == int(count * STEPS)
     # Each sequence once, in order.
     assert numbers == list(range(len(text()), len(text()) + sampled))
@@ -227,6 +234,11 @@ def test_a_stage_is_prolonged_where_its_last_pool_is_whole(tmp_path):
     train(tmp_path / "part", steps=10, **settings)
     with pytest.raises(TrainingError, match=r"steps \(10 then, 16 now\); data\.every=4 does not divide them"):
         train(tmp_path / "part", steps=16, **settings)
+
+
+def test_a_stage_whose_prompts_counted_otherwise_is_refused(uninterrupted):
+    with pytest.raises(TrainingError, match=r"other settings: train_rows \("):
+        train(uninterrupted[0], prompt_weight=0.0)
 
 
 def test_other_data_in_the_same_directory_is_refused(uninterrupted):

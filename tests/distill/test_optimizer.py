@@ -68,7 +68,7 @@ def test_the_default_is_clipped_adamw_with_a_cosine():
     """What runs have used before there was a choice: bit for bit."""
     settings = stage(steps=7, warmup_steps=2)
     o = settings.optimizer
-    schedule = optax.warmup_cosine_decay_schedule(0.0, o.learning_rate, 2, 7, o.final_scale * o.learning_rate)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, o.peak, 2, 7, o.final_scale * o.peak)
     mask = jax.tree.map(lambda x: x.ndim > 1, PARAMS)
     adamw = optax.adamw(schedule, b1=o.b1, b2=o.b2, weight_decay=o.weight_decay, mask=mask)
     reference, found = optax.chain(optax.clip_by_global_norm(o.clip_norm), adamw), make_optimizer(settings)

@@ -82,9 +82,9 @@ def test_a_step_compares_over_tokens_alone(online):
     spec, tokens = BigramTarget() if online else None, TokenRows.of(padded_target())
 
     def stepped(tokens, target_params, draft, reference):
-        update = make_update(BigramDraft(), built, optimizer, spec, 4, BigramDraft(), tokens=tokens)
+        update = make_update(BigramDraft(), built, optimizer, spec, 4, {"unread": BigramDraft()}, tokens=tokens)
         state = TrainState(draft, optimizer.init(draft), jnp.float32(0.3))
-        state, metrics = update(state, target_params, take(toys.rows(4), range(4)), reference)
+        state, metrics = update(state, target_params, take(toys.rows(4), range(4)), {"unread": reference})
         return jax.device_get((state.params, metrics))
 
     start = jax.device_get(padded(bigram_params(1), 14))

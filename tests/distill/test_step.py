@@ -20,7 +20,7 @@ from tests.distill.test_losses import kl64, log_softmax64, total_variation64
 from tests.distill.toys import BigramDraft, BigramTarget, bigram_params
 
 WEIGHTS = np.random.default_rng(5).choice([0.0, 0.25, 1.0, 3.0], (4, toys.LENGTH)).astype(np.float32)
-REFERENCE = bigram_params(2)
+REFERENCES = {"near": bigram_params(2), "far": bigram_params(3)}
 
 
 def uneven() -> Batch:
@@ -32,7 +32,8 @@ def uneven() -> Batch:
 def update_of(loss: str, rows: int, online: bool):
     """The step on a loss given as JSON, which a test of another batch can use again."""
     built = registry.build(registry.LOSSES, json.loads(loss), "loss")
-    return make_update(BigramDraft(), built, optax.sgd(1.0), BigramTarget() if online else None, rows, BigramDraft())
+    spec = BigramTarget() if online else None
+    return make_update(BigramDraft(), built, optax.sgd(1.0), spec, rows, {"near": BigramDraft(), "far": BigramDraft()})
 
 
 def stepped(loss, rows: int = 4, batch: Batch | None = None, online: bool = True, alpha: float = 0.3):
@@ -41,7 +42,7 @@ def stepped(loss, rows: int = 4, batch: Batch | None = None, online: bool = True
     state = TrainState(params, optax.sgd(1.0).init(params), jnp.float32(alpha))
     target = toys.target().params if online else None
     batch = uneven() if batch is None else batch
-    state, metrics = update_of(json.dumps(loss), rows, online)(state, target, batch, REFERENCE)
+    state, metrics = update_of(json.dumps(loss), rows, online)(state, target, batch, REFERENCES)
     return jax.device_get((state, metrics))
 
 
@@ -70,8 +71,8 @@ def test_uneven_weights_give_the_weighted_mean_and_its_gradient():
 
 def test_a_step_does_not_depend_on_its_microbatches():
     """With every loss that looks at more than the prediction."""
-    adaspec = {"kind": "adaspec", "reference": "unused", "of": "lk_lambda"}
-    loss = {"kind": "sum", "of": [adaspec, {"kind": "lk_alpha", "weight": 0.5}, "cross_entropy"]}
+    adaspec = [{"kind": "adaspec", "reference": name, "of": "lk_lambda"} for name in ("near", "far")]
+    loss = {"kind": "sum", "of": [*adaspec, {"kind": "lk_alpha", "weight": 0.5}, "cross_entropy"]}
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), stepped(loss, 4), stepped(loss, 1)
     )

@@ -183,10 +183,12 @@ def test_a_log_line_cut_short_by_a_kill_is_dropped(uninterrupted, tmp_path):
     assert without_speed(read_log(tmp_path / "stage")) == without_speed(read_log(uninterrupted[0]))
 
 
-def test_the_reference_draft_of_a_loss_is_part_of_what_a_stage_is(tmp_path, monkeypatch):
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_reference_draft_of_a_loss_is_part_of_what_a_stage_is(nested, tmp_path, monkeypatch):
     seed = 2
-    monkeypatch.setattr(AdaSPEC, "bind", lambda loss, target: (BigramDraft(), bigram_params(seed)))
+    monkeypatch.setattr(AdaSPEC, "bind", lambda loss, target: {loss.reference: (BigramDraft(), bigram_params(seed))})
     loss = {"kind": "adaspec", "reference": "elsewhere", "keep": 0.5}
+    loss = {"kind": "sum", "of": [{"kind": "sum", "of": [loss]}]} if nested else loss
     first = toys.train(tmp_path / "stage", loss=loss)
     assert read_log(tmp_path / "stage")[-1]["alpha"] > read_log(tmp_path / "stage")[1]["alpha"]
     assert_same(toys.train(tmp_path / "stage", loss=loss), first)

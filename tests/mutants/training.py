@@ -57,6 +57,7 @@ from tests.mutants.table import Patch, mutant, wrap
 
 LOSSES = {loss.kind: loss for loss in test_losses.DIVERGENCES}
 VALUE = test_losses.test_value_and_gradient_match_float64
+LARGE = test_losses.test_lk_alpha_pulls_in_a_large_vocabulary_where_hardly_anything_overlaps
 CACHED = test_losses.test_cached_logits_give_the_loss_over_their_tokens_and_one_bucket
 
 
@@ -82,12 +83,17 @@ def jensen_shannon_with_its_weights_swapped(patch):
 def log_of_the_mean_alpha_for_the_mean_of_the_logs(patch):
     def make(real):
         def mean(log_p, log_q):
-            alpha = real(log_p, log_q)
-            return jnp.broadcast_to(jnp.mean(alpha), alpha.shape)
+            alpha = jnp.exp(real(log_p, log_q))
+            return jnp.broadcast_to(jnp.log(jnp.mean(alpha)), alpha.shape)
 
         return mean
 
-    wrap(patch, losses, "overlap", make)
+    wrap(patch, losses, "log_overlap", make)
+
+
+@mutant("loss", LARGE, cached=None)
+def lk_alpha_with_a_floor(patch):
+    wrap(patch, losses, "log_overlap", lambda real: lambda *laws: jnp.log(jnp.maximum(jnp.exp(real(*laws)), 1e-5)))
 
 
 @mutant("loss", VALUE, loss=LOSSES["lk_lambda"], case="generic")
@@ -154,8 +160,8 @@ def token_of_the_tail_without_its_own_probability(patch):
 @mutant("loss", test_losses.test_adaspec_chooses_in_each_row_alone)
 def adaspec_chooses_in_the_whole_microbatch(patch):
     def make(real):
-        def flat(scores, counts, share):
-            return real(scores.reshape(1, -1), counts.reshape(1, -1), share).reshape(scores.shape)
+        def flat(scores, weight, share):
+            return real(scores.reshape(1, -1), weight.reshape(1, -1), share).reshape(scores.shape)
 
         return flat
 

@@ -41,7 +41,8 @@ class Tensor:
 class Family:
     """One Hugging Face model type. ``tensors``: our parameter path -> where it is stored. ``prefix``: how stored names
     begin, left out in some files. ``others``: patterns of names that are not its weights, such as the buffers of older
-    versions. ``saved_as``: the model type to save as, where it is another one."""
+    versions. ``saved_as``: the model type to save as, where it is another one. ``dense``: the model type of the
+    same layers with a plain MLP, where these have experts."""
 
     model_type: str
     architecture: str
@@ -51,6 +52,7 @@ class Family:
     prefix: str = ""
     others: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     saved_as: str | None = None
+    dense: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,4 +56,5 @@ MIXTRAL = Family(
             for ours, theirs in _EXPERTS.items()
         },
     },
+    dense="mistral",
 )

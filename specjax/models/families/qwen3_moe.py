@@ -69,4 +69,5 @@ QWEN3_MOE = Family(
             for name in ("gate_proj", "up_proj", "down_proj")
         },
     },
+    dense="qwen3",
 )

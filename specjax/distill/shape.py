@@ -1,0 +1,63 @@
+"""The configuration of a draft that is of its target's family, in other sizes: rotary settings, norms, activations,
+biases, tying and whatever else its layers are made of are the target's, so that the draft is served as its target is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from specjax import config as config_lib
+from specjax.errors import ConfigError
+from specjax.models.config import LayerKind, ModelConfig
+from specjax.models.families import Settings, family_of
+from specjax.models.families.settings import same_or_each
+from specjax.models.hf import LoadedModel, check_saveable
+
+_WHERE = "draft.architecture"
+
+
+def resized(
+    target: LoadedModel, shape: config_lib.Architecture, head_dim: int | None = None
+) -> tuple[ModelConfig, str]:
+    """(the configuration, the Hugging Face model type it is saved as). A draft of a mixture of experts is of the family
+    whose layers are the same without them. ``head_dim``: where ``shape`` gives none; None: hidden_size / num_heads.
+
+    Raises `ConfigError` for sizes that the family cannot have.
+    """
+    full, family = target.config, family_of(target.family, _WHERE)
+    if full.experts is not None and family.dense is not None:
+        family = family_of(family.dense, _WHERE)
+    sizes: dict[str, Any] = dataclasses.asdict(shape)
+    sizes["head_dim"] = shape.head_dim or head_dim or shape.hidden_size // shape.num_heads
+    kinds = [dataclasses.replace(kind, dense=False) for kind in _kinds(full, shape.num_layers)]
+    scale = full.attention_scale and full.attention_scale * (full.head_dim / sizes["head_dim"]) ** 0.5
+    changes = {**sizes, "layers": same_or_each(kinds), "attention_scale": scale, "experts": None}
+    try:
+        wanted = dataclasses.replace(full, **changes)
+        # What a family derives from its sizes, such as a multiplier of the embedding, is derived anew.
+        model = family.read_config(Settings(family.write_config(wanted), "config.json"))
+        check_saveable(family.model_type, model)
+    except ValueError as error:
+        raise ConfigError(f"{_WHERE}: no {family.model_type} like the target: {error}; give other sizes") from None
+    for name, size in sizes.items():
+        if getattr(model, name) != size:
+            raise ConfigError(
+                f"{_WHERE}: {name}={size}, and with its other sizes a {family.model_type}, as the target is one, has "
+                f"{name}={getattr(model, name)}; set that"
+            )
+    return model, family.model_type
+
+
+def spread(layers: int, kept: int) -> list[int]:
+    """The first layer, the last one, and others evenly between them."""
+    return [0] if kept == 1 else [round(i * (layers - 1) / (kept - 1)) for i in range(kept)]
+
+
+def _kinds(full: ModelConfig, count: int) -> list[LayerKind]:
+    """Those of the target's layers that `spread` names; where it names none that sees everything, the last is one."""
+    kinds = [full.layer(i) for i in spread(full.num_layers, count)]
+    seeing = [kind for kind in full.layers if kind.window is None and kind.rope is not None]
+    if seeing and not set(seeing) & set(kinds):
+        kinds[-1] = seeing[-1]
+    return kinds
