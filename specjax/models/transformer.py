@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models.cache import KVCache, fold, unfold
 from specjax.models.config import LayerKind, ModelConfig
-from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm, matrix_product, soft_capped
+from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm, soft_capped, wide_matrix_product
 from specjax.models.rotary import rotary_table
 from specjax.types import Output, Params
 
@@ -126,11 +126,12 @@ class Transformer(nnx.Module):
         return x, {k: (None if k.rope is None else tables[k.rope], visible[k.window]) for k in kinds}
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """In float32, whatever the weights are in."""
         config = self.config
         if config.tie_embeddings:
-            logits = matrix_product(x.reshape(-1, x.shape[-1]), self.embedding[...].T).reshape(*x.shape[:2], -1)
+            logits = wide_matrix_product(x.reshape(-1, x.shape[-1]), self.embedding[...].T).reshape(*x.shape[:2], -1)
         else:
-            logits = self.head(x)
+            logits = self.head(x, wide=True)
         if config.logit_multiplier != 1:
             logits = logits * config.logit_multiplier
         return soft_capped(logits, config.logit_soft_cap)
