@@ -271,7 +271,7 @@ class AdaSPEC:
         from specjax.drafters.draft_model import DraftModel
         from specjax.models import hf, vocabulary
 
-        draft = hf.load_model(self.reference)
+        draft = hf.load_model(self.reference, "float32")
         vocabulary.check_same_vocabulary(target, draft)
         return DraftModel(draft.spec), draft.params
 

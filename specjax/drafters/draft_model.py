@@ -20,7 +20,8 @@ from specjax.types import Batch, Context, Draft, DraftOutput, Output, Params, Ve
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel:
-    """``model``: a path in a config, a `LoadedModel` in Python; after `bind`, its static spec."""
+    """``model``: a path in a config, whose weights are cast to the target's dtype, or a `LoadedModel` in Python; after
+    `bind`, its static spec."""
 
     model: Any
     k: Annotated[int, Field(ge=1, le=64)] = 5
@@ -30,7 +31,7 @@ class DraftModel:
         """Raises `ModelError` if the vocabularies differ (`specjax.models.vocabulary`)."""
         from specjax.models import hf, vocabulary
 
-        draft = hf.load_model(self.model) if isinstance(self.model, str) else self.model
+        draft = hf.load_model(self.model, str(target.dtype)) if isinstance(self.model, str) else self.model
         vocabulary.check_same_vocabulary(target, draft)
         layout = draft.layout()
         return dataclasses.replace(self, model=layout.spec), layout.params
