@@ -104,7 +104,7 @@ def _measure(target: Any, tokens: Int[np.ndarray, "B T"]) -> _Stream:
 @functools.partial(jax.jit, static_argnums=0)
 def _calibrate(spec: transformer.Model, params: Params, tokens: Int[Array, "B T"]):
     module = spec.module(params)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
     visible = jnp.tril(jnp.ones((1, tokens.shape[1], tokens.shape[1]), bool))
     x = module.embedding[...][tokens]
     (rope,) = spec.config.ropes

@@ -143,7 +143,7 @@ def _visible(positions, slots, cache, mask) -> Bool[Array, "B T S"]:
     if cache is None:
         causal = jnp.tril(jnp.ones((fed, fed), bool))[None]
         return causal if mask is None else mask
-    key_slot = jnp.arange(cache.num_slots)[None, None]
+    key_slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
     if mask is None:
         return key_slot <= slots[..., None]
     inside = key_slot - slots[:, :1, None]
@@ -155,7 +155,7 @@ def _within(window: int, positions, slots, cache) -> Bool[Array, "B T S"]:
     """Keys fewer than ``window`` positions back. Before the block, a key's position is its slot."""
     keys = positions
     if cache is not None:
-        inside = jnp.arange(cache.num_slots)[None] - slots[:, :1]
+        inside = jnp.arange(cache.num_slots, dtype=jnp.int32)[None] - slots[:, :1]
         fed = jnp.take_along_axis(positions, jnp.clip(inside, 0, positions.shape[1] - 1).astype(jnp.int32), axis=1)
         keys = jnp.where(inside < 0, jnp.arange(cache.num_slots, dtype=positions.dtype)[None], fed)
     return positions[..., None] - keys[:, None] < window
