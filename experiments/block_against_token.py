@@ -41,7 +41,7 @@ def main() -> None:
     args = parser.parse_args()
     config = load_config(args.config, args.overrides)
     prepared = job.prepare(config)
-    draft = load_model(str(Path(config.out) / "draft"))
+    draft = load_model(str(Path(config.out) / "draft"), "float32")
     settings = config.bench
     prompts = held_out_prompts(prepared.corpus.held_out, prepared.target, settings.prompt_tokens, args.prompts)
     rows = []

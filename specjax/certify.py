@@ -8,13 +8,18 @@ the target alone would give. Three checks of the real decoder, none of which tru
 
 For the coupled rule also its promise: the output of plain sampling, token for token. A lossy rule gets the distance
 that it costs in place of a test.
+
+In a precision below float32 a logit depends on the shape of the pass that computes it. There the exact law is that of
+passes of the decoder's own shape (`specjax.decode.forced`), how far the shapes lie apart is measured first and judged
+by a check of its own, and two choices differ if the margin exceeds what two passes that far apart explain.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,11 +29,12 @@ from scipy import optimize, stats
 
 from specjax import sampling as sampling_lib
 from specjax.config import Certify
+from specjax.decode import forced
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import NUMBERS, prepare
 from specjax.decode.result import check_finite
 from specjax.drafters.draft_model import DraftModel
-from specjax.errors import DataError
+from specjax.models.vocabulary import unused_ids
 from specjax.testing.references import softmax
 from specjax.testing.target_law import TargetLaw, margin
 from specjax.types import Drafter, Verifier
@@ -88,22 +94,19 @@ def certify(
     tick: Tick = lambda: None,
 ) -> Certificate:
     """``prompts``: at least four. ``sampling``: arguments of `Decoder.generate`, without the temperature."""
-    low = next((str(x.dtype) for x in jax.tree.leaves(target.params) if x.dtype.itemsize < 4), None)
-    if low is not None:
-        raise DataError(
-            f"target.dtype: {low}; there passes of one token and of a block round apart and no limit would be sharp: "
-            "certify with target.dtype=float32, and see `specjax numerics` for what the dtype changes"
-        )
     # What cannot be decoded is refused before anything is.
     prepare(target, drafter.k, prompts, settings.new_tokens, 0, True, {**sampling, "temperature": settings.temperature})
     context = Subject(target, drafter, verifier, prompts, sampling, settings, seed, tick)
     checks = [greedy_identity(context)]
+    if context.drift is not None:
+        checks.insert(0, logit_drift(context.drift, settings))
     if verifier.noise != "none":
         checks += [sampled_law(context), self_acceptance(context)]
     if verifier.noise == "coupled":
         checks.append(coupled_identity(context))
     subject = {
         "target": target.name,
+        "dtype": context.low or "float32",
         "drafter": drafter.kind,
         "k": drafter.k,
         "verifier": verifier.kind,
@@ -142,6 +145,34 @@ class Subject:
         self.sampling, self.settings, self.seed, self.tick = dict(sampling), settings, seed, tick
         self.plain, self.fast = Decoder(target, None, verifier), Decoder(target, drafter, verifier)
         self.law = TargetLaw(target, self.sampling, settings.new_tokens)
+        self.low = next((str(x.dtype) for x in jax.tree.leaves(target.params) if x.dtype.itemsize < 4), None)
+        """The target's precision if it is below float32."""
+
+    @functools.cached_property
+    def greedy_output(self) -> list[list[int]]:
+        """Of the autoregressive loop, all prompts at once."""
+        return self.generate(self.plain, self.prompts).tokens
+
+    @functools.cached_property
+    def drift(self) -> Drift | None:
+        """None in float32, where limits are absolute."""
+        return None if self.low is None else _measure_drift(self)
+
+    def allowed(self, temperature: float = 1.0) -> float:
+        """The largest gap of two logits, at ``temperature``, that rounding may close."""
+        moved = 0.0 if self.drift is None else 2 * self.drift.blocks / temperature
+        return max(self.settings.margin, moved)
+
+    def passes(self, prompts: Sequence[list[int]], outputs: Sequence[list[int]], fed: int) -> list[np.ndarray]:
+        """Logits that choose ``outputs``, by the passes of decoding over blocks of ``fed`` tokens, all rows at once."""
+        engine, params = self.plain.engine(True, len(prompts))
+        return forced.output_logits(engine.target, params.target, prompts, outputs, fed)
+
+    def logits(self, prompts: Sequence[list[int]], outputs: Sequence[list[int]]) -> Iterable[np.ndarray]:
+        """Of the target before each token of ``outputs``, ``[N, V]`` a row."""
+        if self.low is not None:
+            return self.passes(prompts, outputs, self.drafter.k + 1)
+        return map(self.law.logits, prompts, outputs)
 
     def generate(self, decoder: Decoder, prompts: Sequence[list[int]], **options: Any) -> Any:
         options = {"max_new_tokens": self.settings.new_tokens, "ignore_eos": True, **self.sampling, **options}
@@ -152,8 +183,7 @@ class Subject:
 
 def greedy_identity(context: Subject) -> Check:
     """Batch 1 and all prompts at once, against the autoregressive loop."""
-    prompts, differences = context.prompts, []
-    want = context.generate(context.plain, prompts).tokens
+    prompts, differences, want = context.prompts, [], context.greedy_output
     context.tick()
     together = context.generate(context.fast, prompts).tokens
     alone = [context.generate(context.fast, [prompt]).tokens[0] for prompt in prompts]
@@ -162,11 +192,66 @@ def greedy_identity(context: Subject) -> Check:
             at = _first_difference(a, b)
             if at is not None:
                 # Infinite where one of them went on after the other's stop token.
-                gap = context.law.greedy_margin(prompts[i], b, at) if at < len(b) else np.inf
+                gap = _greedy_margin(context, prompts[i], b, at) if at < len(b) else np.inf
                 differences.append({"prompt": i, "batch_size": size, "position": at, "margin": gap})
     context.tick()
     count = sum(map(len, want))
-    return _identity("greedy identity", differences, 2 * count, context.settings.margin)
+    return _identity("greedy identity", differences, 2 * count, context.allowed())
+
+
+def _greedy_margin(context: Subject, prompt: list[int], output: list[int], at: int) -> float:
+    [logits] = context.logits([prompt], [output])
+    return margin(context.law.transformed(logits[at], prompt, output[:at], 1.0, cuts=False))
+
+
+@dataclasses.dataclass(frozen=True)
+class Drift:
+    """How far logits lie apart by the shape of the pass, along the greedy output of the autoregressive loop.
+    ``blocks``: the largest difference between its single tokens and blocks; ``whole``: and whole sequences without a
+    cache; ``total_variation``: between the laws, its mean, the largest of all shapes; ``choices``: the share of
+    positions at which one of them would choose another token."""
+
+    dtype: str
+    blocks: float
+    whole: float
+    total_variation: float
+    choices: float
+
+
+def _measure_drift(context: Subject) -> Drift:
+    prompts, outputs, fed = context.prompts, context.greedy_output, context.drafter.k + 1
+    single, t = context.passes(prompts, outputs, 1), context.settings.temperature
+
+    def law(logits: np.ndarray, row: int, j: int) -> np.ndarray:
+        return context.law.transformed(logits[j], prompts[row], outputs[row][:j], t, cuts=False)
+
+    def apart(found: Iterable[np.ndarray]) -> tuple[float, float, float]:
+        moved, distances, others = [], [], []
+        for row, (a, b) in enumerate(zip(single, found, strict=True)):
+            for j in range(len(a)):
+                x, y = law(a, row, j), law(b, row, j)
+                possible = np.isfinite(x)
+                moved.append(t * np.abs(x[possible] - y[possible]).max())
+                distances.append(np.abs(softmax(x) - softmax(y)).sum() / 2)
+                others.append(x.argmax() != y.argmax())
+        return float(np.max(moved)), float(np.mean(distances)), float(np.mean(others))
+
+    together = apart(context.passes(prompts, outputs, fed))
+    alone = apart(context.passes([p], [o], fed)[0] for p, o in zip(prompts, outputs, strict=True))
+    whole = apart(map(context.law.logits, prompts, outputs))
+    _, distances, choices = (max(values) for values in zip(together, alone, whole, strict=True))
+    return Drift(context.low or "float32", max(together[0], alone[0]), whole[0], distances, choices)
+
+
+def logit_drift(drift: Drift, settings: Certify) -> Check:
+    """What other shapes of a pass change: no more than the distance that the certificate is to find."""
+    summary = (
+        f"{drift.dtype}: logits of blocks within {drift.blocks:.2g} of those of single tokens, of whole sequences "
+        f"within {drift.whole:.2g}; mean total variation up to {drift.total_variation:.2g} (allowed "
+        f"{settings.total_variation:g}), {drift.choices:.2%} other choices"
+    )
+    details = {**dataclasses.asdict(drift), "allowed": settings.total_variation}
+    return Check("logit drift", drift.total_variation <= settings.total_variation, summary, details)
 
 
 def coupled_identity(context: Subject) -> Check:
@@ -180,13 +265,14 @@ def coupled_identity(context: Subject) -> Check:
         if at is not None:
             gap = np.inf
             if at < len(b):
-                law = context.law.transformed(context.law.logits(prompts[i], b)[at], prompts[i], b[:at], t)
+                [logits] = context.logits([prompts[i]], [b])
+                law = context.law.transformed(logits[at], prompts[i], b[:at], t)
                 words = jnp.asarray([[want.seeds[i] >> 32, want.seeds[i] & 0xFFFFFFFF]], jnp.uint32)
                 position = jnp.asarray([len(prompts[i]) + at], jnp.int32)
                 gap = margin(law + np.asarray(sampling_lib.coupled_noise(words, position, 0, len(law)).gumbel[0, 0]))
             differences.append({"prompt": i, "position": at, "margin": gap})
     context.tick()
-    return _identity("coupled identity", differences, sum(map(len, want.tokens)), context.settings.margin)
+    return _identity("coupled identity", differences, sum(map(len, want.tokens)), context.allowed(t))
 
 
 def self_acceptance(context: Subject) -> Check:
@@ -200,9 +286,11 @@ def self_acceptance(context: Subject) -> Check:
     drafted, accepted = sum(s.drafted for s in counts), sum(s.accepted for s in counts)
     context.tick()
     # Passes of one token and of a block round differently: p / q is 1 up to about 1e-5, and a draw may fall between.
-    passed = drafted - accepted <= max(2, 0.001 * drafted) if context.verifier.lossless else None
+    rate = 0.001 if context.drift is None else 0.001 + 2 * max(context.drift.total_variation, context.drift.choices)
+    passed = drafted - accepted <= max(2, rate * drafted) if context.verifier.lossless else None
     summary = f"{accepted:,} of {drafted:,} draft tokens accepted with the target as its own draft"
-    return Check("self acceptance", passed, summary, {"drafted": drafted, "accepted": accepted})
+    details = {"drafted": drafted, "accepted": accepted, "allowed_rejection_rate": rate}
+    return Check("self acceptance", passed, summary, details)
 
 
 def sampled_law(context: Subject) -> Check:
@@ -210,7 +298,7 @@ def sampled_law(context: Subject) -> Check:
     eight groups of ranks by two halves of the vocabulary. Given the prefix the counts have mean and covariance of one
     draw from that law, so that their sum over all tokens, whatever the prefixes, gives a chi-square statistic."""
     settings, observed = context.settings, np.zeros(CELLS)
-    expected, covariance, outside, tokens = np.zeros(CELLS), np.zeros((CELLS, CELLS)), [], 0
+    expected, covariance, outside, moved, tokens = np.zeros(CELLS), np.zeros((CELLS, CELLS)), [], [], 0
     size, calls = sample_size(settings), _calls(settings)
     for call in range(20 * calls):  # more than planned where stop tokens end rows early
         if tokens >= size:
@@ -219,11 +307,18 @@ def sampled_law(context: Subject) -> Check:
             context.prompts[(call * settings.batch_size + i) % len(context.prompts)] for i in range(settings.batch_size)
         ]
         options = {"temperature": settings.temperature, "seed": context.seed + 1 + call}
-        for prompt, new in zip(rows, context.generate(context.fast, rows, **options).tokens, strict=True):
-            for j, logits in enumerate(context.law.logits(prompt, new)):
+        if context.low is not None:  # what the program that draws says of its own law
+            options["logprobs"] = "raw"
+        result = context.generate(context.fast, rows, **options)
+        found = zip(rows, result.tokens, context.logits(rows, result.tokens), strict=True)
+        for i, (prompt, new, by_token) in enumerate(found):
+            if result.logprobs is not None:
+                moved += _moved(context, by_token, new, result.logprobs[i])
+            for j, logits in enumerate(by_token):
                 law = context.law.transformed(logits, prompt, new[:j], settings.temperature)
                 p = softmax(law)
-                if p[new[j]] == 0 and (gap := _outside_by(context, logits, law, prompt, new, j)) > _EDGE:
+                if p[new[j]] == 0:
+                    gap = _outside_by(context, logits, law, prompt, new, j)
                     outside.append({"token": int(new[j]), "position": j, "gap": gap})
                 cell = _cells(p)
                 mass = np.bincount(cell, p, CELLS)
@@ -233,6 +328,8 @@ def sampled_law(context: Subject) -> Check:
                 tokens += 1
         if call < calls:
             context.tick()
+    edge = max([_EDGE, context.allowed(settings.temperature), *(2 * x / settings.temperature for x in moved)])
+    outside = [found for found in outside if found["gap"] > edge]
     statistic, freedom = _chi_square(observed - expected, covariance, expected)
     p_value = float(stats.chi2.sf(statistic, freedom)) if freedom else 1.0  # everything in one cell
     off, noise = np.abs(observed - expected).sum() / 2 / tokens, _noise_floor(covariance) / tokens
@@ -245,12 +342,19 @@ def sampled_law(context: Subject) -> Check:
         "total_variation": float(off),
         "total_variation_of_exact_sampling": float(noise),
         "outside_the_support": outside[:20],
+        "log_probability_moved": float(np.mean(moved)) if moved else 0.0,
     }
     distance = f"total variation over {CELLS} cells {off:.4f} (exact sampling of as many: about {noise:.4f})"
     if not context.verifier.lossless:
         return Check("sampled law", None, f"{tokens:,} tokens: {distance}", details)
-    passed = p_value >= settings.level and not outside and tokens >= size
+    # E_p |log p - log p'| is twice the total variation of laws that are near.
+    agrees = details["log_probability_moved"] <= 2 * settings.total_variation
+    passed = p_value >= settings.level and not outside and tokens >= size and agrees
     summary = f"{tokens:,} tokens: p = {p_value:.3g}, {distance}"
+    if moved:
+        summary += (
+            f"; log-probabilities differ from the decoder's own by {details['log_probability_moved']:.2g} on average"
+        )
     if outside:
         summary += f"; {len(outside)} tokens of probability zero"
     if tokens < size:
@@ -277,6 +381,14 @@ def _cells(p: np.ndarray) -> np.ndarray:
     rank[np.argsort(-p, kind="stable")] = np.arange(len(p))
     half = (np.arange(len(p), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) & np.uint64(1)
     return 2 * np.searchsorted(_RANKS, rank, side="right") + half.astype(np.int64)
+
+
+def _moved(context: Subject, logits: np.ndarray, new: Sequence[int], own: Sequence[float]) -> list[float]:
+    """Between the log-probability of each token and its ``own``, that the program which drew it reports."""
+    known = logits.astype(np.float64)
+    known[:, unused_ids(context.target)] = -np.inf
+    known = known[np.arange(len(new)), new] - np.logaddexp.reduce(known, axis=-1)
+    return np.abs(known - np.asarray(own)).tolist()
 
 
 def _outside_by(context: Subject, logits, law, prompt, new, j: int) -> float:

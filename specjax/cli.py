@@ -134,7 +134,10 @@ def generate(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     verifier: Annotated[str, typer.Option(help="Which part of a block is kept.")] = "speculative",
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = False,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights.")] = "float32",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of the weights.", show_default="float32 on CPU, bfloat16 on accelerators"),
+    ] = None,
     check_finite: Annotated[bool, typer.Option("--check-finite", help="Refuse NaN and infinite weights.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of text; of one prompt with its latencies.")

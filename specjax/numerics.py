@@ -11,7 +11,6 @@ Dims: P prompts, T tokens (prompt and output), N output tokens, B rows of a pass
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,12 +23,12 @@ from jaxtyping import Float, Int
 
 from specjax import backend
 from specjax.config import RunConfig
+from specjax.decode import forced
 from specjax.decode.decoder import Decoder
 from specjax.distill import job
 from specjax.distill.measure import held_out_prompts
 from specjax.distill.progress import Bars, no_bars
 from specjax.errors import DataError
-from specjax.models import cache as cache_lib
 from specjax.models.hf import LoadedModel
 from specjax.models.vocabulary import unused_ids
 
@@ -91,47 +90,18 @@ def output_logits(
     model: LoadedModel, tokens: Int[np.ndarray, "P T"], start: int, path: ForwardPath
 ) -> Float[np.ndarray, "P N V"]:
     """float32 logits that choose ``tokens[:, start:]``, computed along ``path``; ``start`` is the prompts' length."""
-    count = len(tokens)
-    if path.fed is None:
-        run = model.logits
-        take = slice(start - 1, -1)
-    else:
-        spec, params = backend.decode_layout(model.spec, model.params)
-        run = functools.partial(_cached_passes(spec, path.fed, start), params)
-        take = slice(0, tokens.shape[1] - start)
+    count, fed = len(tokens), path.fed
+    spec, params = (model.spec, model.params) if fed is None else backend.decode_layout(model.spec, model.params)
+
+    def run(rows) -> Any:
+        if fed is None:
+            return np.asarray(model.logits(rows))[:, start - 1 : -1]
+        return forced.output_logits(spec, params, rows[:, :start], rows[:, start:], fed)
+
     filled = np.stack([*tokens, *itertools.islice(itertools.cycle(tokens), -count % path.rows)])
-    batches = [np.asarray(run(filled[i : i + path.rows]))[:, take] for i in range(0, len(filled), path.rows)]
-    logits = np.concatenate(batches)[:count]
+    logits = np.concatenate([run(filled[i : i + path.rows]) for i in range(0, len(filled), path.rows)])[:count]
     logits[..., unused_ids(model)] = np.finfo(np.float32).min  # never chosen, and no drift
     return logits
-
-
-@functools.cache
-def _cached_passes(spec: Any, fed: int, start: int):
-    """Jitted ``(params, tokens[B, T]) -> logits[B, N or a little more, V]``: fills the cache with the prompts, then
-    feeds ``fed`` tokens a pass, from the last one of the prompt on, as the engine does."""
-
-    def run(params, tokens):
-        batch, length = tokens.shape
-        passes = -(-(length - start) // fed)
-        slots = start - 1 + passes * fed
-        tokens = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, max(slots - length, 0))))
-
-        def feed(cache, first, size):
-            at = jnp.broadcast_to(first + jnp.arange(size, dtype=jnp.int32)[None], (batch, size))
-            return spec(params, jax.lax.dynamic_slice_in_dim(tokens, first, size, axis=1), at, at, cache)
-
-        def one(cache, first):
-            out = feed(cache, first, fed)
-            return out.cache, out.logits.astype(jnp.float32)
-
-        cache = spec.init_cache(batch, slots + 1, cache_lib.dtype_for(params))
-        cache = cache_lib.with_total(cache, jnp.full((batch,), length))
-        cache = cache_lib.fold(feed(cache, 0, start).cache)
-        _, logits = jax.lax.scan(one, cache, start - 1 + fed * jnp.arange(passes, dtype=jnp.int32))
-        return logits.swapaxes(0, 1).reshape(batch, passes * fed, -1)
-
-    return jax.jit(run, compiler_options=backend.compiler_options(decoding=True))
 
 
 def compare(

@@ -17,7 +17,9 @@ from specjax.config import Certify
 from specjax.decode import engine as engine_lib
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
-from specjax.errors import DataError
+from specjax.models.config import ModelConfig
+from specjax.models.hf import LoadedModel
+from specjax.models.transformer import Model
 from specjax.testing.toys import prefix_model, related
 from specjax.types import Draft
 from specjax.verifiers.block import Block
@@ -25,6 +27,7 @@ from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.speculative import Speculative
 from specjax.verifiers.top_k import TopK
 from tests.mutants.drafters import draft_cache_misses_the_last_accepted_token
+from tests.mutants.engine import cache_advanced_over_a_rejected_draft
 
 TARGET = prefix_model(0, vocab_size=40, scale=1.5)
 DRAFT = related(TARGET, 1)
@@ -77,10 +80,61 @@ class ColdDraft(DraftModel):
         return tokens, None if context.noise is None else out.logits[:, 0].astype(jnp.float32)
 
 
-def test_a_target_in_low_precision_is_refused_with_the_remedy():
-    low = dataclasses.replace(TARGET, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), TARGET.params))
-    with pytest.raises(DataError, match=r"bfloat16.*certify with target\.dtype=float32"):
-        certify(low, NGram(3), Speculative(), PROMPTS, {}, SETTINGS)
+def low_pair() -> tuple[LoadedModel, LoadedModel]:
+    """A target and a draft that share a part of its weights, in bfloat16; decided enough that a wrong slot shows."""
+    spec = Model(ModelConfig(40, 32, 48, 1, 4, 2, 8, 256, tie_embeddings=False))
+    own, other = (jax.jit(spec.init)(jax.random.key(seed)) for seed in (0, 1))
+    own, other = (
+        {**p, "embedding": 20 * p["embedding"], "head": {"kernel": 3 * p["head"]["kernel"]}} for p in (own, other)
+    )
+    mixed = jax.tree.map(lambda a, b: 0.7 * a + 0.3 * b, own, other)
+    low = (jax.tree.map(lambda x: x.astype(jnp.bfloat16), params) for params in (own, mixed))
+    target, draft = (LoadedModel(spec, params) for params in low)
+    return target, draft
+
+
+LOW_SETTINGS = Certify(new_tokens=16, batch_size=64, total_variation=0.06)
+
+
+def low_subject(verifier, **sampling):
+    target, draft = low_pair()
+    return certify_lib.Subject(target, DraftModel(draft, 3), verifier, PROMPTS, sampling, LOW_SETTINGS, 0)
+
+
+def test_a_sound_pair_in_bfloat16_passes_with_its_drift():
+    target, draft = low_pair()
+    sampling = {"top_p": 0.9, "repetition_penalty": 1.2, "banned_tokens": [3]}
+    certificate = certify(target, DraftModel(draft, 3), Speculative(), PROMPTS, sampling, LOW_SETTINGS)
+    assert certificate.verdict == "PASS", certificate.to_markdown()
+    assert certificate.subject["dtype"] == "bfloat16"
+    assert [check.name for check in certificate.checks] == [
+        *("logit drift", "greedy identity", "sampled law", "self acceptance")
+    ]
+    assert json.loads(json.dumps(certificate.to_json()))["checks"][0]["details"]["total_variation"] < 0.06
+
+
+@pytest.mark.proof
+def test_a_wrong_residual_fails_in_bfloat16():
+    assert certify_lib.sampled_law(low_subject(ResidualIsTarget())).passed is False
+
+
+@pytest.mark.proof
+def test_a_cache_slot_too_far_fails_in_bfloat16(monkeypatch):
+    cache_advanced_over_a_rejected_draft(monkeypatch)
+    subject = low_subject(Speculative())
+    check = certify_lib.greedy_identity(subject)
+    assert check.passed is False
+    assert max(d["margin"] for d in check.details["differences"]) > 2 * subject.drift.blocks
+
+
+def test_choices_differ_only_beyond_twice_the_measured_drift():
+    drift = certify_lib.Drift("bfloat16", blocks=0.05, whole=0.07, total_variation=0.002, choices=0.0)
+    subject = low_subject(Speculative())
+    subject.drift = drift
+    assert subject.allowed() == pytest.approx(0.1)
+    assert subject.allowed(temperature=0.5) == pytest.approx(0.2)
+    assert certify_lib.logit_drift(drift, LOW_SETTINGS).passed
+    assert not certify_lib.logit_drift(dataclasses.replace(drift, total_variation=0.07), LOW_SETTINGS).passed
 
 
 def test_a_wrong_residual_fails():

@@ -155,12 +155,12 @@ def _parts(engines: Sequence[Engine], states: Sequence[DecodeState]) -> dict[str
     k, batch = engine.drafter.k, state.lengths.shape[0]
 
     def target_pass(params, lengths, cache, tokens):
-        slots = (lengths - 1)[:, None] + jnp.arange(k + 1)[None]
+        slots = (lengths - 1)[:, None] + jnp.arange(k + 1, dtype=jnp.int32)[None]
         out = engine.target(params.target, tokens, slots, slots, cache)
         return out.cache, _depend(tokens, out.logits)
 
     def draft_passes(params, lengths, cache, tokens):
-        slots = (lengths - 2)[:, None] + jnp.arange(2)[None]
+        slots = (lengths - 2)[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
         out = model(params.drafter, tokens, slots, slots, cache, rows=jnp.ones((batch, 1), jnp.int32))
 
         def one(carry, offset):
@@ -170,7 +170,7 @@ def _parts(engines: Sequence[Engine], states: Sequence[DecodeState]) -> dict[str
             return (out.cache, _depend(token, out.logits)), None
 
         carry = (out.cache, _depend(tokens[:, :1], out.logits))
-        (cache, token), _ = jax.lax.scan(one, carry, jnp.arange(1, k))
+        (cache, token), _ = jax.lax.scan(one, carry, jnp.arange(1, k, dtype=jnp.int32))
         return cache, jnp.concatenate([token, tokens[:, 1:]], axis=1)
 
     def both_passes(params, lengths, target_carry, draft_carry):

@@ -144,7 +144,10 @@ def _sums_of(
     teacher = None if target_out is None else FullLogits(target_out.logits)
     for j in range(out.logits.shape[2]):
         m = matched(out, teacher, following, j, tokens)
-        measured = {"nll": negative_log_likelihood(m.draft_logits, m.tokens), "count": jnp.ones(m.tokens.shape)}
+        measured = {
+            "nll": negative_log_likelihood(m.draft_logits, m.tokens),
+            "count": jnp.ones(m.tokens.shape, jnp.float32),
+        }
         if isinstance(m.teacher, FullLogits):
             measured["target_nll"] = negative_log_likelihood(m.teacher.logits, m.tokens)
             measured["alpha"] = alpha_per_position(m.teacher.logits, m.draft_logits)

@@ -88,7 +88,7 @@ class Checkpoint:
     kind: Literal["checkpoint"] = "checkpoint"
 
     def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
-        draft = load_model(self.path)
+        draft = load_model(self.path, "float32")  # trained in it, whatever the target computes in
         check_same_vocabulary(target, draft)
         check_length(config, draft.config, "draft")
         return _of_its_own(draft.spec, draft.params, draft.family)

@@ -288,7 +288,7 @@ class AdaSPEC:
         from specjax.drafters.draft_model import DraftModel
         from specjax.models import hf, vocabulary
 
-        draft = hf.load_model(self.reference)
+        draft = hf.load_model(self.reference, "float32")
         vocabulary.check_same_vocabulary(target, draft)
         return {**references_of([self.of], target), self.reference: (DraftModel(draft.spec), draft.params)}
 

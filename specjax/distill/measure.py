@@ -36,9 +36,9 @@ def run_bench(config: RunConfig, bars: Bars = no_bars) -> dict[str, Any]:
     if not (out / "draft").is_dir():
         raise DataError(f"out: {out} holds no draft; run train_draft.py with this config first, or give its `out`")
     prepared = job.prepare(config, bars)
-    drafts = {"draft_after": load_model(str(out / "draft"))}
+    drafts = {"draft_after": load_model(str(out / "draft"), "float32")}
     if (out / "draft-before").is_dir():
-        drafts = {"draft_before": load_model(str(out / "draft-before")), **drafts}
+        drafts = {"draft_before": load_model(str(out / "draft-before"), "float32"), **drafts}
     return decoding_figures(config, prepared.target, drafts, prepared.corpus.held_out, bars)
 
 

@@ -30,12 +30,17 @@ def make_optimizer(stage: config.Stage) -> optax.GradientTransformation:
         optax.scale_by_learning_rate(make_schedule(o, stage.num_steps)),
     )
 
+    # Optax names no dtypes: under JAX_ENABLE_X64 its rates would be float64, and round otherwise.
+    def init(params):
+        with jax.enable_x64(False):
+            return optimizer.init(params)
+
     def update(updates, state, params=None):
         # Optax raises floats to integer powers, which JAX's strict promotion refuses.
-        with jax.numpy_dtype_promotion("standard"):
+        with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
             return optimizer.update(updates, state, params)
 
-    return optax.GradientTransformation(optimizer.init, update)
+    return optax.GradientTransformation(init, update)
 
 
 def make_schedule(o: config.Optimizer, steps: int) -> optax.Schedule:

@@ -285,7 +285,7 @@ def _best(
     logits = target_output(spec, params, batch).logits
     logits = logits if tokens is None else tokens.over(logits)
     keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(0)))(numbers)
-    uniform = jax.vmap(lambda key: jax.random.uniform(key, (logits.shape[1],)))(keys)
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (logits.shape[1],), np.float32))(keys)
     return top_k_logits(logits, k, uniform, TAIL_TOKENS)
 
 

@@ -20,7 +20,8 @@ from specjax.types import Batch, Context, Draft, DraftOutput, Output, Params, Ve
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel:
-    """``model``: a path in a config, a `LoadedModel` in Python; after `bind`, its static spec."""
+    """``model``: a path in a config, whose weights are cast to the target's dtype, or a `LoadedModel` in Python; after
+    `bind`, its static spec."""
 
     model: Any
     k: Annotated[int, Field(ge=1, le=64)] = 5
@@ -30,7 +31,7 @@ class DraftModel:
         """Raises `ModelError` if the vocabularies differ (`specjax.models.vocabulary`)."""
         from specjax.models import hf, vocabulary
 
-        draft = hf.load_model(self.model) if isinstance(self.model, str) else self.model
+        draft = hf.load_model(self.model, str(target.dtype)) if isinstance(self.model, str) else self.model
         layout = draft.layout()
         return dataclasses.replace(self, model=vocabulary.known_to(draft, target, layout.spec)), layout.params
 
@@ -48,7 +49,7 @@ class DraftModel:
         target_out: Output | None,
     ) -> Any:
         batch, fed = prompt.shape
-        positions = jnp.broadcast_to(jnp.arange(fed)[None], (batch, fed))
+        positions = jnp.broadcast_to(jnp.arange(fed, dtype=jnp.int32)[None], (batch, fed))
         cache = self.model.init_cache(batch, num_slots, dtype_for(params))
         # The target knows how long rows will get, if that matters to it; otherwise the prompts decide.
         total = getattr(target_out and target_out.cache, "total", None)
@@ -59,7 +60,7 @@ class DraftModel:
         """The first pass feeds the last two committed tokens: after a full acceptance the cache has not seen the last
         accepted one (x_K was proposed, never fed), and feeding it again otherwise changes nothing."""
         start = jnp.maximum(context.lengths - 2, 0)
-        slots = start[:, None] + jnp.arange(2)[None]
+        slots = start[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
         fed = jnp.take_along_axis(context.tokens, slots, axis=1)
         newest = (context.lengths - 1 - start)[:, None]
         out = self.model(params, fed, slots, slots, state, rows=newest)
@@ -106,7 +107,7 @@ class DraftModel:
     def train_output(self, params: Params, batch: Batch, target_out: Output | None) -> DraftOutput:
         """Position t predicts what the target's row t predicts: one prediction a position, no shift."""
         logits = self.model(params, batch.tokens, batch.token_positions, mask=batch.attention_mask).logits
-        rows = jnp.arange(batch.tokens.shape[1])[:, None]
+        rows = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[:, None]
         return DraftOutput(logits[:, :, None], rows, batch.weight[..., None], jnp.ones((1,), jnp.float32))
 
 

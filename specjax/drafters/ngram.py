@@ -41,7 +41,7 @@ class NGram:
 
     def draft(self, params: Params, state: dict, context: Context) -> tuple[Draft, dict]:
         tokens, lengths = context.tokens, context.lengths[:, None]
-        end = jnp.arange(tokens.shape[1])[None]
+        end = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         # matched[b, e]: how many tokens, backwards from position e, equal the suffix, up to max_n.
         matched, alive = jnp.zeros(tokens.shape, jnp.int32), end < lengths - 1
         for back in range(self.max_n):
@@ -50,8 +50,8 @@ class NGram:
             alive &= (shifted == last) & (back < lengths)
             matched += alive.astype(jnp.int32)
         rank = jnp.where(matched >= self.min_n, matched * tokens.shape[1] + end, -1)
-        best = jnp.argmax(rank, axis=1)[:, None]
-        source = best + 1 + jnp.arange(self.k)[None]
+        best = jnp.argmax(rank, axis=1)[:, None].astype(jnp.int32)
+        source = best + 1 + jnp.arange(self.k, dtype=jnp.int32)[None]
         valid = (jnp.max(rank, axis=1, keepdims=True) >= 0) & (source < lengths)
         proposed = jnp.take_along_axis(tokens, jnp.minimum(source, tokens.shape[1] - 1), axis=1)
         return Draft(tokens=jnp.where(valid, proposed, 0), valid=valid), state

@@ -134,7 +134,8 @@ def _write(buffer: Array, start: Int[Array, " B"], new: Array, axis: int) -> Arr
     new = new.astype(buffer.dtype)
 
     def at(row, slot):
-        return (row, *(slot if i == axis else 0 for i in range(1, buffer.ndim)))
+        index = (row, *(slot if i == axis else 0 for i in range(1, buffer.ndim)))
+        return tuple(jnp.asarray(i, jnp.int32) for i in index)  # of one type, under JAX_ENABLE_X64 as well
 
     if rows > _UNROLLED_ROWS:
         old, new = (x.reshape(rows, heads, *x.shape[1:]) for x in (buffer, new))

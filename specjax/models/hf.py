@@ -99,19 +99,20 @@ def _logits(spec: Model, params: Params, tokens: Array) -> Array:
 
 def load_model(
     path_or_hub_id: str | os.PathLike,
-    dtype: str = "float32",
+    dtype: str | None = None,
     revision: str | None = None,
     mesh: Mesh | None = None,
     check_finite: bool = False,
 ) -> LoadedModel:
     """A Hugging Face directory, or a hub id (downloaded to the hub's cache; without a network, what is there), with
-    weights cast to ``dtype``; "auto": as they are stored.
+    weights cast to ``dtype``; None: float32 on CPU, bfloat16 on accelerators; "auto": as they are stored.
 
     ``revision``: branch, tag or commit of a hub id. ``mesh``: with some of the axes ``data``, ``fsdp`` and ``tensor``,
     over which `specjax.models.sharding` spreads the weights. ``check_finite``: refuse NaN and infinite weights. The
     host holds one parameter at a time beside what is placed. A directory with a ``SHA256SUMS`` is checked against it
     first. Raises `ModelError` naming the file, setting or tensor that cannot be read.
     """
+    dtype = default_dtype() if dtype is None else dtype
     if dtype not in (*DTYPES, AS_STORED):
         raise ModelError(f"dtype={dtype!r} is unknown; use one of {', '.join((*DTYPES, AS_STORED))}")
     mesh = None if mesh is None else usable(mesh)
@@ -138,6 +139,11 @@ def load_model(
         family=family.saved_as or family.model_type,
         generation=generation,
     )
+
+
+def default_dtype() -> str:
+    """Of loaded weights: a CPU has no arithmetic for bfloat16, and takes 20 times as long."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def resolve(path_or_hub_id: str | os.PathLike, revision: str | None = None) -> Path:

@@ -43,17 +43,20 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (features_in, features_out), dtype) * scale)
         self.bias = nnx.Param(jnp.zeros((features_out,), dtype)) if bias else None
 
-    def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
+    def __call__(self, x: Float[Array, "B T I"], wide: bool = False) -> Float[Array, "B T O"]:
+        """``wide``: in float32, whatever x is in."""
         kernel = self.kernel[...]
         rows = x.reshape(-1, x.shape[-1])
+        if wide and kernel.ndim == 3:
+            rows = rows.astype(jnp.float32)
         if kernel.ndim == 2:
-            y = matrix_product(rows, kernel)
+            y = (wide_matrix_product if wide else matrix_product)(rows, kernel)
         elif len(rows) <= FEW_ROWS:
             y = few_rows_product(rows, kernel[..., 0])
         else:
-            y = jnp.einsum("mi,oi->mo", rows, kernel[..., 0].astype(x.dtype), precision=_precision(x))
+            y = jnp.einsum("mi,oi->mo", rows, kernel[..., 0].astype(rows.dtype), precision=_precision(rows))
         y = y.reshape(*x.shape[:2], -1)
-        return y if self.bias is None else y + self.bias[...][None, None]
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)[None, None]
 
 
 @jax.custom_vjp
@@ -77,6 +80,29 @@ def _matrix_product_backward(saved, dy):
 
 
 matrix_product.defvjp(_matrix_product_forward, _matrix_product_backward)
+
+
+def wide_matrix_product(x: Float[Array, "M I"], kernel: Float[Array, "I O"]) -> Float[Array, "M O"]:
+    """`matrix_product` in float32: of two logits near 16, bfloat16 cannot tell apart what differs by less than 1/16."""
+    return matrix_product(x, kernel) if _is_float32(x) else _wide_product("mi,io->mo", x, kernel)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _wide_product(subscripts: str, x: Array, y: Array) -> Array:
+    """The einsum of arrays of a lower precision, added up and returned in float32. Its derivative is computed in theirs
+    (from JAX's own, an accelerator would multiply float32)."""
+    return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
+
+
+def _wide_product_forward(subscripts, x, y):
+    return _wide_product(subscripts, x, y), (x, y)
+
+
+def _wide_product_backward(subscripts, saved, dz):
+    return jax.vjp(functools.partial(jnp.einsum, subscripts), *saved)[1](dz.astype(saved[0].dtype))
+
+
+_wide_product.defvjp(_wide_product_forward, _wide_product_backward)
 
 
 def few_rows_product(x: Float[Array, "M I"], kernel: Float[Array, "O I"]) -> Float[Array, "M O"]:
@@ -207,13 +233,14 @@ def attend(
     batch, fed, heads, features = q.shape
     group = batch * heads // len(k)
     q = q.reshape(batch, fed, -1, group, features).transpose(0, 2, 3, 1, 4).reshape(len(k), group * fed, features)
-    scores = jnp.einsum("hqc,hcs->hqs", q, k, precision=_precision(q)).astype(jnp.float32)
+    product = functools.partial(jnp.einsum, precision=_precision(q)) if _is_float32(q) else _wide_product
+    scores = product("hqc,hcs->hqs", q, k)
     scores = scores * (features**-0.5 if scale is None else scale)
     scores = soft_capped(scores, soft_cap)
     scores = scores.reshape(batch, -1, group, fed, k.shape[2])
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(len(k), group * fed, -1)
-    out = jnp.einsum("hqs,hsc->hqc", weights, v, precision=_precision(q))
+    out = product("hqs,hsc->hqc", weights, v).astype(q.dtype)
     out = out.reshape(batch, -1, group, fed, features).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, fed, heads, features)
 
@@ -285,6 +312,10 @@ class ExpertMLP(nnx.Module):
         return jnp.sum(out, axis=1).reshape(x.shape)
 
 
+def _is_float32(x: Array) -> bool:
+    return x.dtype == jnp.float32
+
+
 def _precision(x: Array) -> jax.lax.Precision | None:
     # float32 means float32: without it an accelerator multiplies in TF32 or bfloat16 and greedy identity is lost.
-    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.Precision.HIGHEST if _is_float32(x) else None

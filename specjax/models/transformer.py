@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models.cache import KVCache, fold, unfold
 from specjax.models.config import LayerKind, ModelConfig
-from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm, matrix_product, soft_capped
+from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm, soft_capped, wide_matrix_product
 from specjax.models.rotary import rotary_table
 from specjax.types import Output, Params
 
@@ -126,11 +126,12 @@ class Transformer(nnx.Module):
         return x, {k: (None if k.rope is None else tables[k.rope], visible[k.window]) for k in kinds}
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """In float32, whatever the weights are in."""
         config = self.config
         if config.tie_embeddings:
-            logits = matrix_product(x.reshape(-1, x.shape[-1]), self.embedding[...].T).reshape(*x.shape[:2], -1)
+            logits = wide_matrix_product(x.reshape(-1, x.shape[-1]), self.embedding[...].T).reshape(*x.shape[:2], -1)
         else:
-            logits = self.head(x)
+            logits = self.head(x, wide=True)
         if config.logit_multiplier != 1:
             logits = logits * config.logit_multiplier
         return soft_capped(logits, config.logit_soft_cap)
@@ -142,7 +143,7 @@ def _visible(positions, slots, cache, mask) -> Bool[Array, "B T S"]:
     if cache is None:
         causal = jnp.tril(jnp.ones((fed, fed), bool))[None]
         return causal if mask is None else mask
-    key_slot = jnp.arange(cache.num_slots)[None, None]
+    key_slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
     if mask is None:
         return key_slot <= slots[..., None]
     inside = key_slot - slots[:, :1, None]
@@ -154,7 +155,7 @@ def _within(window: int, positions, slots, cache) -> Bool[Array, "B T S"]:
     """Keys fewer than ``window`` positions back. Before the block, a key's position is its slot."""
     keys = positions
     if cache is not None:
-        inside = jnp.arange(cache.num_slots)[None] - slots[:, :1]
+        inside = jnp.arange(cache.num_slots, dtype=jnp.int32)[None] - slots[:, :1]
         fed = jnp.take_along_axis(positions, jnp.clip(inside, 0, positions.shape[1] - 1).astype(jnp.int32), axis=1)
         keys = jnp.where(inside < 0, jnp.arange(cache.num_slots, dtype=positions.dtype)[None], fed)
     return positions[..., None] - keys[:, None] < window

@@ -44,8 +44,8 @@ class PrefixModel:
 
     def init(self, key: jax.Array, scale: float = 2.5) -> Params:
         config, (a, b) = self.config, jax.random.split(key)
-        table = jax.random.normal(a, (config.period, config.vocab_size, config.vocab_size)) * scale
-        return {"table": table, "bias": jax.random.normal(b, (config.vocab_size,))}
+        table = jax.random.normal(a, (config.period, config.vocab_size, config.vocab_size), jnp.float32) * scale
+        return {"table": table, "bias": jax.random.normal(b, (config.vocab_size,), jnp.float32)}
 
     def init_cache(self, batch: int, num_slots: int, dtype=jnp.float32) -> KVCache:
         shape = (batch, 1, self.config.vocab_size, num_slots)
@@ -64,12 +64,12 @@ class PrefixModel:
             keys, values = (x.reshape(len(tokens), *x.shape[-2:]) for x in cache.layers[0])
             layer = write_block((keys, values), slots, new, where)
         keys, values = layer[0].transpose(0, 2, 1), layer[1][..., 0]
-        slot = jnp.arange(keys.shape[1])[None, None]
+        slot = jnp.arange(keys.shape[1], dtype=jnp.int32)[None, None]
         visible = slot <= slots[..., None]
         summed = jnp.sum(jnp.where(visible[..., None], keys[:, None], 0.0), axis=2)
         # A slot whose stored position is not its own was filled by mistake: make that visible as well.
         misplaced = jnp.sum(jnp.where(visible, jnp.abs(values[:, None] - slot.astype(jnp.float32)), 0.0), axis=2)
-        summed += misplaced[..., None] * jnp.arange(float(self.config.vocab_size))[None, None]
+        summed += misplaced[..., None] * jnp.arange(self.config.vocab_size, dtype=jnp.float32)[None, None]
         scale = jnp.sqrt(positions.astype(jnp.float32) + 1.0)[..., None]
         logits = params["bias"][None, None] + summed / scale
         if rows is not None:
@@ -105,7 +105,7 @@ class ToyModel(LaidOut):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(spec, params, tokens):
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
     return spec(params, tokens, positions).logits.astype(jnp.float32)
 
 
@@ -124,9 +124,9 @@ def related(model: ToyModel, seed: int, share: float = 0.6) -> ToyModel:
 
 def neutral_sampling(batch: int, vocab_size: int, **fields: Any) -> SamplingParams:
     """Sampling parameters that change nothing; ``fields`` replace single ones, one value a row."""
-    zeros, ones = jnp.zeros(batch), jnp.ones(batch)
+    zeros, ones = jnp.zeros(batch, jnp.float32), jnp.ones(batch, jnp.float32)
     whole = jnp.zeros(batch, jnp.int32)
-    bias = jnp.zeros((batch, vocab_size))
+    bias = jnp.zeros((batch, vocab_size), jnp.float32)
     neutral = SamplingParams(ones, whole, ones, zeros, ones, zeros, zeros, whole, bias)
     values = {name: jnp.asarray(x, getattr(neutral, name).dtype) for name, x in fields.items()}
     return dataclasses.replace(neutral, **values)

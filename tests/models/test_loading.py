@@ -9,6 +9,8 @@ import pickle
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from specjax import cli
+from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ModelError
 from specjax.models.hf import load_model, save_model
 from tests.models.directories import make_tokenizer, rewrite, same_params
@@ -196,6 +199,19 @@ def test_finite_weights_pass_the_check(llama):
 def test_dtype_auto_is_the_stored_one(llama, tmp_path, stored, expected):
     save_model(load_model(llama.write()), tmp_path / "out", dtype=stored)
     assert load_model(tmp_path / "out", "auto").dtype == expected
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", "float32"), ("gpu", "bfloat16"), ("tpu", "bfloat16")])
+def test_without_a_dtype_it_is_the_one_the_device_is_fast_in(llama, monkeypatch, device, expected):
+    monkeypatch.setattr(jax, "default_backend", lambda: device)
+    assert load_model(llama.write()).dtype == expected
+    assert load_model(llama.path, "float32").dtype == "float32"
+
+
+def test_a_draft_named_by_its_path_computes_as_its_target_does(llama):
+    target = load_model(llama.write(), "bfloat16")
+    _, params = DraftModel(str(llama.path)).bind(target)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_dtype_auto_of_several_loses_nothing(llama):
