@@ -271,5 +271,5 @@ def test_a_registered_drafter_takes_part_by_its_name(monkeypatch):
     assert measure._registered("ngram")(4) == NGram(k=4)
     with pytest.raises(ConfigError, match="min_n=5"):
         NGram(min_n=5, max_n=2)
-    with pytest.raises(DataError, match="at least one proposal"):
+    with pytest.raises(ConfigError, match="greater than or equal to 1"):
         Decoder(TARGET, NGram(k=0))
