@@ -27,7 +27,7 @@ from rich.console import Console
 
 import specjax
 from specjax import registry, report
-from specjax.compile_cache import keep_programs
+from specjax.compile_cache import programs_kept
 from specjax.config import RunConfig
 from specjax.distill import fingerprint, job, lock, sinks
 from specjax.distill.measure import check, decoding_figures
@@ -41,11 +41,13 @@ _DECODING, _SECONDS, _RESULTS = "decoding.json", "seconds.json", "results.json"
 def run(config: RunConfig) -> dict[str, Any]:
     """Everything of one run, in ``config.out``; returns the summary. Raises `SpecjaxError` for what a user can mend."""
     if config.distributed.enabled:
-        raise ConfigError("distributed: several processes train, one decodes; run train_draft.py with it, then this")
+        raise ConfigError("distributed: several processes train, one decodes; run `specjax train` with it, then this")
     out = Path(config.out)
     console = Console()
-    keep_programs(config.compile_cache)
-    with lock.exclusive(out), sinks.recorded(config.logging, out, console_bars(console)) as bars:
+    with contextlib.ExitStack() as held:
+        held.enter_context(programs_kept(config.compile_cache))
+        held.enter_context(lock.exclusive(out))
+        bars = held.enter_context(sinks.recorded(config.logging, out, console_bars(console)))
         stopwatch = Stopwatch(out / _SECONDS, bars)
         prepared = job.prepare(config, stopwatch.bars)
         check(config, prepared)

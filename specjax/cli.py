@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 
 from specjax.errors import DataError, ModelError, SpecjaxError, Stopped
+from specjax.report.labels import counted
 
 USER_ERROR, INTERRUPTED, TERMINATED = 2, 130, 143
 # What a wrong path raises wherever it is opened first; a disk that is full or read-only, wherever it is written.
@@ -28,14 +29,33 @@ _PATH_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, Permis
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 app = typer.Typer(
-    help="Speculative decoding in JAX.",
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"specjax {version('specjax')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _specjax(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Speculative decoding in JAX: distill a draft, decode with it, and prove that nothing is lost."""
+
+
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+CheckFinite = Annotated[bool, typer.Option("--check-finite/--no-check-finite", help="Refuse NaN and infinite weights.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=v", help="Overrides of single fields.")]
 
 
@@ -105,7 +125,7 @@ def _sigterm_like_ctrl_c() -> Iterator[None]:
 def generate(
     context: typer.Context,
     target: Annotated[str, typer.Option(help="Target: a Hugging Face directory or hub id.")],
-    draft: Annotated[str | None, typer.Option(help="Draft: a Hugging Face directory or hub id.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft: a Hugging Face directory, hub id or run directory.")] = None,
     ngram: Annotated[bool, typer.Option("--ngram", help="Draft by n-gram prompt lookup.")] = False,
     k: Annotated[int | None, typer.Option("-k", min=1, max=64, help="Draft length.", show_default="5")] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be repeated.")] = None,
@@ -135,7 +155,7 @@ def generate(
     verifier: Annotated[str, typer.Option(help="Which part of a block is kept.")] = "speculative",
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = False,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights.")] = "float32",
-    check_finite: Annotated[bool, typer.Option("--check-finite", help="Refuse NaN and infinite weights.")] = False,
+    check_finite: CheckFinite = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of text; of one prompt with its latencies.")
     ] = False,
@@ -156,9 +176,13 @@ def generate(
         raise typer.BadParameter("--system is a message of a chat; add --chat")
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs are printed with --json only; add it")
-    with user_errors(debug):
-        prompts = [*(prompt or []), *map(_read_prompt, prompt_file or [])]
+    with user_errors(debug), _programs_kept():
+        named = {f"--prompt {i}": text for i, text in enumerate(prompt or [], 1)}
+        named |= {f"--prompt-file {file}": _read_prompt(file) for file in prompt_file or []}
+        prompts = list(named.values())
         decoder = _decoder(target, draft, ngram, k or 5, verifier, {"dtype": dtype, "check_finite": check_finite})
+        if not chat:
+            _refuse_empty(named, decoder)
         options = {
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
@@ -196,9 +220,29 @@ def generate(
             results["verifier"] = {"kind": verifier, "lossless": decoder.lossless or greedy}
             print(json.dumps(results, default=plain_json))
         elif len(prompts) == 1:
-            generation.stream(decoder, given[0], options, no_color)
+            generation.stream(decoder, given[0], options, no_color, prompts[0])
         else:
             generation.print_rows(prompts, decoder.generate(given, **options), no_color)
+
+
+@app.command()
+def train(config: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Distill a draft for a target, as train_draft.py does. Resumable; leaves the draft in the config's `out`/draft.
+
+    Exit status: 2 for what can be mended, 130 after Ctrl-C, 143 after SIGTERM, which saves the step under way first."""
+    with user_errors(debug, "interrupted; the same command resumes"), _sigterm_like_ctrl_c():
+        from specjax import commands
+
+        commands.train(config, overrides or [])
+
+
+@app.command()
+def demo(overrides: Overrides = None, debug: Debug = False) -> None:
+    """Distill a draft for the shipped target, decode with it, and report: what `make demo` runs in a clone."""
+    with user_errors(debug):
+        from specjax import commands
+
+        commands.run_demo(overrides or [])
 
 
 @app.command()
@@ -210,15 +254,17 @@ def bench(
 ) -> None:
     """Time the decoding of held-out prompts over the config's grid, against the autoregressive loop."""
     with user_errors(debug):
+        from specjax.commands import config_file
         from specjax.config import load_config
 
-        settings = load_config(config, overrides or [])
+        settings = load_config(config_file(config), overrides or [])
         _check_file(out)
         from specjax.distill.measure import run_bench
         from specjax.distill.progress import console_bars
         from specjax.report.terminal import decoding_table
 
-        results = run_bench(settings, console_bars(Console(stderr=True)))
+        with _programs_kept(settings.compile_cache):
+            results = run_bench(settings, console_bars(Console(stderr=True)))
         console = Console()
         console.print(decoding_table(results["decoding"]))
         figures = results.get("figures", {})
@@ -243,15 +289,17 @@ def numerics(
 ) -> None:
     """Where the target's logits depend on how they are computed: dtype, batch size, single tokens or blocks."""
     with user_errors(debug):
+        from specjax.commands import config_file
         from specjax.config import load_config
 
-        settings = load_config(config, overrides or [])
+        settings = load_config(config_file(config), overrides or [])
         _check_file(out)
         from specjax.distill.progress import console_bars
         from specjax.numerics import run_numerics
         from specjax.report.terminal import numerics_table
 
-        results = run_numerics(settings, prompts, tokens, console_bars(Console(stderr=True)))
+        with _programs_kept(settings.compile_cache):
+            results = run_numerics(settings, prompts, tokens, console_bars(Console(stderr=True)))
         Console().print(numerics_table(results["comparisons"]))
         if out is not None:
             write_atomically(out, json.dumps(results, indent=1, default=plain_json) + "\n")
@@ -270,16 +318,18 @@ def certify(
 
     Exit status 1 if a check fails."""
     with user_errors(debug):
+        from specjax.commands import config_file
         from specjax.config import load_config
 
-        settings = load_config(config, overrides or [])
+        settings = load_config(config_file(config), overrides or [])
         directory = Path(settings.out) if out is None else out
         if directory.exists() and not directory.is_dir():
-            raise SpecjaxError(f"--out {directory}: not a directory; the certificate goes there")
+            raise SpecjaxError(f"--out {directory}: not a directory; the certificate goes there, give another")
         from specjax.distill.measure import run_certify
         from specjax.distill.progress import console_bars
 
-        certificate = run_certify(settings, console_bars(Console(stderr=True)))
+        with _programs_kept(settings.compile_cache):
+            certificate = run_certify(settings, console_bars(Console(stderr=True)))
         directory.mkdir(parents=True, exist_ok=True)
         text = json.dumps(certificate.to_json(), indent=1, default=plain_json) + "\n"
         write_atomically(directory / "certificate.json", text)
@@ -307,12 +357,16 @@ def generate_data(
 ) -> None:
     """Let the target write the data that the config's distillation trains on. Resumable."""
     with user_errors(debug, "interrupted; the same command resumes"):
+        from specjax.commands import config_file
         from specjax.config import load_config
         from specjax.distill.make_data import make_data
         from specjax.distill.progress import console_bars
 
-        made = make_data(load_config(config, overrides or []), out, draft, console_bars(Console(stderr=True)))
-        counts = f"{made['sequences']:,} sequences, {made['emitted']:,} tokens in {len(made['shards'])} shards"
+        settings = load_config(config_file(config), overrides or [])
+        with _programs_kept(settings.compile_cache):
+            made = make_data(settings, out, draft, console_bars(Console(stderr=True)))
+        shards = counted(len(made["shards"]), "shard")
+        counts = f"{counted(made['sequences'], 'sequence')}, {made['emitted']:,} tokens in {shards}"
         print(f"{made['directory']}: {counts}, block efficiency {made['block_efficiency']:.2f}")
 
 
@@ -337,7 +391,7 @@ def export(
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model directory that is there.")] = False,
-    check_finite: Annotated[bool, typer.Option("--check-finite", help="Refuse NaN and infinite weights.")] = False,
+    check_finite: CheckFinite = True,
     max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Most gigabytes of weights in a file.")] = 5.0,
     debug: Debug = False,
 ) -> None:
@@ -348,9 +402,8 @@ def export(
         size = int(max_shard_gb * 10**9)
         options = {"dtype": dtype, "revision": revision, "overwrite": overwrite, "max_shard_bytes": size}
         model = export_model(source, directory, check_finite=check_finite, **options)
-        files = list(directory.glob("*.safetensors"))
-        count = f"{model.parameter_count:,} parameters in {dtype or model.dtype}"
-        print(f"{directory}: {count}, weights in {len(files)} files")
+        files = counted(len(list(directory.glob("*.safetensors"))), "file")
+        print(f"{directory}: {model.parameter_count:,} parameters in {dtype or model.dtype}, weights in {files}")
 
 
 @app.command()
@@ -405,6 +458,21 @@ def _read_prompt(path: Path) -> str:
         ) from None
 
 
+def _refuse_empty(named: Mapping[str, str], decoder: Any) -> None:
+    """A prompt without a token, by the name that the user gave it; a tokenizer may begin every text with one."""
+    for name, text in named.items():
+        if not text and not decoder.target.tokenizer(text)["input_ids"]:
+            raise DataError(f"{name}: empty, and a prompt needs at least one token; put text there, or leave it out")
+
+
+@contextlib.contextmanager
+def _programs_kept(wanted: bool = True) -> Iterator[None]:
+    from specjax.compile_cache import programs_kept
+
+    with programs_kept(wanted):
+        yield
+
+
 def _biases(given: Sequence[str]) -> dict[int, float]:
     try:
         return {int(token): float(value) for token, value in (text.split("=") for text in given)}
@@ -418,7 +486,9 @@ def _decoder(target: str, draft: str | None, ngram: bool, k: int, verifier: str,
 
     drafter: Any = None
     if draft is not None:
-        model = specjax.load_model(draft, **loading)
+        from specjax.models.hf import draft_of
+
+        model = specjax.load_model(draft_of(draft), **loading)
         model.free_originals()
         drafter = specjax.DraftModel(model, k=k)
     elif ngram:

@@ -202,14 +202,14 @@ class Bench:
             runs |= found
         return best, runs
 
-    def _by_prompt(self, repeats: Sequence[Run]) -> list[tuple[float, metrics.DecodeStats]]:
-        """Seconds of each prompt, the median over ``repeats``, and its counts; one that filled up a batch has more than
+    def _by_prompt(self, repeats: Sequence[Run]) -> list[tuple[list[float], metrics.DecodeStats]]:
+        """Seconds of each prompt, one of each of ``repeats``, and its counts; one that filled up a batch has more than
         one row."""
         count, found = len(self._prompts), []
         for i in range(count):
             seconds = [sum(s for s, _ in run.by_row[i::count]) for run in repeats]
             stats = functools.reduce(operator.add, (n for _, n in repeats[0].by_row[i::count]))
-            found.append((float(np.median(seconds)), stats))
+            found.append((seconds, stats))
         return found
 
     def _row(self, cell: Cell, runs: Mapping[Cell, list[Run]]) -> dict:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,35 @@ from specjax.distill.distributed import whole
 from specjax.errors import TrainingError, unwritable
 
 FILE = "fingerprint.json"
+_CONTENTS = {
+    "train_rows": "the training text",
+    "held_out_rows": "the held-out text",
+    "train_text": "the training text",
+    "target_params": "the target's weights",
+    "reference_params": "the reference's weights",
+    "initial_params": "the weights that training began with",
+}
+"""Fields that are digests of a content: they tell that it changed, not how."""
+
+
+class Changed(TrainingError):
+    """A directory was made with other ``settings``, in words, or from other ``contents``, fields of `_CONTENTS`."""
+
+    def __init__(
+        self, directory: Path, settings: str, contents: Sequence[str], places: Mapping[str, str] | None = None
+    ):
+        self.directory, self.settings, self.contents = directory, settings, contents
+        names = [_CONTENTS[name] + (places or {}).get(name, "") for name in contents]
+        told = [f"was made with other settings: {settings}"] if settings else []
+        told += [f"changed since it was made: {' and '.join(names)}"] if names else []
+        super().__init__(
+            f"{directory}: {', and '.join(told)}; restore what it was made from, give another `out`, or remove "
+            f"{directory} and what was made from it in {directory.parent}"
+        )
+
+    def at(self, places: Mapping[str, str]) -> Changed:
+        """The same, with where each content is read from (field -> words)."""
+        return Changed(self.directory, self.settings, self.contents, places)
 
 
 def digest(tree: Any) -> str:
@@ -44,11 +73,9 @@ def claim(directory: Path, fingerprint: Mapping[str, Any]) -> None:
             raise TrainingError(f"{file}: damaged; remove {directory} to start it over") from None
         differing = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
         if differing:
-            shown = ", ".join(f"{n} ({_short(found, n)} then, {_short(wanted, n)} now)" for n in differing)
-            raise TrainingError(
-                f"{directory}: was made with other settings: {shown}; "
-                f"give another `out`, or remove {directory} and what was made from it in {directory.parent}"
-            )
+            settings = [n for n in differing if n not in _CONTENTS]
+            shown = ", ".join(f"{n} ({_short(found, n)} then, {_short(wanted, n)} now)" for n in settings)
+            raise Changed(directory, shown, [n for n in differing if n in _CONTENTS])
         return
     if directory.exists() and any(directory.iterdir()):
         raise TrainingError(f"{directory}: holds files but no {FILE}; give another `out`, or remove {directory}")

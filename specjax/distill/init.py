@@ -26,7 +26,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, ModelError
 from specjax.models.config import ModelConfig
 from specjax.models.families.settings import same_or_each
-from specjax.models.hf import LoadedModel, check_saveable, draft_directory, load_model
+from specjax.models.hf import LoadedModel, check_saveable, draft_of, load_model
 from specjax.models.transformer import Model
 from specjax.models.vocabulary import check_same_vocabulary
 from specjax.types import Batch, DraftOutput, Output, Params, Trainable
@@ -90,7 +90,7 @@ class Checkpoint:
     kind: Literal["checkpoint"] = "checkpoint"
 
     def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
-        draft = load_model(draft_directory(self.path))
+        draft = load_model(draft_of(self.path))
         check_same_vocabulary(target, draft)
         check_length(config, draft.config, "draft")
         return _of_its_own(draft.spec, draft.params, draft.family)

@@ -15,6 +15,7 @@ import functools
 import json
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
                 "or another data.held_out"
             )
     if config.target.path is None:
-        tokenizer = _tokenizer(Path(config.out) / "tokenizer", documents, config.target.vocab_size)
+        tokenizer = _tokenizer(config, documents)
         documents, train, held_out = _rows(config, documents, tokenizer, tokenizer.eos_token_id, bad)
         target = _target_from_scratch(config, documents, tokenizer, (train, held_out), bars)
         return Prepared(target, documents, train, held_out, bad)
@@ -256,7 +257,7 @@ def _target_from_scratch(
     optional["optimizer"] = settings.optimizer
     stage = Stage("cross_entropy", settings.steps, settings.batch_size, **optional)
     key, _ = jax.random.split(jax.random.key(config.seed))
-    with bars("target-train", stage.steps) as progress:
+    with _naming_inputs(config), bars("target-train", stage.steps) as progress:
         initial = drafter.init_params(key, None)
         args = (out / "target-train", stage, drafter, initial, None, *rows, config.seed + 2)
         params = train_stage(*args, progress=progress, layout=make_layout(config.mesh))
@@ -268,12 +269,14 @@ def _target_from_scratch(
     return _load_target(config, out / "target")
 
 
-def _tokenizer(directory: Path, documents: Corpus, vocab_size: int) -> Any:
+def _tokenizer(config: RunConfig, documents: Corpus) -> Any:
+    directory, vocab_size = Path(config.out) / "tokenizer", config.target.vocab_size
     made_from = {"train_text": corpus.corpus_digest(documents.train), "vocab_size": vocab_size}
     files = directory / "files"
 
     def make() -> None:
-        fingerprint.claim(directory, made_from)
+        with _naming_inputs(config):
+            fingerprint.claim(directory, made_from)
         if not files.exists():
             partial = directory / ".partial"
             train_tokenizer(documents.train, vocab_size, partial)
@@ -304,10 +307,21 @@ def _train(
     draft, directory = initial.model(params, prepared.target), Path(config.out) / name
     source = registry.build(registry.DATA, stage.data if stage.steps else "text", f"{name}: data")
     rows = source.rows(stock(config, prepared, draft, name, data_directory(config, name), seed, bars))
-    with (bars if stage.steps else no_bars)(name, stage.steps) as progress:
+    with _naming_inputs(config), (bars if stage.steps else no_bars)(name, stage.steps) as progress:
         args = (initial.drafter, params, target, rows, prepared.held_out_rows, seed, progress)
         complete = functools.partial(completed, initial.drafter, target_params=prepared.target.params)
         return train_stage(directory, stage, *args, draft_sampler(draft, complete), make_layout(config.mesh), decoding)
+
+
+@contextlib.contextmanager
+def _naming_inputs(config: RunConfig) -> Iterator[None]:
+    """What changed since a directory was made is named by where it is read from."""
+    try:
+        yield
+    except fingerprint.Changed as error:
+        text, target = f" (data.path: {config.data.path!r})", f" (target.path: {config.target.path!r})"
+        places = {"train_rows": text, "held_out_rows": text, "train_text": text, "target_params": target}
+        raise error.at(places) from None
 
 
 def data_directory(config: RunConfig, name: str) -> Path:

@@ -34,7 +34,7 @@ class DraftModel:
         from specjax.models.files import check_model
 
         named = isinstance(self.model, (str, os.PathLike))
-        draft = hf.load_model(hf.draft_directory(self.model)) if named else self.model
+        draft = hf.load_model(hf.draft_of(self.model)) if named else self.model
         check_model(draft, f"drafter {self.kind!r}: model")
         layout = draft.layout()
         return dataclasses.replace(self, model=vocabulary.known_to(draft, target, layout.spec)), layout.params

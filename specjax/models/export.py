@@ -12,8 +12,9 @@ from specjax.models.hf import (
     MAX_SHARD_BYTES,
     LoadedModel,
     check_replaceable,
-    draft_directory,
+    draft_of,
     load_model,
+    resolve,
     save_model,
 )
 from specjax.models.weights import AS_STORED
@@ -35,7 +36,7 @@ def export_model(
     the default card is written. Raises `ModelError` as `load_model` and `save_model` do.
     """
     check_replaceable(directory, overwrite)
-    found = draft_directory(source, revision)
+    found = resolve(draft_of(source), revision)
     model = load_model(found, dtype or AS_STORED, check_finite=check_finite)
     model = dataclasses.replace(model, name=Path(source).name or model.name)
     card = found / CARD

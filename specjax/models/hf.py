@@ -179,23 +179,18 @@ def load_model(
     )
 
 
-def draft_directory(source: str | os.PathLike, revision: str | None = None) -> Path:
-    """The directory of a draft, wherever one is asked for: a model directory, a hub id, or a run directory, whose draft
-    it is. Raises `ModelError` for a directory that is neither."""
-    if (
-        not isinstance(source, (str, os.PathLike))
-        or not (path := Path(source).expanduser()).is_dir()
-        or not str(source)
-    ):
-        return resolve(source, revision)
-    if (path / "config.json").exists() or not any(path.iterdir()):
-        return resolve(source, revision)
-    if not (path / DRAFT / "config.json").exists():
+def draft_of(source: str | os.PathLike) -> str | os.PathLike:
+    """Where the draft ``source`` is, for `load_model`: a model directory or hub id as it is, of a run directory its
+    draft. Raises `ModelError` for a directory that is neither."""
+    directory = Path(source).expanduser() if isinstance(source, (str, os.PathLike)) and str(source) else None
+    if directory is None or not directory.is_dir() or (directory / "config.json").exists():
+        return source
+    if not (directory / DRAFT / "config.json").exists():
         raise ModelError(
-            f"{path}: neither a model directory (no config.json) nor a run with a draft (no {DRAFT}/config.json); "
+            f"{directory}: neither a model directory (no config.json) nor a run with a draft (no {DRAFT}/config.json); "
             "if it is a run, finish it with `specjax train` first"
         )
-    return path / DRAFT
+    return directory / DRAFT
 
 
 def resolve(path_or_hub_id: str | os.PathLike, revision: str | None = None) -> Path:
