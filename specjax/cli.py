@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from specjax.errors import DataError, ModelError, SpecjaxError, Stopped
 from specjax.report.labels import counted
@@ -34,6 +36,31 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+class _Command(TyperCommand):
+    """Names the value that an option refuses, which its own message leaves out."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            value = _value_of(getattr(error.param, "opts", ()), given)
+            if value is not None and value not in error.message:
+                error.message = f"{value!r}: {error.message}"
+            raise
+
+
+def _value_of(options: Sequence[str], args: Sequence[str]) -> str | None:
+    """What stands behind one of ``options``, the last time."""
+    found = None
+    for name, following in itertools.zip_longest(args, args[1:]):
+        if name in options:
+            found = following
+        elif name.partition("=")[0] in options:
+            found = name.partition("=")[2]
+    return found
 
 
 def _print_version(wanted: bool) -> None:
@@ -121,7 +148,7 @@ def _sigterm_like_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@app.command()
+@app.command(cls=_Command)
 def generate(
     context: typer.Context,
     target: Annotated[str, typer.Option(help="Target: a Hugging Face directory or hub id.")],
@@ -225,7 +252,7 @@ def generate(
             generation.print_rows(prompts, decoder.generate(given, **options), no_color)
 
 
-@app.command()
+@app.command(cls=_Command)
 def train(config: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
     """Distill a draft for a target, as train_draft.py does. Resumable; leaves the draft in the config's `out`/draft.
 
@@ -236,7 +263,7 @@ def train(config: ConfigPath, overrides: Overrides = None, debug: Debug = False)
         commands.train(config, overrides or [])
 
 
-@app.command()
+@app.command(cls=_Command)
 def demo(overrides: Overrides = None, debug: Debug = False) -> None:
     """Distill a draft for the shipped target, decode with it, and report: what `make demo` runs in a clone."""
     with user_errors(debug):
@@ -245,7 +272,7 @@ def demo(overrides: Overrides = None, debug: Debug = False) -> None:
         commands.run_demo(overrides or [])
 
 
-@app.command()
+@app.command(cls=_Command)
 def bench(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -278,7 +305,7 @@ def bench(
             write_atomically(out, json.dumps(results, indent=1, default=plain_json) + "\n")
 
 
-@app.command()
+@app.command(cls=_Command)
 def numerics(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -305,7 +332,7 @@ def numerics(
             write_atomically(out, json.dumps(results, indent=1, default=plain_json) + "\n")
 
 
-@app.command()
+@app.command(cls=_Command)
 def certify(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -343,7 +370,7 @@ def certify(
         raise SystemExit(1)
 
 
-@app.command("generate-data")
+@app.command("generate-data", cls=_Command)
 def generate_data(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -370,7 +397,7 @@ def generate_data(
         print(f"{made['directory']}: {counts}, block efficiency {made['block_efficiency']:.2f}")
 
 
-@app.command()
+@app.command(cls=_Command)
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a finished run.")],
     debug: Debug = False,
@@ -382,7 +409,7 @@ def report(
         print(build(run_dir))
 
 
-@app.command()
+@app.command(cls=_Command)
 def export(
     source: Annotated[str, typer.Argument(help="Model directory, hub id, or run directory (its draft).")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write.")],
@@ -406,7 +433,7 @@ def export(
         print(f"{directory}: {model.parameter_count:,} parameters in {dtype or model.dtype}, weights in {files}")
 
 
-@app.command()
+@app.command(cls=_Command)
 def schema(debug: Debug = False) -> None:
     """Print the JSON Schema of config files, for editors."""
     with user_errors(debug):

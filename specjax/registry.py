@@ -121,4 +121,4 @@ def checked(table: Mapping[str, str], instance: Any, what: str) -> Any:
 
 def _plain(value: Any) -> Any:
     """A scalar of numpy as Python's."""
-    return value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else value
+    return getattr(value, "item", lambda: value)() if isinstance(value, numbers.Number) else value

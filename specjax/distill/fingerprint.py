@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -32,10 +33,10 @@ class Changed(TrainingError):
     """A directory was made with other ``settings``, in words, or from other ``contents``, fields of `_CONTENTS`."""
 
     def __init__(
-        self, directory: Path, settings: str, contents: Sequence[str], places: Mapping[str, str] | None = None
+        self, directory: Path, settings: str, contents: Sequence[str], places: Mapping[str, str] = MappingProxyType({})
     ):
         self.directory, self.settings, self.contents = directory, settings, contents
-        names = [_CONTENTS[name] + (places or {}).get(name, "") for name in contents]
+        names = [_CONTENTS[name] + places.get(name, "") for name in contents]
         told = [f"was made with other settings: {settings}"] if settings else []
         told += [f"changed since it was made: {' and '.join(names)}"] if names else []
         super().__init__(

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 from safetensors import SafetensorError
@@ -104,7 +105,7 @@ class LoadedModel(LaidOut):
 
 def _checked_tokens(tokens: Any, config: ModelConfig) -> Any:
     """An embedding takes any index, and gives what is nearest."""
-    if isinstance(tokens, jax.core.Tracer):
+    if isinstance(tokens, Tracer):
         return tokens
     try:
         ids = np.asarray(tokens)

@@ -42,6 +42,11 @@ def unchecked(kind: type, **fields: Any) -> Any:
     return made
 
 
+def decoder_of_draft(world: World):
+    draft: Any = world.draft
+    return Decoder(world.target, draft)
+
+
 def stream(prompt: Any, **options: Any):
     return lambda world: list(Decoder(world.target).stream(prompt, **options))
 
@@ -58,9 +63,7 @@ DECODERS = {
     "the path of a draft as drafter": row(
         ConfigError, decoder("runs/demo/draft"), "'runs/demo/draft'", "known are", "specjax.DraftModel("
     ),
-    "a model as drafter": row(
-        ConfigError, lambda w: Decoder(w.target, w.draft), "drafter", "LoadedModel", "specjax.DraftModel("
-    ),
+    "a model as drafter": row(ConfigError, decoder_of_draft, "drafter", "LoadedModel", "specjax.DraftModel("),
     "a class as drafter": row(ConfigError, decoder(NGram), "drafter", "NGram", "NGram()"),
     "a number as drafter": row(ConfigError, decoder(5), "drafter", "5", "specjax.NGram(k=5)"),
     "a mapping with an unknown field": row(
