@@ -5,5 +5,4 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["specjax", "specjax.*"]), "specjax.configs"],
     package_dir={"specjax.configs": "configs"},
-    package_data={"specjax.configs": ["*.yaml", "schema.json"]},
 )

@@ -182,9 +182,9 @@ WRITTEN = {
     ),
     "a path instead of a model": row(
         ModelError,
-        lambda w: save_model("models/x", w.tmp / "a"),
+        lambda w: save_model("models/x", w.tmp / "a"),  # type: ignore
         "'models/x'",
-        "specjax.load_model",  # type: ignore
+        "specjax.load_model",
     ),
     "an export of nothing": row(
         ModelError, lambda w: export_model(w.tmp / "none", w.tmp / "a"), "{tmp}/none", "no such directory"
