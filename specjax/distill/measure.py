@@ -106,6 +106,12 @@ def decoding_figures(
     }
 
 
+def num_ticks(config: RunConfig) -> int:
+    """How often `decoding_figures` reports progress for the two drafts of a run."""
+    drafters, prompts = 2 + len(config.bench.drafters), config.bench.prompts
+    return bench_lib.num_ticks(config.bench, drafters, prompts, _TUNING * prompts)
+
+
 def check(config: RunConfig, prepared: job.Prepared) -> None:
     """Refuse, before any training, what `decoding_figures` could not decode."""
     settings, target = config.bench, prepared.target

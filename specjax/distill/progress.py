@@ -42,7 +42,7 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def wait_for(what: str | None) -> bool:
-    """The same without a block; None: no longer. False where no bar is open to say so."""
+    """The same without a block; None: the newest wait is over. False where no bar is open to say so."""
     if _shown:
         _shown[-1](what)
     return bool(_shown)
@@ -70,14 +70,21 @@ def console_bars(console: Console) -> Bars:
                 figures.update(record)
                 display.update(task, completed=step, figures=_figures(figures))
 
+            waits: list[str] = []  # one inside the other: an evaluation compiles
+
             def wait(what: str | None) -> None:
-                display.update(task, waits=what, since=time.monotonic())
+                if what is None:
+                    del waits[-1:]
+                else:
+                    waits.append(what)
+                display.update(task, waits=waits[-1] if waits else None, since=time.monotonic())
 
             _shown.append(wait)
             try:
                 yield show
             finally:
                 _shown.remove(wait)
+                waits.clear()
                 wait(None)
             display.update(task, completed=steps)
 

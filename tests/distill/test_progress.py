@@ -34,11 +34,17 @@ def test_a_bar_that_stands_says_what_it_waits_for():
         show(3, {})
         with waiting("evaluating"):
             time.sleep(0.7)
+            wait_for("compiling")
+            time.sleep(0.7)
+            wait_for(None)
+            time.sleep(0.7)
+            assert "evaluating" in lines(screen)[-1]
         show(4, {})
         time.sleep(0.6)
     told = [line for line in lines(screen) if "evaluating 0:00" in line]
     assert told
     assert "3/10" in told[0]
+    assert any("compiling 0:00" in line for line in lines(screen))
     assert "evaluating" not in lines(screen)[-1]
 
 
