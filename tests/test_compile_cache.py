@@ -4,6 +4,7 @@ import io
 import os
 import re
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,8 +113,8 @@ def test_a_wait_for_the_compiler_is_said_once_or_beside_the_open_bar(home, monke
             compile_cache._on_duration(ended, 1.5)
         assert capsys.readouterr().err == "compiling ...\n"
         screen = io.StringIO()
-        console = Console(file=screen, force_terminal=True, width=80)
-        with console_bars(console)("decoding", 3) as show:
+        bar: Any = console_bars(Console(file=screen, force_terminal=True, width=80))
+        with bar("decoding", 3) as show:
             compile_cache._on_duration(begun, 0.0)
             time.sleep(0.7)
             compile_cache._on_duration(ended, 1.5)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import io
 import re
 import time
+from typing import Any
 
 from rich.console import Console
 
 from specjax.distill.progress import console_bars, no_bars, wait_for, waiting
+
+
+def bar(screen: io.StringIO, name: str, steps: int) -> Any:
+    return console_bars(Console(file=screen, force_terminal=True, width=80))(name, steps)
 
 
 def lines(screen: io.StringIO) -> list[str]:
@@ -18,7 +23,7 @@ def lines(screen: io.StringIO) -> list[str]:
 def test_a_bar_of_80_columns_keeps_its_count_and_time_and_cuts_figures():
     screen = io.StringIO()
     record = {"loss": 0.4123, "alpha": 0.6681, "block_efficiency": 2.934, "tokens_per_s": 21_104.0}
-    with console_bars(Console(file=screen, force_terminal=True, width=80))("draft-distill", 700) as show:
+    with bar(screen, "draft-distill", 700) as show:
         for step in (1, 120, 700):
             show(step, record)
             time.sleep(0.6)
@@ -30,7 +35,7 @@ def test_a_bar_of_80_columns_keeps_its_count_and_time_and_cuts_figures():
 
 def test_a_bar_that_stands_says_what_it_waits_for():
     screen = io.StringIO()
-    with console_bars(Console(file=screen, force_terminal=True, width=80))("draft-distill", 10) as show:
+    with bar(screen, "draft-distill", 10) as show:
         show(3, {})
         with waiting("evaluating"):
             time.sleep(0.7)
