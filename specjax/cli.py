@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from specjax.errors import DataError, ModelError, SpecjaxError, Stopped
+from specjax.errors import SpecjaxError, Stopped
 from specjax.report.labels import counted
 
 USER_ERROR, INTERRUPTED, TERMINATED = 2, 130, 143
@@ -204,12 +204,16 @@ def generate(
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs are printed with --json only; add it")
     with user_errors(debug), _programs_kept():
+        from specjax import commands
+
         named = {f"--prompt {i}": text for i, text in enumerate(prompt or [], 1)}
-        named |= {f"--prompt-file {file}": _read_prompt(file) for file in prompt_file or []}
+        named |= {f"--prompt-file {file}": commands.read_prompt(file) for file in prompt_file or []}
         prompts = list(named.values())
-        decoder = _decoder(target, draft, ngram, k or 5, verifier, {"dtype": dtype, "check_finite": check_finite})
+        decoder = commands.decoder(
+            target, draft, ngram, k or 5, verifier, {"dtype": dtype, "check_finite": check_finite}
+        )
         if not chat:
-            _refuse_empty(named, decoder)
+            commands.refuse_empty(named, decoder)
         options = {
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
@@ -220,7 +224,7 @@ def generate(
             "presence_penalty": presence_penalty,
             "frequency_penalty": frequency_penalty,
             "min_new_tokens": min_new_tokens,
-            "logit_bias": _biases(logit_bias or []),
+            "logit_bias": commands.biases(logit_bias or []),
             "banned_tokens": ban or [],
             "stop_strings": stop,
             "logprobs": logprobs,
@@ -228,7 +232,7 @@ def generate(
             "ignore_eos": ignore_eos,
         }
         if defaults:
-            options |= _defaults(context, target)
+            options |= commands.defaults(context, target)
         greedy = options["temperature"] == 0
         if not decoder.lossless and not greedy:
             print(f"note: verifier {verifier!r} is lossy, this is not the target's law", file=sys.stderr)
@@ -476,72 +480,12 @@ def _message(error: Exception) -> str:
     return str(error)
 
 
-def _read_prompt(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"--prompt-file {path}: not UTF-8 (byte {error.start}); convert it, for example with iconv"
-        ) from None
-
-
-def _refuse_empty(named: Mapping[str, str], decoder: Any) -> None:
-    """A prompt without a token, by the name that the user gave it; a tokenizer may begin every text with one."""
-    for name, text in named.items():
-        if not text and not decoder.target.tokenizer(text)["input_ids"]:
-            raise DataError(f"{name}: empty, and a prompt needs at least one token; put text there, or leave it out")
-
-
 @contextlib.contextmanager
 def _programs_kept(wanted: bool = True) -> Iterator[None]:
     from specjax.compile_cache import programs_kept
 
     with programs_kept(wanted):
         yield
-
-
-def _biases(given: Sequence[str]) -> dict[int, float]:
-    try:
-        return {int(token): float(value) for token, value in (text.split("=") for text in given)}
-    except ValueError:
-        raise DataError(f"--logit-bias {' '.join(given)}: give ID=VALUE, as in --logit-bias 42=-1.5") from None
-
-
-def _decoder(target: str, draft: str | None, ngram: bool, k: int, verifier: str, loading: dict[str, Any]) -> Any:
-    """For prompts of text; ``loading``: options of `specjax.load_model`."""
-    import specjax
-
-    drafter: Any = None
-    if draft is not None:
-        from specjax.models.hf import draft_of
-
-        model = specjax.load_model(draft_of(draft), **loading)
-        model.free_originals()
-        drafter = specjax.DraftModel(model, k=k)
-    elif ngram:
-        drafter = specjax.NGram(k=k)
-    model = specjax.load_model(target, **loading)
-    if model.tokenizer is None:
-        raise ModelError(
-            f"{target}: holds no tokenizer, which a prompt of text needs; put its tokenizer.json and "
-            "tokenizer_config.json there"
-        )
-    model.free_originals()
-    return specjax.Decoder(model, drafter=drafter, verifier=verifier)
-
-
-def _defaults(context: typer.Context, target: str) -> dict[str, Any]:
-    """What generation_config.json says and the command line does not; told on stderr."""
-    from specjax.chat import generation_defaults
-
-    found = generation_defaults(target)
-    sources = {name: context.get_parameter_source(name) for name in found.values}
-    own = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    applied = {name: value for name, value in found.values.items() if name not in own}
-    told = ", ".join(f"{name} {value:g}" for name, value in applied.items()) or "nothing to apply"
-    kept = f" (as given on the command line: {', '.join(own)})" if own else ""
-    print(f"note: from {found.source}: {told}{kept}", file=sys.stderr)
-    return applied
 
 
 if __name__ == "__main__":

@@ -97,12 +97,12 @@ class _Told:
 _listening: list[_Told] = []
 
 
-def _on_duration(event: str, seconds: float, **_: str | int | float) -> None:
+def _on_duration(event: str, duration_secs: float, **_: str | int | float) -> None:
     for told in _listening:
         if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
             told.begun()  # what follows is the backend's
         elif event == "/jax/core/compile/backend_compile_duration":
-            told.ended(seconds)
+            told.ended(duration_secs)
 
 
 def _on_event(event: str, **_: str | int | float) -> None:
