@@ -70,6 +70,9 @@ def decoders(monkeypatch):
     class Model(str):
         tokenizer = "a tokenizer"
 
+        def free_originals(self) -> None:
+            pass
+
     monkeypatch.setattr(specjax, "load_model", lambda path, **options: Model(path))
     monkeypatch.setattr(specjax, "Decoder", decoder)
     return made

@@ -122,13 +122,6 @@ DECODERS = {
         "250",
         "300",
     ),
-    "k beyond the positions": row(
-        DataError,
-        lambda w: Decoder(resized(w.target, max_positions=16), unchecked(NGram, k=20)),
-        "k=20",
-        "16 positions",
-        "k <= 13",
-    ),
     "a name that the package does not have": row(
         AttributeError,
         lambda w: specjax.load_modle,
