@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from specjax.report.labels import format_against
+
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
@@ -72,10 +74,10 @@ def main(argv: list[str]) -> int:
     for figure in checked:
         mark = ("ok" if figure.ok else "missed") if figure.bound else ""
         kind = "timing" if figure.timing else ""
-        print(f"{mark:7} {figure.key:33} {_shown(figure.value):>14}  {figure.bound:36} {kind}".rstrip())
+        print(f"{mark:7} {figure.key:33} {_shown(figure):>14}  {figure.bound:36} {kind}".rstrip())
     missed = [figure for figure in checked if not figure.ok and not figure.timing]
     for figure in missed:
-        print(f"error: {figure.key} is {_shown(figure.value)}, must reach {figure.bound}", file=sys.stderr)
+        print(f"error: {figure.key} is {_shown(figure)}, must reach {figure.bound}", file=sys.stderr)
     return 1 if missed else 0
 
 
@@ -90,13 +92,19 @@ def _bounded(
 
 def _above(summary: Mapping[str, Any], key: str, rival: str, margin: float) -> Figure:
     gain = _difference(summary, key, rival)
+    wanted = "not measured" if gain is None else _telling(summary[rival] + margin, summary[key])
     return Figure(
         key,
         summary.get(key),
-        f">= {rival} + {margin:g} = {_shown(summary[rival] + margin) if gain is not None else 'not measured'}",
+        f">= {rival} + {margin:g} = {wanted}",
         # Both sides are rounded by nobody: the tolerance is for the subtraction alone.
         gain is not None and gain >= margin - 1e-9,
     )
+
+
+def _telling(bound: float, value: float) -> str:
+    """``bound`` with as many digits as tell it from ``value``."""
+    return next((text for d in range(4, 17) if (text := f"{bound:.{d}g}") != f"{value:.{d}g}"), f"{bound:.4g}")
 
 
 def _difference(summary: Mapping[str, Any], key: str, other: str) -> float | None:
@@ -109,10 +117,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return "not measured" if value is None else json.dumps(value)
+def _shown(figure: Figure) -> str:
+    if isinstance(figure.value, bool):
+        return json.dumps(figure.value)
+    return format_against(figure.value, figure.bound)
 
 
 if __name__ == "__main__":

@@ -27,12 +27,13 @@ from rich.console import Console
 
 import specjax
 from specjax import registry, report
-from specjax.compile_cache import keep_programs
+from specjax.compile_cache import programs_kept
 from specjax.config import RunConfig
 from specjax.distill import fingerprint, job, lock, sinks
-from specjax.distill.measure import check, decoding_figures
+from specjax.distill.measure import check, decoding_figures, num_ticks
 from specjax.distill.progress import Bars, StepProgress, console_bars
 from specjax.errors import ConfigError
+from specjax.report.labels import format_duration
 from specjax.report.terminal import comparison_table
 
 _DECODING, _SECONDS, _RESULTS = "decoding.json", "seconds.json", "results.json"
@@ -41,13 +42,15 @@ _DECODING, _SECONDS, _RESULTS = "decoding.json", "seconds.json", "results.json"
 def run(config: RunConfig) -> dict[str, Any]:
     """Everything of one run, in ``config.out``; returns the summary. Raises `SpecjaxError` for what a user can mend."""
     if config.distributed.enabled:
-        raise ConfigError("distributed: several processes train, one decodes; run train_draft.py with it, then this")
+        raise ConfigError("distributed: several processes train, one decodes; run `specjax train` with it, then this")
     out = Path(config.out)
     console = Console()
-    keep_programs(config.compile_cache)
-    recorded = sinks.recorded(config.logging, out, console_bars(console), dataclasses.asdict(config))
-    with lock.exclusive(out), recorded as bars:
-        stopwatch = Stopwatch(out / _SECONDS, bars)
+    with contextlib.ExitStack() as held:
+        held.enter_context(programs_kept(config.compile_cache))
+        held.enter_context(lock.exclusive(out))
+        recorded = sinks.recorded(config.logging, out, console_bars(console), dataclasses.asdict(config))
+        bars = held.enter_context(recorded)
+        stopwatch = Stopwatch(out / _SECONDS, bars, Remaining(plan(config), console))
         prepared = job.prepare(config, stopwatch.bars)
         check(config, prepared)
         distilled = job.distill(config, stopwatch.bars, prepared)
@@ -110,11 +113,58 @@ def _source_digest() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
+_STEP_SECONDS = {"text": 0.13, "target": 0.22, "evaluation": 0.6, "held-out decoding": 8.0, "decoding": 1.4}
+"""Of a training step without and with the target, and of a tick of the other stages: the demo's, on 2 slow cores. For
+other configs and machines their ratios say enough."""
+
+
+def plan(config: RunConfig) -> dict[str, float]:
+    """Stage -> the seconds it would take there, in the order they run."""
+    trained = {} if config.target.path else {"target-train": ("text", config.target.steps)}
+    trained |= {
+        "draft-pretrain": ("text", config.draft.pretrain.steps),
+        "draft-distill": ("target", config.distill.steps),
+    }
+    trained |= {f"control-{rate:g}": ("text", config.distill.steps) for rate in config.control.learning_rates}
+    rows = -(-config.eval.positions // config.data.seq_len)
+    trained |= {"evaluation": ("evaluation", -(-rows // config.eval.batch_size))}
+    if config.selection.temperatures is not None or config.selection.prompts:
+        trained |= {"held-out decoding": ("held-out decoding", 3)}
+    trained |= {"decoding": ("decoding", num_ticks(config))}
+    return {name: steps * _STEP_SECONDS[kind] for name, (kind, steps) in trained.items() if steps}
+
+
+class Remaining:
+    """Says at every stage about how long the whole run still takes: what is planned for the stages to come, corrected
+    by how long the finished ones took."""
+
+    def __init__(self, planned: dict[str, float], console: Console):
+        self._planned, self._console = planned, console
+        self._finished: list[str] = []
+        self._now: str | None = None
+        self._began = self._stage_began = time.perf_counter()
+        self._spent = 0.0
+
+    def begins(self, name: str) -> None:
+        now = time.perf_counter()
+        if self._now is not None and now - self._stage_began > 0.05 * self._planned[self._now]:  # or it was reused
+            self._finished.append(self._now)
+            self._spent += now - self._stage_began
+        self._now, self._stage_began = (name if name in self._planned else None), now
+        if self._now is None:
+            return
+        names = list(self._planned)
+        ratio = self._spent / sum(self._planned[done] for done in self._finished) if self._finished else 1.0
+        left = ratio * sum(self._planned[later] for later in names[names.index(name) :])
+        title = f"[{names.index(name) + 1}/{len(names)}] {name}: about {format_duration(left)} left in all"
+        self._console.print(f"{title}, {format_duration(now - self._began)} gone", highlight=False)
+
+
 class Stopwatch:
     """Seconds a stage took, added up over interrupted runs, kept in a file."""
 
-    def __init__(self, file: Path, bars: Bars):
-        self._file, self._bars = file, bars
+    def __init__(self, file: Path, bars: Bars, remaining: Remaining):
+        self._file, self._bars, self._remaining = file, bars, remaining
         self.seconds: dict[str, float] = {}
         with contextlib.suppress(FileNotFoundError, ValueError):
             self.seconds = json.loads(file.read_text())
@@ -122,6 +172,7 @@ class Stopwatch:
     @contextlib.contextmanager
     def bars(self, name: str, steps: int) -> Iterator[StepProgress | None]:
         before, began = self.seconds.get(name, 0.0), time.perf_counter()
+        self._remaining.begins(name)
         try:
             with self._bars(name, steps) as progress:
                 yield progress

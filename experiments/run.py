@@ -19,6 +19,7 @@ from typing import Any
 
 from check_summary import figures
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -26,11 +27,14 @@ from specjax import cli
 from specjax.config import RunConfig, SweepRun, load_sweep
 from specjax.distill.lock import exclusive
 from specjax.errors import DataError, SpecjaxError
+from specjax.report.labels import counted, format_value
+from specjax.report.terminal import plain_table
 
 Run = Callable[[RunConfig], Mapping[str, Any]]
 RESULTS, ERROR = "results.jsonl", "error.txt"
 # Columns of the final table, where a run's summary has them.
 HEADLINES = ("target_nll", "draft_nll", "alpha_before", "alpha_after", "speedup_greedy", "speedup_t1")
+_LAST_TO_GO = ("target_nll", "draft_nll", "alpha_before", "speedup_greedy", "speedup_t1", "alpha_after")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +80,10 @@ def run_sweep(runs: Sequence[SweepRun], run: Run, console: Console) -> int:
             if record.error:
                 console.print(Text(f"failed: {record.error}", style="red"))
         swept = [records[point.id] for point in runs]
-        console.print(_table(swept))
+        console.print(_table(swept, console.width))
         failed = sum(record.status != "ok" for record in swept)
-        console.print(Text(f"{len(swept) - failed} of {len(swept)} runs finished; results: {root / RESULTS}"))
+        finished = f"{len(swept) - failed} of {counted(len(swept), 'run')} finished; all figures: {root / RESULTS}"
+        console.print(Text(finished), soft_wrap=True)
     return 1 if failed else 0
 
 
@@ -113,20 +118,33 @@ def _attempt(point: SweepRun, run: Run) -> Record:
     return Record(point.id, point.overrides, "ok", None, round(time.monotonic() - began, 3), summary)
 
 
-def _table(records: Sequence[Record]) -> Table:
+def _table(records: Sequence[Record], width: int) -> Table:
+    """As much as fits into ``width`` columns: settings and speed first; everything is in results.jsonl."""
     names = list(dict.fromkeys(name for record in records for name in record.overrides))
     shown = [key for key in HEADLINES if any((record.summary or {}).get(key) is not None for record in records)]
-    table = Table(title="Sweep", title_justify="left", header_style="bold")
-    for header in ("run", *names, "status", "seconds", *shown):
-        table.add_column(header, overflow="fold")
+    wide = Console(width=10_000)
+    while True:
+        table = _table_of(records, names, shown)
+        if not shown or Measurement.get(wide, wide.options, table).maximum <= width:
+            return table
+        shown = [key for key in shown if key != min(shown, key=_LAST_TO_GO.index)]
+
+
+def _table_of(records: Sequence[Record], names: Sequence[str], shown: Sequence[str]) -> Table:
+    table = plain_table("Sweep")
+    leaves = [name.rpartition(".")[2] for name in names]
+    # The last part of a field says enough where no two are alike.
+    titles = [leaf if leaves.count(leaf) == 1 else name for name, leaf in zip(names, leaves, strict=True)]
+    for header in ("run", *titles, "status", "seconds", *shown):
+        table.add_column(header.replace("_", "\n").replace(".", ".\n"), no_wrap=True)
     for record in records:
         summary = record.summary or {}
         table.add_row(
             record.id,
             *(Text(_value(record.overrides.get(name))) for name in names),
             Text(record.status, style="green" if record.status == "ok" else "bold red"),
-            f"{record.seconds:.1f}",
-            *(Text(_value(summary.get(key))) for key in shown),
+            f"{record.seconds:.0f}",
+            *(Text(format_value(summary.get(key)) if summary.get(key) is not None else "–") for key in shown),
         )
     return table
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import signal
@@ -19,8 +20,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
-from specjax.errors import DataError, ModelError, SpecjaxError, Stopped
+from specjax.errors import SpecjaxError, Stopped
+from specjax.report.labels import counted
 
 USER_ERROR, INTERRUPTED, TERMINATED = 2, 130, 143
 # What a wrong path raises wherever it is opened first; a disk that is full or read-only, wherever it is written.
@@ -28,14 +31,58 @@ _PATH_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, Permis
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 app = typer.Typer(
-    help="Speculative decoding in JAX.",
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+class _Command(TyperCommand):
+    """Names the value that an option refuses, which its own message leaves out."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            value = _value_of(getattr(error.param, "opts", ()), given)
+            if value is not None and value not in error.message:
+                error.message = f"{value!r}: {error.message}"
+            raise
+
+
+def _value_of(options: Sequence[str], args: Sequence[str]) -> str | None:
+    """What stands behind one of ``options``, the last time."""
+    found = None
+    for name, following in itertools.zip_longest(args, args[1:]):
+        if name in options:
+            found = following
+        elif name.partition("=")[0] in options:
+            found = name.partition("=")[2]
+    return found
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"specjax {version('specjax')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _specjax(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Speculative decoding in JAX: distill a draft, decode with it, and prove that nothing is lost."""
+
+
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+CheckFinite = Annotated[bool, typer.Option("--check-finite/--no-check-finite", help="Refuse NaN and infinite weights.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=v", help="Overrides of single fields.")]
 
 
@@ -101,11 +148,11 @@ def _sigterm_like_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@app.command()
+@app.command(cls=_Command)
 def generate(
     context: typer.Context,
     target: Annotated[str, typer.Option(help="Target: a Hugging Face directory or hub id.")],
-    draft: Annotated[str | None, typer.Option(help="Draft: a Hugging Face directory or hub id.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft: a Hugging Face directory, hub id or run directory.")] = None,
     ngram: Annotated[bool, typer.Option("--ngram", help="Draft by n-gram prompt lookup.")] = False,
     k: Annotated[int | None, typer.Option("-k", min=1, max=64, help="Draft length.", show_default="5")] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be repeated.")] = None,
@@ -138,7 +185,7 @@ def generate(
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="Of the weights.", show_default="float32 on CPU, bfloat16 on accelerators"),
     ] = None,
-    check_finite: Annotated[bool, typer.Option("--check-finite", help="Refuse NaN and infinite weights.")] = False,
+    check_finite: CheckFinite = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of text; of one prompt with its latencies.")
     ] = False,
@@ -159,9 +206,17 @@ def generate(
         raise typer.BadParameter("--system is a message of a chat; add --chat")
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs are printed with --json only; add it")
-    with user_errors(debug):
-        prompts = [*(prompt or []), *map(_read_prompt, prompt_file or [])]
-        decoder = _decoder(target, draft, ngram, k or 5, verifier, {"dtype": dtype, "check_finite": check_finite})
+    with user_errors(debug), _programs_kept():
+        from specjax import commands
+
+        named = {f"--prompt {i}": text for i, text in enumerate(prompt or [], 1)}
+        named |= {f"--prompt-file {file}": commands.read_prompt(file) for file in prompt_file or []}
+        prompts = list(named.values())
+        decoder = commands.decoder(
+            target, draft, ngram, k or 5, verifier, {"dtype": dtype, "check_finite": check_finite}
+        )
+        if not chat:
+            commands.refuse_empty(named, decoder)
         options = {
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
@@ -172,7 +227,7 @@ def generate(
             "presence_penalty": presence_penalty,
             "frequency_penalty": frequency_penalty,
             "min_new_tokens": min_new_tokens,
-            "logit_bias": _biases(logit_bias or []),
+            "logit_bias": commands.biases(logit_bias or []),
             "banned_tokens": ban or [],
             "stop_strings": stop,
             "logprobs": logprobs,
@@ -180,7 +235,7 @@ def generate(
             "ignore_eos": ignore_eos,
         }
         if defaults:
-            options |= _defaults(context, target)
+            options |= commands.defaults(context, target)
         greedy = options["temperature"] == 0
         if not decoder.lossless and not greedy:
             print(f"note: verifier {verifier!r} is lossy, this is not the target's law", file=sys.stderr)
@@ -199,12 +254,32 @@ def generate(
             results["verifier"] = {"kind": verifier, "lossless": decoder.lossless or greedy}
             print(json.dumps(results, default=plain_json))
         elif len(prompts) == 1:
-            generation.stream(decoder, given[0], options, no_color)
+            generation.stream(decoder, given[0], options, no_color, prompts[0])
         else:
             generation.print_rows(prompts, decoder.generate(given, **options), no_color)
 
 
-@app.command()
+@app.command(cls=_Command)
+def train(config: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Distill a draft for a target, as train_draft.py does. Resumable; leaves the draft in the config's `out`/draft.
+
+    Exit status: 2 for what can be mended, 130 after Ctrl-C, 143 after SIGTERM, which saves the step under way first."""
+    with user_errors(debug, "interrupted; the same command resumes"), _sigterm_like_ctrl_c():
+        from specjax import commands
+
+        commands.train(config, overrides or [])
+
+
+@app.command(cls=_Command)
+def demo(overrides: Overrides = None, debug: Debug = False) -> None:
+    """Distill a draft for the shipped target, decode with it, and report: what `make demo` runs in a clone."""
+    with user_errors(debug):
+        from specjax import commands
+
+        commands.run_demo(overrides or [])
+
+
+@app.command(cls=_Command)
 def bench(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -213,15 +288,17 @@ def bench(
 ) -> None:
     """Time the decoding of held-out prompts over the config's grid, against the autoregressive loop."""
     with user_errors(debug):
+        from specjax.commands import config_file
         from specjax.config import load_config
 
-        settings = load_config(config, overrides or [])
+        settings = load_config(config_file(config), overrides or [])
         _check_file(out)
         from specjax.distill.measure import run_bench
         from specjax.distill.progress import console_bars
         from specjax.report.terminal import decoding_table
 
-        results = run_bench(settings, console_bars(Console(stderr=True)))
+        with _programs_kept(settings.compile_cache):
+            results = run_bench(settings, console_bars(Console(stderr=True)))
         console = Console()
         console.print(decoding_table(results["decoding"]))
         figures = results.get("figures", {})
@@ -235,7 +312,7 @@ def bench(
             write_atomically(out, json.dumps(results, indent=1, default=plain_json) + "\n")
 
 
-@app.command()
+@app.command(cls=_Command)
 def numerics(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -246,21 +323,23 @@ def numerics(
 ) -> None:
     """Where the target's logits depend on how they are computed: dtype, batch size, single tokens or blocks."""
     with user_errors(debug):
+        from specjax.commands import config_file
         from specjax.config import load_config
 
-        settings = load_config(config, overrides or [])
+        settings = load_config(config_file(config), overrides or [])
         _check_file(out)
         from specjax.distill.progress import console_bars
         from specjax.numerics import run_numerics
         from specjax.report.terminal import numerics_table
 
-        results = run_numerics(settings, prompts, tokens, console_bars(Console(stderr=True)))
+        with _programs_kept(settings.compile_cache):
+            results = run_numerics(settings, prompts, tokens, console_bars(Console(stderr=True)))
         Console().print(numerics_table(results["comparisons"]))
         if out is not None:
             write_atomically(out, json.dumps(results, indent=1, default=plain_json) + "\n")
 
 
-@app.command()
+@app.command(cls=_Command)
 def certify(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -273,16 +352,18 @@ def certify(
 
     Exit status 1 if a check fails."""
     with user_errors(debug):
+        from specjax.commands import config_file
         from specjax.config import load_config
 
-        settings = load_config(config, overrides or [])
+        settings = load_config(config_file(config), overrides or [])
         directory = Path(settings.out) if out is None else out
         if directory.exists() and not directory.is_dir():
-            raise SpecjaxError(f"--out {directory}: not a directory; the certificate goes there")
+            raise SpecjaxError(f"--out {directory}: not a directory; the certificate goes there, give another")
         from specjax.distill.measure import run_certify
         from specjax.distill.progress import console_bars
 
-        certificate = run_certify(settings, console_bars(Console(stderr=True)))
+        with _programs_kept(settings.compile_cache):
+            certificate = run_certify(settings, console_bars(Console(stderr=True)))
         directory.mkdir(parents=True, exist_ok=True)
         text = json.dumps(certificate.to_json(), indent=1, default=plain_json) + "\n"
         write_atomically(directory / "certificate.json", text)
@@ -296,7 +377,7 @@ def certify(
         raise SystemExit(1)
 
 
-@app.command("generate-data")
+@app.command("generate-data", cls=_Command)
 def generate_data(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -310,16 +391,20 @@ def generate_data(
 ) -> None:
     """Let the target write the data that the config's distillation trains on. Resumable."""
     with user_errors(debug, "interrupted; the same command resumes"):
+        from specjax.commands import config_file
         from specjax.config import load_config
         from specjax.distill.make_data import make_data
         from specjax.distill.progress import console_bars
 
-        made = make_data(load_config(config, overrides or []), out, draft, console_bars(Console(stderr=True)))
-        counts = f"{made['sequences']:,} sequences, {made['emitted']:,} tokens in {len(made['shards'])} shards"
+        settings = load_config(config_file(config), overrides or [])
+        with _programs_kept(settings.compile_cache):
+            made = make_data(settings, out, draft, console_bars(Console(stderr=True)))
+        shards = counted(len(made["shards"]), "shard")
+        counts = f"{counted(made['sequences'], 'sequence')}, {made['emitted']:,} tokens in {shards}"
         print(f"{made['directory']}: {counts}, block efficiency {made['block_efficiency']:.2f}")
 
 
-@app.command()
+@app.command(cls=_Command)
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a finished run.")],
     debug: Debug = False,
@@ -331,7 +416,7 @@ def report(
         print(build(run_dir))
 
 
-@app.command()
+@app.command(cls=_Command)
 def export(
     source: Annotated[str, typer.Argument(help="Model directory, hub id, or run directory (its draft).")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write.")],
@@ -340,7 +425,7 @@ def export(
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model directory that is there.")] = False,
-    check_finite: Annotated[bool, typer.Option("--check-finite", help="Refuse NaN and infinite weights.")] = False,
+    check_finite: CheckFinite = True,
     max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Most gigabytes of weights in a file.")] = 5.0,
     debug: Debug = False,
 ) -> None:
@@ -351,12 +436,11 @@ def export(
         size = int(max_shard_gb * 10**9)
         options = {"dtype": dtype, "revision": revision, "overwrite": overwrite, "max_shard_bytes": size}
         model = export_model(source, directory, check_finite=check_finite, **options)
-        files = list(directory.glob("*.safetensors"))
-        count = f"{model.parameter_count:,} parameters in {dtype or model.dtype}"
-        print(f"{directory}: {count}, weights in {len(files)} files")
+        files = counted(len(list(directory.glob("*.safetensors"))), "file")
+        print(f"{directory}: {model.parameter_count:,} parameters in {dtype or model.dtype}, weights in {files}")
 
 
-@app.command()
+@app.command(cls=_Command)
 def schema(debug: Debug = False) -> None:
     """Print the JSON Schema of config files, for editors."""
     with user_errors(debug):
@@ -399,55 +483,12 @@ def _message(error: Exception) -> str:
     return str(error)
 
 
-def _read_prompt(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"--prompt-file {path}: not UTF-8 (byte {error.start}); convert it, for example with iconv"
-        ) from None
+@contextlib.contextmanager
+def _programs_kept(wanted: bool = True) -> Iterator[None]:
+    from specjax.compile_cache import programs_kept
 
-
-def _biases(given: Sequence[str]) -> dict[int, float]:
-    try:
-        return {int(token): float(value) for token, value in (text.split("=") for text in given)}
-    except ValueError:
-        raise DataError(f"--logit-bias {' '.join(given)}: give ID=VALUE, as in --logit-bias 42=-1.5") from None
-
-
-def _decoder(target: str, draft: str | None, ngram: bool, k: int, verifier: str, loading: dict[str, Any]) -> Any:
-    """For prompts of text; ``loading``: options of `specjax.load_model`."""
-    import specjax
-
-    drafter: Any = None
-    if draft is not None:
-        model = specjax.load_model(draft, **loading)
-        model.free_originals()
-        drafter = specjax.DraftModel(model, k=k)
-    elif ngram:
-        drafter = specjax.NGram(k=k)
-    model = specjax.load_model(target, **loading)
-    if model.tokenizer is None:
-        raise ModelError(
-            f"{target}: holds no tokenizer, which a prompt of text needs; put its tokenizer.json and "
-            "tokenizer_config.json there"
-        )
-    model.free_originals()
-    return specjax.Decoder(model, drafter=drafter, verifier=verifier)
-
-
-def _defaults(context: typer.Context, target: str) -> dict[str, Any]:
-    """What generation_config.json says and the command line does not; told on stderr."""
-    from specjax.chat import generation_defaults
-
-    found = generation_defaults(target)
-    sources = {name: context.get_parameter_source(name) for name in found.values}
-    own = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    applied = {name: value for name, value in found.values.items() if name not in own}
-    told = ", ".join(f"{name} {value:g}" for name, value in applied.items()) or "nothing to apply"
-    kept = f" (as given on the command line: {', '.join(own)})" if own else ""
-    print(f"note: from {found.source}: {told}{kept}", file=sys.stderr)
-    return applied
+    with programs_kept(wanted):
+        yield
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def run_numerics(config: RunConfig, prompts: int, tokens: int, bars: Bars = no_b
     k, rows = max(settings.ks), max(settings.batch_sizes)
     trained = Path(config.out) / "target"
     if config.target.path is None and not trained.is_dir():
-        raise DataError(f"out: {trained} does not exist; train the target first with train_draft.py and this config")
+        raise DataError(f"out: {trained} does not exist; train the target first with `specjax train` and this config")
     prepared = job.prepare(config, bars)
     target, length = prepared.target, settings.prompt_tokens
     if length + tokens + k > target.config.max_positions:

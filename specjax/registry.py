@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import json
+import numbers
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,15 +77,37 @@ def build(table: Mapping[str, str], spec: str | Mapping[str, Any], what: str) ->
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
             raise ConfigError(f"{what}.{name}: unknown key of {spec['kind']!r}; {hint}")
     try:
-        return TypeAdapter(cls).validate_python(dict(spec))
+        return _validated(cls, spec, what)
     except ValidationError as error:
         problem = error.errors()[0]
         field = ".".join((what, *map(str, problem["loc"])))
         if problem["type"] == "value_error":  # raised by a field of ours, in our words
             reason = str(problem.get("ctx", {})["error"])
             raise ConfigError(f"{field}: {reason.removeprefix(': ').removeprefix('.')}") from None
+        if problem["type"] in ("missing", "missing_argument"):
+            raise ConfigError(f"{field}: missing; {spec['kind']!r} needs it{_example(spec['kind'])}") from None
         expected = problem["msg"].replace("Input should be ", "")
-        raise ConfigError(f"{field}: found {problem.get('input')!r}, expected {expected}") from None
+        raise ConfigError(f"{field}: found {reprlib.repr(problem.get('input'))}, expected {expected}") from None
+
+
+def _validated(cls: type, spec: Mapping[str, Any], what: str) -> Any:
+    """Strictly, as a config's other fields are: a text is no number, and neither is true or a fraction."""
+    try:
+        text = json.dumps(dict(spec))
+    except TypeError:  # an object of Python's, such as a model, has no JSON, and JSON alone takes lists for tuples
+        found = TypeAdapter(cls).validate_python(dict(spec))
+        for name, value in spec.items():
+            kind = type(getattr(found, name))
+            if isinstance(value, (bool, str)) and kind is not type(value):
+                raise ConfigError(f"{what}.{name}: found {value!r}, expected a valid {kind.__name__}") from None
+        return found
+    return TypeAdapter(cls).validate_json(text, strict=True)
+
+
+def _example(kind: str) -> str:
+    if kind != "draft_model":
+        return ""
+    return ", as in {kind: draft_model, model: PATH}, or specjax.DraftModel(specjax.load_model(PATH), k=5) in Python"
 
 
 def checked(table: Mapping[str, str], instance: Any, what: str) -> Any:
@@ -90,4 +115,10 @@ def checked(table: Mapping[str, str], instance: Any, what: str) -> Any:
     cls = type(instance)
     if table.get(instance.kind) != f"{cls.__module__}:{cls.__qualname__}":
         return instance
-    return build(table, {field.name: getattr(instance, field.name) for field in dataclasses.fields(cls)}, what)
+    fields = {field.name: getattr(instance, field.name) for field in dataclasses.fields(cls)}
+    return build(table, {name: _plain(value) for name, value in fields.items()}, what)
+
+
+def _plain(value: Any) -> Any:
+    """A scalar of numpy as Python's."""
+    return getattr(value, "item", lambda: value)() if isinstance(value, numbers.Number) else value

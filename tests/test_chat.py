@@ -83,7 +83,8 @@ class Decoder:
 
 @pytest.fixture
 def run(monkeypatch, tokenizer):
-    monkeypatch.setattr(specjax, "load_model", lambda path, **_: types.SimpleNamespace(tokenizer=tokenizer))
+    model = types.SimpleNamespace(tokenizer=tokenizer, free_originals=lambda: None)
+    monkeypatch.setattr(specjax, "load_model", lambda path, **_: model)
     monkeypatch.setattr(specjax, "Decoder", Decoder)
 
     def call(*arguments):

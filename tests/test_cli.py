@@ -1,22 +1,30 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
+import tomllib
 import types
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import specjax
-from specjax import cli
+from specjax import cli, commands
 from specjax.decode.request import derive_seeds
 from specjax.errors import ConfigError, ModelError, Stopped
 from specjax.metrics import DecodeStats
+from specjax.report import generation
 
+ROOT = Path(__file__).resolve().parents[1]
 STATS = DecodeStats(blocks=2, emitted=5, drafted_at=(2, 2), reached_at=(2, 2), accepted_at=(2, 1))
 
 
@@ -61,6 +69,9 @@ def decoders(monkeypatch):
 
     class Model(str):
         tokenizer = "a tokenizer"
+
+        def free_originals(self) -> None:
+            pass
 
     monkeypatch.setattr(specjax, "load_model", lambda path, **options: Model(path))
     monkeypatch.setattr(specjax, "Decoder", decoder)
@@ -311,8 +322,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 
 def test_help_does_not_load_jax():
-    import subprocess
-
     code = "import sys; from specjax import cli, config; import specjax; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
@@ -342,3 +351,77 @@ def test_generate_data_says_what_was_made(tmp_path, monkeypatch, capsys):
     assert calls == [("generated", tmp_path / "data", "model")]
     expected = f"{tmp_path / 'data'}: 2,000 sequences, 64,000 tokens in 2 shards, block efficiency 3.21\n"
     assert capsys.readouterr().out == expected
+
+
+def test_the_version_is_told():
+    assert call("--version").stdout == f"specjax {version('specjax')}\n"
+
+
+def test_the_package_runs_as_a_module():
+    command = [sys.executable, "-m", "specjax", "generate", "--target", "t"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (done.returncode, "no prompt" in done.stderr) == (2, True)
+
+
+def test_train_is_what_train_draft_does(monkeypatch, config_file):
+    import train_draft
+
+    seen = []
+    monkeypatch.setattr(commands, "train", lambda config, overrides: seen.append((config, overrides)))
+    assert call("train", str(config_file), "distill.steps=3").exit_code == 0
+    assert seen == [(config_file, ["distill.steps=3"])]
+    assert train_draft.main.__module__ == "specjax.commands"
+
+
+def test_a_config_that_comes_with_specjax_is_found_by_its_name(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert commands.config_file(Path("tiny")).samefile(ROOT / "configs/tiny.yaml")
+    assert commands.config_file(Path("tiny.yaml")).samefile(ROOT / "configs/tiny.yaml")
+    assert str(ROOT / "configs/tiny.yaml") in capsys.readouterr().err
+    (tmp_path / "tiny.yaml").write_text("")
+    assert commands.config_file(Path("tiny.yaml")) == Path("tiny.yaml")  # what is there comes first
+
+
+def test_the_demo_is_found_from_inside_a_clone(monkeypatch):
+    monkeypatch.chdir(ROOT / "tests")
+    root, command = commands.demo_command(["bench.prompts=2"])
+    assert root == ROOT
+    assert command[1:] == ["experiments/run.py", "configs/demo.yaml", "bench.prompts=2"]
+
+
+def test_the_demo_without_a_clone_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands, "__file__", str(tmp_path / "site-packages/specjax/commands.py"))
+    result = call("demo")
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    for said in (str(tmp_path), "49 MB", "git clone", "specjax demo", "specjax train demo_from_scratch"):
+        assert said in result.stderr
+
+
+def test_the_configs_are_data_of_the_package():
+    """As setup.py declares them: a wheel is built by nobody in a test."""
+    names = {file.name for file in (ROOT / "configs").iterdir()}
+    assert names == {file.name for file in (ROOT / "configs").glob("*.yaml")} | {"schema.json"}
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert settings["specjax.configs"] == ["*.yaml", "schema.json"]
+    assert 'package_dir={"specjax.configs": "configs"}' in (ROOT / "setup.py").read_text()
+
+
+def test_a_terminal_gets_the_prompt_before_the_text_and_a_pipe_does_not(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, expected in ((Terminal(), "xaccepted!bonus!x\n"), (io.StringIO(), "accepted!bonus!x\n")):
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setenv("TERM", "dumb" if not stream.isatty() else "xterm")
+        generation.stream(Decoder(None), "x", {"logprobs": None}, no_color=True, shown="x")
+        assert re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()) == expected
+
+
+def test_generate_takes_a_run_for_its_draft(decoders, tmp_path):
+    (tmp_path / "run/draft").mkdir(parents=True)
+    (tmp_path / "run/draft/config.json").write_text("{}")
+    assert call("generate", "--target", "t", "--draft", str(tmp_path / "run"), "--prompt", "x").exit_code == 0
+    assert decoders[0].model == str(tmp_path / "run/draft")

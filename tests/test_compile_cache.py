@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import io
 import os
+import re
+import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from rich.console import Console
 
 from specjax import compile_cache
-from specjax.compile_cache import SWITCH, keep_programs
+from specjax.compile_cache import SWITCH, keep_programs, programs_kept
 from specjax.decode.costs import count_compiles
+from specjax.distill.progress import console_bars
 
 
 @pytest.fixture
@@ -82,3 +88,36 @@ def test_the_programs_unused_for_longest_are_removed(home, monkeypatch):
     jax.config.update("jax_compilation_cache_dir", None)
     keep_programs()
     assert sorted(file.name for file in directory.iterdir()) == ["middle", "new"]
+
+
+def test_what_compiles_is_told_at_the_end_with_what_came_from_the_cache(home, monkeypatch, capsys):
+    monkeypatch.setattr(compile_cache, "_SECONDS_WORTH_KEEPING", 0.0)
+    monkeypatch.setattr(compile_cache, "_SECONDS_WORTH_SAYING", 0.0)
+    told = []
+    for _ in range(2):
+        jax.clear_caches()
+        with programs_kept():
+            jax.block_until_ready(jax.jit(lambda x: jnp.tanh(x @ x.T) / 5)(np.ones((16, 16), np.float32)))
+        told.append(capsys.readouterr().err.splitlines()[-1])
+    assert re.fullmatch(rf"compiled \d+ programs? in \d+\.\d s; kept for the next start in {home}/specjax/.*", told[0])
+    assert re.fullmatch(r"compiled (\d+) programs? in \d+\.\d s, [1-9]\d* of them from the cache.*", told[1])
+
+
+def test_a_wait_for_the_compiler_is_said_once_or_beside_the_open_bar(home, monkeypatch, capsys):
+    monkeypatch.setattr(compile_cache, "_SECONDS_WORTH_SAYING", 0.01)
+    begun, ended = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
+    with programs_kept():
+        for _ in range(2):
+            compile_cache._on_duration(begun, 0.0)
+            time.sleep(0.1)
+            compile_cache._on_duration(ended, 1.5)
+        assert capsys.readouterr().err == "compiling ...\n"
+        screen = io.StringIO()
+        bar: Any = console_bars(Console(file=screen, force_terminal=True, width=80))
+        with bar("decoding", 3) as show:
+            compile_cache._on_duration(begun, 0.0)
+            time.sleep(0.7)
+            compile_cache._on_duration(ended, 1.5)
+            show(1, {})
+        assert "compiling 0:00" in screen.getvalue()
+    assert capsys.readouterr().err.startswith("compiled 3 programs in 4.5 s")

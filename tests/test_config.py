@@ -292,7 +292,7 @@ def test_a_file_that_is_no_config_is_refused(written, text, expected):
     ("override", "expected"),
     [
         ("draft.init={kind: layer, keep: [0]}", "draft.init: 'layer' is unknown"),
-        ("draft.init={kind: layers}", "draft.init: keep: found"),
+        ("draft.init={kind: layers}", "draft.init: keep: missing"),
         ("draft.init={kind: layers, keep: []}", "draft.init: keep: found [], expected"),
         ("draft.init={kind: layers, keep: [2, 1]}", "draft.init: keep: [2, 1] is not ascending"),
         (
@@ -436,7 +436,7 @@ def test_the_demo_draft_has_the_size_that_its_header_says():
             "verifier: lenient\nrequire_lossless: true",
             "'lenient' changes the target's law and require_lossless is true",
         ),
-        ("certify: {drafter: draft_model}", "certify.drafter: model: found .* expected Field required"),
+        ("certify: {drafter: draft_model}", "certify.drafter: model: missing; .*model: PATH"),
         ("certify: {drafter: {kind: ngram, k: 0}}", "certify.drafter: k: found 0"),
         ("sampling: {top_p: 0}", "sampling.top_p: found 0"),
         ("sampling: {banned_tokens: [-1]}", "sampling.banned_tokens.0: found -1"),

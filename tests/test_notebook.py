@@ -4,6 +4,9 @@ import ast
 import importlib
 import os
 import re
+import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
@@ -78,3 +81,37 @@ def test_the_notebook_runs_from_top_to_bottom(notebook, tmp_path):
     (out,) = (tmp_path / "runs").iterdir()
     assert f"the distilled draft: {out / 'draft'}\n" in printed["certificate"]
     assert (out / "draft/model.safetensors").exists()
+
+
+def first_cell(notebook, folder: Path, clone: Callable) -> dict:
+    """Runs it in ``folder`` up to where it installs; ``clone`` stands for `subprocess.run`."""
+    source = notebook.cells[1].source.partition("\ntry:\n")[0]
+    before = Path.cwd()
+    names: dict = {}
+    os.chdir(folder)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(subprocess, "run", clone)
+            exec(compile(source, "install", "exec"), names)
+    finally:
+        os.chdir(before)
+    return names
+
+
+def test_a_clone_that_cannot_be_made_is_one_line_that_offers_the_upload(notebook, tmp_path):
+    with pytest.raises(SystemExit) as told:
+        first_cell(notebook, tmp_path, lambda *_, **__: subprocess.CompletedProcess([], 128))
+    message = str(told.value.code)
+    assert "\n" not in message
+    for said in ("cannot be cloned", str(tmp_path), "specjax.zip", "run this cell again"):
+        assert said in message
+
+
+def test_an_uploaded_archive_is_unpacked_and_used(notebook, tmp_path):
+    target = tmp_path / "made/specjax-1.0/models/demo-target"
+    target.mkdir(parents=True)
+    (target / "config.json").write_text("{}")
+    shutil.make_archive(str(tmp_path / "specjax"), "zip", tmp_path / "made")
+    shutil.rmtree(tmp_path / "made")
+    names = first_cell(notebook, tmp_path, lambda *_, **__: pytest.fail("nothing is cloned"))
+    assert names["root"] == tmp_path / "specjax-1.0"

@@ -140,13 +140,7 @@ class Bench:
     @property
     def num_ticks(self) -> int:
         """How often `measure` reports progress: every compiled cell, every decoded batch."""
-        settings, cells, prompts = self._settings, self.cells(), len(self._prompts)
-        temperatures = len(settings.temperatures)
-        tuning = temperatures * len(settings.ks) * len(self._tuning_prompts)
-        once = sum(-(-prompts // cell.batch_size) for cell in cells)
-        if 1 not in settings.batch_sizes:
-            once += 2 * temperatures * prompts
-        return len(cells) + tuning + once + 2 * temperatures * prompts * (settings.repeats - 1)
+        return num_ticks(self._settings, len(self._drafters), len(self._prompts), len(self._tuning_prompts))
 
     def measure(self, favourite: str, tick: Tick = _silent) -> dict:
         """The whole grid once; but the autoregressive loop and ``favourite`` at its best k, batch 1, ``repeats`` times:
@@ -202,14 +196,14 @@ class Bench:
             runs |= found
         return best, runs
 
-    def _by_prompt(self, repeats: Sequence[Run]) -> list[tuple[float, metrics.DecodeStats]]:
-        """Seconds of each prompt, the median over ``repeats``, and its counts; one that filled up a batch has more than
+    def _by_prompt(self, repeats: Sequence[Run]) -> list[tuple[list[float], metrics.DecodeStats]]:
+        """Seconds of each prompt, one of each of ``repeats``, and its counts; one that filled up a batch has more than
         one row."""
         count, found = len(self._prompts), []
         for i in range(count):
             seconds = [sum(s for s, _ in run.by_row[i::count]) for run in repeats]
             stats = functools.reduce(operator.add, (n for _, n in repeats[0].by_row[i::count]))
-            found.append((float(np.median(seconds)), stats))
+            found.append((seconds, stats))
         return found
 
     def _row(self, cell: Cell, runs: Mapping[Cell, list[Run]]) -> dict:
@@ -310,6 +304,17 @@ class Bench:
             return decoder.started(self._prompts[:1], max_new_tokens=new, **options)
 
         return costs_lib.median_seconds(start, 9)
+
+
+def num_ticks(settings: config_lib.Bench, drafters: int, prompts: int, tuning_prompts: int) -> int:
+    """`Bench.num_ticks`, known before there is a draft."""
+    temperatures, points = len(settings.temperatures), 1 + drafters * len(settings.ks)
+    tuning = temperatures * len(settings.ks) * tuning_prompts
+    compiled = temperatures * len(settings.batch_sizes) * points
+    once = temperatures * points * sum(-(-prompts // size) for size in settings.batch_sizes)
+    if 1 not in settings.batch_sizes:
+        once += 2 * temperatures * prompts
+    return compiled + tuning + once + 2 * temperatures * prompts * (settings.repeats - 1)
 
 
 def count_recompiles(target: Any, drafter: Drafter | None, verifier: Verifier, prompts: int = 50) -> int:

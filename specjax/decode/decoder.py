@@ -7,7 +7,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -18,11 +18,13 @@ from specjax import registry
 from specjax.decode import engine as engine_lib
 from specjax.decode import request as request_lib
 from specjax.decode import stops as stops_lib
+from specjax.decode.arguments import drafter_of, verifier_of
 from specjax.decode.engine import Engine, EngineParams, Logprobs, NoDraft
 from specjax.decode.request import Batch, Prompt, SamplingOptions
 from specjax.decode.result import Event, GenerationResult, finish_reason, origin_names, pieces_of, stats_by_row
 from specjax.decode.text import Cut, Detokenizer, RowText
 from specjax.errors import DataError
+from specjax.models.files import check_model
 from specjax.models.vocabulary import TokenRows
 from specjax.types import DecodeState, Drafter, LogitsProcessor, Verifier
 
@@ -34,24 +36,25 @@ _STOP_STRING_STEPS = 8
 class Decoder:
     """Decode with a target and, optionally, a drafter.
 
-    ``target``: a `specjax.load_model` result. ``drafter``: `DraftModel`, `NGram`, ...; None decodes autoregressively
-    through the same engine. ``verifier``: a registered kind or an instance; an all-greedy batch uses `greedy`.
+    ``target``: a `specjax.load_model` result. ``drafter``: `DraftModel`, `NGram`, ..., or by name where no model is
+    needed ('ngram'); None decodes autoregressively through the same engine. ``verifier``: a registered kind or an
+    instance; an all-greedy batch uses `greedy`.
 
-    Raises `ConfigError` for a verifier that is unknown or has a field out of range, `DataError` for a drafter that
-    cannot fit, `ModelError` for vocabularies that differ.
+    Raises `ConfigError` for a drafter or verifier that is unknown or has a field out of range, `DataError` for a
+    drafter that cannot fit, `ModelError` for what is no model and for vocabularies that differ.
     """
 
-    def __init__(self, target: Any, drafter: Drafter | None = None, verifier: str | Verifier = "speculative"):
-        if drafter is not None and drafter.k < 1:
-            raise DataError(f"drafter {drafter.kind!r}: k={drafter.k}; a block needs at least one proposal")
+    def __init__(
+        self,
+        target: Any,
+        drafter: Drafter | str | Mapping[str, Any] | None = None,
+        verifier: Verifier | str | Mapping[str, Any] = "speculative",
+    ):
+        check_model(target, "target")
         self.target = target
-        self._drafter, self._drafter_params = (drafter or NoDraft()).bind(target)
-        table = registry.VERIFIERS
-        if isinstance(verifier, str):
-            self._verifier: Verifier = registry.build(table, verifier, "verifier")
-        else:
-            self._verifier = registry.checked(table, verifier, "verifier")
-        self._greedy_verifier: Verifier = registry.build(table, "greedy", "verifier")
+        self._drafter, self._drafter_params = (drafter_of(drafter) or NoDraft()).bind(target)
+        self._verifier = verifier_of(verifier)
+        self._greedy_verifier: Verifier = registry.build(registry.VERIFIERS, "greedy", "verifier")
 
     @property
     def lossless(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 import jax
 import numpy as np
 
+from specjax.decode.arguments import token_ids
 from specjax.decode.engine import Request
 from specjax.errors import DataError
 from specjax.models.vocabulary import unused_ids
@@ -96,7 +97,8 @@ def prepare(
 ) -> Batch:
     """Raises `DataError` naming the argument, the row and the value that cannot be used."""
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-        raise DataError("prompts: give a list of strings or of token-id lists; for one prompt, a list of one")
+        found = type(prompts).__name__ if isinstance(prompts, (str, Mapping, np.ndarray)) else repr(prompts)
+        raise DataError(f"prompts: {found}; give a list of strings or of token-id lists; for one prompt, a list of one")
     if not prompts:
         raise DataError("prompts: the list is empty; give at least one prompt")
     unknown = next((name for name in options if name not in SamplingOptions.__annotations__), None)
@@ -271,7 +273,8 @@ def _lists(name: str, value: Any, count: int) -> list:
     if value is None:
         return [()] * count
     if not isinstance(value, (Mapping, Sequence, np.ndarray)) or isinstance(value, str):
-        raise DataError(f"{name}: {value!r}; give a list for all rows, or one a row")
+        what = "mapping from token id to number" if name == "logit_bias" else "list"
+        raise DataError(f"{name}: {value!r}; give a {what} for all rows, or one a row")
     if isinstance(value, Mapping) or all(isinstance(x, (int, np.integer)) for x in value):
         return [value] * count
     rows = [() if x is None else x for x in per_row(name, value, count)]
@@ -301,6 +304,8 @@ def _stop_ids(target: Any, options: Mapping[str, Any], count: int, ignore_eos: b
 def _bias(options: Mapping[str, Any], size: int, count: int) -> np.ndarray:
     bias = np.zeros((count, size), np.float32)
     for i, values in enumerate(_lists("logit_bias", options.get("logit_bias"), count)):
+        if values and not isinstance(values, Mapping):
+            raise DataError(f"logit_bias of row {i}: {values!r}; give a mapping from token id to number")
         _check_ids("logit_bias", list(values), size, i)
         for token, value in dict(values).items():
             if not isinstance(value, (int, float, np.number)) or math.isnan(value) or value > 1e30:
@@ -322,10 +327,7 @@ def _encode(target: Any, prompt: Prompt, index: int, unused: np.ndarray) -> list
             raise DataError(f"prompt {index} is text, but the target has no tokenizer; give token ids")
         ids = target.tokenizer(prompt)["input_ids"]
     else:
-        ids = list(prompt)
-    wrong = next((t for t in ids if not isinstance(t, (int, np.integer)) or isinstance(t, bool)), None)
-    if wrong is not None:
-        raise DataError(f"prompt {index}: {wrong!r} is no token id; give whole numbers, or the prompt as text")
+        ids = token_ids(prompt, f"prompt {index}")
     if not ids:
         raise DataError(f"prompt {index} is empty; give at least one token (for example the beginning-of-sequence)")
     vocabulary = target.config.vocab_size

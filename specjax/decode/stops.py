@@ -13,6 +13,8 @@ def check(value: Any, count: int, has_tokenizer: bool) -> list[tuple[str, ...]]:
     """Stop strings of every row. ``value``: a string, a list of strings for all rows, or a list of lists."""
     if isinstance(value, str):
         value = [value]
+    if value is not None and not isinstance(value, Sequence):
+        raise DataError(f"stop_strings: {value!r}; give a text, a list of texts, or one list a row")
     if value is None or all(isinstance(x, str) for x in value):
         rows = [tuple(value or ())] * count
     else:

@@ -8,8 +8,9 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -25,6 +26,35 @@ MayChange = Callable[[Any, Any], str | None]
 """(value then, value now) -> why a field may not change so, None where it may."""
 _log = logging.getLogger(__name__)
 _digests: dict[Any, tuple[tuple[weakref.ref, ...], str]] = {}
+_CONTENTS = {
+    "train_rows": "the training text",
+    "held_out_rows": "the held-out text",
+    "train_text": "the training text",
+    "target_params": "the target's weights",
+    "reference_params": "the reference's weights",
+    "initial_params": "the weights that training began with",
+}
+"""Fields that are digests of a content: they tell that it changed, not how."""
+
+
+class Changed(TrainingError):
+    """A directory was made with other ``settings``, in words, or from other ``contents``, fields of `_CONTENTS`."""
+
+    def __init__(
+        self, directory: Path, settings: str, contents: Sequence[str], places: Mapping[str, str] = MappingProxyType({})
+    ):
+        self.directory, self.settings, self.contents = directory, settings, contents
+        names = [_CONTENTS[name] + places.get(name, "") for name in contents]
+        told = [f"was made with other settings: {settings}"] if settings else []
+        told += [f"changed since it was made: {' and '.join(names)}"] if names else []
+        super().__init__(
+            f"{directory}: {', and '.join(told)}; restore what it was made from, give another `out`, or move "
+            f"{directory} and what was made from it in {directory.parent} elsewhere"
+        )
+
+    def at(self, places: Mapping[str, str]) -> Changed:
+        """The same, with where each content is read from (field -> words)."""
+        return Changed(self.directory, self.settings, self.contents, places)
 
 
 def digest(tree: Any) -> str:
@@ -153,12 +183,10 @@ def _refuse_changes(
     refused = [name for name in differing if name not in reasons or reasons[name]]
     if not refused:
         return
-    shown = ", ".join(f"{n} ({_short(differing[n][0])} then, {_short(differing[n][1])} now)" for n in refused)
+    settings = [name for name in refused if name not in _CONTENTS]
+    shown = ", ".join(f"{n} ({_short(differing[n][0])} then, {_short(differing[n][1])} now)" for n in settings)
     why = "".join(f"; {reason}" for reason in reasons.values() if reason)
-    raise TrainingError(
-        f"{directory}: was made with other settings: {shown}{why}; give another `out`, or move {directory} and what "
-        f"was made from it in {directory.parent} elsewhere"
-    )
+    raise Changed(directory, shown + why, [name for name in refused if name in _CONTENTS])
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -26,7 +26,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, ModelError
 from specjax.models.config import ModelConfig
 from specjax.models.families.settings import same_or_each
-from specjax.models.hf import LoadedModel, check_saveable, load_model
+from specjax.models.hf import LoadedModel, check_saveable, draft_of, load_model
 from specjax.models.transformer import Model
 from specjax.models.vocabulary import check_same_vocabulary
 from specjax.types import Batch, DraftOutput, Output, Params, Trainable
@@ -82,13 +82,14 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """``path``: a Hugging Face directory or hub id, whose shape replaces `draft.architecture`."""
+    """``path``: a Hugging Face directory, hub id or run directory (its draft). Its shape replaces
+    `draft.architecture`."""
 
     path: Annotated[str, Field(min_length=1)]
     kind: Literal["checkpoint"] = "checkpoint"
 
     def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
-        draft = load_model(self.path, "float32")  # trained in it, whatever the target computes in
+        draft = load_model(draft_of(self.path), "float32")  # trained in it, whatever the target computes in
         check_same_vocabulary(target, draft)
         check_length(config, draft.config, "draft")
         return _of_its_own(draft.spec, draft.params, draft.family)

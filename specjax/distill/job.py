@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,7 @@ def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
                 "or another data.held_out"
             )
     if config.target.path is None:
-        tokenizer = _tokenizer(Path(config.out) / "tokenizer", documents, config.target.vocab_size)
+        tokenizer = _tokenizer(config, documents)
         documents, train, held_out = _rows(config, documents, tokenizer, tokenizer.eos_token_id, bad)
         target = _target_from_scratch(config, documents, tokenizer, (train, held_out), bars)
         return Prepared(target, documents, train, held_out, bad)
@@ -260,7 +261,7 @@ def _target_from_scratch(
     optional["optimizer"] = settings.optimizer
     stage = Stage("cross_entropy", settings.steps, batch_size=settings.batch_size, **optional)
     key, _ = jax.random.split(jax.random.key(config.seed))
-    with bars("target-train", settings.steps) as progress:
+    with _naming_inputs(config), bars("target-train", settings.steps) as progress:
         initial = drafter.init_params(key, None)
         args = (out / "target-train", stage, drafter, initial, None, *rows, config.seed + 2)
         params = train_stage(*args, progress=progress, layout=make_layout(config.mesh))
@@ -272,12 +273,14 @@ def _target_from_scratch(
     return _load_target(config, out / "target")
 
 
-def _tokenizer(directory: Path, documents: Corpus, vocab_size: int) -> Any:
+def _tokenizer(config: RunConfig, documents: Corpus) -> Any:
+    directory, vocab_size = Path(config.out) / "tokenizer", config.target.vocab_size
     made_from = {"train_text": corpus.corpus_digest(documents.train), "vocab_size": vocab_size}
     files = directory / "files"
 
     def make() -> None:
-        fingerprint.claim(directory, made_from)
+        with _naming_inputs(config):
+            fingerprint.claim(directory, made_from)
         if not files.exists() or _set_aside_if_damaged(files):
             partial = directory / ".partial"
             shutil.rmtree(partial, ignore_errors=True)
@@ -318,11 +321,22 @@ def _train(
         epochs, stage = stage.epochs, stage.over(len(rows))
         note(f"{name}: {epochs:g} epochs of {len(rows):,} rows are {stage.steps:,} steps of {stage.batch_size}")
     steps = stage.num_steps
-    with (bars if steps else no_bars)(name, steps) as progress:
+    with _naming_inputs(config), (bars if steps else no_bars)(name, steps) as progress:
         args = (initial.drafter, params, target, rows, prepared.held_out_rows, seed, progress)
         complete = functools.partial(completed, initial.drafter, target_params=prepared.target.params)
         sampler, layout = draft_sampler(draft, complete), make_layout(config.mesh)
         return train_stage(directory, stage, *args, sampler, layout, decoding, bars), steps
+
+
+@contextlib.contextmanager
+def _naming_inputs(config: RunConfig) -> Iterator[None]:
+    """What changed since a directory was made is named by where it is read from."""
+    try:
+        yield
+    except fingerprint.Changed as error:
+        text, target = f" (data.path: {config.data.path!r})", f" (target.path: {config.target.path!r})"
+        places = {"train_rows": text, "held_out_rows": text, "train_text": text, "target_params": target}
+        raise error.at(places) from None
 
 
 def data_directory(config: RunConfig, name: str) -> Path:

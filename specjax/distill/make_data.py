@@ -13,7 +13,7 @@ from specjax.distill import job, lock
 from specjax.distill.generated import PROVENANCE, Generated
 from specjax.distill.progress import Bars, no_bars
 from specjax.errors import ConfigError
-from specjax.models.hf import load_model
+from specjax.models.hf import draft_of, load_model
 
 _STAGE = "draft-distill"
 
@@ -32,7 +32,7 @@ def make_data(config: RunConfig, out: Path | None, draft: str | None, bars: Bars
     kept = [path for name in ("draft", "draft-before") if (path := Path(config.out) / name).is_dir()]
     with lock.exclusive(config.out):
         prepared = job.prepare(config, bars)
-        helper = load_model(draft or str(kept[0]), "float32") if draft or kept else None
+        helper = load_model(draft_of(draft or kept[0]), "float32") if draft or kept else None
         # The seed of the stage, so that the run finds what it would have made.
         stock = job.stock(config, prepared, helper, _STAGE, directory, config.seed + 1, bars)
         dataclasses.replace(source, path=str(directory)).rows(stock)

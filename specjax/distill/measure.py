@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from specjax import certify as certify_lib
 from specjax import metrics, registry
@@ -34,7 +35,7 @@ def run_bench(config: RunConfig, bars: Bars = no_bars) -> dict[str, Any]:
     """Decode with the drafts that `train_draft.py` left in ``config.out``. Returns the dict of `decoding_figures`."""
     out = Path(config.out)
     if not (out / "draft").is_dir():
-        raise DataError(f"out: {out} holds no draft; run train_draft.py with this config first, or give its `out`")
+        raise DataError(f"out: {out} holds no draft; run `specjax train` with this config first, or give its `out`")
     prepared = job.prepare(config, bars)
     drafts = {"draft_after": load_model(str(out / "draft"), "float32")}
     if (out / "draft-before").is_dir():
@@ -48,7 +49,7 @@ def run_certify(config: RunConfig, bars: Bars = no_bars) -> certify_lib.Certific
     draft = Path(config.out) / "draft"
     if spec is None and not draft.is_dir():
         raise DataError(
-            f"out: {config.out} holds no draft; run train_draft.py with this config, or give certify.drafter"
+            f"out: {config.out} holds no draft; run `specjax train` with this config, or give certify.drafter"
         )
     spec = {"kind": "draft_model", "model": str(draft), "k": settings.k} if spec is None else spec
     drafter = registry.build(registry.DRAFTERS, spec, "certify.drafter")
@@ -103,6 +104,12 @@ def decoding_figures(
             bench, favourite, measured["best_k"], timed[0], target, settings.new_tokens, sampling, config.seed
         ),
     }
+
+
+def num_ticks(config: RunConfig) -> int:
+    """How often `decoding_figures` reports progress for the two drafts of a run."""
+    drafters, prompts = 2 + len(config.bench.drafters), config.bench.prompts
+    return bench_lib.num_ticks(config.bench, drafters, prompts, _TUNING * prompts)
 
 
 def check(config: RunConfig, prepared: job.Prepared) -> None:
@@ -203,7 +210,9 @@ def _comparison(measured: Mapping[str, Any], sources: Sequence[str]) -> list[dic
             for cell in cells:
                 if cell.batch_size == min(whole):
                     seconds, stats = zip(*(by_prompt[cell][i] for i in chosen), strict=True)
-                    speed = metrics.tokens_per_s(sum(s.emitted for s in stats), sum(seconds))
+                    # The median turn, as in the grid: of all prompts it is the grid's own number.
+                    turn = float(np.median(np.sum(seconds, axis=0)))
+                    speed = metrics.tokens_per_s(sum(s.emitted for s in stats), turn)
                     row = compare.row(source, temperature, cell.drafter, cell.k or None, stats, speed, None)
                     found.append(dataclasses.asdict(row))
     return found

@@ -24,7 +24,7 @@ from specjax.distill.losses import references_of
 from specjax.distill.on_policy import Sampler
 from specjax.distill.optimizer import make_optimizer, make_schedule
 from specjax.distill.profile import Profile
-from specjax.distill.progress import Bars, StepProgress, no_bars
+from specjax.distill.progress import Bars, StepProgress, no_bars, waiting
 from specjax.distill.rows import Batches, Rows
 from specjax.distill.selection import Decodes, Selector, fingerprint_of
 from specjax.distill.signals import stop_requested
@@ -163,11 +163,13 @@ def train_stage(
                         record["skipped"] = int(pending[-1]["skipped"])
                     if measures:
                         measured = (target, held_out_rows, stage.eval_positions, rows, layout)
-                        result = evaluate(drafter, state.result, *measured)
+                        with waiting("evaluating"):
+                            result = evaluate(drafter, state.result, *measured)
                         record["held_out_nll"] = result.nll
                         if target is not None:
                             record["alpha"] = result.alpha
-                        record |= selector.measure(step, state.result)
+                        with waiting("decoding"):
+                            record |= selector.measure(step, state.result)
                         saves = saves or selector.stops
                     log.append(record)
                     pending = []
@@ -178,7 +180,8 @@ def train_stage(
                     _refuse_non_finite(directory, stage, step, pending, batches, checkpoints)
                 if saves or ends:
                     # What is not logged yet goes with the state, so that the log does not depend on interruptions.
-                    checkpoints.save(step, state, jax.tree.map(lambda x: np.asarray(x).item(), pending))
+                    with waiting("saving"):
+                        checkpoints.save(step, state, jax.tree.map(lambda x: np.asarray(x).item(), pending))
                 if logs:
                     timed, began = step, time.perf_counter()
                 if progress is not None:

@@ -6,6 +6,7 @@ Dims: B rows, P prompt, T tokens fed, K draft length, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Annotated, Any, Literal
 
 import jax
@@ -20,8 +21,8 @@ from specjax.types import Batch, Context, Draft, DraftOutput, Output, Params, Ve
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel:
-    """``model``: a path in a config, whose weights are cast to the target's dtype, or a `LoadedModel` in Python; after
-    `bind`, its static spec."""
+    """``model``: a path, of a model or of a run that left a draft, whose weights are cast to the target's dtype, or a
+    `LoadedModel`; after `bind`, its static spec."""
 
     model: Any
     k: Annotated[int, Field(ge=1, le=64)] = 5
@@ -30,8 +31,11 @@ class DraftModel:
     def bind(self, target: Any) -> tuple[DraftModel, Params]:
         """Raises `ModelError` if the vocabularies differ (`specjax.models.vocabulary`)."""
         from specjax.models import hf, vocabulary
+        from specjax.models.files import check_model
 
-        draft = hf.load_model(self.model, str(target.dtype)) if isinstance(self.model, str) else self.model
+        named = isinstance(self.model, (str, os.PathLike))
+        draft = hf.load_model(hf.draft_of(self.model), str(target.dtype)) if named else self.model
+        check_model(draft, f"drafter {self.kind!r}: model")
         layout = draft.layout()
         return dataclasses.replace(self, model=vocabulary.known_to(draft, target, layout.spec)), layout.params
 

@@ -6,12 +6,18 @@ import dataclasses
 import os
 from pathlib import Path
 
-from specjax.errors import ModelError
 from specjax.models.files import refuse_outside
-from specjax.models.hf import CARD, MAX_SHARD_BYTES, LoadedModel, check_replaceable, load_model, resolve, save_model
+from specjax.models.hf import (
+    CARD,
+    MAX_SHARD_BYTES,
+    LoadedModel,
+    check_replaceable,
+    draft_of,
+    load_model,
+    resolve,
+    save_model,
+)
 from specjax.models.weights import AS_STORED
-
-_DRAFT = "draft"
 
 
 def export_model(
@@ -21,7 +27,7 @@ def export_model(
     dtype: str | None = None,
     revision: str | None = None,
     overwrite: bool = False,
-    check_finite: bool = False,
+    check_finite: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> LoadedModel:
     """Write ``source``, a model directory, a hub id or the draft of a run directory, to ``directory``; return it.
@@ -30,7 +36,7 @@ def export_model(
     the default card is written. Raises `ModelError` as `load_model` and `save_model` do.
     """
     check_replaceable(directory, overwrite)
-    found = _draft_of_run(Path(source).expanduser()) or resolve(source, revision)
+    found = resolve(draft_of(source), revision)
     model = load_model(found, dtype or AS_STORED, check_finite=check_finite)
     model = dataclasses.replace(model, name=Path(source).name or model.name)
     card = found / CARD
@@ -38,15 +44,3 @@ def export_model(
     text = card.read_text(encoding="utf-8", errors="replace") if card.exists() else None
     save_model(model, directory, overwrite=overwrite, card=text, max_shard_bytes=max_shard_bytes)
     return model
-
-
-def _draft_of_run(source: Path) -> Path | None:
-    """None for what is not a directory, or is a model's."""
-    if not source.is_dir() or (source / "config.json").exists():
-        return None
-    if not (source / _DRAFT / "config.json").exists():
-        raise ModelError(
-            f"{source}: neither a model directory (no config.json) nor a run with a draft (no {_DRAFT}/config.json); "
-            "if it is a run, finish it with train_draft.py first"
-        )
-    return source / _DRAFT

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import reprlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,19 @@ from typing import Any
 from specjax.errors import ModelError
 
 MANIFEST = "SHA256SUMS"
+
+
+def named(value: Any) -> str:
+    """What a caller gave, for an error: text and numbers as they are, anything larger by its type."""
+    if value is None or isinstance(value, (str, bytes, int, float)):
+        return reprlib.repr(value)
+    return value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def check_model(model: Any, what: str) -> None:
+    """Raises `ModelError` unless ``model`` is one: weights, what they compute, and a tokenizer or none."""
+    if not all(hasattr(model, name) for name in ("spec", "config", "tokenizer")):
+        raise ModelError(f"{what}: {named(model)} is no model; give what specjax.load_model(PATH) returns")
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -22,15 +22,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 from safetensors import SafetensorError
 
 from specjax.backend import LaidOut
-from specjax.errors import ModelError
+from specjax.errors import DataError, ModelError
 from specjax.models.config import ModelConfig
 from specjax.models.families import Family, Settings, family_of
-from specjax.models.files import MANIFEST, flush, read_json, refuse_outside, verify_manifest, write_json, write_manifest
+from specjax.models.files import (
+    MANIFEST,
+    check_model,
+    flush,
+    named,
+    read_json,
+    refuse_outside,
+    verify_manifest,
+    write_json,
+    write_manifest,
+)
 from specjax.models.sharding import usable
 from specjax.models.transformer import Model
 from specjax.models.weights import AS_STORED, INDEX, NO_PICKLE, read_params, write_params
@@ -38,6 +49,8 @@ from specjax.types import Params
 
 DTYPES = ("float32", "bfloat16", "float16")
 CARD, GENERATION = "README.md", "generation_config.json"
+DRAFT = "draft"
+"""Where a run directory has its draft."""
 MAX_SHARD_BYTES = 5 * 10**9
 _TOKENIZER_DATA = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_JSON = (
@@ -83,9 +96,33 @@ class LoadedModel(LaidOut):
         return jax.eval_shape(lambda: self.params)["embedding"].dtype
 
     def logits(self, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T V"]:
-        """float32 logits of the token after each position, without a cache. Compiled once a shape."""
+        """float32 logits of the token after each position, without a cache. Compiled once a shape. Raises `DataError`
+        for anything else than token ids of the vocabulary, in one array, no longer than the model's positions."""
+        ids = jnp.asarray(_checked_tokens(tokens, self.config), jnp.int32)
         spec, params = (self.spec, self.params) if self.holds_originals else (self.layout().spec, self.layout().params)
-        return _logits(spec, params, jnp.asarray(tokens, jnp.int32))
+        return _logits(spec, params, ids)
+
+
+def _checked_tokens(tokens: Any, config: ModelConfig) -> Any:
+    """An embedding takes any index, and gives what is nearest."""
+    if isinstance(tokens, Tracer):
+        return tokens
+    try:
+        ids = np.asarray(tokens)
+    except ValueError:
+        raise DataError("tokens: rows of different lengths; pad them to one length at their ends") from None
+    if ids.dtype.kind not in "iu" and ids.size:
+        raise DataError(f"tokens: {ids.dtype} is no type of token ids; give integers [B, T]")
+    if ids.ndim != 2 or not ids.size:
+        raise DataError(f"tokens: shape {ids.shape}; give token ids [B, T], a list of rows")
+    if ids.shape[1] > config.max_positions:
+        raise DataError(f"tokens: {ids.shape[1]} of them in a row, the model has {config.max_positions} positions")
+    wrong = np.argwhere((ids < 0) | (ids >= config.vocab_size))
+    if len(wrong):
+        row, at = wrong[0]
+        found = f"row {row}, position {at}: token id {ids[row, at]}"
+        raise DataError(f"tokens: {found} is outside the vocabulary of {config.vocab_size}")
+    return ids
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -102,15 +139,16 @@ def load_model(
     dtype: str | None = None,
     revision: str | None = None,
     mesh: Mesh | None = None,
-    check_finite: bool = False,
+    check_finite: bool = True,
 ) -> LoadedModel:
     """A Hugging Face directory, or a hub id (downloaded to the hub's cache; without a network, what is there), with
     weights cast to ``dtype``; None: float32 on CPU, bfloat16 on accelerators; "auto": as they are stored.
 
     ``revision``: branch, tag or commit of a hub id. ``mesh``: with some of the axes ``data``, ``fsdp`` and ``tensor``,
-    over which `specjax.models.sharding` spreads the weights. ``check_finite``: refuse NaN and infinite weights. The
-    host holds one parameter at a time beside what is placed. A directory with a ``SHA256SUMS`` is checked against it
-    first. Raises `ModelError` naming the file, setting or tensor that cannot be read.
+    over which `specjax.models.sharding` spreads the weights. NaN and infinite weights are refused, in one pass over
+    them where they lie; ``check_finite=False`` takes them. The host holds one parameter at a time beside what is
+    placed. A directory with a ``SHA256SUMS`` is checked against it first. Raises `ModelError` naming the file, setting
+    or tensor that cannot be read.
     """
     dtype = default_dtype() if dtype is None else dtype
     if dtype not in (*DTYPES, AS_STORED):
@@ -122,6 +160,8 @@ def load_model(
             refuse_outside(file)
     verify_manifest(directory, ignored=(CARD,))  # the card may be edited freely
     config_file = directory / "config.json"
+    if (directory / DRAFT / "config.json").exists() and not config_file.exists():
+        raise ModelError(f"{directory}: is a run, no model (no config.json); its draft is {directory / DRAFT}")
     settings = Settings(read_json(config_file), config_file)
     family = family_of(settings.values.get("model_type"), config_file)
     config = family.read_config(settings)
@@ -146,8 +186,24 @@ def default_dtype() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
+def draft_of(source: str | os.PathLike) -> str | os.PathLike:
+    """Where the draft ``source`` is, for `load_model`: a model directory or hub id as it is, of a run directory its
+    draft. Raises `ModelError` for a directory that is neither."""
+    directory = Path(source).expanduser() if isinstance(source, (str, os.PathLike)) and str(source) else None
+    if directory is None or not directory.is_dir() or (directory / "config.json").exists():
+        return source
+    if not (directory / DRAFT / "config.json").exists():
+        raise ModelError(
+            f"{directory}: neither a model directory (no config.json) nor a run with a draft (no {DRAFT}/config.json); "
+            "if it is a run, finish it with `specjax train` first"
+        )
+    return directory / DRAFT
+
+
 def resolve(path_or_hub_id: str | os.PathLike, revision: str | None = None) -> Path:
     """The directory of a model; a hub id is downloaded first."""
+    if not isinstance(path_or_hub_id, (str, os.PathLike)) or not str(path_or_hub_id):
+        raise ModelError(f"{named(path_or_hub_id)} is no path; give a Hugging Face directory or a hub id")
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         if revision is not None:
@@ -243,6 +299,7 @@ def save_model(
     if it exists and ``overwrite`` is not set, if what is there is not a model directory, or if other processes hold a
     part of the weights.
     """
+    check_model(model, "save_model")
     dtype = dtype or str(model.dtype)
     if dtype not in DTYPES:
         raise ModelError(f"dtype={dtype!r} is unknown; use one of {', '.join(DTYPES)}")
@@ -315,6 +372,9 @@ def _write_files(model: LoadedModel, directory: Path, dtype: str, card: str | No
             raise OSError(f"the tokenizer: {error}") from error
         _rename_tokenizer_class(directory / "tokenizer_config.json")
     (directory / CARD).write_text(card if card is not None else _default_card(model), encoding="utf-8")
+    mode = (directory / CARD).stat().st_mode & 0o777
+    for file in directory.iterdir():  # safetensors keeps its files to the owner, whatever the umask
+        file.chmod(mode)
     write_manifest(directory)
 
 

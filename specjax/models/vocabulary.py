@@ -25,7 +25,7 @@ from specjax.types import Model, Output, Params
 if TYPE_CHECKING:
     from specjax.models.hf import LoadedModel
 
-_REMEDY = "use a draft of the same tokenizer, or distill one for this target with train_draft.py"
+_REMEDY = "use a draft of the same tokenizer, or distill one for this target with `specjax train`"
 _log = logging.getLogger(__name__)
 _NONE = np.zeros(0, np.int64)
 _SHOWN = 3

@@ -7,12 +7,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
@@ -42,7 +44,7 @@ def read_params(
     config: ModelConfig,
     dtype: str,
     mesh: Mesh | None = None,
-    check_finite: bool = False,
+    check_finite: bool = True,
 ) -> Params:
     """The parameters of `Model.init`, cast to ``dtype`` (`AS_STORED`: the one they are stored in; float32 if there are
     several) and placed as `specjax.models.sharding` says. ``check_finite``: NaN and infinities are refused."""
@@ -60,14 +62,40 @@ def read_params(
             for part in parameter.path[:-1]:
                 node = node.setdefault(part, {})
             sharding = None if mesh is None else sharding_of(parameter.path, parameter.shape, config, mesh)
-            read = functools.partial(_read_piece, stored, parameter, dtype, check_finite)
+            read = functools.partial(_read_piece, stored, parameter, dtype)
             node[parameter.path[-1]] = place(read, parameter.shape, sharding)
+        if check_finite:
+            _refuse_non_finite(params, parameters, stored)
     return params
 
 
-def _read_piece(
-    stored: Mapping[str, _Stored], parameter: Parameter, dtype: str, check_finite: bool, index: Index
-) -> np.ndarray:
+@jax.jit
+def _all_finite(value: jax.Array) -> jax.Array:
+    return jnp.isfinite(value).all()
+
+
+def _finite(value: jax.Array) -> Any:
+    """Asked where the weights lie. Memory of one CPU device is the host's own: numpy reads it, and compiles nothing."""
+    [device, *others] = value.devices()
+    return np.isfinite(np.asarray(value)).all() if device.platform == "cpu" and not others else _all_finite(value)
+
+
+def _refuse_non_finite(params: Params, parameters: Sequence[Parameter], stored: Mapping[str, _Stored]) -> None:
+    """One pass, waited for once; only if something is found are the stored tensors searched for it."""
+    found = jax.device_get([_finite(_leaf(params, p.path, p.shape)) for p in parameters])
+    for parameter in itertools.compress(parameters, np.logical_not(found)):
+        for slot in parameter.slots:
+            tensor = stored[slot.name]
+            value = tensor.value()
+            if count := value.size - np.count_nonzero(np.isfinite(value)):
+                raise ModelError(
+                    f"{tensor.file}: tensor {tensor.name} has {count} of {value.size} values that are NaN or infinite; "
+                    "fetch the file again, use a checkpoint from before training diverged, or load it as it is with "
+                    "check_finite=False (--no-check-finite)"
+                )
+
+
+def _read_piece(stored: Mapping[str, _Stored], parameter: Parameter, dtype: str, index: Index) -> np.ndarray:
     """``index`` of a parameter, in an array of its own."""
     piece = np.empty([part.stop - part.start for part in index], dtype)
     slots, within = (parameter.slots[index[0]], index[1:]) if parameter.stacked else (parameter.slots, index)
@@ -75,8 +103,6 @@ def _read_piece(
         tensor = stored[slot.name]
         there = slot.stored_index(within)
         value = slot.read(tensor.value())[within] if there is None else slot.read(tensor.value(there))
-        if check_finite and not np.isfinite(value).all():
-            raise _not_finite(tensor)
         with np.errstate(over="ignore"):
             into[...] = value
         _refuse_overflow(into, value, f"{tensor.file}: tensor {tensor.name}")
@@ -94,15 +120,6 @@ def _checked_dtype(stored: _Stored, slot: Slot) -> str:
             f"{where} is stored as {stored_as}, readable are {readable}; export the model without quantisation"
         )
     return _STORED_FLOATS[stored_as]
-
-
-def _not_finite(stored: _Stored) -> ModelError:
-    value = stored.value()
-    count = value.size - np.count_nonzero(np.isfinite(value))
-    return ModelError(
-        f"{stored.file}: tensor {stored.name} has {count} of {value.size} values that are NaN or infinite; "
-        "fetch the file again, or use a checkpoint from before training diverged"
-    )
 
 
 def _refuse_overflow(cast: np.ndarray, value: np.ndarray, where: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
@@ -12,35 +13,46 @@ from rich.text import Text
 
 from specjax.decode.request import derive_seeds
 from specjax.metrics import Latencies
-from specjax.report.labels import visible
+from specjax.report.labels import counted
 from specjax.report.terminal import legend, render_pieces
 
 
-def stream(decoder: Any, prompt: Any, options: dict[str, Any], no_color: bool) -> None:
-    """Text to stdout as it is committed; legend and statistics to stderr, so that a pipe gets the text alone."""
-    console = Console(no_color=no_color or None, highlight=False)
-    notes = Console(stderr=True, no_color=no_color or None, highlight=False)
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """The prompt as a piece of text."""
+
+    text: str
+    origin: str = "prompt"
+
+
+def stream(decoder: Any, prompt: Any, options: dict[str, Any], no_color: bool, shown: str) -> None:
+    """Text to stdout as it is committed; legend and statistics to stderr. A terminal also gets the prompt as ``shown``
+    before it, a pipe the new text alone."""
+    console, notes = _console(no_color), _console(no_color, stderr=True)
     first, count, last, event = None, 0, time.perf_counter(), None
     for event in decoder.stream(prompt, **options):
         last = time.perf_counter()
+        if first is None and console.is_terminal:
+            given = shown if prompt is shown else f"{shown}\n"  # of a chat, whose template has more around it
+            console.print(render_pieces([_Given(given)]), end="", soft_wrap=True)
         # The first event waits for compilation, so the rate counts from there.
         first, count = (last, 0) if first is None else (first, count + len(event.tokens))
         _print_pieces(console, event.pieces, event.text)
     console.print()
     if event is None:
         return
-    rate = f", {count / (last - first):,.0f} tokens/s after the first block" if first is not None and count else ""
-    if console.is_terminal and not console.no_color:
+    rate = f"\n{count / (last - first):,.0f} tokens/s after the first block" if first is not None and count else ""
+    if console.is_terminal:
         notes.print("\n", legend(), sep="")
     notes.print(f"{_describe(event.stats)}{rate}")
 
 
 def print_rows(prompts: Sequence[str], result: Any, no_color: bool) -> None:
     """Every prompt's start, its text, and how it was decoded, to stdout."""
-    console = Console(no_color=no_color or None, highlight=False)
+    console = _console(no_color)
     for row, (prompt, text, stats) in enumerate(zip(prompts, result.text, result.stats, strict=True)):
         start = prompt if len(prompt) <= 60 else f"...{prompt[-57:]}"
-        console.print(Text(visible(start.replace("\n", " ")), style="bold"), soft_wrap=True)
+        console.print(render_pieces([_Given(start.replace("\n", " "))]), soft_wrap=True)
         _print_pieces(console, result.pieces(row), text)
         console.print()
         console.print(Text(_describe(stats), style="dim"), soft_wrap=True)
@@ -68,6 +80,14 @@ def timed_json(decoder: Any, prompt: str, given: Any, options: dict[str, Any]) -
     return {"rows": [row], "latency_s": Latencies([times]).to_json()}
 
 
+def _console(no_color: bool, stderr: bool = False) -> Console:
+    """Of the eight colours of the plainest terminals a theme decides how they look: there the marks alone are used."""
+    console = Console(no_color=no_color or None, highlight=False, stderr=stderr)
+    if console.color_system in ("standard", "windows"):
+        console.no_color = True
+    return console
+
+
 def _print_pieces(console: Console, pieces: Sequence[Any], text: str) -> None:
     if console.is_terminal:
         console.print(render_pieces(pieces), end="", soft_wrap=True)
@@ -78,7 +98,7 @@ def _print_pieces(console: Console, pieces: Sequence[Any], text: str) -> None:
 
 
 def _describe(stats: Any) -> str:
-    text = f"{stats.emitted} tokens, {stats.target_calls} target calls"
+    text = f"{counted(stats.emitted, 'token')}, {counted(stats.target_calls, 'target call')}"
     if stats.drafted:
         text += f", block efficiency {stats.block_efficiency:.2f}, acceptance rate {stats.acceptance_rate:.2f}"
     return text

@@ -87,6 +87,38 @@ def format_value(value: Any) -> str:
             return visible(str(value))
 
 
+_NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
+_MOST_DIGITS = 17
+
+
+def format_against(value: Any, bound: str) -> str:
+    """`format_value` of a figure beside the last number in ``bound``, with as many digits as tell the two apart: where
+    0.10 is asked for, 0.10013 does not read as 0.100."""
+    text, limits = format_value(value), _NUMBER.findall(bound)
+    if not limits or isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return text
+    limit, digits = float(limits[-1].replace(",", "")), len(text.partition(".")[2])
+    if value == limit or "e" in text:
+        return text
+    while digits < _MOST_DIGITS and f"{value:.{digits}f}" == f"{limit:.{digits}f}":
+        digits += 1
+        text = f"{value:,.{digits}f}"
+    return text
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """(name, value) of a summary, values inside values under `outer.inner`."""
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        found += flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+    return found
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 prompt`, `2,000 prompts`."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 def format_duration(seconds: float | None) -> str:
     """`12.3 s`, `4 min 05 s`, `1 h 02 min`."""
     if seconds is None or not math.isfinite(seconds):
@@ -104,6 +136,10 @@ def format_date(date: str) -> str:
     except ValueError:
         return visible(date)
     return f"{moment:%Y-%m-%d %H:%M} {moment.tzname() or ''}".strip()
+
+
+def format_temperature_short(temperature: float) -> str:
+    return "greedy" if temperature == 0 else f"T = {temperature:g}"
 
 
 def format_temperature(temperature: float) -> str:

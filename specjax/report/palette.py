@@ -20,8 +20,9 @@ class Tone:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """How a token of one origin looks. ``terminal`` is readable on black and on white; ``attributes`` (rich) and
-    ``css`` are the marks that need no colour; ``brackets`` mark it in plain text."""
+    """How a token of one origin looks. ``terminal``: a colour with a contrast of at least 4.5 on black and on white,
+    one of the 256 that terminals share, so that nothing is rounded; empty for the terminal's own. ``attributes`` (rich)
+    and ``css`` are the marks that need no colour; ``brackets`` mark it in plain text."""
 
     meaning: str
     tone: Tone
@@ -32,16 +33,17 @@ class Origin:
 
     @property
     def rich_style(self) -> str:
-        return f"{self.attributes} {self.terminal}".strip()
+        return f"{self.attributes} {self.terminal}".strip() or "default"
 
 
 ORIGINS: Mapping[str, Origin] = {
-    "prompt": Origin("what was given", Tone("#656d76", "#8d96a0"), "#808080"),
-    "accepted": Origin("drafted and accepted", Tone("#0a55a8", "#6cb6ff"), "#0072b2"),
+    "prompt": Origin("what was given", Tone("#656d76", "#8d96a0"), "#767676", "italic"),
+    # Most of the output: as the terminal shows any text.
+    "accepted": Origin("drafted and accepted", Tone("#0a55a8", "#6cb6ff"), ""),
     "corrected": Origin(
         "the target's token in place of a rejected draft",
         Tone("#b84a00", "#ff9a57"),
-        "#d55e00",
+        "#af5f5f",
         "bold underline",
         "font-weight: 700; text-decoration: underline solid 2px; text-underline-offset: 3px;",
         ("⟦", "⟧"),
@@ -49,7 +51,7 @@ ORIGINS: Mapping[str, Origin] = {
     "bonus": Origin(
         "the target's token after a whole accepted block",
         Tone("#007a56", "#3ddcb0"),
-        "#009e73",
+        "#00875f",
         "reverse",
         "outline: 1px dashed; outline-offset: 0; border-radius: 2px;",
         ("⟪", "⟫"),

@@ -9,11 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from specjax.errors import SpecjaxError
-from specjax.report.labels import drafter_name, format_interval, format_temperature, format_value, visible
+from specjax.report.labels import (
+    counted,
+    drafter_name,
+    format_against,
+    format_interval,
+    format_temperature,
+    format_temperature_short,
+    format_value,
+    visible,
+)
 from specjax.report.palette import ORIGINS
 from specjax.report.results import Comparison, DecodingRow, Figure, before_and_after, fastest, ordered
 
@@ -47,31 +57,50 @@ def legend() -> Text:
     return Text("\n").join(lines)
 
 
+def plain_table(title: str) -> Table:
+    """Without lines between columns, which 80 of them have no room for."""
+    looks: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "padding": (0, 1, 0, 0)}
+    return Table(title=title, title_justify="left", header_style="bold", **looks)
+
+
+def _table(title: str, first: str, numbers: Iterable[str]) -> Table:
+    """A table for 80 columns, whose names and numbers are never broken."""
+    table = plain_table(title)
+    table.add_column(first, no_wrap=True)
+    for header in numbers:
+        table.add_column(header, justify="right", no_wrap=True)
+    return table
+
+
 def figures_table(figures: Sequence[Any]) -> Table:
-    """Figures (mappings or objects with key, value, bound, ok, timing) with an `ok` or `MISSED` mark."""
-    table = Table(title="Figures", title_justify="left", header_style="bold")
-    for header in ("figure", "value", "must reach", ""):
-        table.add_column(header, justify="right" if header == "value" else "left")
+    """Figures (mappings or objects with key, value, bound, ok, timing); those with a bound have an `ok` or `MISSED`."""
+    table = _table("Figures", "figure", ["value"])
+    table.add_column("must reach")
+    table.add_column("", no_wrap=True)
     for figure in map(Figure.model_validate, figures):
+        mark = Text("ok", style="green") if figure.ok else Text("MISSED", style="bold red")
         table.add_row(
             Text(visible(figure.key)),
-            Text(format_value(figure.value)),
-            Text(visible(figure.bound) + (" (timing)" if figure.timing else "")),
-            Text("ok", style="green") if figure.ok else Text("MISSED", style="bold red"),
+            Text(format_against(figure.value, figure.bound)),
+            Text((visible(figure.bound) + (" (timing)" if figure.timing else "")).strip()),
+            mark if figure.bound else Text(),
         )
     return table
 
 
+def _short(name: str, most: int = 24) -> str:
+    return name if len(name) <= most else f"…{name[1 - most :]}"
+
+
 def comparison_table(rows: Sequence[Any]) -> Table:
     """Before and after distillation (mappings or objects as in `results.Comparison`), source by source."""
-    table = Table(title="Before and after", title_justify="left", header_style="bold")
-    table.add_column("drafter")
-    for header in ("k", "alpha", "tokens a block", "95%", "tokens/s"):
-        table.add_column(header, justify="right")
+    table = _table("Before and after", "drafter", ("k", "alpha", "tokens\na block", "95%", "tokens/s"))
     for (source, temperature), group in before_and_after(tuple(map(Comparison.model_validate, rows))):
         table.add_section()
-        prompts = f" ({group[0].prompts} prompts)" if group[0].prompts else ""
-        table.add_row(Text(f"{visible(source)}, {format_temperature(temperature)}{prompts}", style="italic"))
+        prompts = f" ({counted(group[0].prompts, 'prompt')})" if group[0].prompts else ""
+        table.add_row(
+            Text(f"{_short(visible(source))}, {format_temperature_short(temperature)}{prompts}", style="italic")
+        )
         for row in group:
             figures = ("–" if x is None else format_value(x) for x in (row.k, row.alpha, row.block_efficiency))
             interval = format_interval(row.low, row.high)
@@ -81,11 +110,9 @@ def comparison_table(rows: Sequence[Any]) -> Table:
 
 
 def decoding_table(rows: Sequence[Any]) -> Table:
-    """The decoding grid (mappings or objects as in `results.DecodingRow`); the fastest of each group is bold."""
-    table = Table(title="Decoding", title_justify="left", header_style="bold")
-    table.add_column("drafter")
-    for header in ("k", "tokens/s", "speedup", "predicted", "tokens a block", "accepted", "identical"):
-        table.add_column(header, justify="right")
+    """The decoding grid (mappings or objects as in `results.DecodingRow`); the largest speedup of a group is bold."""
+    headers = ("k", "tokens/s", "speedup", "pre-\ndicted", "tokens\na block", "kept", "same\ntext")
+    table = _table("Decoding", "drafter", headers)
     for (batch_size, temperature), group in ordered(tuple(map(DecodingRow.model_validate, rows))):
         table.add_section()
         table.add_row(Text(f"batch {batch_size}, {format_temperature(temperature)}", style="italic"))
@@ -102,7 +129,7 @@ def decoding_table(rows: Sequence[Any]) -> Table:
             )
             table.add_row(
                 Text("  " + drafter_name(row.drafter)),
-                *(Text("-" if cell is None else format_value(cell)) for cell in cells),
+                *(Text("–" if cell is None else format_value(cell)) for cell in cells),
                 style="bold" if row is best else "",
             )
     return table
@@ -110,19 +137,13 @@ def decoding_table(rows: Sequence[Any]) -> Table:
 
 def numerics_table(comparisons: Sequence[Mapping[str, Any]]) -> Table:
     """What `specjax.numerics` found (its JSON), a section for each path that others are compared with."""
-    table = Table(
-        title="Drift of the logits of the same tokens",
-        title_justify="left",
-        header_style="bold",
-        caption_justify="left",
-    )
+    headers = ("max", "mean", "near\nties", "other", "first")
+    table = _table("Drift of the logits of the same tokens", "against, path", headers)
+    table.caption_justify = "left"
     table.caption = (
         "Absolute differences to single tokens at batch 1. near ties: positions where the two best logits are closer "
         "than the drift; other: where another token is best; first: the first such output token (its margin)."
     )
-    table.add_column("against, path")
-    for header in ("max", "mean", "near ties", "other", "first"):
-        table.add_column(header, justify="right")
     reference = None
     for found in comparisons:
         if found["reference"] != reference:

@@ -35,11 +35,12 @@ def write(run_dir: Path) -> Path:
         "groups": [(*key, rows, results.fastest(rows)) for key, rows in results.ordered(run.decoding)],
         "compared": results.before_and_after(run.comparison),
         "bounded": sum(bool(figure.bound) for figure in run.figures),
-        "missed": [figure for figure in run.figures if not figure.ok],
+        "missed": [figure for figure in run.figures if figure.bound and not figure.ok],
         "origins": palette.ORIGINS,
         "counts": _characters_by_origin(run),
         "css_variables": palette.css_variables(),
         "descriptions": labels.FIGURES,
+        "summary_rows": labels.flat(run.summary),
         "images": images,
     }
     drawn = {name: [(panel.title, plots.svg(panel)) for panel in group] for name, group in panels.items()}
@@ -85,6 +86,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters.update(
         value=labels.format_value,
+        against=labels.format_against,
         date=labels.format_date,
         duration=labels.format_duration,
         temperature=labels.format_temperature,

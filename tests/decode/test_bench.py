@@ -271,5 +271,16 @@ def test_a_registered_drafter_takes_part_by_its_name(monkeypatch):
     assert measure._registered("ngram")(4) == NGram(k=4)
     with pytest.raises(ConfigError, match="min_n=5"):
         NGram(min_n=5, max_n=2)
-    with pytest.raises(DataError, match="at least one proposal"):
+    with pytest.raises(ConfigError, match="greater than or equal to 1"):
         Decoder(TARGET, NGram(k=0))
+
+
+def test_the_comparison_of_all_prompts_is_the_grids_own_number():
+    """The median turn: medians of single prompts, added up, would be another one."""
+    cell = bench_lib.Cell("autoregressive", 0, 1, 0.0)
+    turns = [(1.0, 5.0), (2.0, 2.0), (4.0, 1.0)]  # seconds of two prompts; medians 2 and 2, the median turn takes 5
+    stats = DecodeStats(blocks=10, emitted=10, drafted_at=(), reached_at=(), accepted_at=())
+    by_prompt = [([turn[i] for turn in turns], stats) for i in range(2)]
+    measured = {"by_prompt": {cell: by_prompt}, "best_k": {0.0: 3}}
+    [row] = measure._comparison(measured, ["text", "text"])
+    assert row["tokens_per_s"] == 20 / 5.0

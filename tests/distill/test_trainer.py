@@ -193,7 +193,7 @@ def test_the_reference_draft_of_a_loss_is_part_of_what_a_stage_is(nested, tmp_pa
     assert read_log(tmp_path / "stage")[-1]["alpha"] > read_log(tmp_path / "stage")[1]["alpha"]
     assert_same(toys.train(tmp_path / "stage", loss=loss), first)
     seed = 3
-    with pytest.raises(TrainingError, match=r"other settings: reference_params \("):
+    with pytest.raises(TrainingError, match="changed since it was made: the reference's weights"):
         toys.train(tmp_path / "stage", loss=loss)
 
 
@@ -353,10 +353,10 @@ def test_a_directory_of_other_settings_is_refused_with_the_fields_that_differ(un
     ("field", "change"),
     [
         ("seed", {"seed": 4}),
-        ("initial_params", {"params": bigram_params(2)}),
-        ("target_params", {"target": toys.target(5)}),
-        ("train_rows", {"train_rows": toys.rows(40, 7)}),
-        ("held_out_rows", {"held_out_rows": toys.rows(8, 7)}),
+        ("weights that training began with", {"params": bigram_params(2)}),
+        ("target's weights", {"target": toys.target(5)}),
+        ("training text", {"train_rows": toys.rows(40, 7)}),
+        ("held-out text", {"held_out_rows": toys.rows(8, 7)}),
         ("drafter.ignored", {"drafter": BigramDraft(ignored=2)}),
     ],
 )
@@ -369,7 +369,7 @@ def test_another_start_than_the_directorys_is_refused(field, change, uninterrupt
         "held_out_rows": toys.rows(8, 1),
         "seed": 3,
     }
-    with pytest.raises(TrainingError, match=f"other settings: {field} "):
+    with pytest.raises(TrainingError, match=f"other settings: {field} |changed since it was made: the {field}"):
         train_stage(uninterrupted[0], toys.stage(), **settings | change)
 
 

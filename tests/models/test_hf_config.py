@@ -94,7 +94,7 @@ def test_an_inactive_setting_changes_nothing(llama, settings):
         ({"vocab_size": "37"}, "vocab_size='37' should be a positive int"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0 should be a positive float"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' should be true or false"),
-        ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         ({"num_attention_heads": 3}, "num_attention_heads=3"),
         ({"eos_token_id": 37}, "eos_token_id=37 should be token ids in 0 .. 36"),
         ({"eos_token_id": [1, "x"]}, "eos_token_id="),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 import resource
 
 import jax
@@ -164,7 +165,7 @@ def test_export_writes_a_directory_as_it_is_stored_and_keeps_its_card(llama, tmp
     save_model(load_model(llama.path), llama.path, dtype=stored, overwrite=True, card="# mine\n")
     result = export(llama.path, tmp_path / "out")
     assert result.exit_code == 0, result.stderr
-    assert result.stdout == f"{tmp_path / 'out'}: 5,104 parameters in {stored}, weights in 1 files\n"
+    assert result.stdout == f"{tmp_path / 'out'}: 5,104 parameters in {stored}, weights in 1 file\n"
     source, out = load_file(llama.path / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert source.keys() == out.keys()
     for name, value in source.items():
@@ -208,3 +209,15 @@ def test_export_refuses_what_it_cannot_read_or_would_replace(llama, tmp_path):
     assert "exists already" in result.stderr
     assert "--overwrite" in result.stderr
     assert export(llama.path, llama.path, "--overwrite").exit_code == 0
+
+
+def test_written_weights_have_the_mode_of_their_siblings(tiny_target, tmp_path):
+    """safetensors keeps what it writes to the owner, whatever the umask: a served model is for others to read."""
+    before = os.umask(0o022)
+    try:
+        save_model(tiny_target, tmp_path / "model", max_shard_bytes=20_000)
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "model").iterdir()}
+    assert len([name for name in modes if name.endswith(".safetensors")]) > 1
+    assert set(modes.values()) == {0o644}, modes

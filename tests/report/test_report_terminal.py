@@ -1,13 +1,17 @@
 import dataclasses
 import io
+import re
 import subprocess
 import sys
 
 import pytest
+from rich.color import Color, ColorSystem
 from rich.console import Console
+from rich.style import Style
 
 from specjax.errors import SpecjaxError
 from specjax.report import terminal
+from specjax.report.labels import format_against
 from specjax.report.palette import ORIGINS
 
 
@@ -57,7 +61,49 @@ def test_origin_colours_can_be_read_on_their_backgrounds():
     for origin in ORIGINS.values():
         assert contrast(origin.tone.light, "#f5f7f9") >= 4.5
         assert contrast(origin.tone.dark, "#1b212a") >= 4.5
-        assert min(contrast(origin.terminal, "#ffffff"), contrast(origin.terminal, "#000000")) >= 3
+
+
+@pytest.mark.parametrize("colours", [ColorSystem.TRUECOLOR, ColorSystem.EIGHT_BIT])
+def test_generated_text_can_be_read_on_black_and_on_white(colours):
+    """The accepted part, most of it, has the terminal's own colour; the rest one that no terminal rounds."""
+    assert Style.parse(ORIGINS["accepted"].rich_style).color in (None, Color.default())
+    for name in ORIGINS.keys() - {"accepted"}:
+        color = Style.parse(ORIGINS[name].rich_style).color
+        assert color is not None
+        shown = color.downgrade(colours).get_truecolor().hex
+        assert min(contrast(shown, "#ffffff"), contrast(shown, "#000000")) >= 4.5
+
+
+def test_tables_fit_eighty_columns_with_every_row_on_a_line_of_its_own(results):
+    """But the bounds of figures, which break at spaces."""
+    for table in (terminal.comparison_table(results["comparison"]), terminal.decoding_table(results["decoding"])):
+        lines = printed(table, width=80, force_terminal=False, color_system=None).splitlines()
+        assert max(map(len, lines)) <= 80
+        assert not [line for line in lines if "…" in line]
+        rows = [line for line in lines if re.match(r"  \w", line)]
+        assert all(len(re.split(r" {2,}", line.strip())) > 4 for line in rows), "a row is broken"
+    figures = printed(terminal.figures_table(results["figures"]), width=80, force_terminal=False, color_system=None)
+    assert all(figure["key"] in figures for figure in results["figures"])
+    assert "MISSED" in figures
+
+
+def test_a_figure_is_printed_with_the_digits_that_decide():
+    figure = {"key": "speedup_predicted_error", "value": 0.10013, "bound": "<= 0.10", "ok": False}
+    assert re.search(r"error +0\.1001 +<= 0\.10 +MISSED", plain(terminal.figures_table([figure])))
+    assert [format_against(value, ">= 0.4") for value in (0.4, 0.39996, 0.41, None, 1234567.0)] == [
+        *("0.400", "0.39996", "0.410", "not measured", "1,234,567"),
+    ]
+
+
+def test_a_figure_without_a_bound_is_neither_ok_nor_missed():
+    table = terminal.figures_table([{"key": "ar_tokens_per_s", "value": 1.0, "ok": True}])
+    [line] = [line for line in plain(table).splitlines() if "ar_tokens" in line]
+    assert line.split() == ["ar_tokens_per_s", "1.000"]
+
+
+def test_one_prompt_is_no_prompts(results):
+    rows = [{**row, "prompts": 1} for row in results["comparison"]]
+    assert "(1 prompt)" in plain(terminal.comparison_table(rows))
 
 
 def test_text_is_shown_as_it_is_never_as_markup():
@@ -75,7 +121,7 @@ def test_text_is_shown_as_it_is_never_as_markup():
 def test_the_comparison_has_a_section_a_source_and_temperature(results):
     lines = plain(terminal.comparison_table(results["comparison"])).splitlines()
     at = next(i for i, line in enumerate(lines) if "code, greedy (6 prompts)" in line)
-    cells = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in lines[at + 1 : at + 4]]
+    cells = [re.split(r" {2,}", line.strip()) for line in lines[at + 1 : at + 4]]
     assert cells[0] == ["autoregressive", "–", "–", "–", "–", "850.2"]
     assert cells[2] == ["draft after distillation", "5", "0.860", "3.910", "3.61 to 4.16", "1,173"]
 
@@ -111,6 +157,16 @@ def test_missed_figures_are_marked(results):
     assert "speedup_greedy" in missed[0]
     assert "1.149" in missed[0]
     assert sum(" ok " in line for line in lines) == len(results["figures"]) - 1
+
+
+def test_the_bold_row_of_a_group_has_the_largest_speedup(results):
+    """Single turns may be of a faster spell of the machine, which a speedup knows and tokens a second do not."""
+    group = [row for row in results["decoding"] if (row["batch_size"], row["temperature"]) == (1, 0.0)]
+    fast = max(group, key=lambda row: row["speedup"])
+    rows = [{**row, "tokens_per_s": 9999.0} if row["drafter"] == "ngram" else row for row in group]
+    table = terminal.decoding_table(rows)
+    [bold] = [i for i, row in enumerate(table.rows) if row.style == "bold"]
+    assert str(list(table.columns[2].cells)[bold]) == format_against(fast["tokens_per_s"], "")
 
 
 def test_decoding_table_has_every_row_and_bolds_the_fastest_of_each_group(results):

@@ -22,6 +22,8 @@ def family_of(model_type: object, where: object) -> Family:
     """Raises `ModelError` with the known families, the nearest one first named, for any other ``model_type``."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
+    if model_type is None:
+        raise ModelError(f"{where}: model_type is missing; it says which family this is: {', '.join(sorted(FAMILIES))}")
     nearest = difflib.get_close_matches(str(model_type), FAMILIES, n=1)
     hint = f" (nearest: {nearest[0]})" if nearest else ""
     raise ModelError(

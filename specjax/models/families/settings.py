@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,12 @@ def build(settings: Settings, **fields: Any) -> ModelConfig:
     except ModelError:
         raise
     except ValueError as error:
-        raise ModelError(f"{settings.where}: {error}") from None
+        raise ModelError(f"{settings.where}: {_as_the_file_names_it(str(error))}") from None
+
+
+def _as_the_file_names_it(text: str) -> str:
+    names = SIZES | {"num_kv_heads": "num_key_value_heads", "max_positions": "max_position_embeddings"}
+    return re.sub(r"\b(" + "|".join(names) + r")\b", lambda ours: names[ours[0]], text)
 
 
 def same_or_each(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:

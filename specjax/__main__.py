@@ -1,0 +1,5 @@
+"""`python -m specjax`: the `specjax` command."""
+
+from specjax.cli import main
+
+main()

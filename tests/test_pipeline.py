@@ -1,0 +1,44 @@
+"""What the main job tells on its way."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pipeline
+from rich.console import Console
+
+from specjax.config import load_config
+from specjax.decode import bench
+from specjax.distill import measure
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_every_stage_says_how_long_the_whole_run_still_takes(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(pipeline.time, "perf_counter", lambda: clock[0])
+    screen = io.StringIO()
+    planned = {"draft-pretrain": 10.0, "draft-distill": 20.0, "decoding": 30.0}
+    remaining = pipeline.Remaining(planned, Console(file=screen, width=80))
+    remaining.begins("draft-pretrain")
+    clock[0] = 20.0  # twice what was planned
+    remaining.begins("draft-distill")
+    clock[0] = 20.1  # finished by an earlier run: says nothing about speed
+    remaining.begins("elsewhere")
+    remaining.begins("decoding")
+    assert screen.getvalue().splitlines() == [
+        "[1/3] draft-pretrain: about 1 min 00 s left in all, 0.0 s gone",
+        "[2/3] draft-distill: about 1 min 40 s left in all, 20.0 s gone",
+        "[3/3] decoding: about 1 min 00 s left in all, 20.1 s gone",
+    ]
+
+
+def test_the_plan_of_the_demo_has_every_stage_and_all_of_the_benchmark(tiny_target):
+    config = load_config(ROOT / "configs/demo.yaml")
+    stages = ["draft-pretrain", "draft-distill", "control-0.0005", "control-0.001", "control-0.002"]
+    assert list(pipeline.plan(config)) == [*stages, "evaluation", "held-out decoding", "decoding"]
+    prompts = [[0]] * config.bench.prompts
+    drafters = dict.fromkeys(["draft_before", "draft_after", *config.bench.drafters])
+    args = (drafters, config.bench, prompts, prompts * measure._TUNING, None, {}, 0)
+    assert bench.Bench(tiny_target, *args).num_ticks == measure.num_ticks(config)  # pyright: ignore
