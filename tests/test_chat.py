@@ -83,7 +83,9 @@ class Decoder:
 
 @pytest.fixture
 def run(monkeypatch, tokenizer):
-    monkeypatch.setattr(specjax, "load_model", lambda path, **_: types.SimpleNamespace(tokenizer=tokenizer))
+    monkeypatch.setattr(
+        specjax, "load_model", lambda path, **_: types.SimpleNamespace(tokenizer=tokenizer, free_originals=lambda: None)
+    )
     monkeypatch.setattr(specjax, "Decoder", Decoder)
 
     def call(*arguments):
