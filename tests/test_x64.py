@@ -7,9 +7,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from specjax import config
 from specjax.decode import forced
+from specjax.decode.decoder import Decoder
 from specjax.distill.evaluate import evaluate
 from specjax.distill.laws import top_k_logits
 from specjax.distill.layout import ONE_DEVICE
@@ -84,3 +86,16 @@ def test_lookup_proposes_the_same_with_64_bits():
         return draft.tokens, draft.valid
 
     same_with_64_bits(proposed)
+
+
+@pytest.mark.parametrize("verifier", ["speculative", "block", "coupled"])
+def test_tokens_are_the_same_with_64_bits(verifier):
+    def decoded():
+        target, draft = pair()
+        decoder = Decoder(target, DraftModel(draft, 3), verifier)
+        options = {"temperature": [0.0, 0.8], "top_p": 0.9, "repetition_penalty": 1.1, "seed": 3}
+        return decoder.generate(PROMPTS, max_new_tokens=8, ignore_eos=True, **options).tokens
+
+    want = decoded()
+    with jax.enable_x64(True):
+        assert decoded() == want
