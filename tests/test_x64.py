@@ -7,9 +7,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from specjax import config
 from specjax.decode import forced
+from specjax.decode.decoder import Decoder
 from specjax.distill.evaluate import evaluate
 from specjax.distill.laws import top_k_logits
 from specjax.distill.layout import ONE_DEVICE
@@ -52,7 +54,7 @@ def test_training_is_the_same_with_64_bits():
         drafter = DraftModel(SPEC)
         state = start_state(draft.params, optimizer, True, ONE_DEVICE, drafter)
         uniform = jnp.full((4, 16), 0.3, jnp.float32)
-        batch = Batch(TOKENS[:, :-1], TOKENS[:, 1:], np.ones((4, 16), np.float32))
+        batch = Batch(*map(jnp.asarray, (TOKENS[:, :-1], TOKENS[:, 1:], np.ones((4, 16), np.float32))))
         batch = dataclasses.replace(batch, teacher=top_k_logits(target.logits(batch.tokens), 8, uniform, 2))
         update = make_update(drafter, ForwardKL(), optimizer, None, 2, ema=0.9)
         for _ in range(3):
@@ -84,3 +86,16 @@ def test_lookup_proposes_the_same_with_64_bits():
         return draft.tokens, draft.valid
 
     same_with_64_bits(proposed)
+
+
+@pytest.mark.parametrize("verifier", ["speculative", "block", "coupled"])
+def test_tokens_are_the_same_with_64_bits(verifier):
+    def decoded():
+        target, draft = pair()
+        decoder = Decoder(target, DraftModel(draft, 3), verifier)
+        options = {"temperature": [0.0, 0.8], "top_p": 0.9, "repetition_penalty": 1.1, "seed": 3}
+        return decoder.generate(PROMPTS, max_new_tokens=8, ignore_eos=True, **options).tokens
+
+    want = decoded()
+    with jax.enable_x64(True):
+        assert decoded() == want

@@ -240,7 +240,7 @@ def attend(
     scores = scores.reshape(batch, -1, group, fed, k.shape[2])
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(len(k), group * fed, -1)
-    out = product("hqs,hsc->hqc", weights, v).astype(q.dtype)
+    out = jnp.asarray(product("hqs,hsc->hqc", weights, v), q.dtype)
     out = out.reshape(batch, -1, group, fed, features).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, fed, heads, features)
 
