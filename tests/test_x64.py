@@ -54,7 +54,8 @@ def test_training_is_the_same_with_64_bits():
         drafter = DraftModel(SPEC)
         state = start_state(draft.params, optimizer, True, ONE_DEVICE, drafter)
         uniform = jnp.full((4, 16), 0.3, jnp.float32)
-        batch = Batch(*map(jnp.asarray, (TOKENS[:, :-1], TOKENS[:, 1:], np.ones((4, 16), np.float32))))
+        tokens, following = jnp.asarray(TOKENS[:, :-1]), jnp.asarray(TOKENS[:, 1:])
+        batch = Batch(tokens, following, jnp.ones((4, 16), jnp.float32))
         batch = dataclasses.replace(batch, teacher=top_k_logits(target.logits(batch.tokens), 8, uniform, 2))
         update = make_update(drafter, ForwardKL(), optimizer, None, 2, ema=0.9)
         for _ in range(3):

@@ -234,7 +234,7 @@ def attend(
     group = batch * heads // len(k)
     q = q.reshape(batch, fed, -1, group, features).transpose(0, 2, 3, 1, 4).reshape(len(k), group * fed, features)
     product = functools.partial(jnp.einsum, precision=_precision(q)) if _is_float32(q) else _wide_product
-    scores = product("hqc,hcs->hqs", q, k)
+    scores = jnp.asarray(product("hqc,hcs->hqs", q, k))
     scores = scores * (features**-0.5 if scale is None else scale)
     scores = soft_capped(scores, soft_cap)
     scores = scores.reshape(batch, -1, group, fed, k.shape[2])

@@ -237,7 +237,7 @@ def test_a_stage_is_prolonged_where_its_last_pool_is_whole(tmp_path):
 
 
 def test_a_stage_whose_prompts_counted_otherwise_is_refused(uninterrupted):
-    with pytest.raises(TrainingError, match=r"other settings: train_rows \("):
+    with pytest.raises(TrainingError, match="changed since it was made: the training text"):
         train(uninterrupted[0], prompt_weight=0.0)
 
 

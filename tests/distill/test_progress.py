@@ -93,5 +93,5 @@ def test_a_log_file_gets_lines_and_a_terminal_a_bar():
             show(1, {"step": 1, "loss": 0.5, "tokens_per_s": 1234.0})
             shown[terminal] = out.getvalue()
     assert shown[False].splitlines()[1].startswith("draft-distill: 1/2  loss 0.500")
-    assert "1,234 tokens/s" in shown[False]
+    assert "1,234 tok/s" in shown[False]
     assert "1/2  loss" not in shown[True]

@@ -218,7 +218,8 @@ def test_a_damaged_shard_is_named_and_made_again(whole, tmp_path, monkeypatch, c
     ],
 )
 def test_the_cache_of_another_target_of_other_rows_or_of_another_k_is_refused(field, change, whole):
-    with pytest.raises(TrainingError, match=rf"cache: was made with other settings: .*{field} \("):
+    told = {"target_params": "changed since it was made: the target's weights"}
+    with pytest.raises(TrainingError, match=told.get(field, rf"cache: was made with other settings: .*{field} \(")):
         make(whole[0], **change)
 
 

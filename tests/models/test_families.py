@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import specjax
 from specjax.backend import decode_layout
-from specjax.errors import ConfigError, DataError, ModelError
+from specjax.errors import DataError, ModelError
 from specjax.models.cache import with_total
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES, Settings, family_of
@@ -310,14 +310,6 @@ def test_decoding_past_the_boundary_of_dynamic_scaling_is_refused_before_it_star
     decoder = specjax.Decoder(LoadedModel(Model(config), random_params(config)))
     with pytest.raises(DataError, match=r"exceeds the target's 24 positions .*dynamic rotary scaling"):
         decoder.generate([[1] * 10], max_new_tokens=15)
-
-
-def test_only_a_llama_is_cut_into_a_draft():
-    from specjax.distill.prune import prune
-
-    model, params = small("qwen2")
-    with pytest.raises(ConfigError, match="Llama-shaped target only, this one differs in qkv_bias"):
-        prune(LoadedModel(model, params, family="qwen2"), model.config, random_tokens(0, 1, 4))
 
 
 def test_a_window_counts_positions_not_slots_in_a_tree():

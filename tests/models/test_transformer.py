@@ -255,7 +255,10 @@ def test_attention_in_bfloat16_keeps_the_digits_of_its_scores():
     rng = np.random.default_rng(0)
     q, k = (jnp.asarray(4 * rng.normal(size=shape), jnp.bfloat16) for shape in ((1, 8, 2, 8), (2, 8, 16)))
     v, visible = jnp.asarray(rng.normal(size=(2, 16, 8)), jnp.bfloat16), jnp.ones((1, 8, 16), bool)
-    low, exact = attend(q, k, v, visible), attend(*(x.astype(jnp.float32) for x in (q, k, v)), visible)
+    low, exact = (
+        attend(q, k, v, visible),
+        attend(q.astype(jnp.float32), k.astype(jnp.float32), v.astype(jnp.float32), visible),
+    )
     assert low.dtype == jnp.bfloat16
     np.testing.assert_allclose(low.astype(jnp.float32), exact, rtol=0, atol=0.01)
 
