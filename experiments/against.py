@@ -1,0 +1,140 @@
+"""Decoding speed of this tree against that of another commit: the same pair, prompts and seeds, in turns.
+
+    python experiments/against.py HEAD~1 [--target DIR] [--draft DIR] [--pairs 15] [--k 5]     (6 minutes on 2 cores)
+
+Each commit decodes in a process of its own (the other one from a worktree that git makes and removes). For plain and
+speculative decoding, greedy and at temperature 1, batch 1: the median over pairs of runs of (seconds a target call
+there / here), above 1 where this tree is faster, with a 95% interval (bootstrap over the pairs). Where the tokens are
+the same, so are the calls; a commit that draws others by the same seed has its luck taken out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+POINTS = [(drafted, temperature) for drafted in (False, True) for temperature in (0.0, 1.0)]
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 56, 192
+
+
+def serve(target: str, draft: str, k: int) -> None:
+    """Decode as asked on standard input, one JSON line an answer: seconds and tokens."""
+    import specjax
+
+    model = specjax.load_model(target)
+    decoders = {
+        True: specjax.Decoder(model, specjax.DraftModel(specjax.load_model(draft), k=k), "block"),
+        False: specjax.Decoder(model),
+    }
+    text = sorted(Path(os.__file__).parent.glob("*.py"))[:: 200 // PROMPTS][:PROMPTS]
+    prompts = [model.tokenizer(path.read_text())["input_ids"][-PROMPT_TOKENS:] for path in text]
+
+    def decode(drafted: bool, temperature: float) -> dict[str, Any]:
+        results, start = [], time.perf_counter()
+        for i, prompt in enumerate(prompts):
+            options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "seed": i, "ignore_eos": True}
+            results.append(decoders[drafted].generate([prompt], temperature=temperature, **options))
+        seconds = time.perf_counter() - start
+        calls = sum(result.stats[0].blocks for result in results)
+        return {"seconds": seconds, "calls": calls, "tokens": [result.tokens[0] for result in results]}
+
+    for point in POINTS:
+        decode(*point)  # compiles
+    for line in sys.stdin:
+        print(json.dumps(decode(*json.loads(line))), flush=True)
+
+
+class Worker:
+    """A tree that decodes, in its own process."""
+
+    def __init__(self, tree: Path, arguments: list[str]):
+        command = [sys.executable, str(Path(__file__).resolve()), "--serve", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(tree)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, cwd=tree, env=environment, **pipes)
+
+    def decode(self, point: tuple[bool, float]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(point) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def worktree(commit: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as directory:
+        tree = Path(directory) / "tree"
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), commit], cwd=ROOT, check=True)
+        try:
+            yield tree
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
+
+
+def interval(ratios: np.ndarray) -> tuple[float, float]:
+    """95%, of the median."""
+    rng = np.random.default_rng(0)
+    medians = np.median(rng.choice(ratios, (10_000, len(ratios))), axis=1)
+    return float(np.quantile(medians, 0.025)), float(np.quantile(medians, 0.975))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit", nargs="?")
+    parser.add_argument("--target", default=str(ROOT / "models/demo-target"))
+    parser.add_argument("--draft", default=str(ROOT / "runs/demo/draft"))
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--k", type=int, default=5)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.target, args.draft, args.k)
+        return
+    if args.commit is None:
+        parser.error("give the commit to compare with")
+    arguments = ["--target", args.target, "--draft", args.draft, "--k", str(args.k)]
+    found: dict[tuple, list[tuple[dict, dict]]] = {point: [] for point in POINTS}
+    with worktree(args.commit) as tree:
+        there, here = Worker(tree, arguments), Worker(ROOT, arguments)
+        try:
+            for pair in range(args.pairs):
+                for point in POINTS:
+                    order = (there, here) if pair % 2 else (here, there)
+                    answers = {worker: worker.decode(point) for worker in order}
+                    found[point].append((answers[there], answers[here]))
+        finally:
+            there.close()
+            here.close()
+    print(f"against {args.commit}, {args.pairs} pairs of {PROMPTS} prompts x {NEW_TOKENS} tokens, k = {args.k}")
+    print(f"{'tokens a second':22}{'there':>7}{'here':>7}{'ratio':>9}   95%              tokens")
+    for (drafted, temperature), pairs in found.items():
+        seconds = np.asarray([[answer["seconds"] for answer in pair] for pair in pairs])
+        of_call = np.asarray([[answer["seconds"] / answer["calls"] for answer in pair] for pair in pairs])
+        ratios = of_call[:, 0] / of_call[:, 1]
+        low, high = interval(ratios)
+        name = f"{'speculative' if drafted else 'plain'}, T = {temperature:g}"
+        speeds = PROMPTS * NEW_TOKENS / np.median(seconds, axis=0)
+        told = "same" if all(a["tokens"] == b["tokens"] for a, b in pairs) else "others"
+        print(f"{name:22}{speeds[0]:7.0f}{speeds[1]:7.0f}{np.median(ratios):9.3f}   {low:.3f} to {high:.3f}   {told}")
+
+
+if __name__ == "__main__":
+    main()
