@@ -14,6 +14,7 @@ that were proposed validly in it (padding is not drafted).
     acceptance_rate    accepted / drafted; depends on k, is not alpha
     acceptance_at[j]             s_j = #(n >= j) / #(k_r >= j), unconditional, j = 1..k
     conditional_acceptance_at[j] a_j = #(n >= j) / #(n >= j - 1 and k_r >= j)
+    invalid_drafts     blocks whose proposal was cut because the drafter's distribution was not finite
     alpha              E sum_v min(p(v), q(v)) under teacher forcing on given text: 1 - total variation, per position
     alpha_mle          the alpha that explains the counts best if every proposal is accepted with the same chance
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 from pydantic import Field
 
 from specjax import sampling
@@ -68,7 +68,8 @@ class DraftModel:
         fed = jnp.take_along_axis(context.tokens, slots, axis=1)
         newest = (context.lengths - 1 - start)[:, None]
         out = self.model(params, fed, slots, slots, state, rows=newest)
-        tokens, first = self._propose(out, context, jnp.zeros((len(start), self.k), jnp.int32), 0)
+        tokens, logits = self._propose(out, context, jnp.zeros((len(start), self.k), jnp.int32), 0)
+        first = _kept(out, logits)
 
         def step(carry, _):
             cache, tokens, offset = carry
@@ -76,8 +77,8 @@ class DraftModel:
             token = jnp.take_along_axis(tokens, newest, axis=1)
             slot = (context.lengths - 1)[:, None] + offset
             out = self.model(params, token, slot, slot, cache)
-            tokens, found = self._propose(out, context, tokens, offset)
-            return (out.cache, tokens, offset + 1), found
+            tokens, logits = self._propose(out, context, tokens, offset)
+            return (out.cache, tokens, offset + 1), _kept(out, logits)
 
         # The offset is carried: read from an array of offsets, its slice shared a fusion with one made of a gather, and
         # XLA on CPU (jax 0.10) gave both the same name when their numbers happened to be equal.
@@ -94,8 +95,7 @@ class DraftModel:
         return state
 
     def _propose(self, out: Output, context: Context, tokens: Int[Array, "B K"], offset):
-        """``tokens`` with the one at ``offset`` drawn, and the logits ``[B, V]`` it was drawn from (without noise:
-        whether they are finite, ``[B]``)."""
+        """``tokens`` with the one at ``offset`` drawn, and the logits it was drawn from (None without noise)."""
         raw = _over(out.logits, context.sampling.bias.shape[1])
         if context.noise is None:
             logits, noise = sampling.process(raw, context, tokens, offset)[:, 0], None
@@ -103,7 +103,7 @@ class DraftModel:
             logits, noise = sampling.transform(raw, context, tokens, offset)[:, 0], context.noise.draft(offset)
         drawn = sampling.draw(logits, noise)[:, None]
         tokens = jax.lax.dynamic_update_slice_in_dim(tokens, drawn, offset, axis=1)
-        return tokens, sampling.has_law(logits) if noise is None else logits
+        return tokens, None if noise is None else logits
 
     def init_params(self, key: Key[Array, ""], target: Any) -> Params:
         return self.model.init(key)
@@ -113,6 +113,11 @@ class DraftModel:
         logits = self.model(params, batch.tokens, batch.token_positions, mask=batch.attention_mask).logits
         rows = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[:, None]
         return DraftOutput(logits[:, :, None], rows, batch.weight[..., None], jnp.ones((1,), jnp.float32))
+
+
+def _kept(out: Output, logits: Float[Array, "B V"] | None) -> Float[Array, "B V"] | Bool[Array, " B"]:
+    """Of a pass: what its token was drawn from; in an all-greedy batch, whether the draft's logits were finite."""
+    return sampling.has_law(out.logits)[:, 0] if logits is None else logits
 
 
 def _over(logits: Float[Array, "B R W"], size: int) -> Float[Array, "B R V"]:

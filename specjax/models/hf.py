@@ -97,7 +97,7 @@ class LoadedModel(LaidOut):
 
     def logits(self, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T V"]:
         """float32 logits of the token after each position, without a cache. Compiled once a shape. Raises `DataError`
-        for anything else than token ids of the vocabulary, in one array, no longer than the model's positions."""
+        for anything else than token ids of the vocabulary, in one array, no longer than the learned positions."""
         ids = jnp.asarray(_checked_tokens(tokens, self.config), jnp.int32)
         spec, params = (self.spec, self.params) if self.holds_originals else (self.layout().spec, self.layout().params)
         return _logits(spec, params, ids)
@@ -115,7 +115,7 @@ def _checked_tokens(tokens: Any, config: ModelConfig) -> Any:
         raise DataError(f"tokens: {ids.dtype} is no type of token ids; give integers [B, T]")
     if ids.ndim != 2 or not ids.size:
         raise DataError(f"tokens: shape {ids.shape}; give token ids [B, T], a list of rows")
-    if ids.shape[1] > config.max_positions:
+    if config.learned_positions and ids.shape[1] > config.max_positions:  # rotary ones go on
         raise DataError(f"tokens: {ids.shape[1]} of them in a row, the model has {config.max_positions} positions")
     wrong = np.argwhere((ids < 0) | (ids >= config.vocab_size))
     if len(wrong):

@@ -250,7 +250,6 @@ LOGITS = {
     "rows of different lengths": row(DataError, logits([[1, 2], [3]]), "one length", "pad"),
     "text": row(DataError, logits(["abc"]), "token ids"),
     "no tokens": row(DataError, logits([[]]), "(1, 0)", "[B, T]"),
-    "more than fits": row(DataError, logits([[1] * 257]), "257", "256 positions"),
 }
 
 ROWS = {**DECODERS, **PROMPTS, **OPTIONS, **{f"logits: {name}": found for name, found in LOGITS.items()}}

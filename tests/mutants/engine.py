@@ -16,7 +16,7 @@ from specjax.types import Verdict
 from specjax.verifiers import greedy
 from specjax.verifiers.chain import row
 from tests import test_backend, test_sampling
-from tests.decode import test_blocks, test_decoder, test_options
+from tests.decode import test_blocks, test_decoder, test_invalid, test_options
 from tests.mutants.table import Patch, mutant, wrap
 
 greedy_blocks = mutant("greedy", test_blocks.test_greedy_blocks_are_those_of_a_simulation_without_caches, name="k4")
@@ -208,3 +208,25 @@ def logprobs_shifted_by_one(patch):
         return lambda state, draft, verdict, laws: real(state, draft, verdict, jnp.roll(laws, 1, axis=1))
 
     wrap(patch, engine, "keep_logprobs", make)
+
+
+PLAIN_INVALID = {"drafter": None, "temperature": 0.0}
+
+
+@mutant("not finite", test_invalid.test_a_target_that_is_not_finite_ends_its_row_and_no_other, **PLAIN_INVALID)
+def a_target_of_nan_goes_on(patch):
+    def make(real):
+        def mutated(draft, p_logits):
+            cut, finite = real(draft, p_logits)
+            return cut, dataclasses.replace(finite, target=jnp.ones_like(finite.target))
+
+        return mutated
+
+    wrap(patch, engine, "cut_invalid", make)
+
+
+@mutant("not finite", test_invalid.test_a_cut_does_not_hide_a_nan, cut={"top_p": 0.5})
+def top_p_hides_a_nan(patch):
+    wrap(
+        patch, sampling, "_cut", lambda real: lambda logits, s: real(jnp.where(jnp.isnan(logits), -jnp.inf, logits), s)
+    )

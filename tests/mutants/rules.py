@@ -11,13 +11,13 @@ import jax.numpy as jnp
 
 from specjax import sampling
 from specjax.types import CoupledNoise, Noise, Verdict
-from specjax.verifiers import chain
+from specjax.verifiers import chain, speculative
 from specjax.verifiers.block import Block
 from specjax.verifiers.chain import ChainVerifier, Chances, row
 from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.speculative import Speculative
 from tests import test_sampling
-from tests.decode import test_lossless, test_options
+from tests.decode import test_invalid, test_lossless, test_options
 from tests.mutants.table import Patch, mutant, wrap
 from tests.verifiers import test_laws
 
@@ -312,3 +312,33 @@ def coupled_target_draws_without_the_noise(patch):
         return Verdict(n, row(sampling.argmax(p_logits + noise.gumbel), n))
 
     patch.setattr(Coupled, "__call__", mutated)
+
+
+# What is not finite.
+
+
+@mutant(
+    "not finite",
+    test_invalid.test_no_rule_keeps_a_token_of_a_distribution_that_is_not_finite,
+    rule=TOKEN,
+    where="draft",
+)
+def a_ratio_of_nan_is_one(patch):
+    """As where q is 0, which is never drawn: what is not above 0 is NaN as well."""
+
+    def mutated(draft, p, q):
+        p_drafted = chain.at(p[:, :-1], draft.tokens)
+        q_drafted = p_drafted if q is None else chain.at(q, draft.tokens)
+        return jnp.where(q_drafted > 0, p_drafted / jnp.where(q_drafted > 0, q_drafted, 1.0), 1.0)
+
+    patch.setattr(speculative, "ratios", mutated)
+
+
+@mutant(
+    "not finite",
+    test_invalid.test_no_rule_keeps_a_token_of_a_distribution_that_is_not_finite,
+    rule=BLOCK,
+    where="draft",
+)
+def a_block_of_nan_is_sure(patch):
+    chances(patch, Block, lambda c, draft, p, q: Chances(jnp.where(jnp.isnan(c.keep), 1.0, c.keep), c.weight))
