@@ -101,6 +101,7 @@ def low_subject(verifier, **sampling):
     return certify_lib.Subject(target, DraftModel(draft, 3), verifier, PROMPTS, sampling, LOW_SETTINGS, 0)
 
 
+@pytest.mark.proof
 def test_a_sound_pair_in_bfloat16_passes_with_its_drift():
     target, draft = low_pair()
     sampling = {"top_p": 0.9, "repetition_penalty": 1.2, "banned_tokens": [3]}

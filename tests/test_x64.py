@@ -26,6 +26,7 @@ from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
 from specjax.testing.toys import context, neutral_sampling
 from specjax.types import Batch
+from tests.cases import in_proof
 
 SPEC = Model(ModelConfig(40, 16, 24, 1, 2, 1, 8, 256, tie_embeddings=False))
 TOKENS = np.random.default_rng(0).integers(0, 40, (4, 17)).astype(np.int32)
@@ -89,7 +90,7 @@ def test_lookup_proposes_the_same_with_64_bits():
     same_with_64_bits(proposed)
 
 
-@pytest.mark.parametrize("verifier", ["speculative", "block", "coupled"])
+@pytest.mark.parametrize("verifier", ["block", *map(in_proof, ("speculative", "coupled"))])
 def test_tokens_are_the_same_with_64_bits(verifier):
     def decoded():
         target, draft = pair()
