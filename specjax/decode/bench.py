@@ -24,6 +24,7 @@ import numpy as np
 from specjax import config as config_lib
 from specjax import metrics
 from specjax.decode import costs as costs_lib
+from specjax.decode import engine as engine_lib
 from specjax.decode.decoder import Decoder
 from specjax.decode.result import check_finite
 from specjax.models.vocabulary import unused_ids
@@ -107,13 +108,19 @@ class Bench:
             for name, k in kinds
         ]
 
-    def compile(self, cell: Cell) -> None:
-        batch = [self._prompts[0]] * cell.batch_size
-        with costs_lib.count_compiles() as count:
-            self.decoder(cell.drafter, cell.k).compile(
-                batch, max_new_tokens=self._settings.new_tokens, temperature=cell.temperature, **self._sampling
-            )
-        self.compile_seconds += count.seconds
+    def _needed(self, favourite: str) -> list[Cell]:
+        """What batch 1 needs at least."""
+        kinds = [(AUTOREGRESSIVE, 0), *((favourite, k) for k in self._settings.ks)]
+        return [Cell(name, k, 1, temperature) for temperature in self._settings.temperatures for name, k in kinds]
+
+    def _compile(self, cells: Sequence[Cell], tick: Tick) -> None:
+        for cell in cells:
+            options = {"temperature": cell.temperature, **self._sampling}
+            batch, new = [self._prompts[0]] * cell.batch_size, self._settings.new_tokens
+            with costs_lib.count_compiles() as count:
+                self.decoder(cell.drafter, cell.k).compile(batch, max_new_tokens=new, **options)
+            self.compile_seconds += count.seconds
+            tick()
 
     def run(self, cells: Sequence[Cell], prompts: Sequence[Sequence[int]], tick: Tick = _silent) -> dict[Cell, Run]:
         """Every cell, all of one batch size, over all prompts: batch by batch, the cells in turns. Whole batches only:
@@ -144,26 +151,28 @@ class Bench:
 
     def measure(self, favourite: str, tick: Tick = _silent) -> dict:
         """The whole grid once; but the autoregressive loop and ``favourite`` at its best k, batch 1, ``repeats`` times:
-        their seconds are medians. What a step costs is timed between the repeats."""
+        their seconds are medians. What a step costs is timed between the repeats. The larger batches come first, and
+        their programs are freed: all of a grid together would be the most of this process's memory."""
         settings, cells = self._settings, self.cells()
-        for cell in cells:
-            self.compile(cell)
-            tick()
+        runs: dict[Cell, list[Run]] = {cell: [] for cell in cells}
+        for size in set(settings.batch_sizes) - {1}:
+            self._compile([cell for cell in cells if cell.batch_size == size], tick)
+            self._once(runs, size, tick)
+            engine_lib.free_programs()
+        # Batch 1 is always measured, also where it is no part of the grid.
+        self._compile([cell for cell in cells if cell.batch_size == 1] or self._needed(favourite), tick)
         best, tunings = self._tune(favourite, tick)
         pairs = [cell for t, k in best.items() for cell in (_plain(t), Cell(favourite, k, 1, t))]
+        runs |= {cell: [] for cell in pairs if cell not in runs}
         timers = [self._timer(name, k) for name, k in [(AUTOREGRESSIVE, 0), *((favourite, k) for k in settings.ks)]]
-        # Batch 1 is always measured, also where it is no part of the grid.
-        runs: dict[Cell, list[Run]] = {cell: [] for cell in (*cells, *pairs)}
-        ones = [cell for cell in runs if cell.batch_size == 1]
         for repeat in range(settings.repeats):
-            for cell, run in self.run(pairs if repeat else ones, self._prompts, tick).items():
-                runs[cell].append(run)
+            if repeat:
+                for cell, run in self.run(pairs, self._prompts, tick).items():
+                    runs[cell].append(run)
+            else:
+                self._once(runs, 1, tick)
             for timer in timers:
                 timer.turn()
-        for size in set(settings.batch_sizes) - {1}:
-            batched = [cell for cell in cells if cell.batch_size == size]
-            for cell, run in self.run(batched, self._prompts, tick).items():
-                runs[cell].append(run)
         rows = {cell: self._row(cell, runs) for cell in runs}
         for cell, run in tunings.items():
             if cell in rows:
@@ -174,6 +183,12 @@ class Bench:
         }
         by_prompt = {cell: self._by_prompt(found) for cell, found in runs.items()}
         return {"decoding": list(rows.values()), "best_k": best, "headline": headline, "by_prompt": by_prompt}
+
+    def _once(self, runs: dict[Cell, list[Run]], batch_size: int, tick: Tick) -> None:
+        """Every cell of ``runs`` of that batch size, added there."""
+        cells = [cell for cell in runs if cell.batch_size == batch_size]
+        for cell, run in self.run(cells, self._prompts, tick).items():
+            runs[cell].append(run)
 
     def _tune(self, favourite: str, tick: Tick) -> tuple[dict[float, int], dict[Cell, Run]]:
         """The fastest k by temperature, and what was run to find it. All k take turns over the tuning prompts, as many
@@ -314,6 +329,7 @@ def num_ticks(settings: config_lib.Bench, drafters: int, prompts: int, tuning_pr
     once = temperatures * points * sum(-(-prompts // size) for size in settings.batch_sizes)
     if 1 not in settings.batch_sizes:
         once += 2 * temperatures * prompts
+        compiled += temperatures * (1 + len(settings.ks))
     return compiled + tuning + once + 2 * temperatures * prompts * (settings.repeats - 1)
 
 

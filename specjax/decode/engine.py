@@ -297,3 +297,10 @@ def grow(state: DecodeState, num_slots: int) -> DecodeState:
     more = ((0, 0), (0, num_slots - state.tokens.shape[1]))
     tokens, origin, logprobs = jax.tree.map(lambda x: jnp.pad(x, more), (state.tokens, state.origin, state.logprobs))
     return dataclasses.replace(cache_lib.grow(state, num_slots), tokens=tokens, origin=origin, logprobs=logprobs)
+
+
+def free_programs() -> None:
+    """Let go of every compiled prefill and chunk; what is needed again is compiled again."""
+    prefill.cache_clear()
+    chunk.cache_clear()
+    grow.clear_cache()

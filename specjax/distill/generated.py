@@ -137,6 +137,8 @@ def _maker(
                 "data: generated is made by one process, and the target lies on several; make it first with "
                 "`specjax generate-data`, in one process with the same config, or set mesh.target=replicated"
             )
+        if draft is not None:
+            draft.free_originals()  # this module's own copy: the weights that are trained stay
         return Decoder(target, drafter=None if draft is None else DraftModel(draft, settings.k), verifier=verifier)
 
     made_by = {

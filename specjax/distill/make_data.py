@@ -33,6 +33,7 @@ def make_data(config: RunConfig, out: Path | None, draft: str | None, bars: Bars
     with lock.exclusive(config.out):
         prepared = job.prepare(config, bars)
         helper = load_model(draft_of(draft or kept[0]), "float32") if draft or kept else None
+        prepared.target.free_originals()
         # The seed of the stage, so that the run finds what it would have made.
         stock = job.stock(config, prepared, helper, _STAGE, directory, config.seed + 1, bars)
         dataclasses.replace(source, path=str(directory)).rows(stock)

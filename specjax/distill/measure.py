@@ -40,11 +40,16 @@ def run_bench(config: RunConfig, bars: Bars = no_bars) -> dict[str, Any]:
     drafts = {"draft_after": load_model(str(out / "draft"), "float32")}
     if (out / "draft-before").is_dir():
         drafts = {"draft_before": load_model(str(out / "draft-before"), "float32"), **drafts}
+    for model in (prepared.target, *drafts.values()):
+        model.free_originals()
     return decoding_figures(config, prepared.target, drafts, prepared.corpus.held_out, bars)
 
 
 def run_certify(config: RunConfig, bars: Bars = no_bars) -> certify_lib.Certificate:
-    """Certify the drafter that ``config.certify`` names, or the draft that `train_draft.py` left in ``config.out``."""
+    """Certify the drafter that ``config.certify`` names, or the draft that `train_draft.py` left in ``config.out``.
+
+    The target's loaded weights stay beside their layout, unlike in other commands: they are the witness. A law computed
+    from the layout could not tell that a weight was laid out wrongly."""
     settings, spec = config.certify, config.certify.drafter
     draft = Path(config.out) / "draft"
     if spec is None and not draft.is_dir():

@@ -15,6 +15,7 @@ import pytest
 from specjax import config
 from specjax.decode import bench as bench_lib
 from specjax.decode import costs
+from specjax.decode import engine as engine_lib
 from specjax.decode.bench import AUTOREGRESSIVE, Bench, Cell, Run
 from specjax.decode.decoder import Decoder
 from specjax.distill import job, measure
@@ -23,6 +24,8 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import ConfigError, DataError
 from specjax.metrics import DecodeStats, expected_blocks
+from specjax.models.hf import LoadedModel
+from specjax.models.transformer import Model
 from specjax.testing.toys import prefix_model, related
 from specjax.verifiers.speculative import Speculative
 
@@ -237,6 +240,46 @@ def test_what_could_not_be_decoded_is_refused_before_training(tiny_target, chang
     prepared = job.Prepared(tiny_target, job.Corpus([], documents(4, 20)), unread, unread)
     with pytest.raises(DataError, match=message):
         measure.check(run, prepared)
+
+
+def test_a_benchmark_of_trained_drafts_keeps_each_weight_once(monkeypatch, tmp_path, tiny_config):
+    for name in ("draft", "draft-before"):
+        (tmp_path / name).mkdir()
+    spec = Model(tiny_config)
+    params = jax.jit(spec.init)(jax.random.key(0))
+    models = iter([LoadedModel(spec, params) for _ in range(3)])
+    unread: Any = None
+    prepared = job.Prepared(next(models), job.Corpus([], []), unread, unread)
+    monkeypatch.setattr(measure.job, "prepare", lambda *_: prepared)
+    monkeypatch.setattr(measure, "load_model", lambda *_: next(models))
+    monkeypatch.setattr(measure, "decoding_figures", lambda config, target, drafts, *_: [target, *drafts.values()])
+    run = config.RunConfig(target=config.Target(path="x"), data=config.Data(path="x"), out=str(tmp_path))
+    decoded: Any = measure.run_bench(run)
+    assert [model.holds_originals for model in decoded] == [False] * 3
+
+
+def test_the_programs_of_a_large_batch_are_freed_before_the_next_ones(monkeypatch):
+    """A grid's programs together were the most of the demo's memory. Weak references to the jitted chunks tell."""
+    bench, made, alive = make(batch_sizes=(2, 3), temperatures=(0.0,)), [], []
+
+    class Tuned(Exception):
+        pass
+
+    def run(cells, prompts, tick):
+        gc.collect()
+        alive.append([ref() is not None for ref in made])
+        if cells[0].batch_size == 1:
+            raise Tuned
+        for cell in cells:
+            engine, _ = bench.decoder(cell.drafter, cell.k).engine(True, rows=cell.batch_size)
+            made.append(weakref.ref(engine_lib.chunk(engine)))
+        return {cell: Run(1.0, [], DecodeStats(1, 1, (), (), ())) for cell in cells}
+
+    monkeypatch.setattr(bench, "_compile", lambda *_: None)
+    monkeypatch.setattr(bench, "run", run)
+    with pytest.raises(Tuned):
+        bench.measure("draft_after")
+    assert alive == [[], [False] * 3, [False] * 6]
 
 
 @pytest.mark.proof

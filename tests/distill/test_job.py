@@ -19,7 +19,7 @@ from transformers.utils import chat_template_utils
 import train_draft
 from specjax import config
 from specjax.cli import run_main
-from specjax.distill import figures, fingerprint, job, lock
+from specjax.distill import figures, fingerprint, generated, job, lock
 from specjax.distill.corpus import Document
 from specjax.distill.evaluate import Evaluation
 from specjax.distill.make_data import make_data
@@ -420,10 +420,13 @@ def on_data(run: config.RunConfig, **data) -> config.RunConfig:
     )
 
 
-def test_a_draft_is_distilled_on_what_its_target_wrote_before(settings, tmp_path):
+def test_a_draft_is_distilled_on_what_its_target_wrote_before(settings, tmp_path, monkeypatch):
+    decoding, make = [], generated.make
+    monkeypatch.setattr(generated, "make", lambda *args: decoding.append(args[2].holds_originals) or make(*args))
     shared = str(tmp_path / "data")
     run = on_data(settings(tmp_path / "run"), kind="generated", sequences=5, shard_size=3, k=2, path=shared)
     made = make_data(run, None, None)
+    assert decoding == [False], "the target is in memory once"
     assert (made["directory"], made["sequences"], len(made["shards"])) == (shared, 5, 2)
     assert made["shards"][0]["draft"] is None
     before = {file.name: file.stat().st_mtime_ns for file in Path(shared).glob("shard*")}
