@@ -1,11 +1,12 @@
 """Decoding speed of this tree against that of another commit: the same pair, prompts and seeds, in turns.
 
-    python experiments/against.py HEAD~1 [--target DIR] [--draft DIR] [--pairs 15] [--k 5]     (6 minutes on 2 cores)
+    python experiments/against.py HEAD~1 [--target DIR] [--draft DIR] [--pairs 160] [--k 5]     (6 minutes on 2 cores)
 
-Each commit decodes in a process of its own (the other one from a worktree that git makes and removes). For plain and
-speculative decoding, greedy and at temperature 1, batch 1: the median over pairs of runs of (seconds a target call
-there / here), above 1 where this tree is faster, with a 95% interval (bootstrap over the pairs). Where the tokens are
-the same, so are the calls; a commit that draws others by the same seed has its luck taken out.
+Each commit decodes in a process of its own (the other one from a worktree that git makes and removes). A pair is one
+generation of each, the shortest that a slow spell of the machine can spoil. For plain and speculative decoding, greedy
+and at temperature 1, batch 1: the median over pairs of (seconds a target call there / here), above 1 where this tree is
+faster, with a 95% interval (bootstrap over the pairs). Where the tokens are the same, so are the calls; a commit that
+draws others by the same seed has its luck taken out.
 """
 
 from __future__ import annotations
@@ -41,17 +42,15 @@ def serve(target: str, draft: str, k: int) -> None:
     text = sorted(Path(os.__file__).parent.glob("*.py"))[:: 200 // PROMPTS][:PROMPTS]
     prompts = [model.tokenizer(path.read_text())["input_ids"][-PROMPT_TOKENS:] for path in text]
 
-    def decode(drafted: bool, temperature: float) -> dict[str, Any]:
-        results, start = [], time.perf_counter()
-        for i, prompt in enumerate(prompts):
-            options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "seed": i, "ignore_eos": True}
-            results.append(decoders[drafted].generate([prompt], temperature=temperature, **options))
+    def decode(drafted: bool, temperature: float, i: int) -> dict[str, Any]:
+        options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "seed": i, "ignore_eos": True}
+        start = time.perf_counter()
+        result = decoders[drafted].generate([prompts[i]], temperature=temperature, **options)
         seconds = time.perf_counter() - start
-        calls = sum(result.stats[0].blocks for result in results)
-        return {"seconds": seconds, "calls": calls, "tokens": [result.tokens[0] for result in results]}
+        return {"seconds": seconds, "calls": result.stats[0].blocks, "tokens": result.tokens[0]}
 
     for point in POINTS:
-        decode(*point)  # compiles
+        decode(*point, 0)  # compiles
     for line in sys.stdin:
         print(json.dumps(decode(*json.loads(line))), flush=True)
 
@@ -65,10 +64,10 @@ class Worker:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, cwd=tree, env=environment, **pipes)
 
-    def decode(self, point: tuple[bool, float]) -> dict[str, Any]:
+    def decode(self, point: tuple[bool, float], prompt: int) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(point) + "\n")
+        self._process.stdin.write(json.dumps([*point, prompt]) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
@@ -101,7 +100,7 @@ def main() -> None:
     parser.add_argument("commit", nargs="?")
     parser.add_argument("--target", default=str(ROOT / "models/demo-target"))
     parser.add_argument("--draft", default=str(ROOT / "runs/demo/draft"))
-    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=160)
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -117,13 +116,13 @@ def main() -> None:
         try:
             for pair in range(args.pairs):
                 for point in POINTS:
-                    order = (there, here) if pair % 2 else (here, there)
-                    answers = {worker: worker.decode(point) for worker in order}
+                    order = (there, here) if pair // PROMPTS % 2 else (here, there)
+                    answers = {worker: worker.decode(point, pair % PROMPTS) for worker in order}
                     found[point].append((answers[there], answers[here]))
         finally:
             there.close()
             here.close()
-    print(f"against {args.commit}, {args.pairs} pairs of {PROMPTS} prompts x {NEW_TOKENS} tokens, k = {args.k}")
+    print(f"against {args.commit}, {args.pairs} pairs of {NEW_TOKENS} tokens, {PROMPTS} prompts, k = {args.k}")
     print(f"{'tokens a second':22}{'there':>7}{'here':>7}{'ratio':>9}   95%              tokens")
     for (drafted, temperature), pairs in found.items():
         seconds = np.asarray([[answer["seconds"] for answer in pair] for pair in pairs])
@@ -131,7 +130,7 @@ def main() -> None:
         ratios = of_call[:, 0] / of_call[:, 1]
         low, high = interval(ratios)
         name = f"{'speculative' if drafted else 'plain'}, T = {temperature:g}"
-        speeds = PROMPTS * NEW_TOKENS / np.median(seconds, axis=0)
+        speeds = NEW_TOKENS / np.median(seconds, axis=0)
         told = "same" if all(a["tokens"] == b["tokens"] for a, b in pairs) else "others"
         print(f"{name:22}{speeds[0]:7.0f}{speeds[1]:7.0f}{np.median(ratios):9.3f}   {low:.3f} to {high:.3f}   {told}")
 

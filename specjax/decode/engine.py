@@ -303,4 +303,4 @@ def free_programs() -> None:
     """Let go of every compiled prefill and chunk; what is needed again is compiled again."""
     prefill.cache_clear()
     chunk.cache_clear()
-    grow.clear_cache()
+    grow.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
