@@ -34,6 +34,8 @@ from specjax.types import Drafter, Verifier
 AUTOREGRESSIVE = "autoregressive"
 _CLOSE = 1.1
 """Of the fastest k's seconds: a slower one is not tuned further."""
+_COMPILE_TICKS = 8
+"""A point compiles for about as long as it decodes so many times; without that a bar's time left means nothing."""
 DrafterFactory = Callable[[int], Drafter]
 Tick = Callable[[], None]
 
@@ -120,7 +122,8 @@ class Bench:
             with costs_lib.count_compiles() as count:
                 self.decoder(cell.drafter, cell.k).compile(batch, max_new_tokens=new, **options)
             self.compile_seconds += count.seconds
-            tick()
+            for _ in range(_COMPILE_TICKS):
+                tick()
 
     def run(self, cells: Sequence[Cell], prompts: Sequence[Sequence[int]], tick: Tick = _silent) -> dict[Cell, Run]:
         """Every cell, all of one batch size, over all prompts: batch by batch, the cells in turns. Whole batches only:
@@ -146,7 +149,7 @@ class Bench:
 
     @property
     def num_ticks(self) -> int:
-        """How often `measure` reports progress: every compiled cell, every decoded batch."""
+        """How often `measure` reports progress: `_COMPILE_TICKS` a compiled cell, once a decoded batch."""
         return num_ticks(self._settings, len(self._drafters), len(self._prompts), len(self._tuning_prompts))
 
     def measure(self, favourite: str, tick: Tick = _silent) -> dict:
@@ -330,7 +333,7 @@ def num_ticks(settings: config_lib.Bench, drafters: int, prompts: int, tuning_pr
     if 1 not in settings.batch_sizes:
         once += 2 * temperatures * prompts
         compiled += temperatures * (1 + len(settings.ks))
-    return compiled + tuning + once + 2 * temperatures * prompts * (settings.repeats - 1)
+    return _COMPILE_TICKS * compiled + tuning + once + 2 * temperatures * prompts * (settings.repeats - 1)
 
 
 def count_recompiles(target: Any, drafter: Drafter | None, verifier: Verifier, prompts: int = 50) -> int:
