@@ -55,7 +55,7 @@ CONTROL, ONLINE, CACHED = "cross_entropy", "forward_kl", "forward_kl, cached"
 CONTROL_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 OTHER_DATA = ("forward_kl, target-generated", "forward_kl, on-policy 0.5")
 MASKED = "prompts masked"
-# Name -> what it changes of `distill`. OUT is the directory of the runs, ROWS how many rows a run sees.
+# Name -> what it changes of `distill`. OUT is the directory of the runs, SEED the run's, ROWS how many rows it sees.
 RECIPES: dict[str, tuple[str, ...]] = {
     **{f"{CONTROL} {rate:g}": ("loss=cross_entropy", f"optimizer.learning_rate={rate}") for rate in CONTROL_RATES},
     ONLINE: ("loss=forward_kl",),
@@ -91,9 +91,13 @@ TUNED: dict[str, tuple[str, ...]] = {
         *_HALF,
     ),
 }
+# One text of the target's for both ways to weigh it, made without the untrained draft, which would only slow it.
+_OWN = "kind: generated, sequences: ROWS, k: 0, path: OUT/own-text-SEED"
 OWN_TEXT: dict[str, tuple[str, ...]] = {
-    **{recipe: RECIPES[recipe] for recipe in (f"{CONTROL} 0.001", ONLINE, *OTHER_DATA)},
-    f"{OTHER_DATA[0]}, {MASKED}": ("loss=forward_kl", "data={kind: generated, sequences: ROWS, prompt_weight: 0}"),
+    **{recipe: RECIPES[recipe] for recipe in (f"{CONTROL} 0.001", ONLINE)},
+    OTHER_DATA[0]: ("loss=forward_kl", f"data={{{_OWN}}}"),
+    f"{OTHER_DATA[0]}, {MASKED}": ("loss=forward_kl", f"data={{{_OWN}, prompt_weight: 0}}"),
+    OTHER_DATA[1]: RECIPES[OTHER_DATA[1]],
     f"{OTHER_DATA[1]}, {MASKED}": ("loss=forward_kl", "data={kind: on_policy, share: 0.5, prompt_weight: 0}"),
 }
 _DECODED = "decoded.json"
@@ -156,6 +160,7 @@ class Experiment:
         rows = base.distill.num_steps * base.distill.batch_size
         out = str(Path(base.out) / name)
         told = [f"distill.{c}".replace("OUT", base.out).replace("ROWS", str(rows)) for c in changes]
+        told = [change.replace("SEED", str(seed)) for change in told]
         # Trained and evaluated here, decoded below; no pretraining, so that a recipe is all that a draft has seen.
         fixed = ["draft.pretrain.steps=0", "selection.prompts=0", "control.learning_rates=[]"]
         return load_config(self._file, [*self._overrides, *fixed, *told, f"seed={seed}", f"out={out}"])
