@@ -48,15 +48,17 @@ class LaidOut:
 
     spec: Any
     params: Params
-    _layout: tuple[Params, Layout]
-    """The weights that it was made of (None where they were freed), and the layout."""
+    _layout: tuple[list[Array] | None, Layout]
+    """The arrays that it was made of (None where they were freed), and the layout."""
 
     def layout(self) -> Layout:
-        """The weights as decoding reads them, made once and shared by every `Decoder` of this model."""
+        """The weights as decoding reads them, made once and shared by every `Decoder` of this model; made again after
+        ``spec`` or an array of ``params`` was replaced."""
         made_of, layout = self.__dict__.get("_layout", (None, None))
-        if layout is None or (self.holds_originals and made_of is not self.params):
+        leaves = jax.tree.leaves(self.params) if self.holds_originals else None
+        if layout is None or layout.plain != self.spec or not _same_arrays(made_of, leaves):
             layout = Layout.of(self.spec, self.params)
-            self._layout = self.params, layout
+            self._layout = leaves, layout
         return layout
 
     def free_originals(self) -> None:
@@ -73,6 +75,12 @@ class LaidOut:
         if name == "params" and "_layout" in self.__dict__:
             return self._layout[1].originals()
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _same_arrays(a: list[Array] | None, b: list[Array] | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
 def decode_layout(spec, params: Params) -> tuple:

@@ -119,8 +119,8 @@ class Draft:
     logits: Float[Array, "B N V"] | None = None
     parents: Int[Array, "B N"] | None = None
     finite: Bool[Array, "B N"] | None = None
-    """Of a proposal without ``logits`` that comes from a model all the same (an all-greedy batch): whether the model's
-    distribution was finite. Nothing is kept from where it was not."""
+    """Whether the drafter's own logits were, before the sampling parameters; nothing is kept from where they were not.
+    None: as ``logits`` are."""
 
 
 @flax.struct.dataclass

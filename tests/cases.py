@@ -1,11 +1,28 @@
-"""Cases of a parametrised test that only `make proof` runs: others of their kind stay in `make test`."""
+"""What several files of tests share."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import jax
 import pytest
+
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import Model
+from specjax.testing.toys import ToyModel
 
 
 def in_proof(*values: Any, **options: Any) -> Any:
+    """A case of a parametrised test that only `make proof` runs: others of its kind stay in `make test`."""
     return pytest.param(*values, marks=pytest.mark.proof, **options)
+
+
+def transformer(seed: int, **changes) -> ToyModel:
+    """A small one of random weights, scaled up so that its distributions are not flat."""
+    config = ModelConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+    )
+    model = Model(dataclasses.replace(config, **changes))
+    params = jax.tree.map(lambda x: x * 3.0, jax.jit(model.init)(jax.random.key(seed)))
+    return ToyModel(model, params)

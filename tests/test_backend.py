@@ -11,7 +11,7 @@ from specjax.backend import Layout, compiler_options, decode_layout
 from specjax.models.config import Experts, ModelConfig
 from specjax.models.layers import FEW_ROWS
 from specjax.models.transformer import Model
-from tests.cases import in_proof
+from tests.cases import in_proof, transformer
 
 CONFIG = ModelConfig(
     65, hidden_size=24, intermediate_size=40, num_layers=2, num_heads=6, num_kv_heads=3, head_dim=10, max_positions=64
@@ -73,6 +73,21 @@ def test_the_originals_come_back_from_a_layout_bit_for_bit(changes, rounded):
     again = Layout.of(model, params).originals()
     jax.tree.map(np.testing.assert_array_equal, again, params)
     assert {x.dtype for x in jax.tree.leaves(again)} == {jnp.dtype(jnp.float32)}
+
+
+def test_a_layout_follows_what_is_replaced_in_a_model():
+    """Decoding and `logits` are of the same weights, also after one array of them was replaced in its place."""
+    model = transformer(0, tie_embeddings=False)
+    first = model.layout()
+    assert model.layout() is first
+    model.params["head"]["kernel"] = -model.params["head"]["kernel"]
+    turned = model.layout()
+    jax.tree.map(np.testing.assert_array_equal, turned.originals(), model.params)
+    model.free_originals()
+    assert model.layout() is turned
+    model.spec = Model(dataclasses.replace(model.spec.config, logit_soft_cap=5.0))
+    assert model.layout().spec.config.logit_soft_cap == 5.0
+    jax.tree.map(np.testing.assert_array_equal, model.layout().originals(), turned.originals())
 
 
 def test_the_compiler_knows_its_options():

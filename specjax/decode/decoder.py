@@ -115,7 +115,8 @@ class Decoder:
         """The same loop as `generate` for one prompt, stopping every ``steps_per_event`` blocks to hand out what was
         committed. The tokens are those of `generate` with the same arguments, and so is the text: what later tokens can
         still change, a part of a character or of a stop string, waits for a later event."""
-        if isinstance(steps_per_event, bool) or not isinstance(steps_per_event, int) or steps_per_event < 1:
+        whole = isinstance(steps_per_event, (int, np.integer)) and not isinstance(steps_per_event, bool)
+        if not whole or steps_per_event < 1:
             raise DataError(
                 f"steps_per_event: {steps_per_event!r}; an event takes a whole number of blocks, at least one"
             )

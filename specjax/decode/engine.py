@@ -155,14 +155,15 @@ def cut_invalid(draft: Draft, p_logits: Float[Array, "B K1 V"]) -> tuple[Draft, 
     """The draft up to where draft or target has no finite distribution: a model that overflowed, a processor that left
     NaN or no token. What is cut depends on earlier tokens alone, so the output keeps its distribution."""
     target = sampling.has_law(p_logits)
-    drafter = jnp.ones_like(draft.valid) if draft.finite is None else draft.finite
-    if draft.logits is not None:
-        drafter = sampling.has_law(draft.logits)
+    drawn_from = jnp.ones_like(draft.valid) if draft.logits is None else sampling.has_law(draft.logits)
+    # What the sampling parameters leave nothing of is no failure of a draft that says that its own logits are finite.
+    sound = drawn_from if draft.finite is None else draft.finite
     position = jnp.arange(draft.valid.shape[1], dtype=jnp.int32)[None]
-    proposed = leading_run(draft.valid & target[:, :-1])
-    kept = jnp.minimum(proposed, leading_run(drafter))
+    proposed = draft.valid & target[:, :-1]
+    kept = leading_run(proposed & drawn_from & sound)
     valid = draft.valid & (position < kept[:, None])
-    return dataclasses.replace(draft, valid=valid), Finite(target, drafter_failed=kept < proposed)
+    failed = jnp.any((position == kept[:, None]) & (leading_run(proposed) > kept)[:, None] & ~sound, axis=1)
+    return dataclasses.replace(draft, valid=valid), Finite(target, drafter_failed=failed)
 
 
 def keep_logprobs(state: DecodeState, draft: Draft, verdict: Verdict, laws: Float[Array, "B K1 V"]) -> DecodeState:

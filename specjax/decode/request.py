@@ -113,6 +113,7 @@ def prepare(
         _whole("max_new_tokens", i, x, 1) for i, x in enumerate(per_row("max_new_tokens", max_new_tokens, count))
     ]
     numbers = {name: _numbers(name, options.get(name, r.neutral), count) for name, r in NUMBERS.items()}
+    seed = _scalar(seed)
     if isinstance(seed, (Sequence, np.ndarray)) and not isinstance(seed, str):
         seeds = [_whole("seed", i, s) % 2**64 for i, s in enumerate(per_row("seed", seed, count))]
     else:
@@ -192,16 +193,22 @@ def slot_buckets(width: int, needed: int, most: int) -> tuple[int, ...]:
     return tuple(slots)
 
 
-def most_programs(target: Any, k: int, *, rows: int, prompt: int, new: int) -> tuple[int, str]:
+def most_programs(
+    target: Any, k: int, *, rows: int, prompt: int, new: int, stop_ids: int = _STOP_IDS
+) -> tuple[int, str]:
     """How many programs any number of requests of at most these sizes can need, and the formula: one that prefills a
     prompt for each bucket of rows and of prompts; one that decodes blocks for each bucket of rows and of cache slots,
-    greedy and sampling; one that grows the cache from each bucket but the last."""
+    greedy and sampling; one that grows the cache from each bucket but the last. All of them for each bucket of
+    ``stop_ids`` a row, end-of-sequence ids among them, and again for each kind of logprobs and each processor in use.
+    """
     most = most_slots(target, k)
     batches = _bucket(rows, 1).bit_length()
     widths = len({min(_bucket(size, _MIN_PROMPT), most) for size in range(1, prompt + 1)})
     slots = len(slot_buckets(1, min(prompt + new, target.config.max_positions) + k + 1, most))
+    stops = (_bucket(stop_ids, _STOP_IDS) // _STOP_IDS).bit_length()
     formula = f"{batches} row buckets x ({widths} prompt buckets + 2 x {slots} cache buckets + {slots - 1} growths)"
-    return batches * (widths + 2 * slots + slots - 1), formula
+    formula += f" x {stops} buckets of stop ids" if stops > 1 else ""
+    return stops * batches * (widths + 2 * slots + slots - 1), formula
 
 
 def check_processor(processor: LogitsProcessor, request: Request, slots: int) -> None:
@@ -224,6 +231,7 @@ def check_processor(processor: LogitsProcessor, request: Request, slots: int) ->
 
 
 def per_row(name: str, value: Any, count: int) -> list:
+    value = _scalar(value)
     if isinstance(value, (int, float, np.number)):
         return [value] * count
     if not isinstance(value, (Sequence, np.ndarray)) or isinstance(value, str):
@@ -232,6 +240,26 @@ def per_row(name: str, value: Any, count: int) -> list:
     if len(values) != count:
         raise DataError(f"{name}: {len(values)} values for {count} prompts; give one value or one a row")
     return values
+
+
+def _scalar(value: Any) -> Any:
+    """An array without dimensions is the number in it."""
+    return value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value
+
+
+def _number(value: Any) -> float:
+    """NaN for what is none; a truth value is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.inf if value > 0 else -math.inf
+
+
+def _told(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 40 else f"{text[:36]}..."
 
 
 def derive_seeds(seed: int, count: int) -> list[int]:
@@ -262,14 +290,14 @@ def _numbers(name: str, value: Any, count: int) -> list:
     limits, values = NUMBERS[name], per_row(name, value, count)
     for i, x in enumerate(values):
         # As the device sees it: what overflows in float32 is no number there.
-        number = isinstance(x, (int, float, np.number)) and math.isfinite(x) and abs(x) < 1e30
-        if not (number and limits.holds(float(np.float32(x))) and (not limits.whole or int(x) == x)):
-            raise DataError(f"{name} of row {i}: {x} is not {limits.expected}")
+        if not (abs(_number(x)) < 1e30 and limits.holds(float(np.float32(x))) and (not limits.whole or int(x) == x)):
+            raise DataError(f"{name} of row {i}: {_told(x)} is not {limits.expected}")
     return values
 
 
 def _lists(name: str, value: Any, count: int) -> list:
     """One list (or mapping) for all rows, or one a row; None in a row is an empty one."""
+    value = _scalar(value)
     if value is None:
         return [()] * count
     if not isinstance(value, (Mapping, Sequence, np.ndarray)) or isinstance(value, str):
@@ -278,7 +306,8 @@ def _lists(name: str, value: Any, count: int) -> list:
     if isinstance(value, Mapping) or all(isinstance(x, (int, np.integer)) for x in value):
         return [value] * count
     rows = [() if x is None else x for x in per_row(name, value, count)]
-    wrong = next((i for i, x in enumerate(rows) if isinstance(x, str) or not isinstance(x, (Mapping, Sequence))), None)
+    kinds = (Mapping, Sequence, np.ndarray)
+    wrong = next((i for i, x in enumerate(rows) if isinstance(x, str) or not isinstance(x, kinds)), None)
     if wrong is not None:
         raise DataError(f"{name} of row {wrong}: {rows[wrong]!r} is no list")
     return rows
@@ -304,13 +333,13 @@ def _stop_ids(target: Any, options: Mapping[str, Any], count: int, ignore_eos: b
 def _bias(options: Mapping[str, Any], size: int, count: int) -> np.ndarray:
     bias = np.zeros((count, size), np.float32)
     for i, values in enumerate(_lists("logit_bias", options.get("logit_bias"), count)):
-        if values and not isinstance(values, Mapping):
+        if not isinstance(values, Mapping) and len(values):
             raise DataError(f"logit_bias of row {i}: {values!r}; give a mapping from token id to number")
         _check_ids("logit_bias", list(values), size, i)
         for token, value in dict(values).items():
-            if not isinstance(value, (int, float, np.number)) or math.isnan(value) or value > 1e30:
-                raise DataError(f"logit_bias of row {i}: {value} for token {token} is not a number below 1e30")
-            bias[i, token] = value
+            if not (number := _number(value)) <= 1e30:
+                raise DataError(f"logit_bias of row {i}: {_told(value)} for token {token} is not a number below 1e30")
+            bias[i, token] = number if number > -1e30 else -np.inf
     for i, ids in enumerate(_lists("banned_tokens", options.get("banned_tokens"), count)):
         _check_ids("banned_tokens", ids, size, i)
         bias[i, list(ids)] = -np.inf

@@ -13,20 +13,22 @@ def check(value: Any, count: int, has_tokenizer: bool) -> list[tuple[str, ...]]:
     """Stop strings of every row. ``value``: a string, a list of strings for all rows, or a list of lists."""
     if isinstance(value, str):
         value = [value]
-    if value is not None and not isinstance(value, Sequence):
+    if value is not None and (not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray))):
         raise DataError(f"stop_strings: {value!r}; give a text, a list of texts, or one list a row")
     if value is None or all(isinstance(x, str) for x in value):
         rows = [tuple(value or ())] * count
     else:
-        rows = [(x,) if isinstance(x, str) else tuple(x or ()) for x in per_row("stop_strings", value, count)]
+        rows = [(x,) if isinstance(x, str) else () if x is None else x for x in per_row("stop_strings", value, count)]
     for i, stops in enumerate(rows):
+        if isinstance(stops, (bytes, bytearray)) or not isinstance(stops, Sequence):
+            raise DataError(f"stop_strings of row {i}: {stops!r} is no text; give non-empty strings")
         if any(not isinstance(stop, str) or not stop for stop in stops):
             raise DataError(
                 f"stop_strings of row {i}: {list(stops)} has something else than text; give non-empty strings"
             )
     if any(rows) and not has_tokenizer:
         raise DataError("stop_strings need text, and the target has no tokenizer; use stop_token_ids")
-    return rows
+    return [tuple(stops) for stops in rows]
 
 
 def undecided(text: str, stops: Sequence[str]) -> int:

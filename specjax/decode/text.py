@@ -3,7 +3,7 @@
 The text of the first tokens is not always a prefix of the text: a character may be split over tokens, a run of
 byte-fallback tokens is UTF-8 or a row of U+FFFD as a whole, and the first token of all may lose its space. What tokens
 add is therefore read after tokens of context, and waits as long as later ones can change it. All of it is linear in the
-number of tokens, but for decoders that rewrite text across tokens: there it waits for the end of the row.
+number of tokens. For decoders that rewrite text across tokens it waits for the end of the row.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from specjax.decode.stops import find, undecided
 _INCOMPLETE = "\ufffd"
 _UTF8 = 4
 """Bytes of the longest character: so many tokens back, no byte to come changes anything."""
+_MOST_READINGS = 128
 _BY_TOKEN = {"ByteFallback", "ByteLevel", "BPEDecoder", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
 _BY_CHARACTER = {"Fuse", "Metaspace", "Strip"}
 """Steps of a decoder that look at no more than that, but for a row's two ends."""
@@ -128,9 +129,15 @@ class Shares:
         return settled + self._settle_part()
 
     def finish(self) -> list[str]:
-        """The shares that were not settled: nothing follows."""
+        """The shares that were not settled: nothing follows. Where the decoder is not local, a long row is read in some
+        hundred steps, the last token of each of which has the text: token by token would be quadratic."""
         if not self._detokenize.is_local:
-            self._texts = [self._text(self._waiting[: i + 1]) for i in range(len(self._waiting))]
+            count = len(self._waiting)
+            stride = max(1, count // _MOST_READINGS)
+            for i in range(count):
+                reads = (i + 1) % stride == 0 or i + 1 == count
+                before = self._texts[-1] if self._texts else ""
+                self._texts.append(self._text(self._waiting[: i + 1]) if reads else before)
         return self._settle_all()
 
     def _settle_all(self) -> list[str]:
@@ -178,8 +185,11 @@ class Shares:
         self._context, self._context_text = tokens, text
 
 
+@functools.lru_cache(maxsize=1)
 def _agreeing(a: str, b: str) -> int:
     """Characters at the beginning that are the same."""
+    if b.startswith(a):
+        return len(a)
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

@@ -69,7 +69,7 @@ class DraftModel:
         newest = (context.lengths - 1 - start)[:, None]
         out = self.model(params, fed, slots, slots, state, rows=newest)
         tokens, logits = self._propose(out, context, jnp.zeros((len(start), self.k), jnp.int32), 0)
-        first = _kept(out, logits)
+        first = _finite(out), logits
 
         def step(carry, _):
             cache, tokens, offset = carry
@@ -78,17 +78,14 @@ class DraftModel:
             slot = (context.lengths - 1)[:, None] + offset
             out = self.model(params, token, slot, slot, cache)
             tokens, logits = self._propose(out, context, tokens, offset)
-            return (out.cache, tokens, offset + 1), _kept(out, logits)
+            return (out.cache, tokens, offset + 1), (_finite(out), logits)
 
         # The offset is carried: read from an array of offsets, its slice shared a fusion with one made of a gather, and
         # XLA on CPU (jax 0.10) gave both the same name when their numbers happened to be equal.
         carry = (out.cache, tokens, jnp.int32(1))
         (cache, tokens, _), rest = jax.lax.scan(step, carry, length=self.k - 1)
-        found = jnp.concatenate([first[:, None], jnp.moveaxis(rest, 0, 1)], axis=1)
-        valid = jnp.ones(tokens.shape, bool)
-        if context.noise is None:
-            return Draft(tokens, valid, finite=found), cache
-        return Draft(tokens, valid, logits=found), cache
+        finite, logits = jax.tree.map(lambda a, b: jnp.concatenate([a[:, None], jnp.moveaxis(b, 0, 1)], 1), first, rest)
+        return Draft(tokens, jnp.ones(tokens.shape, bool), logits=logits, finite=finite), cache
 
     def commit(self, params: Params, state: Any, draft: Draft, verdict: Verdict, target_out: Output) -> Any:
         # Slots past the accepted prefix are stale: masked by length, then overwritten.
@@ -115,9 +112,9 @@ class DraftModel:
         return DraftOutput(logits[:, :, None], rows, batch.weight[..., None], jnp.ones((1,), jnp.float32))
 
 
-def _kept(out: Output, logits: Float[Array, "B V"] | None) -> Float[Array, "B V"] | Bool[Array, " B"]:
-    """Of a pass: what its token was drawn from; in an all-greedy batch, whether the draft's logits were finite."""
-    return sampling.has_law(out.logits)[:, 0] if logits is None else logits
+def _finite(out: Output) -> Bool[Array, " B"]:
+    """Of a pass over one row of logits: whether they are a distribution's."""
+    return sampling.has_law(out.logits)[:, 0]
 
 
 def _over(logits: Float[Array, "B R W"], size: int) -> Float[Array, "B R V"]:

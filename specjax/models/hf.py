@@ -111,6 +111,9 @@ def _checked_tokens(tokens: Any, config: ModelConfig) -> Any:
         ids = np.asarray(tokens)
     except ValueError:
         raise DataError("tokens: rows of different lengths; pad them to one length at their ends") from None
+    rows = tokens if isinstance(tokens, (list, tuple)) else ()
+    if any(isinstance(token, bool) for row in rows if isinstance(row, (list, tuple)) for token in row):
+        raise DataError("tokens: a truth value is no token id; give integers [B, T]")
     if ids.dtype.kind not in "iu" and ids.size:
         raise DataError(f"tokens: {ids.dtype} is no type of token ids; give integers [B, T]")
     if ids.ndim != 2 or not ids.size:

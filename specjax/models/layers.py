@@ -207,6 +207,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = (rotate(y, rotary, self.rope.interleaved) for y in (q, k))
+        k, v = seen_only_where_visible(k, v)
         layer_cache = as_layer(k, v) if layer_cache is None else write_block(layer_cache, slots, k, v)
         k, v = (x.astype(q.dtype) for x in layer_cache)
         out = attend(q, k, v, visible, config.attention_scale, config.attention_soft_cap)
@@ -218,6 +219,13 @@ class Attention(nnx.Module):
         queries, keys = (n * self.config.head_dim for n in (self.config.num_heads, self.config.num_kv_heads))
         q, k, v = jnp.split(self.qkv_proj(x), (queries, queries + keys), axis=-1)
         return q, k, v
+
+
+def seen_only_where_visible(k: Float[Array, "B T G C"], v: Float[Array, "B T G C"]) -> tuple[Array, Array]:
+    """Keys and values of tokens that overflowed, so that NaN reaches those who see them and nobody else: a masked slot
+    has weight 0, and 0 times NaN is NaN. Their values become 0 and their keys NaN, as masked scores are replaced."""
+    overflowed = ~jnp.all(jnp.isfinite(v), axis=-1, keepdims=True)
+    return jnp.where(overflowed, jnp.asarray(jnp.nan, k.dtype), k), jnp.where(overflowed, jnp.zeros((), v.dtype), v)
 
 
 def attend(

@@ -186,6 +186,12 @@ OPTIONS = {
     "a temperature of NaN": row(DataError, generate(temperature=float("nan")), "temperature", "row 0", "nan"),
     "a temperature too close to 0": row(DataError, generate(temperature=1e-9), "temperature", "1e-09", "1e-5"),
     "a temperature of text": row(DataError, generate(temperature="1"), "temperature", "'1'"),
+    "a temperature of hundreds of digits": row(
+        DataError, generate(temperature=10**400), "temperature", "row 0", "1000", "finite"
+    ),
+    "a complex temperature": row(DataError, generate(temperature=np.complex64(1)), "temperature", "(1+0j)", "finite"),
+    "a truth value as temperature": row(DataError, generate(temperature=True), "temperature", "True", "finite"),
+    "a truth value as top_k": row(DataError, generate(top_k=True), "top_k", "True", "whole number"),
     "no temperature": row(DataError, generate(temperature=None), "temperature", "None"),
     "top_k below 0": row(DataError, generate(top_k=-1), "top_k", "row 0", "-1"),
     "top_k of a fraction": row(DataError, generate(top_k=1.5), "top_k", "1.5", "whole number"),
@@ -206,6 +212,9 @@ OPTIONS = {
         DataError, generate(logit_bias={300: 1.0}), "logit_bias", "300", "vocabulary"
     ),
     "a bias of NaN": row(DataError, generate(logit_bias={1: float("nan")}), "logit_bias", "nan", "token 1"),
+    "a bias of hundreds of digits": row(
+        DataError, generate(logit_bias={1: 10**400}), "logit_bias", "token 1", "below 1e30"
+    ),
     "a bias of text": row(DataError, generate(logit_bias="1=2"), "logit_bias", "'1=2'", "mapping"),
     "a bias as a list of numbers": row(DataError, generate(logit_bias=[1, 2]), "logit_bias", "[1, 2]", "mapping"),
     "banned tokens as a number": row(DataError, generate(banned_tokens=5), "banned_tokens", "5", "list"),
@@ -218,6 +227,11 @@ OPTIONS = {
     "a stop token past the vocabulary": row(DataError, generate(stop_token_ids=[300]), "stop_token_ids", "300"),
     "an empty stop string": row(DataError, generate(stop_strings=""), "stop_strings", "''"),
     "a number as stop string": row(DataError, generate(stop_strings=5), "stop_strings", "5"),
+    "a number among stop strings": row(DataError, generate(stop_strings=[5]), "stop_strings", "row 0", "5", "no text"),
+    "a number as a row's stop strings": row(
+        DataError, generate([[1], [2]], stop_strings=[["a"], 0]), "stop_strings", "row 1", "0", "no text"
+    ),
+    "bytes as stop string": row(DataError, generate(stop_strings=b"ab"), "stop_strings", "b'ab'", "give a text"),
     "stop strings without a tokenizer": row(
         DataError, lambda w: Decoder(w.textless).generate([[1]], stop_strings="a"), "stop_strings", "tokenizer"
     ),
@@ -245,7 +259,8 @@ LOGITS = {
     "an id past the vocabulary": row(DataError, logits([[300]]), "300", "row 0", "vocabulary of 300"),
     "an id below 0": row(DataError, logits([[1], [-1]]), "-1", "row 1", "vocabulary of 300"),
     "ids of floats": row(DataError, logits([[1.5]]), "float64", "token ids"),
-    "ids of truth values": row(DataError, logits([[True]]), "bool", "token ids"),
+    "ids of truth values": row(DataError, logits([[True]]), "truth value", "token id"),
+    "an id that is a truth value": row(DataError, logits([[True, 2]]), "truth value", "token id"),
     "one dimension": row(DataError, logits([1, 2]), "(2,)", "[B, T]"),
     "rows of different lengths": row(DataError, logits([[1, 2], [3]]), "one length", "pad"),
     "text": row(DataError, logits(["abc"]), "token ids"),

@@ -18,24 +18,14 @@ from specjax.decode.request import derive_seeds, prepare
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import DataError, SpecjaxError
-from specjax.models.config import ModelConfig, Norm
-from specjax.models.transformer import Model
-from specjax.testing.toys import ToyModel, context, neutral_sampling, prefix_model
+from specjax.models.config import Norm
+from specjax.testing.toys import context, neutral_sampling, prefix_model
 from specjax.types import Batch
 from specjax.verifiers.lenient import Lenient
-from tests.cases import in_proof
+from tests.cases import in_proof, transformer
 
 TARGET, DRAFT = prefix_model(0), prefix_model(1)
 RAGGED = [[1, 2, 3], [0], [1, 3] * 20, [2, 1], [3] * 11]
-
-
-def transformer(seed: int, **changes) -> ToyModel:
-    config = ModelConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
-    )
-    model = Model(dataclasses.replace(config, **changes))
-    params = jax.tree.map(lambda x: x * 3.0, jax.jit(model.init)(jax.random.key(seed)))
-    return ToyModel(model, params)
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import sampling
+from specjax import backend, sampling
 from specjax.certify import certify
 from specjax.config import Certify
+from specjax.decode import engine
 from specjax.decode.bench import Bench, Cell
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.ngram import NGram
 from specjax.errors import ModelError
 from specjax.testing.toys import ToyModel, neutral_sampling, prefix_model, related
 from specjax.types import CoupledNoise, Draft, Noise
@@ -26,6 +28,7 @@ from specjax.verifiers.lenient import Lenient
 from specjax.verifiers.speculative import Speculative
 from specjax.verifiers.top_k import TopK
 from specjax.verifiers.typical import Typical
+from tests.cases import transformer
 
 SIZE = 6
 TARGET = prefix_model(0, vocab_size=SIZE)
@@ -70,6 +73,70 @@ def test_a_row_of_nan_in_a_mixed_batch_is_no_greedy_row():
     logits = jnp.asarray([[[0.0, jnp.nan, 1.0]], [[0.0, 2.0, 1.0]], [[jnp.inf, 0.0, 1.0]]])
     parameters = neutral_sampling(3, 3, temperature=np.asarray([0.0, 0.0, 1.0]), top_k=np.asarray([0, 2, 2]))
     assert sampling.has_law(sampling.warp(logits, parameters)).tolist() == [[False], [True], [False]]
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 300), (1, 5, 2000), (1, 1, 32_000)], ids=str)
+@pytest.mark.parametrize("decoding", [False, True])
+def test_one_logit_that_is_not_finite_is_found_at_every_size(shape, decoding):
+    """XLA's maximum on CPU loses a NaN in all but small reductions."""
+    logits = np.random.default_rng(0).normal(size=(5, *shape)).astype(np.float32)
+    for case, value in zip(logits, (np.nan, -np.nan, np.inf, -np.inf), strict=False):
+        case[0, 0, shape[2] // 3] = value
+    logits[4, 0, 0] = -np.inf  # all of them
+    has_law = jax.jit(sampling.has_law, compiler_options=backend.compiler_options(decoding=decoding))
+    found = np.stack([has_law(case) for case in logits])
+    want = np.ones_like(found)
+    want[[0, 1, 2, 4], 0, 0] = False
+    np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize("verifier", ["typical", "block"])
+@pytest.mark.parametrize("wrong", ["draft", "target"])
+def test_a_column_of_nan_in_a_head_of_many_ids_is_found(verifier, wrong):
+    """Typical acceptance kept every token that such a draft proposed; such a target gave its last id for ever."""
+    shape = {"vocab_size": 2000, "tie_embeddings": False}
+    models = {name: transformer(seed, **shape) for seed, name in enumerate(("target", "draft"))}
+    params = models[wrong].params
+    models[wrong].params = {**params, "head": {"kernel": params["head"]["kernel"].at[:, 7].set(jnp.nan)}}
+    decoder = Decoder(models["target"], DraftModel(models["draft"], 3), verifier)
+    found = decoder.generate([[1, 2, 3]], temperature=1.0, **SHORT)
+    if wrong == "target":
+        assert (found.tokens, found.finish_reasons) == ([[]], ["invalid_logits"])
+    else:
+        assert (found.stats[0].accepted, found.stats[0].invalid_drafts) == (0, found.stats[0].blocks)
+
+
+@pytest.mark.parametrize("drafter", ["draft", "ngram"])
+def test_a_token_that_overflows_ends_only_rows_that_hold_it(drafter):
+    """Drafted and rejected, or padding beside a prompt, it is masked; and 0 times NaN must not be NaN there."""
+    target, draft = (transformer(seed, vocab_size=8, tie_embeddings=False) for seed in (0, 1))
+    embedding = target.params["embedding"].at[0].set(jnp.nan)  # padding's id
+    target.params = {**target.params, "embedding": embedding}
+    known = DraftModel(draft, 3) if drafter == "draft" else NGram(3, min_n=1)
+    prompts = [[1, 2, 1], [3, 4, 3, 4, 3], [5] * 16] * 4
+    options = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 2.0}
+    found, plain = (Decoder(target, d, "coupled").generate(prompts, **options) for d in (known, None))
+    assert (found.tokens, found.finish_reasons) == (plain.tokens, plain.finish_reasons)
+    for row, reason in zip(found.tokens, found.finish_reasons, strict=True):
+        assert 0 not in row[:-1]
+        assert reason == ("invalid_logits" if len(row) < 12 else "length")
+    assert {len(row) for row in found.tokens} > {12}
+    logits = np.asarray(target.logits([[1, 2, 0, 3]]))[0]
+    assert np.isfinite(logits[:2]).all(), "what comes later is not seen"
+    assert np.isnan(logits[2:]).all(axis=1).all()
+
+
+def test_a_draft_that_the_parameters_leave_nothing_of_is_cut_and_not_called_broken():
+    """It has no such token as the only one allowed, say; at the second position. In the second row it overflowed."""
+    logits = jnp.zeros((2, 3, 4)).at[:, 1].set(-jnp.inf)
+    sound = jnp.ones((2, 3), bool)
+    draft = Draft(jnp.zeros((2, 3), jnp.int32), sound, logits, finite=sound)
+    overflowed = dataclasses.replace(draft, finite=sound.at[1, 1].set(False))
+    unsaid = dataclasses.replace(draft, finite=None)
+    for given, failed in ((draft, [False, False]), (overflowed, [False, True]), (unsaid, [True, True])):
+        cut, finite = engine.cut_invalid(given, jnp.zeros((2, 4, 4)))
+        assert cut.valid.tolist() == [[True, False, False]] * 2
+        assert finite.drafter_failed.tolist() == failed
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.9}], ids=lambda c: next(iter(c)))

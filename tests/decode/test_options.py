@@ -398,3 +398,19 @@ def test_stop_strings_must_be_text():
     for wrong in ("", ["a", ""], [["a"], ["b"], ["c"], [1]]):
         with pytest.raises(DataError, match="stop_strings"):
             Decoder(with_text(TARGET)).generate(PROMPTS, stop_strings=wrong)
+
+
+def test_arrays_of_numpy_are_taken_as_the_numbers_and_lists_in_them():
+    decoder = Decoder(TARGET)
+    plain: Any = {"max_new_tokens": 5, "seed": 5, "temperature": 0.5, "banned_tokens": [[1], [2]]}
+    arrays: Any = {name: np.array(value) for name, value in plain.items()}
+    found, want = decoder.generate([[1, 2], [1]], **arrays), decoder.generate([[1, 2], [1]], **plain)
+    assert (found.tokens, found.seeds) == (want.tokens, want.seeds)
+    by_row: Any = plain | {"banned_tokens": [np.array([1]), np.array([2])]}
+    rows = decoder.generate([[1, 2], [1]], **by_row)
+    assert rows.tokens == want.tokens
+    two: Any = np.int64(2)
+    assert len(list(decoder.stream([1], max_new_tokens=4, steps_per_event=two))) == 2
+    bias: Any = {2: -(10**400), 3: np.float16(-1)}
+    least = decoder.generate([[1, 2]], max_new_tokens=4, logit_bias=bias)
+    assert 2 not in least.tokens[0]

@@ -192,8 +192,6 @@ class Counting:
 @pytest.mark.parametrize("what", ["any", "one byte", "a special token", "an incomplete character"])
 def test_work_is_linear_in_the_tokens(tokenizer, what, stops):
     detokenize = Detokenizer(tokenizer)
-    if not detokenize.is_local:
-        pytest.skip("its text is known at the end only")
     count, rng = 2_000, random.Random(2)
     ids = [rng.randrange(len(tokenizer)) for _ in range(count)]
     if what != "any":
@@ -203,7 +201,8 @@ def test_work_is_linear_in_the_tokens(tokenizer, what, stops):
     row = RowText(Detokenizer(counted), stops)
     texts, _ = handed_out(row, [ids[i : i + 4] for i in range(0, count, 4)])
     assert "".join(texts) == detokenize(ids)
-    assert counted.tokens <= 20 * count
+    # Where a decoder rewrites across tokens: by some hundred readings of the whole.
+    assert counted.tokens <= (20 if detokenize.is_local else 100) * count
 
 
 def test_a_split_character_belongs_to_the_token_that_completes_it():

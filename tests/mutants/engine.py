@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from specjax import backend, sampling
 from specjax.decode import engine
-from specjax.models import cache
+from specjax.models import cache, layers
 from specjax.types import Verdict
 from specjax.verifiers import greedy
 from specjax.verifiers.chain import row
@@ -230,3 +230,28 @@ def top_p_hides_a_nan(patch):
     wrap(
         patch, sampling, "_cut", lambda real: lambda logits, s: real(jnp.where(jnp.isnan(logits), -jnp.inf, logits), s)
     )
+
+
+@mutant(
+    "not finite",
+    test_invalid.test_one_logit_that_is_not_finite_is_found_at_every_size,
+    shape=(1, 5, 2000),
+    decoding=True,
+)
+def a_maximum_is_to_find_a_nan(patch):
+    patch.setattr(sampling, "has_law", lambda logits: jnp.isfinite(jnp.max(logits, axis=-1)))
+
+
+@mutant("not finite", test_invalid.test_a_token_that_overflows_ends_only_rows_that_hold_it, drafter="ngram")
+def values_that_overflowed_stay_in_the_cache(patch):
+    patch.setattr(layers, "seen_only_where_visible", lambda k, v: (k, v))
+
+
+@mutant("not finite", test_invalid.test_a_token_that_overflows_ends_only_rows_that_hold_it, drafter="ngram")
+def who_sees_values_that_overflowed_reads_zeros(patch):
+    wrap(patch, layers, "seen_only_where_visible", lambda real: lambda k, v: (jnp.nan_to_num(k), real(k, v)[1]))
+
+
+@mutant("not finite", test_invalid.test_a_draft_that_the_parameters_leave_nothing_of_is_cut_and_not_called_broken)
+def a_draft_of_banned_tokens_is_called_broken(patch):
+    wrap(patch, engine, "cut_invalid", lambda real: lambda draft, p: real(dataclasses.replace(draft, finite=None), p))
