@@ -100,6 +100,7 @@ ROWS = {
     "messages that are text": record({"messages": "hi"}, "'messages'", "list", "'role'"),
     "a message without its role": record({"messages": [{"content": "a"}]}, "message 1", "'role'"),
     "a message that is a number": record({"messages": [3]}, "'messages'", "mappings"),
+    "a speaker that is a list": record({"conversations": [{"from": ["human"], "value": "x"}]}, "from ['human']", "gpt"),
     "a chat without an answer": record({"messages": MESSAGES}, "assistant", "nothing to predict", "drop the record"),
     "no Parquet": text("a.parquet", "x", "not a Parquet file", "data.on_bad=skip"),
     "a changed corpus": claimed(
