@@ -71,6 +71,28 @@ def test_an_override_of_another_kind_replaces_the_fields_of_the_one_before(writt
 
 
 @pytest.mark.parametrize(
+    ("loss", "overrides", "expected"),
+    [
+        (
+            "{kind: adaspec, reference: r, of: {kind: jensen_shannon}}",
+            ["distill.loss.of=[lk_alpha]", "distill.loss.kind=sum"],
+            {"kind": "sum", "of": ["lk_alpha"]},
+        ),
+        (
+            "{kind: sum, of: [lk_alpha]}",
+            ["distill.loss.of.kind=lk_alpha", "distill.loss.reference=r", "distill.loss.kind=adaspec"],
+            {"kind": "adaspec", "reference": "r", "of": {"kind": "lk_alpha"}},
+        ),
+    ],
+)
+def test_a_field_that_two_kinds_have_is_given_anew(written, loss, overrides, expected):
+    path = written(SMALLEST + f"bench: {{ks: [3]}}\ndistill: {{loss: {loss}}}\n")
+    assert load_config(path, overrides).distill.loss == expected
+    with pytest.raises(ConfigError, match=r"override 'bench.ks.0=3': a list is overridden as a whole"):
+        load_config(path, [*overrides, "bench.ks.0=3"])
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("draft.init", {"kind": "checkpoint", "path": "elsewhere"}),

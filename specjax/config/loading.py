@@ -6,6 +6,7 @@ fraction no count, and nothing is coerced in silence.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -49,24 +50,19 @@ def read(path: str | Path, overrides: Sequence[str], schema: type) -> DictConfig
     if not raw:
         raise ConfigError(f"{path}: empty, expected a mapping from field to value")
     # Put together before they meet the file: a kind may come after the fields that are meant for it.
-    together = OmegaConf.create()
+    together, ones = OmegaConf.create(), []
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not all(key.strip().split(".")):
             raise ConfigError(f"override {override!r}: expected field=value, as in distill.steps=200")
-        try:
-            one = OmegaConf.from_dotlist([override])
-            merged(raw, one, schema)  # alone, so that what does not go is known
-            together = merged(together, one, schema)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"override {override!r}: not valid YAML: {_one_line(error)}") from None
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"override {override!r}: {headline(error)}") from None
-        except TypeError:
-            raise ConfigError(
-                f"override {override!r}: a list is overridden as a whole, as in bench.ks=[3,5]; a section by its fields"
-            ) from None
-    raw = merged(raw, together, schema)
+        with _named(override):
+            ones.append(OmegaConf.from_dotlist([override]))
+            together = merged(together, ones[-1], schema)
+    raw = _less_other_kinds(raw, together, schema)
+    for override, one in zip(overrides, ones, strict=True):
+        with _named(override):
+            OmegaConf.merge(raw, one)  # alone, so that what does not go is known
+    raw = typing.cast(DictConfig, OmegaConf.merge(raw, together))
     for field, text in _strings("", unresolved(raw)):
         if _calls_resolver(text):
             raise ConfigError(
@@ -76,14 +72,34 @@ def read(path: str | Path, overrides: Sequence[str], schema: type) -> DictConfig
     return raw
 
 
+@contextlib.contextmanager
+def _named(override: str) -> Iterator[None]:
+    """What does not go is named by the override that asks for it."""
+    try:
+        yield
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: not valid YAML: {_one_line(error)}") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"override {override!r}: {headline(error)}") from None
+    except TypeError:
+        raise ConfigError(
+            f"override {override!r}: a list is overridden as a whole, as in bench.ks=[3,5]; a section by its fields"
+        ) from None
+
+
 def merged(raw: DictConfig, changes: DictConfig, schema: type) -> DictConfig:
     """``changes`` over ``raw``, field by field; but a mapping that is of one ``kind`` is replaced whole by one of
     another, whose fields are not the same. (A section of ``schema`` has one set of fields, whatever kind it names.)"""
+    return typing.cast(DictConfig, OmegaConf.merge(_less_other_kinds(raw, changes, schema), changes))
+
+
+def _less_other_kinds(raw: DictConfig, changes: DictConfig, schema: type) -> DictConfig:
+    """``raw`` without the mappings that ``changes`` replace whole."""
     raw, sections = copy.deepcopy(raw), sections_of(schema)
     for field in _of_another_kind("", unresolved(raw), unresolved(changes)):
         if field not in sections:
             OmegaConf.update(raw, field, None, merge=False)
-    return typing.cast(DictConfig, OmegaConf.merge(raw, changes))
+    return raw
 
 
 def _of_another_kind(field: str, old: Any, new: Any) -> Iterator[str]:

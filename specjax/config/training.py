@@ -198,7 +198,7 @@ class Stage:
     steps: NonNegative | None = None
     """None: 500, or those of `epochs`. May be raised when the stage goes on, where the learning rate of the steps taken
     does not depend on it: `schedule: constant`, or `wsd` before its decay."""
-    epochs: Annotated[float, Field(gt=0)] | None = None
+    epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Instead of `steps`: so often all rows of the stage's data."""
     batch_size: Positive = 16
     """Rows of a step, over all devices."""

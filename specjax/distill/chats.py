@@ -34,7 +34,7 @@ def of_record(record: Mapping[str, Any], key: str) -> tuple[Messages, tuple[Any,
         messages.insert(0, {"role": "system", "content": system})
     if not any(m["role"] == "assistant" and (m["content"].strip() or m.get("tool_calls")) for m in messages):
         raise DataError(": no message of the role 'assistant', so there is nothing to predict; drop the record")
-    return tuple(messages), _tools(record.get("tools"))
+    return tuple(messages), tools_of(record)
 
 
 def checked(messages: Any, key: str = "messages") -> Messages:
@@ -49,7 +49,7 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     message = {name: value for name, value in message.items() if value is not None or name == "content"}
     if "from" in message and "role" not in message:
         speaker = message.pop("from")
-        if speaker not in _ROLES:
+        if not isinstance(speaker, str) or speaker not in _ROLES:
             raise DataError(f"{where}: from {speaker!r} is none of {', '.join(_ROLES)}; write one of them")
         message |= {"role": _ROLES[speaker], "content": message.pop("value", None)}
     if not isinstance(message.get("role"), str):
@@ -108,8 +108,9 @@ def _refuse(where: str) -> NoReturn:
     raise DataError(f"{where}: 'tool_calls' cannot be read; give {wanted}")
 
 
-def _tools(tools: Any) -> tuple[Any, ...]:
-    """A list, or its JSON."""
+def tools_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A list under the key `tools`, or its JSON."""
+    tools = record.get("tools")
     if isinstance(tools, str):
         try:
             tools = json.loads(tools or "[]")

@@ -154,7 +154,7 @@ def _prompt_ids(record: Any, tokenizer: Any, today: datetime.date | None) -> lis
         return tokenizer(record.decode("utf-8"))["input_ids"]
     if isinstance(record, dict) and record.get("messages"):
         messages = chats.checked(record["messages"], "messages")
-        return chat.render(tokenizer, messages, record.get("tools"), today=today, tokenize=True)
+        return chat.render(tokenizer, messages, chats.tools_of(record), today=today, tokenize=True)
     texts = [record.get(key) for key in ("prompt", "text")] if isinstance(record, dict) else []
     text = next((text for text in texts if isinstance(text, str)), None)
     if text is None:

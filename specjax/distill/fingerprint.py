@@ -30,6 +30,8 @@ _CONTENTS = {
     "train_rows": "the training text",
     "held_out_rows": "the held-out text",
     "train_text": "the training text",
+    "prompts": "the prompts",
+    "target": "the target's weights",
     "target_params": "the target's weights",
     "reference_params": "the reference's weights",
     "initial_params": "the weights that training began with",

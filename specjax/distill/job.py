@@ -316,7 +316,7 @@ def _train(
     source = registry.build(registry.DATA, "text" if stage.steps == 0 else stage.data, f"{name}: data")
     made_from = stock(config, prepared, draft, name, data_directory(config, name), seed, bars)
     loss = registry.build(registry.LOSSES, stage.loss, f"{name}: loss")
-    rows = source.rows(dataclasses.replace(made_from, needs_labels=loss.needs_labels))
+    rows = rows_of(config, source, dataclasses.replace(made_from, needs_labels=loss.needs_labels))
     if stage.epochs is not None:
         epochs, stage = stage.epochs, stage.over(len(rows))
         note(f"{name}: {epochs:g} epochs of {len(rows):,} rows are {stage.steps:,} steps of {stage.batch_size}")
@@ -328,14 +328,27 @@ def _train(
         return train_stage(directory, stage, *args, sampler, layout, decoding, bars), steps
 
 
+def rows_of(config: RunConfig, source: Any, stock: Stock) -> Rows:
+    """What a stage of the data ``source`` trains on, made if need be. Raises `TrainingError` naming what changed since
+    it was made."""
+    with _naming_inputs(config, getattr(source, "prompts", None), stock.today):
+        return source.rows(stock)
+
+
 @contextlib.contextmanager
-def _naming_inputs(config: RunConfig) -> Iterator[None]:
-    """What changed since a directory was made is named by where it is read from."""
+def _naming_inputs(config: RunConfig, prompts: str | None = None, today: datetime.date | None = None) -> Iterator[None]:
+    """What changed since a directory was made is named by where it is read from. ``prompts``: the file, if they are not
+    of the text. ``today``: the date that the chat template printed in them."""
     try:
         yield
     except fingerprint.Changed as error:
-        text, target = f" (data.path: {config.data.path!r})", f" (target.path: {config.target.path!r})"
-        places = {"train_rows": text, "held_out_rows": text, "train_text": text, "target_params": target}
+        text, target = f"data.path: {config.data.path!r}", f" (target.path: {config.target.path!r})"
+        asked = text if prompts is None else f"data.prompts: {prompts!r}"
+        if today is not None:
+            file = Path(config.out) / _DATE
+            asked += f", with the date {today} of {file}, where that of the run that made the directory has to stand"
+        places = dict.fromkeys(("train_rows", "held_out_rows", "train_text"), f" ({text})")
+        places |= {"prompts": f" ({asked})", "target_params": target, "target": target}
         raise error.at(places) from None
 
 

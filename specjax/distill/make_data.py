@@ -36,5 +36,5 @@ def make_data(config: RunConfig, out: Path | None, draft: str | None, bars: Bars
         prepared.target.free_originals()
         # The seed of the stage, so that the run finds what it would have made.
         stock = job.stock(config, prepared, helper, _STAGE, directory, config.seed + 1, bars)
-        dataclasses.replace(source, path=str(directory)).rows(stock)
+        job.rows_of(config, dataclasses.replace(source, path=str(directory)), stock)
     return {**json.loads((directory / PROVENANCE).read_text()), "directory": str(directory)}

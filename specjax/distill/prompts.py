@@ -44,17 +44,18 @@ def cut_prompts(
 ) -> list[HeldOutPrompt]:
     """At most ``count`` prompts: at the first of ``places`` in each document, in the order of their content hashes,
     then at the others. Of plain text ``length`` tokens; of a chat, or what has a prompt of its own, all up to where an
-    answer begins. Where no more of those have at most ``length`` tokens, the last ``length`` of longer ones."""
+    answer begins. Where no more of those have at most ``length`` tokens, the last ``length`` of longer ones. What
+    begins inside a text opens as a text does: its first tokens are replaced. A chat is opened by its template alone."""
     ordered = sorted(documents, key=lambda d: d.digest)
     texts = [*map(functools.partial(_tokenized, tokenizer), ordered)]
     found: dict[tuple[int, int, int], HeldOutPrompt] = {}
     for whole in (True, False):
         for place in places:
-            for i, (tokens, answers) in enumerate(texts):
-                span = _span(len(tokens), answers, place, length, whole)
+            for i, text in enumerate(texts):
+                span = _span(len(text.tokens), text.answers, place, length, whole)
                 if span is not None and len(found) < count:
-                    found.setdefault((i, *span), HeldOutPrompt(tokens[slice(*span)], source_of(ordered[i])))
-    cut = sum(begin > 0 for i, begin, _ in found if texts[i][1])
+                    found.setdefault((i, *span), HeldOutPrompt(text.prompt(*span), source_of(ordered[i])))
+    cut = sum(begin > 0 for i, begin, _ in found if texts[i].answers)
     if cut:
         _log.warning(
             "%d of %d held-out prompts are the end of a longer chat; more prompt_tokens than %d take in all of it",
@@ -65,16 +66,28 @@ def cut_prompts(
     return list(found.values())
 
 
-def _tokenized(tokenizer: Any, document: Document) -> tuple[list[int], list[int]]:
-    """Tokens, and where answers begin among them."""
-    if not any(part.is_prompt for part in document.parts):
-        return tokenizer(document.text)["input_ids"], []
-    parts = [part.tolist() for part in next(encode_parts(tokenizer, [document]))]
+@dataclasses.dataclass(frozen=True)
+class _Text:
+    """``answers``: where they begin among ``tokens``. ``opening``: what such a text opens with."""
+
+    tokens: list[int]
+    answers: list[int]
+    opening: list[int]
+
+    def prompt(self, begin: int, end: int) -> list[int]:
+        opened = len(self.opening) if begin and end - begin > len(self.opening) else 0
+        return [*self.opening[:opened], *self.tokens[begin + opened : end]]
+
+
+def _tokenized(tokenizer: Any, document: Document) -> _Text:
     opening = [] if document.messages else opening_ids(tokenizer, tokenizer.eos_token_id)
+    if not any(part.is_prompt for part in document.parts):
+        return _Text(tokenizer(document.text)["input_ids"], [], opening)
+    parts = [part.tolist() for part in next(encode_parts(tokenizer, [document]))]
     ends = (len(opening) + np.cumsum([*map(len, parts)])).tolist()
     pairs = zip(ends, itertools.pairwise(document.parts), strict=False)
     answers = [end for end, (one, following) in pairs if one.is_prompt and not following.is_prompt]
-    return [*opening, *itertools.chain(*parts)], answers
+    return _Text([*opening, *itertools.chain(*parts)], answers, opening)
 
 
 def _span(size: int, answers: Sequence[int], place: float, length: int, whole: bool) -> tuple[int, int] | None:

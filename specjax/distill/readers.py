@@ -159,16 +159,19 @@ def read_parquet(file: Path, source: str, bad: Bad, columns: Mapping[str, str]) 
     try:
         table = pyarrow.parquet.ParquetFile(file)
         names = _columns(table.schema_arrow.names, str(file), columns)
-        for name, column in names.items():
+        for name, column in [*names.items()]:
             kind = table.schema_arrow.field(column).type
-            if name not in _NESTED and not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            if name in _NESTED or pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
+                continue
+            if name != "source" or name in columns:
                 raise DataError(f"{file}: the column {column!r} holds {kind}, expected strings")
+            del names[name]  # something else of that name than a label
         for batch in table.iter_batches(columns=[*names.values()]):
             for record in batch.to_pylist():
                 row += 1
-                # A missing text is an empty document.
                 record = _without_nulls({ours: record[theirs] for ours, theirs in names.items()})
-                record = {"text": "", **record} if "text" in names else record
+                # What is null, but for what may stand beside it, is an empty document.
+                record = record if record.keys() - {*_BESIDE} else {"text": ""}
                 try:
                     yield parse(record, f"{file.as_posix()}:{row}", source, f"{file}, row {row}")
                 except Unusable as reason:

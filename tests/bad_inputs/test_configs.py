@@ -47,6 +47,7 @@ ROWS = {
     "a number in quotes": key("seed: '5'\n", "seed", '"5"', "integer"),
     "a fraction for a count": key("distill: {steps: 1.5}\n", "distill.steps", "1.5", "integer"),
     "a number below its bound": key("distill: {batch_size: 0}\n", "distill.batch_size", "0", "greater than"),
+    "endless epochs": key("distill: {epochs: .inf}\n", "distill.epochs", "Infinity", "finite"),
     "a negative seed": key("seed: -1\n", "seed", "-1", "greater than or equal to 0"),
     "a number for text": key("out: 5\n", "out", "5", "quote it"),
     "an empty name": key("out: ''\n", "out", '""', "at least 1 character"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import types
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from specjax.config import Data, RunConfig, Target
 from specjax.distill import fingerprint, job, lock, log
 from specjax.distill.corpus import read_documents
+from specjax.distill.stock import Stock
 from specjax.errors import DataError, SpecjaxError, TrainingError
 
 from .table import Row, World, check, row
@@ -34,6 +37,23 @@ def claimed(*says: str, **changes: Any) -> Row:
             fingerprint.claim(world.tmp / "stage", made | changes)
 
     return row(TrainingError, call, "{tmp}/stage", *says)
+
+
+def prompts_of_another_day(world: World):
+    """A directory that runs share; the chat template of the target prints the date."""
+    fingerprint.claim(world.tmp / "shared", {"prompts": "a" * 64})
+
+    class Source:
+        prompts = "texts/asked.jsonl"
+
+        def rows(self, stock: Stock):
+            fingerprint.claim(stock.directory, {"prompts": "b" * 64})
+
+    stock: Any = types.SimpleNamespace(directory=world.tmp / "shared", today=datetime.date(2030, 1, 2))
+    job.rows_of(RunConfig(Target("models/t"), Data("texts/corpus"), out="runs/b"), Source(), stock)
+
+
+DATED = ("{tmp}/shared", "the prompts (data.prompts: 'texts/asked.jsonl', ", "2030-01-02 of runs/b/chat_date.json")
 
 
 def damaged(content: str):
@@ -80,12 +100,18 @@ ROWS = {
     "messages that are text": record({"messages": "hi"}, "'messages'", "list", "'role'"),
     "a message without its role": record({"messages": [{"content": "a"}]}, "message 1", "'role'"),
     "a message that is a number": record({"messages": [3]}, "'messages'", "mappings"),
+    "a speaker that is a list": record({"conversations": [{"from": ["human"], "value": "x"}]}, "from ['human']", "gpt"),
     "a chat without an answer": record({"messages": MESSAGES}, "assistant", "nothing to predict", "drop the record"),
     "no Parquet": text("a.parquet", "x", "not a Parquet file", "data.on_bad=skip"),
     "a changed corpus": claimed(
         "the training text (data.path: 'texts/corpus')", "changed", "restore", train_rows="c" * 64
     ),
     "a changed target": claimed("the target's weights (target.path: 'models/t')", "changed", target_params="c" * 64),
+    "changed prompts": claimed("the prompts (data.path: 'texts/corpus')", "changed", prompts="c" * 64),
+    "another target of generated data": claimed(
+        "the target's weights (target.path: 'models/t')", "changed", target="c" * 64
+    ),
+    "changed prompts of a file": row(TrainingError, prompts_of_another_day, *DATED),
     "a changed setting": claimed("other settings", "stage.steps (3 then, 5 now)", "another `out`", stage={"steps": 5}),
     "a changed setting and corpus": claimed("seed (0 then, 1 now)", "(data.path: ", seed=1, train_rows="c" * 64),
     "a damaged fingerprint": row(TrainingError, damaged("{"), "{tmp}/stage/fingerprint.json", "damaged"),

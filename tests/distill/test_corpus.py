@@ -193,6 +193,27 @@ def test_parquet_holds_prompts_and_chats_too(tmp_path):
     assert [part.is_prompt for part in second.parts] == [True, False]
 
 
+def test_a_row_of_parquet_that_is_null_is_an_empty_document(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"messages": [[*SAID], None], "system": [None, "s"]}), tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table({"prompt": ["a", None], "completion": ["b", None]}), tmp_path / "b.parquet")
+    assert [d.text for d in corpus.read_documents(str(tmp_path)) if d.parts] == ["ab"]
+    assert len(corpus.read_documents(str(tmp_path))) == 2
+
+
+@pytest.mark.parametrize("columns", [{}, {"prompt": "q", "completion": "a"}])
+def test_a_source_that_is_no_string_is_no_label(tmp_path, columns):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"q": ["1 + "], "a": ["1"], "text": ["x"], "source": [3]}), file)
+    (document,) = corpus.read_documents(str(file), columns=columns)
+    assert document.source == "a"
+    with pytest.raises(DataError, match="the column 'source' holds int64, expected strings"):
+        corpus.read_documents(str(file), columns={"text": "text", "source": "source"})
+
+
 class Rows(list):
     """As much of `datasets.Dataset` as is used."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
@@ -124,9 +125,9 @@ def test_a_directory_of_another_provenance_is_refused_with_the_fields_that_diffe
         made(whole[0], models, other)
     with pytest.raises(TrainingError, match=r"other settings: seed \(11 then, 12 now\)"):
         made(whole[0], models, seed=12)
-    with pytest.raises(TrainingError, match=r"target .* then"):
+    with pytest.raises(TrainingError, match=r"changed since it was made: the target's weights"):
         made(whole[0], (models[1], None))
-    with pytest.raises(TrainingError, match="other settings: prompts "):
+    with pytest.raises(TrainingError, match="changed since it was made: the prompts"):
         made(whole[0], models, prompts=Prompts(PROMPTS.tokens, PROMPTS.spans[1:]))
 
 
@@ -184,7 +185,7 @@ def test_rows_of_generated_text_predict_what_the_target_said(whole, models, tmp_
     stock = Stock("stage", tmp_path / "data", text_rows(), target, draft, 0.0, SEED)
     judged = dataclasses.replace(stock, needs_labels=False)
     # Of another text: the directory is not of these prompts.
-    with pytest.raises(TrainingError, match="other settings: prompts"):
+    with pytest.raises(TrainingError, match="changed since it was made: the prompts"):
         settings.rows(stock)
     own = dataclasses.replace(SETTINGS, sequences=2, shard_size=2)
     rows = own.rows(stock)
@@ -267,3 +268,14 @@ def test_prompts_come_from_a_file(tmp_path, tiny_tokenizer):
     assert len(prompts_of_file(str(lines), tiny_tokenizer, 20, Bad())) == 2
     with pytest.raises(DataError, match="is no file"):
         prompts_of_file(str(tmp_path / "none.jsonl"), tiny_tokenizer, 20, Bad())
+
+
+def test_a_chat_of_a_prompts_file_may_give_its_tools_as_json(tmp_path, tiny_tokenizer):
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = "{% for t in tools or [] %}{{ t.name }}{% endfor %}{{ messages[0].content }}"
+    file = tmp_path / "prompts.jsonl"
+    asked = {"messages": [{"role": "user", "content": "def"}]}
+    for tools in ([{"name": "add"}], '[{"name": "add"}]', "[]", None):
+        file.write_text(json.dumps({**asked, "tools": tools}) + "\n")
+        text = tokenizer.decode(prompts_of_file(str(file), tokenizer, 20, Bad())[0])
+        assert text == ("def" if tools in ("[]", None) else "adddef")

@@ -435,6 +435,11 @@ def test_a_draft_is_distilled_on_what_its_target_wrote_before(settings, tmp_path
     assert recorder.steps["draft-distill-data"] == [3, 5]
     assert {file.name: file.stat().st_mtime_ns for file in Path(shared).glob("shard*")} == before
     assert fingerprint.digest(result.draft_after.params) != fingerprint.digest(result.draft_before.params)
+    (tmp_path / "prompts.txt").write_text("def add\n")
+    data = {**run.distill.data, "prompts": str(tmp_path / "prompts.txt")}
+    asked = dataclasses.replace(run, distill=dataclasses.replace(run.distill, data=data))
+    with pytest.raises(TrainingError, match=r"the prompts \(data\.prompts: '.*/prompts\.txt'\)"):
+        make_data(asked, None, None)
     with pytest.raises(ConfigError, match=r"distill\.data: the kind is 'text'; set distill\.data="):
         make_data(settings(tmp_path / "other"), None, None)
 

@@ -403,3 +403,22 @@ def test_a_prompt_of_the_documents_own_is_the_held_out_prompt(tiny_tokenizer):
     document = Document("a", "def add(first", parts=(Part("def add", True), Part("(first", False)))
     (prompt,) = cut_prompts([document], tiny_tokenizer, 64, 5)
     assert prompt.tokens == tiny_tokenizer("def add")["input_ids"]
+
+
+def test_held_out_prompts_from_inside_a_text_open_as_a_text_does(tiny_tokenizer):
+    class Opening:
+        eos_token_id = 0
+
+        def __call__(self, texts, add_special_tokens=True):
+            ids = tiny_tokenizer(texts)["input_ids"]
+            return {"input_ids": [7, *ids] if add_special_tokens else ids}
+
+    asked = (Part("(" * 9, True), Part("first", False))
+    text, own = Document("a", "(" * 16, "text"), Document("b", "(" * 9 + "first", "own", asked)
+    chat = dataclasses.replace(own, text="(" * 9 + " first", source="chat", messages=({"role": "user"},))
+    found = {p.source: p.tokens for p in cut_prompts([text, own, chat], Opening(), 4, 20)}
+    (bracket,) = tiny_tokenizer("(")["input_ids"]
+    opened = [7, bracket, bracket, bracket]
+    assert found == {"text": opened, "own": opened, "chat": [bracket] * 4}
+    # One token would be no prompt beside what opens it.
+    assert [p.tokens for p in cut_prompts([text], Opening(), 1, 1)] == [[bracket]]
