@@ -50,8 +50,10 @@ def run(config: RunConfig) -> dict[str, Any]:
         held.enter_context(lock.exclusive(out))
         recorded = sinks.recorded(config.logging, out, console_bars(console), dataclasses.asdict(config))
         bars = held.enter_context(recorded)
-        stopwatch = Stopwatch(out / _SECONDS, bars, Remaining(plan(config), console))
+        remaining = Remaining(plan(config), console)
+        stopwatch = Stopwatch(out / _SECONDS, bars, remaining)
         prepared = job.prepare(config, stopwatch.bars)
+        remaining.planned = plan(config, len(prepared.train_rows))
         check(config, prepared)
         distilled = job.distill(config, stopwatch.bars, prepared)
         decoding = _decoding(config, distilled, out / _DECODING, stopwatch.bars)
@@ -121,14 +123,15 @@ _STEP_SECONDS = {"text": 0.13, "target": 0.22, "evaluation": 0.6, "held-out deco
 other configs and machines their ratios say enough."""
 
 
-def plan(config: RunConfig) -> dict[str, float]:
-    """Stage -> the seconds it would take there, in the order they run."""
+def plan(config: RunConfig, rows: int = 1000) -> dict[str, float]:
+    """Stage -> the seconds it would take there, in the order they run; epochs as if all were over so many ``rows``."""
+    pretrain, distill = (stage.over(rows).num_steps for stage in (config.draft.pretrain, config.distill))
     trained = {} if config.target.path else {"target-train": ("text", config.target.steps)}
     trained |= {
-        "draft-pretrain": ("text", config.draft.pretrain.steps),
-        "draft-distill": ("target", config.distill.steps),
+        "draft-pretrain": ("text", pretrain),
+        "draft-distill": ("target", distill),
     }
-    trained |= {f"control-{rate:g}": ("text", config.distill.steps) for rate in config.control.learning_rates}
+    trained |= {f"control-{rate:g}": ("text", distill) for rate in config.control.learning_rates}
     rows = -(-config.eval.positions // config.data.seq_len)
     trained |= {"evaluation": ("evaluation", -(-rows // config.eval.batch_size))}
     if config.selection.temperatures is not None or config.selection.prompts:
@@ -142,7 +145,7 @@ class Remaining:
     by how long the finished ones took."""
 
     def __init__(self, planned: dict[str, float], console: Console):
-        self._planned, self._console = planned, console
+        self.planned, self._console = planned, console
         self._finished: list[str] = []
         self._now: str | None = None
         self._began = self._stage_began = time.perf_counter()
@@ -150,15 +153,15 @@ class Remaining:
 
     def begins(self, name: str) -> None:
         now = time.perf_counter()
-        if self._now is not None and now - self._stage_began > 0.05 * self._planned[self._now]:  # or it was reused
+        if self._now is not None and now - self._stage_began > 0.05 * self.planned[self._now]:  # or it was reused
             self._finished.append(self._now)
             self._spent += now - self._stage_began
-        self._now, self._stage_began = (name if name in self._planned else None), now
+        self._now, self._stage_began = (name if name in self.planned else None), now
         if self._now is None:
             return
-        names = list(self._planned)
-        ratio = self._spent / sum(self._planned[done] for done in self._finished) if self._finished else 1.0
-        left = ratio * sum(self._planned[later] for later in names[names.index(name) :])
+        names = list(self.planned)
+        ratio = self._spent / sum(self.planned[done] for done in self._finished) if self._finished else 1.0
+        left = ratio * sum(self.planned[later] for later in names[names.index(name) :])
         title = f"[{names.index(name) + 1}/{len(names)}] {name}: about {format_duration(left)} left in all"
         self._console.print(f"{title}, {format_duration(now - self._began)} gone", highlight=False)
 

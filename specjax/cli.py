@@ -209,9 +209,9 @@ def generate(
     with user_errors(debug), _programs_kept():
         from specjax import commands
 
-        named = {f"--prompt {i}": text for i, text in enumerate(prompt or [], 1)}
-        named |= {f"--prompt-file {file}": commands.read_prompt(file) for file in prompt_file or []}
-        prompts = list(named.values())
+        named = [(f"--prompt {i}", text) for i, text in enumerate(prompt or [], 1)]
+        named += [(f"--prompt-file {file}", commands.read_prompt(file)) for file in prompt_file or []]
+        prompts = [text for _, text in named]
         decoder = commands.decoder(
             target, draft, ngram, k or 5, verifier, {"dtype": dtype, "check_finite": check_finite}
         )
@@ -276,7 +276,7 @@ def demo(overrides: Overrides = None, debug: Debug = False) -> None:
     with user_errors(debug):
         from specjax import commands
 
-        commands.run_demo(overrides or [])
+        commands.run_demo([*(overrides or []), *(["--debug"] if debug else [])])
 
 
 @app.command(cls=_Command)
@@ -288,10 +288,9 @@ def bench(
 ) -> None:
     """Time the decoding of held-out prompts over the config's grid, against the autoregressive loop."""
     with user_errors(debug):
-        from specjax.commands import config_file
-        from specjax.config import load_config
+        from specjax.commands import load
 
-        settings = load_config(config_file(config), overrides or [])
+        settings = load(config, overrides or [])
         _check_file(out)
         from specjax.distill.measure import run_bench
         from specjax.distill.progress import console_bars
@@ -323,10 +322,9 @@ def numerics(
 ) -> None:
     """Where the target's logits depend on how they are computed: dtype, batch size, single tokens or blocks."""
     with user_errors(debug):
-        from specjax.commands import config_file
-        from specjax.config import load_config
+        from specjax.commands import load
 
-        settings = load_config(config_file(config), overrides or [])
+        settings = load(config, overrides or [])
         _check_file(out)
         from specjax.distill.progress import console_bars
         from specjax.numerics import run_numerics
@@ -352,10 +350,9 @@ def certify(
 
     Exit status 1 if a check fails."""
     with user_errors(debug):
-        from specjax.commands import config_file
-        from specjax.config import load_config
+        from specjax.commands import load
 
-        settings = load_config(config_file(config), overrides or [])
+        settings = load(config, overrides or [])
         directory = Path(settings.out) if out is None else out
         if directory.exists() and not directory.is_dir():
             raise SpecjaxError(f"--out {directory}: not a directory; the certificate goes there, give another")
@@ -391,12 +388,11 @@ def generate_data(
 ) -> None:
     """Let the target write the data that the config's distillation trains on. Resumable."""
     with user_errors(debug, "interrupted; the same command resumes"):
-        from specjax.commands import config_file
-        from specjax.config import load_config
+        from specjax.commands import load
         from specjax.distill.make_data import make_data
         from specjax.distill.progress import console_bars
 
-        settings = load_config(config_file(config), overrides or [])
+        settings = load(config, overrides or [])
         with _programs_kept(settings.compile_cache):
             made = make_data(settings, out, draft, console_bars(Console(stderr=True)))
         shards = counted(len(made["shards"]), "shard")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,11 @@ from specjax.errors import ConfigError, DataError, ModelError, SpecjaxError
 if TYPE_CHECKING:
     import typer
 
+    from specjax.config import RunConfig
+
 _REPOSITORY = "https://github.com/specjax/specjax"
-_DEMO_FILES = ("models/demo-target/config.json", "configs/demo.yaml", "experiments/run.py")
+_DEMO_TARGET = "models/demo-target"
+_DEMO_FILES = (f"{_DEMO_TARGET}/config.json", "configs/demo.yaml", "experiments/run.py")
 
 
 def train(config: Path, overrides: Sequence[str]) -> None:
@@ -24,12 +27,11 @@ def train(config: Path, overrides: Sequence[str]) -> None:
     from rich.table import Table
 
     from specjax.compile_cache import programs_kept
-    from specjax.config import load_config
     from specjax.distill import distributed, job, teacher_cache
     from specjax.distill.progress import console_bars, no_bars
     from specjax.report.terminal import comparison_table
 
-    settings = load_config(config_file(config), overrides)
+    settings = load(config, overrides)
     console = Console()
     with programs_kept(settings.compile_cache):
         distributed.start(settings.distributed)
@@ -73,13 +75,30 @@ def run_demo(overrides: Sequence[str]) -> None:
     os.execv(command[0], command)
 
 
+def load(config: Path, overrides: Sequence[str]) -> RunConfig:
+    """The settings of a config (`config_file`). Raises `ConfigError` if its target is the demo's, outside of a clone:
+    as the id of a hub it would be nobody's."""
+    from specjax.config import load_config
+
+    file = config_file(config)
+    settings = load_config(file, overrides)
+    if settings.target.path == _DEMO_TARGET and not Path(_DEMO_TARGET).exists():
+        raise ConfigError(
+            f"{file}: target.path {_DEMO_TARGET}, of 49 MB, is in clones of specjax only, and not here ({Path.cwd()}); "
+            f"`git clone {_REPOSITORY}` and run this in its folder, or give your own: target.path=DIR"
+        )
+    return settings
+
+
 def config_file(config: Path) -> Path:
     """``config`` if it is there; else the config of that name that comes with specjax, as in `train tiny`. Raises
     `ConfigError` with the names there are."""
-    if config.exists() or config.parent != Path() or config.suffix not in ("", ".yaml"):
+    if config.is_file() or config.parent != Path() or config.suffix not in ("", ".yaml"):
         return config
     shipped = {file.stem: file for file in sorted(_shipped_configs())}
     if config.stem not in shipped:
+        if config.exists():  # a directory, which says so when it is read
+            return config
         known = f"; configs that come with specjax are {', '.join(shipped)}" if shipped else ""
         raise ConfigError(f"{config}: no such config file{known}")
     print(f"config: {shipped[config.stem]}", file=sys.stderr)
@@ -110,9 +129,9 @@ def read_prompt(path: Path) -> str:
         ) from None
 
 
-def refuse_empty(named: Mapping[str, str], decoder: Any) -> None:
+def refuse_empty(named: Sequence[tuple[str, str]], decoder: Any) -> None:
     """A prompt without a token, by the name that the user gave it; a tokenizer may begin every text with one."""
-    for name, text in named.items():
+    for name, text in named:
         if not text and not decoder.target.tokenizer(text)["input_ids"]:
             raise DataError(f"{name}: empty, and a prompt needs at least one token; put text there, or leave it out")
 

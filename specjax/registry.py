@@ -48,6 +48,7 @@ INITS = {
     "checkpoint": "specjax.distill.init:Checkpoint",
     "layers": "specjax.distill.init:Layers",
     "pruned": "specjax.distill.init:Pruned",
+    "scratch": "specjax.distill.init:Scratch",
 }
 
 

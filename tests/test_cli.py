@@ -103,6 +103,8 @@ def test_several_prompts_are_decoded_as_a_batch(decoders, tmp_path):
     assert "<x>" in result.stdout
     assert "<from a file>" in result.stdout
     assert isinstance(decoders[0], specjax.NGram)
+    twice = call("generate", "--target", "t", *["--prompt-file", str(file)] * 2).stdout
+    assert twice.count("<from a file>") == 2
 
 
 def test_json_output_is_json_and_nothing_else(decoders):
@@ -380,10 +382,25 @@ def test_a_config_that_comes_with_specjax_is_found_by_its_name(monkeypatch, tmp_
     assert str(ROOT / "configs/tiny.yaml") in capsys.readouterr().err
     (tmp_path / "tiny.yaml").write_text("")
     assert commands.config_file(Path("tiny.yaml")) == Path("tiny.yaml")  # what is there comes first
+    (tmp_path / "sweep").mkdir()
+    assert commands.config_file(Path("sweep")).samefile(ROOT / "configs/sweep.yaml")  # but for a folder
+
+
+@pytest.mark.parametrize("command", ["train", "bench", "certify"])
+def test_a_config_of_the_demos_target_needs_a_clone(monkeypatch, tmp_path, command):
+    monkeypatch.chdir(tmp_path)
+    result = call(command, "demo")
+    assert result.exit_code == 2
+    for said in ("target.path models/demo-target", "49 MB", str(tmp_path), "git clone", "target.path=DIR"):
+        assert said in result.stderr
 
 
 def test_the_demo_is_found_from_inside_a_clone(monkeypatch):
     monkeypatch.chdir(ROOT / "tests")
+    asked = []
+    monkeypatch.setattr(commands, "run_demo", asked.append)
+    assert call("demo", "bench.prompts=2", "--debug").exit_code == 0
+    assert asked == [["bench.prompts=2", "--debug"]]
     root, command = commands.demo_command(["bench.prompts=2"])
     assert root == ROOT
     assert command[1:] == ["experiments/run.py", "configs/demo.yaml", "bench.prompts=2"]

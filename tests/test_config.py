@@ -127,6 +127,8 @@ def test_losses_can_be_swept(written):
     ("init", "rate", "steps"),
     [
         ("null", 3e-3, 300),
+        ("scratch", 3e-3, 300),
+        ("{kind: scratch}", 3e-3, 300),
         ("target", 1e-3, 300),
         ("{kind: pruned}", 1e-3, 300),
         ("{kind: layers, keep: [0]}", 3e-4, 300),
@@ -156,7 +158,7 @@ def test_a_target_from_scratch_learns_as_random_weights_do(written):
 
 
 def test_every_kind_of_start_has_defaults_of_its_own():
-    assert STARTS.keys() == {"scratch", *INITS}
+    assert STARTS.keys() == {*INITS}
 
 
 def test_a_field_can_be_interpolated_from_another(written):

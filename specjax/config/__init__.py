@@ -11,7 +11,7 @@ from specjax.config.decoding import Bench, Certify, Eval, Sampling
 from specjax.config.run import RunConfig, json_schema, load_config
 from specjax.config.sweep import SweepRun, load_sweep
 from specjax.config.training import (
-    CUT_FROM_TARGET,
+    INIT_WORDS,
     Architecture,
     Control,
     Data,
@@ -28,7 +28,7 @@ from specjax.config.training import (
 )
 
 __all__ = [
-    "CUT_FROM_TARGET",
+    "INIT_WORDS",
     "Architecture",
     "Bench",
     "Certify",

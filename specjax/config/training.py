@@ -72,17 +72,15 @@ STARTS = {
     "checkpoint": Start(1e-4, 0),
 }
 """By kind of `draft.init`; another kind counts as trained weights."""
-CUT_FROM_TARGET = "target"
-"""Short for the kind `pruned`; a directory of that name is ./target."""
+INIT_WORDS = {"target": "pruned", "scratch": "scratch"}
+"""Short for these kinds; a directory of such a name is ./target."""
 
 
 def start_of(init: Any) -> Start:
     """Of a draft with that `draft.init`."""
-    if init is None:
-        return STARTS["scratch"]
     if isinstance(init, Mapping):
         return STARTS.get(str(init.get("kind")), STARTS["checkpoint"])
-    return STARTS["pruned" if init == CUT_FROM_TARGET else "checkpoint"]
+    return STARTS["scratch" if init is None else INIT_WORDS.get(init, "checkpoint")]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -291,7 +289,7 @@ class Draft:
 
     architecture: Architecture = Architecture()
     init: path_or(INITS) = None  # pyright: ignore[reportInvalidTypeForm]
-    """Weights to start from: None for fresh ones; `target` for a part of the target, cut to `architecture`
+    """Weights to start from: `scratch` or None for fresh ones; `target` for a part of the target, cut to `architecture`
     (specjax/distill/prune.py); else a Hugging Face directory, whose shape replaces `architecture`. Or
     `{kind: layers, keep: [0, 2, 5]}`: layers of the target, whole, between its embedding and head, copied or with
     `share: true` the target's own, frozen (specjax/distill/init.py)."""

@@ -62,9 +62,10 @@ def initial_draft(config: RunConfig, target: LoadedModel, rows: Rows) -> Initial
     """The draft that ``config.draft`` asks for."""
     spec = config.draft.init
     if spec is None:
-        return Scratch().draft(config, target, rows)
+        spec = "scratch"
     if isinstance(spec, str):
-        spec = {"kind": "pruned"} if spec == config_lib.CUT_FROM_TARGET else {"kind": "checkpoint", "path": spec}
+        kind = config_lib.INIT_WORDS.get(spec)
+        spec = {"kind": "checkpoint", "path": spec} if kind is None else {"kind": kind}
     init: Init = registry.build(registry.INITS, spec, "draft.init")
     return init.draft(config, target, rows)
 
@@ -72,6 +73,8 @@ def initial_draft(config: RunConfig, target: LoadedModel, rows: Rows) -> Initial
 @dataclasses.dataclass(frozen=True)
 class Scratch:
     """Random weights of the shape `draft.architecture`, in a model of the target's family."""
+
+    kind: Literal["scratch"] = "scratch"
 
     def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
         shape, family = resized(target, config.draft.architecture)

@@ -196,7 +196,11 @@ def small(name: str, **changes) -> init.Initial:
     """A draft of random weights for a target of that variant."""
     config_of = read(VARIANTS[name])
     target = LoadedModel(Model(config_of), {}, family=VARIANTS[name]["model_type"])
-    return initial_draft(settings(architecture=config.Architecture(**{**SMALL, **changes})), target, toys.rows(1))
+    shape = config.Architecture(**{**SMALL, **changes})
+    starts = (settings(architecture=shape, init=start) for start in (None, "scratch"))
+    drafts = [initial_draft(start, target, toys.rows(1)) for start in starts]
+    toys.assert_same(drafts[0].params, drafts[1].params)
+    return drafts[1]
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
