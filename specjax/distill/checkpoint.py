@@ -99,6 +99,11 @@ class Checkpoints(contextlib.AbstractContextManager):
         """The first step that is kept."""
         return min(self._manager.all_steps(), default=None)
 
+    def begin(self) -> None:
+        """Notes that no step was whole yet: from here on, where nothing tells, something is lost."""
+        if self.saved is None:
+            by_first(functools.partial(self._mark, 0))
+
     def save(self, step: int, state: Any, pending: Sequence[dict[str, float]] = ()) -> None:
         """Begin to write ``state``, a pytree of arrays, and return when it may be donated: copied to the host, or on
         CPU held there, so that a donation copies. Waits for the save before. ``pending``: see `Restored`."""

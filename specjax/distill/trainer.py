@@ -219,7 +219,8 @@ def _why_not_longer(
 def _refuse_to_start_over(directory: Path, checkpoints: Checkpoints) -> None:
     """Nothing undamaged is left of what was trained. Before the first checkpoint was whole, nothing is lost."""
     saved, aside = checkpoints.saved, checkpoints.set_aside
-    if saved == 0 or (saved is None and not (aside and by_first(lambda: bool(read_log(directory))))):
+    if saved == 0 or (saved is None and not by_first(lambda: bool(read_log(directory)))):
+        checkpoints.begin()
         return
     folder = directory / "checkpoints"
     found = f"the damaged ones are kept: {', '.join(aside)} in {folder}" if aside else f"{folder} holds none"

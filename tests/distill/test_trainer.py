@@ -157,12 +157,27 @@ def test_training_does_not_start_over_where_every_checkpoint_is_damaged(damage, 
     assert_same(toys.train(stage), expected)
 
 
-def test_training_does_not_start_over_where_the_checkpoints_are_gone(tmp_path):
+@pytest.mark.parametrize("known", [True, False])
+def test_training_does_not_start_over_where_the_checkpoints_are_gone(known, tmp_path):
     with pytest.raises(Interrupt):
         toys.train(tmp_path / "stage", interrupt_after(7))
     shutil.rmtree(tmp_path / "stage" / "checkpoints")
-    with pytest.raises(TrainingError, match=r"of step 5 was whole, .*checkpoints holds none.*move .*elsewhere"):
-        toys.train(tmp_path / "stage")
+    if not known:
+        (tmp_path / "stage" / "checkpoints.json").unlink()
+    log = (tmp_path / "stage" / "log.jsonl").read_bytes()
+    was = "of step 5 was whole, " if known else r"left \("
+    for _ in range(2):
+        with pytest.raises(TrainingError, match=rf"{was}.*checkpoints holds none.*move .*elsewhere"):
+            toys.train(tmp_path / "stage")
+    assert (tmp_path / "stage" / "log.jsonl").read_bytes() == log
+
+
+def test_a_stage_that_has_logged_but_not_saved_starts_over(tmp_path):
+    with pytest.raises(Interrupt):
+        toys.train(tmp_path / "stage", interrupt_after(7), save_every=12)
+    assert [record["step"] for record in read_log(tmp_path / "stage")] == [6]
+    toys.train(tmp_path / "stage", save_every=12)
+    assert [record["step"] for record in read_log(tmp_path / "stage")] == [6, 10, 12]
 
 
 def test_a_stage_killed_in_its_first_save_starts_over(uninterrupted, tmp_path, monkeypatch):
