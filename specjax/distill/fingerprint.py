@@ -86,13 +86,17 @@ def claim(
     directory: Path,
     fingerprint: Mapping[str, Any],
     may_change: Mapping[str, MayChange] | None = None,
+    *,
+    keep: bool = False,
 ) -> None:
     """Create ``directory`` for the result that ``fingerprint`` determines, or check that it was made for just that. A
     damaged record of just that is named in a warning and written again.
 
     ``fingerprint``: a JSON object. ``may_change``: by the name of a field, for those that may differ; the record then
-    has the new value. Raises `TrainingError` naming the fields that differ, a damaged record that may be another's, or
-    what keeps the directory from being made.
+    has the new value, unless ``keep``: then it stays as it is, for a later call to change.
+
+    Raises `TrainingError` naming the fields that differ, a damaged record that may be another's, or what keeps the
+    directory from being made.
     """
     file, wanted = directory / FILE, json.loads(json.dumps(fingerprint))
     wanted[_OWN] = of_record(wanted)
@@ -113,7 +117,7 @@ def claim(
         )
     elif differing or not intact:
         _log.warning("%s: damaged; it is of these settings, and is written again", file)
-    if found != wanted:
+    if found != wanted and not (keep and differing and not known):
         write_json(file, wanted)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from specjax import backend, config, registry
 from specjax.distill import fingerprint
-from specjax.distill.checkpoint import Checkpoints, Restored
+from specjax.distill.checkpoint import Checkpoints, Restored, steps_taken
 from specjax.distill.distributed import by_first
 from specjax.distill.evaluate import evaluate
 from specjax.distill.layout import ONE_DEVICE, Layout
@@ -70,7 +70,7 @@ def train_stage(
     keeps ``log.jsonl`` (`read_log`), checkpoints, a fingerprint, and what `jax.profiler` traced. Of several processes,
     all call this. ``decoding``: decodes with the draft at every evaluation, and says whether that decides which weights
     are returned and when the stage ends (`specjax.distill.selection`). ``bars``: show what is made before the first
-    step. ``stage.steps`` may be higher than when the directory was made, where the steps taken would be the same.
+    step. ``stage.steps`` may be others than when the directory was made, where the steps taken would be the same.
 
     Raises `TrainingError` if a loss or gradient is not finite in more steps than ``stage.skip_non_finite`` (naming step
     and rows; the last good checkpoint is kept), if something cannot be written, or if the directory was made with other
@@ -100,8 +100,8 @@ def train_stage(
     made_of["selection"] = fingerprint_of(decoding, stage)
     if frozen:
         made_of["reference_params"] = [fingerprint.digest(params) for params in frozen.values()]
-    may_rise = {"stage.steps": functools.partial(_why_not_longer, directory, stage, source, batches)}
-    by_first(lambda: fingerprint.claim(directory, made_of, may_rise))
+    may_change = {"stage.steps": functools.partial(_why_not_steps, directory, stage, source, batches)}
+    by_first(lambda: fingerprint.claim(directory, made_of, may_change, keep=steps > 0))
     if steps == 0:
         return params
     optimizer = make_optimizer(stage)
@@ -112,6 +112,8 @@ def train_stage(
         if restored is None:
             _refuse_to_start_over(directory, checkpoints)
             restored = Restored(0, state)
+        # A change is taken once there is something whole to go on from.
+        by_first(lambda: fingerprint.claim(directory, made_of, may_change))
         start, state, pending = restored.step, restored.state, restored.pending
         selector = Selector(directory, decoding, start)
         if start == steps or selector.stops:
@@ -194,26 +196,28 @@ def train_stage(
     return selector.result(state.result, step)
 
 
-def _why_not_longer(
+def _why_not_steps(
     directory: Path, stage: config.Stage, source: Any, batches: Batches, was: int | None, now: int
 ) -> str | None:
     """A stage of ``was`` steps that gets ``now``, see `fingerprint.MayChange`: the steps taken must not have depended
     on how many follow."""
-    if was is None or now < was:
-        return "steps can be raised only"
-    taken = max((int(f.name) for f in (directory / "checkpoints").glob("*") if f.name.isdigit()), default=0)
+    taken = steps_taken(directory / "checkpoints")
+    # The last step is measured, whatever `eval_every` says.
+    measured = now > taken or any(r["step"] == now and "held_out_nll" in r for r in read_log(directory))
+    if was is None or now < taken or not measured:
+        return f"steps can be raised, or lowered to no fewer than those taken, {taken}, of which the last is measured"
     with jax.numpy_dtype_promotion("standard"):
-        rates, prolonged = (np.asarray(make_schedule(stage.optimizer, n)(np.arange(taken + 1))) for n in (was, now))
+        rates, others = (np.asarray(make_schedule(stage.optimizer, n)(np.arange(taken + 1))) for n in (was, now))
     schedule = stage.optimizer.schedule
-    if schedule not in _CAN_GO_ON or (rates != prolonged)[:taken].any():
+    if taken and (schedule not in _CAN_GO_ON or (rates != others)[:taken].any()):
         return (
             f"the schedule {schedule} sets the learning rate by the number of steps, {taken} of which are taken; what "
             "can be prolonged is schedule=constant, or wsd before its decay"
         )
     in_stage = stage.teacher == "cached" and stage.teacher_path is None
     if in_stage and not np.array_equal(numbers_of(batches, was), numbers_of(batches, now)):
-        return "its cached logits are of the rows of fewer steps; set teacher_path, where those of more can be beside"
-    return source.why_not_longer(was, taken) if hasattr(source, "why_not_longer") else None
+        return "its cached logits are of the rows of that many steps; set teacher_path, where others can be beside"
+    return source.why_not_longer(min(was, now), taken) if hasattr(source, "why_not_longer") else None
 
 
 def _refuse_to_start_over(directory: Path, checkpoints: Checkpoints) -> None:

@@ -56,6 +56,8 @@ def test_a_field_changes_where_it_may_and_the_record_has_the_new_value(claimed):
     rise = {"stage.steps": lambda was, now: None if now > was else "it can only rise"}
     with pytest.raises(TrainingError, match=r"other settings: stage\.steps \(12 then, 20 now\); .*give another"):
         fingerprint.claim(claimed, more)
+    fingerprint.claim(claimed, more, rise, keep=True)
+    assert fingerprint.made_from(claimed) == MADE_FROM
     fingerprint.claim(claimed, more, rise)
     assert fingerprint.made_from(claimed) == more
     with pytest.raises(TrainingError, match=r"stage\.steps \(20 then, 12 now\); it can only rise; .*give another"):

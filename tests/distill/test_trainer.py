@@ -335,7 +335,7 @@ def test_a_stage_prolonged_is_one_that_was_longer_from_the_start(optimizer, stop
     assert steps[0] == (13 if stopped_at is None else stopped_at)
     # From then on it is one of 20 steps.
     assert_same(toys.train(tmp_path / "stage", steps=20, **settings), longer)
-    with pytest.raises(TrainingError, match=r"stage\.steps \(20 then, 12 now\); steps can be raised only"):
+    with pytest.raises(TrainingError, match=r"stage\.steps \(20 then, 12 now\); steps can .*than those taken, 20"):
         toys.train(tmp_path / "stage", **settings)
 
 
@@ -347,6 +347,54 @@ def test_a_stage_that_has_slowed_down_towards_its_end_is_not_prolonged(optimizer
     message = rf"steps \(12 then, 20 now\); the schedule {optimizer.schedule} .*, 12 of which are taken; .*constant"
     with pytest.raises(TrainingError, match=message):
         toys.train(tmp_path / "stage", optimizer=optimizer, steps=20)
+
+
+def test_steps_that_were_raised_by_mistake_can_be_lowered_again(tmp_path, monkeypatch):
+    def stopped(*args, **kwargs):
+        raise Interrupt
+
+    settings: dict[str, Any] = {"optimizer": slowing("constant"), "save_every": 2, "eval_every": 4}
+    first = toys.train(tmp_path / "stage", steps=4, **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "make_update", stopped)
+        with pytest.raises(Interrupt):
+            toys.train(tmp_path / "stage", steps=8_000, **settings)
+    assert_same(toys.train(tmp_path / "stage", steps=4, **settings), first)
+    longer = toys.train(tmp_path / "longer", steps=8, **settings)
+    with pytest.raises(Interrupt):
+        toys.train(tmp_path / "stage", interrupt_after(7), steps=8_000, **settings)
+    # Step 6 is saved, but it was not the last: nothing is measured of it.
+    with pytest.raises(TrainingError, match=r"no fewer than those taken, 6, of which the last is measured"):
+        toys.train(tmp_path / "stage", steps=6, **settings)
+    assert_same(toys.train(tmp_path / "stage", steps=8, **settings), longer)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_steps_of_a_stage_that_has_taken_none_may_be_any(schedule, tmp_path, monkeypatch):
+    settings = {"optimizer": slowing(schedule)}
+    expected = toys.train(tmp_path / "other", **settings)
+    with pytest.raises(Interrupt):
+        toys.train(tmp_path / "stage", interrupt_after(1), steps=12_000, **settings)
+    assert_same(toys.train(tmp_path / "stage", **settings), expected)
+
+
+def test_steps_are_not_raised_while_the_checkpoints_that_say_how_far_it_came_are_damaged(tmp_path):
+    stage, settings = tmp_path / "stage", {"optimizer": slowing("wsd", decay_share=0.5), "save_every": 2}
+    expected = toys.train(stage, steps=6, **settings)
+    made_of = (stage / "fingerprint.json").read_bytes()
+    for name in ("4", "6"):
+        shutil.copytree(stage / "checkpoints" / name, tmp_path / name)
+        flip_a_byte(stage / "checkpoints" / name)
+    with pytest.raises(TrainingError, match="no undamaged checkpoint is left"):
+        toys.train(stage, steps=6, **settings)
+    with pytest.raises(TrainingError, match="6 of which are taken"):
+        toys.train(stage, steps=12, **settings)
+    (stage / "checkpoints.json").unlink()  # as a directory of an earlier version
+    with pytest.raises(TrainingError, match="no undamaged checkpoint is left"):
+        toys.train(stage, steps=12, **settings)
+    assert (stage / "fingerprint.json").read_bytes() == made_of
+    shutil.copytree(tmp_path / "6", stage / "checkpoints" / "6")
+    assert_same(toys.train(stage, steps=6, **settings), expected)
 
 
 def test_epochs_are_so_many_passes_over_the_rows(uninterrupted, tmp_path):
