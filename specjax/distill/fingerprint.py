@@ -31,10 +31,13 @@ _CONTENTS = {
     "held_out_rows": "the held-out text",
     "train_text": "the training text",
     "target_params": "the target's weights",
+    "target_config": "the target's config",
     "reference_params": "the reference's weights",
     "initial_params": "the weights that training began with",
 }
 """Fields that are digests of a content: they tell that it changed, not how."""
+_NOT_KNOWN_ONCE = ("target_config",)
+"""Fields that a record of an earlier version may lack, whatever they are now."""
 
 
 class Changed(TrainingError):
@@ -71,6 +74,13 @@ def digest(tree: Any) -> str:
             del _digests[old]
         _digests[key] = tuple(map(weakref.ref, leaves)), known
     return known
+
+
+def of_model(model: Any) -> tuple[str, str]:
+    """Digests of a model's weights and of how they are read, its config: models of the same weights are others where
+    their positions are rotated otherwise."""
+    settings = repr(getattr(model.spec, "config", None))
+    return digest(model.params), hashlib.sha256(settings.encode()).hexdigest()
 
 
 def _digest(tree: Any) -> str:
@@ -176,7 +186,8 @@ def _read(content: bytes) -> dict[str, Any]:
 def _differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """By name: then and now. A field that is not there is None: an earlier version did not know it."""
     was, now = _flat(found), _flat(wanted)
-    names = sorted(n for n in was | now if n != _OWN and was.get(n) != now.get(n))
+    ignored = {_OWN, *(n for n in _NOT_KNOWN_ONCE if n not in was)}
+    names = sorted(n for n in was | now if n not in ignored and was.get(n) != now.get(n))
     return {name: (was.get(name), now.get(name)) for name in names}
 
 

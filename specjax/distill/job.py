@@ -335,7 +335,8 @@ def _naming_inputs(config: RunConfig) -> Iterator[None]:
         yield
     except fingerprint.Changed as error:
         text, target = f" (data.path: {config.data.path!r})", f" (target.path: {config.target.path!r})"
-        places = {"train_rows": text, "held_out_rows": text, "train_text": text, "target_params": target}
+        places = {"train_rows": text, "held_out_rows": text, "train_text": text}
+        places |= {"target_params": target, "target_config": target}
         raise error.at(places) from None
 
 

@@ -95,8 +95,7 @@ def train_stage(
     batches = source.batches(batches, directory / "pools", sample, steps)
     bound = references_of([loss], target)
     references, frozen = ({name: pair[i] for name, pair in bound.items()} for i in (0, 1))
-    made_from = (params, None if target is None else target.params, train_rows, held_out_rows)
-    made_of = _fingerprint(stage, drafter, seed, *made_from)
+    made_of = _fingerprint(stage, drafter, seed, params, target, train_rows, held_out_rows)
     made_of["selection"] = fingerprint_of(decoding, stage)
     if frozen:
         made_of["reference_params"] = [fingerprint.digest(params) for params in frozen.values()]
@@ -252,14 +251,16 @@ def _student(drafter: Any, stage: config.Stage) -> Any:
     return dataclasses.replace(drafter, model=TrainingModel(drafter.model.config, stage.remat, stage.scan_layers))
 
 
-def _fingerprint(stage, drafter, seed, params, target_params, train_rows, held_out_rows) -> dict[str, Any]:
+def _fingerprint(stage, drafter, seed, params, target, train_rows, held_out_rows) -> dict[str, Any]:
     settings = {k: v for k, v in dataclasses.asdict(stage).items() if k not in _CHANGE_NO_WEIGHT}
+    target_params, target_config = (None, None) if target is None else fingerprint.of_model(target)
     return {
         "stage": settings,
         "drafter": dataclasses.asdict(drafter),
         "seed": seed,
         "initial_params": fingerprint.digest(params),
-        "target_params": None if target_params is None else fingerprint.digest(target_params),
+        "target_params": target_params,
+        "target_config": target_config,
         "train_rows": train_rows.digest,
         "held_out_rows": held_out_rows.digest,
     }

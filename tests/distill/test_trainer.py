@@ -418,6 +418,7 @@ def test_a_directory_of_other_settings_is_refused_with_the_fields_that_differ(un
         ("seed", {"seed": 4}),
         ("weights that training began with", {"params": bigram_params(2)}),
         ("target's weights", {"target": toys.target(5)}),
+        ("target's config", {"target": toys.target(config=0.5)}),
         ("training text", {"train_rows": toys.rows(40, 7)}),
         ("held-out text", {"held_out_rows": toys.rows(8, 7)}),
         ("drafter.ignored", {"drafter": BigramDraft(ignored=2)}),
