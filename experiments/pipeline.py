@@ -89,7 +89,7 @@ def _decoding(config: RunConfig, distilled: job.Distilled, file: Path, bars: Bar
         "sampling": dataclasses.asdict(config.sampling),
         "certify": None if verifier.lossless else dataclasses.asdict(config.certify),
         "seed": config.seed,
-        "weights": [fingerprint.digest(m.params) for m in (distilled.target, *drafts.values())],
+        "models": [fingerprint.of_model(m) for m in (distilled.target, *drafts.values())],
         "specjax": _source_digest(),
         "jax": jax.__version__,
     }

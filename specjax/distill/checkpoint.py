@@ -51,7 +51,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def __init__(self, directory: Path, max_to_keep: int = 2):
         self._directory = directory.absolute()
-        self._marker = self._directory.with_name(f"{directory.name}.json")
+        self._marker = _marker(self._directory)
         self._quiet = Quiet()
         options = ocp.CheckpointManagerOptions(max_to_keep=max_to_keep, cleanup_tmp_directories=True)
         try:
@@ -98,6 +98,11 @@ class Checkpoints(contextlib.AbstractContextManager):
     def oldest(self) -> int | None:
         """The first step that is kept."""
         return min(self._manager.all_steps(), default=None)
+
+    def begin(self) -> None:
+        """Notes that no step was whole yet: from here on, where nothing tells, something is lost."""
+        if self.saved is None:
+            by_first(functools.partial(self._mark, 0))
 
     def save(self, step: int, state: Any, pending: Sequence[dict[str, float]] = ()) -> None:
         """Begin to write ``state``, a pytree of arrays, and return when it may be donated: copied to the host, or on
@@ -157,10 +162,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             raise unwritable(self._marker, error) from None
 
     def _saved(self) -> int | None:
-        try:
-            return int(json.loads(self._marker.read_text())[_WHOLE])
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return None
+        return _whole(self._marker)
 
     def _restore(self, step: int, like: Any) -> Restored:
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
@@ -209,6 +211,23 @@ class Checkpoints(contextlib.AbstractContextManager):
         found = _hashes(folder)
         differing = sorted(name for name in expected | found if expected.get(name) != found.get(name))
         return f"{', '.join(differing)} changed since it was saved" if differing else None
+
+
+def steps_taken(directory: Path) -> int:
+    """The newest step under a `Checkpoints` directory that is there or was whole once; 0 if none was."""
+    there = [int(folder.name) for folder in directory.glob("*") if folder.name.isdigit()]
+    return max([*there, _whole(_marker(directory)) or 0])
+
+
+def _marker(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.json")
+
+
+def _whole(marker: Path) -> int | None:
+    try:
+        return int(json.loads(marker.read_text())[_WHOLE])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _one_line(error: BaseException) -> str:

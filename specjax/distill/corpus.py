@@ -23,6 +23,8 @@ from specjax.errors import DataError
 
 __all__ = ["STDLIB", "Bad", "Document", "Hub", "Part", "corpus_digest", "read_documents", "rendered", "split_held_out"]
 _LONGEST_PIECE = 16_384
+_MUCH = 0.05
+"""Of a text: a share that is no accident of the hashes of many documents."""
 _log = logging.getLogger(__name__)
 
 
@@ -89,8 +91,9 @@ def _pieces(document: Document) -> Iterator[Document]:
 
 def split_held_out(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
     """(train, held out): held out is a document whose content hash, as a number in [0, 1), is below ``fraction``, with
-    all pieces of it; where that is none, the one of the smallest hash. Of a text that is the only document the last
-    pieces are held out, with a warning: they are close to what is trained on."""
+    all pieces of it; where that is none, the shortest. Of a text that is the only document the last pieces are held
+    out, with a warning: they are close to what is trained on. Another warning says where few documents make it a share
+    of the characters that is far from ``fraction``."""
     of = [document.cut_from or document.digest for document in documents]
     whole = sorted(set(of))
     if len(whole) == 1 and len(documents) > 1:
@@ -99,7 +102,20 @@ def split_held_out(documents: Sequence[Document], fraction: float) -> tuple[list
         kept = min(len(documents) - 1, max(1, round(fraction * len(documents))))
         return [*documents[:-kept]], [*documents[-kept:]]
     chosen = {digest for digest in whole if int(digest[:16], 16) / 2**64 < fraction}
-    chosen = chosen or set(whole[:1] if len(whole) > 1 else ())
+    sizes = dict.fromkeys(whole, 0)
+    for document, digest in zip(documents, of, strict=True):
+        sizes[digest] += len(document.text)
+    by_hash = bool(chosen)
+    if not by_hash and len(whole) > 1:
+        chosen = {min(whole, key=lambda digest: (sizes[digest], digest))}
+    share = sum(sizes[digest] for digest in chosen) / max(1, sum(sizes.values()))
+    too_little = chosen and not by_hash and share < fraction / 2
+    if too_little or share > max(2 * fraction, fraction + _MUCH):
+        _log.warning(
+            "%.3g%% of the text is held out, where data.held_out asks for %.3g%%: a document is held out whole, and "
+            "these are few or of very different lengths; give more, of similar lengths",
+            *(100 * share, 100 * fraction),
+        )
     sides: tuple[list[Document], list[Document]] = [], []
     for document, digest in zip(documents, of, strict=True):
         sides[digest in chosen].append(document)

@@ -43,7 +43,7 @@ def evaluate(
             found = evaluate_all(drafter, [models[i] for i in missing], *settings, progress, make_layout(config.mesh))
         return list(map(dataclasses.asdict, found))
 
-    measured_on = (fingerprint.digest(target.params), fingerprint.digest(chosen))
+    measured_on = (*fingerprint.of_model(target), fingerprint.digest(chosen))
     keys = ["".join((fingerprint.digest(params), *measured_on)) for params in models]
     return [Evaluation(**found) for found in _kept(Path(config.out) / _FILE, keys, measure)]
 
@@ -69,7 +69,7 @@ def decode(
                     progress(turn, {})
         return [list(map(dataclasses.asdict, with_median_seconds(one))) for one in zip(*turns, strict=True)]
 
-    measured_on = (fingerprint.digest(target.params), decoding.identity)
+    measured_on = (*fingerprint.of_model(target), decoding.identity)
     keys = ["".join((fingerprint.digest(params), *measured_on)) for params in drafts.values()]
     found = _kept(Path(config.out) / _FILE, keys, measure)
     return {name: list(map(Decoded.from_json, one)) for name, one in zip(names, found, strict=True)}

@@ -33,10 +33,13 @@ _CONTENTS = {
     "prompts": "the prompts",
     "target": "the target's weights",
     "target_params": "the target's weights",
+    "target_config": "the target's config",
     "reference_params": "the reference's weights",
     "initial_params": "the weights that training began with",
 }
 """Fields that are digests of a content: they tell that it changed, not how."""
+_NOT_KNOWN_ONCE = ("target_config",)
+"""Fields that a record of an earlier version may lack, whatever they are now."""
 
 
 class Changed(TrainingError):
@@ -75,6 +78,13 @@ def digest(tree: Any) -> str:
     return known
 
 
+def of_model(model: Any) -> tuple[str, str]:
+    """Digests of a model's weights and of how they are read, its config: models of the same weights are others where
+    their positions are rotated otherwise."""
+    settings = repr(getattr(model.spec, "config", None))
+    return digest(model.params), hashlib.sha256(settings.encode()).hexdigest()
+
+
 def _digest(tree: Any) -> str:
     total = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -88,13 +98,17 @@ def claim(
     directory: Path,
     fingerprint: Mapping[str, Any],
     may_change: Mapping[str, MayChange] | None = None,
+    *,
+    keep: bool = False,
 ) -> None:
     """Create ``directory`` for the result that ``fingerprint`` determines, or check that it was made for just that. A
     damaged record of just that is named in a warning and written again.
 
     ``fingerprint``: a JSON object. ``may_change``: by the name of a field, for those that may differ; the record then
-    has the new value. Raises `TrainingError` naming the fields that differ, a damaged record that may be another's, or
-    what keeps the directory from being made.
+    has the new value, unless ``keep``: then it stays as it is, for a later call to change.
+
+    Raises `TrainingError` naming the fields that differ, a damaged record that may be another's, or what keeps the
+    directory from being made.
     """
     file, wanted = directory / FILE, json.loads(json.dumps(fingerprint))
     wanted[_OWN] = of_record(wanted)
@@ -115,7 +129,7 @@ def claim(
         )
     elif differing or not intact:
         _log.warning("%s: damaged; it is of these settings, and is written again", file)
-    if found != wanted:
+    if found != wanted and not (keep and differing and not known):
         write_json(file, wanted)
 
 
@@ -174,7 +188,8 @@ def _read(content: bytes) -> dict[str, Any]:
 def _differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """By name: then and now. A field that is not there is None: an earlier version did not know it."""
     was, now = _flat(found), _flat(wanted)
-    names = sorted(n for n in was | now if n != _OWN and was.get(n) != now.get(n))
+    ignored = {_OWN, *(n for n in _NOT_KNOWN_ONCE if n not in was)}
+    names = sorted(n for n in was | now if n not in ignored and was.get(n) != now.get(n))
     return {name: (was.get(name), now.get(name)) for name in names}
 
 

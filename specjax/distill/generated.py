@@ -113,8 +113,10 @@ def make(
 def _provenance(settings: Generated, target: Any, prompts: Prompts, seed: int) -> dict[str, Any]:
     """What decides the law and the prompts."""
     names = ("new_tokens", "temperature", "top_k", "top_p", "min_p")
+    target_params, target_config = fingerprint.of_model(target)
     return {
-        "target": fingerprint.digest(target.params),
+        "target": target_params,
+        "target_config": target_config,
         "eos_ids": list(target.eos_ids),
         "sampling": {name: getattr(settings, name) for name in names},
         "prompts": prompts.digest,

@@ -348,7 +348,7 @@ def _naming_inputs(config: RunConfig, prompts: str | None = None, today: datetim
             file = Path(config.out) / _DATE
             asked += f", with the date {today} of {file}, where that of the run that made the directory has to stand"
         places = dict.fromkeys(("train_rows", "held_out_rows", "train_text"), f" ({text})")
-        places |= {"prompts": f" ({asked})", "target_params": target, "target": target}
+        places |= {"prompts": f" ({asked})", "target_params": target, "target_config": target, "target": target}
         raise error.at(places) from None
 
 

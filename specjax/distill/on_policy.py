@@ -52,11 +52,11 @@ class OnPolicy(Sampled):
         return OnPolicyBatches(self, batches, directory, sample, steps)
 
     def why_not_longer(self, steps: int, taken: int) -> str | None:
-        """Why a stage of ``steps``, of which so many are taken, can have no more: its last pool is one of a part of a
-        period."""
+        """Why a stage of ``steps``, of which so many are taken, cannot become a longer one, or a longer one it: its
+        last pool is one of a part of a period."""
         if steps % self.every == 0 or taken < steps - steps % self.every:
             return None
-        return f"data.every={self.every} does not divide them, and the last sequences were sampled for no more steps"
+        return f"data.every={self.every} does not divide them, and the last sequences were sampled for so many steps"
 
 
 def draft_sampler(model: Any, complete: Callable[[Params], Params] = lambda params: params) -> Sampler:

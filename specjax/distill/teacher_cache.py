@@ -208,8 +208,10 @@ def _made_from(target: Any, rows: Rows, numbers: Int[np.ndarray, " rows"], k: in
     most = vocab_size if tokens is None else vocab_size - len(tokens.unused)
     if k > most:
         raise ConfigError(f"teacher_top_k={k} exceeds the target's {most} tokens; lower it")
+    target_params, target_config = fingerprint.of_model(target)
     return {
-        "target_params": fingerprint.digest(target.params),
+        "target_params": target_params,
+        "target_config": target_config,
         "rows": fingerprint.digest((np.frombuffer(rows.digest.encode(), np.uint8), numbers)),
         "shape": [len(numbers), rows.length, vocab_size],
         "padding": fingerprint.digest(np.asarray(tokens.unused if tokens else ())),

@@ -15,7 +15,7 @@ import numpy as np
 
 from specjax import backend, config, registry
 from specjax.distill import fingerprint
-from specjax.distill.checkpoint import Checkpoints, Restored
+from specjax.distill.checkpoint import Checkpoints, Restored, steps_taken
 from specjax.distill.distributed import by_first
 from specjax.distill.evaluate import evaluate
 from specjax.distill.layout import ONE_DEVICE, Layout
@@ -70,7 +70,7 @@ def train_stage(
     keeps ``log.jsonl`` (`read_log`), checkpoints, a fingerprint, and what `jax.profiler` traced. Of several processes,
     all call this. ``decoding``: decodes with the draft at every evaluation, and says whether that decides which weights
     are returned and when the stage ends (`specjax.distill.selection`). ``bars``: show what is made before the first
-    step. ``stage.steps`` may be higher than when the directory was made, where the steps taken would be the same.
+    step. ``stage.steps`` may be others than when the directory was made, where the steps taken would be the same.
 
     Raises `TrainingError` if a loss or gradient is not finite in more steps than ``stage.skip_non_finite`` (naming step
     and rows; the last good checkpoint is kept), if something cannot be written, or if the directory was made with other
@@ -95,13 +95,12 @@ def train_stage(
     batches = source.batches(batches, directory / "pools", sample, steps)
     bound = references_of([loss], target)
     references, frozen = ({name: pair[i] for name, pair in bound.items()} for i in (0, 1))
-    made_from = (params, None if target is None else target.params, train_rows, held_out_rows)
-    made_of = _fingerprint(stage, drafter, seed, *made_from)
+    made_of = _fingerprint(stage, drafter, seed, params, target, train_rows, held_out_rows)
     made_of["selection"] = fingerprint_of(decoding, stage)
     if frozen:
         made_of["reference_params"] = [fingerprint.digest(params) for params in frozen.values()]
-    may_rise = {"stage.steps": functools.partial(_why_not_longer, directory, stage, source, batches)}
-    by_first(lambda: fingerprint.claim(directory, made_of, may_rise))
+    may_change = {"stage.steps": functools.partial(_why_not_steps, directory, stage, source, batches)}
+    by_first(lambda: fingerprint.claim(directory, made_of, may_change, keep=steps > 0))
     if steps == 0:
         return params
     optimizer = make_optimizer(stage)
@@ -112,6 +111,8 @@ def train_stage(
         if restored is None:
             _refuse_to_start_over(directory, checkpoints)
             restored = Restored(0, state)
+        # A change is taken once there is something whole to go on from.
+        by_first(lambda: fingerprint.claim(directory, made_of, may_change))
         start, state, pending = restored.step, restored.state, restored.pending
         selector = Selector(directory, decoding, start)
         if start == steps or selector.stops:
@@ -194,32 +195,35 @@ def train_stage(
     return selector.result(state.result, step)
 
 
-def _why_not_longer(
+def _why_not_steps(
     directory: Path, stage: config.Stage, source: Any, batches: Batches, was: int | None, now: int
 ) -> str | None:
     """A stage of ``was`` steps that gets ``now``, see `fingerprint.MayChange`: the steps taken must not have depended
     on how many follow."""
-    if was is None or now < was:
-        return "steps can be raised only"
-    taken = max((int(f.name) for f in (directory / "checkpoints").glob("*") if f.name.isdigit()), default=0)
+    taken = steps_taken(directory / "checkpoints")
+    # The last step is measured, whatever `eval_every` says.
+    measured = now > taken or any(r["step"] == now and "held_out_nll" in r for r in read_log(directory))
+    if was is None or now < taken or not measured:
+        return f"steps can be raised, or lowered to no fewer than those taken, {taken}, of which the last is measured"
     with jax.numpy_dtype_promotion("standard"):
-        rates, prolonged = (np.asarray(make_schedule(stage.optimizer, n)(np.arange(taken + 1))) for n in (was, now))
+        rates, others = (np.asarray(make_schedule(stage.optimizer, n)(np.arange(taken + 1))) for n in (was, now))
     schedule = stage.optimizer.schedule
-    if schedule not in _CAN_GO_ON or (rates != prolonged)[:taken].any():
+    if taken and (schedule not in _CAN_GO_ON or (rates != others)[:taken].any()):
         return (
             f"the schedule {schedule} sets the learning rate by the number of steps, {taken} of which are taken; what "
             "can be prolonged is schedule=constant, or wsd before its decay"
         )
     in_stage = stage.teacher == "cached" and stage.teacher_path is None
     if in_stage and not np.array_equal(numbers_of(batches, was), numbers_of(batches, now)):
-        return "its cached logits are of the rows of fewer steps; set teacher_path, where those of more can be beside"
-    return source.why_not_longer(was, taken) if hasattr(source, "why_not_longer") else None
+        return "its cached logits are of the rows of that many steps; set teacher_path, where others can be beside"
+    return source.why_not_longer(min(was, now), taken) if hasattr(source, "why_not_longer") else None
 
 
 def _refuse_to_start_over(directory: Path, checkpoints: Checkpoints) -> None:
     """Nothing undamaged is left of what was trained. Before the first checkpoint was whole, nothing is lost."""
     saved, aside = checkpoints.saved, checkpoints.set_aside
-    if saved == 0 or (saved is None and not (aside and by_first(lambda: bool(read_log(directory))))):
+    if saved == 0 or (saved is None and not by_first(lambda: bool(read_log(directory)))):
+        checkpoints.begin()
         return
     folder = directory / "checkpoints"
     found = f"the damaged ones are kept: {', '.join(aside)} in {folder}" if aside else f"{folder} holds none"
@@ -247,14 +251,16 @@ def _student(drafter: Any, stage: config.Stage) -> Any:
     return dataclasses.replace(drafter, model=TrainingModel(drafter.model.config, stage.remat, stage.scan_layers))
 
 
-def _fingerprint(stage, drafter, seed, params, target_params, train_rows, held_out_rows) -> dict[str, Any]:
+def _fingerprint(stage, drafter, seed, params, target, train_rows, held_out_rows) -> dict[str, Any]:
     settings = {k: v for k, v in dataclasses.asdict(stage).items() if k not in _CHANGE_NO_WEIGHT}
+    target_params, target_config = (None, None) if target is None else fingerprint.of_model(target)
     return {
         "stage": settings,
         "drafter": dataclasses.asdict(drafter),
         "seed": seed,
         "initial_params": fingerprint.digest(params),
-        "target_params": None if target_params is None else fingerprint.digest(target_params),
+        "target_params": target_params,
+        "target_config": target_config,
         "train_rows": train_rows.digest,
         "held_out_rows": held_out_rows.digest,
     }

@@ -11,7 +11,7 @@ import pytest
 
 from specjax import config
 from specjax.distill import corpus
-from specjax.distill.corpus import Part
+from specjax.distill.corpus import Document, Part
 from specjax.errors import DataError
 
 
@@ -52,6 +52,31 @@ def test_of_a_single_long_file_the_end_is_held_out_and_that_is_said(tmp_path, ca
     assert (train + held_out, len(held_out)) == (documents, round(0.4 * len(documents)))
     assert "0.txt is the only document: its end is held out" in caplog.text
     assert corpus.split_held_out(documents[:1], 0.4) == (documents[:1], [])
+
+
+def documents_of(*texts: str) -> list[Document]:
+    return [Document(f"{number}.txt", text) for number, text in enumerate(texts)]
+
+
+def test_the_shortest_of_few_documents_is_held_out_where_the_hashes_choose_none(caplog):
+    for seed in range(4):  # whichever has the smaller hash
+        documents = documents_of(f"a long book {seed} " * 5_000, f"a short note {seed} " * 10)
+        assert corpus.split_held_out(documents, 0.0) == (documents[:1], documents[1:])
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("texts", "fraction", "told"),
+    [
+        (("a" * 50_000, "b" * 100), 1e-3, None),
+        (("a" * 50_000, "b" * 10), 1e-3, "0.02% of the text is held out, where data.held_out asks for 0.1%"),
+        (("a" * 100, "b" * 100), 1e-3, "50% of the text is held out, where data.held_out asks for 0.1%"),
+    ],
+)
+def test_a_held_out_share_far_from_the_one_asked_for_is_told(texts, fraction, told, caplog):
+    train, held_out = corpus.split_held_out(documents_of(*texts), fraction)
+    assert (len(train), len(held_out)) == (1, 1)
+    assert told in caplog.text if told else not caplog.messages
 
 
 def test_a_short_file_stays_whole(tmp_path):

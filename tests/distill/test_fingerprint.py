@@ -51,11 +51,19 @@ def test_a_record_of_an_earlier_version_is_taken_and_given_a_digest(claimed, cap
     assert "damaged" in caplog.text
 
 
+def test_a_record_that_knows_no_config_of_its_target_is_of_any_and_then_of_that(claimed):
+    fingerprint.claim(claimed, {**MADE_FROM, "target_config": "ab"})
+    with pytest.raises(TrainingError, match="changed since it was made: the target's config"):
+        fingerprint.claim(claimed, {**MADE_FROM, "target_config": "cd"})
+
+
 def test_a_field_changes_where_it_may_and_the_record_has_the_new_value(claimed):
     more = {**MADE_FROM, "stage": {**MADE_FROM["stage"], "steps": 20}}
     rise = {"stage.steps": lambda was, now: None if now > was else "it can only rise"}
     with pytest.raises(TrainingError, match=r"other settings: stage\.steps \(12 then, 20 now\); .*give another"):
         fingerprint.claim(claimed, more)
+    fingerprint.claim(claimed, more, rise, keep=True)
+    assert fingerprint.made_from(claimed) == MADE_FROM
     fingerprint.claim(claimed, more, rise)
     assert fingerprint.made_from(claimed) == more
     with pytest.raises(TrainingError, match=r"stage\.steps \(20 then, 12 now\); it can only rise; .*give another"):

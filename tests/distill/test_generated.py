@@ -25,6 +25,9 @@ from specjax.distill.rows import Packed
 from specjax.distill.stock import Stock
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
+from specjax.models.config import LayerKind
+from specjax.models.rotary import Rope
+from specjax.models.transformer import Model
 from tests.distill.toys import Interrupt
 
 SETTINGS = Generated(sequences=7, shard_size=3, prompt_tokens=3, new_tokens=5, batch_size=2, k=2)
@@ -127,6 +130,9 @@ def test_a_directory_of_another_provenance_is_refused_with_the_fields_that_diffe
         made(whole[0], models, seed=12)
     with pytest.raises(TrainingError, match=r"changed since it was made: the target's weights"):
         made(whole[0], (models[1], None))
+    rotated = dataclasses.replace(models[0].config, layers=(LayerKind(rope=Rope(theta=500.0)),))
+    with pytest.raises(TrainingError, match="changed since it was made: the target's config"):
+        made(whole[0], (dataclasses.replace(models[0], spec=Model(rotated)), None))
     with pytest.raises(TrainingError, match="changed since it was made: the prompts"):
         made(whole[0], models, prompts=Prompts(PROMPTS.tokens, PROMPTS.spans[1:]))
 

@@ -212,13 +212,14 @@ def test_a_damaged_shard_is_named_and_made_again(whole, tmp_path, monkeypatch, c
     ("field", "change"),
     [
         ("target_params", {"target": toys.target(5)}),
+        ("target_config", {"target": toys.target(config=0.5)}),
         ("rows", {"rows": toys.rows(ROWS, 7)}),
         ("rows", {"numbers": np.arange(3)}),
         ("k", {"k": 3}),
     ],
 )
 def test_the_cache_of_another_target_of_other_rows_or_of_another_k_is_refused(field, change, whole):
-    told = {"target_params": "changed since it was made: the target's weights"}
+    told = {"target_params": "the target's weights", "target_config": "the target's config"}
     with pytest.raises(TrainingError, match=told.get(field, rf"cache: was made with other settings: .*{field} \(")):
         make(whole[0], **change)
 
@@ -269,8 +270,8 @@ def test_runs_share_what_is_made_from_the_same_and_nothing_else(whole, tmp_path,
     first = share(tmp_path / "cache")
     assert made == SHARDS
     assert share(tmp_path / "cache").directory == first.directory
-    others = [{"k": 3}, {"target": toys.target(5)}, {"numbers": np.arange(3)}]
-    assert len({share(tmp_path / "cache", **other).directory for other in others} | {first.directory}) == 4
+    others = [{"k": 3}, {"target": toys.target(5)}, {"target": toys.target(config=0.5)}, {"numbers": np.arange(3)}]
+    assert len({share(tmp_path / "cache", **other).directory for other in others} | {first.directory}) == 5
     assert made[:4] == SHARDS
     assert {file.name: file.read_bytes() for file in sorted(first.directory.glob("*.npy"))} == shards(whole[0])
 

@@ -157,12 +157,27 @@ def test_training_does_not_start_over_where_every_checkpoint_is_damaged(damage, 
     assert_same(toys.train(stage), expected)
 
 
-def test_training_does_not_start_over_where_the_checkpoints_are_gone(tmp_path):
+@pytest.mark.parametrize("known", [True, False])
+def test_training_does_not_start_over_where_the_checkpoints_are_gone(known, tmp_path):
     with pytest.raises(Interrupt):
         toys.train(tmp_path / "stage", interrupt_after(7))
     shutil.rmtree(tmp_path / "stage" / "checkpoints")
-    with pytest.raises(TrainingError, match=r"of step 5 was whole, .*checkpoints holds none.*move .*elsewhere"):
-        toys.train(tmp_path / "stage")
+    if not known:
+        (tmp_path / "stage" / "checkpoints.json").unlink()
+    log = (tmp_path / "stage" / "log.jsonl").read_bytes()
+    was = "of step 5 was whole, " if known else r"left \("
+    for _ in range(2):
+        with pytest.raises(TrainingError, match=rf"{was}.*checkpoints holds none.*move .*elsewhere"):
+            toys.train(tmp_path / "stage")
+    assert (tmp_path / "stage" / "log.jsonl").read_bytes() == log
+
+
+def test_a_stage_that_has_logged_but_not_saved_starts_over(tmp_path):
+    with pytest.raises(Interrupt):
+        toys.train(tmp_path / "stage", interrupt_after(7), save_every=12)
+    assert [record["step"] for record in read_log(tmp_path / "stage")] == [6]
+    toys.train(tmp_path / "stage", save_every=12)
+    assert [record["step"] for record in read_log(tmp_path / "stage")] == [6, 10, 12]
 
 
 def test_a_stage_killed_in_its_first_save_starts_over(uninterrupted, tmp_path, monkeypatch):
@@ -320,7 +335,7 @@ def test_a_stage_prolonged_is_one_that_was_longer_from_the_start(optimizer, stop
     assert steps[0] == (13 if stopped_at is None else stopped_at)
     # From then on it is one of 20 steps.
     assert_same(toys.train(tmp_path / "stage", steps=20, **settings), longer)
-    with pytest.raises(TrainingError, match=r"stage\.steps \(20 then, 12 now\); steps can be raised only"):
+    with pytest.raises(TrainingError, match=r"stage\.steps \(20 then, 12 now\); steps can .*than those taken, 20"):
         toys.train(tmp_path / "stage", **settings)
 
 
@@ -332,6 +347,54 @@ def test_a_stage_that_has_slowed_down_towards_its_end_is_not_prolonged(optimizer
     message = rf"steps \(12 then, 20 now\); the schedule {optimizer.schedule} .*, 12 of which are taken; .*constant"
     with pytest.raises(TrainingError, match=message):
         toys.train(tmp_path / "stage", optimizer=optimizer, steps=20)
+
+
+def test_steps_that_were_raised_by_mistake_can_be_lowered_again(tmp_path, monkeypatch):
+    def stopped(*args, **kwargs):
+        raise Interrupt
+
+    settings: dict[str, Any] = {"optimizer": slowing("constant"), "save_every": 2, "eval_every": 4}
+    first = toys.train(tmp_path / "stage", steps=4, **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "make_update", stopped)
+        with pytest.raises(Interrupt):
+            toys.train(tmp_path / "stage", steps=8_000, **settings)
+    assert_same(toys.train(tmp_path / "stage", steps=4, **settings), first)
+    longer = toys.train(tmp_path / "longer", steps=8, **settings)
+    with pytest.raises(Interrupt):
+        toys.train(tmp_path / "stage", interrupt_after(7), steps=8_000, **settings)
+    # Step 6 is saved, but it was not the last: nothing is measured of it.
+    with pytest.raises(TrainingError, match=r"no fewer than those taken, 6, of which the last is measured"):
+        toys.train(tmp_path / "stage", steps=6, **settings)
+    assert_same(toys.train(tmp_path / "stage", steps=8, **settings), longer)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_steps_of_a_stage_that_has_taken_none_may_be_any(schedule, tmp_path, monkeypatch):
+    settings = {"optimizer": slowing(schedule)}
+    expected = toys.train(tmp_path / "other", **settings)
+    with pytest.raises(Interrupt):
+        toys.train(tmp_path / "stage", interrupt_after(1), steps=12_000, **settings)
+    assert_same(toys.train(tmp_path / "stage", **settings), expected)
+
+
+def test_steps_are_not_raised_while_the_checkpoints_that_say_how_far_it_came_are_damaged(tmp_path):
+    stage, settings = tmp_path / "stage", {"optimizer": slowing("wsd", decay_share=0.5), "save_every": 2}
+    expected = toys.train(stage, steps=6, **settings)
+    made_of = (stage / "fingerprint.json").read_bytes()
+    for name in ("4", "6"):
+        shutil.copytree(stage / "checkpoints" / name, tmp_path / name)
+        flip_a_byte(stage / "checkpoints" / name)
+    with pytest.raises(TrainingError, match="no undamaged checkpoint is left"):
+        toys.train(stage, steps=6, **settings)
+    with pytest.raises(TrainingError, match="6 of which are taken"):
+        toys.train(stage, steps=12, **settings)
+    (stage / "checkpoints.json").unlink()  # as a directory of an earlier version
+    with pytest.raises(TrainingError, match="no undamaged checkpoint is left"):
+        toys.train(stage, steps=12, **settings)
+    assert (stage / "fingerprint.json").read_bytes() == made_of
+    shutil.copytree(tmp_path / "6", stage / "checkpoints" / "6")
+    assert_same(toys.train(stage, steps=6, **settings), expected)
 
 
 def test_epochs_are_so_many_passes_over_the_rows(uninterrupted, tmp_path):
@@ -355,6 +418,7 @@ def test_a_directory_of_other_settings_is_refused_with_the_fields_that_differ(un
         ("seed", {"seed": 4}),
         ("weights that training began with", {"params": bigram_params(2)}),
         ("target's weights", {"target": toys.target(5)}),
+        ("target's config", {"target": toys.target(config=0.5)}),
         ("training text", {"train_rows": toys.rows(40, 7)}),
         ("held-out text", {"held_out_rows": toys.rows(8, 7)}),
         ("drafter.ignored", {"drafter": BigramDraft(ignored=2)}),

@@ -55,8 +55,19 @@ class Target:
     tokenizer: Any = None
 
 
-def target(seed: int = 0) -> Target:
-    return Target(BigramTarget(), bigram_params(seed))
+@dataclasses.dataclass(frozen=True)
+class Tempered:
+    """A bigram target with a config: the same weights are another law under another one."""
+
+    config: float
+
+    def __call__(self, params, tokens, positions, mask=None) -> Output:
+        out = BigramTarget()(params, tokens, positions, mask)
+        return dataclasses.replace(out, logits=out.logits * self.config)
+
+
+def target(seed: int = 0, config: float | None = None) -> Target:
+    return Target(BigramTarget() if config is None else Tempered(config), bigram_params(seed))
 
 
 def windows(count: int, seed: int = 0) -> np.ndarray:
