@@ -19,11 +19,9 @@ bootstrapped over prompts (in pairs for a ratio), all seeds of a recipe together
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import functools
-import json
 import operator
 import shlex
 import statistics
@@ -167,12 +165,11 @@ class Experiment:
 
     def _decoded(self, file: Path, draft: specjax.LoadedModel) -> list[Decoded]:
         depends_on = [fingerprint.digest(draft.params), self.decoding.identity]
-        with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
-            known = json.loads(file.read_text())
-            if known["depends_on"] == depends_on:
-                return list(map(Decoded.from_json, known["decoded"]))
+        known = fingerprint.read_record(file, "it is decoded again")
+        if known is not None and known["depends_on"] == depends_on:
+            return list(map(Decoded.from_json, known["decoded"]))
         decoded = self.decoding(draft.params)
-        fingerprint.write_json(file, {"depends_on": depends_on, "decoded": list(map(dataclasses.asdict, decoded))})
+        fingerprint.write_record(file, {"depends_on": depends_on, "decoded": list(map(dataclasses.asdict, decoded))})
         return decoded
 
     def timed_ratios(self, runs: Sequence[Run], others: Sequence[Run], repeats: int) -> list[dict[str, Any]]:

@@ -93,17 +93,16 @@ def _decoding(config: RunConfig, distilled: job.Distilled, file: Path, bars: Bar
         "specjax": _source_digest(),
         "jax": jax.__version__,
     }
-    with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
-        known = json.loads(file.read_text())
-        if known["measured_on"] == json.loads(json.dumps(measured_on)):
-            return known
+    known = fingerprint.read_record(file, "it is measured again")
+    if known is not None and known["measured_on"] == json.loads(json.dumps(measured_on)):
+        return known
     jax.clear_caches()  # the programs of training
     for model in (distilled.target, *drafts.values()):
         model.free_originals()
     measured = decoding_figures(config, distilled.target, drafts, distilled.prepared.corpus.held_out, bars)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     found = {**measured, "date": now, "machine": machine(), "measured_on": measured_on}
-    fingerprint.write_json(file, found)
+    fingerprint.write_record(file, found)
     return found
 
 

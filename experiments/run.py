@@ -92,7 +92,7 @@ def read_records(path: Path) -> dict[str, Record]:
     if not path.exists():
         return {}
     records = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             record = Record(**json.loads(line))
         except (ValueError, TypeError):

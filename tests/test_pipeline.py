@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import types
 from pathlib import Path
+from typing import Any
 
 import pipeline
 from rich.console import Console
@@ -11,6 +14,7 @@ from rich.console import Console
 from specjax.config import load_config
 from specjax.decode import bench
 from specjax.distill import measure
+from specjax.distill.progress import no_bars
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,3 +51,30 @@ def test_the_plan_of_the_demo_has_every_stage_and_all_of_the_benchmark(tiny_targ
     drafters = dict.fromkeys(["draft_before", "draft_after", *config.bench.drafters])
     args = (drafters, config.bench, prompts, prompts * measure._TUNING, None, {}, 0)
     assert bench.Bench(tiny_target, *args).num_ticks == measure.num_ticks(config)  # pyright: ignore
+
+
+def test_a_damaged_benchmark_is_named_and_measured_again(tiny_target, tiny_draft, monkeypatch, tmp_path, caplog):
+    measured = []
+
+    def figures(*args):
+        measured.append(args)
+        return {"figures": {"speedup_greedy": 1.5}}
+
+    monkeypatch.setattr(pipeline, "decoding_figures", figures)
+    monkeypatch.setattr(pipeline.jax, "clear_caches", lambda: None)
+    models = [dataclasses.replace(model) for model in (tiny_target, tiny_draft, tiny_draft)]
+    monkeypatch.setattr(type(tiny_target), "free_originals", lambda model: None)
+    names = ("target", "draft_before", "draft_after")
+    prepared = types.SimpleNamespace(corpus=types.SimpleNamespace(held_out=[]))
+    distilled: Any = types.SimpleNamespace(prepared=prepared, **dict(zip(names, models, strict=True)))
+    config, file = load_config(ROOT / "configs" / "demo.yaml"), tmp_path / "decoding.json"
+
+    def decoding():
+        return pipeline._decoding(config, distilled, file, no_bars)["figures"]
+
+    assert decoding() == decoding() == {"speedup_greedy": 1.5}
+    assert len(measured) == 1
+    file.write_text(file.read_text().replace("1.5", "9.5"))
+    assert decoding() == {"speedup_greedy": 1.5}
+    assert len(measured) == 2
+    assert "decoding.json: damaged; it is measured again" in caplog.text

@@ -81,6 +81,13 @@ def test_an_exit_inside_a_run_is_a_failure_of_that_run(sweep):
     assert [line["status"] for line in results(sweep)] == ["failed"] * 3
 
 
+@pytest.mark.parametrize("line", [b'{"id": "\xff"}', b"5", b"{}", b'{"id'])
+def test_a_damaged_record_is_named(line, tmp_path):
+    (tmp_path / "results.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(DataError, match=r"results\.jsonl, line 1: not a record of a run; delete the line to run"):
+        runner.read_records(tmp_path / "results.jsonl")
+
+
 def test_ctrl_c_keeps_what_is_finished(sweep):
     def interrupted(config):
         if config.seed == 1:

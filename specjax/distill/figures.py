@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,16 +99,9 @@ def _kept(file: Path, keys: list[str], measure: Callable[[list[int]], list[Any]]
     """JSON values, measured once: kept in ``file`` under what they depend on. ``measure``: of the missing ones, given
     their places in ``keys``."""
     keys = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
-    known = by_first(functools.partial(_read_json, file))
+    known = by_first(lambda: fingerprint.read_record(file, "what is asked of it is measured again")) or {}
     new = {key: i for i, key in reversed([*enumerate(keys)]) if key not in known}
     if new:
         known |= dict(zip(new, measure(list(new.values())), strict=True))
-        by_first(lambda: fingerprint.write_json(file, known))
+        by_first(lambda: fingerprint.write_record(file, known))
     return [known[key] for key in keys]
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text())
-    except (FileNotFoundError, ValueError):
-        return {}

@@ -155,6 +155,25 @@ def made_from(directory: Path) -> dict[str, Any]:
     return {name: value for name, value in _read((directory / FILE).read_bytes()).items() if name != _OWN}
 
 
+def write_record(file: Path, record: Mapping[Any, Any]) -> None:
+    """A JSON object with its own digest, for `read_record`."""
+    record = json.loads(json.dumps(record))
+    write_json(file, {**record, _OWN: of_record(record)})
+
+
+def read_record(file: Path, then: str) -> dict[str, Any] | None:
+    """What `write_record` wrote, less its digest; None if it is not there, or is not what was written: a warning says
+    so, and what ``then`` happens."""
+    if not file.exists():
+        return None
+    found = _read(file.read_bytes())
+    known = found.pop(_OWN, None)
+    if known == of_record(found):
+        return found
+    _log.warning("%s: %s; %s", file, "of an earlier version, or damaged" if known is None else "damaged", then)
+    return None
+
+
 def write_json(file: Path, value: Any) -> None:
     """Write so that a reader sees the old content or the new, whenever the writer is killed."""
     partial = file.with_name(f".{file.name}.partial")

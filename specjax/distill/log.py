@@ -57,11 +57,17 @@ def read_log(directory: Path) -> list[dict[str, float]]:
 
 def _parse(file: Path) -> list[dict[str, float]]:
     records = []
-    for number, line in enumerate(file.read_text().splitlines(keepends=True) if file.exists() else [], 1):
-        # A kill or a full disk can cut the last line short.
-        if line.endswith("\n"):
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                raise TrainingError(f"{file}, line {number}: damaged, not a record; delete the line") from None
+    # A kill or a full disk can cut the last line short.
+    *lines, _ = file.read_bytes().split(b"\n") if file.exists() else [b""]
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            raise TrainingError(
+                f"{file}, line {number}: damaged, not a record; put the file back from a copy, or keep one of it and "
+                "mend or delete the line"
+            )
+        records.append(record)
     return records

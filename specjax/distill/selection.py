@@ -216,7 +216,7 @@ class Selector:
             # Closed, and so whole on disk, before the scores that name them.
             with Checkpoints(self._directory / BEST) as checkpoints:
                 checkpoints.save(step, params)
-        fingerprint.write_json(self._directory / SCORES, self._scores)
+        fingerprint.write_record(self._directory / SCORES, self._scores)
         return record
 
     @property
@@ -257,13 +257,14 @@ class Selector:
 
 def _read_scores(directory: Path) -> dict[int, float]:
     """By step. The log has them too."""
-    try:
-        return {int(step): float(value) for step, value in json.loads((directory / SCORES).read_text()).items()}
-    except (FileNotFoundError, ValueError, TypeError, AttributeError):
-        known = {int(r["step"]): r["block_efficiency"] for r in read_log(directory) if "block_efficiency" in r}
-        if known:
-            _log.warning("%s: damaged or gone; the scores are those of the log", directory / SCORES)
-        return known
+    file, then = directory / SCORES, "the scores are those of the log"
+    found = fingerprint.read_record(file, then)
+    if found is not None:
+        return {int(step): value for step, value in found.items()}
+    known = {int(r["step"]): r["block_efficiency"] for r in read_log(directory) if "block_efficiency" in r}
+    if known and not file.exists():
+        _log.warning("%s: gone; %s", file, then)
+    return known
 
 
 def decodes(config: RunConfig) -> bool:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
+from specjax import config
+from specjax.distill import figures
 from specjax.distill.evaluate import evaluate, evaluate_all
+from specjax.distill.progress import no_bars
 from specjax.distill.rows import spread
 from tests.distill import toys
 from tests.distill.toys import LENGTH, BigramDraft, bigram_params
@@ -74,3 +78,47 @@ def test_as_many_windows_are_used_as_hold_the_positions_asked_for(positions, row
     chosen = spread(toys.rows(9), positions)
     assert len(chosen.tokens) == rows
     assert len({row.tobytes() for row in np.asarray(chosen.tokens)}) == rows
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """(file, evaluate, how many models each measurement was of)."""
+    run = config.RunConfig(config.Target("t"), config.Data("d"), eval=config.Eval(64, 4), out=str(tmp_path))
+    measured, real = [], figures.evaluate_all
+
+    def counted(drafter, models, *args):
+        measured.append(len(models))
+        return real(drafter, models, *args)
+
+    def evaluated(target: Any):
+        return figures.evaluate(run, no_bars, BigramDraft(), target, [bigram_params(1)], toys.rows(8, 1))
+
+    monkeypatch.setattr(figures, "evaluate_all", counted)
+    return tmp_path / "evaluations.json", evaluated, measured
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda content: content.replace('"alpha": 0.', '"alpha": 0.9'), "damaged"),
+        (lambda content: content[:50], "damaged"),
+        (lambda content: "[]", "damaged"),
+        (lambda content: "{}", "of an earlier version, or damaged"),
+    ],
+)
+def test_an_evaluation_that_is_not_what_was_written_is_named_and_measured_again(damage, told, kept, caplog):
+    file, evaluated, measured = kept
+    first = evaluated(toys.target())
+    assert evaluated(toys.target()) == first
+    assert measured == [1]
+    assert not caplog.messages
+    file.write_text(damage(file.read_text()))
+    assert evaluated(toys.target()) == first
+    assert measured == [1, 1]
+    assert f"evaluations.json: {told}; what is asked of it is measured again" in caplog.text
+
+
+def test_an_evaluation_is_of_a_target_s_config_too(kept):
+    _, evaluated, measured = kept
+    assert evaluated(toys.target(config=0.5)) != evaluated(toys.target(config=1.0))
+    assert measured == [1, 1]

@@ -18,10 +18,24 @@ def test_records_past_the_checkpoint_are_dropped_and_nothing_is_there_twice(tmp_
     assert [(r["step"], r["loss"]) for r in read_log(tmp_path)] == [(5, 0.2), (10, 0.1), (15, 0.5)]
 
 
-def test_a_damaged_line_is_named(tmp_path):
-    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(TrainingError, match=r"log\.jsonl, line 2: damaged.*delete the line"):
-        read_log(tmp_path)
+DAMAGED = [b'{"st', b'{"step": 2, "lo\xf3s": 1}', b'{"stdp": 2}', b'{"step": "2"}', b"5", b'["step"]', b""]
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_a_damaged_line_is_named_and_the_file_left_as_it_is(line, tmp_path):
+    file, content = tmp_path / "log.jsonl", b'{"step": 1}\n' + line + b'\n{"step": 3}\n'
+    file.write_bytes(content)
+    told = r"log\.jsonl, line 2: damaged.*keep one of it and mend or delete"
+    for read in (lambda: read_log(tmp_path), lambda: Log(file, 3)):
+        with pytest.raises(TrainingError, match=told) as error:
+            read()
+        assert "\n" not in str(error.value)
+    assert file.read_bytes() == content
+
+
+def test_a_last_line_that_is_cut_short_inside_a_character_is_dropped(tmp_path):
+    (tmp_path / "log.jsonl").write_bytes(b'{"step": 1}\n{"step": 2, "\xc3')
+    assert read_log(tmp_path) == [{"step": 1}]
 
 
 @pytest.mark.parametrize("call", ["open", "append"])

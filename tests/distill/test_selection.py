@@ -155,7 +155,7 @@ def test_a_kill_between_the_best_weights_and_their_score_changes_nothing(traject
     write = fingerprint.write_json
 
     def killed(file, value):
-        if file.name == selection.SCORES and 6 in value:
+        if file.name == selection.SCORES and "6" in value:
             # On disk before the score that names them.
             assert (tmp_path / "stage" / selection.BEST / "6" / checkpoint.MANIFEST).exists()
             raise Interrupt
@@ -188,16 +188,25 @@ def test_a_damaged_best_step_costs_nothing_where_it_is_the_last(trajectory, tmp_
     assert fingerprint.digest(toys.train(tmp_path / "stage", **settings)) == trajectory[5]
 
 
-@pytest.mark.parametrize("left", ['{"2": 2.0, "4"', "{}3", None])
-def test_damaged_scores_are_those_of_the_log(left, trajectory, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda content: content[:20], "damaged"),
+        (lambda content: "[]", "damaged"),
+        (lambda content: content.replace('"2": 2.0', '"2": 9.0'), "damaged"),
+        (lambda content: '{"2": 2.0, "4": 3.0, "6": 4.0, "8": 1.0, "10": 1.0}', "of an earlier version, or damaged"),
+        (None, "gone"),
+    ],
+)
+def test_damaged_scores_are_those_of_the_log(damage, told, trajectory, tmp_path, caplog):
     scripted = best_of(trajectory, 2.0, 3.0, 4.0, 1.0, 1.0, 1.0)
     with pytest.raises(Interrupt):
         toys.train(tmp_path / "stage", interrupt_after(11), decoding=scripted, eval_every=EVERY)
     scores = tmp_path / "stage" / selection.SCORES
-    scores.unlink() if left is None else scores.write_text(left)
+    scores.unlink() if damage is None else scores.write_text(damage(scores.read_text()))
     found = toys.train(tmp_path / "stage", decoding=scripted, eval_every=EVERY)
     assert fingerprint.digest(found) == trajectory[2]
-    assert "scores.json: damaged or gone; the scores are those of the log" in caplog.text
+    assert f"scores.json: {told}; the scores are those of the log" in caplog.text
 
 
 def test_what_decides_is_part_of_the_stages_settings_and_what_only_informs_is_not(trajectory, tmp_path):
