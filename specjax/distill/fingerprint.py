@@ -20,8 +20,10 @@ from specjax.distill.distributed import whole
 from specjax.errors import TrainingError, unwritable
 
 FILE = "fingerprint.json"
+_SECOND = f".{FILE}"
+"""The same again: a record that is damaged, empty or gone must not cost what it stands for."""
 _OWN = "sha256"
-"""Of a record, its own digest: one that is damaged elsewhere is still known by it."""
+"""Of a record, its own digest: it tells that the record is what was written."""
 MayChange = Callable[[Any, Any], str | None]
 """(value then, value now) -> why a field may not change so, None where it may."""
 _log = logging.getLogger(__name__)
@@ -101,36 +103,36 @@ def claim(
     *,
     keep: bool = False,
 ) -> None:
-    """Create ``directory`` for the result that ``fingerprint`` determines, or check that it was made for just that. A
-    damaged record of just that is named in a warning and written again.
+    """Create ``directory`` for the result that ``fingerprint`` determines, or check that it was made for just that. Two
+    records tell: one that is damaged or gone is named in a warning and written again from the other.
 
     ``fingerprint``: a JSON object. ``may_change``: by the name of a field, for those that may differ; the record then
     has the new value, unless ``keep``: then it stays as it is, for a later call to change.
 
-    Raises `TrainingError` naming the fields that differ, a damaged record that may be another's, or what keeps the
-    directory from being made.
+    Raises `TrainingError` naming the fields that differ, records that are both damaged, or what keeps the directory
+    from being made.
     """
-    file, wanted = directory / FILE, json.loads(json.dumps(fingerprint))
+    wanted = json.loads(json.dumps(fingerprint))
     wanted[_OWN] = of_record(wanted)
-    if not file.exists():
+    records = {name: _read(directory / name) for name in (FILE, _SECOND)}
+    if not any(record is not None for record in records.values()):
         _create(directory, wanted)
         return
-    content = file.read_bytes()
-    found = _read(content)
-    intact = found.get(_OWN, of_record(found)) == of_record(found)
-    differing = _differing(found, wanted)
-    known = not differing or wanted[_OWN].encode() in content
-    if intact and not known:
-        _refuse_changes(directory, differing, may_change or {})
-    elif not known:
+    found = _intact(records)
+    if found is None:
         raise TrainingError(
-            f"{file}: damaged, and not known to be of these settings; put it back from a copy, give another `out`, or "
-            f"move {directory} elsewhere to make anew what is in it"
+            f"{directory / FILE}: damaged, and not known to be of these settings; put it back from a copy, give "
+            f"another `out`, or move {directory} elsewhere to make anew what is in it"
         )
-    elif differing or not intact:
-        _log.warning("%s: damaged; it is of these settings, and is written again", file)
-    if found != wanted and not (keep and differing and not known):
-        write_json(file, wanted)
+    differing = _differing(found, wanted)
+    _refuse_changes(directory, differing, may_change or {})
+    if records[FILE] != found:
+        _log.warning("%s: damaged or gone; written again from its copy, %s", directory / FILE, _SECOND)
+    now = found if keep and differing else wanted
+    # The first is what a reader believes: it changes first.
+    for name in (FILE, _SECOND):
+        if records[name] != now:
+            write_json(directory / name, now)
 
 
 def _create(directory: Path, fingerprint: Mapping[str, Any]) -> None:
@@ -142,7 +144,8 @@ def _create(directory: Path, fingerprint: Mapping[str, Any]) -> None:
     partial = directory.with_name(f".{directory.name}.partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        write_json(partial / FILE, fingerprint)
+        for name in (FILE, _SECOND):
+            write_json(partial / name, fingerprint)
         if directory.exists():
             directory.rmdir()
         os.rename(partial, directory)
@@ -152,7 +155,8 @@ def _create(directory: Path, fingerprint: Mapping[str, Any]) -> None:
 
 def made_from(directory: Path) -> dict[str, Any]:
     """What the result in a claimed ``directory`` is determined by."""
-    return {name: value for name, value in _read((directory / FILE).read_bytes()).items() if name != _OWN}
+    found = _intact({name: _read(directory / name) for name in (FILE, _SECOND)}) or {}
+    return {name: value for name, value in found.items() if name != _OWN}
 
 
 def write_record(file: Path, record: Mapping[Any, Any]) -> None:
@@ -164,9 +168,9 @@ def write_record(file: Path, record: Mapping[Any, Any]) -> None:
 def read_record(file: Path, then: str) -> dict[str, Any] | None:
     """What `write_record` wrote, less its digest; None if it is not there, or is not what was written: a warning says
     so, and what ``then`` happens."""
-    if not file.exists():
+    found = _read(file)
+    if found is None:
         return None
-    found = _read(file.read_bytes())
     known = found.pop(_OWN, None)
     if known == of_record(found):
         return found
@@ -194,14 +198,25 @@ def of_record(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def _read(content: bytes) -> dict[str, Any]:
-    """Of a file that is no record: one that is not intact."""
+def _read(file: Path) -> dict[str, Any] | None:
+    """None if it is not there; of a file that is no record, one that is not intact."""
     damaged = {_OWN: ""}
     try:
-        found = json.loads(content)
+        found = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return None
     except ValueError:
         return damaged
     return found if isinstance(found, dict) else damaged
+
+
+def _intact(records: Mapping[str, dict[str, Any] | None]) -> dict[str, Any] | None:
+    """The record to believe, None if there is none. An earlier version wrote one record, without its digest."""
+    for record in records.values():
+        if record is not None and record.get(_OWN) == of_record(record):
+            return record
+    first = records[FILE]
+    return first if first is not None and records[_SECOND] is None and _OWN not in first else None
 
 
 def _differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -20,35 +19,53 @@ def claimed(tmp_path):
     return tmp_path / "stage"
 
 
-def test_a_record_with_any_byte_flipped_is_known_and_mended(claimed, caplog):
-    file = claimed / fingerprint.FILE
-    whole = file.read_bytes()
-    for place in range(len(whole)):
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        fingerprint.claim(claimed, MADE_FROM)
-        assert file.read_bytes() == whole or json.loads(file.read_bytes()) == json.loads(whole)
-    assert "fingerprint.json: damaged; it is of these settings" in caplog.text
+@pytest.fixture
+def records(claimed):
+    first, second = sorted(claimed.iterdir(), reverse=True)
+    assert first.name == fingerprint.FILE
+    assert first.read_bytes() == second.read_bytes()
+    return first, second
 
 
-def test_a_damaged_record_of_other_settings_is_refused_as_damaged_and_left_as_it_is(claimed):
-    file = claimed / fingerprint.FILE
-    file.write_bytes(file.read_bytes().replace(b'"seed": 3', b'"seed": 5'))
-    damaged = file.read_bytes()
-    with pytest.raises(TrainingError, match=r"damaged, and not known .* put it back from a copy.*move .* elsewhere"):
+def test_a_record_with_any_byte_flipped_is_known_and_mended(claimed, records, caplog):
+    whole = records[0].read_bytes()
+    for record in records:
+        for place in range(len(whole)):
+            record.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            fingerprint.claim(claimed, MADE_FROM)
+            assert [r.read_bytes() for r in records] == [whole, whole]
+    assert "fingerprint.json: damaged or gone; written again" in caplog.text
+
+
+@pytest.mark.parametrize("left", [None, b"", b"{", b'{"stage": {"steps": 12,'])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_record_that_is_cut_empty_or_gone_costs_nothing(claimed, records, which, left):
+    whole = records[0].read_bytes()
+    records[which].unlink() if left is None else records[which].write_bytes(left)
+    assert fingerprint.made_from(claimed) == MADE_FROM
+    with pytest.raises(TrainingError, match=r"seed \(3 then, 4 now\)"):
         fingerprint.claim(claimed, {**MADE_FROM, "seed": 4})
-    assert file.read_bytes() == damaged
+    fingerprint.claim(claimed, MADE_FROM)
+    assert [r.read_bytes() for r in records] == [whole, whole]
 
 
-def test_a_record_of_an_earlier_version_is_taken_and_given_a_digest(claimed, caplog):
-    file = claimed / fingerprint.FILE
-    old = {"stage": {"steps": 12, "loss": "forward_kl"}, "seed": 3, "rows": "ab" * 32}
-    file.write_text(json.dumps(old))
+def test_records_that_are_both_damaged_are_refused_and_left_as_they_are(claimed, records):
+    for record in records:
+        record.write_bytes(record.read_bytes().replace(b'"seed": 3', b'"seed": 5'))
+    damaged = [r.read_bytes() for r in records]
+    with pytest.raises(TrainingError, match=r"damaged, and not known .* put it back from a copy.*move .* elsewhere"):
+        fingerprint.claim(claimed, MADE_FROM)
+    assert [r.read_bytes() for r in records] == damaged
+
+
+def test_a_record_of_an_earlier_version_is_taken_and_given_a_digest(claimed, records, caplog):
+    first, second = records
+    first.write_text(json.dumps({"stage": {"steps": 12, "loss": "forward_kl"}, "seed": 3, "rows": "ab" * 32}))
+    second.unlink()
     fingerprint.claim(claimed, MADE_FROM)
     assert not caplog.messages
-    file.write_bytes(file.read_bytes().replace(b'"seed": 3', b'"seed": 5'))
-    with caplog.at_level(logging.WARNING):
-        fingerprint.claim(claimed, MADE_FROM)
-    assert "damaged" in caplog.text
+    assert json.loads(first.read_bytes())["sha256"]
+    assert first.read_bytes() == second.read_bytes()
 
 
 def test_a_record_that_knows_no_config_of_its_target_is_of_any_and_then_of_that(claimed):
