@@ -28,7 +28,7 @@ CONFIG = ModelConfig(
     layers=(LayerKind(Rope(50.0)),),
     tie_embeddings=False,
 )
-ROUNDING = 3e-5  # of logits up to 6, in sums of another order: 1.3e-5 on a machine of narrower vectors
+NEAR = 3e-5  # of logits up to 6, in sums of another order: 1.3e-5 on a machine of narrower vectors
 SLOTS = 32
 ROWS = 3  # shapes are shared between tests where possible: compiling is most of the time
 
@@ -102,7 +102,7 @@ def test_logits_equal_a_float64_numpy_llama(llama, shape):
     tokens = random_tokens(0, 2, 11)
     expected = llama.reference(tokens)
     assert expected.std() > 0.5
-    np.testing.assert_allclose(loaded.logits(tokens), expected, rtol=0, atol=ROUNDING)
+    np.testing.assert_allclose(loaded.logits(tokens), expected, rtol=0, atol=NEAR)
 
 
 def test_rotary_pairs_feature_i_with_i_plus_half_as_hugging_face_does():
@@ -135,7 +135,7 @@ def test_decoding_in_blocks_at_ragged_positions_equals_the_full_forward(model, p
         fed = np.take_along_axis(tokens, at, axis=1)
         out = model(params, jnp.asarray(fed), jnp.asarray(at), jnp.asarray(at), cache)
         cache = out.cache
-        np.testing.assert_allclose(out.logits, np.take_along_axis(expected, at[..., None], axis=1), rtol=0, atol=ROUNDING)
+        np.testing.assert_allclose(out.logits, np.take_along_axis(expected, at[..., None], axis=1), rtol=0, atol=NEAR)
 
 
 def test_a_rejected_block_leaves_no_trace_once_overwritten(model, params):
@@ -188,7 +188,7 @@ def test_every_node_of_a_tree_sees_exactly_its_own_path(model, params, lengths):
         for row, length in enumerate(lengths):
             sequences[row, : length + len(path)] = [*prompt[row, :length], *nodes[row, path]]
         expected = full_logits(model, params, sequences)[np.arange(ROWS), lengths + len(path) - 1]
-        np.testing.assert_allclose(got[:, node], expected, rtol=0, atol=ROUNDING)
+        np.testing.assert_allclose(got[:, node], expected, rtol=0, atol=NEAR)
 
 
 def test_a_row_does_not_depend_on_its_neighbours(model, params):
@@ -200,7 +200,7 @@ def test_a_row_does_not_depend_on_its_neighbours(model, params):
     swapped = jax.tree.map(lambda x: x[::-1], cache)
     np.testing.assert_allclose(model(params, fed[::-1], at[::-1], at[::-1], swapped).logits[::-1], together, atol=1e-6)
     alone = model(params, fed[1:2], at[1:2], at[1:2], jax.tree.map(lambda x: x[1:2], cache)).logits
-    np.testing.assert_allclose(alone[0], together[1], rtol=0, atol=ROUNDING)
+    np.testing.assert_allclose(alone[0], together[1], rtol=0, atol=NEAR)
 
 
 def test_a_grown_cache_gives_the_same_logits(model, params):
@@ -229,7 +229,7 @@ def test_hidden_states_are_the_residual_streams_and_end_with_the_normed_one(mode
     entering, middle, final = out.hidden
     np.testing.assert_array_equal(entering, params["embedding"][tokens])
     assert np.abs(np.asarray(middle - entering)).max() > 1e-2
-    np.testing.assert_allclose(final @ params["head"]["kernel"], out.logits, rtol=0, atol=ROUNDING)
+    np.testing.assert_allclose(final @ params["head"]["kernel"], out.logits, rtol=0, atol=NEAR)
 
 
 def test_bfloat16_weights_stay_close_to_float32(model, params):
