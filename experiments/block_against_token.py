@@ -24,8 +24,8 @@ from rich.progress import track
 from specjax import DraftModel, load_model
 from specjax.config import load_config
 from specjax.decode.decoder import Decoder
-from specjax.distill import job
-from specjax.distill.measure import held_out_prompts
+from specjax.jobs import distill as job
+from specjax.jobs.bench import held_out_prompts
 
 RULES = ("speculative", "block")
 

@@ -39,15 +39,17 @@ from rich.progress import track
 from rich.table import Table
 
 import specjax
-from specjax.compile_cache import keep_programs
 from specjax.config import RunConfig, load_config
-from specjax.distill import fingerprint, job, lock, selection
+from specjax.distill import selection
 from specjax.distill.init import initial_draft
-from specjax.distill.measure import held_out_prompts
-from specjax.distill.progress import console_bars
 from specjax.distill.selection import Decoded, HeldOutDecoding
 from specjax.errors import SpecjaxError
+from specjax.jobs import distill as job
+from specjax.jobs.bench import held_out_prompts
 from specjax.metrics import Interval, block_efficiency_interval
+from specjax.runtime import fingerprint, lock
+from specjax.runtime.compile_cache import keep_programs
+from specjax.runtime.progress import console_bars
 
 CONTROL, ONLINE, CACHED = "cross_entropy", "forward_kl", "forward_kl, cached"
 CONTROL_RATES = (5e-4, 1e-3, 2e-3, 4e-3)

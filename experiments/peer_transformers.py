@@ -40,10 +40,10 @@ from rich.table import Table
 import specjax
 from specjax.cli import user_errors, write_atomically
 from specjax.config import load_config
-from specjax.decode.costs import count_compiles
-from specjax.distill import corpus
-from specjax.distill.measure import held_out_prompts
+from specjax.data import corpus
 from specjax.errors import DataError
+from specjax.evaluation.costs import count_compiles
+from specjax.jobs.bench import held_out_prompts
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel, import_transformers
 from specjax.models.transformer import Model

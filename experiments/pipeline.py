@@ -27,14 +27,15 @@ from rich.console import Console
 
 import specjax
 from specjax import registry, report
-from specjax.compile_cache import programs_kept
 from specjax.config import RunConfig
-from specjax.distill import fingerprint, job, lock, sinks
-from specjax.distill.measure import check, decoding_figures, num_ticks
-from specjax.distill.progress import Bars, StepProgress, console_bars
 from specjax.errors import ConfigError
+from specjax.jobs import distill as job
+from specjax.jobs.bench import check, decoding_figures, num_ticks
 from specjax.report.labels import format_duration
 from specjax.report.terminal import comparison_table
+from specjax.runtime import fingerprint, lock, sinks
+from specjax.runtime.compile_cache import programs_kept
+from specjax.runtime.progress import Bars, StepProgress, console_bars
 
 _DECODING, _SECONDS, _RESULTS = "decoding.json", "seconds.json", "results.json"
 

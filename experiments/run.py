@@ -25,10 +25,10 @@ from rich.text import Text
 
 from specjax import cli
 from specjax.config import RunConfig, SweepRun, load_sweep
-from specjax.distill.lock import exclusive
 from specjax.errors import DataError, SpecjaxError
 from specjax.report.labels import counted, format_value
 from specjax.report.terminal import plain_table
+from specjax.runtime.lock import exclusive
 
 Run = Callable[[RunConfig], Mapping[str, Any]]
 RESULTS, ERROR = "results.jsonl", "error.txt"

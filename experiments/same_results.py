@@ -27,7 +27,7 @@ from against import ROOT, worktree
 TRAININGS = {
     "online": [],
     "cached": [
-        "distill={loss: {kind: blend, hard: cross_entropy, soft: jensen_shannon}, teacher: cached, micro_batch_size: 2}",
+        "distill={loss: {kind: lk_lambda}, teacher: cached, micro_batch_size: 2}",
         "distill.optimizer={kind: muon, ema: 0.9}",
     ],
     "on_policy": [

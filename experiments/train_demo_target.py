@@ -28,8 +28,8 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from specjax.distill import corpus, rows
-from specjax.distill.tokenizer import train_tokenizer
+from specjax.data import corpus, rows
+from specjax.data.tokenizer import train_tokenizer
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel, import_transformers, save_model
 from specjax.models.transformer import Model

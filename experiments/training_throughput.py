@@ -40,17 +40,17 @@ from rich.table import Table
 
 from specjax import backend, registry
 from specjax.cli import user_errors, write_atomically
-from specjax.compile_cache import keep_programs
 from specjax.config import RunConfig, Stage, load_config
-from specjax.distill import job
+from specjax.data.rows import Batches
 from specjax.distill.init import Initial, initial_draft
-from specjax.distill.layout import ONE_DEVICE
 from specjax.distill.optimizer import make_optimizer
-from specjax.distill.rows import Batches
 from specjax.distill.selection import held_out_decoding
 from specjax.distill.step import make_update, microbatch_rows, start_state
 from specjax.distill.trainer import LOG_EVERY, train_stage
+from specjax.jobs import distill as job
 from specjax.models.transformer import Model
+from specjax.runtime.compile_cache import keep_programs
+from specjax.runtime.layout import ONE_DEVICE
 from specjax.types import Batch
 
 CONFIG = Path("configs/demo.yaml")

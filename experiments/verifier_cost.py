@@ -22,7 +22,7 @@ from rich.table import Table
 
 from specjax import backend, registry, sampling
 from specjax.backend import decode_layout
-from specjax.decode.costs import median_seconds
+from specjax.evaluation.costs import median_seconds
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model
 from specjax.types import Draft

@@ -207,7 +207,7 @@ def generate(
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs are printed with --json only; add it")
     with user_errors(debug), _programs_kept():
-        from specjax import commands
+        from specjax.jobs import commands
 
         named = [(f"--prompt {i}", text) for i, text in enumerate(prompt or [], 1)]
         named += [(f"--prompt-file {file}", commands.read_prompt(file)) for file in prompt_file or []]
@@ -241,7 +241,7 @@ def generate(
             print(f"note: verifier {verifier!r} is lossy, this is not the target's law", file=sys.stderr)
         given: Sequence[Any] = prompts
         if chat:
-            from specjax.chat import encode
+            from specjax.data.chat_template import encode
 
             given = [encode(decoder.target.tokenizer, text, system) for text in prompts]
         from specjax.report import generation
@@ -265,7 +265,7 @@ def train(config: ConfigPath, overrides: Overrides = None, debug: Debug = False)
 
     Exit status: 2 for what can be mended, 130 after Ctrl-C, 143 after SIGTERM, which saves the step under way first."""
     with user_errors(debug, "interrupted; the same command resumes"), _sigterm_like_ctrl_c():
-        from specjax import commands
+        from specjax.jobs import commands
 
         commands.train(config, overrides or [])
 
@@ -274,7 +274,7 @@ def train(config: ConfigPath, overrides: Overrides = None, debug: Debug = False)
 def demo(overrides: Overrides = None, debug: Debug = False) -> None:
     """Distill a draft for the shipped target, decode with it, and report: what `make demo` runs in a clone."""
     with user_errors(debug):
-        from specjax import commands
+        from specjax.jobs import commands
 
         commands.run_demo([*(overrides or []), *(["--debug"] if debug else [])])
 
@@ -288,13 +288,13 @@ def bench(
 ) -> None:
     """Time the decoding of held-out prompts over the config's grid, against the autoregressive loop."""
     with user_errors(debug):
-        from specjax.commands import load
+        from specjax.jobs.commands import load
 
         settings = load(config, overrides or [])
         _check_file(out)
-        from specjax.distill.measure import run_bench
-        from specjax.distill.progress import console_bars
+        from specjax.jobs.bench import run_bench
         from specjax.report.terminal import decoding_table
+        from specjax.runtime.progress import console_bars
 
         with _programs_kept(settings.compile_cache):
             results = run_bench(settings, console_bars(Console(stderr=True)))
@@ -322,13 +322,13 @@ def numerics(
 ) -> None:
     """Where the target's logits depend on how they are computed: dtype, batch size, single tokens or blocks."""
     with user_errors(debug):
-        from specjax.commands import load
+        from specjax.jobs.commands import load
 
         settings = load(config, overrides or [])
         _check_file(out)
-        from specjax.distill.progress import console_bars
-        from specjax.numerics import run_numerics
+        from specjax.evaluation.numerics import run_numerics
         from specjax.report.terminal import numerics_table
+        from specjax.runtime.progress import console_bars
 
         with _programs_kept(settings.compile_cache):
             results = run_numerics(settings, prompts, tokens, console_bars(Console(stderr=True)))
@@ -350,14 +350,14 @@ def certify(
 
     Exit status 1 if a check fails."""
     with user_errors(debug):
-        from specjax.commands import load
+        from specjax.jobs.commands import load
 
         settings = load(config, overrides or [])
         directory = Path(settings.out) if out is None else out
         if directory.exists() and not directory.is_dir():
             raise SpecjaxError(f"--out {directory}: not a directory; the certificate goes there, give another")
-        from specjax.distill.measure import run_certify
-        from specjax.distill.progress import console_bars
+        from specjax.jobs.bench import run_certify
+        from specjax.runtime.progress import console_bars
 
         with _programs_kept(settings.compile_cache):
             certificate = run_certify(settings, console_bars(Console(stderr=True)))
@@ -388,9 +388,9 @@ def generate_data(
 ) -> None:
     """Let the target write the data that the config's distillation trains on. Resumable."""
     with user_errors(debug, "interrupted; the same command resumes"):
-        from specjax.commands import load
-        from specjax.distill.make_data import make_data
-        from specjax.distill.progress import console_bars
+        from specjax.jobs.commands import load
+        from specjax.jobs.generate_data import make_data
+        from specjax.runtime.progress import console_bars
 
         settings = load(config, overrides or [])
         with _programs_kept(settings.compile_cache):
@@ -481,7 +481,7 @@ def _message(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _programs_kept(wanted: bool = True) -> Iterator[None]:
-    from specjax.compile_cache import programs_kept
+    from specjax.runtime.compile_cache import programs_kept
 
     with programs_kept(wanted):
         yield

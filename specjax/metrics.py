@@ -29,7 +29,7 @@ Predicted from alpha or tau and from costs (`expected_emitted` and what follows 
     ttft, tpot, itl    of a request, see `Latencies`
     tokens_per_s       emitted / wall seconds, all rows together
     cost_per_1k_tokens money, at a price per hour of the machine
-    speedup            wall time of the autoregressive loop / of speculation, equal emitted tokens: specjax.decode.bench
+    speedup            wall time of the autoregressive loop / of speculation, equal emitted tokens: evaluation/bench.py
 """
 
 from __future__ import annotations

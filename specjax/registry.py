@@ -29,9 +29,9 @@ VERIFIERS = {
     "typical": "specjax.verifiers.typical:Typical",
 }
 DATA = {
-    "generated": "specjax.distill.generated:Generated",
-    "on_policy": "specjax.distill.on_policy:OnPolicy",
-    "text": "specjax.distill.text:Text",
+    "generated": "specjax.distill.sources.generated:Generated",
+    "on_policy": "specjax.distill.sources.on_policy:OnPolicy",
+    "text": "specjax.distill.sources.text:Text",
 }
 LOSSES = {
     "adaspec": "specjax.distill.losses:AdaSPEC",

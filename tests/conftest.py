@@ -38,8 +38,8 @@ from specjax import metrics
 
 metrics.alpha_per_position = jaxtyping.jaxtyped(typechecker=beartype.beartype)(metrics.alpha_per_position)
 
-from specjax.distill.corpus import Document
-from specjax.distill.tokenizer import train_tokenizer
+from specjax.data.corpus import Document
+from specjax.data.tokenizer import train_tokenizer
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model

@@ -18,9 +18,10 @@ import pytest
 from typer.testing import CliRunner
 
 import specjax
-from specjax import cli, commands
+from specjax import cli
 from specjax.decode.request import derive_seeds
 from specjax.errors import ConfigError, ModelError, Stopped
+from specjax.jobs import commands
 from specjax.metrics import DecodeStats
 from specjax.report import generation
 
@@ -198,7 +199,7 @@ def benched(monkeypatch):
         row = {"drafter": "ngram", "k": 3, "batch_size": 1, "temperature": 0.0, "tokens_per_s": 12.5}
         return {"decoding": [row], "figures": {"speedup_greedy": 1.234}}
 
-    monkeypatch.setitem(sys.modules, "specjax.distill.measure", types.SimpleNamespace(run_bench=run_bench))
+    monkeypatch.setitem(sys.modules, "specjax.jobs.bench", types.SimpleNamespace(run_bench=run_bench))
     return seen
 
 
@@ -336,7 +337,7 @@ def test_every_public_name_can_be_imported():
 
 
 def test_generate_data_says_what_was_made(tmp_path, monkeypatch, capsys):
-    from specjax.distill import make_data
+    from specjax.jobs import generate_data as make_data
 
     calls = []
 
@@ -372,7 +373,7 @@ def test_train_is_what_train_draft_does(monkeypatch, config_file):
     monkeypatch.setattr(commands, "train", lambda config, overrides: seen.append((config, overrides)))
     assert call("train", str(config_file), "distill.steps=3").exit_code == 0
     assert seen == [(config_file, ["distill.steps=3"])]
-    assert train_draft.main.__module__ == "specjax.commands"
+    assert train_draft.main.__module__ == "specjax.jobs.commands"
 
 
 def test_a_config_that_comes_with_specjax_is_found_by_its_name(monkeypatch, tmp_path, capsys):
@@ -408,7 +409,7 @@ def test_the_demo_is_found_from_inside_a_clone(monkeypatch):
 
 def test_the_demo_without_a_clone_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(commands, "__file__", str(tmp_path / "site-packages/specjax/commands.py"))
+    monkeypatch.setattr(commands, "__file__", str(tmp_path / "site-packages/specjax/jobs/commands.py"))
     result = call("demo")
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1

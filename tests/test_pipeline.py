@@ -12,9 +12,9 @@ import pipeline
 from rich.console import Console
 
 from specjax.config import load_config
-from specjax.decode import bench
-from specjax.distill import measure
-from specjax.distill.progress import no_bars
+from specjax.evaluation import bench
+from specjax.jobs import bench as measure
+from specjax.runtime.progress import no_bars
 
 ROOT = Path(__file__).resolve().parents[1]
 

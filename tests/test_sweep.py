@@ -10,8 +10,8 @@ import check_summary
 import pytest
 import run as runner
 
-from specjax.distill.lock import exclusive
 from specjax.errors import ConfigError, DataError, TrainingError
+from specjax.runtime.lock import exclusive
 
 BASE = "target: {path: models/target}\ndata: {path: python-stdlib}\n"
 GOOD = {

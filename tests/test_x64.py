@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 
 from specjax import config
-from specjax.decode import forced
+from specjax.data.rows import Packed
 from specjax.decode.decoder import Decoder
-from specjax.distill.evaluate import evaluate
 from specjax.distill.laws import top_k_logits
-from specjax.distill.layout import ONE_DEVICE
 from specjax.distill.losses import ForwardKL
 from specjax.distill.optimizer import make_optimizer
-from specjax.distill.rows import Packed
 from specjax.distill.step import make_update, start_state
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
+from specjax.evaluation import forced
+from specjax.evaluation.evaluate import evaluate
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
+from specjax.runtime.layout import ONE_DEVICE
 from specjax.testing.toys import context, neutral_sampling
 from specjax.types import Batch
 from tests.cases import in_proof

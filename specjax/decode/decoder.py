@@ -169,7 +169,7 @@ class Decoder:
     def prefilled(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int, **sampling: Unpack[SamplingOptions]
     ) -> DecodeState:
-        """The state after prefill, in a cache that holds the whole generation: where `specjax.decode.costs` starts."""
+        """The state after prefill, in a cache that holds the whole generation, for `specjax.evaluation.costs`."""
         run = self._run(prompts, max_new_tokens, 0, True, sampling=sampling)
         return self._prefill(run, run.batch.slots[-1])
 

@@ -18,8 +18,8 @@ from pydantic import AfterValidator, Field
 from specjax import config as config_lib
 from specjax import registry
 from specjax.config import RunConfig
+from specjax.data.rows import Rows, spread
 from specjax.distill.prune import check_cuttable, prune
-from specjax.distill.rows import Rows, spread
 from specjax.distill.shape import resized
 from specjax.distill.teacher import completed
 from specjax.drafters.draft_model import DraftModel

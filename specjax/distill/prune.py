@@ -27,12 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specjax.distill.distributed import whole
 from specjax.distill.shape import spread
 from specjax.errors import ConfigError
 from specjax.models.config import LayerKind, ModelConfig, Norm
 from specjax.models.training import block_of
 from specjax.models.transformer import Model, normed
+from specjax.runtime.distributed import whole
 from specjax.types import Params
 
 _ROWS = 8192

@@ -23,20 +23,20 @@ import jax
 
 from specjax import config, registry
 from specjax.config import RunConfig
+from specjax.data.corpus import Document
+from specjax.data.prompts import PLACES, HeldOutPrompt, cut_prompts
 from specjax.decode.decoder import Decoder
 from specjax.decode.result import check_finite
-from specjax.distill import fingerprint
-from specjax.distill.checkpoint import Checkpoints
-from specjax.distill.corpus import Document
-from specjax.distill.layout import make_layout
-from specjax.distill.log import note, read_log
-from specjax.distill.prompts import PLACES, HeldOutPrompt, cut_prompts
 from specjax.distill.teacher import completed
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.metrics import DecodeStats, Interval, block_efficiency_interval, tokens_per_s
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
+from specjax.runtime import fingerprint
+from specjax.runtime.checkpoint import Checkpoints
+from specjax.runtime.layout import make_layout
+from specjax.runtime.log import note, read_log
 from specjax.types import Params, Trainable
 
 BEST, SCORES = "best", "scores.json"

@@ -17,12 +17,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from specjax import backend
-from specjax.distill.evaluate import matched
 from specjax.distill.laws import acceptance
-from specjax.distill.layout import ONE_DEVICE, Layout
 from specjax.distill.optimizer import Average
 from specjax.distill.teacher import completed, target_output
+from specjax.evaluation.evaluate import matched
 from specjax.models.vocabulary import TokenRows
+from specjax.runtime.layout import ONE_DEVICE, Layout
 from specjax.types import Batch, FullLogits, Loss, LossContext, Params, Trainable
 
 MICRO_TOKENS_CPU = 512

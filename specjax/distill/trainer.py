@@ -14,26 +14,26 @@ import jax
 import numpy as np
 
 from specjax import backend, config, registry
-from specjax.distill import fingerprint
-from specjax.distill.checkpoint import Checkpoints, Restored, steps_taken
-from specjax.distill.distributed import by_first
-from specjax.distill.evaluate import evaluate
-from specjax.distill.layout import ONE_DEVICE, Layout
-from specjax.distill.log import LOG, Log, read_log
+from specjax.data.rows import Batches, Rows
 from specjax.distill.losses import references_of
-from specjax.distill.on_policy import Sampler
 from specjax.distill.optimizer import make_optimizer, make_schedule
-from specjax.distill.profile import Profile
-from specjax.distill.progress import Bars, StepProgress, no_bars, waiting
-from specjax.distill.rows import Batches, Rows
 from specjax.distill.selection import Decodes, Selector, fingerprint_of
-from specjax.distill.signals import stop_requested
+from specjax.distill.sources.on_policy import Sampler
 from specjax.distill.step import make_update, microbatch_rows, start_state
 from specjax.distill.teacher_cache import cached_rows, numbers_of, shared_rows
 from specjax.errors import ConfigError, Stopped, TrainingError
+from specjax.evaluation.evaluate import evaluate
 from specjax.models.training import TrainingModel
 from specjax.models.transformer import Model
 from specjax.models.vocabulary import TokenRows
+from specjax.runtime import fingerprint
+from specjax.runtime.checkpoint import Checkpoints, Restored, steps_taken
+from specjax.runtime.distributed import by_first
+from specjax.runtime.layout import ONE_DEVICE, Layout
+from specjax.runtime.log import LOG, Log, read_log
+from specjax.runtime.profile import Profile
+from specjax.runtime.progress import Bars, StepProgress, no_bars, waiting
+from specjax.runtime.signals import stop_requested
 from specjax.types import Batch, Params, Sharing, Trainable
 
 LOG_EVERY = 10
@@ -64,9 +64,9 @@ def train_stage(
     """Train ``params`` as ``stage`` says and return the result; a finished stage returns its own at once.
 
     ``target``: a `LoadedModel`, or None where the loss needs none (then no acceptance is measured). ``train_rows``:
-    of the stage's data (`specjax.distill.stock`); ``sample``: from the draft, for data that is on-policy. Called again
-    after an interruption, it goes on from the last checkpoint in ``directory`` to the same weights, optimizer state
-    and log, bit for bit, on the same ``layout`` (the log's ``tokens_per_s`` is a timing). ``directory``
+    of the stage's data (`specjax.distill.sources.stock`); ``sample``: from the draft, for data that is on-policy.
+    Called again after an interruption, it goes on from the last checkpoint in ``directory`` to the same weights,
+    optimizer state and log, bit for bit, on the same ``layout`` (the log's ``tokens_per_s`` is a timing). ``directory``
     keeps ``log.jsonl`` (`read_log`), checkpoints, a fingerprint, and what `jax.profiler` traced. Of several processes,
     all call this. ``decoding``: decodes with the draft at every evaluation, and says whether that decides which weights
     are returned and when the stage ends (`specjax.distill.selection`). ``bars``: show what is made before the first

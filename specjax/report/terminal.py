@@ -136,7 +136,7 @@ def decoding_table(rows: Sequence[Any]) -> Table:
 
 
 def numerics_table(comparisons: Sequence[Mapping[str, Any]]) -> Table:
-    """What `specjax.numerics` found (its JSON), a section for each path that others are compared with."""
+    """What `specjax.evaluation.numerics` found (its JSON), a section for each path that others are compared with."""
     headers = ("max", "mean", "near\nties", "other", "first")
     table = _table("Drift of the logits of the same tokens", "against, path", headers)
     table.caption_justify = "left"

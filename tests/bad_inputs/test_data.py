@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from specjax.config import Data, RunConfig, Target
-from specjax.distill import fingerprint, job, lock, log
-from specjax.distill.corpus import read_documents
-from specjax.distill.stock import Stock
+from specjax.data.corpus import read_documents
+from specjax.distill.sources.stock import Stock
 from specjax.errors import DataError, SpecjaxError, TrainingError
+from specjax.jobs import distill as job
+from specjax.runtime import fingerprint, lock, log
 
 from .table import Row, World, check, row
 

@@ -12,12 +12,12 @@ import pytest
 
 from specjax import sampling
 from specjax.decode import engine as engine_lib
-from specjax.decode.costs import count_compiles
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds, prepare
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import DataError, SpecjaxError
+from specjax.evaluation.costs import count_compiles
 from specjax.models.config import Norm
 from specjax.testing.toys import context, neutral_sampling, prefix_model
 from specjax.types import Batch

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from specjax import backend, sampling
-from specjax.certify import certify
 from specjax.config import Certify
 from specjax.decode import engine
-from specjax.decode.bench import Bench, Cell
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import ModelError
+from specjax.evaluation.bench import Bench, Cell
+from specjax.evaluation.certify import certify
 from specjax.testing.toys import ToyModel, neutral_sampling, prefix_model, related
 from specjax.types import CoupledNoise, Draft, Noise
 from specjax.verifiers.block import Block

@@ -29,12 +29,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from specjax.distill import checkpoint, fingerprint, trainer
-from specjax.distill.checkpoint import Checkpoints
-from specjax.distill.log import read_log
+from specjax.data.rows import Batches
+from specjax.distill import trainer
 from specjax.distill.optimizer import make_optimizer
-from specjax.distill.rows import Batches
 from specjax.distill.step import TrainState
+from specjax.runtime import checkpoint, fingerprint
+from specjax.runtime.checkpoint import Checkpoints
+from specjax.runtime.log import read_log
 from tests.distill import test_on_policy, toys
 
 PHASES = ("step", "save", "evaluation", "manifest")

@@ -15,18 +15,18 @@ import jax
 import numpy as np
 
 from specjax import config
-from specjax.distill import distributed, fingerprint
-from specjax.distill.layout import Layout, make_layout
+from specjax.data.rows import Batches
 from specjax.distill.losses import ForwardKL
-from specjax.distill.on_policy import OnPolicy, draft_sampler
 from specjax.distill.optimizer import make_optimizer
-from specjax.distill.rows import Batches
+from specjax.distill.sources.on_policy import OnPolicy, draft_sampler
 from specjax.distill.step import make_update, start_state
 from specjax.distill.teacher_cache import cached_rows
 from specjax.drafters.draft_model import DraftModel
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
+from specjax.runtime import distributed, fingerprint
+from specjax.runtime.layout import Layout, make_layout
 from specjax.types import Batch
 from tests.distill import test_on_policy, toys
 

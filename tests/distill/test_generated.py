@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 
 from specjax import registry
+from specjax.data import shards as store
+from specjax.data.readers import Bad
+from specjax.data.rows import Packed
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
-from specjax.distill import generated, store
-from specjax.distill.continuations import Prompts, Sampled, prompts_of_file, prompts_of_text
-from specjax.distill.generated import Generated, make
-from specjax.distill.on_policy import Mixed, OnPolicy
-from specjax.distill.readers import Bad
-from specjax.distill.rows import Packed
-from specjax.distill.stock import Stock
+from specjax.distill.sources import generated
+from specjax.distill.sources.continuations import Prompts, Sampled, prompts_of_file, prompts_of_text
+from specjax.distill.sources.generated import Generated, make
+from specjax.distill.sources.on_policy import Mixed, OnPolicy
+from specjax.distill.sources.stock import Stock
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.models.config import LayerKind

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from specjax import config, registry
+from specjax.data.rows import take
 from specjax.distill import init
-from specjax.distill.evaluate import evaluate
 from specjax.distill.init import SharedEnds, initial_draft
 from specjax.distill.optimizer import make_optimizer
-from specjax.distill.rows import take
 from specjax.distill.step import TrainState, make_update
 from specjax.distill.teacher import completed
 from specjax.distill.trainer import train_stage
 from specjax.errors import ConfigError, TrainingError
+from specjax.evaluation.evaluate import evaluate
 from specjax.models.families import family_of
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.models.transformer import Model

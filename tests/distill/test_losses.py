@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specjax import registry
-from specjax.distill import fingerprint, losses
+from specjax.distill import losses
 from specjax.distill.laws import acceptance, top_k_logits
 from specjax.distill.losses import (
     AdaSPEC,
@@ -27,6 +27,7 @@ from specjax.distill.losses import (
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, ModelError
 from specjax.models.hf import LoadedModel, save_model
+from specjax.runtime import fingerprint
 from specjax.types import FullLogits, LossContext
 
 ROWS, LENGTH, VOCAB = 2, 5, 7

@@ -17,14 +17,14 @@ import pytest
 from pydantic import ValidationError
 
 from specjax import config
+from specjax.data.rows import Batches, Packed
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
-from specjax.distill import fingerprint
-from specjax.distill.layout import ONE_DEVICE
-from specjax.distill.on_policy import Mixed, OnPolicy, draft_sampler
-from specjax.distill.rows import Batches, Packed
+from specjax.distill.sources.on_policy import Mixed, OnPolicy, draft_sampler
 from specjax.distill.trainer import train_stage
 from specjax.errors import TrainingError
+from specjax.runtime import fingerprint
+from specjax.runtime.layout import ONE_DEVICE
 from tests.distill import toys
 from tests.distill.toys import LENGTH, VOCAB, BigramDraft, Interrupt, assert_same, interrupt_after
 

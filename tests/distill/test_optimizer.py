@@ -11,11 +11,11 @@ import optax
 import pytest
 
 from specjax import config
-from specjax.distill.layout import Layout
+from specjax.data.rows import take
 from specjax.distill.losses import ForwardKL
 from specjax.distill.optimizer import Average, make_optimizer, make_schedule
-from specjax.distill.rows import take
 from specjax.distill.step import make_update, start_state
+from specjax.runtime.layout import Layout
 from tests.distill import toys
 from tests.distill.toys import BigramDraft, Interrupt, assert_same, bigram_params, interrupt_after
 

@@ -13,11 +13,11 @@ import optax
 import pytest
 
 from specjax import registry
-from specjax.distill.evaluate import evaluate, matched
-from specjax.distill.rows import take
+from specjax.data.rows import take
 from specjax.distill.step import TrainState, make_update
 from specjax.distill.teacher_cache import cached_rows
 from specjax.errors import ConfigError
+from specjax.evaluation.evaluate import evaluate, matched
 from specjax.models.vocabulary import TokenRows
 from specjax.types import FullLogits, LossContext
 from tests.distill import toys

@@ -22,21 +22,21 @@ import pytest
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from specjax import config
-from specjax.distill import distributed, fingerprint
-from specjax.distill.checkpoint import Checkpoints
-from specjax.distill.evaluate import evaluate
-from specjax.distill.layout import Layout, make_layout
-from specjax.distill.log import read_log
+from specjax.data.rows import take
 from specjax.distill.losses import ForwardKL
 from specjax.distill.optimizer import make_optimizer
-from specjax.distill.rows import take
 from specjax.distill.step import make_update, microbatch_rows, start_state
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
+from specjax.evaluation.evaluate import evaluate
 from specjax.models.config import LayerKind
 from specjax.models.hf import load_model
 from specjax.models.training import TrainingModel
 from specjax.models.transformer import Model
+from specjax.runtime import distributed, fingerprint
+from specjax.runtime.checkpoint import Checkpoints
+from specjax.runtime.layout import Layout, make_layout
+from specjax.runtime.log import read_log
 from tests.cases import in_proof
 from tests.distill import scale, test_on_policy, toys
 from tests.distill.scale import FOUR, SHAPE, Trained

@@ -16,17 +16,20 @@ import jax.numpy as jnp
 import pytest
 
 from specjax import config
-from specjax.decode.costs import count_compiles
+from specjax.data.corpus import Document, Part
+from specjax.data.prompts import HeldOutPrompt, cut_prompts
 from specjax.decode.decoder import Decoder
-from specjax.distill import checkpoint, compare, fingerprint, measure, selection
-from specjax.distill.corpus import Document, Part
-from specjax.distill.layout import make_layout
-from specjax.distill.log import read_log
-from specjax.distill.prompts import HeldOutPrompt, cut_prompts
+from specjax.distill import selection
 from specjax.distill.selection import Decoded, Selector, held_out_decoding
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
+from specjax.evaluation import compare
+from specjax.evaluation.costs import count_compiles
+from specjax.jobs import bench as measure
 from specjax.metrics import DecodeStats
+from specjax.runtime import checkpoint, fingerprint
+from specjax.runtime.layout import make_layout
+from specjax.runtime.log import read_log
 from specjax.testing.toys import prefix_model, related
 from tests.cases import in_proof
 from tests.distill import toys

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 from specjax import registry
+from specjax.data.rows import take
 from specjax.distill.laws import top_k_logits
-from specjax.distill.rows import take
 from specjax.distill.step import ALPHA_MEMORY, TrainState, make_update
 from specjax.types import Batch
 from tests.distill import toys

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.data.rows import Batches, Packed, take
 from specjax.distill import teacher_cache
 from specjax.distill.laws import acceptance, top_k_logits
-from specjax.distill.log import read_log
-from specjax.distill.rows import Batches, Packed, take
 from specjax.distill.teacher import target_output
 from specjax.distill.teacher_cache import (
     cached_rows,
@@ -30,6 +29,7 @@ from specjax.distill.teacher_cache import (
     to_records,
 )
 from specjax.errors import ConfigError, TrainingError
+from specjax.runtime.log import read_log
 from specjax.types import TopKLogits
 from tests.distill import toys
 from tests.distill.test_losses import log_softmax64

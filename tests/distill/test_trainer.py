@@ -15,17 +15,17 @@ import optax
 import pytest
 
 from specjax import config, registry
+from specjax.data.rows import Batches, take
 from specjax.distill import step, trainer
-from specjax.distill.checkpoint import Checkpoints
-from specjax.distill.evaluate import evaluate
-from specjax.distill.log import read_log
 from specjax.distill.losses import AdaSPEC
 from specjax.distill.optimizer import make_optimizer
-from specjax.distill.rows import Batches, take
-from specjax.distill.signals import stop_requested
 from specjax.distill.step import TrainState, make_update, microbatch_rows
 from specjax.distill.trainer import train_stage
 from specjax.errors import DataError, Stopped, TrainingError
+from specjax.evaluation.evaluate import evaluate
+from specjax.runtime.checkpoint import Checkpoints
+from specjax.runtime.log import read_log
+from specjax.runtime.signals import stop_requested
 from tests.distill import toys
 from tests.distill.toys import BigramDraft, Interrupt, assert_same, bigram_params, interrupt_after
 

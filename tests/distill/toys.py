@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import config
-from specjax.distill import fingerprint
-from specjax.distill.layout import ONE_DEVICE
 from specjax.distill.trainer import train_stage
+from specjax.runtime import fingerprint
+from specjax.runtime.layout import ONE_DEVICE
 from specjax.types import Batch, DraftOutput, Output
 
 VOCAB, LENGTH = 12, 8

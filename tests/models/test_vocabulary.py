@@ -13,15 +13,15 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specjax.decode.bench import count_recompiles
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import DataError, ModelError
+from specjax.evaluation.bench import count_recompiles
+from specjax.evaluation.numerics import measure
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
 from specjax.models.vocabulary import check_same_vocabulary, unused_ids
-from specjax.numerics import measure
 from specjax.testing.target_law import TargetLaw
 from specjax.testing.toys import ToyModel, exact_law, prefix_model, related
 from specjax.verifiers.block import Block

@@ -11,47 +11,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import metrics
-from specjax.distill import (
-    checkpoint,
-    fingerprint,
-    init,
-    laws,
-    losses,
-    on_policy,
-    optimizer,
-    progress_lines,
-    rows,
-    selection,
-    step,
-    store,
-    teacher_cache,
-)
-from specjax.distill.checkpoint import Checkpoints
-from specjax.distill.layout import Layout
-from specjax.distill.log import Log
+from specjax.data import rows
+from specjax.data import shards as store
+from specjax.distill import init, laws, losses, optimizer, selection, step, teacher_cache
+from specjax.distill.sources import on_policy
 from specjax.models.vocabulary import TokenRows
+from specjax.runtime import checkpoint, fingerprint, progress_lines
+from specjax.runtime.checkpoint import Checkpoints
+from specjax.runtime.layout import Layout
+from specjax.runtime.log import Log
 from tests import test_metrics
+from tests.data import test_rows
+from tests.data import test_shards as test_store
 from tests.distill import (
-    test_checkpoint,
-    test_fingerprint,
     test_init,
-    test_log,
     test_losses,
     test_on_policy,
     test_optimizer,
     test_padding,
-    test_progress,
-    test_rows,
     test_scale,
     test_selection,
     test_step,
-    test_store,
     test_teacher_cache,
     test_trainer,
     toys,
 )
 from tests.models import test_vocabulary
 from tests.mutants.table import Patch, mutant, wrap
+from tests.runtime import test_checkpoint, test_fingerprint, test_log, test_progress
 
 # The losses, against their float64 references.
 

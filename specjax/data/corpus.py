@@ -1,0 +1,184 @@
+"""Text in, documents out: local files, JSONL, Parquet, a data set of the hub or the running Python's standard library.
+
+Held-out documents are chosen by the hash of their content, so that no run over the same text, on any machine, with any
+seed, ever trains on them; a long one is on one side with all of its pieces. (An edited file is another document: the
+standard library of another Python version holds near copies of what the shipped target was trained on.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specjax.data import chat_template as chat
+from specjax.data import readers
+from specjax.data.document import Document, Part
+from specjax.data.readers import STDLIB, Bad, Hub
+from specjax.errors import DataError
+
+__all__ = ["STDLIB", "Bad", "Document", "Hub", "Part", "corpus_digest", "read_documents", "rendered", "split_held_out"]
+_LONGEST_PIECE = 16_384
+_MUCH = 0.05
+"""Of a text: a share that is no accident of the hashes of many documents."""
+_log = logging.getLogger(__name__)
+
+
+def read_documents(
+    path: str, bad: Bad | None = None, hub: Hub | None = None, columns: Mapping[str, str] | None = None
+) -> list[Document]:
+    """Every document under ``path``: `python-stdlib`, a text file, a ``.jsonl`` or ``.parquet`` file, a directory of
+    such files, or ``hf:NAME`` (``hub`` says what of it). Records are described in `specjax.data.readers`;
+    ``columns``: what of them stands under another name.
+
+    Sorted by name; duplicates by content and empty documents are dropped. What a user brings as plain text is cut at
+    line ends into pieces of at most `_LONGEST_PIECE` characters (`Document.cut_from`). A document's source is what its
+    record says; else the subdirectory of ``path`` that it is in, else the name of ``path``.
+
+    Raises `DataError` naming the file (and line) for anything missing, malformed, empty or not UTF-8; with a ``bad``
+    that skips, what is wrong inside ``path`` is counted there instead.
+    """
+    bad, columns = Bad() if bad is None else bad, columns or {}
+    if path == STDLIB:
+        documents = readers.read_stdlib()
+    elif path.startswith(readers.HUB):
+        found = readers.read_hub(path, hub or Hub(), bad, columns)
+        documents = [piece for document in found for piece in _pieces(document)]
+    else:
+        documents = [piece for document in _read_files(path, bad, columns) for piece in _pieces(document)]
+    unique = {d.digest: d for d in documents if d.text.strip()}
+    if not unique:
+        skipped = f"; {bad}" if bad.counts else ""
+        raise DataError(f"data.path: {path!r} holds no text (every document is empty){skipped}")
+    return sorted(unique.values(), key=lambda d: d.name)
+
+
+def _read_files(path: str, bad: Bad, columns: Mapping[str, str]) -> Iterator[Document]:
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise DataError(
+            f"data.path: {path!r} does not exist; "
+            f"give a text, .jsonl or .parquet file, a directory of them, {STDLIB!r} or {readers.HUB}NAME"
+        )
+    known = readers.READERS
+    files = [root] if root.is_file() else sorted(f for f in root.rglob("*") if f.suffix in known and f.is_file())
+    if not files:
+        raise DataError(f"data.path: {path!r} holds no file ending in {', '.join(sorted(known))}")
+    for file in files:
+        inside = file.relative_to(root).parts
+        source = inside[0] if len(inside) > 1 else root.resolve().stem
+        yield from known.get(file.suffix, readers.read_text)(file, source, bad, columns)
+
+
+def _pieces(document: Document) -> Iterator[Document]:
+    if len(document.text) <= _LONGEST_PIECE or document.parts or document.messages:
+        yield document
+        return
+    start, number, whole = 0, 1, document.digest
+    while start < len(document.text):
+        end = start + _LONGEST_PIECE
+        if end < len(document.text):
+            # After the last line end that fits; a longer line is cut where it must be.
+            end = document.text.rfind("\n", start, end) + 1 or end
+        name, text = f"{document.name}:{number:06}", document.text[start:end]
+        yield dataclasses.replace(document, name=name, text=text, cut_from=whole)
+        start, number = end, number + 1
+
+
+def split_held_out(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
+    """(train, held out): held out is a document whose content hash, as a number in [0, 1), is below ``fraction``, with
+    all pieces of it; where that is none, the shortest. Of a text that is the only document the last pieces are held
+    out, with a warning: they are close to what is trained on. Another warning says where few documents make it a share
+    of the characters that is far from ``fraction``."""
+    of = [document.cut_from or document.digest for document in documents]
+    whole = sorted(set(of))
+    if len(whole) == 1 and len(documents) > 1:
+        name = documents[0].name.rpartition(":")[0]
+        _log.warning("%s is the only document: its end is held out, and close to what is trained on", name)
+        kept = min(len(documents) - 1, max(1, round(fraction * len(documents))))
+        return [*documents[:-kept]], [*documents[-kept:]]
+    chosen = {digest for digest in whole if int(digest[:16], 16) / 2**64 < fraction}
+    sizes = dict.fromkeys(whole, 0)
+    for document, digest in zip(documents, of, strict=True):
+        sizes[digest] += len(document.text)
+    by_hash = bool(chosen)
+    if not by_hash and len(whole) > 1:
+        chosen = {min(whole, key=lambda digest: (sizes[digest], digest))}
+    share = sum(sizes[digest] for digest in chosen) / max(1, sum(sizes.values()))
+    too_little = chosen and not by_hash and share < fraction / 2
+    if too_little or share > max(2 * fraction, fraction + _MUCH):
+        _log.warning(
+            "%.3g%% of the text is held out, where data.held_out asks for %.3g%%: a document is held out whole, and "
+            "these are few or of very different lengths; give more, of similar lengths",
+            *(100 * share, 100 * fraction),
+        )
+    sides: tuple[list[Document], list[Document]] = [], []
+    for document, digest in zip(documents, of, strict=True):
+        sides[digest in chosen].append(document)
+    return sides
+
+
+def corpus_digest(documents: Iterable[Document]) -> str:
+    """SHA-256 over the sorted content hashes: names the exact set of texts."""
+    return hashlib.sha256("".join(sorted(d.digest for d in documents)).encode()).hexdigest()
+
+
+def rendered(
+    documents: Iterable[Document], tokenizer: Any, bad: Bad | None = None, today: datetime.date | None = None
+) -> list[Document]:
+    """The documents with every chat as the tokenizer's chat template writes it; what the assistant says, up to where
+    the next message begins, is predicted, each time after what the template makes of the chat so far. Where the
+    template writes earlier turns otherwise than it did when they were the last (without their reasoning, say), the
+    chat becomes several documents. ``today``: for templates that print the date.
+
+    Raises `DataError` if there are chats and no template; a chat that the template does not take is ``bad``.
+    """
+    bad, found = Bad() if bad is None else bad, []
+    for document in documents:
+        if not document.messages:
+            found.append(document)
+            continue
+        if not getattr(tokenizer, "chat_template", None):
+            raise DataError(
+                f"{document.name}: 'messages' need a chat template, and the target's tokenizer has none; use a chat "
+                "model as the target, or give 'prompt' and 'completion'"
+            )
+        try:
+            turns = _turns(document, tokenizer, today)
+        except Exception as error:  # a template is a program: it raises what it likes, and Jinja more
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            bad.found("chats", f"{document.name}: the chat template does not take its messages ({reason}); mend them")
+            continue
+        for number, parts in enumerate(turns, 1):
+            name = document.name if len(turns) == 1 else f"{document.name}:{number}"
+            text = "".join(part.text for part in parts)
+            found.append(dataclasses.replace(document, name=name, text=text, parts=parts))
+    return found
+
+
+def _turns(document: Document, tokenizer: Any, today: datetime.date | None) -> list[tuple[Part, ...]]:
+    """Parts of one document, or of several."""
+    messages = document.messages
+
+    def render(count: int, asks: bool) -> str:
+        return chat.render(tokenizer, messages[:count], document.tools, tokenize=False, asks=asks, today=today)
+
+    documents: list[tuple[Part, ...]] = []
+    written = None
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, after = render(i, True), render(i + 1, False)
+        if not after.startswith(before):
+            raise ValueError(f"what precedes message {i + 1} changes when the message is there")
+        answer = Part(after[len(before) :], False)
+        if written is not None and before.startswith(written):
+            documents[-1] += (Part(before[len(written) :], True), answer)
+        else:
+            documents.append((Part(before, True), answer))
+        written = after
+    return documents

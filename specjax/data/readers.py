@@ -1,0 +1,236 @@
+"""Files in, records as documents out: text, JSONL, Parquet and data sets of the Hugging Face hub.
+
+A record is a mapping with ``text``; or ``prompt`` and ``completion``; or a chat: ``messages``, ShareGPT's
+``conversations`` (from, value), or Alpaca's ``instruction``, ``input`` and ``output`` (specjax.data.chats).
+``source``, a string, labels where it came from. ``columns`` says what stands under another name.
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from specjax.config import Hub
+from specjax.data import chats
+from specjax.data.document import Document, Part
+from specjax.errors import DataError
+
+STDLIB, HUB = "python-stdlib", "hf:"
+# Generated tables and topic texts, and bundled wheels: no source to learn from.
+_STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "__pycache__", "encodings", "pydoc_data", "ensurepip"}
+_SHAPES = (("messages",), ("prompt", "completion"), ("text",), ("conversations",), ("instruction", "output"))
+_BESIDE = ("input", "system", "tools", "source")
+_NESTED = ("messages", "conversations", "tools")
+_WANTED = (
+    "give 'text', or 'prompt' and 'completion', or 'messages', or say which columns are that: "
+    "data.columns={prompt: question, completion: answer}"
+)
+
+
+class Bad:
+    """What becomes of a record that cannot be used: an error, or a skip that is counted. ``counts``: reason -> records
+    skipped; ``first``: reason -> the first of them."""
+
+    def __init__(self, on_bad: Literal["error", "skip"] = "error"):
+        self._skips = on_bad == "skip"
+        self.counts: dict[str, int] = {}
+        self.first: dict[str, str] = {}
+
+    def found(self, reason: str, what: str) -> None:
+        """``what``: place, value, remedy. Raises `DataError` with it unless records are skipped."""
+        if not self._skips:
+            raise DataError(f"{what}; or set data.on_bad=skip to go on without it")
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.first.setdefault(reason, what)
+
+    def __str__(self) -> str:
+        return "; ".join(f"{n:,} skipped, {reason} (first: {self.first[reason]})" for reason, n in self.counts.items())
+
+
+class Unusable(Exception):
+    """Why a record cannot be used."""
+
+
+def parse(record: Any, name: str, source: str, where: str, columns: Mapping[str, str] | None = None) -> Document:
+    """A record as a document. Raises `Unusable` with ``where`` and the reason."""
+    if not isinstance(record, Mapping):
+        raise Unusable(f"{where}: no string under the key 'text'; {_WANTED}")
+    record = _renamed(record, columns or {}, where)
+    label = record.get("source")
+    source = label if isinstance(label, str) and label else source
+    shape = next((shape for shape in _SHAPES if any(record.get(key) is not None for key in shape)), ("text",))
+    if shape[0] in ("messages", "conversations", "instruction"):
+        try:
+            messages, tools = chats.of_record(record, shape[0])
+        except ValueError as error:
+            raise Unusable(f"{where}{error}") from None
+        text = json.dumps([*messages, {"tools": tools}] if tools else messages, sort_keys=True, ensure_ascii=False)
+        return Document(name, text, source, messages=messages, tools=tools)
+    texts = [_string(record, key, where) for key in shape]
+    if len(texts) == 1:
+        return Document(name, texts[0], source)
+    if not texts[1]:
+        raise Unusable(f"{where}: 'completion' is empty, so there is nothing to predict; drop the record")
+    parts = tuple(part for part in (Part(texts[0], True), Part(texts[1], False)) if part.text)
+    return Document(name, "".join(texts), source, parts)
+
+
+def _renamed(record: Mapping[str, Any], columns: Mapping[str, str], where: str) -> Mapping[str, Any]:
+    """With our keys in place of the user's. What is not named is not looked at, but for the label."""
+    if not columns:
+        return record
+    missing = next((column for column in columns.values() if column not in record), None)
+    if missing is not None:
+        raise Unusable(f"{where}: no {missing!r}, which data.columns names (it has {', '.join(map(str, record))})")
+    return {"source": record.get("source"), **{ours: record[theirs] for ours, theirs in columns.items()}}
+
+
+def _string(record: Mapping[str, Any], key: str, where: str) -> str:
+    value = record.get(key)
+    if not isinstance(value, str):
+        raise Unusable(f"{where}: no string under the key {key!r}; {_WANTED}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise Unusable(f"{where}: {key!r} holds half of a surrogate pair; drop it") from None
+    return value
+
+
+def read_stdlib() -> list[Document]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    documents = []
+    for file in root.rglob("*.py"):
+        relative = file.relative_to(root)
+        if _STDLIB_SKIPPED.isdisjoint(relative.parts):
+            # A handful of files declare another encoding; they are not worth a special case.
+            raw = file.read_bytes()
+            try:
+                documents.append(Document(relative.as_posix(), raw.decode("utf-8"), STDLIB))
+            except UnicodeDecodeError:
+                continue
+    if not documents:
+        raise DataError(f"data.path: {STDLIB!r} found no source files under {root}; give a path instead")
+    return documents
+
+
+def read_text(file: Path, source: str, bad: Bad, columns: Mapping[str, str]) -> Iterator[Document]:
+    try:
+        yield Document(file.as_posix(), file.read_bytes().decode("utf-8"), source)
+    except UnicodeDecodeError as error:
+        found = f"{file}: not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x})"
+        bad.found("not UTF-8", f"{found}; convert it, for example with iconv")
+
+
+def read_jsonl(file: Path, source: str, bad: Bad, columns: Mapping[str, str]) -> Iterator[Document]:
+    for number, record in jsonl_records(file, bad):
+        try:
+            yield parse(record, f"{file.as_posix()}:{number}", source, f"{file}, line {number}", columns)
+        except Unusable as reason:
+            bad.found("unusable records", str(reason))
+
+
+def jsonl_records(file: Path, bad: Bad) -> Iterator[tuple[int, Any]]:
+    """(line number, value) of every line that is JSON."""
+    number = records = 0
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            records += 1
+            try:
+                record = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are ValueErrors
+                bad.found("malformed lines", f"{file}, line {number}: not a JSON object in UTF-8 ({error})")
+                continue
+            yield number, record
+    if not records:
+        bad.found("empty shards", f"{file}: holds no records; an unfinished download, or a file to remove")
+
+
+def read_parquet(file: Path, source: str, bad: Bad, columns: Mapping[str, str]) -> Iterator[Document]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f"{file}: reading Parquet needs pyarrow; pip install 'specjax[parquet]'") from None
+    row = 0
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        names = _columns(table.schema_arrow.names, str(file), columns)
+        for name, column in [*names.items()]:
+            kind = table.schema_arrow.field(column).type
+            if name in _NESTED or pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
+                continue
+            if name != "source" or name in columns:
+                raise DataError(f"{file}: the column {column!r} holds {kind}, expected strings")
+            del names[name]  # something else of that name than a label
+        for batch in table.iter_batches(columns=[*names.values()]):
+            for record in batch.to_pylist():
+                row += 1
+                record = _without_nulls({ours: record[theirs] for ours, theirs in names.items()})
+                # What is null, but for what may stand beside it, is an empty document.
+                record = record if record.keys() - {*_BESIDE} else {"text": ""}
+                try:
+                    yield parse(record, f"{file.as_posix()}:{row}", source, f"{file}, row {row}")
+                except Unusable as reason:
+                    bad.found("unusable records", str(reason))
+    except (pyarrow.ArrowException, OSError) as error:
+        after = f" after row {row}" if row else ""
+        bad.found("damaged files", f"{file}: not a Parquet file{after} ({str(error).splitlines()[0]})")
+    else:
+        if not row:
+            bad.found("empty shards", f"{file}: holds no rows; an unfinished download, or a file to remove")
+
+
+def read_hub(path: str, hub: Hub, bad: Bad, columns: Mapping[str, str]) -> Iterator[Document]:
+    """Rows of a data set that the `datasets` library loads: ``hf:NAME``, where NAME is an id on the hub or a local
+    directory. Raises `DataError` if it cannot be loaded; without a network, what is in the library's cache is used."""
+    name = path.removeprefix(HUB)
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise DataError(f"data.path: {path!r} needs datasets; pip install 'specjax[hf-data]'") from None
+    try:
+        rows = datasets.load_dataset(name, hub.subset, split=hub.split, revision=hub.revision)
+    except Exception as error:  # of the library, the hub's client, the file formats and the network
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"data.path: {path!r}, split {hub.split!r}, cannot be loaded ({type(error).__name__}: {reason}); correct "
+            "the name or data.hub, or, without a network, load it once with one or give local files"
+        ) from None
+    names = _columns(rows.column_names, f"data.path: {path!r}", columns)
+    for number, record in enumerate(rows.select_columns([*names.values()]), 1):
+        where = f"{path}:{hub.split}:{number}"
+        record = _without_nulls({ours: record[theirs] for ours, theirs in names.items()})
+        try:
+            yield parse(record, where, name, where)
+        except Unusable as reason:
+            bad.found("unusable records", str(reason))
+
+
+def _columns(names: Collection[str], where: str, columns: Mapping[str, str]) -> dict[str, str]:
+    """Of a table, our name -> its own: what ``columns`` say, or the first shape of a record that it has, and what may
+    stand beside it."""
+    missing = next((column for column in columns.values() if column not in names), None)
+    if missing is not None:
+        raise DataError(f"{where}: no column {missing!r}, which data.columns names (columns: {', '.join(names)})")
+    if columns:
+        return {**({"source": "source"} if "source" in names else {}), **columns}
+    shape = next((shape for shape in _SHAPES if set(shape) <= set(names)), None)
+    if shape is None:
+        raise DataError(f"{where}: no column 'text' (columns: {', '.join(names)}); {_WANTED}")
+    beside = _BESIDE if shape[0] not in ("text", "prompt") else ("source",)
+    return {name: name for name in (*shape, *(name for name in beside if name in names))}
+
+
+def _without_nulls(value: Any) -> Any:
+    """A table gives every message every key."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
+
+
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".text")
+READERS = {**dict.fromkeys(TEXT_SUFFIXES, read_text), ".jsonl": read_jsonl, ".parquet": read_parquet}

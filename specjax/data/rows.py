@@ -1,0 +1,278 @@
+"""Documents in, rows of tokens to train and to measure on out, and batches of rows in an order that can be resumed.
+
+A row is ``length + 1`` consecutive tokens of the concatenated documents, each closed by end-of-sequence; rows overlap
+by one token. Attention and positions stay inside a document, and no document is asked to predict the next one's start.
+A row that begins inside a document opens as a text does: beginning-of-sequence stands where the overlapping token was.
+Sequences made for training (`Fitted`) are never cut: a row holds as many as fit, and padding.
+
+Dims: N rows, B rows of a batch, T predicted positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import grain
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from specjax.data.corpus import Bad, Document, Part
+from specjax.errors import DataError
+from specjax.runtime import fingerprint
+from specjax.types import Batch, Params
+
+_TOKENIZED_AT_ONCE = 512
+
+
+class Rows(Protocol):
+    """Rows of T positions by number; the same number is the same row in every process and after every restart."""
+
+    @property
+    def length(self) -> int:
+        """T."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Names the content of all rows."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Batch:
+        """One row, of numpy arrays without a batch axis."""
+        ...
+
+
+def row_of(
+    tokens: Int[np.ndarray, " T1"],
+    document: Int[np.ndarray, " T1"],
+    positions: Int[np.ndarray, " T1"],
+    weight: Float[np.ndarray, " T1"],
+) -> Batch:
+    """A row of T1 - 1 predictions. ``document``: number of the one that each token belongs to, rising by one.
+    ``weight``: how much it counts that a token is predicted, by the one before it in its document."""
+    arrays: dict[str, Any] = {
+        "tokens": tokens[:-1],
+        "following": tokens[1:],
+        "weight": np.where(document[1:] == document[:-1], weight[1:], 0).astype(np.float32),
+        "positions": positions[:-1].astype(np.int32),
+        "segments": (document - document[0])[:-1].astype(np.int32),
+    }
+    return Batch(**arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """``stream``: the concatenated documents; ``starts``: where each begins; ``length``: T; ``prompt``: tokens whose
+    prediction counts ``prompt_weight`` instead of 1 (None: there are none); ``opening``: the tokens that open a text,
+    which replace the first of a row that begins inside a document."""
+
+    stream: Int[np.ndarray, " tokens"]
+    starts: Int[np.ndarray, " documents"]
+    length: int
+    prompt: Bool[np.ndarray, " tokens"] | None = None
+    prompt_weight: float = 0.0
+    opening: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not len(self):
+            raise DataError(
+                f"the corpus has {len(self.stream)} tokens, too few for one window of {self.length + 1}; "
+                "use more text, a smaller data.seq_len or another data.held_out"
+            )
+
+    def __len__(self) -> int:
+        return (len(self.stream) - 1) // self.length
+
+    def __getitem__(self, index: int) -> Batch:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        begin = index * self.length
+        places = np.arange(begin, begin + self.length + 1)
+        document = np.searchsorted(self.starts, places, side="right") - 1
+        positions = places - np.maximum(self.starts[document], begin)
+        weight = np.ones(len(places), np.float32)
+        if self.prompt is not None:
+            weight[self.prompt[places]] = self.prompt_weight
+        tokens, opened = self.stream[places], len(self.opening)
+        # Not where the document ends with these tokens.
+        if begin > self.starts[document[0]] and document[min(opened, self.length)] == document[0]:
+            tokens[:opened] = self.opening
+            weight[:opened] = 0
+        return row_of(tokens, document, positions, weight)
+
+    @property
+    def digest(self) -> str:
+        parts = [self.stream, self.starts, np.asarray(self.length)]
+        if self.prompt is not None:
+            parts += [self.prompt, np.asarray(self.prompt_weight)]
+        if self.opening:
+            parts.append(np.asarray(self.opening, np.int32))
+        return fingerprint.digest(tuple(parts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """Token ids one after another; ``ends``: where each sequence ends; ``prompts``: how many tokens of each are its
+    prompt."""
+
+    tokens: Int[np.ndarray, " tokens"]
+    ends: Int[np.ndarray, " sequences"]
+    prompts: Int[np.ndarray, " sequences"]
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> Sequences:
+        pairs = list(zip(prompts, continuations, strict=True))
+        tokens = np.fromiter(itertools.chain.from_iterable(itertools.chain(*pairs)), np.int32)
+        return cls(tokens, np.cumsum([len(p) + len(c) for p, c in pairs]), np.asarray([len(p) for p, _ in pairs]))
+
+    @classmethod
+    def joined(cls, several: Sequence[Sequences]) -> Sequences:
+        offsets = np.cumsum([0, *(len(some.tokens) for some in several[:-1])])
+        ends = [some.ends + offset for some, offset in zip(several, offsets, strict=True)]
+        tokens, prompts = ([getattr(some, name) for some in several] for name in ("tokens", "prompts"))
+        return cls(np.concatenate(tokens), np.concatenate(ends), np.concatenate(prompts))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @property
+    def sizes(self) -> Int[np.ndarray, " sequences"]:
+        return np.diff(self.ends, prepend=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """Whole sequences in rows, in their order: a row ends where the next sequence does not fit. The prediction of a
+    prompt's tokens counts ``prompt_weight``. ``alone``: one sequence a row."""
+
+    sequences: Sequences
+    length: int
+    prompt_weight: float = 0.0
+    alone: bool = False
+    _first: Int[np.ndarray, " N1"] = dataclasses.field(init=False, repr=False)
+    """The first sequence of each row, and their number."""
+
+    def __post_init__(self) -> None:
+        sizes, first, filled = self.sequences.sizes, [], self.length + 2
+        if len(sizes) and sizes.max() > self.length + 1:
+            raise DataError(f"a sequence of {sizes.max()} tokens does not fit a row of {self.length + 1}")
+        for i, size in enumerate(sizes.tolist()):
+            if self.alone or filled + size > self.length + 1:
+                first.append(i)
+                filled = 0
+            filled += size
+        object.__setattr__(self, "_first", np.asarray([*first, len(sizes)]))
+
+    def __len__(self) -> int:
+        return len(self._first) - 1
+
+    def __getitem__(self, index: int) -> Batch:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        chosen = range(self._first[index], self._first[index + 1])
+        sizes = self.sequences.sizes[chosen.start : chosen.stop]
+        end = self.sequences.ends[chosen.stop - 1]
+        used, room = int(sizes.sum()), self.length + 1
+        tokens, document, weight = np.zeros(room, np.int32), np.full(room, len(sizes)), np.zeros(room, np.float32)
+        tokens[:used] = self.sequences.tokens[end - used : end]
+        document[:used] = np.repeat(np.arange(len(sizes)), sizes)
+        starts = np.cumsum(sizes) - sizes
+        positions = np.arange(room) - np.append(starts, used)[document]
+        is_prompt = positions[:used] < self.sequences.prompts[chosen.start : chosen.stop][document[:used]]
+        weight[:used] = np.where(is_prompt, self.prompt_weight, 1)
+        return row_of(tokens, document, positions, weight)
+
+    @property
+    def digest(self) -> str:
+        s = self.sequences
+        return fingerprint.digest((s.tokens, s.ends, s.prompts, np.asarray((self.length, self.prompt_weight))))
+
+
+def pack(
+    tokenizer: Any,
+    documents: Sequence[Document],
+    eos_id: int,
+    length: int,
+    prompt_weight: float = 0.0,
+    bad: Bad | None = None,
+) -> Packed:
+    """Ordered by content hash, so names do not matter. A chat is opened and closed by its template, any other document
+    opened as the tokenizer opens a text and closed by ``eos_id``. A document of fewer than two tokens of its own is
+    ``bad``."""
+    bad, opening = Bad() if bad is None else bad, opening_ids(tokenizer, eos_id)
+    ordered = sorted(documents, key=lambda d: d.digest)
+    tokens, prompt, sizes = [np.zeros(0, np.int32)], [np.zeros(0, bool)], []
+    for document, ids in zip(ordered, encode_parts(tokenizer, ordered), strict=True):
+        if sum(map(len, ids)) < 2:
+            found = f"{document.name}: {document.text[:40]!r} has {sum(map(len, ids))} of the tokenizer's tokens"
+            bad.found("documents shorter than two tokens", f"{found}, a document needs two; drop it")
+            continue
+        is_prompt = [part.is_prompt for part in document.parts] or [False]
+        if not document.messages:
+            ids = [np.asarray(opening, np.int32), *ids, np.asarray([eos_id], np.int32)]
+            is_prompt = [is_prompt[0], *is_prompt, False]
+        tokens.append(np.concatenate(ids))
+        prompt.append(np.repeat(is_prompt, [*map(len, ids)]))
+        sizes.append(len(tokens[-1]))
+    mask = np.concatenate(prompt)
+    starts = np.cumsum([0, *sizes[:-1]])
+    prompts = mask if mask.any() else None
+    return Packed(np.concatenate(tokens), starts, length, prompts, prompt_weight, tuple(opening))
+
+
+def opening_ids(tokenizer: Any, eos_id: int) -> list[int]:
+    """What the tokenizer puts before a text: beginning-of-sequence, or nothing."""
+    return [token for token in tokenizer("")["input_ids"] if token != eos_id]
+
+
+def encode_parts(tokenizer: Any, documents: Sequence[Document]) -> Iterator[list[Int[np.ndarray, " tokens"]]]:
+    """The token ids of each document's parts; few documents are held as lists at a time."""
+    for begin in range(0, len(documents), _TOKENIZED_AT_ONCE):
+        parts = [d.parts or (Part(d.text, False),) for d in documents[begin : begin + _TOKENIZED_AT_ONCE]]
+        texts = [part.text for some in parts for part in some]
+        encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+        for some in parts:
+            yield [np.asarray(ids, np.int32) for ids in itertools.islice(encoded, len(some))]
+
+
+def take(rows: Rows, indices: Sequence[int] | np.ndarray) -> Batch:
+    """The rows numbered ``indices`` as one batch of numpy arrays."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *(rows[int(i)] for i in indices))
+
+
+def spread(rows: Rows, positions: int) -> Batch:
+    """As many rows as hold ``positions`` predicted tokens, evenly spread; else all."""
+    count = min(len(rows), -(-positions // rows.length))
+    return take(rows, np.arange(count) * len(rows) // count)
+
+
+class Batches:
+    """Endless and reshuffled every epoch. Batch i is a function of (seed, i): the step is the cursor, and resuming
+    needs nothing else."""
+
+    def __init__(self, rows: Rows, batch_size: int, seed: int):
+        if len(rows) < batch_size:
+            raise DataError(
+                f"the corpus has {len(rows)} windows of {rows.length} tokens, too few for one batch of "
+                f"{batch_size}; use more text, a smaller batch_size or a smaller seq_len"
+            )
+        self.rows: Rows = rows
+        self.batch_size, self.seed = batch_size, seed
+        self._order: Any = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat().batch(batch_size)
+
+    def indices(self, step: int) -> Int[np.ndarray, " B"]:
+        """Numbers of the rows of batch ``step``."""
+        return self._order[step]
+
+    def refresh(self, step: int, params: Params, oldest: int | None) -> None:
+        """Before batch ``step`` is asked for, with the weights after so many steps; ``oldest``: the first checkpoint
+        that is kept. Text stays as it is."""
+
+    def __getitem__(self, step: int) -> Batch:
+        return take(self.rows, self.indices(step))

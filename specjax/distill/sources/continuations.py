@@ -1,0 +1,191 @@
+"""Prompts in, continuations by a model out: what target-generated and on-policy data have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import grain
+import numpy as np
+from jaxtyping import Bool, Int
+from pydantic import Field
+
+from specjax.data import chat_template as chat
+from specjax.data import chats
+from specjax.data.readers import Bad, jsonl_records
+from specjax.data.rows import Packed
+from specjax.decode.decoder import Decoder
+from specjax.decode.result import check_finite
+from specjax.distill.sources.stock import Stock
+from specjax.errors import ConfigError, DataError
+from specjax.metrics import DecodeStats
+from specjax.runtime import fingerprint
+
+_log = logging.getLogger(__name__)
+Positive = Annotated[int, Field(ge=1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """How prompts are continued. ``prompt_tokens``: the beginning of a text that is its prompt; a document with a
+    prompt of its own, or a chat, is continued after that. ``batch_size``: rows decoded together. ``prompt_weight``: how
+    much the prediction of a prompt's tokens counts; None: all of it where the loss takes the target's law for right,
+    `data.prompt_weight` where it takes the text. The others are arguments of `Decoder.generate`."""
+
+    prompt_tokens: Positive = 64
+    new_tokens: Positive = 192
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    batch_size: Positive = 16
+    prompt_weight: Annotated[float, Field(ge=0, le=1)] | None = None
+
+    def weight_of_prompts(self, stock: Stock) -> float:
+        if self.prompt_weight is not None:
+            return self.prompt_weight
+        return stock.prompt_weight if stock.needs_labels else 1.0
+
+    def check_fits(self, length: int, what: str) -> None:
+        """Raises `ConfigError` if prompt and continuation exceed a row of ``length`` tokens."""
+        if self.prompt_tokens + self.new_tokens > length:
+            raise ConfigError(
+                f"{what}: prompt_tokens={self.prompt_tokens} and new_tokens={self.new_tokens} exceed "
+                f"data.seq_len={length}; lower one of them"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """Token ids by number: ``tokens[begin:end]`` of each of ``spans``; of those that begin ``inside`` a document, the
+    first are replaced by ``opening``, what opens a text."""
+
+    tokens: Int[np.ndarray, " tokens"]
+    spans: Int[np.ndarray, "prompts 2"]
+    inside: Bool[np.ndarray, " prompts"] | None = None
+    opening: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __getitem__(self, index: int) -> list[int]:
+        begin, end = self.spans[index]
+        found = self.tokens[begin:end].tolist()
+        if self.inside is not None and self.inside[index] and len(found) > len(self.opening):
+            found[: len(self.opening)] = self.opening
+        return found
+
+    @property
+    def digest(self) -> str:
+        opening = (np.asarray(self.opening, np.int32),) if self.opening else ()
+        return fingerprint.digest((self.tokens, self.spans, *opening))
+
+    def shuffled(self, seed: int) -> Callable[[int], list[int]]:
+        """Number -> prompt: all of them in an order of ``seed``'s, then all of them in another."""
+        order: Any = grain.MapDataset.range(len(self)).seed(seed).shuffle().repeat()
+        return lambda number: self[int(order[number])]
+
+
+def prompts_of_text(rows: Packed, settings: Sampled) -> Prompts:
+    """Prompts of the documents that have one of their own; of plain text one a row's worth of it, the first being the
+    document's beginning. What leaves no room in a row for ``new_tokens`` is left out. Raises `DataError` if nothing
+    is left."""
+    room = rows.length - settings.new_tokens
+    ends = np.append(rows.starts[1:], len(rows.stream))
+    own = np.zeros(len(ends), np.int64)
+    if rows.prompt is not None:
+        predicted = np.append(np.flatnonzero(~rows.prompt), len(rows.stream))
+        own = np.minimum(predicted[np.searchsorted(predicted, rows.starts)], ends) - rows.starts
+    spans = [np.stack([rows.starts, rows.starts + own], axis=1)[(own > 0) & (own <= room)]]
+    plain = own == 0
+    pieces = np.where(plain, -(-(ends - rows.starts) // rows.length), 0)
+    first = np.repeat(rows.starts, pieces)
+    begins = first + rows.length * (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces))
+    # Not the whole piece: what closes a document is no prompt.
+    stops = np.minimum(begins + settings.prompt_tokens, np.minimum(np.repeat(ends, pieces), begins + rows.length) - 1)
+    spans.append(np.stack([begins, stops], axis=1)[stops > begins])
+    found = np.concatenate(spans)
+    if not len(found):
+        raise DataError(f"no prompt of the training text leaves room for new_tokens={settings.new_tokens}; lower it")
+    return Prompts(rows.stream, found, ~np.isin(found[:, 0], rows.starts), rows.opening)
+
+
+def prompts_of_file(path: str, tokenizer: Any, room: int, bad: Bad, today: datetime.date | None = None) -> Prompts:
+    """Of a ``.jsonl`` file with ``prompt``, ``text`` or ``messages`` (continued by the chat template's answer), or of a
+    text file with one prompt a line. A prompt of more than ``room`` tokens is ``bad``, as is a malformed line.
+    ``today``: for templates that ask."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise DataError(f"data.prompts: {path!r} is no file; give a .jsonl file or a text file with one prompt a line")
+    found = []
+    records = jsonl_records(file, bad) if file.suffix == ".jsonl" else _lines(file)
+    for number, record in records:
+        where = f"{file}, line {number}"
+        try:
+            ids = _prompt_ids(record, tokenizer, today)
+        except Exception as error:  # a template is a program: it raises what it likes, and Jinja more
+            bad.found("unusable prompts", f"{where}: {_reason(error)}")
+            continue
+        if not 0 < len(ids) <= room:
+            bad.found("prompts that do not fit", f"{where}: a prompt of {len(ids)} tokens, there is room for {room}")
+            continue
+        found.append(np.asarray(ids, np.int32))
+    if not found:
+        raise DataError(f"data.prompts: {path!r} holds no prompt{f'; {bad}' if bad.counts else ''}")
+    if bad.counts:
+        _log.warning("data.prompts: %r: %s", path, bad)
+    ends = np.cumsum([*map(len, found)])
+    return Prompts(np.concatenate(found), np.stack([ends - [*map(len, found)], ends], axis=1))
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).lstrip(":, ") or type(error).__name__).splitlines()[0]
+
+
+def _lines(file: Path) -> list[tuple[int, bytes]]:
+    return [(number, line) for number, line in enumerate(file.read_bytes().splitlines(), 1) if line.strip()]
+
+
+def _prompt_ids(record: Any, tokenizer: Any, today: datetime.date | None) -> list[int]:
+    if isinstance(record, bytes):
+        return tokenizer(record.decode("utf-8"))["input_ids"]
+    if isinstance(record, dict) and record.get("messages"):
+        messages = chats.checked(record["messages"], "messages")
+        return chat.render(tokenizer, messages, chats.tools_of(record), today=today, tokenize=True)
+    texts = [record.get(key) for key in ("prompt", "text")] if isinstance(record, dict) else []
+    text = next((text for text in texts if isinstance(text, str)), None)
+    if text is None:
+        raise DataError("no string under the key 'prompt'; give 'prompt', 'text' or 'messages'")
+    return tokenizer(text)["input_ids"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Continued:
+    """``tokens``: new ones only, end-of-sequence included, one list a prompt. ``stats`` of all of them together."""
+
+    tokens: list[list[int]]
+    stats: DecodeStats | None
+
+
+def continue_prompts(
+    decoder: Decoder, prompts: Sequence[list[int]], seeds: Sequence[int], settings: Sampled
+) -> Continued:
+    """Each prompt from its own seed, so that neither order nor ``batch_size`` matters."""
+    found, total = [], None
+    names = ("temperature", "top_k", "top_p", "min_p")
+    options: dict[str, Any] = {name: getattr(settings, name) for name in names}
+    for begin in range(0, len(prompts), settings.batch_size):
+        chosen, own = prompts[begin : begin + settings.batch_size], seeds[begin : begin + settings.batch_size]
+        # Filled up with one prompt, so that a last batch compiles nothing new.
+        spare = settings.batch_size - len(chosen)
+        batch, all_seeds = [*chosen, *[chosen[0]] * spare], [*own, *[own[0]] * spare]
+        result = decoder.generate(batch, max_new_tokens=settings.new_tokens, seed=all_seeds, **options)
+        check_finite(result, "the draft that helps", f"target {decoder.target.name!r}")
+        found += result.tokens[: len(chosen)]
+        for stats in result.stats[: len(chosen)]:
+            total = stats if total is None else total + stats
+    return Continued(found, total)

@@ -1,0 +1,175 @@
+"""Training data that the target wrote: continuations of prompts, sampled by speculative decoding with the current draft
+(2310.08461 distills on them), kept as shards with their provenance. Of several processes the first one makes them.
+
+Verification is lossless, so which draft helped decides the speed and not the law: a directory belongs to a target,
+prompts, sampling parameters and a seed. Each shard has a seed of its own and a record with its SHA-256, written after
+it: no record means half-written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+from pydantic import Field
+
+from specjax import registry
+from specjax.data import shards as store
+from specjax.data.readers import Bad
+from specjax.data.rows import Batches, Fitted, Rows, Sequences
+from specjax.decode.decoder import Decoder
+from specjax.decode.request import derive_seeds
+from specjax.distill.sources.continuations import (
+    Positive,
+    Prompts,
+    Sampled,
+    continue_prompts,
+    prompts_of_file,
+    prompts_of_text,
+)
+from specjax.distill.sources.stock import Stock
+from specjax.drafters.draft_model import DraftModel
+from specjax.errors import ConfigError
+from specjax.runtime import fingerprint, lock
+from specjax.runtime.distributed import by_first, on_one_device
+from specjax.runtime.progress import StepProgress
+
+PROVENANCE = "provenance.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated(Sampled):
+    """Train on ``sequences`` continuations by the target of beginnings of the training text, or of the prompts in a
+    file: JSONL with ``prompt``, ``text`` or ``messages``, or text with one prompt a line. ``k``, ``verifier``: of the
+    decoding; k 0 decodes without the draft, which is faster where it accepts little or many rows decode together.
+    ``shard_size``: sequences a shard. ``path``: a directory that several runs share; None: in the run's."""
+
+    sequences: Positive = 2_000
+    prompts: str | None = None
+    k: Annotated[int, Field(ge=0, le=64)] = 5
+    verifier: str = "block"
+    shard_size: Positive = 256
+    path: str | None = None
+    kind: Literal["generated"] = "generated"
+
+    def rows(self, stock: Stock) -> Rows:
+        """Reads what is there and makes what is missing. Raises `ConfigError` for a lossy verifier or sequences longer
+        than a row, `TrainingError` for a directory of another provenance."""
+        directory = stock.directory if self.path is None else Path(self.path).expanduser()
+        prompts = self.prompts_from(stock)
+        with stock.bars(f"{stock.name}-data", self.sequences) as progress:
+            sequences = make(directory, self, stock.target, stock.draft, prompts, stock.seed, progress)
+        return Fitted(sequences, stock.text.length, self.weight_of_prompts(stock))
+
+    def batches(self, batches: Batches, directory: Path, sample: Any, steps: int) -> Batches:
+        return batches
+
+    def prompts_from(self, stock: Stock) -> Prompts:
+        self.check_fits(stock.text.length, stock.name)
+        if self.prompts is None:
+            return prompts_of_text(stock.text, self)
+        room = stock.text.length - self.new_tokens
+        return prompts_of_file(self.prompts, stock.target.tokenizer, room, Bad(stock.on_bad), stock.today)
+
+
+def make(
+    directory: Path,
+    settings: Generated,
+    target: Any,
+    draft: Any,
+    prompts: Prompts,
+    seed: int,
+    progress: StepProgress | None = None,
+) -> Sequences:
+    """All sequences of ``directory``, whose missing, half-written and damaged shards (these are named in a warning) are
+    made first, by ``target`` with the help of ``draft`` (`LoadedModel`; None: without help). ``progress`` counts
+    sequences. The same arguments give the same bits, however often they were interrupted.
+
+    Raises `TrainingError` naming the fields in which the directory's provenance differs, or if it is in use.
+    """
+    verifier = registry.build(registry.VERIFIERS, settings.verifier, "data.verifier")
+    if not verifier.lossless and settings.temperature > 0:
+        raise ConfigError(f"data.verifier: {verifier.kind!r} changes the target's law; use speculative or block")
+    provenance = _provenance(settings, target, prompts, seed)
+    if draft is not None and settings.k:
+        draft = dataclasses.replace(draft, params=on_one_device(draft.params))
+    else:
+        draft = None
+    shard = _maker(settings, target, draft, verifier, prompts, seed)
+    count = -(-settings.sequences // settings.shard_size)
+    files = [directory / f"shard-{number:05}{store.SUFFIX}" for number in range(count)]
+
+    def complete() -> None:
+        fingerprint.claim(directory, provenance)
+        with lock.exclusive(directory):
+            records = []
+            for number, (file, shard_seed) in enumerate(zip(files, derive_seeds(seed, count), strict=True)):
+                record = store.record_of(file)
+                records.append(shard(file, number, shard_seed) if record is None else record)
+                if progress is not None:
+                    progress(sum(r["sequences"] for r in records), {})
+            _summarize(directory, records)
+
+    by_first(complete)
+    return Sequences.joined([store.read(file) for file in files])
+
+
+def _provenance(settings: Generated, target: Any, prompts: Prompts, seed: int) -> dict[str, Any]:
+    """What decides the law and the prompts."""
+    names = ("new_tokens", "temperature", "top_k", "top_p", "min_p")
+    target_params, target_config = fingerprint.of_model(target)
+    return {
+        "target": target_params,
+        "target_config": target_config,
+        "eos_ids": list(target.eos_ids),
+        "sampling": {name: getattr(settings, name) for name in names},
+        "prompts": prompts.digest,
+        "sequences": settings.sequences,
+        "shard_size": settings.shard_size,
+        "seed": seed,
+    }
+
+
+def _maker(
+    settings: Generated, target: Any, draft: Any, verifier: Any, prompts: Prompts, seed: int
+) -> Callable[[Path, int, int], dict[str, Any]]:
+    """Makes one shard; the decoder is built for the first one that is missing."""
+    numbered = prompts.shuffled(seed)
+
+    @functools.cache
+    def decoder() -> Decoder:
+        if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(target.params)):
+            raise ConfigError(
+                "data: generated is made by one process, and the target lies on several; make it first with "
+                "`specjax generate-data`, in one process with the same config, or set mesh.target=replicated"
+            )
+        if draft is not None:
+            draft.free_originals()  # this module's own copy: the weights that are trained stay
+        return Decoder(target, drafter=None if draft is None else DraftModel(draft, settings.k), verifier=verifier)
+
+    made_by = {
+        "draft": None if draft is None else fingerprint.digest(draft.params),
+        "k": None if draft is None else settings.k,
+        "verifier": verifier.kind,
+    }
+
+    def shard(file: Path, number: int, shard_seed: int) -> dict[str, Any]:
+        begin = number * settings.shard_size
+        chosen = [numbered(i) for i in range(begin, min(begin + settings.shard_size, settings.sequences))]
+        continued = continue_prompts(decoder(), chosen, derive_seeds(shard_seed, len(chosen)), settings)
+        sequences, stats = Sequences.of(chosen, continued.tokens), continued.stats
+        assert stats is not None  # a shard has a sequence
+        counts = {name: getattr(stats, name) for name in ("emitted", "blocks", "block_efficiency")}
+        return store.write(file, store.to_bytes(sequences), {"sequences": len(sequences), **counts, **made_by})
+
+    return shard
+
+
+def _summarize(directory: Path, records: list[dict[str, Any]]) -> None:
+    emitted, blocks = (sum(record[name] for record in records) for name in ("emitted", "blocks"))
+    totals = {"emitted": emitted, "blocks": blocks, "block_efficiency": emitted / max(blocks, 1)}
+    fingerprint.write_json(directory / PROVENANCE, {**fingerprint.made_from(directory), **totals, "shards": records})

@@ -1,0 +1,30 @@
+"""What a stage's data is made from."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from specjax.data.rows import Packed
+from specjax.runtime.progress import Bars, no_bars
+
+
+@dataclasses.dataclass(frozen=True)
+class Stock:
+    """``name``: of the stage. ``directory``: where data that is made for it goes. ``text``: rows of the training text.
+    ``draft``: `LoadedModel`, as the stage begins with it. ``today``: of the run, for chat templates that ask.
+    ``needs_labels``: the loss does (`specjax.types.Loss`)."""
+
+    name: str
+    directory: Path
+    text: Packed
+    target: Any
+    draft: Any
+    prompt_weight: float
+    seed: int
+    on_bad: Literal["error", "skip"] = "error"
+    bars: Bars = no_bars
+    today: datetime.date | None = None
+    needs_labels: bool = True

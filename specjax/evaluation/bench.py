@@ -1,0 +1,390 @@
+"""The decoding benchmark: drafters x k x batch size x temperature on the same prompts, against the autoregressive loop
+of the same engine. Warm-up and compilation excluded, medians of repeats, k chosen on other prompts; all points of one
+batch size take turns at every batch of prompts, so that a slow spell of the machine meets them all.
+
+Metric names are those of specjax.metrics. A speedup is wall time of the autoregressive loop over wall time of
+speculation, at equal emitted tokens, end-of-sequence off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import operator
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax import config as config_lib
+from specjax import metrics
+from specjax.decode import engine as engine_lib
+from specjax.decode.decoder import Decoder
+from specjax.decode.result import check_finite
+from specjax.evaluation import costs as costs_lib
+from specjax.models.vocabulary import unused_ids
+from specjax.testing.target_law import TargetLaw
+from specjax.types import Drafter, Verifier
+
+AUTOREGRESSIVE = "autoregressive"
+_CLOSE = 1.1
+"""Of the fastest k's seconds: a slower one is not tuned further."""
+_COMPILE_TICKS = 8
+"""A point compiles for about as long as it decodes so many times; without that a bar's time left means nothing."""
+DrafterFactory = Callable[[int], Drafter]
+Tick = Callable[[], None]
+
+
+def _silent() -> None:
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One point of the grid; ``k`` 0 is the autoregressive loop."""
+
+    drafter: str
+    k: int
+    batch_size: int
+    temperature: float
+
+
+@dataclasses.dataclass
+class Run:
+    """Some prompts decoded: summed wall seconds, new tokens row by row, counts; ``by_row``: each row's share of the
+    seconds of its batch, and its counts."""
+
+    seconds: float
+    tokens: list[list[int]]
+    stats: metrics.DecodeStats
+    by_row: list[tuple[float, metrics.DecodeStats]] = dataclasses.field(default_factory=list)
+
+    def __add__(self, other: Run) -> Run:
+        sums = (self.seconds + other.seconds, self.tokens + other.tokens, self.stats + other.stats)
+        return Run(*sums, self.by_row + other.by_row)
+
+
+class Bench:
+    """Everything measured on one target with one set of prompts. ``drafters``: name -> (k -> drafter).
+    ``tuning_prompts`` choose k, and the acceptance on them predicts the speedup."""
+
+    def __init__(
+        self,
+        target: Any,
+        drafters: Mapping[str, DrafterFactory],
+        settings: config_lib.Bench,
+        prompts: Sequence[Sequence[int]],
+        tuning_prompts: Sequence[Sequence[int]],
+        verifier: Verifier,
+        sampling: Mapping[str, Any],
+        seed: int,
+    ):
+        self._target, self._drafters, self._settings = target, drafters, settings
+        self._prompts, self._tuning_prompts = prompts, tuning_prompts
+        self._verifier, self._seed = verifier, seed
+        # Every row has its whole budget, as the target's own end-of-sequence is off too.
+        self._sampling = {**sampling, "stop_token_ids": ()}
+        self._law = TargetLaw(target, self._sampling, settings.new_tokens)
+        self.compile_seconds = 0.0
+        # Made or measured once, and freed with the bench.
+        self.decoder = functools.cache(self._decoder)
+        self._timer = functools.cache(self._step_timer)
+        self._prefill_seconds = functools.cache(self._measure_prefill)
+
+    def _decoder(self, drafter: str, k: int) -> Decoder:
+        if drafter == AUTOREGRESSIVE:  # with the cheapest noise, whatever the verifier
+            return Decoder(self._target)
+        return Decoder(self._target, self._drafters[drafter](k), self._verifier)
+
+    def cells(self) -> list[Cell]:
+        kinds = [(AUTOREGRESSIVE, 0), *((name, k) for name in self._drafters for k in self._settings.ks)]
+        return [
+            Cell(name, k, batch_size, temperature)
+            for temperature in self._settings.temperatures
+            for batch_size in self._settings.batch_sizes
+            for name, k in kinds
+        ]
+
+    def _needed(self, favourite: str) -> list[Cell]:
+        """What batch 1 needs at least."""
+        kinds = [(AUTOREGRESSIVE, 0), *((favourite, k) for k in self._settings.ks)]
+        return [Cell(name, k, 1, temperature) for temperature in self._settings.temperatures for name, k in kinds]
+
+    def _compile(self, cells: Sequence[Cell], tick: Tick) -> None:
+        for cell in cells:
+            options = {"temperature": cell.temperature, **self._sampling}
+            batch, new = [self._prompts[0]] * cell.batch_size, self._settings.new_tokens
+            with costs_lib.count_compiles() as count:
+                self.decoder(cell.drafter, cell.k).compile(batch, max_new_tokens=new, **options)
+            self.compile_seconds += count.seconds
+            for _ in range(_COMPILE_TICKS):
+                tick()
+
+    def run(self, cells: Sequence[Cell], prompts: Sequence[Sequence[int]], tick: Tick = _silent) -> dict[Cell, Run]:
+        """Every cell, all of one batch size, over all prompts: batch by batch, the cells in turns. Whole batches only:
+        the last one is filled up with the first prompts again, which are rows as any other."""
+        [size] = {cell.batch_size for cell in cells}
+        prompts = [*prompts, *itertools.islice(itertools.cycle(prompts), -len(prompts) % size)]
+        runs: dict[Cell, list[Run]] = {cell: [] for cell in cells}
+        for first in range(0, len(prompts), size):
+            for cell, done in runs.items():
+                done.append(self._decode(cell, prompts[first : first + size], self._seed + first))
+                tick()
+        return {cell: functools.reduce(operator.add, done) for cell, done in runs.items()}
+
+    def _decode(self, cell: Cell, batch: Sequence[Sequence[int]], seed: int) -> Run:
+        decoder, new = self.decoder(cell.drafter, cell.k), self._settings.new_tokens
+        start = time.perf_counter()
+        options = {"temperature": cell.temperature, **self._sampling}
+        result = decoder.generate(batch, max_new_tokens=new, seed=seed, ignore_eos=True, **options)
+        seconds = time.perf_counter() - start
+        check_finite(result, f"drafter {cell.drafter!r}", f"target {self._target.name!r}")
+        by_row = [(seconds / len(batch), stats) for stats in result.stats]
+        return Run(seconds, result.tokens, functools.reduce(operator.add, result.stats), by_row)
+
+    @property
+    def num_ticks(self) -> int:
+        """How often `measure` reports progress: `_COMPILE_TICKS` a compiled cell, once a decoded batch."""
+        return num_ticks(self._settings, len(self._drafters), len(self._prompts), len(self._tuning_prompts))
+
+    def measure(self, favourite: str, tick: Tick = _silent) -> dict:
+        """The whole grid once; but the autoregressive loop and ``favourite`` at its best k, batch 1, ``repeats`` times:
+        their seconds are medians. What a step costs is timed between the repeats. The larger batches come first, and
+        their programs are freed: all of a grid together would be the most of this process's memory."""
+        settings, cells = self._settings, self.cells()
+        runs: dict[Cell, list[Run]] = {cell: [] for cell in cells}
+        for size in set(settings.batch_sizes) - {1}:
+            self._compile([cell for cell in cells if cell.batch_size == size], tick)
+            self._once(runs, size, tick)
+            engine_lib.free_programs()
+        # Batch 1 is always measured, also where it is no part of the grid.
+        self._compile([cell for cell in cells if cell.batch_size == 1] or self._needed(favourite), tick)
+        best, tunings = self._tune(favourite, tick)
+        pairs = [cell for t, k in best.items() for cell in (_plain(t), Cell(favourite, k, 1, t))]
+        runs |= {cell: [] for cell in pairs if cell not in runs}
+        timers = [self._timer(name, k) for name, k in [(AUTOREGRESSIVE, 0), *((favourite, k) for k in settings.ks)]]
+        for repeat in range(settings.repeats):
+            if repeat:
+                for cell, run in self.run(pairs, self._prompts, tick).items():
+                    runs[cell].append(run)
+            else:
+                self._once(runs, 1, tick)
+            for timer in timers:
+                timer.turn()
+        rows = {cell: self._row(cell, runs) for cell in runs}
+        for cell, run in tunings.items():
+            if cell in rows:
+                rows[cell]["predicted_speedup"] = self._predict(cell, run.stats)
+        headline = {
+            t: self._headline(Cell(favourite, k, 1, t), runs, tunings[Cell(favourite, k, 1, t)])
+            for t, k in best.items()
+        }
+        by_prompt = {cell: self._by_prompt(found) for cell, found in runs.items()}
+        return {"decoding": list(rows.values()), "best_k": best, "headline": headline, "by_prompt": by_prompt}
+
+    def _once(self, runs: dict[Cell, list[Run]], batch_size: int, tick: Tick) -> None:
+        """Every cell of ``runs`` of that batch size, added there."""
+        cells = [cell for cell in runs if cell.batch_size == batch_size]
+        for cell, run in self.run(cells, self._prompts, tick).items():
+            runs[cell].append(run)
+
+    def _tune(self, favourite: str, tick: Tick) -> tuple[dict[float, int], dict[Cell, Run]]:
+        """The fastest k by temperature, and what was run to find it. All k take turns over the tuning prompts, as many
+        at a time as there are timed ones; after each part only those go on that are within a tenth of the fastest.
+        A few prompts decide nothing: how many drafts are accepted varies by a quarter from one to the next."""
+        settings, count = self._settings, len(self._prompts)
+        parts = [self._tuning_prompts[first : first + count] for first in range(0, len(self._tuning_prompts), count)]
+        best, runs = {}, {}
+        for t in settings.temperatures:
+            found: dict[Cell, Run] = {}
+            left = [Cell(favourite, k, 1, t) for k in settings.ks]
+            for part in parts:
+                for cell, run in self.run(left, part, tick).items():
+                    found[cell] = found[cell] + run if cell in found else run
+                for _ in range((len(settings.ks) - len(left)) * len(part)):
+                    tick()  # of those that are out
+                fastest = min(left, key=lambda cell: found[cell].seconds)
+                left = [cell for cell in left if found[cell].seconds <= _CLOSE * found[fastest].seconds]
+            best[t] = fastest.k
+            runs |= found
+        return best, runs
+
+    def _by_prompt(self, repeats: Sequence[Run]) -> list[tuple[list[float], metrics.DecodeStats]]:
+        """Seconds of each prompt, one of each of ``repeats``, and its counts; one that filled up a batch has more than
+        one row."""
+        count, found = len(self._prompts), []
+        for i in range(count):
+            seconds = [sum(s for s, _ in run.by_row[i::count]) for run in repeats]
+            stats = functools.reduce(operator.add, (n for _, n in repeats[0].by_row[i::count]))
+            found.append((seconds, stats))
+        return found
+
+    def _row(self, cell: Cell, runs: Mapping[Cell, list[Run]]) -> dict:
+        run, speculative = runs[cell][0], cell.k > 0
+        differences = self._differences(run, runs[_plain(cell.temperature)][0]) if cell.temperature == 0 else []
+        seconds, tokens = _seconds(runs[cell]), sum(map(len, run.tokens))
+        price = self._settings.price_per_hour
+        return {
+            **dataclasses.asdict(cell),
+            "k": cell.k if speculative else None,
+            "seconds": seconds,
+            "tokens": tokens,
+            "tokens_per_s": metrics.tokens_per_s(tokens, seconds),
+            "cost_per_1k_tokens": None if price is None else metrics.cost_per_1k_tokens(price, tokens / seconds),
+            "speedup": _speedup(cell, runs),
+            "predicted_speedup": None,
+            "block_efficiency": run.stats.block_efficiency if speculative else None,
+            "block_efficiency_interval": self._interval(run) if speculative else None,
+            "acceptance_rate": run.stats.acceptance_rate if speculative else None,
+            "acceptance_at": list(run.stats.acceptance_at) if speculative else None,
+            "conditional_acceptance_at": list(run.stats.conditional_acceptance_at) if speculative else None,
+            "repeats": len(runs[cell]),
+            "identical": not differences if cell.temperature == 0 else None,
+            "differences": differences,
+        }
+
+    def _interval(self, run: Run) -> list[float]:
+        """95%, over prompts."""
+        found = metrics.block_efficiency_interval([stats for _, stats in self._by_prompt([run])])
+        return [found.low, found.high]
+
+    def _differences(self, run: Run, reference: Run) -> list[dict]:
+        """Where greedy output departs from the autoregressive one, with the target's top-2 margin there."""
+        found = []
+        for i, got in enumerate(run.tokens):
+            prompt = i % len(self._prompts)
+            want = reference.tokens[prompt]
+            at = next((j for j, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), None)
+            if at is not None:
+                margin = self._law.greedy_margin(self._prompts[prompt], want, at)
+                found.append({"prompt": prompt, "position": at, "margin": margin})
+        return found
+
+    def _headline(self, fast: Cell, runs: Mapping[Cell, list[Run]], tuning: Run) -> dict:
+        plain = _plain(fast.temperature)
+        tokens = len(self._prompts) * self._settings.new_tokens
+        grid = [cell for cell in runs if (cell.drafter, cell.batch_size) == (fast.drafter, 1) and cell.k > 0]
+        same = [cell for cell in grid if cell.temperature == fast.temperature]
+        top = max(same, key=lambda cell: _speedup(cell, runs))
+        return {
+            "k": fast.k,
+            "speedup": _speedup(fast, runs),
+            "top_k": top.k,
+            "top_speedup": _speedup(top, runs),
+            "ar_tokens_per_s": tokens / _seconds(runs[plain]),
+            "spec_tokens_per_s": tokens / _seconds(runs[fast]),
+            "costs": dataclasses.asdict(costs_lib.median(self._costs(fast))),
+            "ar_costs": dataclasses.asdict(costs_lib.median(self._costs(plain))),
+            "step_overhead": float(np.median([cost.overhead for cost in self._costs(fast)])),
+            "step_overhead_apart": float(np.median([cost.overhead_apart for cost in self._costs(fast)])),
+            "ar_overhead": float(np.median([cost.overhead for cost in self._costs(plain)])),
+            "speedup_predicted": self._predict(fast, tuning.stats),
+            "speedup_predicted_in_sample": self._predict(fast, runs[fast][0].stats),
+        }
+
+    def _predict(self, cell: Cell, stats: metrics.DecodeStats) -> float:
+        """Seconds of plain decoding over those of speculation: the steps and the blocks that emit all tokens, each
+        timed alone, and on both sides the prefill. Blocks follow from the acceptance by position in ``stats``
+        (2211.17192, section 3.3, with a block's own cost in place of k draft passes and one target pass, and with the
+        last block cut at the budget). The median over the turns of the costs."""
+        plain, new = _plain(cell.temperature), self._settings.new_tokens
+        blocks = metrics.expected_blocks(stats.acceptance_at, new)
+        first = self._prefill_seconds(plain), self._prefill_seconds(cell)
+        turns = zip(self._costs(plain), self._costs(cell), strict=True)
+        return float(np.median([(first[0] + new * p.step) / (first[1] + blocks * c.step) for p, c in turns]))
+
+    def _costs(self, cell: Cell) -> list[costs_lib.StepCosts]:
+        which = self._settings.temperatures.index(cell.temperature)
+        return self._timer(cell.drafter, cell.k).costs()[which]
+
+    def _step_timer(self, name: str, k: int) -> costs_lib.StepTimer:
+        """For all temperatures, which change the step but none of its passes; in the largest cache of a generation."""
+        decoder, temperatures = self.decoder(name, k), self._settings.temperatures
+        new = self._settings.new_tokens
+        engines = [decoder.engine(t == 0, rows=1) for t in temperatures]
+        states = [
+            decoder.prefilled(self._prompts[:1], max_new_tokens=new, temperature=t, **self._sampling)
+            for t in temperatures
+        ]
+        return costs_lib.StepTimer([engine for engine, _ in engines], engines[0][1], states)
+
+    def _measure_prefill(self, cell: Cell) -> float:
+        """Prefill with the host's share of a generation: what a request costs before its first block."""
+        decoder, new = self.decoder(cell.drafter, cell.k), self._settings.new_tokens
+
+        def start():
+            options = {"temperature": cell.temperature, **self._sampling}
+            return decoder.started(self._prompts[:1], max_new_tokens=new, **options)
+
+        return costs_lib.median_seconds(start, 9)
+
+
+def num_ticks(settings: config_lib.Bench, drafters: int, prompts: int, tuning_prompts: int) -> int:
+    """`Bench.num_ticks`, known before there is a draft."""
+    temperatures, points = len(settings.temperatures), 1 + drafters * len(settings.ks)
+    tuning = temperatures * len(settings.ks) * tuning_prompts
+    compiled = temperatures * len(settings.batch_sizes) * points
+    once = temperatures * points * sum(-(-prompts // size) for size in settings.batch_sizes)
+    if 1 not in settings.batch_sizes:
+        once += 2 * temperatures * prompts
+        compiled += temperatures * (1 + len(settings.ks))
+    return _COMPILE_TICKS * compiled + tuning + once + 2 * temperatures * prompts * (settings.repeats - 1)
+
+
+def count_recompiles(target: Any, drafter: Drafter | None, verifier: Verifier, prompts: int = 50) -> int:
+    """Programs compiled while decoding ``prompts`` prompts of different lengths, temperatures, seeds and budgets, after
+    each bucket was seen once. Must be 0."""
+    decoder = Decoder(target, drafter, verifier)
+    rng, ids = np.random.default_rng(0), np.setdiff1d(np.arange(target.config.vocab_size), unused_ids(target))
+    temperatures = (0.0,) if verifier.noise == "none" else (0.0, 0.3, 0.7, 1.0, 1.3)
+
+    def request(i: int) -> None:
+        length = 1 + (i * 7) % 32
+        decoder.generate(
+            [rng.choice(ids, length).tolist()],
+            max_new_tokens=1 + (i * 5) % 16,
+            temperature=temperatures[i % len(temperatures)],
+            seed=i,
+        )
+
+    for length in (16, 32):
+        for temperature in temperatures[:1] + temperatures[-1:]:
+            decoder.compile([[0] * length], max_new_tokens=16, temperature=temperature)
+    with costs_lib.count_compiles() as count:
+        for i in range(prompts):
+            request(i)
+    return count.programs
+
+
+def peak_rss_gb() -> float:
+    """Largest resident memory of this process so far, in GB (10^9 bytes)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def memory_floor_share(target: Any, tokens_per_s: float) -> tuple[float, float]:
+    """(share of the memory floor that the autoregressive loop reaches, stream bandwidth in GB/s). The floor of one
+    token is reading every weight once, as it is laid out (embedding rows are only looked up and do not count)."""
+    params = target.layout().params
+    read = sum(x.nbytes for x in jax.tree.leaves(params)) - params["embedding"].nbytes
+    bandwidth = costs_lib.stream_bandwidth(read)
+    return tokens_per_s * read / bandwidth, bandwidth / 1e9
+
+
+def _plain(temperature: float) -> Cell:
+    return Cell(AUTOREGRESSIVE, 0, 1, temperature)
+
+
+def _seconds(runs: Sequence[Run]) -> float:
+    return float(np.median([run.seconds for run in runs]))
+
+
+def _speedup(cell: Cell, runs: Mapping[Cell, Sequence[Run]]) -> float:
+    """Of medians; of the first turn, in which both took part, where the cell was timed once."""
+    plain = runs[Cell(AUTOREGRESSIVE, 0, cell.batch_size, cell.temperature)]
+    return _seconds(plain[: len(runs[cell])]) / _seconds(runs[cell])

@@ -1,0 +1,427 @@
+"""A certificate for one target, drafter, verifier and set of sampling parameters: that decoding with them gives what
+the target alone would give. Three checks of the real decoder, none of which trusts the code that it checks:
+
+- greedy output, token for token, against the autoregressive loop, with the target's top-2 margin where they differ;
+- the law of sampled tokens against the exact law of each after what was emitted before it, from one teacher-forced
+  forward and `specjax.testing.references`, by a chi-square test sized beforehand;
+- the target as its own draft: every token must be accepted (which alone finds a drafter that feeds its cache wrongly).
+
+For the coupled rule also its promise: the output of plain sampling, token for token. A lossy rule gets the distance
+that it costs in place of a test.
+
+In a precision below float32 a logit depends on the shape of the pass that computes it. There the exact law is that of
+passes of the decoder's own shape (`specjax.evaluation.forced`), how far the shapes lie apart is measured first and
+judged by a check of its own, and two choices differ if the margin exceeds what two passes that far apart explain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import optimize, stats
+
+from specjax import sampling as sampling_lib
+from specjax.config import Certify
+from specjax.decode.decoder import Decoder
+from specjax.decode.request import NUMBERS, prepare
+from specjax.decode.result import check_finite
+from specjax.drafters.draft_model import DraftModel
+from specjax.evaluation import forced
+from specjax.models.vocabulary import unused_ids
+from specjax.testing.references import softmax
+from specjax.testing.target_law import TargetLaw, margin
+from specjax.types import Drafter, Verifier
+
+CELLS = 16
+_RANKS = np.array([1, 2, 4, 8, 16, 64, 256])
+"""First rank past each of the first seven groups of likely tokens; the eighth holds the rest."""
+_EDGE = 1e-3
+"""A token this close to the least likely one kept by top-k, top-p or min-p may be in or out by rounding."""
+Tick = Callable[[], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """``passed`` None: measured, not judged."""
+
+    name: str
+    passed: bool | None
+    summary: str
+    details: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificate:
+    """``subject``: what was certified, as names and settings."""
+
+    subject: dict[str, Any]
+    checks: list[Check]
+
+    @property
+    def verdict(self) -> str:
+        if any(check.passed is False for check in self.checks):
+            return "FAIL"
+        return "PASS" if self.subject["lossless"] else "LOSSY"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"verdict": self.verdict, **dataclasses.asdict(self)}
+
+    def to_markdown(self) -> str:
+        about = "\n".join(f"| {name} | {value} |" for name, value in self.subject.items())
+        marks = {True: "pass", False: "**FAIL**", None: "measured"}
+        rows = "\n".join(f"| {c.name} | {marks[c.passed]} | {c.summary} |" for c in self.checks)
+        return (
+            f"# Certificate: {self.verdict}\n\n| | |\n|---|---|\n{about}\n\n"
+            f"| check | result | measured |\n|---|---|---|\n{rows}\n"
+        )
+
+
+def certify(
+    target: Any,
+    drafter: Drafter,
+    verifier: Verifier,
+    prompts: Sequence[Sequence[int]],
+    sampling: Mapping[str, Any],
+    settings: Certify,
+    seed: int = 0,
+    tick: Tick = lambda: None,
+) -> Certificate:
+    """``prompts``: at least four. ``sampling``: arguments of `Decoder.generate`, without the temperature."""
+    # What cannot be decoded is refused before anything is.
+    prepare(target, drafter.k, prompts, settings.new_tokens, 0, True, {**sampling, "temperature": settings.temperature})
+    context = Subject(target, drafter, verifier, prompts, sampling, settings, seed, tick)
+    checks = [greedy_identity(context)]
+    if context.drift is not None:
+        checks.insert(0, logit_drift(context.drift, settings))
+    if verifier.noise != "none":
+        checks += [sampled_law(context), self_acceptance(context)]
+    if verifier.noise == "coupled":
+        checks.append(coupled_identity(context))
+    subject = {
+        "target": target.name,
+        "dtype": context.low or "float32",
+        "drafter": drafter.kind,
+        "k": drafter.k,
+        "verifier": verifier.kind,
+        "lossless": verifier.lossless,
+        "reference": f"arXiv {verifier.reference}",
+        "temperature": settings.temperature,
+        "sampling": {name: x for name, x in sampling.items() if (x != NUMBERS[name].neutral if name in NUMBERS else x)}
+        or "none",
+        "prompts": len(prompts),
+        "seed": seed,
+    }
+    return Certificate(subject, checks)
+
+
+def num_ticks(settings: Certify, verifier: Verifier) -> int:
+    """How often `certify` reports progress."""
+    return 2 + (0 if verifier.noise == "none" else _calls(settings) + 1 + (verifier.noise == "coupled"))
+
+
+class Subject:
+    """What is certified, with its decoders: what the checks are called with."""
+
+    def __init__(
+        self,
+        target: Any,
+        drafter: Drafter,
+        verifier: Verifier,
+        prompts,
+        sampling,
+        settings: Certify,
+        seed: int,
+        tick: Tick = lambda: None,
+    ):
+        self.target, self.drafter, self.verifier = target, drafter, verifier
+        self.prompts: list[list[int]] = [list(prompt) for prompt in prompts]
+        self.sampling, self.settings, self.seed, self.tick = dict(sampling), settings, seed, tick
+        self.plain, self.fast = Decoder(target, None, verifier), Decoder(target, drafter, verifier)
+        self.law = TargetLaw(target, self.sampling, settings.new_tokens)
+        self.low = next((str(x.dtype) for x in jax.tree.leaves(target.params) if x.dtype.itemsize < 4), None)
+        """The target's precision if it is below float32."""
+
+    @functools.cached_property
+    def greedy_output(self) -> list[list[int]]:
+        """Of the autoregressive loop, all prompts at once."""
+        return self.generate(self.plain, self.prompts).tokens
+
+    @functools.cached_property
+    def drift(self) -> Drift | None:
+        """None in float32, where limits are absolute."""
+        return None if self.low is None else _measure_drift(self)
+
+    def allowed(self, temperature: float = 1.0) -> float:
+        """The largest gap of two logits, at ``temperature``, that rounding may close."""
+        moved = 0.0 if self.drift is None else 2 * self.drift.blocks / temperature
+        return max(self.settings.margin, moved)
+
+    def passes(self, prompts: Sequence[list[int]], outputs: Sequence[list[int]], fed: int) -> list[np.ndarray]:
+        """Logits that choose ``outputs``, by the passes of decoding over blocks of ``fed`` tokens, all rows at once."""
+        engine, params = self.plain.engine(True, len(prompts))
+        return forced.output_logits(engine.target, params.target, prompts, outputs, fed)
+
+    def logits(self, prompts: Sequence[list[int]], outputs: Sequence[list[int]]) -> Iterable[np.ndarray]:
+        """Of the target before each token of ``outputs``, ``[N, V]`` a row."""
+        if self.low is not None:
+            return self.passes(prompts, outputs, self.drafter.k + 1)
+        return map(self.law.logits, prompts, outputs)
+
+    def generate(self, decoder: Decoder, prompts: Sequence[list[int]], **options: Any) -> Any:
+        options = {"max_new_tokens": self.settings.new_tokens, "ignore_eos": True, **self.sampling, **options}
+        result = decoder.generate(prompts, **options)
+        check_finite(result, f"drafter {self.drafter.kind!r}", f"target {self.target.name!r}")
+        return result
+
+
+def greedy_identity(context: Subject) -> Check:
+    """Batch 1 and all prompts at once, against the autoregressive loop."""
+    prompts, differences, want = context.prompts, [], context.greedy_output
+    context.tick()
+    together = context.generate(context.fast, prompts).tokens
+    alone = [context.generate(context.fast, [prompt]).tokens[0] for prompt in prompts]
+    for size, found in ((len(prompts), together), (1, alone)):
+        for i, (a, b) in enumerate(zip(found, want, strict=True)):
+            at = _first_difference(a, b)
+            if at is not None:
+                # Infinite where one of them went on after the other's stop token.
+                gap = _greedy_margin(context, prompts[i], b, at) if at < len(b) else np.inf
+                differences.append({"prompt": i, "batch_size": size, "position": at, "margin": gap})
+    context.tick()
+    count = sum(map(len, want))
+    return _identity("greedy identity", differences, 2 * count, context.allowed())
+
+
+def _greedy_margin(context: Subject, prompt: list[int], output: list[int], at: int) -> float:
+    [logits] = context.logits([prompt], [output])
+    return margin(context.law.transformed(logits[at], prompt, output[:at], 1.0, cuts=False))
+
+
+@dataclasses.dataclass(frozen=True)
+class Drift:
+    """How far logits lie apart by the shape of the pass, along the greedy output of the autoregressive loop.
+    ``blocks``: the largest difference between its single tokens and blocks; ``whole``: and whole sequences without a
+    cache; ``total_variation``: between the laws, its mean, the largest of all shapes; ``choices``: the share of
+    positions at which one of them would choose another token."""
+
+    dtype: str
+    blocks: float
+    whole: float
+    total_variation: float
+    choices: float
+
+
+def _measure_drift(context: Subject) -> Drift:
+    prompts, outputs, fed = context.prompts, context.greedy_output, context.drafter.k + 1
+    single, t = context.passes(prompts, outputs, 1), context.settings.temperature
+
+    def law(logits: np.ndarray, row: int, j: int) -> np.ndarray:
+        return context.law.transformed(logits[j], prompts[row], outputs[row][:j], t, cuts=False)
+
+    def apart(found: Iterable[np.ndarray]) -> tuple[float, float, float]:
+        moved, distances, others = [], [], []
+        for row, (a, b) in enumerate(zip(single, found, strict=True)):
+            for j in range(len(a)):
+                x, y = law(a, row, j), law(b, row, j)
+                possible = np.isfinite(x)
+                moved.append(t * np.abs(x[possible] - y[possible]).max())
+                distances.append(np.abs(softmax(x) - softmax(y)).sum() / 2)
+                others.append(x.argmax() != y.argmax())
+        return float(np.max(moved)), float(np.mean(distances)), float(np.mean(others))
+
+    together = apart(context.passes(prompts, outputs, fed))
+    alone = apart(context.passes([p], [o], fed)[0] for p, o in zip(prompts, outputs, strict=True))
+    whole = apart(map(context.law.logits, prompts, outputs))
+    _, distances, choices = (max(values) for values in zip(together, alone, whole, strict=True))
+    return Drift(context.low or "float32", max(together[0], alone[0]), whole[0], distances, choices)
+
+
+def logit_drift(drift: Drift, settings: Certify) -> Check:
+    """What other shapes of a pass change: no more than the distance that the certificate is to find."""
+    summary = (
+        f"{drift.dtype}: logits of blocks within {drift.blocks:.2g} of those of single tokens, of whole sequences "
+        f"within {drift.whole:.2g}; mean total variation up to {drift.total_variation:.2g} (allowed "
+        f"{settings.total_variation:g}), {drift.choices:.2%} other choices"
+    )
+    details = {**dataclasses.asdict(drift), "allowed": settings.total_variation}
+    return Check("logit drift", drift.total_variation <= settings.total_variation, summary, details)
+
+
+def coupled_identity(context: Subject) -> Check:
+    """Sampled output against plain sampling with the same noise."""
+    prompts, t = context.prompts, context.settings.temperature
+    options = {"temperature": t, "seed": context.seed + 1}
+    want, found = (context.generate(d, prompts, **options) for d in (context.plain, context.fast))
+    differences = []
+    for i, (a, b) in enumerate(zip(found.tokens, want.tokens, strict=True)):
+        at = _first_difference(a, b)
+        if at is not None:
+            gap = np.inf
+            if at < len(b):
+                [logits] = context.logits([prompts[i]], [b])
+                law = context.law.transformed(logits[at], prompts[i], b[:at], t)
+                words = jnp.asarray([[want.seeds[i] >> 32, want.seeds[i] & 0xFFFFFFFF]], jnp.uint32)
+                position = jnp.asarray([len(prompts[i]) + at], jnp.int32)
+                gap = margin(law + np.asarray(sampling_lib.coupled_noise(words, position, 0, len(law)).gumbel[0, 0]))
+            differences.append({"prompt": i, "position": at, "margin": gap})
+    context.tick()
+    return _identity("coupled identity", differences, sum(map(len, want.tokens)), context.allowed(t))
+
+
+def self_acceptance(context: Subject) -> Check:
+    """The target drafts for itself, greedily and sampled."""
+    prompts = context.prompts
+    decoder = Decoder(context.target, DraftModel(context.target, context.drafter.k), context.verifier)
+    temperatures = [0.0 if i % 4 == 3 else context.settings.temperature for i in range(len(prompts))]
+    new = max(min(context.settings.new_tokens, 64), context.sampling.get("min_new_tokens", 0))
+    options = {"temperature": temperatures, "max_new_tokens": new, "seed": context.seed}
+    counts = context.generate(decoder, prompts, **options).stats
+    drafted, accepted = sum(s.drafted for s in counts), sum(s.accepted for s in counts)
+    context.tick()
+    # Passes of one token and of a block round differently: p / q is 1 up to about 1e-5, and a draw may fall between.
+    rate = 0.001 if context.drift is None else 0.001 + 2 * max(context.drift.total_variation, context.drift.choices)
+    passed = drafted - accepted <= max(2, rate * drafted) if context.verifier.lossless else None
+    summary = f"{accepted:,} of {drafted:,} draft tokens accepted with the target as its own draft"
+    details = {"drafted": drafted, "accepted": accepted, "allowed_rejection_rate": rate}
+    return Check("self acceptance", passed, summary, details)
+
+
+def sampled_law(context: Subject) -> Check:
+    """Every sampled token against the exact law after its own prefix, over 16 cells that are a function of that law:
+    eight groups of ranks by two halves of the vocabulary. Given the prefix the counts have mean and covariance of one
+    draw from that law, so that their sum over all tokens, whatever the prefixes, gives a chi-square statistic."""
+    settings, observed = context.settings, np.zeros(CELLS)
+    expected, covariance, outside, moved, tokens = np.zeros(CELLS), np.zeros((CELLS, CELLS)), [], [], 0
+    size, calls = sample_size(settings), _calls(settings)
+    for call in range(20 * calls):  # more than planned where stop tokens end rows early
+        if tokens >= size:
+            break
+        rows = [
+            context.prompts[(call * settings.batch_size + i) % len(context.prompts)] for i in range(settings.batch_size)
+        ]
+        options = {"temperature": settings.temperature, "seed": context.seed + 1 + call}
+        if context.low is not None:  # what the program that draws says of its own law
+            options["logprobs"] = "raw"
+        result = context.generate(context.fast, rows, **options)
+        found = zip(rows, result.tokens, context.logits(rows, result.tokens), strict=True)
+        for i, (prompt, new, by_token) in enumerate(found):
+            if result.logprobs is not None:
+                moved += _moved(context, by_token, new, result.logprobs[i])
+            for j, logits in enumerate(by_token):
+                law = context.law.transformed(logits, prompt, new[:j], settings.temperature)
+                p = softmax(law)
+                if p[new[j]] == 0:
+                    gap = _outside_by(context, logits, law, prompt, new, j)
+                    outside.append({"token": int(new[j]), "position": j, "gap": gap})
+                cell = _cells(p)
+                mass = np.bincount(cell, p, CELLS)
+                observed[cell[new[j]]] += 1
+                expected += mass
+                covariance += np.diag(mass) - np.outer(mass, mass)
+                tokens += 1
+        if call < calls:
+            context.tick()
+    edge = max([_EDGE, context.allowed(settings.temperature), *(2 * x / settings.temperature for x in moved)])
+    outside = [found for found in outside if found["gap"] > edge]
+    statistic, freedom = _chi_square(observed - expected, covariance, expected)
+    p_value = float(stats.chi2.sf(statistic, freedom)) if freedom else 1.0  # everything in one cell
+    off, noise = np.abs(observed - expected).sum() / 2 / tokens, _noise_floor(covariance) / tokens
+    details = {
+        "tokens": tokens,
+        "cells": CELLS,
+        "p_value": p_value,
+        "statistic": statistic,
+        "degrees_of_freedom": freedom,
+        "total_variation": float(off),
+        "total_variation_of_exact_sampling": float(noise),
+        "outside_the_support": outside[:20],
+        "log_probability_moved": float(np.mean(moved)) if moved else 0.0,
+    }
+    distance = f"total variation over {CELLS} cells {off:.4f} (exact sampling of as many: about {noise:.4f})"
+    if not context.verifier.lossless:
+        return Check("sampled law", None, f"{tokens:,} tokens: {distance}", details)
+    # E_p |log p - log p'| is twice the total variation of laws that are near.
+    agrees = details["log_probability_moved"] <= 2 * settings.total_variation
+    passed = p_value >= settings.level and not outside and tokens >= size and agrees
+    summary = f"{tokens:,} tokens: p = {p_value:.3g}, {distance}"
+    if moved:
+        summary += (
+            f"; log-probabilities differ from the decoder's own by {details['log_probability_moved']:.2g} on average"
+        )
+    if outside:
+        summary += f"; {len(outside)} tokens of probability zero"
+    if tokens < size:
+        summary += f"; {size:,} are needed, and stop tokens end the rows early"
+    return Check("sampled law", passed, summary, details)
+
+
+def sample_size(settings: Certify) -> int:
+    """Tokens for which any law at ``settings.total_variation`` over the cells is found with ``settings.power``: the
+    noncentrality is at least 4 N TV^2."""
+    freedom = CELLS - 1
+    critical = stats.chi2.isf(settings.level, freedom)
+    needed: Any = optimize.brentq(lambda x: stats.ncx2.sf(critical, freedom, x) - settings.power, 1e-6, 1e4)
+    return int(np.ceil(needed / (4 * settings.total_variation**2)))
+
+
+def _calls(settings: Certify) -> int:
+    return -(-sample_size(settings) // (settings.batch_size * settings.new_tokens))
+
+
+def _cells(p: np.ndarray) -> np.ndarray:
+    """The cell of every token of the vocabulary. The halves are by a mixed-up token id, so that no half is rare."""
+    rank = np.empty(len(p), np.int64)
+    rank[np.argsort(-p, kind="stable")] = np.arange(len(p))
+    half = (np.arange(len(p), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) & np.uint64(1)
+    return 2 * np.searchsorted(_RANKS, rank, side="right") + half.astype(np.int64)
+
+
+def _moved(context: Subject, logits: np.ndarray, new: Sequence[int], own: Sequence[float]) -> list[float]:
+    """Between the log-probability of each token and its ``own``, that the program which drew it reports."""
+    known = logits.astype(np.float64)
+    known[:, unused_ids(context.target)] = -np.inf
+    known = known[np.arange(len(new)), new] - np.logaddexp.reduce(known, axis=-1)
+    return np.abs(known - np.asarray(own)).tolist()
+
+
+def _outside_by(context: Subject, logits, law, prompt, new, j: int) -> float:
+    """How far below the least likely token of the support the emitted one is, in logits; inf for a forbidden one."""
+    free = context.law.transformed(logits, prompt, new[:j], context.settings.temperature, cuts=False)
+    return float(free[np.isfinite(law)].min() - free[new[j]])
+
+
+def _chi_square(difference: np.ndarray, covariance: np.ndarray, expected: np.ndarray) -> tuple[float, int]:
+    """(statistic, degrees of freedom). Cells that expect fewer than 5 are merged into the largest."""
+    few = expected < 5
+    merge = np.eye(len(expected))
+    merge[few] = np.eye(len(expected))[expected.argmax()]
+    merge = merge[:, ~few]
+    difference, covariance = difference @ merge, merge.T @ covariance @ merge
+    freedom = len(difference) - 1
+    # The counts add up, so one direction has no variance.
+    inverse = np.linalg.pinv(covariance, rcond=1e-9, hermitian=True)
+    return float(difference @ inverse @ difference), freedom
+
+
+def _noise_floor(covariance: np.ndarray) -> float:
+    """Expected half of the absolute differences of counts with this covariance."""
+    return float(np.sqrt(np.diag(covariance) * 2 / np.pi).sum() / 2)
+
+
+def _identity(name: str, differences: list[dict[str, Any]], tokens: int, allowed: float) -> Check:
+    worst = max((d["margin"] for d in differences), default=0.0)
+    summary = f"{tokens:,} tokens, {len(differences)} rows differ"
+    if differences:
+        summary += f", at top-2 margins up to {worst:.2g} (allowed {allowed:g})"
+    return Check(name, worst <= allowed, summary, {"tokens": tokens, "differences": differences, "allowed": allowed})
+
+
+def _first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    return next((i for i, (x, y) in enumerate(itertools.zip_longest(a, b)) if x != y), None)

@@ -1,0 +1,158 @@
+"""Held-out rows in, per-position losses and acceptance out, under teacher forcing at temperature 1.
+
+Dims: B rows, T predicted positions, J predictions a position, V vocabulary, M models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from specjax.data.rows import Rows, spread
+from specjax.distill.losses import negative_log_likelihood
+from specjax.distill.teacher import completed, target_output
+from specjax.metrics import alpha_per_position
+from specjax.models.vocabulary import TokenRows
+from specjax.runtime.layout import ONE_DEVICE, Layout
+from specjax.runtime.progress import StepProgress
+from specjax.types import Batch, DraftOutput, FullLogits, Output, Params, TopKLogits, Trainable
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Means over ``positions`` predicted tokens; nats a token. NaN without a target: ``target_nll`` and ``alpha``."""
+
+    nll: float
+    target_nll: float
+    alpha: float
+    positions: int
+
+
+@flax.struct.dataclass
+class Matched:
+    """One prediction of every position beside what it is compared with."""
+
+    draft_logits: Float[Array, "B T V"]
+    teacher: FullLogits | TopKLogits | None
+    tokens: Int[Array, "B T"]
+    weight: Float[Array, "B T"]
+
+
+def matched(
+    out: DraftOutput,
+    teacher: FullLogits | TopKLogits | None,
+    following: Int[Array, "B T"],
+    j: int,
+    tokens: TokenRows | None = None,
+) -> Matched:
+    """Prediction ``j`` of a drafter's training forward, aligned with the target's law and the text's next token.
+
+    Laws that are compared are over ``tokens``, both of them, as in decoding. Without a teacher the draft's is over all
+    its rows: that teaches it not to choose padding, for those who decode it elsewhere.
+    """
+    take = functools.partial(jnp.take, indices=out.target_index[:, j], axis=1, mode="clip")
+    logits = out.logits[:, :, j]
+    if tokens is not None and teacher is not None:
+        logits = tokens.over(logits)
+        if isinstance(teacher, FullLogits):
+            teacher = FullLogits(tokens.over(teacher.logits))
+    return Matched(logits, jax.tree.map(take, teacher), take(following), out.weight[:, :, j])
+
+
+def evaluate(
+    drafter: Trainable,
+    params: Params,
+    target: Any,
+    rows: Rows,
+    positions: int,
+    batch_size: int,
+    layout: Layout = ONE_DEVICE,
+) -> Evaluation:
+    """`evaluate_all` of one model."""
+    return evaluate_all(drafter, [params], target, rows, positions, batch_size, layout=layout)[0]
+
+
+def evaluate_all(
+    drafter: Trainable,
+    params: Sequence[Params],
+    target: Any,
+    rows: Rows,
+    positions: int,
+    batch_size: int,
+    progress: StepProgress | None = None,
+    layout: Layout = ONE_DEVICE,
+) -> list[Evaluation]:
+    """Every model of one shape on the same positions, at one target forward a batch.
+
+    ``target``: a `LoadedModel`, or None for the models' own losses only. As many rows as hold ``positions`` predicted
+    tokens are used, all if there are fewer, and the number of predictions that count is reported. ``batch_size`` is
+    rounded up to fill the shards of ``layout``.
+    """
+    chosen = spread(rows, positions)
+    batch_size = -(-batch_size // layout.row_shards) * layout.row_shards
+    spec, target_params = None, None
+    if target is not None:
+        spec, target_params = target.spec, layout.put(target.params, layout.of_target(target.params, target.spec))
+    params = [layout.put(model, layout.of_draft(model, drafter)) for model in params]
+    drafter, spec, tokens = layout.drafter(drafter), layout.model(spec), TokenRows.of(target)
+    sums = []
+    for start in range(0, len(chosen.tokens), batch_size):
+        batch = jax.tree.map(lambda x, start=start: _filled_up(x[start : start + batch_size], batch_size), chosen)
+        real = (np.arange(batch_size) < len(chosen.tokens) - start).astype(np.float32)
+        batch = batch.replace(weight=batch.weight * real[:, None])
+        sums.append(_sums(drafter, spec, tokens, tuple(params), target_params, layout.place_batch(batch)))
+        if progress is not None:
+            jax.block_until_ready(sums[-1])
+            progress(len(sums), {})
+    # Batches are added up in float64.
+    totals = jax.tree.map(lambda *x: np.sum(np.asarray(x, np.float64), axis=0), *jax.device_get(sums))
+    return [
+        Evaluation(
+            nll=float(t["nll"] / t["count"]),
+            target_nll=float(t.get("target_nll", np.nan) / t["count"]),
+            alpha=float(t.get("alpha", np.nan) / t["count"]),
+            positions=int(t["count"]),
+        )
+        for t in totals
+    ]
+
+
+def _filled_up(leaf: np.ndarray, size: int) -> np.ndarray:
+    """With copies of the first row, so that one shape is compiled; they do not count."""
+    return np.concatenate([leaf, np.repeat(leaf[:1], size - len(leaf), axis=0)])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _sums(drafter, spec, tokens: TokenRows | None, params: tuple, target_params, batch: Batch) -> list:
+    target_out = None if spec is None else target_output(spec, target_params, batch)
+    wholes = [completed(drafter, p, target_params) for p in params]
+    return [_sums_of(drafter.train_output(p, batch, target_out), target_out, batch.following, tokens) for p in wholes]
+
+
+def _sums_of(
+    out: DraftOutput, target_out: Output | None, following: Int[Array, "B T"], tokens: TokenRows | None
+) -> dict[str, jax.Array]:
+    sums: dict[str, jax.Array] = {}
+    teacher = None if target_out is None else FullLogits(target_out.logits)
+    for j in range(out.logits.shape[2]):
+        m = matched(out, teacher, following, j, tokens)
+        measured = {
+            "nll": negative_log_likelihood(m.draft_logits, m.tokens),
+            "count": jnp.ones(m.tokens.shape, jnp.float32),
+        }
+        if isinstance(m.teacher, FullLogits):
+            measured["target_nll"] = negative_log_likelihood(m.teacher.logits, m.tokens)
+            measured["alpha"] = alpha_per_position(m.teacher.logits, m.draft_logits)
+        for name, values in measured.items():
+            # Every prediction that counts counts alike here, whatever its weight in training.
+            total = jnp.sum(jnp.where(m.weight > 0, values, 0.0))
+            sums[name] = sums[name] + total if name in sums else total
+    return sums

@@ -1,0 +1,252 @@
+"""The benchmark (`specjax.evaluation.bench`) on a run's held-out text, and the figures from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax import metrics, registry
+from specjax.config import RunConfig
+from specjax.data.corpus import Document
+from specjax.data.prompts import HeldOutPrompt, cut_prompts
+from specjax.decode import request
+from specjax.decode.decoder import Decoder
+from specjax.drafters.draft_model import DraftModel
+from specjax.errors import DataError
+from specjax.evaluation import bench as bench_lib
+from specjax.evaluation import certify as certify_lib
+from specjax.evaluation import compare
+from specjax.jobs import distill as job
+from specjax.models.hf import LoadedModel, load_model
+from specjax.runtime.progress import Bars, no_bars
+
+GREEDY, SAMPLED = 0.0, 1.0
+_TUNING = 3
+"""Tuning prompts for each timed one: greedy acceptance varies by a quarter from prompt to prompt, so the prediction of
+the speedup needs more of them than the choice of k."""
+
+
+def run_bench(config: RunConfig, bars: Bars = no_bars) -> dict[str, Any]:
+    """Decode with the drafts that `train_draft.py` left in ``config.out``. Returns the dict of `decoding_figures`."""
+    out = Path(config.out)
+    if not (out / "draft").is_dir():
+        raise DataError(f"out: {out} holds no draft; run `specjax train` with this config first, or give its `out`")
+    prepared = job.prepare(config, bars)
+    drafts = {"draft_after": load_model(str(out / "draft"), "float32")}
+    if (out / "draft-before").is_dir():
+        drafts = {"draft_before": load_model(str(out / "draft-before"), "float32"), **drafts}
+    for model in (prepared.target, *drafts.values()):
+        model.free_originals()
+    return decoding_figures(config, prepared.target, drafts, prepared.corpus.held_out, bars)
+
+
+def run_certify(config: RunConfig, bars: Bars = no_bars) -> certify_lib.Certificate:
+    """Certify the drafter that ``config.certify`` names, or the draft that `train_draft.py` left in ``config.out``.
+
+    The target's loaded weights stay beside their layout, unlike in other commands: they are the witness. A law computed
+    from the layout could not tell that a weight was laid out wrongly."""
+    settings, spec = config.certify, config.certify.drafter
+    draft = Path(config.out) / "draft"
+    if spec is None and not draft.is_dir():
+        raise DataError(
+            f"out: {config.out} holds no draft; run `specjax train` with this config, or give certify.drafter"
+        )
+    spec = {"kind": "draft_model", "model": str(draft), "k": settings.k} if spec is None else spec
+    drafter = registry.build(registry.DRAFTERS, spec, "certify.drafter")
+    verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")
+    prepared = job.prepare(config, bars)
+    prompts = held_out_prompts(prepared.corpus.held_out, prepared.target, settings.prompt_tokens, settings.prompts)
+    with bars("certify", certify_lib.num_ticks(settings, verifier)) as progress:
+        done = itertools.count(1)
+        tick = (lambda: progress(next(done), {})) if progress else (lambda: None)
+        args = (prepared.target, drafter, verifier, prompts, config.sampling.options(), settings, config.seed)
+        return certify_lib.certify(*args, tick)
+
+
+def decoding_figures(
+    config: RunConfig,
+    target: LoadedModel,
+    drafts: Mapping[str, LoadedModel],
+    held_out: Sequence[Document],
+    bars: Bars = no_bars,
+) -> dict[str, Any]:
+    """Everything measured by decoding: ``decoding`` (the grid, one dict a cell), ``figures`` (the flat summary),
+    ``sample`` (one generation in pieces), ``compile_seconds``. The last of ``drafts`` is the one that counts."""
+    settings = config.bench
+    cut = _prompts(held_out, target, settings.prompt_tokens, (1 + _TUNING) * settings.prompts)
+    prompts = [prompt.tokens for prompt in cut]
+    timed, tuning = prompts[: settings.prompts], prompts[settings.prompts :]
+    factories = {name: _draft_model(draft) for name, draft in drafts.items()} | {
+        kind: _registered(kind) for kind in settings.drafters
+    }
+    favourite = list(drafts)[-1]
+    verifier, sampling = registry.build(registry.VERIFIERS, config.verifier, "verifier"), config.sampling.options()
+    bench = bench_lib.Bench(target, factories, settings, timed, tuning, verifier, sampling, config.seed)
+    with bars("decoding", bench.num_ticks) as progress:
+        done = itertools.count(1)
+        tick = (lambda: progress(next(done), {})) if progress else (lambda: None)
+        measured = bench.measure(favourite, tick)
+    recompiles = bench_lib.count_recompiles(target, factories[favourite](max(settings.ks)), verifier)
+    figures, distance = _figures(measured, target), {}
+    if not verifier.lossless:
+        drafter = factories[favourite](next(reversed(measured["best_k"].values())))
+        options = dataclasses.replace(config.certify, new_tokens=settings.new_tokens)
+        subject = certify_lib.Subject(target, drafter, verifier, timed, sampling, options, config.seed)
+        found = certify_lib.sampled_law(subject).details
+        distance = {name: found[name] for name in ("total_variation", "total_variation_of_exact_sampling")}
+    return {
+        "decoding": measured["decoding"],
+        "comparison": _comparison(measured, [prompt.source for prompt in cut[: settings.prompts]]),
+        "figures": {**figures, "recompiles": recompiles, "peak_rss_gb": bench_lib.peak_rss_gb()},
+        "compile_seconds": bench.compile_seconds,
+        "verifier": {"kind": verifier.kind, "lossless": verifier.lossless, **distance},
+        "sample": _sample(
+            bench, favourite, measured["best_k"], timed[0], target, settings.new_tokens, sampling, config.seed
+        ),
+    }
+
+
+def num_ticks(config: RunConfig) -> int:
+    """How often `decoding_figures` reports progress for the two drafts of a run."""
+    drafters, prompts = 2 + len(config.bench.drafters), config.bench.prompts
+    return bench_lib.num_ticks(config.bench, drafters, prompts, _TUNING * prompts)
+
+
+def check(config: RunConfig, prepared: job.Prepared) -> None:
+    """Refuse, before any training, what `decoding_figures` could not decode."""
+    settings, target = config.bench, prepared.target
+    held_out_prompts(prepared.corpus.held_out, target, settings.prompt_tokens, (1 + _TUNING) * settings.prompts)
+    needed = settings.prompt_tokens + settings.new_tokens + max(settings.ks)
+    if needed > target.config.max_positions:
+        raise DataError(
+            f"bench: prompt_tokens={settings.prompt_tokens}, new_tokens={settings.new_tokens} and k={max(settings.ks)} "
+            f"need {needed} positions, the target has {target.config.max_positions}; lower one of them"
+        )
+    request.prepare(target, max(settings.ks), [[0]], settings.new_tokens, 0, True, config.sampling.options())
+
+
+def held_out_prompts(documents: Sequence[Document], target: LoadedModel, length: int, count: int) -> list[list[int]]:
+    """``count`` prompts of ``length`` tokens from inside held-out documents: the middle of each first, in the order of
+    their content hashes, then other places. Raises `DataError` if there is too little text."""
+    return [prompt.tokens for prompt in _prompts(documents, target, length, count)]
+
+
+def _prompts(documents: Sequence[Document], target: LoadedModel, length: int, count: int) -> list[HeldOutPrompt]:
+    found = cut_prompts(documents, target.tokenizer, length, count)
+    if len(found) < count:
+        raise DataError(
+            f"the held-out text gives {len(found)} prompts of {length} tokens, bench needs {count}; use more text, "
+            "a larger data.held_out, or a smaller bench.prompts or bench.prompt_tokens"
+        )
+    return found
+
+
+def _draft_model(draft: LoadedModel) -> bench_lib.DrafterFactory:
+    return lambda k: DraftModel(draft, k)
+
+
+def _registered(kind: str) -> bench_lib.DrafterFactory:
+    drafter = registry.resolve(registry.DRAFTERS, kind, "bench.drafters")
+    return lambda k: drafter(k=k)
+
+
+def _figures(measured: Mapping[str, Any], target: LoadedModel) -> dict[str, Any]:
+    """The flat summary. Overheads and prediction errors are the worst over the temperatures measured."""
+    greedy, sampled = (measured["headline"].get(t) for t in (GREEDY, SAMPLED))
+    figures: dict[str, Any] = {}
+    for suffix, headline in (("greedy", greedy), ("t1", sampled)):
+        if headline is not None:
+            tail = "" if suffix == "greedy" else "_t1"
+            figures |= {
+                f"speedup_{suffix}": headline["speedup"],
+                f"speedup_predicted_{suffix}": headline["speedup_predicted"],
+                f"best_k_{suffix}": headline["k"],
+                f"{suffix}_top_k": headline["top_k"],
+                f"{suffix}_top_speedup": headline["top_speedup"],
+                f"ar_tokens_per_s{tail}": headline["ar_tokens_per_s"],
+                f"spec_tokens_per_s{tail}": headline["spec_tokens_per_s"],
+                f"ar_overhead_{suffix}": headline["ar_overhead"],
+                f"step_overhead_{suffix}": headline["step_overhead"],
+                f"step_overhead_apart_{suffix}": headline["step_overhead_apart"],
+                f"costs_ms_{suffix}": {
+                    "autoregressive": _milliseconds(headline["ar_costs"]),
+                    "speculative": _milliseconds(headline["costs"]),
+                },
+            }
+    headlines = measured["headline"].values()
+    figures["ar_overhead"] = max(h["ar_overhead"] for h in headlines)
+    figures["step_overhead"] = max(h["step_overhead"] for h in headlines)
+    figures["step_overhead_apart"] = max(h["step_overhead_apart"] for h in headlines)
+    # With tau from other prompts, and from the timed ones: the second is the error of the costs alone.
+    for tail in ("", "_in_sample"):
+        predicted = f"speedup_predicted{tail}"
+        figures[predicted.replace("predicted", "predicted_error")] = max(
+            abs(h[predicted] / h["speedup"] - 1) for h in headlines
+        )
+    compared = [row for row in measured["decoding"] if row["identical"] is not None]
+    differences = [found for row in compared for found in row["differences"]]
+    if compared:
+        figures["greedy_identical"] = all(row["identical"] for row in compared)
+        figures["greedy_differences"] = len(differences)
+        figures["greedy_largest_margin"] = max((d["margin"] for d in differences), default=0.0)
+    if greedy is not None:
+        share, bandwidth = bench_lib.memory_floor_share(target, greedy["ar_tokens_per_s"])
+        figures |= {"memory_floor_share": share, "stream_gb_per_s": bandwidth}
+    return figures
+
+
+def _comparison(measured: Mapping[str, Any], sources: Sequence[str]) -> list[dict[str, Any]]:
+    """Every drafter at the best k of the last draft, beside plain decoding: source by source, at the smallest batch at
+    which all of them were decoded."""
+    by_prompt: Mapping[bench_lib.Cell, Any] = measured["by_prompt"]
+    found = []
+    for source in compare.shown(sources):
+        chosen = [i for i, own in enumerate(sources) if source in (own, compare.ALL)]
+        for temperature, k in measured["best_k"].items():
+            cells = [cell for cell in by_prompt if cell.temperature == temperature and cell.k in (0, k)]
+            drafters = {cell.drafter for cell in cells}
+            sizes = {cell.batch_size for cell in cells}
+            whole = [n for n in sizes if drafters == {cell.drafter for cell in cells if cell.batch_size == n}]
+            for cell in cells:
+                if cell.batch_size == min(whole):
+                    seconds, stats = zip(*(by_prompt[cell][i] for i in chosen), strict=True)
+                    # The median turn, as in the grid: of all prompts it is the grid's own number.
+                    turn = float(np.median(np.sum(seconds, axis=0)))
+                    speed = metrics.tokens_per_s(sum(s.emitted for s in stats), turn)
+                    row = compare.row(source, temperature, cell.drafter, cell.k or None, stats, speed, None)
+                    found.append(dataclasses.asdict(row))
+    return found
+
+
+def _milliseconds(costs: Mapping[str, float]) -> dict[str, float]:
+    return {name: 1e3 * seconds for name, seconds in costs.items()}
+
+
+def _sample(
+    bench: bench_lib.Bench,
+    favourite: str,
+    best_k: Mapping[float, int],
+    prompt: Sequence[int],
+    target: LoadedModel,
+    new_tokens: int,
+    sampling: Mapping[str, Any],
+    seed: int,
+) -> dict[str, Any]:
+    temperature, k = list(best_k.items())[-1]
+    decoder: Decoder = bench.decoder(favourite, k)
+    options = {"temperature": temperature, **sampling}
+    result = decoder.generate([prompt], max_new_tokens=new_tokens, seed=seed, ignore_eos=True, **options)
+    return {
+        "prompt": target.tokenizer.decode(prompt),
+        "pieces": [dataclasses.asdict(piece) for piece in result.pieces(0)],
+        "drafter": favourite,
+        "k": k,
+        "temperature": temperature,
+        "backend": jax.default_backend(),
+    }

@@ -1,0 +1,108 @@
+"""What is measured of a run's drafts once they are trained: their acceptance on held-out rows, and what they do when
+held-out prompts are decoded. Measured once: kept in `evaluations.json` under what each figure depends on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specjax.config import RunConfig
+from specjax.data.corpus import Bad, Document
+from specjax.data.prompts import by_source
+from specjax.data.rows import Rows, pack, spread
+from specjax.distill.selection import Decoded, HeldOutDecoding, with_median_seconds
+from specjax.errors import DataError
+from specjax.evaluation import compare
+from specjax.evaluation.evaluate import Evaluation, evaluate_all
+from specjax.models.hf import LoadedModel
+from specjax.runtime import fingerprint
+from specjax.runtime.distributed import by_first
+from specjax.runtime.layout import make_layout
+from specjax.runtime.progress import Bars
+from specjax.types import Params, Trainable
+
+_FILE = "evaluations.json"
+_TURNS = 3
+"""Timed decodings of each draft, whose median counts."""
+
+
+def evaluate(
+    config: RunConfig, bars: Bars, drafter: Trainable, target: LoadedModel, models: Sequence[Params], rows: Rows
+) -> list[Evaluation]:
+    """One evaluation a model, on held-out ``rows``."""
+    chosen = spread(rows, config.eval.positions)
+
+    def measure(missing: list[int]) -> list[dict[str, Any]]:
+        settings = (target, rows, config.eval.positions, config.eval.batch_size)
+        with bars("evaluation", -(-len(chosen.tokens) // config.eval.batch_size)) as progress:
+            found = evaluate_all(drafter, [models[i] for i in missing], *settings, progress, make_layout(config.mesh))
+        return list(map(dataclasses.asdict, found))
+
+    measured_on = (*fingerprint.of_model(target), fingerprint.digest(chosen))
+    keys = ["".join((fingerprint.digest(params), *measured_on)) for params in models]
+    return [Evaluation(**found) for found in _kept(Path(config.out) / _FILE, keys, measure)]
+
+
+def decode(
+    config: RunConfig,
+    bars: Bars,
+    decoding: HeldOutDecoding | None,
+    drafts: Mapping[str, Params],
+    target: LoadedModel,
+) -> dict[str, list[Decoded]]:
+    """Each draft decoded on the prompts of ``config.selection``, in turns; nothing where it has none."""
+    if decoding is None:
+        return {name: [] for name in drafts}
+    names = list(drafts)
+
+    def measure(missing: list[int]) -> list[list[dict[str, Any]]]:
+        turns: list[list[list[Decoded]]] = []
+        with bars("held-out decoding", _TURNS) as progress:
+            for turn in range(1, _TURNS + 1):
+                turns.append([decoding(drafts[names[i]]) for i in missing])
+                if progress is not None:
+                    progress(turn, {})
+        return [list(map(dataclasses.asdict, with_median_seconds(one))) for one in zip(*turns, strict=True)]
+
+    measured_on = (*fingerprint.of_model(target), decoding.identity)
+    keys = ["".join((fingerprint.digest(params), *measured_on)) for params in drafts.values()]
+    found = _kept(Path(config.out) / _FILE, keys, measure)
+    return {name: list(map(Decoded.from_json, one)) for name, one in zip(names, found, strict=True)}
+
+
+def alphas_by_source(
+    config: RunConfig,
+    target: LoadedModel,
+    held_out: Sequence[Document],
+    evaluate: Callable[[list[Params], Rows], list[Evaluation]],
+    drafts: list[Params],
+    of_all: Sequence[Evaluation],
+) -> dict[str, dict[str, float]]:
+    """Of the two drafts, on the text of each source; one that does not fill a row is left out."""
+    sources, data = by_source(held_out), config.data
+    [*names, together] = compare.shown(list(sources))
+    found = {together: of_all}
+    for source in names:
+        with contextlib.suppress(DataError):
+            options = (target.eos_ids[0], data.seq_len, data.prompt_weight, Bad(data.on_bad))
+            found[source] = evaluate(drafts, pack(target.tokenizer, sources[source], *options))
+    return {
+        name: {source: evaluations[i].alpha for source, evaluations in found.items()}
+        for i, name in enumerate(compare.DRAFTS)
+    }
+
+
+def _kept(file: Path, keys: list[str], measure: Callable[[list[int]], list[Any]]) -> list[Any]:
+    """JSON values, measured once: kept in ``file`` under what they depend on. ``measure``: of the missing ones, given
+    their places in ``keys``."""
+    keys = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
+    known = by_first(lambda: fingerprint.read_record(file, "what is asked of it is measured again")) or {}
+    new = {key: i for i, key in reversed([*enumerate(keys)]) if key not in known}
+    if new:
+        known |= dict(zip(new, measure(list(new.values())), strict=True))
+        by_first(lambda: fingerprint.write_record(file, known))
+    return [known[key] for key in keys]

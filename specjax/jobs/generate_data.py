@@ -1,0 +1,41 @@
+"""Target-generated data ahead of the training that uses it: on another machine, or once for several runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from specjax import registry
+from specjax.config import RunConfig
+from specjax.distill.sources.generated import PROVENANCE, Generated
+from specjax.errors import ConfigError
+from specjax.jobs import distill as job
+from specjax.models.hf import draft_of, load_model
+from specjax.runtime import lock
+from specjax.runtime.progress import Bars, no_bars
+
+_STAGE = "draft-distill"
+
+
+def make_data(config: RunConfig, out: Path | None, draft: str | None, bars: Bars = no_bars) -> dict[str, Any]:
+    """Make the data of the distillation in ``out`` (None: where the run will look for it), with the help of the draft
+    in the directory ``draft`` (None: the one in the run's directory, if there is one). A run whose
+    `distill.data.path` is ``out`` trains on it. Returns its provenance, and ``directory``.
+
+    Raises `ConfigError` if the config's distillation is not on generated data.
+    """
+    source = registry.build(registry.DATA, config.distill.data, "distill.data")
+    if not isinstance(source, Generated):
+        raise ConfigError(f"distill.data: the kind is {source.kind!r}; set distill.data={{kind: generated}}")
+    directory = out or Path(source.path or job.data_directory(config, _STAGE)).expanduser()
+    kept = [path for name in ("draft", "draft-before") if (path := Path(config.out) / name).is_dir()]
+    with lock.exclusive(config.out):
+        prepared = job.prepare(config, bars)
+        helper = load_model(draft_of(draft or kept[0]), "float32") if draft or kept else None
+        prepared.target.free_originals()
+        # The seed of the stage, so that the run finds what it would have made.
+        stock = job.stock(config, prepared, helper, _STAGE, directory, config.seed + 1, bars)
+        job.rows_of(config, dataclasses.replace(source, path=str(directory)), stock)
+    return {**json.loads((directory / PROVENANCE).read_text()), "directory": str(directory)}

@@ -1,0 +1,247 @@
+"""Training state on disk: orbax's `CheckpointManager` in the background, plus a SHA-256 manifest a step, because a
+flipped bit restores silently otherwise. The manifest is written once the step is committed, and a file beside the
+directory then names the step: without its manifest, a later step is half-written, an earlier one damaged. Of several
+processes all save and restore their shards, and process 0 writes and checks the manifests."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from specjax.data import shards as store
+from specjax.errors import TrainingError, unwritable
+from specjax.runtime.distributed import by_first
+from specjax.runtime.fingerprint import write_json
+from specjax.runtime.quiet import Quiet
+
+MANIFEST = "sha256.json"
+_PENDING, _WHOLE = "pending", "whole"
+_HALF_WRITTEN = "half-written, it has no manifest"
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A training state, the number of steps that led to it, and what was measured in the last of them but is not in
+    the log yet."""
+
+    step: int
+    state: Any
+    pending: list[dict[str, float]] = dataclasses.field(default_factory=list)
+
+
+class Checkpoints(contextlib.AbstractContextManager):
+    """The last ``max_to_keep`` states under ``directory``, one subdirectory a step. A step is deleted only when a later
+    one has been committed, and a save begins only when the one before has its manifest. ``directory``.json names the
+    newest step that was whole.
+
+    Raises `TrainingError` if a state cannot be written; the steps that were saved before stay whole.
+    """
+
+    def __init__(self, directory: Path, max_to_keep: int = 2):
+        self._directory = directory.absolute()
+        self._marker = _marker(self._directory)
+        self._quiet = Quiet()
+        options = ocp.CheckpointManagerOptions(max_to_keep=max_to_keep, cleanup_tmp_directories=True)
+        try:
+            self._manager = ocp.CheckpointManager(self._directory, options=options)
+        except ValueError:  # what it reads of every step is damaged in one
+            by_first(self._set_aside_damaged)
+            self._manager = ocp.CheckpointManager(self._directory, options=options)
+        self._sealer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manifest")
+        self._saving: tuple[int, concurrent.futures.Future] | None = None
+        self._latest: int | None = None
+
+    def __exit__(self, kind, *exception) -> None:
+        failed = kind is not None
+        try:
+            self.wait()
+        except TrainingError as error:
+            failed = True
+            if kind is None:
+                raise
+            _log.warning("%s", error)
+        finally:
+            # The manager raises once more what its last save raised.
+            with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
+                self._manager.close()
+            self._sealer.shutdown()
+            self._quiet.end(failed)
+
+    @property
+    def latest(self) -> int | None:
+        """The newest step that is known to be whole."""
+        return self._latest
+
+    @property
+    def saved(self) -> int | None:
+        """The newest step that was whole once, whatever became of it: 0 if none was yet, None if nothing tells."""
+        return by_first(self._saved)
+
+    @property
+    def set_aside(self) -> list[str]:
+        """Names of damaged steps, as `restore_latest` left them."""
+        return by_first(lambda: sorted(folder.name for folder in self._directory.glob(f"*{store.DAMAGED}*")))
+
+    @property
+    def oldest(self) -> int | None:
+        """The first step that is kept."""
+        return min(self._manager.all_steps(), default=None)
+
+    def begin(self) -> None:
+        """Notes that no step was whole yet: from here on, where nothing tells, something is lost."""
+        if self.saved is None:
+            by_first(functools.partial(self._mark, 0))
+
+    def save(self, step: int, state: Any, pending: Sequence[dict[str, float]] = ()) -> None:
+        """Begin to write ``state``, a pytree of arrays, and return when it may be donated: copied to the host, or on
+        CPU held there, so that a donation copies. Waits for the save before. ``pending``: see `Restored`."""
+        self.wait()
+        with self._failing(step):
+            if jax.process_index() == 0 and self._saved() is None and not self._manager.all_steps():
+                self._mark(0)
+            saved = ocp.args.StandardSave(state)
+            self._manager.save(step, args=saved, custom_metadata={_PENDING: json.dumps(list(pending))}, force=True)
+        self._saving = step, self._sealer.submit(self._seal, step)
+
+    def wait(self) -> None:
+        """Until the last save is whole."""
+        if self._saving is not None:
+            (step, sealed), self._saving = self._saving, None
+            with self._failing(step):
+                sealed.result()
+            self._latest = step
+
+    def restore_latest(self, like: Any) -> Restored | None:
+        """The newest undamaged state, with the structure, shapes, dtypes and shardings of ``like``; None if there is
+        none. A damaged step is named in a warning and set aside, as ``STEP.damaged`` beside the others; one that is
+        half-written, which the steps since the one before make again, is removed."""
+        self.wait()
+        for step in by_first(lambda: sorted(self._manager.all_steps(), reverse=True)):
+            damage = by_first(functools.partial(self._damage, step))
+            if damage is None:
+                by_first(functools.partial(self._mark, step))
+                self._latest = step
+                return self._restore(step, like)
+            if damage == _HALF_WRITTEN:
+                _log.warning("%s: checkpoint skipped and removed: %s", self._directory / str(step), damage)
+                self._manager.delete(step)
+            else:
+                by_first(functools.partial(self._set_aside, step, damage))
+                self._manager.reload()
+        return None
+
+    def _set_aside(self, step: int, damage: str) -> None:
+        folder = self._directory / str(step)
+        aside = store.set_aside(folder)
+        _log.warning("%s: checkpoint skipped and set aside as %s: %s", folder, aside.name, damage)
+
+    def _set_aside_damaged(self) -> None:
+        for step in sorted(int(folder.name) for folder in self._directory.glob("*") if folder.name.isdigit()):
+            damage = self._damage(step)
+            if damage is not None:
+                self._set_aside(step, damage)
+
+    def _mark(self, step: int) -> None:
+        if self._saved() == step:
+            return
+        try:
+            write_json(self._marker, {_WHOLE: step})
+        except OSError as error:
+            raise unwritable(self._marker, error) from None
+
+    def _saved(self) -> int | None:
+        return _whole(self._marker)
+
+    def _restore(self, step: int, like: Any) -> Restored:
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+        try:
+            found = self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+        except (ValueError, KeyError, TypeError) as error:
+            raise TrainingError(
+                f"{self._directory / str(step)}: its bytes are as they were saved, but they are no state of this stage "
+                f"({_one_line(error)}); was it saved by another version? go on with that one, or move "
+                f"{self._directory.parent} elsewhere to start the stage over"
+            ) from error
+        pending = json.loads(self._manager.metadata(step).custom_metadata[_PENDING])
+        return Restored(step, found, pending)
+
+    def _seal(self, step: int) -> None:
+        self._manager.wait_until_finished()
+        if jax.process_index() == 0:
+            folder = self._directory / str(step)
+            write_json(folder / MANIFEST, _hashes(folder))
+            self._mark(step)
+
+    @contextlib.contextmanager
+    def _failing(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:  # TensorStore has no exceptions of its own
+            kept = "none was saved before" if self._latest is None else f"that of step {self._latest} is whole"
+            raise TrainingError(
+                f"{self._directory}: the checkpoint of step {step} cannot be written ({_one_line(error)}); {kept}; "
+                "make room or mend the directory, then run the same command again"
+            ) from error
+
+    def _damage(self, step: int) -> str | None:
+        folder = self._directory / str(step)
+        try:
+            expected = json.loads((folder / MANIFEST).read_text())
+        except FileNotFoundError:
+            # A save begins only when the one before is whole.
+            saved = self._saved()
+            later = saved is not None and step > saved
+            return _HALF_WRITTEN if later else f"its manifest, {MANIFEST}, is gone, or was never written"
+        except ValueError:
+            return f"{MANIFEST} is not JSON"
+        if not isinstance(expected, dict):
+            return f"{MANIFEST} holds no hashes"
+        found = _hashes(folder)
+        differing = sorted(name for name in expected | found if expected.get(name) != found.get(name))
+        return f"{', '.join(differing)} changed since it was saved" if differing else None
+
+
+def steps_taken(directory: Path) -> int:
+    """The newest step under a `Checkpoints` directory that is there or was whole once; 0 if none was."""
+    there = [int(folder.name) for folder in directory.glob("*") if folder.name.isdigit()]
+    return max([*there, _whole(_marker(directory)) or 0])
+
+
+def _marker(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.json")
+
+
+def _whole(marker: Path) -> int | None:
+    try:
+        return int(json.loads(marker.read_text())[_WHOLE])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    # TensorStore begins with what it was doing and ends with the cause.
+    return text if len(text) <= 200 else f"{text[:60]} ... {text[-130:]}"
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    hashes = {}
+    for file in sorted(folder.rglob("*")):
+        name = file.relative_to(folder).as_posix()
+        # Hidden files are manifests in the writing.
+        if file.is_file() and name != MANIFEST and not name.startswith("."):
+            with file.open("rb") as content:
+                hashes[name] = hashlib.file_digest(content, "sha256").hexdigest()
+    return hashes

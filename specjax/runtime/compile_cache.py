@@ -1,0 +1,138 @@
+"""Compiled programs kept from one run to the next, in the user's own cache directory: JAX's persistent cache. Turned on
+by command lines, which also say that they compile and for how long; never by an import."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from specjax.runtime.progress import wait_for
+
+SWITCH = "SPECJAX_COMPILE_CACHE"
+_MOST_BYTES = 2 * 10**9
+_SECONDS_WORTH_KEEPING = 0.05
+_SECONDS_WORTH_SAYING = 1.0
+
+
+def keep_programs(wanted: bool = True) -> Path | None:
+    """Load what was compiled before, and keep what takes long to compile; to be called before anything is compiled.
+
+    Returns the directory; None if it is not ``wanted``, `SPECJAX_COMPILE_CACHE=0` is set, the directory cannot be
+    used, or JAX was given one already (`JAX_COMPILATION_CACHE_DIR`), which stays. The programs unused for longest are
+    removed beyond 2 GB. Whoever can write there can run code as the user, so the directory is private.
+    """
+    given = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if not wanted or os.environ.get(SWITCH) == "0" or given is not None:
+        return None
+    try:
+        directory = _user_cache() / "specjax" / f"programs-{_machine()}"
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_oldest(directory)
+    except (OSError, RuntimeError):  # no home, or a read-only one: compiling takes its time, nothing else
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _SECONDS_WORTH_KEEPING)
+    return directory
+
+
+@contextlib.contextmanager
+def programs_kept(wanted: bool = True) -> Iterator[None]:
+    """`keep_programs` around a command: what compiles for longer than a moment is said on stderr while it does, beside
+    the open bar if there is one, and at the end how many programs there were and how long they took."""
+    directory, told = keep_programs(wanted), _Told()
+    _listening.append(told)
+    try:
+        yield
+    finally:
+        _listening.remove(told)
+        told.finished()
+        if told.seconds >= _SECONDS_WORTH_SAYING:
+            cached = f", {told.cached} of them from the cache" if told.cached else ""
+            kept = f"; kept for the next start in {directory}" if directory and told.cached < told.programs else ""
+            plural = "program" if told.programs == 1 else "programs"
+            print(f"compiled {told.programs} {plural} in {told.seconds:.1f} s{cached}{kept}", file=sys.stderr)
+
+
+class _Told:
+    """What JAX compiles from its first program on: counted, and said if it takes long."""
+
+    def __init__(self) -> None:
+        self.programs = self.cached = 0
+        self.seconds = 0.0
+        self._timer: threading.Timer | None = None
+        self._said = self._on_bar = False
+
+    def begun(self) -> None:
+        if self._timer is None:
+            self._timer = threading.Timer(_SECONDS_WORTH_SAYING, self._say)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def ended(self, seconds: float) -> None:
+        self.programs, self.seconds = self.programs + 1, self.seconds + seconds
+        self.finished()
+
+    def finished(self) -> None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+        if self._on_bar:
+            self._on_bar = wait_for(None) and False
+
+    def _say(self) -> None:
+        self._on_bar = wait_for("compiling")
+        if not self._on_bar and not self._said:
+            print("compiling ...", file=sys.stderr, flush=True)
+            self._said = True
+
+
+_listening: list[_Told] = []
+
+
+def _on_duration(event: str, duration_secs: float, **_: str | int | float) -> None:
+    for told in _listening:
+        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
+            told.begun()  # what follows is the backend's
+        elif event == "/jax/core/compile/backend_compile_duration":
+            told.ended(duration_secs)
+
+
+def _on_event(event: str, **_: str | int | float) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        for told in _listening:
+            told.cached += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_duration)
+jax.monitoring.register_event_listener(_on_event)
+
+
+def _user_cache() -> Path:
+    default = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or default)
+
+
+def _machine() -> str:
+    """Of the processor: a home may be shared by machines that differ, and XLA's programs for CPU are made for one."""
+    features = platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        features += next(line for line in lines if line.startswith(("flags", "Features")))
+    return hashlib.sha256(features.encode()).hexdigest()[:8]
+
+
+def _remove_oldest(directory: Path) -> None:
+    files = sorted(((f.stat().st_atime, f.stat().st_size, f) for f in directory.iterdir()), reverse=True)
+    total = 0
+    for _, size, file in files:
+        total += size
+        if total > _MOST_BYTES:
+            file.unlink(missing_ok=True)

@@ -1,0 +1,252 @@
+"""What determines a result, by content: digests of arrays, and a record beside the result that refuses to be mixed
+with another one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.errors import TrainingError, unwritable
+from specjax.runtime.distributed import whole
+
+FILE = "fingerprint.json"
+_SECOND = f".{FILE}"
+"""The same again: a record that is damaged, empty or gone must not cost what it stands for."""
+_OWN = "sha256"
+"""Of a record, its own digest: it tells that the record is what was written."""
+MayChange = Callable[[Any, Any], str | None]
+"""(value then, value now) -> why a field may not change so, None where it may."""
+_log = logging.getLogger(__name__)
+_digests: dict[Any, tuple[tuple[weakref.ref, ...], str]] = {}
+_CONTENTS = {
+    "train_rows": "the training text",
+    "held_out_rows": "the held-out text",
+    "train_text": "the training text",
+    "prompts": "the prompts",
+    "target": "the target's weights",
+    "target_params": "the target's weights",
+    "target_config": "the target's config",
+    "reference_params": "the reference's weights",
+    "initial_params": "the weights that training began with",
+}
+"""Fields that are digests of a content: they tell that it changed, not how."""
+_NOT_KNOWN_ONCE = ("target_config",)
+"""Fields that a record of an earlier version may lack, whatever they are now."""
+
+
+class Changed(TrainingError):
+    """A directory was made with other ``settings``, in words, or from other ``contents``, fields of `_CONTENTS`."""
+
+    def __init__(
+        self, directory: Path, settings: str, contents: Sequence[str], places: Mapping[str, str] = MappingProxyType({})
+    ):
+        self.directory, self.settings, self.contents = directory, settings, contents
+        names = [_CONTENTS[name] + places.get(name, "") for name in contents]
+        told = [f"was made with other settings: {settings}"] if settings else []
+        told += [f"changed since it was made: {' and '.join(names)}"] if names else []
+        super().__init__(
+            f"{directory}: {', and '.join(told)}; restore what it was made from, give another `out`, or move "
+            f"{directory} and what was made from it in {directory.parent} elsewhere"
+        )
+
+    def at(self, places: Mapping[str, str]) -> Changed:
+        """The same, with where each content is read from (field -> words)."""
+        return Changed(self.directory, self.settings, self.contents, places)
+
+
+def digest(tree: Any) -> str:
+    """SHA-256 over every leaf's path, dtype, shape and bytes. Of arrays that lie on several processes, all call it.
+    JAX's arrays do not change: the same ones, in a tree of the same structure, are read once as long as they live."""
+    leaves, structure = jax.tree.flatten(tree)
+    if not leaves or not all(isinstance(leaf, jax.Array) for leaf in leaves):
+        return _digest(tree)
+    key = (structure, *map(id, leaves))
+    refs, known = _digests.get(key, ((), ""))
+    if not refs or any(ref() is not leaf for ref, leaf in zip(refs, leaves, strict=True)):
+        known = _digest(tree)
+        for old in [old for old, (refs, _) in _digests.items() if any(ref() is None for ref in refs)]:
+            del _digests[old]
+        _digests[key] = tuple(map(weakref.ref, leaves)), known
+    return known
+
+
+def of_model(model: Any) -> tuple[str, str]:
+    """Digests of a model's weights and of how they are read, its config: models of the same weights are others where
+    their positions are rotated otherwise."""
+    settings = repr(getattr(model.spec, "config", None))
+    return digest(model.params), hashlib.sha256(settings.encode()).hexdigest()
+
+
+def _digest(tree: Any) -> str:
+    total = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        array = np.ascontiguousarray(jax.device_get(whole(leaf)))
+        total.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\n".encode())
+        total.update(array.reshape(-1).view(np.uint8).data)
+    return total.hexdigest()
+
+
+def claim(
+    directory: Path,
+    fingerprint: Mapping[str, Any],
+    may_change: Mapping[str, MayChange] | None = None,
+    *,
+    keep: bool = False,
+) -> None:
+    """Create ``directory`` for the result that ``fingerprint`` determines, or check that it was made for just that. Two
+    records tell: one that is damaged or gone is named in a warning and written again from the other.
+
+    ``fingerprint``: a JSON object. ``may_change``: by the name of a field, for those that may differ; the record then
+    has the new value, unless ``keep``: then it stays as it is, for a later call to change.
+
+    Raises `TrainingError` naming the fields that differ, records that are both damaged, or what keeps the directory
+    from being made.
+    """
+    wanted = json.loads(json.dumps(fingerprint))
+    wanted[_OWN] = of_record(wanted)
+    records = {name: _read(directory / name) for name in (FILE, _SECOND)}
+    if not any(record is not None for record in records.values()):
+        _create(directory, wanted)
+        return
+    found = _intact(records)
+    if found is None:
+        raise TrainingError(
+            f"{directory / FILE}: damaged, and not known to be of these settings; put it back from a copy, give "
+            f"another `out`, or move {directory} elsewhere to make anew what is in it"
+        )
+    differing = _differing(found, wanted)
+    _refuse_changes(directory, differing, may_change or {})
+    if records[FILE] != found:
+        _log.warning("%s: damaged or gone; written again from its copy, %s", directory / FILE, _SECOND)
+    now = found if keep and differing else wanted
+    # The first is what a reader believes: it changes first.
+    for name in (FILE, _SECOND):
+        if records[name] != now:
+            write_json(directory / name, now)
+
+
+def _create(directory: Path, fingerprint: Mapping[str, Any]) -> None:
+    if directory.exists() and any(directory.iterdir()):
+        raise TrainingError(
+            f"{directory}: holds files but no {FILE}; give another `out`, or move {directory} elsewhere"
+        )
+    # The directory appears with its record inside, so a kill leaves no directory of unknown origin.
+    partial = directory.with_name(f".{directory.name}.partial")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        for name in (FILE, _SECOND):
+            write_json(partial / name, fingerprint)
+        if directory.exists():
+            directory.rmdir()
+        os.rename(partial, directory)
+    except OSError as error:
+        raise unwritable(directory, error) from None
+
+
+def made_from(directory: Path) -> dict[str, Any]:
+    """What the result in a claimed ``directory`` is determined by."""
+    found = _intact({name: _read(directory / name) for name in (FILE, _SECOND)}) or {}
+    return {name: value for name, value in found.items() if name != _OWN}
+
+
+def write_record(file: Path, record: Mapping[Any, Any]) -> None:
+    """A JSON object with its own digest, for `read_record`."""
+    record = json.loads(json.dumps(record))
+    write_json(file, {**record, _OWN: of_record(record)})
+
+
+def read_record(file: Path, then: str) -> dict[str, Any] | None:
+    """What `write_record` wrote, less its digest; None if it is not there, or is not what was written: a warning says
+    so, and what ``then`` happens."""
+    found = _read(file)
+    if found is None:
+        return None
+    known = found.pop(_OWN, None)
+    if known == of_record(found):
+        return found
+    _log.warning("%s: %s; %s", file, "of an earlier version, or damaged" if known is None else "damaged", then)
+    return None
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write so that a reader sees the old content or the new, whenever the writer is killed."""
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        with partial.open("w") as out:
+            json.dump(value, out, indent=1, sort_keys=True)
+            out.write("\n")
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def of_record(record: Mapping[str, Any]) -> str:
+    """SHA-256 of a JSON object, less the digest that it may have of itself."""
+    fields = {name: value for name, value in record.items() if name != _OWN}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """None if it is not there; of a file that is no record, one that is not intact."""
+    damaged = {_OWN: ""}
+    try:
+        found = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return damaged
+    return found if isinstance(found, dict) else damaged
+
+
+def _intact(records: Mapping[str, dict[str, Any] | None]) -> dict[str, Any] | None:
+    """The record to believe, None if there is none. An earlier version wrote one record, without its digest."""
+    for record in records.values():
+        if record is not None and record.get(_OWN) == of_record(record):
+            return record
+    first = records[FILE]
+    return first if first is not None and records[_SECOND] is None and _OWN not in first else None
+
+
+def _differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """By name: then and now. A field that is not there is None: an earlier version did not know it."""
+    was, now = _flat(found), _flat(wanted)
+    ignored = {_OWN, *(n for n in _NOT_KNOWN_ONCE if n not in was)}
+    names = sorted(n for n in was | now if n not in ignored and was.get(n) != now.get(n))
+    return {name: (was.get(name), now.get(name)) for name in names}
+
+
+def _refuse_changes(
+    directory: Path, differing: Mapping[str, tuple[Any, Any]], may_change: Mapping[str, MayChange]
+) -> None:
+    reasons = {name: may_change[name](*values) for name, values in differing.items() if name in may_change}
+    refused = [name for name in differing if name not in reasons or reasons[name]]
+    if not refused:
+        return
+    settings = [name for name in refused if name not in _CONTENTS]
+    shown = ", ".join(f"{n} ({_short(differing[n][0])} then, {_short(differing[n][1])} now)" for n in settings)
+    why = "".join(f"; {reason}" for reason in reasons.values() if reason)
+    raise Changed(directory, shown + why, [name for name in refused if name in _CONTENTS])
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, item in value.items():
+        flat |= _flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item}
+    return flat
+
+
+def _short(value: Any) -> str:
+    text = "not set" if value is None else repr(value)
+    return text if len(text) <= 24 else f"{text[:20]}...{text[-1]}"

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specjax import config
+from specjax.data.rows import spread
+from specjax.evaluation.evaluate import evaluate, evaluate_all
+from specjax.jobs import figures
+from specjax.runtime.progress import no_bars
+from tests.distill import toys
+from tests.distill.toys import LENGTH, BigramDraft, bigram_params
+
+
+def laws(params, tokens) -> np.ndarray:
+    logits = np.asarray(params["table"], np.float64)[tokens] + np.asarray(params["bias"], np.float64)
+    exps = np.exp(logits)
+    return exps / exps.sum(-1, keepdims=True)
+
+
+def test_losses_and_alpha_match_a_float64_reference():
+    windows, draft, target = toys.windows(5), bigram_params(1), toys.target()
+    found = evaluate(BigramDraft(), draft, target, toys.Windows(windows), 10_000, batch_size=2)
+    p, q = (laws(params, windows[:, :-1]) for params in (target.params, draft))
+    following = windows[:, 1:, None]
+    assert found.positions == 5 * LENGTH
+    assert found.nll == pytest.approx(-np.log(np.take_along_axis(q, following, 2)).mean(), rel=1e-5)
+    assert found.target_nll == pytest.approx(-np.log(np.take_along_axis(p, following, 2)).mean(), rel=1e-5)
+    assert found.alpha == pytest.approx(np.minimum(p, q).sum(-1).mean(), rel=1e-5)
+
+
+def test_rows_that_fill_up_the_last_batch_do_not_count():
+    settings = (BigramDraft(), bigram_params(1), toys.target(), toys.rows(5), 10_000)
+    whole, padded = (evaluate(*settings, batch_size=size) for size in (5, 4))
+    assert padded.positions == whole.positions
+    assert padded.nll == pytest.approx(whole.nll, rel=1e-6)
+    assert padded.alpha == pytest.approx(whole.alpha, rel=1e-6)
+
+
+def test_predictions_that_the_drafter_masks_do_not_count():
+    windows = toys.windows(5)
+    found = evaluate(
+        BigramDraft(ignored=3), bigram_params(1), toys.target(), toys.Windows(windows), 10_000, batch_size=5
+    )
+    q = np.take_along_axis(laws(bigram_params(1), windows[:, :-1]), windows[:, 1:, None], 2)[..., 0]
+    counted = windows[:, :-1] != 3
+    assert found.positions == counted.sum() < counted.size
+    assert found.nll == pytest.approx(-np.log(q[counted]).mean(), rel=1e-5)
+
+
+def test_a_draft_equal_to_its_target_has_alpha_one():
+    target = toys.target()
+    found = evaluate(BigramDraft(), target.params, target, toys.rows(5), 10_000, batch_size=5)
+    assert found.alpha == pytest.approx(1, abs=1e-6)
+    assert found.nll == found.target_nll
+
+
+def test_models_measured_together_get_the_figures_they_get_alone():
+    settings = (toys.target(), toys.rows(5), 10_000, 5)
+    models = [bigram_params(seed) for seed in (1, 2)]
+    together = evaluate_all(BigramDraft(), models, *settings)
+    assert together == [evaluate(BigramDraft(), model, *settings) for model in models]
+    assert together[0].alpha != together[1].alpha
+
+
+def test_without_a_target_only_the_models_own_loss_is_measured():
+    found = evaluate(BigramDraft(), bigram_params(1), None, toys.rows(5), 10_000, batch_size=5)
+    assert math.isfinite(found.nll)
+    assert math.isnan(found.alpha)
+    assert math.isnan(found.target_nll)
+
+
+@pytest.mark.parametrize(("positions", "rows"), [(1, 1), (LENGTH, 1), (LENGTH + 1, 2), (10_000, 9)])
+def test_as_many_windows_are_used_as_hold_the_positions_asked_for(positions, rows):
+    chosen = spread(toys.rows(9), positions)
+    assert len(chosen.tokens) == rows
+    assert len({row.tobytes() for row in np.asarray(chosen.tokens)}) == rows
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """(file, evaluate, how many models each measurement was of)."""
+    run = config.RunConfig(config.Target("t"), config.Data("d"), eval=config.Eval(64, 4), out=str(tmp_path))
+    measured, real = [], figures.evaluate_all
+
+    def counted(drafter, models, *args):
+        measured.append(len(models))
+        return real(drafter, models, *args)
+
+    def evaluated(target: Any):
+        return figures.evaluate(run, no_bars, BigramDraft(), target, [bigram_params(1)], toys.rows(8, 1))
+
+    monkeypatch.setattr(figures, "evaluate_all", counted)
+    return tmp_path / "evaluations.json", evaluated, measured
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda content: content.replace('"alpha": 0.', '"alpha": 0.9'), "damaged"),
+        (lambda content: content[:50], "damaged"),
+        (lambda content: "[]", "damaged"),
+        (lambda content: "{}", "of an earlier version, or damaged"),
+    ],
+)
+def test_an_evaluation_that_is_not_what_was_written_is_named_and_measured_again(damage, told, kept, caplog):
+    file, evaluated, measured = kept
+    first = evaluated(toys.target())
+    assert evaluated(toys.target()) == first
+    assert measured == [1]
+    assert not caplog.messages
+    file.write_text(damage(file.read_text()))
+    assert evaluated(toys.target()) == first
+    assert measured == [1, 1]
+    assert f"evaluations.json: {told}; what is asked of it is measured again" in caplog.text
+
+
+def test_an_evaluation_is_of_a_target_s_config_too(kept):
+    _, evaluated, measured = kept
+    assert evaluated(toys.target(config=0.5)) != evaluated(toys.target(config=1.0))
+    assert measured == [1, 1]

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import io
+import os
+import re
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from rich.console import Console
+
+from specjax.evaluation.costs import count_compiles
+from specjax.runtime import compile_cache
+from specjax.runtime.compile_cache import SWITCH, keep_programs, programs_kept
+from specjax.runtime.progress import console_bars
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A user's empty cache directory; what a test sets in JAX is undone."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    monkeypatch.delenv(SWITCH)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compilation_cache.reset_cache()
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    jax.clear_caches()
+
+
+def test_a_program_from_the_cache_is_counted_and_gives_the_same_bits(home, monkeypatch):
+    monkeypatch.setattr(compile_cache, "_SECONDS_WORTH_KEEPING", 0.0)
+    directory = keep_programs()
+    assert directory is not None
+    x = jax.random.normal(jax.random.key(0), (16, 16))
+    results, counts = [], []
+    for _ in range(2):
+        jax.clear_caches()
+        with count_compiles() as count:
+            results.append(np.asarray(jax.jit(lambda x: jnp.tanh(x @ x.T) / 3)(x)))
+        counts.append(count.programs)
+    assert any("lambda" in file.name for file in directory.iterdir())
+    assert counts[0] == counts[1] >= 1
+    np.testing.assert_array_equal(*results)
+
+
+def cache_dir() -> str | None:
+    return jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_directory_is_the_users_own_and_private(home):
+    directory = keep_programs()
+    assert directory is not None
+    assert directory.parent == home / "specjax"
+    assert directory.stat().st_mode & 0o077 == 0
+    assert cache_dir() == str(directory)
+
+
+@pytest.mark.parametrize("off", ["config", "environment", "given", "file in the way"])
+def test_the_cache_can_be_turned_off_and_never_fails_a_run(off, home, monkeypatch):
+    if off == "environment":
+        monkeypatch.setenv(SWITCH, "0")
+    elif off == "given":
+        jax.config.update("jax_compilation_cache_dir", str(home / "own"))
+    elif off == "file in the way":
+        (home / "specjax").write_text("")
+    assert keep_programs(off != "config") is None
+    assert cache_dir() == (str(home / "own") if off == "given" else None)
+
+
+def test_an_import_turns_nothing_on(home):
+    assert cache_dir() is None
+
+
+def test_the_programs_unused_for_longest_are_removed(home, monkeypatch):
+    directory = keep_programs()
+    assert directory is not None
+    for age, name in enumerate(("new", "middle", "old")):
+        (directory / name).write_bytes(bytes(10))
+        os.utime(directory / name, (1e9 - age, 1e9 - age))
+    monkeypatch.setattr(compile_cache, "_MOST_BYTES", 25)
+    jax.config.update("jax_compilation_cache_dir", None)
+    keep_programs()
+    assert sorted(file.name for file in directory.iterdir()) == ["middle", "new"]
+
+
+def test_what_compiles_is_told_at_the_end_with_what_came_from_the_cache(home, monkeypatch, capsys):
+    monkeypatch.setattr(compile_cache, "_SECONDS_WORTH_KEEPING", 0.0)
+    monkeypatch.setattr(compile_cache, "_SECONDS_WORTH_SAYING", 0.0)
+    told = []
+    for _ in range(2):
+        jax.clear_caches()
+        with programs_kept():
+            jax.block_until_ready(jax.jit(lambda x: jnp.tanh(x @ x.T) / 5)(np.ones((16, 16), np.float32)))
+        told.append(capsys.readouterr().err.splitlines()[-1])
+    assert re.fullmatch(rf"compiled \d+ programs? in \d+\.\d s; kept for the next start in {home}/specjax/.*", told[0])
+    assert re.fullmatch(r"compiled (\d+) programs? in \d+\.\d s, [1-9]\d* of them from the cache.*", told[1])
+
+
+def test_a_wait_for_the_compiler_is_said_once_or_beside_the_open_bar(home, monkeypatch, capsys):
+    monkeypatch.setattr(compile_cache, "_SECONDS_WORTH_SAYING", 0.01)
+    begun, ended = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
+    with programs_kept():
+        for _ in range(2):
+            compile_cache._on_duration(begun, 0.0)
+            time.sleep(0.1)
+            compile_cache._on_duration(ended, 1.5)
+        assert capsys.readouterr().err == "compiling ...\n"
+        screen = io.StringIO()
+        bar: Any = console_bars(Console(file=screen, force_terminal=True, width=80))
+        with bar("decoding", 3) as show:
+            compile_cache._on_duration(begun, 0.0)
+            time.sleep(0.7)
+            compile_cache._on_duration(ended, 1.5)
+            show(1, {})
+        assert "compiling 0:00" in screen.getvalue()
+    assert capsys.readouterr().err.startswith("compiled 3 programs in 4.5 s")

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from specjax.errors import TrainingError
+from specjax.runtime import lock
+
+HOLD = """
+import sys, time
+from specjax.distill import lock
+with lock.exclusive(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_second_run_is_refused_with_the_directory_and_the_holder(tmp_path):
+    with lock.exclusive(tmp_path / "run"), pytest.raises(TrainingError) as error, lock.exclusive(tmp_path / "run"):
+        pass
+    assert str(tmp_path / "run") in str(error.value)
+    assert str(os.getpid()) in str(error.value)
+
+
+def test_a_refused_run_leaves_the_holders_id_in_place(tmp_path):
+    with lock.exclusive(tmp_path):
+        for _ in range(2):
+            with pytest.raises(TrainingError, match=f"process {os.getpid()}"), lock.exclusive(tmp_path):
+                pass
+
+
+def test_the_lock_is_free_after_the_run_even_if_it_failed(tmp_path):
+    with pytest.raises(KeyboardInterrupt), lock.exclusive(tmp_path):
+        raise KeyboardInterrupt
+    with lock.exclusive(tmp_path):
+        pass
+
+
+def test_a_kill_frees_the_lock(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            with pytest.raises(TrainingError, match=f"process {holder.pid}"), lock.exclusive(tmp_path):
+                pass
+        finally:
+            holder.send_signal(signal.SIGKILL)
+            holder.wait()
+    with lock.exclusive(tmp_path):
+        pass
+
+
+def test_a_run_directory_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(TrainingError, match="give another `out`"), lock.exclusive(tmp_path / "run"):
+        pass
