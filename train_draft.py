@@ -8,7 +8,7 @@ saves the step under way first.
 from __future__ import annotations
 
 from specjax.cli import run_main
-from specjax.jobs.commands import train as main
+from specjax.jobs.train import train as main
 
 if __name__ == "__main__":
     run_main(main, __doc__)

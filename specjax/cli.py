@@ -207,16 +207,14 @@ def generate(
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs are printed with --json only; add it")
     with user_errors(debug), _programs_kept():
-        from specjax.jobs import commands
+        from specjax.jobs import generate as job
 
         named = [(f"--prompt {i}", text) for i, text in enumerate(prompt or [], 1)]
-        named += [(f"--prompt-file {file}", commands.read_prompt(file)) for file in prompt_file or []]
+        named += [(f"--prompt-file {file}", job.read_prompt(file)) for file in prompt_file or []]
         prompts = [text for _, text in named]
-        decoder = commands.decoder(
-            target, draft, ngram, k or 5, verifier, {"dtype": dtype, "check_finite": check_finite}
-        )
+        decoder = job.decoder(target, draft, ngram, k or 5, verifier, {"dtype": dtype, "check_finite": check_finite})
         if not chat:
-            commands.refuse_empty(named, decoder)
+            job.refuse_empty(named, decoder)
         options = {
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
@@ -227,7 +225,7 @@ def generate(
             "presence_penalty": presence_penalty,
             "frequency_penalty": frequency_penalty,
             "min_new_tokens": min_new_tokens,
-            "logit_bias": commands.biases(logit_bias or []),
+            "logit_bias": job.biases(logit_bias or []),
             "banned_tokens": ban or [],
             "stop_strings": stop,
             "logprobs": logprobs,
@@ -235,7 +233,7 @@ def generate(
             "ignore_eos": ignore_eos,
         }
         if defaults:
-            options |= commands.defaults(context, target)
+            options |= job.defaults(context, target)
         greedy = options["temperature"] == 0
         if not decoder.lossless and not greedy:
             print(f"note: verifier {verifier!r} is lossy, this is not the target's law", file=sys.stderr)
@@ -265,18 +263,18 @@ def train(config: ConfigPath, overrides: Overrides = None, debug: Debug = False)
 
     Exit status: 2 for what can be mended, 130 after Ctrl-C, 143 after SIGTERM, which saves the step under way first."""
     with user_errors(debug, "interrupted; the same command resumes"), _sigterm_like_ctrl_c():
-        from specjax.jobs import commands
+        from specjax.jobs.train import train
 
-        commands.train(config, overrides or [])
+        train(config, overrides or [])
 
 
 @app.command(cls=_Command)
 def demo(overrides: Overrides = None, debug: Debug = False) -> None:
     """Distill a draft for the shipped target, decode with it, and report: what `make demo` runs in a clone."""
     with user_errors(debug):
-        from specjax.jobs import commands
+        from specjax.jobs.demo import run_demo
 
-        commands.run_demo([*(overrides or []), *(["--debug"] if debug else [])])
+        run_demo([*(overrides or []), *(["--debug"] if debug else [])])
 
 
 @app.command(cls=_Command)
@@ -288,7 +286,7 @@ def bench(
 ) -> None:
     """Time the decoding of held-out prompts over the config's grid, against the autoregressive loop."""
     with user_errors(debug):
-        from specjax.jobs.commands import load
+        from specjax.config.shipped import load
 
         settings = load(config, overrides or [])
         _check_file(out)
@@ -322,11 +320,11 @@ def numerics(
 ) -> None:
     """Where the target's logits depend on how they are computed: dtype, batch size, single tokens or blocks."""
     with user_errors(debug):
-        from specjax.jobs.commands import load
+        from specjax.config.shipped import load
 
         settings = load(config, overrides or [])
         _check_file(out)
-        from specjax.evaluation.numerics import run_numerics
+        from specjax.jobs.numerics import run_numerics
         from specjax.report.terminal import numerics_table
         from specjax.runtime.progress import console_bars
 
@@ -350,13 +348,13 @@ def certify(
 
     Exit status 1 if a check fails."""
     with user_errors(debug):
-        from specjax.jobs.commands import load
+        from specjax.config.shipped import load
 
         settings = load(config, overrides or [])
         directory = Path(settings.out) if out is None else out
         if directory.exists() and not directory.is_dir():
             raise SpecjaxError(f"--out {directory}: not a directory; the certificate goes there, give another")
-        from specjax.jobs.bench import run_certify
+        from specjax.jobs.certify import run_certify
         from specjax.runtime.progress import console_bars
 
         with _programs_kept(settings.compile_cache):
@@ -388,7 +386,7 @@ def generate_data(
 ) -> None:
     """Let the target write the data that the config's distillation trains on. Resumable."""
     with user_errors(debug, "interrupted; the same command resumes"):
-        from specjax.jobs.commands import load
+        from specjax.config.shipped import load
         from specjax.jobs.generate_data import make_data
         from specjax.runtime.progress import console_bars
 

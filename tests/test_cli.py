@@ -19,9 +19,10 @@ from typer.testing import CliRunner
 
 import specjax
 from specjax import cli
+from specjax.config import shipped
 from specjax.decode.request import derive_seeds
 from specjax.errors import ConfigError, ModelError, Stopped
-from specjax.jobs import commands
+from specjax.jobs import demo, train
 from specjax.metrics import DecodeStats
 from specjax.report import generation
 
@@ -370,21 +371,21 @@ def test_train_is_what_train_draft_does(monkeypatch, config_file):
     import train_draft
 
     seen = []
-    monkeypatch.setattr(commands, "train", lambda config, overrides: seen.append((config, overrides)))
+    monkeypatch.setattr(train, "train", lambda config, overrides: seen.append((config, overrides)))
     assert call("train", str(config_file), "distill.steps=3").exit_code == 0
     assert seen == [(config_file, ["distill.steps=3"])]
-    assert train_draft.main.__module__ == "specjax.jobs.commands"
+    assert train_draft.main.__module__ == "specjax.jobs.train"
 
 
 def test_a_config_that_comes_with_specjax_is_found_by_its_name(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    assert commands.config_file(Path("tiny")).samefile(ROOT / "configs/tiny.yaml")
-    assert commands.config_file(Path("tiny.yaml")).samefile(ROOT / "configs/tiny.yaml")
+    assert shipped.config_file(Path("tiny")).samefile(ROOT / "configs/tiny.yaml")
+    assert shipped.config_file(Path("tiny.yaml")).samefile(ROOT / "configs/tiny.yaml")
     assert str(ROOT / "configs/tiny.yaml") in capsys.readouterr().err
     (tmp_path / "tiny.yaml").write_text("")
-    assert commands.config_file(Path("tiny.yaml")) == Path("tiny.yaml")  # what is there comes first
+    assert shipped.config_file(Path("tiny.yaml")) == Path("tiny.yaml")  # what is there comes first
     (tmp_path / "sweep").mkdir()
-    assert commands.config_file(Path("sweep")).samefile(ROOT / "configs/sweep.yaml")  # but for a folder
+    assert shipped.config_file(Path("sweep")).samefile(ROOT / "configs/sweep.yaml")  # but for a folder
 
 
 @pytest.mark.parametrize("command", ["train", "bench", "certify"])
@@ -399,17 +400,17 @@ def test_a_config_of_the_demos_target_needs_a_clone(monkeypatch, tmp_path, comma
 def test_the_demo_is_found_from_inside_a_clone(monkeypatch):
     monkeypatch.chdir(ROOT / "tests")
     asked = []
-    monkeypatch.setattr(commands, "run_demo", asked.append)
+    monkeypatch.setattr(demo, "run_demo", asked.append)
     assert call("demo", "bench.prompts=2", "--debug").exit_code == 0
     assert asked == [["bench.prompts=2", "--debug"]]
-    root, command = commands.demo_command(["bench.prompts=2"])
+    root, command = demo.demo_command(["bench.prompts=2"])
     assert root == ROOT
     assert command[1:] == ["experiments/run.py", "configs/demo.yaml", "bench.prompts=2"]
 
 
 def test_the_demo_without_a_clone_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(commands, "__file__", str(tmp_path / "site-packages/specjax/jobs/commands.py"))
+    monkeypatch.setattr(demo, "__file__", str(tmp_path / "site-packages/specjax/jobs/demo.py"))
     result = call("demo")
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1

@@ -46,29 +46,6 @@ def run_bench(config: RunConfig, bars: Bars = no_bars) -> dict[str, Any]:
     return decoding_figures(config, prepared.target, drafts, prepared.corpus.held_out, bars)
 
 
-def run_certify(config: RunConfig, bars: Bars = no_bars) -> certify_lib.Certificate:
-    """Certify the drafter that ``config.certify`` names, or the draft that `train_draft.py` left in ``config.out``.
-
-    The target's loaded weights stay beside their layout, unlike in other commands: they are the witness. A law computed
-    from the layout could not tell that a weight was laid out wrongly."""
-    settings, spec = config.certify, config.certify.drafter
-    draft = Path(config.out) / "draft"
-    if spec is None and not draft.is_dir():
-        raise DataError(
-            f"out: {config.out} holds no draft; run `specjax train` with this config, or give certify.drafter"
-        )
-    spec = {"kind": "draft_model", "model": str(draft), "k": settings.k} if spec is None else spec
-    drafter = registry.build(registry.DRAFTERS, spec, "certify.drafter")
-    verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")
-    prepared = job.prepare(config, bars)
-    prompts = held_out_prompts(prepared.corpus.held_out, prepared.target, settings.prompt_tokens, settings.prompts)
-    with bars("certify", certify_lib.num_ticks(settings, verifier)) as progress:
-        done = itertools.count(1)
-        tick = (lambda: progress(next(done), {})) if progress else (lambda: None)
-        args = (prepared.target, drafter, verifier, prompts, config.sampling.options(), settings, config.seed)
-        return certify_lib.certify(*args, tick)
-
-
 def decoding_figures(
     config: RunConfig,
     target: LoadedModel,

@@ -21,6 +21,7 @@ from specjax.data.corpus import Document
 from specjax.errors import DataError
 from specjax.evaluation import numerics
 from specjax.evaluation.numerics import ForwardPath, compare
+from specjax.jobs import numerics as numerics_job
 from specjax.models.hf import LoadedModel
 from specjax.report.terminal import numerics_table
 from specjax.types import Output
@@ -194,7 +195,7 @@ def prepared(monkeypatch, tiny_target):
     documents = [Document(str(i), "def add(first, second):\n    return first + second\n" * 9) for i in range(4)]
     corpus = types.SimpleNamespace(held_out=documents)
     value = types.SimpleNamespace(target=tiny_target, corpus=corpus)
-    monkeypatch.setattr(numerics.job, "prepare", lambda config, bars: value)
+    monkeypatch.setattr(numerics_job.job, "prepare", lambda config, bars: value)
 
 
 def settings(**bench) -> config.RunConfig:
@@ -210,9 +211,9 @@ def test_a_run_measures_held_out_prompts_of_the_config(prepared, monkeypatch):
         logits, chosen = random_logits()
         yield compare(NAMES, logits, logits, chosen)
 
-    monkeypatch.setattr(numerics, "measure", measure)
-    found = numerics.run_numerics(settings(), prompts=2, tokens=3)
-    numerics.run_numerics(settings(batch_sizes=(1, 4), ks=(2, 5)), prompts=1, tokens=4)
+    monkeypatch.setattr(numerics_job, "measure", measure)
+    found = numerics_job.run_numerics(settings(), prompts=2, tokens=3)
+    numerics_job.run_numerics(settings(batch_sizes=(1, 4), ks=(2, 5)), prompts=1, tokens=4)
     assert seen == [((2, 6), 3, 2, 8), ((1, 6), 4, 5, 4)]  # without a larger batch in the grid, of 8
     assert (found["dtype"], found["prompts"], found["prompt_tokens"], found["tokens"]) == ("float32", 2, 6, 3)
     assert [comparison["name"] for comparison in found["comparisons"]] == ["path"]
@@ -221,16 +222,16 @@ def test_a_run_measures_held_out_prompts_of_the_config(prepared, monkeypatch):
 
 def test_what_cannot_be_measured_is_refused_in_one_line(prepared):
     with pytest.raises(DataError, match=r"--tokens 300: .* 308 positions, the target has 256"):
-        numerics.run_numerics(settings(), prompts=2, tokens=300)
+        numerics_job.run_numerics(settings(), prompts=2, tokens=300)
     with pytest.raises(DataError, match="--prompts 99: the held-out text gives"):
-        numerics.run_numerics(settings(), prompts=99, tokens=3)
+        numerics_job.run_numerics(settings(), prompts=99, tokens=3)
 
 
 def test_a_target_that_is_not_trained_yet_is_not_trained_for_this(prepared, tmp_path):
     target = config.Target(architecture=config.Architecture(), steps=10)
     scratch = config.RunConfig(target, config.Data("python-stdlib"), out=str(tmp_path))
     with pytest.raises(DataError, match="train the target first"):
-        numerics.run_numerics(scratch, prompts=2, tokens=3)
+        numerics_job.run_numerics(scratch, prompts=2, tokens=3)
 
 
 FOUND = {
@@ -272,7 +273,7 @@ def command(monkeypatch, tmp_path):
         seen.append((config.bench.ks, prompts, tokens))
         return {"comparisons": [FOUND]}
 
-    monkeypatch.setitem(sys.modules, "specjax.evaluation.numerics", types.SimpleNamespace(run_numerics=run_numerics))
+    monkeypatch.setitem(sys.modules, "specjax.jobs.numerics", types.SimpleNamespace(run_numerics=run_numerics))
     path = tmp_path / "run.yaml"
     path.write_text("target: {path: m}\ndata: {path: python-stdlib}\n")
 

@@ -1,0 +1,37 @@
+"""`specjax certify`: the certificate (`specjax.evaluation.certify`) of a config's target, drafter and verifier."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from specjax import registry
+from specjax.config import RunConfig
+from specjax.errors import DataError
+from specjax.evaluation import certify as certify_lib
+from specjax.jobs import distill as job
+from specjax.jobs.bench import held_out_prompts
+from specjax.runtime.progress import Bars, no_bars
+
+
+def run_certify(config: RunConfig, bars: Bars = no_bars) -> certify_lib.Certificate:
+    """Certify the drafter that ``config.certify`` names, or the draft that `train_draft.py` left in ``config.out``.
+
+    The target's loaded weights stay beside their layout, unlike in other commands: they are the witness. A law computed
+    from the layout could not tell that a weight was laid out wrongly."""
+    settings, spec = config.certify, config.certify.drafter
+    draft = Path(config.out) / "draft"
+    if spec is None and not draft.is_dir():
+        raise DataError(
+            f"out: {config.out} holds no draft; run `specjax train` with this config, or give certify.drafter"
+        )
+    spec = {"kind": "draft_model", "model": str(draft), "k": settings.k} if spec is None else spec
+    drafter = registry.build(registry.DRAFTERS, spec, "certify.drafter")
+    verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")
+    prepared = job.prepare(config, bars)
+    prompts = held_out_prompts(prepared.corpus.held_out, prepared.target, settings.prompt_tokens, settings.prompts)
+    with bars("certify", certify_lib.num_ticks(settings, verifier)) as progress:
+        done = itertools.count(1)
+        tick = (lambda: progress(next(done), {})) if progress else (lambda: None)
+        args = (prepared.target, drafter, verifier, prompts, config.sampling.options(), settings, config.seed)
+        return certify_lib.certify(*args, tick)

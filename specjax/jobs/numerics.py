@@ -1,0 +1,54 @@
+"""`specjax numerics`: where the logits of a config's target depend on how they are computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.config import RunConfig
+from specjax.errors import DataError
+from specjax.evaluation.numerics import COMPARISONS, measure
+from specjax.jobs import distill as job
+from specjax.jobs.bench import held_out_prompts
+from specjax.runtime.progress import Bars, no_bars
+
+
+def run_numerics(config: RunConfig, prompts: int, tokens: int, bars: Bars = no_bars) -> dict[str, Any]:
+    """`measure` on held-out prompts of the config, with the largest k and batch size of its benchmark: what
+    `specjax numerics --out` writes."""
+    settings = config.bench
+    k, rows = max(settings.ks), max(settings.batch_sizes)
+    trained = Path(config.out) / "target"
+    if config.target.path is None and not trained.is_dir():
+        raise DataError(f"out: {trained} does not exist; train the target first with `specjax train` and this config")
+    prepared = job.prepare(config, bars)
+    target, length = prepared.target, settings.prompt_tokens
+    if length + tokens + k > target.config.max_positions:
+        raise DataError(
+            f"--tokens {tokens}: with bench.prompt_tokens={length} and k={k} that is {length + tokens + k} positions, "
+            f"the target has {target.config.max_positions}; lower one of them"
+        )
+    try:
+        found = held_out_prompts(prepared.corpus.held_out, target, length, prompts)
+        length = min(map(len, found))  # chats have prompts of any length
+        texts = np.asarray([prompt[-length:] for prompt in found], np.int32)
+    except DataError as error:
+        raise DataError(f"--prompts {prompts}: {error}") from error
+    found = []
+    with bars("numerics", COMPARISONS) as progress:
+        for drift in measure(target, texts, tokens, k, rows if rows > 1 else 8):
+            found.append(drift.to_json())
+            if progress:
+                progress(len(found), {})
+    return {
+        "target": target.name,
+        "dtype": str(target.dtype),
+        "backend": jax.default_backend(),
+        "prompts": prompts,
+        "prompt_tokens": length,
+        "tokens": tokens,
+        "comparisons": found,
+    }

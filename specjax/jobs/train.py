@@ -1,0 +1,41 @@
+"""`specjax train`: the distillation job of a config, and its figures on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def train(config: Path, overrides: Sequence[str]) -> None:
+    """The distillation job of a config, and what it measured. Several processes of one job all call it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from specjax.config.shipped import load
+    from specjax.distill import teacher_cache
+    from specjax.jobs import distill as job
+    from specjax.report.terminal import comparison_table
+    from specjax.runtime import distributed
+    from specjax.runtime.compile_cache import programs_kept
+    from specjax.runtime.progress import console_bars, no_bars
+
+    settings = load(config, overrides)
+    console = Console()
+    with programs_kept(settings.compile_cache):
+        distributed.start(settings.distributed)
+        result = job.run(settings, console_bars(console) if distributed.is_first() else no_bars)
+    if not distributed.is_first():
+        return
+    measures = result.measures
+    table = Table("held out", "loss (nats a token)", "alpha", title=f"{measures.positions:,} positions")
+    table.add_row("target", f"{measures.target_nll:.4f}", "")
+    table.add_row("draft before", f"{measures.draft_nll:.4f}", f"{measures.alpha_before:.4f}")
+    table.add_row("draft distilled", f"{measures.draft_nll_after:.4f}", f"{measures.alpha_after:.4f}")
+    if measures.alpha_ce_control is not None:
+        table.add_row("cross-entropy control", "", f"{measures.alpha_ce_control:.4f}")
+    console.print(table)
+    if result.comparison:
+        console.print(comparison_table(result.comparison))
+    for cache in sorted(Path(settings.out).glob("*/teacher/provenance.json")):
+        console.print(f"cached logits: {teacher_cache.summary(cache.parent)}", soft_wrap=True)
+    console.print(f"draft: {Path(settings.out) / 'draft'}", soft_wrap=True)
