@@ -42,8 +42,8 @@ import specjax
 from specjax.config import RunConfig, load_config
 from specjax.distill import selection
 from specjax.distill.init import initial_draft
-from specjax.distill.selection import Decoded, HeldOutDecoding
 from specjax.errors import SpecjaxError
+from specjax.evaluation.held_out import Decoded, HeldOutDecoding, held_out_decoding
 from specjax.jobs import distill as job
 from specjax.jobs.bench import held_out_prompts
 from specjax.metrics import Interval, block_efficiency_interval
@@ -131,7 +131,7 @@ class Experiment:
         # Of the config that is common, so that all drafts meet the same prompts and random numbers.
         common = load_config(config, overrides)
         args = (common, target, initial.drafter, initial.spec, self.prepared.corpus.held_out)
-        found = selection.held_out_decoding(*args)
+        found = held_out_decoding(*args)
         if found is None:
             raise SystemExit("selection.prompts: 0; the recipes are compared on decoded prompts, give some")
         self.decoding: HeldOutDecoding = found

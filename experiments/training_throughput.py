@@ -44,9 +44,9 @@ from specjax.config import RunConfig, Stage, load_config
 from specjax.data.rows import Batches
 from specjax.distill.init import Initial, initial_draft
 from specjax.distill.optimizer import make_optimizer
-from specjax.distill.selection import held_out_decoding
 from specjax.distill.step import make_update, microbatch_rows, start_state
 from specjax.distill.trainer import LOG_EVERY, train_stage
+from specjax.evaluation.held_out import held_out_decoding
 from specjax.jobs import distill as job
 from specjax.models.transformer import Model
 from specjax.runtime.compile_cache import keep_programs

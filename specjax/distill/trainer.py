@@ -17,12 +17,13 @@ from specjax import backend, config, registry
 from specjax.data.rows import Batches, Rows
 from specjax.distill.losses import references_of
 from specjax.distill.optimizer import make_optimizer, make_schedule
-from specjax.distill.selection import Decodes, Selector, fingerprint_of
+from specjax.distill.selection import Selector, fingerprint_of
 from specjax.distill.sources.on_policy import Sampler
 from specjax.distill.step import make_update, microbatch_rows, start_state
 from specjax.distill.teacher_cache import cached_rows, numbers_of, shared_rows
 from specjax.errors import ConfigError, Stopped, TrainingError
 from specjax.evaluation.evaluate import evaluate
+from specjax.evaluation.held_out import DraftEvaluator
 from specjax.models.training import TrainingModel
 from specjax.models.transformer import Model
 from specjax.models.vocabulary import TokenRows
@@ -58,7 +59,7 @@ def train_stage(
     progress: StepProgress | None = None,
     sample: Sampler | None = None,
     layout: Layout = ONE_DEVICE,
-    decoding: Decodes | None = None,
+    decoding: DraftEvaluator | None = None,
     bars: Bars = no_bars,
 ) -> Params:
     """Train ``params`` as ``stage`` says and return the result; a finished stage returns its own at once.

@@ -21,7 +21,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.errors import DataError
 from specjax.evaluation import bench as bench_lib
 from specjax.evaluation import certify as certify_lib
-from specjax.evaluation import compare
+from specjax.evaluation import figures as figures_lib
 from specjax.jobs import distill as job
 from specjax.models.hf import LoadedModel, load_model
 from specjax.runtime.progress import Bars, no_bars
@@ -183,8 +183,8 @@ def _comparison(measured: Mapping[str, Any], sources: Sequence[str]) -> list[dic
     which all of them were decoded."""
     by_prompt: Mapping[bench_lib.Cell, Any] = measured["by_prompt"]
     found = []
-    for source in compare.shown(sources):
-        chosen = [i for i, own in enumerate(sources) if source in (own, compare.ALL)]
+    for source in figures_lib.shown(sources):
+        chosen = [i for i, own in enumerate(sources) if source in (own, figures_lib.ALL)]
         for temperature, k in measured["best_k"].items():
             cells = [cell for cell in by_prompt if cell.temperature == temperature and cell.k in (0, k)]
             drafters = {cell.drafter for cell in cells}
@@ -196,7 +196,7 @@ def _comparison(measured: Mapping[str, Any], sources: Sequence[str]) -> list[dic
                     # The median turn, as in the grid: of all prompts it is the grid's own number.
                     turn = float(np.median(np.sum(seconds, axis=0)))
                     speed = metrics.tokens_per_s(sum(s.emitted for s in stats), turn)
-                    row = compare.row(source, temperature, cell.drafter, cell.k or None, stats, speed, None)
+                    row = figures_lib.compared(source, temperature, cell.drafter, cell.k or None, stats, speed, None)
                     found.append(dataclasses.asdict(row))
     return found
 

@@ -32,16 +32,21 @@ from specjax.data.corpus import Bad, Document
 from specjax.data.rows import Packed, Rows, pack
 from specjax.data.tokenizer import train_tokenizer
 from specjax.distill.init import Initial, check_length, initial_draft, model_config
-from specjax.distill.selection import Decoded, HeldOutDecoding, decides, decodes, held_out_decoding
 from specjax.distill.sources.on_policy import draft_sampler
 from specjax.distill.sources.stock import Stock
 from specjax.distill.teacher import completed
 from specjax.distill.trainer import train_stage
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError, ModelError, TrainingError
-from specjax.evaluation import compare
+from specjax.evaluation import figures
 from specjax.evaluation.evaluate import Evaluation
-from specjax.jobs import figures
+from specjax.evaluation.held_out import (
+    Decoded,
+    HeldOutDecoding,
+    affects_selection,
+    decoding_enabled,
+    held_out_decoding,
+)
 from specjax.models.files import MANIFEST, verify_manifest, write_manifest
 from specjax.models.hf import LoadedModel, import_transformers, load_model, save_model
 from specjax.models.transformer import Model
@@ -110,7 +115,7 @@ class Distilled:
     logs: dict[str, list[dict[str, float]]]
     alphas: dict[str, dict[str, float]]
     """Draft (`draft_before`, `draft_after`) -> source of the text -> alpha."""
-    comparison: list[compare.Row]
+    comparison: list[figures.ComparisonRow]
     """Before and after, decoded as ``config.selection`` says; empty if it says nothing."""
 
     @property
@@ -137,7 +142,7 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
 
     The caller holds the run directory's lock (`specjax.runtime.lock.exclusive`), as `run` does.
     """
-    decodes(config)  # a mesh that does not fit, or that cannot select, is refused before anything is read
+    decoding_enabled(config)  # a mesh that does not fit, or that cannot select, is refused before anything is read
     for name in _EXPORTS:
         by_first(functools.partial(_refuse_foreign, Path(config.out) / name))
     prepared = prepare(config, bars) if prepared is None else prepared
@@ -150,7 +155,7 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
     after, steps = train("draft-distill", config.distill, before, config.seed + 1, target, decoding)
     # The controls see the batches that the distillation saw, start where it started, and are chosen as it is.
     control_target = target if isinstance(drafter, Sharing) else None
-    control_decoding = decoding if decides(config.selection) else None
+    control_decoding = decoding if affects_selection(config.selection) else None
     start = (before, config.seed + 1, control_target, control_decoding)
     controls = {
         f"{rate:g}": train(f"control-{rate:g}", _control(config.distill, rate, steps), *start)[0]
@@ -181,8 +186,8 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
     alphas = figures.alphas_by_source(
         config, target, prepared.corpus.held_out, evaluate, [before, after], (first, last)
     )
-    both = dict(zip(compare.DRAFTS, decoded.values(), strict=True))
-    comparison = [] if decoding is None else compare.rows(decoding, both, alphas)
+    both = dict(zip(figures.DRAFTS, decoded.values(), strict=True))
+    comparison = [] if decoding is None else figures.comparison(decoding, both, alphas)
     return Distilled(prepared, models["draft-before"], models["draft"], measures, logs, alphas, comparison)
 
 
@@ -430,7 +435,7 @@ def _draft_card(
         "loss of the draft, nats a token, held out": f"{evaluation.nll:.4f}",
         "loss of the target": f"{evaluation.target_nll:.4f}",
         "positions measured": f"{evaluation.positions:,}",
-        **compare.card_rows(decoded, draft.name == "draft" and config.selection.select == "best"),
+        **figures.card_rows(decoded, draft.name == "draft" and config.selection.select == "best"),
         _WEIGHTS: fingerprint.digest(draft.params),
         "SHA-256 of the target's weights": fingerprint.digest(target.params),
         "SHA-256 of the text": prepared.corpus.digest,

@@ -20,11 +20,13 @@ from specjax.data.corpus import Document, Part
 from specjax.data.prompts import HeldOutPrompt, cut_prompts
 from specjax.decode.decoder import Decoder
 from specjax.distill import selection
-from specjax.distill.selection import Decoded, Selector, held_out_decoding
+from specjax.distill.selection import Selector
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
-from specjax.evaluation import compare
+from specjax.evaluation import figures
+from specjax.evaluation import held_out as held_out_lib
 from specjax.evaluation.costs import count_compiles
+from specjax.evaluation.held_out import Decoded, held_out_decoding
 from specjax.jobs import bench as measure
 from specjax.metrics import DecodeStats
 from specjax.runtime import checkpoint, fingerprint
@@ -243,12 +245,12 @@ DRAFT = related(TARGET, 1)
 
 
 @pytest.fixture(scope="module")
-def decoding() -> selection.HeldOutDecoding:
+def decoding() -> held_out_lib.HeldOutDecoding:
     """Of toy models, which compile in no time."""
     prompts = [HeldOutPrompt(tokens, "text") for tokens in ([1, 2], [3], [0, 1])]
     rule = config.Selection(prompts=3, new_tokens=12, k=2)
     settings = ((0.0, 1.0), "speculative", {}, 0)
-    return selection.HeldOutDecoding(rule, TARGET, DraftModel(DRAFT.spec), DRAFT.spec, prompts, *settings)
+    return held_out_lib.HeldOutDecoding(rule, TARGET, DraftModel(DRAFT.spec), DRAFT.spec, prompts, *settings)
 
 
 def test_the_counts_are_those_of_decoding_with_these_weights(decoding):
@@ -265,7 +267,7 @@ def test_the_counts_are_those_of_decoding_with_these_weights(decoding):
 
 def test_the_speed_is_the_median_of_the_turns():
     turns = [[dataclasses.replace(decoded(2.0), seconds=s), decoded(3.0, 1.0)] for s in (9.0, 2.0, 4.0)]
-    greedy, sampled = selection.with_median_seconds(turns)
+    greedy, sampled = held_out_lib.with_median_seconds(turns)
     assert (greedy.seconds, greedy.tokens_per_s) == (4.0, 500.0)
     assert sampled == decoded(3.0, 1.0)
 
@@ -275,7 +277,7 @@ def test_a_draft_that_is_the_target_has_every_token_accepted(decoding):
         assert found.stats.acceptance_at == (1.0, 1.0)
 
 
-def programs_for_other_weights(decoding: selection.HeldOutDecoding, params) -> int:
+def programs_for_other_weights(decoding: held_out_lib.HeldOutDecoding, params) -> int:
     other = jax.tree.map(lambda x: -x, params)
     decoding(params)
     with count_compiles() as count:
@@ -340,11 +342,11 @@ def test_without_prompts_nothing_is_decoded_and_nothing_can_be_chosen(tiny_targe
 )
 def test_several_processes_do_not_decode_and_cannot_choose(processes, mesh, can, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
-    assert selection.decodes(dataclasses.replace(run_config(), mesh=mesh)) == can
+    assert held_out_lib.decoding_enabled(dataclasses.replace(run_config(), mesh=mesh)) == can
     chooses = dataclasses.replace(run_config(select="best"), mesh=mesh)
     message = r"select=best and patience=None, but several processes do not decode; set select=last"
     with contextlib.nullcontext() if can else pytest.raises(ConfigError, match=message):
-        selection.decodes(chooses)
+        held_out_lib.decoding_enabled(chooses)
 
 
 def test_that_several_processes_do_not_decode_is_said(tiny_target, tiny_draft, monkeypatch, capsys):
@@ -367,7 +369,7 @@ def test_a_draft_and_a_target_in_parts_decode_as_whole_ones(target, tiny_draft):
     prompts = [HeldOutPrompt(list(range(start, start + 8)), "text") for start in (5, 9)]
     rule = config.Selection(prompts=2, new_tokens=8, k=2)
     settings = (drafter, tiny_draft.spec, prompts, (1.0,), "speculative", {}, 0)
-    (found,) = selection.HeldOutDecoding(rule, whole, *settings)(parts)
+    (found,) = held_out_lib.HeldOutDecoding(rule, whole, *settings)(parts)
     assert found.stats.acceptance_at == (1.0, 1.0)
     assert found.stats.emitted == 2 * 8
 
@@ -379,7 +381,7 @@ def test_a_comparison_tells_sources_apart_and_adds_them_up(decoding):
     prompts = [dataclasses.replace(p, source=s) for p, s in zip(decoding.prompts, sources, strict=True)]
     of = dataclasses.replace(decoding, prompts=prompts, temperatures=(0.0,))
     alphas = {"draft_before": {"code": 0.5, "prose": 0.2, "all": 0.4}}
-    rows = compare.rows(of, {"draft_before": [Decoded(0.0, counts, 2.0)]}, alphas)
+    rows = figures.comparison(of, {"draft_before": [Decoded(0.0, counts, 2.0)]}, alphas)
     assert [(r.source, r.prompts, r.alpha) for r in rows] == [("code", 2, 0.5), ("prose", 1, 0.2), ("all", 3, 0.4)]
     assert [r.block_efficiency for r in rows] == pytest.approx([3.0, 1.0, 70 / 30])
     assert [r.tokens_per_s for r in rows] == [None, None, 35.0]

@@ -8,8 +8,8 @@ import pytest
 
 from specjax import config
 from specjax.data.rows import spread
+from specjax.evaluation import figures
 from specjax.evaluation.evaluate import evaluate, evaluate_all
-from specjax.jobs import figures
 from specjax.runtime.progress import no_bars
 from tests.distill import toys
 from tests.distill.toys import LENGTH, BigramDraft, bigram_params

@@ -23,9 +23,9 @@ from specjax.data.corpus import Document
 from specjax.distill.sources import generated
 from specjax.distill.sources.on_policy import Mixed
 from specjax.errors import ConfigError, DataError, ModelError, TrainingError
+from specjax.evaluation import figures
 from specjax.evaluation.evaluate import Evaluation
 from specjax.jobs import distill as job
-from specjax.jobs import figures
 from specjax.jobs.generate_data import make_data
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.runtime import fingerprint, lock

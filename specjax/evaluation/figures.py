@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,10 @@ from specjax.config import RunConfig
 from specjax.data.corpus import Bad, Document
 from specjax.data.prompts import by_source
 from specjax.data.rows import Rows, pack, spread
-from specjax.distill.selection import Decoded, HeldOutDecoding, with_median_seconds
 from specjax.errors import DataError
-from specjax.evaluation import compare
 from specjax.evaluation.evaluate import Evaluation, evaluate_all
+from specjax.evaluation.held_out import Decoded, HeldOutDecoding, with_median_seconds
+from specjax.metrics import DecodeStats, block_efficiency_interval
 from specjax.models.hf import LoadedModel
 from specjax.runtime import fingerprint
 from specjax.runtime.distributed import by_first
@@ -28,6 +30,80 @@ from specjax.types import Params, Trainable
 _FILE = "evaluations.json"
 _TURNS = 3
 """Timed decodings of each draft, whose median counts."""
+DRAFTS: tuple[str, str] = ("draft_before", "draft_after")
+ALL = "all"
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparisonRow:
+    """One draft on the text of one source, or of `ALL` if there are several. ``low`` .. ``high``: 95% interval of the
+    block efficiency over prompts. None: not measured, or not to be told apart from other sources."""
+
+    source: str
+    temperature: float
+    drafter: str
+    prompts: int
+    k: int | None
+    alpha: float | None
+    block_efficiency: float | None
+    low: float | None
+    high: float | None
+    tokens_per_s: float | None
+
+
+def comparison(
+    decoding: HeldOutDecoding, decoded: Mapping[str, Sequence[Decoded]], alphas: Mapping[str, Mapping[str, float]]
+) -> list[ComparisonRow]:
+    """``decoded``: draft -> what ``decoding`` gave for it. Speed is of all prompts in one batch."""
+    sources = [prompt.source for prompt in decoding.prompts]
+    found = []
+    for source in shown(sources):
+        chosen = [i for i, own in enumerate(sources) if source in (own, ALL)]
+        for i, temperature in enumerate(decoding.temperatures):
+            for draft, measured in decoded.items():
+                stats = [measured[i].by_prompt[j] for j in chosen]
+                speed = measured[i].tokens_per_s if len(chosen) == len(sources) else None
+                alpha = alphas[draft].get(source)
+                found.append(compared(source, temperature, draft, decoding.rule.k, stats, speed, alpha))
+    return found
+
+
+def shown(sources: Sequence[str]) -> list[str]:
+    """The sources to tell apart, and `ALL` where there are several."""
+    names = sorted(set(sources))
+    return names if len(names) == 1 else [*names, ALL]
+
+
+def compared(
+    source: str,
+    temperature: float,
+    drafter: str,
+    k: int | None,
+    by_prompt: Sequence[DecodeStats],
+    tokens_per_s: float | None,
+    alpha: float | None,
+) -> ComparisonRow:
+    """``k`` None: plain decoding, which has no block efficiency."""
+    if k is None:
+        return ComparisonRow(source, temperature, drafter, len(by_prompt), k, None, None, None, None, tokens_per_s)
+    efficiency = functools.reduce(operator.add, by_prompt).block_efficiency
+    interval = block_efficiency_interval(by_prompt)
+    figures = (alpha, efficiency, interval.low, interval.high, tokens_per_s)
+    return ComparisonRow(source, temperature, drafter, len(by_prompt), k, *figures)
+
+
+def card_rows(decoded: Sequence[Decoded], chose: bool) -> dict[str, str]:
+    """Rows of a draft's card, one a temperature. ``chose``: these prompts decided which draft it is."""
+    found, by = {}, ", which chose this draft" if chose else ""
+    for d in decoded:
+        temperature = "greedy" if d.temperature == 0 else f"temperature {d.temperature:g}"
+        interval = f"95% {d.interval.low:.2f} to {d.interval.high:.2f}"
+        by_position = ", ".join(f"{s:.2f}" for s in d.stats.acceptance_at)
+        found[f"block efficiency, k={len(d.stats.acceptance_at)}, {temperature}"] = (
+            f"{d.stats.block_efficiency:.2f} ({interval}, {len(d.by_prompt)} held-out prompts{by}); "
+            f"accepted at position 1 .. k: {by_position}"
+        )
+    return found
 
 
 def evaluate(
@@ -84,15 +160,14 @@ def alphas_by_source(
 ) -> dict[str, dict[str, float]]:
     """Of the two drafts, on the text of each source; one that does not fill a row is left out."""
     sources, data = by_source(held_out), config.data
-    [*names, together] = compare.shown(list(sources))
+    [*names, together] = shown(list(sources))
     found = {together: of_all}
     for source in names:
         with contextlib.suppress(DataError):
             options = (target.eos_ids[0], data.seq_len, data.prompt_weight, Bad(data.on_bad))
             found[source] = evaluate(drafts, pack(target.tokenizer, sources[source], *options))
     return {
-        name: {source: evaluations[i].alpha for source, evaluations in found.items()}
-        for i, name in enumerate(compare.DRAFTS)
+        name: {source: evaluations[i].alpha for source, evaluations in found.items()} for i, name in enumerate(DRAFTS)
     }
 
 

@@ -1,0 +1,181 @@
+"""A draft decoded on fixed held-out prompts, while it is trained and after: tokens a target call, prompt by prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import operator
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from specjax import config, registry
+from specjax.config import RunConfig
+from specjax.data.corpus import Document
+from specjax.data.prompts import PLACES, HeldOutPrompt, cut_prompts
+from specjax.decode.decoder import Decoder
+from specjax.decode.result import check_finite
+from specjax.distill.teacher import completed
+from specjax.drafters.draft_model import DraftModel
+from specjax.errors import ConfigError, DataError
+from specjax.metrics import DecodeStats, Interval, block_efficiency_interval, tokens_per_s
+from specjax.models.hf import LoadedModel
+from specjax.models.transformer import Model
+from specjax.runtime.layout import make_layout
+from specjax.runtime.log import note
+from specjax.types import Params, Trainable
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """Prompts decoded at one temperature, in one batch that took ``seconds``; ``by_prompt``: the counts of each."""
+
+    temperature: float
+    by_prompt: list[DecodeStats]
+    seconds: float
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Decoded:
+        """From `dataclasses.asdict`, through JSON."""
+        names = [field.name for field in dataclasses.fields(DecodeStats)]
+
+        def counts(row: Mapping[str, Any]) -> DecodeStats:
+            values: dict[str, Any] = {
+                n: tuple(row[n]) if isinstance(row[n], list) else row[n] for n in names if n in row
+            }
+            return DecodeStats(**values)
+
+        return cls(found["temperature"], list(map(counts, found["by_prompt"])), found["seconds"])
+
+    @property
+    def stats(self) -> DecodeStats:
+        return functools.reduce(operator.add, self.by_prompt)
+
+    @property
+    def interval(self) -> Interval:
+        """95%, over prompts."""
+        return block_efficiency_interval(self.by_prompt)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return tokens_per_s(self.stats.emitted, self.seconds)
+
+
+class DraftEvaluator(Protocol):
+    """What a stage needs to decode with its draft."""
+
+    @property
+    def rule(self) -> config.Selection: ...
+
+    def __call__(self, params: Params) -> list[Decoded]:
+        """One a temperature, with the stage's own parameters as they are."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """A digest of everything beside the weights that the counts depend on."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOutDecoding:
+    """The same prompts, seed and programs at every call: the draft's weights are an argument of what was compiled, so
+    one evaluation after another compiles nothing. Over a mesh, draft and target decode where they lie."""
+
+    rule: config.Selection
+    target: LoadedModel
+    drafter: Trainable
+    spec: Model
+    prompts: Sequence[HeldOutPrompt]
+    temperatures: Sequence[float]
+    verifier: Any
+    sampling: Mapping[str, Any]
+    seed: int
+
+    def __call__(self, params: Params) -> list[Decoded]:
+        draft = LoadedModel(self.spec, completed(self.drafter, params, self.target.params), self.target.tokenizer)
+        # Another handle of the same weights: their copy laid out for decoding is freed with it, not kept by training.
+        target = dataclasses.replace(self.target)
+        verifier = registry.build(registry.VERIFIERS, self.verifier, "verifier")
+        decoder = Decoder(target, DraftModel(draft, self.rule.k), verifier)
+        return [self._decode(decoder, temperature) for temperature in self.temperatures]
+
+    def _decode(self, decoder: Decoder, temperature: float) -> Decoded:
+        prompts = [prompt.tokens for prompt in self.prompts]
+        options = {**self.sampling, "stop_token_ids": (), "temperature": temperature}
+        options |= {"max_new_tokens": self.rule.new_tokens}
+        decoder.compile(prompts, **options)
+        began = time.perf_counter()
+        found = decoder.generate(prompts, seed=self.seed, ignore_eos=True, **options)
+        seconds = time.perf_counter() - began
+        check_finite(found, "the draft in training", f"target {self.target.name!r}")
+        return Decoded(temperature, found.stats, seconds)
+
+    @property
+    def identity(self) -> str:
+        prompts = [prompt.tokens for prompt in self.prompts]
+        sizes = (self.rule.new_tokens, self.rule.k, self.seed)
+        parts = (prompts, list(self.temperatures), self.verifier, dict(self.sampling), *sizes)
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def held_out_decoding(
+    config: RunConfig, target: LoadedModel, drafter: Trainable, spec: Model, held_out: Sequence[Document]
+) -> HeldOutDecoding | None:
+    """None where nothing is to be decoded. The prompts are cut from the ends of documents backwards, so that those of
+    the benchmark are others as long as there is text enough. Raises `DataError` where there is no prompt, or where
+    the target has too few positions, `ConfigError` as `decoding_enabled` does."""
+    rule = config.selection
+    if not decoding_enabled(config):
+        if rule.prompts:
+            note(
+                "selection: several processes do not decode, so nothing is said of block efficiency; `specjax bench` "
+                "measures it afterwards, in one process"
+            )
+        return None
+    needed = rule.prompt_tokens + rule.new_tokens + rule.k + 1
+    if needed > target.config.max_positions:
+        raise DataError(
+            f"selection: prompt_tokens={rule.prompt_tokens}, new_tokens={rule.new_tokens} and k={rule.k} need {needed} "
+            f"positions, the target has {target.config.max_positions}; lower one of them, or set selection.prompts=0"
+        )
+    prompts = cut_prompts(held_out, target.tokenizer, rule.prompt_tokens, rule.prompts, PLACES[::-1])
+    if not prompts:
+        raise DataError(
+            f"the held-out text has no prompt of selection.prompt_tokens={rule.prompt_tokens}; give more text, "
+            "a larger data.held_out or fewer prompt_tokens, or set selection.prompts=0"
+        )
+    temperatures = config.bench.temperatures if rule.temperatures is None else rule.temperatures
+    where = (prompts, temperatures, config.verifier, config.sampling.options(), config.seed)
+    return HeldOutDecoding(rule, target, drafter, spec, *where)
+
+
+def with_median_seconds(turns: Sequence[Sequence[Decoded]]) -> list[Decoded]:
+    """The same decoded several times over, of which only the seconds differ."""
+    return [
+        dataclasses.replace(same[0], seconds=statistics.median(d.seconds for d in same))
+        for same in zip(*turns, strict=True)
+    ]
+
+
+def decoding_enabled(config: RunConfig) -> bool:
+    """Whether a run decodes: where there is something to decode, in one process. Raises `ConfigError` where decoding is
+    to decide and cannot, or for a mesh that does not fit."""
+    rule, several = config.selection, jax.process_count() > 1
+    make_layout(config.mesh)
+    if affects_selection(rule) and several:
+        raise ConfigError(
+            f"selection: select={rule.select} and patience={rule.patience}, but several processes do not decode; set "
+            "select=last and no patience, or run in one process, over any mesh"
+        )
+    return bool(rule.prompts) and not several
+
+
+def affects_selection(rule: config.Selection) -> bool:
+    """Whether the decoded evaluations have a say in the result, or are for the log only."""
+    return rule.select == "best" or rule.patience is not None
