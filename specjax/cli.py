@@ -236,7 +236,7 @@ def generate(
             options |= job.defaults(context, target)
         greedy = options["temperature"] == 0
         if not decoder.lossless and not greedy:
-            print(f"note: verifier {verifier!r} is lossy, this is not the target's law", file=sys.stderr)
+            print(f"note: verifier {verifier!r} is lossy, this is not the target's distribution", file=sys.stderr)
         given: Sequence[Any] = prompts
         if chat:
             from specjax.data.chat_template import encode
@@ -303,7 +303,7 @@ def bench(
         console.print(", ".join(shown) or "no temperature of 0 or 1: no headline speedup")
         rule = results.get("verifier", {})
         if rule.get("lossless") is False:
-            far = f"total variation {rule['total_variation']:.3f} from the target's law over 16 cells"
+            far = f"total variation {rule['total_variation']:.3f} from the target's distribution over 16 cells"
             console.print(f"verifier {rule['kind']!r} is lossy: {far}", soft_wrap=True)
         if out is not None:
             write_atomically(out, json.dumps(results, indent=1, default=plain_json) + "\n")

@@ -45,7 +45,7 @@ from jaxtyping import Array, Float
 
 
 def alpha_per_position(p_logits: Float[Array, "*B V"], q_logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
-    """sum_v min(p, q) of two laws given by float32 logits (2211.17192, its acceptance probability)."""
+    """sum_v min(p, q) of two distributions given by float32 logits (2211.17192, its acceptance probability)."""
     p = jax.nn.softmax(p_logits.astype(jnp.float32), axis=-1)
     q = jax.nn.softmax(q_logits.astype(jnp.float32), axis=-1)
     return jnp.sum(jnp.minimum(p, q), axis=-1)

@@ -27,7 +27,7 @@ def argmax(logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:
     return jnp.minimum(jnp.min(jnp.where(at_top, index, size), axis=-1), size - 1)
 
 
-def has_law(logits: Float[Array, "*B V"]) -> Bool[Array, "*B"]:
+def has_distribution(logits: Float[Array, "*B V"]) -> Bool[Array, "*B"]:
     """Whether there is a distribution to draw from: no NaN, no +inf, and not all -inf."""
     # NaN is below nothing. A maximum may lose it: XLA's on CPU (jax 0.10) does in all but small reductions.
     return jnp.all(logits < jnp.inf, axis=-1) & jnp.any(logits > -jnp.inf, axis=-1)
@@ -106,7 +106,7 @@ def warp(logits: Float[Array, "B R V"], sampling: SamplingParams) -> Float[Array
     def with_greedy_rows():
         index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
         one_hot = jnp.where(index == argmax(logits)[..., None], jnp.float32(0.0), -jnp.inf)
-        return jnp.where(temperature > 0, scaled, jnp.where(has_law(logits)[..., None], one_hot, jnp.nan))
+        return jnp.where(temperature > 0, scaled, jnp.where(has_distribution(logits)[..., None], one_hot, jnp.nan))
 
     # The argmax over V is paid only by batches that hold a greedy row.
     return jax.lax.cond(jnp.any(sampling.temperature == 0), with_greedy_rows, lambda: scaled)
@@ -114,7 +114,7 @@ def warp(logits: Float[Array, "B R V"], sampling: SamplingParams) -> Float[Array
 
 def _cut(logits: Float[Array, "B R V"], sampling: SamplingParams) -> Float[Array, "B R V"]:
     """top-k, then top-p of what it left, then min-p. Tokens that tie with the last one kept are kept. NaN is below
-    nothing, so it stays, for `has_law` to find."""
+    nothing, so it stays, for `has_distribution` to find."""
     top_k, top_p, min_p = (x[:, None, None] for x in (sampling.top_k, sampling.top_p, sampling.min_p))
 
     def drop(logits, low, wanted):
@@ -196,9 +196,9 @@ def inverse_cdf(weights: Float[Array, "B V"], words: UInt[Array, "B 2"]) -> Int[
     """An index drawn with chances proportional to ``weights``: first one of about sqrt(V) groups, then one inside it,
     each with 32 random bits of its own. An index of positive weight can be drawn, one of weight zero never.
 
-    The law over all words differs from the weights' by less than 1e-6 in total variation at V = 152k (a choice is
-    exact but for the rounding of its `shares`; what remains is that of the groups' sums). One float32 uniform against
-    float32 cumulative sums is off by 3e-3 there, and never draws most of the tail.
+    The distribution over all words differs from the weights' by less than 1e-6 in total variation at V = 152k (a choice
+    is exact but for the rounding of its `shares`; what remains is that of the groups' sums). One float32 uniform
+    against float32 cumulative sums is off by 3e-3 there, and never draws most of the tail.
     """
     batch, size = weights.shape
     width = _group_width(size)

@@ -22,7 +22,8 @@ Params = Any
 
 @flax.struct.dataclass
 class Output:
-    """What a forward pass returns. ``logits[b, i]`` is the law of the token after the i-th of the rows asked for."""
+    """What a forward pass returns. ``logits[b, i]`` is the distribution of the token after the i-th of the rows asked
+    for."""
 
     logits: Float[Array, "B R V"]
     hidden: tuple[Float[Array, "B T D"], ...]
@@ -134,9 +135,9 @@ class Verdict:
 
 
 @flax.struct.dataclass
-class Law:
+class VerdictDistribution:
     """What a verifier does with given drafts: ``num_accepted[b, n]``, the chance to keep n of them, and
-    ``next_token[b, n]``, the law of the token that follows."""
+    ``next_token[b, n]``, the distribution of the token that follows."""
 
     num_accepted: Float[Array, "B K1"]
     next_token: Float[Array, "B K1 V"]
@@ -234,9 +235,9 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class Verifier(Protocol):
-    """Which part of the block is kept. ``p_logits[b, i]`` is the target's law after node i (0 is the root), after the
-    sampling transform. Chains have N = K. ``reference``: an arXiv id. ``law``: the exact law of
-    what ``__call__`` does with given drafts and probabilities."""
+    """Which part of the block is kept. ``p_logits[b, i]`` is the target's distribution after node i (0 is the root),
+    after the sampling transform. Chains have N = K. ``reference``: an arXiv id. ``distribution``: the exact
+    distribution of what ``__call__`` does with given drafts and probabilities."""
 
     @property
     def kind(self) -> str: ...
@@ -246,7 +247,9 @@ class Verifier(Protocol):
     reference: ClassVar[str]
 
     def __call__(self, draft: Draft, p_logits: Float[Array, "B N1 V"], noise: Any) -> Verdict: ...
-    def law(self, draft: Draft, p: Float[Array, "B N1 V"], q: Float[Array, "B N V"] | None) -> Law: ...
+    def distribution(
+        self, draft: Draft, p: Float[Array, "B N1 V"], q: Float[Array, "B N V"] | None
+    ) -> VerdictDistribution: ...
 
 
 @flax.struct.dataclass
@@ -259,7 +262,8 @@ class FullLogits:
 @flax.struct.dataclass
 class TopKLogits:
     """Of the teacher's logits the k largest, and the logsumexp of all: what is left over is the true tail. Of the tail
-    n tokens drawn from the teacher's law there (one may come twice), or None: nothing but its mass is known."""
+    n tokens drawn from the teacher's distribution there (one may come twice), or None: nothing but its mass is
+    known."""
 
     values: Float[Array, "B T k"]
     ids: Int[Array, "B T k"]
@@ -300,8 +304,8 @@ class Batch:
 
 @flax.struct.dataclass
 class DraftOutput:
-    """A drafter's training forward. ``logits[b, t, j]`` is the draft's law of the token that the target predicts at
-    ``target_index[t, j]`` (a row of the target's logits); ``weight[b, t, j]`` says how much it counts, and
+    """A drafter's training forward. ``logits[b, t, j]`` is the draft's distribution of the token that the target
+    predicts at ``target_index[t, j]`` (a row of the target's logits); ``weight[b, t, j]`` says how much it counts, and
     ``share[j]`` how much prediction j does."""
 
     logits: Float[Array, "B T J V"]
@@ -349,7 +353,7 @@ class Loss(Protocol):
     @property
     def needs_target(self) -> bool: ...
     @property
-    def needs_whole_law(self) -> bool:
+    def needs_whole_distribution(self) -> bool:
         """Refuses `TopKLogits`."""
         ...
 

@@ -267,10 +267,13 @@ def test_every_problem_gets_its_own_line(written):
         (["target.steps=5"], "only a target from scratch is trained"),
         (["target.path=null", "target.architecture.hidden_size=64"], "has to be trained; set steps"),
         (["verifier=greedy"], "temperature 0 only"),
-        (["distill.teacher=cached", "distill.loss=reverse_kl"], "loss 'reverse_kl' needs the target's whole law"),
+        (
+            ["distill.teacher=cached", "distill.loss=reverse_kl"],
+            "loss 'reverse_kl' needs the target's whole distribution",
+        ),
         (
             ["distill.teacher=cached", "distill.loss={kind: forward_kl, target_temperature: 2}"],
-            "loss 'forward_kl' needs the target's whole law, teacher=cached keeps its 64 largest logits",
+            "loss 'forward_kl' needs the target's whole distribution, teacher=cached keeps its 64 largest logits",
         ),
         (["mesh.data=-1", "mesh.fsdp=-1"], "-1 on more than one axis"),
         (["mesh.tensor=0"], "0 devices"),
@@ -458,7 +461,7 @@ def test_the_demo_draft_has_the_size_that_its_header_says():
         ("verifier: {lenience: 0.5}", "expected a kind or a mapping with one"),
         (
             "verifier: lenient\nrequire_lossless: true",
-            "'lenient' changes the target's law and require_lossless is true",
+            "'lenient' changes the target's distribution and require_lossless is true",
         ),
         ("certify: {drafter: draft_model}", "certify.drafter: model: missing; .*model: PATH"),
         ("certify: {drafter: {kind: ngram, k: 0}}", "certify.drafter: k: found 0"),

@@ -48,20 +48,20 @@ def share_of_words(weights: np.ndarray, shares, choose) -> np.ndarray:
     return (after - first) / 2**32
 
 
-def laws_of_large_vocabularies(size: int) -> dict[str, np.ndarray]:
+def distributions_of_large_vocabularies(size: int) -> dict[str, np.ndarray]:
     rng, rank = np.random.default_rng(0), np.arange(1, size + 1)
     likely = np.where(rank <= 20, 5.0, -5.0) + rng.normal(size=size)
     zipf = {f"zipf {a}": -a * np.log(rank) for a in (1.2, 2.0)}
-    laws = {"normal": 3 * rng.normal(size=size), **zipf, "20 likely and a tail": likely}
-    return {name: rng.permutation(x).astype(np.float32) for name, x in laws.items()}
+    distributions = {"normal": 3 * rng.normal(size=size), **zipf, "20 likely and a tail": likely}
+    return {name: rng.permutation(x).astype(np.float32) for name, x in distributions.items()}
 
 
 @pytest.mark.parametrize("name", ["normal", *map(in_proof, ("zipf 1.2", "zipf 2.0", "20 likely and a tail"))])
-def test_the_law_over_all_words_is_that_of_the_logits(name):
-    """The exact law of a draw at V = 151,936, over every pair of words. One uniform of 23 bits against cumulative sums
-    in float32 is 2e-3 to 3e-3 away, and never draws up to two thirds of these tokens."""
+def test_the_distribution_over_all_words_is_that_of_the_logits(name):
+    """The exact distribution of a draw at V = 151,936, over every pair of words. One uniform of 23 bits against
+    cumulative sums in float32 is 2e-3 to 3e-3 away, and never draws up to two thirds of these tokens."""
     size = 151_936
-    logits = laws_of_large_vocabularies(size)[name]
+    logits = distributions_of_large_vocabularies(size)[name]
     want = np.exp(logits.astype(float) - logits.max())
     want /= want.sum()
     weights = np.asarray(jnp.exp(logits - logits.max()))

@@ -12,7 +12,7 @@ import pytest
 from specjax import config
 from specjax.data.rows import Packed
 from specjax.decode.decoder import Decoder
-from specjax.distill.laws import top_k_logits
+from specjax.distill.distributions import top_k_logits
 from specjax.distill.losses import ForwardKL
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import make_update, start_state

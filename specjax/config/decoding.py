@@ -83,7 +83,7 @@ class Certify:
     batch_size: Positive = 16
     """Rows of a batch of sampled generations; the prompts take turns."""
     total_variation: Annotated[float, Field(gt=0, lt=1)] = 0.02
-    """A law this far off is found with probability `power`."""
+    """A distribution this far off is found with probability `power`."""
     power: Annotated[float, Field(gt=0, lt=1)] = 0.99
     level: Annotated[float, Field(gt=0, lt=1)] = 1e-3
     """Probability that an exact pair is failed by chance."""

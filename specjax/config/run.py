@@ -41,7 +41,7 @@ class RunConfig:
     verifier: buildable(VERIFIERS) = "speculative"  # pyright: ignore[reportInvalidTypeForm]
     """A kind, or `{kind: lenient, lenience: 0.5}` and the like."""
     require_lossless: bool = False
-    """Refuse a verifier that changes the target's law."""
+    """Refuse a verifier that changes the target's distribution."""
     logging: Logging = Logging()
     compile_cache: bool = True
     """Keep compiled programs in the user's cache directory for the next run; `SPECJAX_COMPILE_CACHE=0` turns it off for
@@ -70,7 +70,8 @@ class RunConfig:
     @model_validator(mode="after")
     def _verifier_fits(self) -> RunConfig:
         asked = {"bench": self.bench.temperatures, "selection": self.selection.temperatures or ()}
-        # A verifier without randomness keeps the most likely token, which is the target's law at temperature 0 only.
+        # A verifier without randomness keeps the most likely token, which is the target's distribution at temperature 0
+        # only.
         verifier = build(VERIFIERS, self.verifier, "verifier")
         for section, temperatures in asked.items():
             sampled = [t for t in temperatures if t > 0]
@@ -82,7 +83,7 @@ class RunConfig:
         if self.require_lossless and not verifier.lossless:
             exact = sorted(kind for kind in VERIFIERS if resolve(VERIFIERS, kind, "").lossless)
             raise ValueError(
-                f"verifier {verifier.kind!r} changes the target's law and require_lossless is true; "
+                f"verifier {verifier.kind!r} changes the target's distribution and require_lossless is true; "
                 f"use one of {', '.join(exact)}, or require_lossless=false"
             )
         return self

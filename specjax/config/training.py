@@ -265,11 +265,11 @@ class Stage:
 
     @model_validator(mode="after")
     def _loss_takes_the_cache(self) -> Stage:
-        if self.teacher == "cached" and build(LOSSES, self.loss, "loss").needs_whole_law:
+        if self.teacher == "cached" and build(LOSSES, self.loss, "loss").needs_whole_distribution:
             kind = self.loss if isinstance(self.loss, str) else self.loss["kind"]
             raise ValueError(
-                f"loss {kind!r} needs the target's whole law, teacher=cached keeps its {self.teacher_top_k} largest "
-                "logits; use teacher=online, or one of forward_kl, total_variation, lk_alpha, lk_lambda (at "
+                f"loss {kind!r} needs the target's whole distribution, teacher=cached keeps its "
+                f"{self.teacher_top_k} largest logits; use teacher=online, or one of forward_kl, total_variation, lk_alpha, lk_lambda (at "
                 "target_temperature=1)"
             )
         return self

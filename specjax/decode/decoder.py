@@ -58,7 +58,7 @@ class Decoder:
 
     @property
     def lossless(self) -> bool:
-        """Whether sampled output has the target's law."""
+        """Whether sampled output has the target's distribution."""
         return self._verifier.lossless
 
     def generate(
@@ -82,9 +82,10 @@ class Decoder:
         ``stop_strings`` end a row where its new text holds one: the text stops before it, the tokens with the one that
         completes it (counters also hold what was decoded before the host saw it). ``skip_special_tokens``: they are in
         the tokens, but not in the text, where stop strings are looked for. ``logprobs`` of the emitted tokens: 'raw'
-        (or True) of the target's own law, over the tokens of its tokenizer; 'processed' after all sampling parameters.
-        ``logits_processor``: a pure, traceable ``(logits[B, V], specjax.types.LogitsContext) -> logits[B, V]``, for
-        draft and target alike, before temperature; compiled for, so pass the same function again, not a new lambda.
+        (or True) of the target's own distribution, over the tokens of its tokenizer; 'processed' after all sampling
+        parameters. ``logits_processor``: a pure, traceable ``(logits[B, V], specjax.types.LogitsContext) -> logits[B,
+        V]``, for draft and target alike, before temperature; compiled for, so pass the same function again, not a new
+        lambda.
 
         A row whose next token has no distribution to come from (NaN or infinite logits of the target, or nothing left
         by the processor) ends there, with the finish reason `invalid_logits`; the others go on.

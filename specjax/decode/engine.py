@@ -78,8 +78,8 @@ class NoDraft:
 @dataclasses.dataclass(frozen=True)
 class Engine:
     """The static half of a decoder: who proposes, who checks. ``greedy``: the whole batch is at temperature 0, so
-    there is no noise and no softmax. ``logprobs``: of the target's own law, or after the sampling
-    parameters. ``tokens``: which of the target's rows its own law is over; None: all."""
+    there is no noise and no softmax. ``logprobs``: of the target's own distribution, or after the sampling
+    parameters. ``tokens``: which of the target's rows its own distribution is over; None: all."""
 
     target: Model
     drafter: Drafter
@@ -138,8 +138,8 @@ def step(engine: Engine, params: EngineParams, state: DecodeState) -> DecodeStat
     if engine.logprobs is not None:
         processed = sampling.warp(p_logits, state.sampling) if engine.greedy else p_logits
         raw = out.logits if engine.tokens is None else engine.tokens.over(out.logits)
-        laws = raw.astype(jnp.float32) if engine.logprobs == "raw" else processed
-        state = keep_logprobs(state, draft, verdict, laws)
+        distributions = raw.astype(jnp.float32) if engine.logprobs == "raw" else processed
+        state = keep_logprobs(state, draft, verdict, distributions)
     return commit(state, draft, verdict, finite)
 
 
@@ -154,8 +154,8 @@ def block_noise(engine: Engine, state: DecodeState) -> Noise | CoupledNoise:
 def cut_invalid(draft: Draft, p_logits: Float[Array, "B K1 V"]) -> tuple[Draft, Finite]:
     """The draft up to where draft or target has no finite distribution: a model that overflowed, a processor that left
     NaN or no token. What is cut depends on earlier tokens alone, so the output keeps its distribution."""
-    target = sampling.has_law(p_logits)
-    drawn_from = jnp.ones_like(draft.valid) if draft.logits is None else sampling.has_law(draft.logits)
+    target = sampling.has_distribution(p_logits)
+    drawn_from = jnp.ones_like(draft.valid) if draft.logits is None else sampling.has_distribution(draft.logits)
     # What the sampling parameters leave nothing of is no failure of a draft that says that its own logits are finite.
     sound = drawn_from if draft.finite is None else draft.finite
     position = jnp.arange(draft.valid.shape[1], dtype=jnp.int32)[None]
@@ -166,12 +166,14 @@ def cut_invalid(draft: Draft, p_logits: Float[Array, "B K1 V"]) -> tuple[Draft, 
     return dataclasses.replace(draft, valid=valid), Finite(target, drafter_failed=failed)
 
 
-def keep_logprobs(state: DecodeState, draft: Draft, verdict: Verdict, laws: Float[Array, "B K1 V"]) -> DecodeState:
-    """Of every token that `commit` may append, under ``laws``."""
+def keep_logprobs(
+    state: DecodeState, draft: Draft, verdict: Verdict, distributions: Float[Array, "B K1 V"]
+) -> DecodeState:
+    """Of every token that `commit` may append, under ``distributions``."""
     tokens = block_tokens(draft, verdict)
-    of_token = jnp.take_along_axis(laws, tokens[..., None], axis=-1)[..., 0]
+    of_token = jnp.take_along_axis(distributions, tokens[..., None], axis=-1)[..., 0]
     assert state.logprobs is not None  # prefill made room where they are asked for
-    logprobs = of_token - jax.scipy.special.logsumexp(laws, axis=-1)
+    logprobs = of_token - jax.scipy.special.logsumexp(distributions, axis=-1)
     return dataclasses.replace(state, logprobs=write_rows(state.logprobs, state.lengths, logprobs))
 
 
@@ -191,8 +193,8 @@ def feed_block(target: Model, params: Params, state: DecodeState, draft: Draft) 
 
 def commit(state: DecodeState, draft: Draft, verdict: Verdict, finite: Finite) -> DecodeState:
     """Append the accepted tokens and the target's own, cut at the first stop id and at the budget exactly as plain
-    decoding would cut. The cut is after verification, so the stream keeps the target's law. A row whose own token would
-    come from no distribution ends before it."""
+    decoding would cut. The cut is after verification, so the stream keeps the target's distribution. A row whose own
+    token would come from no distribution ends before it."""
     n, k = verdict.num_accepted, draft.tokens.shape[1]
     index = jnp.arange(k + 1, dtype=jnp.int32)[None]
     proposed = leading_run(draft.valid)

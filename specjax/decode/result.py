@@ -42,7 +42,7 @@ class Event:
 @dataclasses.dataclass(frozen=True)
 class GenerationResult:
     """``tokens``: new tokens only. ``seeds``: the seed from which each row replays alone. ``verifier``: the kind that
-    decided (`greedy` if all rows are at temperature 0), ``lossless`` unless it changes the target's law.
+    decided (`greedy` if all rows are at temperature 0), ``lossless`` unless it changes the target's distribution.
     ``finish_reasons``: `stop` (a stop token), `length` (the budget), `stop_string`, or `invalid_logits`: the next token
     had no finite distribution to come from. ``logprobs``: logs of the tokens' probabilities, where asked for."""
 

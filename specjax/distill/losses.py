@@ -1,12 +1,14 @@
-"""Distillation losses: what the draft's prediction of one token costs, against the target's law or the text's token.
+"""Distillation losses: what the draft's prediction of one token costs, against the target's distribution or the text's
+token.
 
 Each is a frozen dataclass that is its own configuration and gives one value a position, in nats (total variation: a
-probability) and float32. p is the target's law, q = softmax of the draft's logits z, alpha = sum min(p, q). Gradients
-reach the draft only; what they are is said at temperature 1 (a draft temperature divides them by itself, and nothing
-multiplies them back).
+probability) and float32. p is the target's distribution, q = softmax of the draft's logits z, alpha = sum min(p, q).
+Gradients reach the draft only; what they are is said at temperature 1 (a draft temperature divides them by itself, and
+nothing multiplies them back).
 
-From cached top-k logits (`TopKLogits`) p and q are the laws over those k tokens and a stand-in for the rest
-(`specjax.distill.laws`); losses for which that is no good approximation refuse it: ``needs_whole_law``.
+From cached top-k logits (`TopKLogits`) p and q are the distributions over those k tokens and a stand-in for the rest
+(`specjax.distill.distributions`); losses for which that is no good approximation refuse it:
+``needs_whole_distribution``.
 
 Dims: B rows, T predicted positions, V vocabulary, W outcomes (V, or those of cached logits).
 """
@@ -26,7 +28,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from pydantic import BeforeValidator, Field
 
-from specjax.distill.laws import log_laws, log_overlap, overlap
+from specjax.distill.distributions import log_distributions, log_overlap, overlap
 from specjax.errors import ConfigError
 from specjax.registry import LOSSES, build
 from specjax.types import FullLogits, Loss, LossContext, Params, TopKLogits, Trainable
@@ -59,7 +61,7 @@ def kl(log_p: Float[Array, "B T W"], log_q: Float[Array, "B T W"]) -> Float[Arra
 class CrossEntropy:
     """-log q(next token). dL/dz = q - onehot(token)."""
 
-    needs_target = needs_whole_law = False
+    needs_target = needs_whole_distribution = False
     needs_labels = True
     kind: Literal["cross_entropy"] = "cross_entropy"
 
@@ -75,7 +77,7 @@ class CrossEntropy:
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """What the losses against the target's law share; each says what is ``between`` the two laws."""
+    """What the losses against the target's distribution share; each says what is ``between`` the two distributions."""
 
     needs_target = True
     needs_labels = False
@@ -86,7 +88,7 @@ class Divergence:
     draft_temperature: Positive = 1.0
 
     @property
-    def needs_whole_law(self) -> bool:
+    def needs_whole_distribution(self) -> bool:
         return not self.coarse or self.target_temperature != 1
 
     def __call__(
@@ -99,10 +101,12 @@ class Divergence:
         """Raises `ValueError` if the target's logits are missing, or cached and not enough."""
         if teacher is None:
             raise ValueError(f"{self.kind} needs the target's logits; none were given")
-        if self.needs_whole_law and isinstance(teacher, TopKLogits):
-            raise ValueError(f"{self.kind} needs the target's whole law; found its {teacher.ids.shape[-1]} best tokens")
-        laws = log_laws(draft_logits, teacher, self.target_temperature, self.draft_temperature)
-        return self.between(*laws, context)
+        if self.needs_whole_distribution and isinstance(teacher, TopKLogits):
+            raise ValueError(
+                f"{self.kind} needs the target's whole distribution; found its {teacher.ids.shape[-1]} best tokens"
+            )
+        distributions = log_distributions(draft_logits, teacher, self.target_temperature, self.draft_temperature)
+        return self.between(*distributions, context)
 
     def between(
         self, log_p: Float[Array, "B T W"], log_q: Float[Array, "B T W"], context: LossContext | None
@@ -112,7 +116,7 @@ class Divergence:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardKL(Divergence):
-    """KL(p || q) = sum p (log p - log q), the target's full law as the label. dL/dz = q - p."""
+    """KL(p || q) = sum p (log p - log q), the target's full distribution as the label. dL/dz = q - p."""
 
     kind: Literal["forward_kl"] = "forward_kl"
 
@@ -125,7 +129,8 @@ class ReverseKL(Divergence):
     """KL(q || p) = sum q (log q - log p). dL/dz = q (log q/p - L).
 
     Finite where the target excludes a token (p = 0): probabilities below float32's least count as that, so a token
-    costs at most 87 nats. What the draft puts where p is small is what this loss punishes: it needs the whole law.
+    costs at most 87 nats. What the draft puts where p is small is what this loss punishes: it needs the whole
+    distribution.
     """
 
     coarse: ClassVar[bool] = False
@@ -157,7 +162,7 @@ class JensenShannon(Divergence):
 @dataclasses.dataclass(frozen=True)
 class TotalVariation(Divergence):
     """1 - alpha, the chance that a draft token is rejected. dL/dz = q (s - 1[q < p]) with s = q(q < p), at most q: it
-    vanishes where the laws hardly overlap."""
+    vanishes where the distributions hardly overlap."""
 
     kind: Literal["total_variation"] = "total_variation"
 
@@ -233,8 +238,8 @@ class Sum:
         return any(term.loss.needs_target for term in self.of)
 
     @property
-    def needs_whole_law(self) -> bool:
-        return any(term.loss.needs_whole_law for term in self.of)
+    def needs_whole_distribution(self) -> bool:
+        return any(term.loss.needs_whole_distribution for term in self.of)
 
     @property
     def needs_labels(self) -> bool:
@@ -257,8 +262,8 @@ class Sum:
 @dataclasses.dataclass(frozen=True)
 class AdaSPEC:
     """The loss ``of`` the tokens that the draft can still learn (2510.19779): those of the largest KL(p || q) -
-    KL(p || q_ref), q_ref the law of ``reference``, a draft that was distilled before and stays as it is. The hard
-    tokens, where the reference is no better, are dropped.
+    KL(p || q_ref), q_ref the distribution of ``reference``, a draft that was distilled before and stays as it is. The
+    hard tokens, where the reference is no better, are dropped.
 
     Kept are the first of each row, up to ``keep`` of what its predictions weigh; of the last one as much as that takes
     (ties: the earlier token). A kept value is divided by ``keep``, so that a row weighs what it weighs without a
@@ -275,8 +280,8 @@ class AdaSPEC:
     kind: Literal["adaspec"] = "adaspec"
 
     @property
-    def needs_whole_law(self) -> bool:
-        return self.of.needs_whole_law
+    def needs_whole_distribution(self) -> bool:
+        return self.of.needs_whole_distribution
 
     @property
     def needs_labels(self) -> bool:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from specjax import backend
-from specjax.distill.laws import acceptance
+from specjax.distill.distributions import acceptance
 from specjax.distill.optimizer import Average
 from specjax.distill.teacher import completed, target_output
 from specjax.evaluation.evaluate import matched
@@ -123,7 +123,7 @@ def make_update(
     ``metrics["sound"]``: loss and gradient are finite. ``skip``: a step without that leaves parameters, optimizer,
     averages and running alpha as they were. ``compute_dtype``: of the draft's forward and backward pass. ``ema``: decay
     of ``state.average``. ``state``: over a mesh, one that lies where the step is to find and leave its states.
-    ``tokens``: the target's rows that laws are compared over; None: all.
+    ``tokens``: the target's rows that distributions are compared over; None: all.
     """
 
     drafter, spec = layout.drafter(drafter), layout.model(spec)

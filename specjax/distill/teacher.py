@@ -1,4 +1,4 @@
-"""The frozen target's law of every position of a batch, and the weights that a draft shares with its target.
+"""The frozen target's distribution of every position of a batch, and the weights that a draft shares with its target.
 
 Dims: B rows, T predicted positions, V vocabulary.
 """

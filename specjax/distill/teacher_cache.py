@@ -30,7 +30,7 @@ from jaxtyping import Array, Int
 
 from specjax.data import shards as store
 from specjax.data.rows import Batches, Rows, take
-from specjax.distill.laws import top_k_logits
+from specjax.distill.distributions import top_k_logits
 from specjax.distill.teacher import target_output
 from specjax.errors import ConfigError, TrainingError
 from specjax.models.vocabulary import TokenRows
@@ -293,8 +293,11 @@ def _best(
 
 
 def _rounding(exact: TopKLogits, stored: TopKLogits) -> np.ndarray:
-    """Total variation between two laws on the same tokens, a position."""
-    p, q = (np.exp((law.values - law.logsumexp[..., None]).astype(np.float64)) for law in (exact, stored))
+    """Total variation between two distributions on the same tokens, a position."""
+    p, q = (
+        np.exp((distribution.values - distribution.logsumexp[..., None]).astype(np.float64))
+        for distribution in (exact, stored)
+    )
     return 0.5 * np.abs(p - q).sum(-1)
 
 

@@ -114,7 +114,7 @@ class DraftModel:
 
 def _finite(out: Output) -> Bool[Array, " B"]:
     """Of a pass over one row of logits: whether they are a distribution's."""
-    return sampling.has_law(out.logits)[:, 0]
+    return sampling.has_distribution(out.logits)[:, 0]
 
 
 def _over(logits: Float[Array, "B R W"], size: int) -> Float[Array, "B R V"]:

@@ -28,7 +28,7 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.result import check_finite
 from specjax.evaluation import costs as costs_lib
 from specjax.models.vocabulary import unused_ids
-from specjax.testing.target_law import TargetLaw
+from specjax.testing.target_distribution import TargetDistribution
 from specjax.types import Drafter, Verifier
 
 AUTOREGRESSIVE = "autoregressive"
@@ -89,7 +89,7 @@ class Bench:
         self._verifier, self._seed = verifier, seed
         # Every row has its whole budget, as the target's own end-of-sequence is off too.
         self._sampling = {**sampling, "stop_token_ids": ()}
-        self._law = TargetLaw(target, self._sampling, settings.new_tokens)
+        self._distribution = TargetDistribution(target, self._sampling, settings.new_tokens)
         self.compile_seconds = 0.0
         # Made or measured once, and freed with the bench.
         self.decoder = functools.cache(self._decoder)
@@ -261,7 +261,7 @@ class Bench:
             want = reference.tokens[prompt]
             at = next((j for j, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), None)
             if at is not None:
-                margin = self._law.greedy_margin(self._prompts[prompt], want, at)
+                margin = self._distribution.greedy_margin(self._prompts[prompt], want, at)
                 found.append({"prompt": prompt, "position": at, "margin": margin})
         return found
 

@@ -2,16 +2,17 @@
 the target alone would give. Three checks of the real decoder, none of which trusts the code that it checks:
 
 - greedy output, token for token, against the autoregressive loop, with the target's top-2 margin where they differ;
-- the law of sampled tokens against the exact law of each after what was emitted before it, from one teacher-forced
+- the distribution of sampled tokens against the exact distribution of each after what was emitted before it, from one
+  teacher-forced
   forward and `specjax.testing.references`, by a chi-square test sized beforehand;
 - the target as its own draft: every token must be accepted (which alone finds a drafter that feeds its cache wrongly).
 
 For the coupled rule also its promise: the output of plain sampling, token for token. A lossy rule gets the distance
 that it costs in place of a test.
 
-In a precision below float32 a logit depends on the shape of the pass that computes it. There the exact law is that of
-passes of the decoder's own shape (`specjax.evaluation.forced`), how far the shapes lie apart is measured first and
-judged by a check of its own, and two choices differ if the margin exceeds what two passes that far apart explain.
+In a precision below float32 a logit depends on the shape of the pass that computes it. There the exact distribution is
+that of passes of the decoder's own shape (`specjax.evaluation.forced`), how far the shapes lie apart is measured first
+and judged by a check of its own, and two choices differ if the margin exceeds what two passes that far apart explain.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.evaluation import forced
 from specjax.models.vocabulary import unused_ids
 from specjax.testing.references import softmax
-from specjax.testing.target_law import TargetLaw, margin
+from specjax.testing.target_distribution import TargetDistribution, margin
 from specjax.types import Drafter, Verifier
 
 CELLS = 16
@@ -101,7 +102,7 @@ def certify(
     if context.drift is not None:
         checks.insert(0, logit_drift(context.drift, settings))
     if verifier.noise != "none":
-        checks += [sampled_law(context), self_acceptance(context)]
+        checks += [sampled_distribution(context), self_acceptance(context)]
     if verifier.noise == "coupled":
         checks.append(coupled_identity(context))
     subject = {
@@ -144,7 +145,7 @@ class Subject:
         self.prompts: list[list[int]] = [list(prompt) for prompt in prompts]
         self.sampling, self.settings, self.seed, self.tick = dict(sampling), settings, seed, tick
         self.plain, self.fast = Decoder(target, None, verifier), Decoder(target, drafter, verifier)
-        self.law = TargetLaw(target, self.sampling, settings.new_tokens)
+        self.distribution = TargetDistribution(target, self.sampling, settings.new_tokens)
         self.low = next((str(x.dtype) for x in jax.tree.leaves(target.params) if x.dtype.itemsize < 4), None)
         """The target's precision if it is below float32."""
 
@@ -172,7 +173,7 @@ class Subject:
         """Of the target before each token of ``outputs``, ``[N, V]`` a row."""
         if self.low is not None:
             return self.passes(prompts, outputs, self.drafter.k + 1)
-        return map(self.law.logits, prompts, outputs)
+        return map(self.distribution.logits, prompts, outputs)
 
     def generate(self, decoder: Decoder, prompts: Sequence[list[int]], **options: Any) -> Any:
         options = {"max_new_tokens": self.settings.new_tokens, "ignore_eos": True, **self.sampling, **options}
@@ -201,15 +202,15 @@ def greedy_identity(context: Subject) -> Check:
 
 def _greedy_margin(context: Subject, prompt: list[int], output: list[int], at: int) -> float:
     [logits] = context.logits([prompt], [output])
-    return margin(context.law.transformed(logits[at], prompt, output[:at], 1.0, cuts=False))
+    return margin(context.distribution.transformed(logits[at], prompt, output[:at], 1.0, cuts=False))
 
 
 @dataclasses.dataclass(frozen=True)
 class Drift:
     """How far logits lie apart by the shape of the pass, along the greedy output of the autoregressive loop.
     ``blocks``: the largest difference between its single tokens and blocks; ``whole``: and whole sequences without a
-    cache; ``total_variation``: between the laws, its mean, the largest of all shapes; ``choices``: the share of
-    positions at which one of them would choose another token."""
+    cache; ``total_variation``: between the distributions, its mean, the largest of all shapes; ``choices``: the share
+    of positions at which one of them would choose another token."""
 
     dtype: str
     blocks: float
@@ -222,14 +223,14 @@ def _measure_drift(context: Subject) -> Drift:
     prompts, outputs, fed = context.prompts, context.greedy_output, context.drafter.k + 1
     single, t = context.passes(prompts, outputs, 1), context.settings.temperature
 
-    def law(logits: np.ndarray, row: int, j: int) -> np.ndarray:
-        return context.law.transformed(logits[j], prompts[row], outputs[row][:j], t, cuts=False)
+    def distribution(logits: np.ndarray, row: int, j: int) -> np.ndarray:
+        return context.distribution.transformed(logits[j], prompts[row], outputs[row][:j], t, cuts=False)
 
     def apart(found: Iterable[np.ndarray]) -> tuple[float, float, float]:
         moved, distances, others = [], [], []
         for row, (a, b) in enumerate(zip(single, found, strict=True)):
             for j in range(len(a)):
-                x, y = law(a, row, j), law(b, row, j)
+                x, y = distribution(a, row, j), distribution(b, row, j)
                 possible = np.isfinite(x)
                 moved.append(t * np.abs(x[possible] - y[possible]).max())
                 distances.append(np.abs(softmax(x) - softmax(y)).sum() / 2)
@@ -238,7 +239,7 @@ def _measure_drift(context: Subject) -> Drift:
 
     together = apart(context.passes(prompts, outputs, fed))
     alone = apart(context.passes([p], [o], fed)[0] for p, o in zip(prompts, outputs, strict=True))
-    whole = apart(map(context.law.logits, prompts, outputs))
+    whole = apart(map(context.distribution.logits, prompts, outputs))
     _, distances, choices = (max(values) for values in zip(together, alone, whole, strict=True))
     return Drift(context.low or "float32", max(together[0], alone[0]), whole[0], distances, choices)
 
@@ -266,10 +267,13 @@ def coupled_identity(context: Subject) -> Check:
             gap = np.inf
             if at < len(b):
                 [logits] = context.logits([prompts[i]], [b])
-                law = context.law.transformed(logits[at], prompts[i], b[:at], t)
+                distribution = context.distribution.transformed(logits[at], prompts[i], b[:at], t)
                 words = jnp.asarray([[want.seeds[i] >> 32, want.seeds[i] & 0xFFFFFFFF]], jnp.uint32)
                 position = jnp.asarray([len(prompts[i]) + at], jnp.int32)
-                gap = margin(law + np.asarray(sampling_lib.coupled_noise(words, position, 0, len(law)).gumbel[0, 0]))
+                gap = margin(
+                    distribution
+                    + np.asarray(sampling_lib.coupled_noise(words, position, 0, len(distribution)).gumbel[0, 0])
+                )
             differences.append({"prompt": i, "position": at, "margin": gap})
     context.tick()
     return _identity("coupled identity", differences, sum(map(len, want.tokens)), context.allowed(t))
@@ -293,10 +297,11 @@ def self_acceptance(context: Subject) -> Check:
     return Check("self acceptance", passed, summary, details)
 
 
-def sampled_law(context: Subject) -> Check:
-    """Every sampled token against the exact law after its own prefix, over 16 cells that are a function of that law:
-    eight groups of ranks by two halves of the vocabulary. Given the prefix the counts have mean and covariance of one
-    draw from that law, so that their sum over all tokens, whatever the prefixes, gives a chi-square statistic."""
+def sampled_distribution(context: Subject) -> Check:
+    """Every sampled token against the exact distribution after its own prefix, over 16 cells that are a function of
+    that distribution: eight groups of ranks by two halves of the vocabulary. Given the prefix the counts have mean and
+    covariance of one draw from that distribution, so that their sum over all tokens, whatever the prefixes, gives a
+    chi-square statistic."""
     settings, observed = context.settings, np.zeros(CELLS)
     expected, covariance, outside, moved, tokens = np.zeros(CELLS), np.zeros((CELLS, CELLS)), [], [], 0
     size, calls = sample_size(settings), _calls(settings)
@@ -307,7 +312,7 @@ def sampled_law(context: Subject) -> Check:
             context.prompts[(call * settings.batch_size + i) % len(context.prompts)] for i in range(settings.batch_size)
         ]
         options = {"temperature": settings.temperature, "seed": context.seed + 1 + call}
-        if context.low is not None:  # what the program that draws says of its own law
+        if context.low is not None:  # what the program that draws says of its own distribution
             options["logprobs"] = "raw"
         result = context.generate(context.fast, rows, **options)
         found = zip(rows, result.tokens, context.logits(rows, result.tokens), strict=True)
@@ -315,10 +320,10 @@ def sampled_law(context: Subject) -> Check:
             if result.logprobs is not None:
                 moved += _moved(context, by_token, new, result.logprobs[i])
             for j, logits in enumerate(by_token):
-                law = context.law.transformed(logits, prompt, new[:j], settings.temperature)
-                p = softmax(law)
+                distribution = context.distribution.transformed(logits, prompt, new[:j], settings.temperature)
+                p = softmax(distribution)
                 if p[new[j]] == 0:
-                    gap = _outside_by(context, logits, law, prompt, new, j)
+                    gap = _outside_by(context, logits, distribution, prompt, new, j)
                     outside.append({"token": int(new[j]), "position": j, "gap": gap})
                 cell = _cells(p)
                 mass = np.bincount(cell, p, CELLS)
@@ -346,8 +351,8 @@ def sampled_law(context: Subject) -> Check:
     }
     distance = f"total variation over {CELLS} cells {off:.4f} (exact sampling of as many: about {noise:.4f})"
     if not context.verifier.lossless:
-        return Check("sampled law", None, f"{tokens:,} tokens: {distance}", details)
-    # E_p |log p - log p'| is twice the total variation of laws that are near.
+        return Check("sampled distribution", None, f"{tokens:,} tokens: {distance}", details)
+    # E_p |log p - log p'| is twice the total variation of distributions that are near.
     agrees = details["log_probability_moved"] <= 2 * settings.total_variation
     passed = p_value >= settings.level and not outside and tokens >= size and agrees
     summary = f"{tokens:,} tokens: p = {p_value:.3g}, {distance}"
@@ -359,12 +364,12 @@ def sampled_law(context: Subject) -> Check:
         summary += f"; {len(outside)} tokens of probability zero"
     if tokens < size:
         summary += f"; {size:,} are needed, and stop tokens end the rows early"
-    return Check("sampled law", passed, summary, details)
+    return Check("sampled distribution", passed, summary, details)
 
 
 def sample_size(settings: Certify) -> int:
-    """Tokens for which any law at ``settings.total_variation`` over the cells is found with ``settings.power``: the
-    noncentrality is at least 4 N TV^2."""
+    """Tokens for which any distribution at ``settings.total_variation`` over the cells is found with
+    ``settings.power``: the noncentrality is at least 4 N TV^2."""
     freedom = CELLS - 1
     critical = stats.chi2.isf(settings.level, freedom)
     needed: Any = optimize.brentq(lambda x: stats.ncx2.sf(critical, freedom, x) - settings.power, 1e-6, 1e4)
@@ -391,10 +396,10 @@ def _moved(context: Subject, logits: np.ndarray, new: Sequence[int], own: Sequen
     return np.abs(known - np.asarray(own)).tolist()
 
 
-def _outside_by(context: Subject, logits, law, prompt, new, j: int) -> float:
+def _outside_by(context: Subject, logits, distribution, prompt, new, j: int) -> float:
     """How far below the least likely token of the support the emitted one is, in logits; inf for a forbidden one."""
-    free = context.law.transformed(logits, prompt, new[:j], context.settings.temperature, cuts=False)
-    return float(free[np.isfinite(law)].min() - free[new[j]])
+    free = context.distribution.transformed(logits, prompt, new[:j], context.settings.temperature, cuts=False)
+    return float(free[np.isfinite(distribution)].min() - free[new[j]])
 
 
 def _chi_square(difference: np.ndarray, covariance: np.ndarray, expected: np.ndarray) -> tuple[float, int]:

@@ -53,10 +53,11 @@ def matched(
     j: int,
     tokens: TokenRows | None = None,
 ) -> Matched:
-    """Prediction ``j`` of a drafter's training forward, aligned with the target's law and the text's next token.
+    """Prediction ``j`` of a drafter's training forward, aligned with the target's distribution and the text's next
+    token.
 
-    Laws that are compared are over ``tokens``, both of them, as in decoding. Without a teacher the draft's is over all
-    its rows: that teaches it not to choose padding, for those who decode it elsewhere.
+    Distributions that are compared are over ``tokens``, both of them, as in decoding. Without a teacher the draft's is
+    over all its rows: that teaches it not to choose padding, for those who decode it elsewhere.
     """
     take = functools.partial(jnp.take, indices=out.target_index[:, j], axis=1, mode="clip")
     logits = out.logits[:, :, j]

@@ -75,7 +75,7 @@ def decoding_figures(
         drafter = factories[favourite](next(reversed(measured["best_k"].values())))
         options = dataclasses.replace(config.certify, new_tokens=settings.new_tokens)
         subject = certify_lib.Subject(target, drafter, verifier, timed, sampling, options, config.seed)
-        found = certify_lib.sampled_law(subject).details
+        found = certify_lib.sampled_distribution(subject).details
         distance = {name: found[name] for name in ("total_variation", "total_variation_of_exact_sampling")}
     return {
         "decoding": measured["decoding"],

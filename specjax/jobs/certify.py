@@ -17,8 +17,8 @@ from specjax.runtime.progress import Bars, no_bars
 def run_certify(config: RunConfig, bars: Bars = no_bars) -> certify_lib.Certificate:
     """Certify the drafter that ``config.certify`` names, or the draft that `train_draft.py` left in ``config.out``.
 
-    The target's loaded weights stay beside their layout, unlike in other commands: they are the witness. A law computed
-    from the layout could not tell that a weight was laid out wrongly."""
+    The target's loaded weights stay beside their layout, unlike in other commands: they are the witness. A distribution
+    computed from the layout could not tell that a weight was laid out wrongly."""
     settings, spec = config.certify, config.certify.drafter
     draft = Path(config.out) / "draft"
     if spec is None and not draft.is_dir():

@@ -36,7 +36,7 @@ _found: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictiona
 
 @dataclasses.dataclass(frozen=True)
 class TokenRows:
-    """The laws that are decoded: over ``size`` ids, of which those ``unused`` are padding."""
+    """The distributions that are decoded: over ``size`` ids, of which those ``unused`` are padding."""
 
     size: int
     unused: tuple[int, ...]

@@ -107,8 +107,8 @@ class Sample(_Record):
 
 
 class Verifier(_Record):
-    """The rule that all drafts were verified by. Of a lossy one, how far its sampled tokens are from the target's law,
-    and how far exact sampling of as many would be by chance."""
+    """The rule that all drafts were verified by. Of a lossy one, how far its sampled tokens are from the target's
+    distribution, and how far exact sampling of as many would be by chance."""
 
     kind: str
     lossless: bool

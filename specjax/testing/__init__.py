@@ -1,1 +1,1 @@
-"""Toy models whose laws can be enumerated, for tests and for certifying other people's parts."""
+"""Toy models whose distributions can be enumerated, for tests and for certifying other people's parts."""

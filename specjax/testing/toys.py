@@ -1,8 +1,8 @@
 """Toy targets whose logits are a known function of the whole prefix, read back from the KV cache slot by slot.
 
-`PrefixModel` has random logits for every (slot, token) it has seen, so its law is context-dependent and every valid
-cache slot matters; slots never written hold a large poison. A missing, stale, shifted or surplus slot therefore moves
-the law visibly, which a random transformer hides.
+`PrefixModel` has random logits for every (slot, token) it has seen, so its distribution is context-dependent and every
+valid cache slot matters; slots never written hold a large poison. A missing, stale, shifted or surplus slot therefore
+moves the distribution visibly, which a random transformer hides.
 
 Dims: B rows, T tokens fed, S cache slots, V vocabulary.
 """
@@ -140,7 +140,7 @@ def context(tokens, lengths, sampling: SamplingParams, noise=None, prompt_length
     return Context(jnp.asarray(tokens, jnp.int32), lengths, prompt_lengths, stops, sampling, noise)
 
 
-def exact_law(
+def exact_distribution(
     model: ToyModel,
     prompt: Sequence[int],
     length: int,
@@ -151,12 +151,12 @@ def exact_law(
     allowed_tokens: Sequence[int] = (),
     **settings: Any,
 ) -> dict[tuple[int, ...], float]:
-    """The law of ``length`` new tokens after ``prompt`` by enumeration in float64, without those of probability zero; a
-    sequence ends early after a stop id. Arguments as those of a generation; ``settings``: the rest of
-    `references.sampling_logits`, which alone says what they mean."""
+    """The distribution of ``length`` new tokens after ``prompt`` by enumeration in float64, without those of
+    probability zero; a sequence ends early after a stop id. Arguments as those of a generation; ``settings``: the rest
+    of `references.sampling_logits`, which alone says what they mean."""
     stops = [*model.eos_ids, *stop_token_ids]
     bias = references.bias_vector(model.vocab_size, logit_bias, banned_tokens, allowed_tokens)
-    law: dict[tuple[int, ...], float] = {}
+    distribution: dict[tuple[int, ...], float] = {}
     continuations = list(itertools.product(range(model.vocab_size), repeat=length))
     batch = np.asarray([[*prompt, *c] for c in continuations])
     rows = np.asarray(model.logits(batch), np.float64)[:, len(prompt) - 1 : -1]
@@ -171,5 +171,5 @@ def exact_law(
             )
             probability *= references.softmax(after)[token]
         if probability > 0:
-            law[continuation[:end]] = float(probability)
-    return law
+            distribution[continuation[:end]] = float(probability)
+    return distribution

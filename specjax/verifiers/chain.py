@@ -1,5 +1,5 @@
-"""What chain verifiers share. A rule gives the chance to keep each draft token and the unnormalised law of the token
-after them; counting, drawing and the exact `law` are here, so that what is proven is what is sampled.
+"""What chain verifiers share. A rule gives the chance to keep each draft token and the unnormalised distribution of the
+token after them; counting, drawing and the exact `distribution` are here, so that what is proven is what is sampled.
 
 Dims: B rows, K draft length, K1 = K + 1, V vocabulary.
 """
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import sampling
-from specjax.types import Draft, Law, Noise, Verdict
+from specjax.types import Draft, Noise, Verdict, VerdictDistribution
 
 _TINY = 1e-12
 """A residual sum at or below this is rounding (p == q): the branch has probability 0 in exact arithmetic."""
@@ -28,7 +28,8 @@ class Chances(NamedTuple):
 
 
 class ChainVerifier:
-    """Keeps a prefix of the draft, then one token from the residual; the target's next law after the whole draft."""
+    """Keeps a prefix of the draft, then one token from the residual; the target's next distribution after the whole
+    draft."""
 
     noise: ClassVar[Literal["fresh", "coupled", "none"]] = "fresh"
     last_success: ClassVar[bool] = False
@@ -41,7 +42,8 @@ class ChainVerifier:
     def residual(
         self, p: Float[Array, "B V"], q: Float[Array, "B V"], weight: Float[Array, " B"] | None
     ) -> Float[Array, "B V"]:
-        """Unnormalised law of the token after a rejection. ``q`` may be made where it is used: read it once."""
+        """Unnormalised distribution of the token after a rejection. ``q`` may be made where it is used: read it
+        once."""
         scaled = p if weight is None else weight[:, None] * p
         return jnp.maximum(scaled - q, 0.0)
 
@@ -54,17 +56,19 @@ class ChainVerifier:
         n = last_success(success) if self.last_success else leading_run(success)
         return Verdict(n, sampling.inverse_cdf(self._next(draft, p, q, chances, n), noise.next_words))
 
-    def law(self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None) -> Law:
+    def distribution(
+        self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None
+    ) -> VerdictDistribution:
         """Exact, for any float type. ``p``, ``q``: the probabilities of target and draft."""
         chances = self.chances(draft, p, q)
         keep = jnp.where(draft.valid, chances.keep, 0.0).astype(p.dtype)
-        counts = last_success_law(keep) if self.last_success else leading_run_law(keep)
+        counts = last_success_distribution(keep) if self.last_success else leading_run_distribution(keep)
         rows = [self._next(draft, p, q, chances, jnp.full(len(p), n, jnp.int32)) for n in range(p.shape[1])]
         following = jnp.stack(rows, axis=1)
-        return Law(counts, following / jnp.sum(following, axis=-1, keepdims=True))
+        return VerdictDistribution(counts, following / jnp.sum(following, axis=-1, keepdims=True))
 
     def _next(self, draft: Draft, p, q, chances: Chances, num_accepted: Int[Array, " B"]) -> Float[Array, "B V"]:
-        """Unnormalised law of the next token: the residual after a rejection, p after a whole draft."""
+        """Unnormalised distribution of the next token: the residual after a rejection, p after a whole draft."""
         rejected = (num_accepted < leading_run(draft.valid))[:, None]
         p_next = row(p, num_accepted)
         if q is None:
@@ -89,14 +93,14 @@ def last_success(success: Bool[Array, "B K"]) -> Int[Array, " B"]:
     return jnp.max(jnp.where(success, jnp.arange(1, success.shape[1] + 1, dtype=jnp.int32)[None], 0), axis=1, initial=0)
 
 
-def leading_run_law(keep: Float[Array, "B K"]) -> Float[Array, "B K1"]:
+def leading_run_distribution(keep: Float[Array, "B K"]) -> Float[Array, "B K1"]:
     """Pr(`leading_run` = n) of independent successes."""
     one = jnp.ones((len(keep), 1), keep.dtype)
     reached = jnp.concatenate([one, jnp.cumprod(keep, axis=1)], axis=1)
     return reached * jnp.concatenate([1.0 - keep, one], axis=1)
 
 
-def last_success_law(keep: Float[Array, "B K"]) -> Float[Array, "B K1"]:
+def last_success_distribution(keep: Float[Array, "B K"]) -> Float[Array, "B K1"]:
     """Pr(`last_success` = n) of independent successes."""
     one = jnp.ones((len(keep), 1), keep.dtype)
     failed_after = jnp.cumprod((1.0 - keep)[:, ::-1], axis=1)[:, ::-1]

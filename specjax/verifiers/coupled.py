@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax import sampling
-from specjax.types import CoupledNoise, Draft, Law, Verdict
-from specjax.verifiers.chain import at, leading_run, leading_run_law, row
+from specjax.types import CoupledNoise, Draft, Verdict, VerdictDistribution
+from specjax.verifiers.chain import at, leading_run, leading_run_distribution, row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +32,13 @@ class Coupled:
         assert isinstance(noise, CoupledNoise), "the engine builds the noise that the verifier declares"
         perturbed = p_logits + noise.gumbel
         chosen = sampling.argmax(perturbed)
-        same = (draft.tokens == chosen[:, :-1]) & sampling.has_law(perturbed)[:, :-1]
+        same = (draft.tokens == chosen[:, :-1]) & sampling.has_distribution(perturbed)[:, :-1]
         num_accepted = leading_run(same & draft.valid)
         return Verdict(num_accepted, row(chosen, num_accepted))
 
-    def law(self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None) -> Law:
+    def distribution(
+        self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None
+    ) -> VerdictDistribution:
         """Over the noise, given the drafts it chose; exact for any float type, for small vocabularies (V^3 memory)."""
         if q is None:
             chosen = p[:, :-1]
@@ -51,7 +53,7 @@ class Coupled:
         other = jnp.where((index == draft.tokens[..., None]) & draft.valid[..., None], 0.0, chosen)
         other = jnp.where(draft.valid[..., None], other, p[:, :-1])
         other = other / jnp.maximum(jnp.sum(other, axis=-1, keepdims=True), jnp.finfo(p.dtype).tiny)
-        return Law(leading_run_law(keep), jnp.concatenate([other, p[:, -1:]], axis=1))
+        return VerdictDistribution(leading_run_distribution(keep), jnp.concatenate([other, p[:, -1:]], axis=1))
 
 
 def _joint(p: Float[Array, " V"], q: Float[Array, " V"], a: Int[Array, ""]) -> Float[Array, " V"]:

@@ -12,8 +12,8 @@ import jax
 from jaxtyping import Array, Float
 
 from specjax import sampling
-from specjax.types import Draft, Law, Verdict
-from specjax.verifiers.chain import leading_run, leading_run_law, row
+from specjax.types import Draft, Verdict, VerdictDistribution
+from specjax.verifiers.chain import leading_run, leading_run_distribution, row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +27,14 @@ class Greedy:
 
     def __call__(self, draft: Draft, p_logits: Float[Array, "B K1 V"], noise: Any) -> Verdict:
         best = sampling.argmax(p_logits)
-        same = (draft.tokens == best[:, :-1]) & sampling.has_law(p_logits)[:, :-1]
+        same = (draft.tokens == best[:, :-1]) & sampling.has_distribution(p_logits)[:, :-1]
         num_accepted = leading_run(same & draft.valid)
         return Verdict(num_accepted, row(best, num_accepted))
 
-    def law(self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None) -> Law:
-        """Exact, for any float type: of the law whose argmax it takes, not of ``p``."""
+    def distribution(
+        self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None
+    ) -> VerdictDistribution:
+        """Exact, for any float type: of the distribution whose argmax it takes, not of ``p``."""
         best = sampling.argmax(p)
         keep = ((draft.tokens == best[:, :-1]) & draft.valid).astype(p.dtype)
-        return Law(leading_run_law(keep), jax.nn.one_hot(best, p.shape[-1], dtype=p.dtype))
+        return VerdictDistribution(leading_run_distribution(keep), jax.nn.one_hot(best, p.shape[-1], dtype=p.dtype))

@@ -1,5 +1,5 @@
 """Speculative sampling, the token rule (2211.17192, 2302.01318): keep x with probability min(1, p(x)/q(x)); at the
-first rejection draw from the residual norm((p - q)+), after a full acceptance from the target's next law."""
+first rejection draw from the residual norm((p - q)+), after a full acceptance from the target's next distribution."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from specjax.verifiers.chain import ChainVerifier, Chances, at
 
 @dataclasses.dataclass(frozen=True)
 class TopK(ChainVerifier):
-    """LOSSY: no randomness in the acceptance, the target's own law after it. Ties with the k-th are kept."""
+    """LOSSY: no randomness in the acceptance, the target's own distribution after it. Ties with the k-th are kept."""
 
     k: Annotated[int, Field(ge=1)] = 4
     kind: Literal["top_k"] = "top_k"

@@ -14,7 +14,8 @@ from specjax.verifiers.chain import ChainVerifier, Chances, at
 
 @dataclasses.dataclass(frozen=True)
 class Typical(ChainVerifier):
-    """LOSSY: keep x while p(x) > min(epsilon, delta exp(-H(p))), H in nats; after that the target's own law."""
+    """LOSSY: keep x while p(x) > min(epsilon, delta exp(-H(p))), H in nats; after that the target's own
+    distribution."""
 
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.09
     delta: Annotated[float, Field(gt=0)] = 0.3

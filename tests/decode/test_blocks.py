@@ -46,7 +46,9 @@ def simulate(drafter, prompt: list[int], budget: int, stops: list[int]) -> tuple
     tokens, origins, blocks = list(prompt), [], []
     while True:
         drafts = proposals(drafter, tokens)
-        own = continued(TARGET, tokens, drafter.k + 1)  # as long as they agree, the target's law after the drafts
+        own = continued(
+            TARGET, tokens, drafter.k + 1
+        )  # as long as they agree, the target's distribution after the drafts
         n = next((i for i, (x, y) in enumerate(zip(drafts, own, strict=False)) if x != y), len(drafts))
         blocks.append((len(drafts), n))
         names = [*["accepted"] * n, "corrected" if n < len(drafts) else "bonus"]

@@ -72,7 +72,7 @@ def test_a_row_of_nan_in_a_mixed_batch_is_no_greedy_row():
     """Temperature 0 beside another temperature becomes a one-hot, which must not hide what it was made of."""
     logits = jnp.asarray([[[0.0, jnp.nan, 1.0]], [[0.0, 2.0, 1.0]], [[jnp.inf, 0.0, 1.0]]])
     parameters = neutral_sampling(3, 3, temperature=np.asarray([0.0, 0.0, 1.0]), top_k=np.asarray([0, 2, 2]))
-    assert sampling.has_law(sampling.warp(logits, parameters)).tolist() == [[False], [True], [False]]
+    assert sampling.has_distribution(sampling.warp(logits, parameters)).tolist() == [[False], [True], [False]]
 
 
 @pytest.mark.parametrize("shape", [(4, 5, 300), (1, 5, 2000), (1, 1, 32_000)], ids=str)
@@ -83,8 +83,8 @@ def test_one_logit_that_is_not_finite_is_found_at_every_size(shape, decoding):
     for case, value in zip(logits, (np.nan, -np.nan, np.inf, -np.inf), strict=False):
         case[0, 0, shape[2] // 3] = value
     logits[4, 0, 0] = -np.inf  # all of them
-    has_law = jax.jit(sampling.has_law, compiler_options=backend.compiler_options(decoding=decoding))
-    found = np.stack([has_law(case) for case in logits])
+    has_distribution = jax.jit(sampling.has_distribution, compiler_options=backend.compiler_options(decoding=decoding))
+    found = np.stack([has_distribution(case) for case in logits])
     want = np.ones_like(found)
     want[[0, 1, 2, 4], 0, 0] = False
     np.testing.assert_array_equal(found, want)
@@ -143,7 +143,7 @@ def test_a_draft_that_the_parameters_leave_nothing_of_is_cut_and_not_called_brok
 def test_a_cut_does_not_hide_a_nan(cut):
     logits = jnp.asarray([[[5.0, jnp.nan, 4.0, 3.0, 0.0]]])
     parameters = neutral_sampling(1, 5, **{name: np.asarray([value]) for name, value in cut.items()})
-    assert not bool(sampling.has_law(sampling.warp(logits, parameters)).any())
+    assert not bool(sampling.has_distribution(sampling.warp(logits, parameters)).any())
 
 
 RULES = [Speculative(), Block(), Lenient(), TopK(2), Typical(), Greedy(), Coupled()]

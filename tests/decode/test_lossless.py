@@ -1,6 +1,6 @@
-"""The output law of the whole jitted path is the target's: joint laws of three tokens by chi-square, the target's by
-enumeration. What these tests cannot see (a drafter that only accepts less) the acceptance tests do, and the other way
-round; `tests/mutants` shows which test sees what."""
+"""The output distribution of the whole jitted path is the target's: joint distributions of three tokens by chi-square,
+the target's by enumeration. What these tests cannot see (a drafter that only accepts less) the acceptance tests do, and
+the other way round; `tests/mutants` shows which test sees what."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.request import SamplingOptions
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
-from specjax.testing.toys import ToyModel, exact_law, prefix_model, related
+from specjax.testing.toys import ToyModel, exact_distribution, prefix_model, related
 from specjax.verifiers.block import Block
 from tests.cases import in_proof
-from tests.decode import laws
+from tests.decode import distributions
 
 
 def coin(head: float) -> ToyModel:
-    """The same law after every prefix: 0 or 1, never another token."""
+    """The same distribution after every prefix: 0 or 1, never another token."""
     model = prefix_model(0)
-    law = jnp.log(jnp.asarray([head, 1 - head, 0.0, 0.0]))
-    return dataclasses.replace(model, params={"table": 0 * model.params["table"], "bias": law})
+    distribution = jnp.log(jnp.asarray([head, 1 - head, 0.0, 0.0]))
+    return dataclasses.replace(model, params={"table": 0 * model.params["table"], "bias": distribution})
 
 
 TARGET = prefix_model(0, scale=1.2)
 STOPPING = prefix_model(0, eos_ids=(3,), scale=1.2)
 DRAFT, PROMPT = related(TARGET, 1), [1, 2]
 SHAPED = prefix_model(3, eos_ids=(3,), scale=1.2)
-"""The target of the sampling parameters: each of them moves its law."""
+"""The target of the sampling parameters: each of them moves its distribution."""
 SHAPED_DRAFT = related(SHAPED, 1)
 COIN, COIN_DRAFT = coin(1 / 3), coin(2 / 3)
 VERIFIERS = ("speculative", "block", "coupled")
@@ -98,56 +98,62 @@ proof = pytest.mark.proof
 by_verifier = pytest.mark.parametrize("verifier", VERIFIERS)
 
 
-def law_of(settings: dict[str, Any]) -> dict[tuple[int, ...], float]:
+def distribution_of(settings: dict[str, Any]) -> dict[tuple[int, ...], float]:
     names = {"logits_processor": "processor"}
     options: dict[str, Any] = {names.get(name, name): value for name, value in settings.items()}
     if "processor" in options:
         options["processor"] = shy_reference
-    return exact_law(SHAPED, PROMPT, 3, **options)
+    return exact_distribution(SHAPED, PROMPT, 3, **options)
 
 
 def test_the_rows_suffice_for_99_percent_power():
-    """At the level of each of all law tests, against any law at a total variation of 0.02 over 64 cells."""
+    """At the level of each of all distribution tests, against any distribution at a total variation of 0.02 over 64
+    cells."""
     tests = len(VERIFIERS) * (len(DRAFTERS) + 2 + len(COMBINATIONS)) + 2 * len(PARAMETERS) + 1
-    assert tests <= laws.LAWS
-    assert laws.power(laws.counted_rows(), laws.LEVEL, 0.02, 64) >= 0.99
-    assert laws.power(laws.counted_rows(laws.SMOKE_CALLS), laws.SMOKE_LEVEL, 0.04, 64) >= 0.99
+    assert tests <= distributions.LAWS
+    assert distributions.power(distributions.counted_rows(), distributions.LEVEL, 0.02, 64) >= 0.99
+    assert (
+        distributions.power(distributions.counted_rows(distributions.SMOKE_CALLS), distributions.SMOKE_LEVEL, 0.04, 64)
+        >= 0.99
+    )
 
 
-def test_every_parameter_has_a_law_of_its_own():
+def test_every_parameter_has_a_distribution_of_its_own():
     """None is forgotten, and dropping one, alone or out of a combination, would be seen."""
     assert set(PARAMETERS) == {*SamplingOptions.__annotations__, "logits_processor"}
     for name, settings in SETTINGS.items():
-        law = law_of(settings)
-        assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
+        distribution = distribution_of(settings)
+        assert sum(distribution.values()) == pytest.approx(1.0, abs=1e-12)
         for dropped in settings:
-            other = law_of({k: v for k, v in settings.items() if k != dropped})
-            distance = sum(abs(law.get(x, 0.0) - other.get(x, 0.0)) for x in {*law, *other}) / 2
+            other = distribution_of({k: v for k, v in settings.items() if k != dropped})
+            distance = sum(abs(distribution.get(x, 0.0) - other.get(x, 0.0)) for x in {*distribution, *other}) / 2
             assert distance > 0.05, (name, dropped)
 
 
-def test_the_law_of_three_tokens_in_short():
-    """The law tests of `make proof` with fewer rows, so that every run of the suite has one."""
-    counts = laws.decode_counts(Decoder(TARGET, DRAFTERS["k2"], Block()), PROMPT, 3, calls=laws.SMOKE_CALLS)
-    assert sum(counts.values()) == laws.counted_rows(laws.SMOKE_CALLS)
-    assert laws.p_value(counts, exact_law(TARGET, PROMPT, 3)) > laws.SMOKE_LEVEL
+def test_the_distribution_of_three_tokens_in_short():
+    """The distribution tests of `make proof` with fewer rows, so that every run of the suite has one."""
+    counts = distributions.decode_counts(
+        Decoder(TARGET, DRAFTERS["k2"], Block()), PROMPT, 3, calls=distributions.SMOKE_CALLS
+    )
+    assert sum(counts.values()) == distributions.counted_rows(distributions.SMOKE_CALLS)
+    assert distributions.p_value(counts, exact_distribution(TARGET, PROMPT, 3)) > distributions.SMOKE_LEVEL
 
 
 @proof
 @by_verifier
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_three_tokens_have_exactly_the_targets_joint_law(verifier, drafter):
-    counts = laws.decode_counts(Decoder(TARGET, DRAFTERS[drafter], verifier), PROMPT, 3)
-    assert laws.p_value(counts, exact_law(TARGET, PROMPT, 3)) > laws.LEVEL
+def test_three_tokens_have_exactly_the_targets_joint_distribution(verifier, drafter):
+    counts = distributions.decode_counts(Decoder(TARGET, DRAFTERS[drafter], verifier), PROMPT, 3)
+    assert distributions.p_value(counts, exact_distribution(TARGET, PROMPT, 3)) > distributions.LEVEL
 
 
 @proof
 @by_verifier
-def test_a_stop_token_inside_a_block_keeps_the_law_of_the_cut_sequences(verifier):
-    counts = laws.decode_counts(Decoder(STOPPING, DRAFTERS["k4"], verifier), PROMPT, 3)
-    law = exact_law(STOPPING, PROMPT, 3)
-    assert {len(sequence) for sequence in law} == {1, 2, 3}
-    assert laws.p_value(counts, law) > laws.LEVEL
+def test_a_stop_token_inside_a_block_keeps_the_distribution_of_the_cut_sequences(verifier):
+    counts = distributions.decode_counts(Decoder(STOPPING, DRAFTERS["k4"], verifier), PROMPT, 3)
+    distribution = exact_distribution(STOPPING, PROMPT, 3)
+    assert {len(sequence) for sequence in distribution} == {1, 2, 3}
+    assert distributions.p_value(counts, distribution) > distributions.LEVEL
 
 
 @proof
@@ -155,8 +161,8 @@ def test_three_coins_show_noise_that_decides_twice():
     """Block verification needs fresh noise: a rejection that looked at later drafts must not draw them again from the
     same uniforms. Nowhere is the difference larger than where draft and target are the two sides of a coin: 0.066 in
     total variation, 0.01 of `TARGET`."""
-    counts = laws.decode_counts(Decoder(COIN, DraftModel(COIN_DRAFT, 2), Block()), PROMPT, 3)
-    assert laws.p_value(counts, exact_law(COIN, PROMPT, 3)) > laws.LEVEL
+    counts = distributions.decode_counts(Decoder(COIN, DraftModel(COIN_DRAFT, 2), Block()), PROMPT, 3)
+    assert distributions.p_value(counts, exact_distribution(COIN, PROMPT, 3)) > distributions.LEVEL
 
 
 @proof
@@ -167,21 +173,21 @@ def test_three_coins_show_noise_that_decides_twice():
         *((verifier, name) for verifier in VERIFIERS for name in COMBINATIONS),
     ],
 )
-def test_every_sampling_parameter_has_the_law_of_its_definition(verifier, setting):
+def test_every_sampling_parameter_has_the_distribution_of_its_definition(verifier, setting):
     settings: dict[str, Any] = SETTINGS[setting]
     decoder = Decoder(SHAPED, DraftModel(SHAPED_DRAFT, 3), verifier)
-    counts = laws.decode_counts(decoder, PROMPT, 3, neighbours=laws.OTHERS, **settings)
-    assert laws.p_value(counts, law_of(settings)) > laws.LEVEL
+    counts = distributions.decode_counts(decoder, PROMPT, 3, neighbours=distributions.OTHERS, **settings)
+    assert distributions.p_value(counts, distribution_of(settings)) > distributions.LEVEL
 
 
 @proof
 @by_verifier
-def test_a_certain_draft_with_all_parameters_has_the_law_of_their_definition(verifier):
+def test_a_certain_draft_with_all_parameters_has_the_distribution_of_their_definition(verifier):
     settings: dict[str, Any] = COMBINATIONS["cuts"]
-    counts = laws.decode_counts(
-        Decoder(SHAPED, NGram(3, min_n=1), verifier), PROMPT, 3, neighbours=laws.OTHERS, **settings
+    counts = distributions.decode_counts(
+        Decoder(SHAPED, NGram(3, min_n=1), verifier), PROMPT, 3, neighbours=distributions.OTHERS, **settings
     )
-    assert laws.p_value(counts, law_of(settings)) > laws.LEVEL
+    assert distributions.p_value(counts, distribution_of(settings)) > distributions.LEVEL
 
 
 def all_accepted(drafter, temperature) -> bool:

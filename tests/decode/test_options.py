@@ -75,8 +75,8 @@ def test_greedy_output_with_every_parameter_is_the_autoregressive_one(drafter):
         settings = {name: PER_ROW[name][i] for name in names}
         logits = np.asarray(TARGET.logits([[*PROMPTS[i], *row]]))[0, len(PROMPTS[i]) - 1 : -1]
         for j, token in enumerate(row):
-            law = sampling_logits(logits[j], PROMPTS[i], row[:j], bias=bias, stop_ids=stops, **settings)
-            assert token == law.argmax()
+            distribution = sampling_logits(logits[j], PROMPTS[i], row[:j], bias=bias, stop_ids=stops, **settings)
+            assert token == distribution.argmax()
         assert not set(row[:-1]) & set(stops)
         assert len(row) == 24 or row[-1] in stops
         assert len(row) > settings["min_new_tokens"] or settings["min_new_tokens"] == 0
@@ -138,8 +138,8 @@ def test_logprobs_are_those_of_the_emitted_tokens(kind):
             settings: dict[str, Any] = {name: options[name][i] for name in ("temperature", "top_k")} | {
                 "presence_penalty": 0.5
             }
-            law = sampling_logits(logits[j], PROMPTS[i], row[:j], **({} if kind == "raw" else settings))
-            assert got[j] == pytest.approx(np.log(softmax(law)[token]), abs=1e-5)
+            distribution = sampling_logits(logits[j], PROMPTS[i], row[:j], **({} if kind == "raw" else settings))
+            assert got[j] == pytest.approx(np.log(softmax(distribution)[token]), abs=1e-5)
     events = list(Decoder(TARGET, DraftModel(DRAFT, 3)).stream(PROMPTS[0], max_new_tokens=8, logprobs=True))
     whole = Decoder(TARGET).generate(PROMPTS[:1], max_new_tokens=8, logprobs="raw")
     assert [t for e in events for t in e.tokens] == whole.tokens[0]
@@ -228,7 +228,7 @@ def test_a_draft_beyond_what_a_processor_allows_is_cut_and_plain_decoding_is_unc
     assert all(2 not in row for row in sampled.tokens)
 
 
-def test_a_processor_that_leaves_the_draft_no_law_ends_the_proposal():
+def test_a_processor_that_leaves_the_draft_no_distribution_ends_the_proposal():
     """By what it is given it tells draft from target, and takes everything from the draft."""
     bound = float(np.asarray(TARGET.logits([PROMPTS[0]])).max())
     draft = ToyModel(DRAFT.spec, jax.tree.map(lambda x: x * 50, DRAFT.params))
@@ -251,7 +251,7 @@ def test_a_processor_that_leaves_the_draft_no_law_ends_the_proposal():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_law_missing_after_the_budget_is_not_missed(temperature):
+def test_a_distribution_missing_after_the_budget_is_not_missed(temperature):
     def ends(logits, context):
         return jnp.where((context.lengths - context.prompt_lengths >= 9)[:, None], jnp.nan, logits)
 

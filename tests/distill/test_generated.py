@@ -164,9 +164,9 @@ def test_a_target_that_lies_on_several_processes_takes_what_one_process_made(mod
     np.testing.assert_array_equal(found.tokens, whole.tokens)
 
 
-def test_a_verifier_that_changes_the_targets_law_is_refused(models, tmp_path):
+def test_a_verifier_that_changes_the_targets_distribution_is_refused(models, tmp_path):
     lossy = dataclasses.replace(SETTINGS, verifier="typical")
-    with pytest.raises(ConfigError, match=r"data\.verifier: 'typical' changes the target's law"):
+    with pytest.raises(ConfigError, match=r"data\.verifier: 'typical' changes the target's distribution"):
         made(tmp_path / "data", models, lossy)
     assert not (tmp_path / "data").exists()
 

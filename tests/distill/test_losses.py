@@ -12,7 +12,7 @@ import pytest
 
 from specjax import registry
 from specjax.distill import losses
-from specjax.distill.laws import acceptance, top_k_logits
+from specjax.distill.distributions import acceptance, top_k_logits
 from specjax.distill.losses import (
     AdaSPEC,
     CrossEntropy,
@@ -84,7 +84,7 @@ REFERENCES = {
 }
 
 
-def laws(case: str) -> tuple[np.ndarray, np.ndarray]:
+def distributions(case: str) -> tuple[np.ndarray, np.ndarray]:
     """(draft logits, target logits)."""
     rng = np.random.default_rng(0)
     draft, target = (3 * rng.standard_normal((ROWS, LENGTH, VOCAB)).astype(np.float32) for _ in range(2))
@@ -134,14 +134,14 @@ def assert_matches(loss, draft, teacher, value64) -> None:
 @by_kind
 @pytest.mark.parametrize("case", ["generic", "excluded", "equal", "disjoint", "certain", "extreme", "bfloat16"])
 def test_value_and_gradient_match_float64(loss, case):
-    draft, target = laws(case)
+    draft, target = distributions(case)
     log_p = log_softmax64(target)
     assert_matches(loss, draft, full(target), lambda z: REFERENCES[loss.kind](log_p, log_softmax64(z)))
 
 
 @by_kind
 def test_temperatures_divide_each_side_s_own_logits(loss):
-    draft, target = laws("generic")
+    draft, target = distributions("generic")
     loss = dataclasses.replace(loss, target_temperature=2.0, draft_temperature=0.5)
     log_p = log_softmax64(target / 2)
     assert_matches(loss, draft, full(target), lambda z: REFERENCES[loss.kind](log_p, log_softmax64(z / 0.5)))
@@ -149,41 +149,41 @@ def test_temperatures_divide_each_side_s_own_logits(loss):
 
 @by_kind
 def test_no_gradient_reaches_the_target(loss):
-    draft, target = laws("generic")
+    draft, target = distributions("generic")
     tokens = jnp.zeros((ROWS, LENGTH), jnp.int32)
     grads = jax.grad(lambda x: loss(jnp.asarray(draft), full(x), tokens, CONTEXT).sum())(jnp.asarray(target))
     np.testing.assert_array_equal(grads, 0)
 
 
 @by_kind
-def test_equal_laws_cost_nothing_and_pull_nowhere(loss):
-    draft, _ = laws("generic")
+def test_equal_distributions_cost_nothing_and_pull_nowhere(loss):
+    draft, _ = distributions("generic")
     values, grads = values_and_grads(loss, draft, full(draft))
     np.testing.assert_allclose(values, 0, atol=1e-6)
     np.testing.assert_allclose(grads, 0, atol=1e-6)
 
 
 def test_gradient_of_forward_kl_is_q_minus_p():
-    draft, target = laws("generic")
+    draft, target = distributions("generic")
     _, grads = values_and_grads(ForwardKL(), draft, full(target))
     np.testing.assert_allclose(grads, np.exp(log_softmax64(draft)) - np.exp(log_softmax64(target)), atol=1e-6)
 
 
 def test_gradient_of_total_variation_is_at_most_q_and_vanishes_without_overlap():
-    draft, target = laws("generic")
+    draft, target = distributions("generic")
     _, grads = values_and_grads(TotalVariation(), draft, full(target))
     q, p = np.exp(log_softmax64(draft)), np.exp(log_softmax64(target))
     below = q < p
     np.testing.assert_allclose(grads, q * ((q * below).sum(-1, keepdims=True) - below), atol=1e-6)
     assert (np.abs(grads) <= q).all()
-    draft, target = laws("disjoint")
+    draft, target = distributions("disjoint")
     values, grads = values_and_grads(TotalVariation(), draft, full(target))
     np.testing.assert_allclose(values, 1, atol=1e-6)
     np.testing.assert_array_equal(grads, 0)
 
 
 def test_jensen_shannon_tends_to_either_kl_over_its_weight():
-    draft, target = (x / 3 for x in laws("generic"))
+    draft, target = (x / 3 for x in distributions("generic"))
     teacher = full(target)
     forward, reverse = (values_and_grads(loss, draft, teacher)[0] for loss in (ForwardKL(), ReverseKL()))
     near = {beta: values_and_grads(JensenShannon(beta=beta), draft, teacher)[0] for beta in (1e-3, 0.999)}
@@ -193,7 +193,7 @@ def test_jensen_shannon_tends_to_either_kl_over_its_weight():
 
 
 def test_lk_alpha_is_cross_entropy_where_the_target_is_certain():
-    draft, target = laws("certain")
+    draft, target = distributions("certain")
     tokens = jnp.asarray(target.argmax(-1).astype(np.int32))
     found = values_and_grads(LKAlpha(), draft, full(target), tokens=tokens)
     for ours, theirs in zip(found, values_and_grads(CrossEntropy(), draft, None, tokens=tokens), strict=True):
@@ -227,14 +227,14 @@ def test_lk_alpha_pulls_in_a_large_vocabulary_where_hardly_anything_overlaps(cac
 
 
 def test_lk_alpha_without_overlap_is_what_is_left_of_it():
-    draft, target = laws("disjoint")
+    draft, target = distributions("disjoint")
     values, grads = values_and_grads(LKAlpha(), draft, full(target))
     assert (values > 9_000).all()
     assert (np.abs(grads).sum(-1) > 1).all()
 
 
 def test_lk_lambda_moves_from_kl_to_rejection_as_the_running_alpha_grows():
-    draft, target = laws("generic")
+    draft, target = distributions("generic")
     ends = [values_and_grads(loss, draft, full(target))[0] for loss in (ForwardKL(), TotalVariation())]
     for alpha, expected in ((0.0, ends[0]), (1e3, ends[1])):
         context = dataclasses.replace(CONTEXT, alpha=jnp.float32(alpha))
@@ -246,7 +246,7 @@ def test_lk_lambda_moves_from_kl_to_rejection_as_the_running_alpha_grows():
 
 
 def test_cross_entropy_and_its_gradient_match_the_closed_form():
-    draft, _ = laws("generic")
+    draft, _ = distributions("generic")
     tokens = np.random.default_rng(1).integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32)
     log_q, label = log_softmax64(draft), np.eye(VOCAB)[tokens]
     values, grads = values_and_grads(CrossEntropy(), draft, None, tokens=jnp.asarray(tokens))
@@ -256,7 +256,7 @@ def test_cross_entropy_and_its_gradient_match_the_closed_form():
 
 @by_kind
 def test_a_divergence_without_a_target_is_refused(loss):
-    draft, _ = laws("generic")
+    draft, _ = distributions("generic")
     with pytest.raises(ValueError, match=f"{loss.kind} needs the target's logits"):
         values_and_grads(loss, draft, None)
 
@@ -265,7 +265,7 @@ def test_a_divergence_without_a_target_is_refused(loss):
 
 
 def test_a_sum_adds_its_losses_by_their_weights():
-    draft, target = laws("generic")
+    draft, target = distributions("generic")
     tokens = jnp.ones((ROWS, LENGTH), jnp.int32)
     spec = {"kind": "sum", "of": [{"kind": "jensen_shannon", "beta": BETA, "weight": 0.9}, "cross_entropy"]}
     found = values_and_grads(registry.build(registry.LOSSES, spec, "loss"), draft, full(target), tokens=tokens)
@@ -275,7 +275,7 @@ def test_a_sum_adds_its_losses_by_their_weights():
 
 
 @pytest.mark.parametrize(
-    ("of", "target", "law"),
+    ("of", "target", "distribution"),
     [
         (["cross_entropy"], False, False),
         (["cross_entropy", "lk_lambda"], True, False),
@@ -284,9 +284,9 @@ def test_a_sum_adds_its_losses_by_their_weights():
         ([{"kind": "adaspec", "reference": "a", "of": "jensen_shannon"}], True, True),
     ],
 )
-def test_a_sum_needs_what_any_of_its_losses_needs(of, target, law):
+def test_a_sum_needs_what_any_of_its_losses_needs(of, target, distribution):
     loss = registry.build(registry.LOSSES, {"kind": "sum", "of": of}, "loss")
-    assert (loss.needs_target, loss.needs_whole_law) == (target, law)
+    assert (loss.needs_target, loss.needs_whole_distribution) == (target, distribution)
 
 
 @pytest.mark.parametrize(
@@ -312,8 +312,8 @@ def test_a_loss_that_cannot_be_is_refused_by_field(spec, message):
 
 
 def adaspec_case(keep: float = 0.4):
-    draft, target = laws("generic")
-    reference, _ = (x[::-1].copy() for x in laws("generic"))
+    draft, target = distributions("generic")
+    reference, _ = (x[::-1].copy() for x in distributions("generic"))
     reference[1] = -target[1]  # so bad that a choice over both rows would take none of this one
     weight = np.array([[1, 0.5, 0, 1, 1], [0, 1, 0, 0, 2]], np.float32)
     context = LossContext(jnp.float32(0), jnp.asarray(weight), {"near": jnp.asarray(reference)})
@@ -411,16 +411,16 @@ def buckets64(target, logits, k: int) -> tuple[np.ndarray, np.ndarray]:
     ids = np.argsort(-log_p, axis=-1)
     best, rest = ids[..., :k], ids[..., k:]
     merged = []
-    for law in (log_p, log_q):
-        tail = np.log(np.exp(np.take_along_axis(law, rest, -1)).sum(-1, keepdims=True))
-        merged.append(np.concatenate([np.take_along_axis(law, best, -1), tail], -1))
+    for distribution in (log_p, log_q):
+        tail = np.log(np.exp(np.take_along_axis(distribution, rest, -1)).sum(-1, keepdims=True))
+        merged.append(np.concatenate([np.take_along_axis(distribution, best, -1), tail], -1))
     return merged[0], merged[1]
 
 
 @coarse
 @pytest.mark.parametrize("k", [3])
 def test_cached_logits_give_the_loss_over_their_tokens_and_one_bucket(loss, k):
-    draft, target = laws("generic")
+    draft, target = distributions("generic")
     teacher = top_k_logits(jnp.asarray(target), k)
     assert_matches(loss, draft, teacher, lambda z: REFERENCES[loss.kind](*buckets64(target, z, k)))
 
@@ -428,7 +428,7 @@ def test_cached_logits_give_the_loss_over_their_tokens_and_one_bucket(loss, k):
 @coarse
 @pytest.mark.parametrize("case", ["generic", "extreme", "excluded"])
 def test_all_logits_cached_give_the_online_loss(loss, case):
-    draft, target = laws(case)
+    draft, target = distributions(case)
     cached = values_and_grads(loss, draft, top_k_logits(jnp.asarray(target), VOCAB))
     for ours, theirs in zip(cached, values_and_grads(loss, draft, full(target)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -436,7 +436,7 @@ def test_all_logits_cached_give_the_online_loss(loss, case):
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_cached_logits_bound_alpha_and_kl(k):
-    draft, target = laws("generic")
+    draft, target = distributions("generic")
     teacher = top_k_logits(jnp.asarray(target), k)
     found = acceptance(jnp.asarray(draft), teacher)
     alpha = 1 - total_variation64(log_softmax64(target), log_softmax64(draft))
@@ -449,7 +449,7 @@ def test_cached_logits_bound_alpha_and_kl(k):
 
 
 def test_the_overlap_of_full_logits_is_alpha():
-    draft, target = laws("generic")
+    draft, target = distributions("generic")
     found = acceptance(jnp.asarray(draft), full(jnp.asarray(target)))
     assert set(found) == {"alpha"}
     expected = 1 - total_variation64(log_softmax64(target), log_softmax64(draft))
@@ -457,7 +457,7 @@ def test_the_overlap_of_full_logits_is_alpha():
 
 
 def test_a_small_tail_of_the_draft_keeps_its_digits():
-    draft, target = laws("generic")
+    draft, target = distributions("generic")
     draft[..., 0], target[..., 0] = 18.0, 5.0
     assert_matches(ForwardKL(), draft, top_k_logits(jnp.asarray(target), 3), lambda z: kl64(*buckets64(target, z, 3)))
 
@@ -465,7 +465,7 @@ def test_a_small_tail_of_the_draft_keeps_its_digits():
 @pytest.mark.parametrize("loss", [ForwardKL(), TotalVariation()], ids=lambda loss: loss.kind)
 def test_tokens_drawn_from_the_tail_give_the_whole_loss_and_gradient_on_average(loss):
     many = 500
-    draft, target = (np.repeat(x[:1, :1], many, axis=0) for x in laws("generic"))
+    draft, target = (np.repeat(x[:1, :1], many, axis=0) for x in distributions("generic"))
     uniform = (jnp.arange(many, dtype=jnp.float32)[:, None] + 0.5) / many
     teacher = top_k_logits(jnp.asarray(target), 2, uniform, 2)
     assert teacher.tail_ids is not None
@@ -484,7 +484,7 @@ def test_tokens_drawn_from_the_tail_give_the_whole_loss_and_gradient_on_average(
 
 @coarse
 def test_where_nothing_is_left_for_the_tail_its_tokens_change_nothing(loss):
-    draft, target = laws("certain")
+    draft, target = distributions("certain")
     cached = top_k_logits(jnp.asarray(target), 4, jnp.full((ROWS, LENGTH), 0.99, jnp.float32), 3)
     for ours, theirs in zip(
         values_and_grads(loss, draft, cached), values_and_grads(loss, draft, full(target)), strict=True
@@ -493,14 +493,14 @@ def test_where_nothing_is_left_for_the_tail_its_tokens_change_nothing(loss):
 
 
 @pytest.mark.parametrize("loss", [ReverseKL(), JensenShannon(), ForwardKL(target_temperature=2.0)])
-def test_a_loss_of_the_whole_law_refuses_cached_logits(loss):
-    draft, target = laws("generic")
-    with pytest.raises(ValueError, match=f"{loss.kind} needs the target's whole law; found its 3 best tokens"):
+def test_a_loss_of_the_whole_distribution_refuses_cached_logits(loss):
+    draft, target = distributions("generic")
+    with pytest.raises(ValueError, match=f"{loss.kind} needs the target's whole distribution; found its 3 best tokens"):
         values_and_grads(loss, draft, top_k_logits(jnp.asarray(target), 3))
 
 
 def test_a_draft_temperature_is_no_matter_of_the_cache():
-    draft, target = laws("generic")
+    draft, target = distributions("generic")
     teacher = top_k_logits(jnp.asarray(target), 3)
     assert_matches(ForwardKL(draft_temperature=2.0), draft, teacher, lambda z: kl64(*buckets64(target, z / 2, 3)))
 

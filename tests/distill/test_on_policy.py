@@ -62,8 +62,8 @@ def sample(params, prompts, seeds, settings) -> list[list[int]]:
         rng, tokens = np.random.default_rng(seed), list(prompt)
         for _ in range(settings.new_tokens):
             logits = table[tokens[-1]] + bias
-            law = np.exp(logits - logits.max())
-            tokens.append(int(rng.choice(VOCAB, p=law / law.sum())))
+            distribution = np.exp(logits - logits.max())
+            tokens.append(int(rng.choice(VOCAB, p=distribution / distribution.sum())))
         continuations.append(tokens[len(prompt) :])
     return continuations
 

@@ -12,7 +12,7 @@ import pytest
 
 from specjax import registry
 from specjax.data.rows import take
-from specjax.distill.laws import top_k_logits
+from specjax.distill.distributions import top_k_logits
 from specjax.distill.step import ALPHA_MEMORY, TrainState, make_update
 from specjax.types import Batch
 from tests.distill import toys

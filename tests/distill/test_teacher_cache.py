@@ -16,7 +16,7 @@ import pytest
 
 from specjax.data.rows import Batches, Packed, take
 from specjax.distill import teacher_cache
-from specjax.distill.laws import acceptance, top_k_logits
+from specjax.distill.distributions import acceptance, top_k_logits
 from specjax.distill.teacher import target_output
 from specjax.distill.teacher_cache import (
     cached_rows,
@@ -64,7 +64,7 @@ def shards(directory) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted((directory / "cache").glob("*.npy"))}
 
 
-def law(teacher: TopKLogits | None) -> np.ndarray:
+def distribution(teacher: TopKLogits | None) -> np.ndarray:
     assert teacher is not None
     return np.exp(np.asarray(teacher.values - teacher.logsumexp[..., None], np.float64))
 
@@ -77,18 +77,20 @@ def test_a_token_takes_no_more_than_its_bytes(vocab_size, bytes_per_token):
 @pytest.mark.parametrize("vocab_size", [500, 70_000])
 def test_what_is_stored_comes_back(vocab_size):
     logits = 4 * np.random.default_rng(0).standard_normal((2, 3, vocab_size)).astype(np.float32)
-    logits[0, 0, :-2] = -np.inf  # the law has fewer tokens than are kept
+    logits[0, 0, :-2] = -np.inf  # the distribution has fewer tokens than are kept
     logits[0, 1, 7] = 1e5  # all others are beyond float16
     uniform = jnp.full(logits.shape[:2], 0.5, jnp.float32)
     exact = jax.tree.map(np.asarray, top_k_logits(jnp.asarray(logits), 16, uniform, teacher_cache.TAIL_TOKENS))
     found = from_records(to_records(exact, vocab_size))
     np.testing.assert_array_equal(found.ids, exact.ids)
     assert found.ids.max() > 2**16 or vocab_size < 2**16
-    np.testing.assert_allclose(law(found), law(exact), rtol=4e-3, atol=1e-7)
+    np.testing.assert_allclose(distribution(found), distribution(exact), rtol=4e-3, atol=1e-7)
     # The tail is the true one, whatever rounding did to the rest.
-    np.testing.assert_allclose(law(found).sum(-1), law(exact).sum(-1), atol=1e-6)
+    np.testing.assert_allclose(distribution(found).sum(-1), distribution(exact).sum(-1), atol=1e-6)
     np.testing.assert_array_equal(found.tail_ids, exact.tail_ids)
-    stored = (np.asarray(law.tail_values) - law.logsumexp[..., None] for law in (found, exact))
+    stored = (
+        np.asarray(distribution.tail_values) - distribution.logsumexp[..., None] for distribution in (found, exact)
+    )
     np.testing.assert_allclose(*(np.exp(x[1]) for x in stored), rtol=1e-2)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(found)} == {"float32", "int32"}
 
@@ -101,7 +103,7 @@ def test_every_row_has_the_target_s_best_logits_of_that_row(whole):
     log_p = log_softmax64(logits64(bigram_params(0), toys.windows(ROWS)[order, :-1]))
     assert batch.teacher is not None
     np.testing.assert_array_equal(batch.teacher.ids, np.argsort(-log_p, axis=-1)[..., :K])
-    np.testing.assert_allclose(law(batch.teacher), -np.sort(-np.exp(log_p), axis=-1)[..., :K], rtol=2e-3)
+    np.testing.assert_allclose(distribution(batch.teacher), -np.sort(-np.exp(log_p), axis=-1)[..., :K], rtol=2e-3)
     np.testing.assert_array_equal(batch.tokens, toys.windows(ROWS)[order, :-1])
 
 
@@ -111,10 +113,10 @@ def test_packed_rows_are_asked_about_with_their_documents_apart(tiny_target, tmp
     found = take(make(tmp_path, target=tiny_target, rows=rows, batch_size=4), range(4)).teacher
     batch = jax.tree.map(jnp.asarray, take(rows, range(4)))
     online = top_k_logits(target_output(tiny_target.spec, tiny_target.params, batch).logits, K)
-    np.testing.assert_allclose(law(found), law(online), rtol=4e-3)
+    np.testing.assert_allclose(distribution(found), distribution(online), rtol=4e-3)
     joined = dataclasses.replace(batch, segments=None, positions=None)
     apart = top_k_logits(target_output(tiny_target.spec, tiny_target.params, joined).logits, K)
-    assert not np.allclose(law(apart), law(online), rtol=4e-3)
+    assert not np.allclose(distribution(apart), distribution(online), rtol=4e-3)
 
 
 def test_the_provenance_bounds_the_error_of_alpha(whole):

@@ -57,7 +57,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Tempered:
-    """A bigram target with a config: the same weights are another law under another one."""
+    """A bigram target with a config: the same weights are another distribution under another one."""
 
     config: float
 

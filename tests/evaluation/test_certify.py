@@ -109,14 +109,14 @@ def test_a_sound_pair_in_bfloat16_passes_with_its_drift():
     assert certificate.verdict == "PASS", certificate.to_markdown()
     assert certificate.subject["dtype"] == "bfloat16"
     assert [check.name for check in certificate.checks] == [
-        *("logit drift", "greedy identity", "sampled law", "self acceptance")
+        *("logit drift", "greedy identity", "sampled distribution", "self acceptance")
     ]
     assert json.loads(json.dumps(certificate.to_json()))["checks"][0]["details"]["total_variation"] < 0.06
 
 
 @pytest.mark.proof
 def test_a_wrong_residual_fails_in_bfloat16():
-    assert certify_lib.sampled_law(low_subject(ResidualIsTarget())).passed is False
+    assert certify_lib.sampled_distribution(low_subject(ResidualIsTarget())).passed is False
 
 
 @pytest.mark.proof
@@ -141,7 +141,7 @@ def test_choices_differ_only_beyond_twice_the_measured_drift():
 def test_a_wrong_residual_fails():
     certificate, checks = verdict(DraftModel(DRAFT, 3), ResidualIsTarget())
     assert certificate.verdict == "FAIL"
-    assert checks == {"greedy identity": True, "sampled law": False, "self acceptance": True}
+    assert checks == {"greedy identity": True, "sampled distribution": False, "self acceptance": True}
 
 
 @pytest.mark.proof
@@ -149,7 +149,7 @@ def test_a_draft_that_reports_other_probabilities_fails():
     settings = dataclasses.replace(SETTINGS, temperature=0.6)
     certificate, checks = verdict(ColdDraft(DRAFT, 3), Speculative(), settings)
     assert certificate.verdict == "FAIL"
-    assert checks["sampled law"] is False
+    assert checks["sampled distribution"] is False
 
 
 @pytest.mark.proof
@@ -176,14 +176,14 @@ def test_a_drafter_that_forgets_fails_self_acceptance_alone(monkeypatch):
     draft_cache_misses_the_last_accepted_token(monkeypatch)
     certificate, checks = verdict(DraftModel(DRAFT, 3), Block())
     assert certificate.verdict == "FAIL"
-    assert checks == {"greedy identity": True, "sampled law": True, "self acceptance": False}
+    assert checks == {"greedy identity": True, "sampled distribution": True, "self acceptance": False}
 
 
 @pytest.mark.proof
 def test_a_lossy_rule_gets_its_distance():
     certificate, checks = verdict(DraftModel(DRAFT, 3), TopK(k=3))
     assert certificate.verdict == "LOSSY"
-    assert checks == {"greedy identity": True, "sampled law": None, "self acceptance": None}
+    assert checks == {"greedy identity": True, "sampled distribution": None, "self acceptance": None}
     details = certificate.checks[1].details
     assert details["total_variation"] > 5 * details["total_variation_of_exact_sampling"]
 
@@ -199,7 +199,7 @@ def test_a_forbidden_token_fails_whatever_the_counts(monkeypatch):
 
     monkeypatch.setattr(certify_lib.Subject, "generate", smuggles)
     certificate, checks = verdict(DraftModel(DRAFT, 2), Speculative(), banned_tokens=[3])
-    assert checks["sampled law"] is False
+    assert checks["sampled distribution"] is False
     assert certificate.checks[1].details["outside_the_support"][0]["gap"] == np.inf
 
 

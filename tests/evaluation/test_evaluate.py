@@ -15,7 +15,7 @@ from tests.distill import toys
 from tests.distill.toys import LENGTH, BigramDraft, bigram_params
 
 
-def laws(params, tokens) -> np.ndarray:
+def distributions(params, tokens) -> np.ndarray:
     logits = np.asarray(params["table"], np.float64)[tokens] + np.asarray(params["bias"], np.float64)
     exps = np.exp(logits)
     return exps / exps.sum(-1, keepdims=True)
@@ -24,7 +24,7 @@ def laws(params, tokens) -> np.ndarray:
 def test_losses_and_alpha_match_a_float64_reference():
     windows, draft, target = toys.windows(5), bigram_params(1), toys.target()
     found = evaluate(BigramDraft(), draft, target, toys.Windows(windows), 10_000, batch_size=2)
-    p, q = (laws(params, windows[:, :-1]) for params in (target.params, draft))
+    p, q = (distributions(params, windows[:, :-1]) for params in (target.params, draft))
     following = windows[:, 1:, None]
     assert found.positions == 5 * LENGTH
     assert found.nll == pytest.approx(-np.log(np.take_along_axis(q, following, 2)).mean(), rel=1e-5)
@@ -45,7 +45,7 @@ def test_predictions_that_the_drafter_masks_do_not_count():
     found = evaluate(
         BigramDraft(ignored=3), bigram_params(1), toys.target(), toys.Windows(windows), 10_000, batch_size=5
     )
-    q = np.take_along_axis(laws(bigram_params(1), windows[:, :-1]), windows[:, 1:, None], 2)[..., 0]
+    q = np.take_along_axis(distributions(bigram_params(1), windows[:, :-1]), windows[:, 1:, None], 2)[..., 0]
     counted = windows[:, :-1] != 3
     assert found.positions == counted.sum() < counted.size
     assert found.nll == pytest.approx(-np.log(q[counted]).mean(), rel=1e-5)

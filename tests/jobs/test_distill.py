@@ -48,7 +48,7 @@ def documents(tmp_path_factory):
 def target_directory(tmp_path_factory, tiny_target):
     directory = tmp_path_factory.mktemp("models") / "target"
     eos = (tiny_target.tokenizer.eos_token_id,)
-    # Scaled up, so that its law is not flat and there is something to distill.
+    # Scaled up, so that its distribution is not flat and there is something to distill.
     params = {**tiny_target.params, "embedding": 30.0 * tiny_target.params["embedding"]}
     save_model(LoadedModel(tiny_target.spec, params, tiny_target.tokenizer, eos, "target"), directory)
     return directory

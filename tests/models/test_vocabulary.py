@@ -22,11 +22,11 @@ from specjax.evaluation.numerics import measure
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
 from specjax.models.vocabulary import check_same_vocabulary, unused_ids
-from specjax.testing.target_law import TargetLaw
-from specjax.testing.toys import ToyModel, exact_law, prefix_model, related
+from specjax.testing.target_distribution import TargetDistribution
+from specjax.testing.toys import ToyModel, exact_distribution, prefix_model, related
 from specjax.verifiers.block import Block
 from tests.cases import in_proof
-from tests.decode.laws import SMOKE_LEVEL, decode_counts, p_value
+from tests.decode.distributions import SMOKE_LEVEL, decode_counts, p_value
 from tests.models.directories import make_tokenizer
 
 SIZE, HUGE = 4, 50.0
@@ -95,17 +95,17 @@ def test_a_draft_equal_to_its_target_but_for_the_padding_is_always_accepted(rows
     assert all("corrected" not in origins for origins in result.origins)
 
 
-def test_the_law_is_the_targets_over_the_ids_of_its_tokenizer():
+def test_the_distribution_is_the_targets_over_the_ids_of_its_tokenizer():
     target, draft = with_rows(TARGET, 6), with_rows(DRAFT, 7)
     counts = decode_counts(Decoder(target, DraftModel(draft, 2)), [1, 2, 1], 3, calls=4)
-    assert p_value(counts, exact_law(TARGET, [1, 2, 1], 3)) > SMOKE_LEVEL
+    assert p_value(counts, exact_distribution(TARGET, [1, 2, 1], 3)) > SMOKE_LEVEL
 
 
-def test_the_law_that_certificates_expect_has_no_padding():
-    law = TargetLaw(with_rows(TARGET, 6), {}, 4)
-    logits = law.logits([1, 2], [0, 3])
+def test_the_distribution_that_certificates_expect_has_no_padding():
+    distribution = TargetDistribution(with_rows(TARGET, 6), {}, 4)
+    logits = distribution.logits([1, 2], [0, 3])
     assert np.isfinite(logits).all()
-    assert list(np.isfinite(law.transformed(logits[1], [1, 2], [0], 1.0))) == [True] * SIZE + [False] * 2
+    assert list(np.isfinite(distribution.transformed(logits[1], [1, 2], [0], 1.0))) == [True] * SIZE + [False] * 2
 
 
 def padded_transformer(model: LoadedModel, rows: int) -> LoadedModel:
@@ -258,11 +258,11 @@ def test_a_draft_with_a_token_of_its_own_never_proposes_it():
 
 
 @pytest.mark.parametrize("rows", [9, in_proof(12)])
-def test_the_law_with_a_token_that_the_draft_lacks_is_the_targets(rows):
+def test_the_distribution_with_a_token_that_the_draft_lacks_is_the_targets(rows):
     target, draft = with_added(LARGE, TWO, 10), with_added(SMALL, ONE, rows)
     counts = decode_counts(Decoder(target, DraftModel(draft, 2)), [1, 9, 1], 2, calls=4)
     assert any(9 in sequence for sequence in counts)
-    assert p_value(counts, exact_law(LARGE, [1, 9, 1], 2)) > SMOKE_LEVEL
+    assert p_value(counts, exact_distribution(LARGE, [1, 9, 1], 2)) > SMOKE_LEVEL
 
 
 def test_tokens_of_one_side_only_are_told_once(caplog):

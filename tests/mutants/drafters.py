@@ -18,8 +18,8 @@ from tests.mutants.table import Patch, mutant, replaced, wrap
 
 SELF = test_lossless.test_draft_equal_to_target_is_always_accepted
 SELF_WITH_ALL = test_options.test_a_draft_equal_to_its_target_is_always_accepted_with_every_parameter
-short_law = mutant("drafter", test_lossless.test_the_law_of_three_tokens_in_short)
-PARAMETER_LAW = test_lossless.test_every_sampling_parameter_has_the_law_of_its_definition
+short_distribution = mutant("drafter", test_lossless.test_the_distribution_of_three_tokens_in_short)
+PARAMETER_LAW = test_lossless.test_every_sampling_parameter_has_the_distribution_of_its_definition
 
 
 def proposed(patch: Patch, change: Callable[..., tuple]) -> None:
@@ -39,15 +39,15 @@ def draft_cache_misses_the_last_accepted_token(patch):
     """Feeds only the newest token, so after a full acceptance x_K is missing."""
 
     def mutated(self, params, state, context):
-        slot, laws = (context.lengths - 1)[:, None], []
+        slot, distributions = (context.lengths - 1)[:, None], []
         tokens = jnp.zeros((len(slot), self.k), jnp.int32)
         newest = jnp.take_along_axis(context.tokens, slot, axis=1)
         for offset in range(self.k):
             out = self.model(params, newest, slot + offset, slot + offset, state)
             tokens, logits = self._propose(out, context, tokens, offset)
             newest, state = tokens[:, offset : offset + 1], out.cache
-            laws.append(logits)
-        logits = None if context.noise is None else jnp.stack(laws, axis=1)
+            distributions.append(logits)
+        logits = None if context.noise is None else jnp.stack(distributions, axis=1)
         return Draft(tokens, jnp.ones(tokens.shape, bool), logits), state
 
     patch.setattr(DraftModel, "draft", mutated)
@@ -70,7 +70,7 @@ def draft_cache_keeps_rejected_drafts(patch):
     wrap(patch, DraftModel, "draft", make)
 
 
-@short_law
+@short_distribution
 def unlikely_draws_are_dropped(patch):
     """By their own value: what is left is no sample of q."""
 
@@ -87,13 +87,13 @@ def unlikely_draws_are_dropped(patch):
     wrap(patch, DraftModel, "draft", make)
 
 
-@short_law
-def draft_takes_its_argmax_and_reports_its_law(patch):
+@short_distribution
+def draft_takes_its_argmax_and_reports_its_distribution(patch):
     patch.setattr(sampling, "draw", lambda logits, noise: sampling.argmax(logits))
 
 
 @mutant("drafter", PARAMETER_LAW, verifier="speculative", setting="temperature")
-def draft_reports_its_law_without_the_temperature(patch):
+def draft_reports_its_distribution_without_the_temperature(patch):
     def change(real, out, context, tokens, offset):
         tokens, logits = real(out, context, tokens, offset)
         warm = replaced(context, temperature=jnp.ones_like(context.sampling.temperature))
@@ -104,7 +104,7 @@ def draft_reports_its_law_without_the_temperature(patch):
 
 
 @mutant("drafter", PARAMETER_LAW, verifier="block", setting="top_p")
-def draft_reports_its_law_before_the_cuts(patch):
+def draft_reports_its_distribution_before_the_cuts(patch):
     def change(real, out, context, tokens, offset):
         tokens, logits = real(out, context, tokens, offset)
         s = context.sampling

@@ -205,7 +205,9 @@ def weights_rounded_to_bfloat16(patch):
 @mutant("logprobs", test_options.test_logprobs_are_those_of_the_emitted_tokens, kind="raw")
 def logprobs_shifted_by_one(patch):
     def make(real):
-        return lambda state, draft, verdict, laws: real(state, draft, verdict, jnp.roll(laws, 1, axis=1))
+        return lambda state, draft, verdict, distributions: real(
+            state, draft, verdict, jnp.roll(distributions, 1, axis=1)
+        )
 
     wrap(patch, engine, "keep_logprobs", make)
 
@@ -239,7 +241,7 @@ def top_p_hides_a_nan(patch):
     decoding=True,
 )
 def a_maximum_is_to_find_a_nan(patch):
-    patch.setattr(sampling, "has_law", lambda logits: jnp.isfinite(jnp.max(logits, axis=-1)))
+    patch.setattr(sampling, "has_distribution", lambda logits: jnp.isfinite(jnp.max(logits, axis=-1)))
 
 
 @mutant("not finite", test_invalid.test_a_token_that_overflows_ends_only_rows_that_hold_it, drafter="ngram")

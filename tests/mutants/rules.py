@@ -19,19 +19,19 @@ from specjax.verifiers.speculative import Speculative
 from tests import test_sampling
 from tests.decode import test_invalid, test_lossless, test_options
 from tests.mutants.table import Patch, mutant, wrap
-from tests.verifiers import test_laws
+from tests.verifiers import test_distributions
 
-# The token rule. Its exact law is read off the shipped class, in float64.
+# The token rule. Its exact distribution is read off the shipped class, in float64.
 
-JOINT_LAW = test_laws.test_the_output_has_the_targets_joint_law
-CALL_LAW = test_laws.test_a_call_samples_from_the_law
-TOKEN, BLOCK, COUPLED = test_laws.LOSSLESS
-token_law = mutant("token rule", JOINT_LAW, verifier=TOKEN, size=3, k=2)
+JOINT_LAW = test_distributions.test_the_output_has_the_targets_joint_distribution
+CALL_LAW = test_distributions.test_a_call_samples_from_the_distribution
+TOKEN, BLOCK, COUPLED = test_distributions.LOSSLESS
+token_distribution = mutant("token rule", JOINT_LAW, verifier=TOKEN, size=3, k=2)
 token_call = mutant("token rule", CALL_LAW, verifier=Speculative())
 
 
-def next_law(patch: Patch, change: Callable[..., tuple]) -> None:
-    """Changes ``(draft, p, q, n)`` on their way into the law of the next token."""
+def next_distribution(patch: Patch, change: Callable[..., tuple]) -> None:
+    """Changes ``(draft, p, q, n)`` on their way into the distribution of the next token."""
 
     def make(real):
         def mutated(self, draft, p, q, chances, n):
@@ -52,38 +52,38 @@ def chances(patch: Patch, rule: type, change: Callable[..., Chances]) -> None:
     wrap(patch, rule, "chances", make)
 
 
-@token_law
+@token_distribution
 def residual_is_the_target(patch):
     patch.setattr(ChainVerifier, "residual", lambda self, p, q, weight: p)
 
 
-@token_law
+@token_distribution
 def residual_is_the_absolute_difference(patch):
     patch.setattr(ChainVerifier, "residual", lambda self, p, q, weight: jnp.abs(p - q))
 
 
-@token_law
+@token_distribution
 def residual_only_drops_the_rejected_token(patch):
     """Right for a point mass, wrong for a draft that was sampled and accepted by p/q."""
-    next_law(patch, lambda draft, p, q, n: (draft, p, None, n))
+    next_distribution(patch, lambda draft, p, q, n: (draft, p, None, n))
 
 
-@token_law
+@token_distribution
 def residual_of_the_first_position(patch):
-    next_law(patch, lambda draft, p, q, n: (draft, p, jnp.broadcast_to(q[:, :1], q.shape), n))
+    next_distribution(patch, lambda draft, p, q, n: (draft, p, jnp.broadcast_to(q[:, :1], q.shape), n))
 
 
-@token_law
+@token_distribution
 def residual_of_the_position_before(patch):
-    next_law(patch, lambda draft, p, q, n: (draft, p, jnp.concatenate([q[:, :1], q[:, :-1]], axis=1), n))
+    next_distribution(patch, lambda draft, p, q, n: (draft, p, jnp.concatenate([q[:, :1], q[:, :-1]], axis=1), n))
 
 
-@token_law
+@token_distribution
 def bonus_from_the_last_drafts_row(patch):
-    next_law(patch, lambda draft, p, q, n: (draft, jnp.concatenate([p[:, :-1], p[:, -2:-1]], axis=1), q, n))
+    next_distribution(patch, lambda draft, p, q, n: (draft, jnp.concatenate([p[:, :-1], p[:, -2:-1]], axis=1), q, n))
 
 
-@token_law
+@token_distribution
 def draft_subtracted_from_the_bonus(patch):
     def mutated(self, draft, p, q, chances, n):
         return self.residual(row(p, n), row(q, jnp.minimum(n, q.shape[1] - 1)), None)
@@ -91,12 +91,12 @@ def draft_subtracted_from_the_bonus(patch):
     patch.setattr(ChainVerifier, "_next", mutated)
 
 
-@token_law
+@token_distribution
 def accepts_by_the_targets_probability(patch):
     chances(patch, Speculative, lambda c, draft, p, q: Chances(chain.at(p[:, :-1], draft.tokens)))
 
 
-@token_law
+@token_distribution
 def accepts_the_argmax_while_sampling(patch):
     def change(c, draft, p, q):
         return Chances((draft.tokens == sampling.argmax(p[:, :-1])).astype(p.dtype))
@@ -104,7 +104,7 @@ def accepts_the_argmax_while_sampling(patch):
     chances(patch, Speculative, change)
 
 
-@token_law
+@token_distribution
 def last_draft_never_accepted(patch):
     """Treated as a rejection it subtracts q without having tested it."""
     chances(patch, Speculative, lambda c, draft, p, q: Chances(c.keep.at[:, -1].set(0.0)))
@@ -166,14 +166,14 @@ def drafts_uniforms_accept_them(patch):
     accepting(patch, lambda noise: noise.draft_words[..., 1].astype(noise.accept.dtype) * 2.0**-32)
 
 
-@mutant("token rule", test_laws.test_a_draft_that_stops_early_keeps_the_law, verifier=TOKEN)
+@mutant("token rule", test_distributions.test_a_draft_that_stops_early_keeps_the_distribution, verifier=TOKEN)
 def short_proposal_ends_as_a_rejection(patch):
     """After all of k_r < K proposals were accepted there is nothing to subtract."""
 
     def change(draft, p, q, n):
         return dataclasses.replace(draft, valid=jnp.ones_like(draft.valid)), p, q, n
 
-    next_law(patch, change)
+    next_distribution(patch, change)
 
 
 @mutant("token rule", test_lossless.test_draft_equal_to_target_is_always_accepted, k=2, lossless=True)
@@ -191,10 +191,10 @@ def sampled_draft_taken_as_certain(patch):
 
 # The block rule.
 
-block_law = mutant("block rule", JOINT_LAW, verifier=BLOCK, size=3, k=3)
+block_distribution = mutant("block rule", JOINT_LAW, verifier=BLOCK, size=3, k=3)
 
 
-@block_law
+@block_distribution
 def block_weight_without_its_clamp(patch):
     """Clamped as a product at the end, not factor by factor."""
 
@@ -211,23 +211,23 @@ def block_weight_without_its_clamp(patch):
     chances(patch, Block, change)
 
 
-@block_law
+@block_distribution
 def block_succeeds_by_its_weight(patch):
     """h = b at every position, not at the last alone."""
     chances(patch, Block, lambda c, draft, p, q: Chances(c.weight[:, 1:], c.weight))
 
 
-@block_law
+@block_distribution
 def block_stops_at_the_first_failure(patch):
     patch.setattr(Block, "last_success", False)
 
 
-@block_law
+@block_distribution
 def block_residual_without_its_weight(patch):
     chances(patch, Block, lambda c, draft, p, q: Chances(c.keep, None))
 
 
-@mutant("block rule", test_laws.test_a_draft_that_stops_early_keeps_the_law, verifier=BLOCK)
+@mutant("block rule", test_distributions.test_a_draft_that_stops_early_keeps_the_distribution, verifier=BLOCK)
 def block_ends_at_k_where_the_proposal_is_shorter(patch):
     """The last valid position must succeed with b."""
 
@@ -300,7 +300,7 @@ def coupled_noise_reused_across_rows(patch):
     "coupled", test_options.test_a_draft_equal_to_its_target_is_always_accepted_with_every_parameter, verifier="coupled"
 )
 def coupled_draft_by_the_noise_of_the_next_position(patch):
-    """The output keeps its law, but draft and target no longer race in the same noise."""
+    """The output keeps its distribution, but draft and target no longer race in the same noise."""
     patch.setattr(CoupledNoise, "draft", lambda self, offset: self.gumbel[:, offset + 1])
 
 

@@ -203,7 +203,7 @@ def uniforms_keyed_by_position_under_block_verification(patch):
     noise(patch, change)
 
 
-@mutant("noise", test_lossless.test_the_law_of_three_tokens_in_short)
+@mutant("noise", test_lossless.test_the_distribution_of_three_tokens_in_short)
 def one_uniform_for_all_drafts(patch):
     patch.setattr(Noise, "draft", lambda self, offset: self.draft_words[:, 0])
 
@@ -211,7 +211,7 @@ def one_uniform_for_all_drafts(patch):
 # The draw at large vocabularies.
 
 
-@mutant("sampling", test_sampling.test_the_law_over_all_words_is_that_of_the_logits, name="zipf 1.2")
+@mutant("sampling", test_sampling.test_the_distribution_over_all_words_is_that_of_the_logits, name="zipf 1.2")
 def shares_of_24_bits(patch):
     """As many as a float32 uniform has."""
 
@@ -221,7 +221,7 @@ def shares_of_24_bits(patch):
     wrap(patch, sampling, "shares", make)
 
 
-@mutant("sampling", test_sampling.test_the_law_over_all_words_is_that_of_the_logits, name="normal")
+@mutant("sampling", test_sampling.test_the_distribution_over_all_words_is_that_of_the_logits, name="normal")
 def a_group_and_what_is_in_it_by_one_word(patch):
     """The second level must not see the first one's."""
 

@@ -16,7 +16,7 @@ Patch = pytest.MonkeyPatch
 class Mutant:
     """``killer``: a test function, called with ``parameters`` (or fixtures), which the suite runs it with too, and with
     ``tmp_path`` and ``monkeypatch`` if it takes them.
-    ``lossless``: the output keeps its law, so that only a test of the acceptance can find it."""
+    ``lossless``: the output keeps its distribution, so that only a test of the acceptance can find it."""
 
     name: str
     part: str

@@ -12,9 +12,9 @@ import jax
 import pytest
 
 from specjax.decode import engine
-from tests.decode.test_lossless import test_the_law_of_three_tokens_in_short as short_law
+from tests.decode.test_lossless import test_the_distribution_of_three_tokens_in_short as short_distribution
 from tests.mutants.mutants import MUTANTS, Mutant
-from tests.verifiers import test_laws
+from tests.verifiers import test_distributions
 
 TESTS = Path(__file__).parents[1]
 
@@ -35,7 +35,7 @@ def fresh_programs():
 
 def run_killer(mutant: Mutant, **fixtures) -> None:
     with contextlib.ExitStack() as stack:
-        if mutant.killer.__module__ == test_laws.__name__:  # what its fixture sets
+        if mutant.killer.__module__ == test_distributions.__name__:  # what its fixture sets
             stack.enter_context(jax.enable_x64(True))
             stack.enter_context(jax.numpy_dtype_promotion("standard"))
         wanted = inspect.signature(mutant.killer).parameters
@@ -71,7 +71,7 @@ def test_a_planted_error_is_found(mutant: Mutant, monkeypatch, record_property, 
     record_property("mutant", (mutant.name, mutant.part, mutant.killed_by))
     mutant.plant(monkeypatch)
     if mutant.lossless:
-        short_law()
+        short_distribution()
     with pytest.raises(AssertionError) as caught:
         run_killer(mutant, tmp_path=tmp_path, monkeypatch=monkeypatch)
     assert claimed_by_a_test(caught.value), "an error in the planted code itself finds nothing"

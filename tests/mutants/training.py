@@ -13,7 +13,7 @@ import numpy as np
 from specjax import metrics
 from specjax.data import rows
 from specjax.data import shards as store
-from specjax.distill import init, laws, losses, optimizer, selection, step, teacher_cache
+from specjax.distill import distributions, init, losses, optimizer, selection, step, teacher_cache
 from specjax.distill.sources import on_policy
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime import checkpoint, fingerprint, progress_lines
@@ -61,7 +61,7 @@ def reverse_kl_infinite_where_the_target_excludes_a_token(patch):
 @mutant("loss", VALUE, loss=LOSSES["jensen_shannon"], case="generic")
 def jensen_shannon_with_its_weights_swapped(patch):
     def make(real):
-        return lambda self, *laws: real(dataclasses.replace(self, beta=1 - self.beta), *laws)
+        return lambda self, *distributions: real(dataclasses.replace(self, beta=1 - self.beta), *distributions)
 
     wrap(patch, losses.JensenShannon, "between", make)
 
@@ -80,7 +80,12 @@ def log_of_the_mean_alpha_for_the_mean_of_the_logs(patch):
 
 @mutant("loss", LARGE, cached=None)
 def lk_alpha_with_a_floor(patch):
-    wrap(patch, losses, "log_overlap", lambda real: lambda *laws: jnp.log(jnp.maximum(jnp.exp(real(*laws)), 1e-5)))
+    wrap(
+        patch,
+        losses,
+        "log_overlap",
+        lambda real: lambda *distributions: jnp.log(jnp.maximum(jnp.exp(real(*distributions)), 1e-5)),
+    )
 
 
 @mutant("loss", VALUE, loss=LOSSES["lk_lambda"], case="generic")
@@ -97,33 +102,33 @@ def temperature_of_the_draft_on_both_sides(patch):
     def make(real):
         return lambda draft, teacher, of_target=1.0, of_draft=1.0: real(draft, teacher, of_draft, of_draft)
 
-    wrap(patch, losses, "log_laws", make)
+    wrap(patch, losses, "log_distributions", make)
 
 
 @mutant("loss", test_losses.test_no_gradient_reaches_the_target, loss=LOSSES["total_variation"])
 def gradient_into_the_target(patch):
-    patch.setattr(laws.jax.lax, "stop_gradient", lambda x: x)
+    patch.setattr(distributions.jax.lax, "stop_gradient", lambda x: x)
 
 
 @mutant("loss", CACHED, loss=LOSSES["total_variation"], k=3)
 def tail_of_cached_logits_dropped(patch):
     def make(real):
-        return lambda *args: tuple(law[..., :3] for law in real(*args))
+        return lambda *args: tuple(distribution[..., :3] for distribution in real(*args))
 
-    wrap(patch, losses, "log_laws", make)
+    wrap(patch, losses, "log_distributions", make)
 
 
 @mutant("loss", CACHED, loss=LOSSES["forward_kl"], k=3)
-def cached_logits_made_a_law_of_their_own(patch):
+def cached_logits_made_a_distribution_of_their_own(patch):
     """Renormalised over the tokens that were kept: the tail is forgotten."""
 
     def make(real):
         def renormalised(*args):
-            return tuple(jax.nn.log_softmax(law[..., :3], axis=-1) for law in real(*args))
+            return tuple(jax.nn.log_softmax(distribution[..., :3], axis=-1) for distribution in real(*args))
 
         return renormalised
 
-    wrap(patch, losses, "log_laws", make)
+    wrap(patch, losses, "log_distributions", make)
 
 
 @mutant(
@@ -141,7 +146,7 @@ def token_of_the_tail_without_its_own_probability(patch):
 
         return alike
 
-    wrap(patch, losses, "log_laws", make)
+    wrap(patch, losses, "log_distributions", make)
 
 
 @mutant("loss", test_losses.test_adaspec_chooses_in_each_row_alone)

@@ -170,8 +170,8 @@ def test_gradients_are_those_of_torch(variant):
     def loss(params):
         positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], fed.shape)
         logits = ours.spec(params, jnp.asarray(fed), positions).logits[:, :-1]
-        laws = jax.nn.log_softmax(logits, axis=-1)
-        return -jnp.mean(jnp.take_along_axis(laws, jnp.asarray(fed)[:, 1:, None], axis=-1))
+        distributions = jax.nn.log_softmax(logits, axis=-1)
+        return -jnp.mean(jnp.take_along_axis(distributions, jnp.asarray(fed)[:, 1:, None], axis=-1))
 
     found = stored_tensors(jax.jit(jax.grad(loss))(ours.params), family_of(ours.family, ""), ours.config, "float32")
     names = {"embed_out.": "lm_head.", ".block_sparse_moe.": ".mlp."}

@@ -33,8 +33,8 @@ Positive = Annotated[int, Field(ge=1)]
 class Sampled:
     """How prompts are continued. ``prompt_tokens``: the beginning of a text that is its prompt; a document with a
     prompt of its own, or a chat, is continued after that. ``batch_size``: rows decoded together. ``prompt_weight``: how
-    much the prediction of a prompt's tokens counts; None: all of it where the loss takes the target's law for right,
-    `data.prompt_weight` where it takes the text. The others are arguments of `Decoder.generate`."""
+    much the prediction of a prompt's tokens counts; None: all of it where the loss takes the target's distribution for
+    right, `data.prompt_weight` where it takes the text. The others are arguments of `Decoder.generate`."""
 
     prompt_tokens: Positive = 64
     new_tokens: Positive = 192

@@ -1,9 +1,9 @@
 """Training data that the target wrote: continuations of prompts, sampled by speculative decoding with the current draft
 (2310.08461 distills on them), kept as shards with their provenance. Of several processes the first one makes them.
 
-Verification is lossless, so which draft helped decides the speed and not the law: a directory belongs to a target,
-prompts, sampling parameters and a seed. Each shard has a seed of its own and a record with its SHA-256, written after
-it: no record means half-written.
+Verification is lossless, so which draft helped decides the speed and not the distribution: a directory belongs to a
+target, prompts, sampling parameters and a seed. Each shard has a seed of its own and a record with its SHA-256, written
+after it: no record means half-written.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def make(
     """
     verifier = registry.build(registry.VERIFIERS, settings.verifier, "data.verifier")
     if not verifier.lossless and settings.temperature > 0:
-        raise ConfigError(f"data.verifier: {verifier.kind!r} changes the target's law; use speculative or block")
+        raise ConfigError(
+            f"data.verifier: {verifier.kind!r} changes the target's distribution; use speculative or block"
+        )
     provenance = _provenance(settings, target, prompts, seed)
     if draft is not None and settings.k:
         draft = dataclasses.replace(draft, params=on_one_device(draft.params))
@@ -119,7 +121,7 @@ def make(
 
 
 def _provenance(settings: Generated, target: Any, prompts: Prompts, seed: int) -> dict[str, Any]:
-    """What decides the law and the prompts."""
+    """What decides the distribution and the prompts."""
     names = ("new_tokens", "temperature", "top_k", "top_p", "min_p")
     target_params, target_config = fingerprint.of_model(target)
     return {

@@ -1,5 +1,5 @@
-"""The law that decoding must follow: one target under one set of sampling parameters, token by token, from a teacher-
-forced forward and `specjax.testing.references` in float64, with none of the code that decodes."""
+"""The distribution that decoding must follow: one target under one set of sampling parameters, token by token, from a
+teacher- forced forward and `specjax.testing.references` in float64, with none of the code that decodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CUTS = ("top_k", "top_p", "min_p")
 _LISTS = ("logit_bias", "banned_tokens", "allowed_tokens")
 
 
-class TargetLaw:
+class TargetDistribution:
     """``sampling``: arguments of `Decoder.generate`, one value each; ``new_tokens``: most tokens after a prompt."""
 
     def __init__(self, target: Any, sampling: Mapping[str, Any], new_tokens: int):

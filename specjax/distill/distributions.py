@@ -1,11 +1,11 @@
-"""Logits in, the two laws that a loss or a metric compares out: over the vocabulary, or, where only the target's k
-largest logits are known, over those k tokens and something for all others.
+"""Logits in, the two distributions that a loss or a metric compares out: over the vocabulary, or, where only the
+target's k largest logits are known, over those k tokens and something for all others.
 
 That is n tokens drawn from p's tail, where they were kept: each has 1/n of the tail's mass under p and, under q, that
 times its own q/p. Sums like KL(p || q) and the overlap, whose terms are p times a function of q/p, are then right in
 expectation, and so are their gradients (2503.16870); q's part does not add up to its tail. Otherwise it is one bucket.
-As both laws are coarsened alike, a divergence of theirs is then at most the true one (data processing), and their
-overlap is the upper end of what alpha can be.
+As both distributions are coarsened alike, a divergence of theirs is then at most the true one (data processing), and
+their overlap is the upper end of what alpha can be.
 
 Dims: B rows, T predicted positions, V vocabulary, k best tokens, n of the tail, W outcomes: V, k + n or k + 1.
 """
@@ -27,7 +27,7 @@ _NOTHING = -1e30
 """In place of a logit that is left out: finite, because the gradient of a logsumexp over -inf alone is NaN."""
 
 
-def log_laws(
+def log_distributions(
     draft_logits: Float[Array, "B T V"],
     teacher: FullLogits | TopKLogits,
     target_temperature: float = 1.0,
@@ -42,7 +42,9 @@ def log_laws(
     if isinstance(teacher, FullLogits):
         return jax.nn.log_softmax(teacher.logits.astype(jnp.float32) / target_temperature, axis=-1), log_q
     if target_temperature != 1:
-        raise ValueError(f"target_temperature={target_temperature:g} needs the target's whole law, found its top k")
+        raise ValueError(
+            f"target_temperature={target_temperature:g} needs the target's whole distribution, found its top k"
+        )
     logsumexp = teacher.logsumexp.astype(jnp.float32)[..., None]
     log_p = teacher.values.astype(jnp.float32) - logsumexp
     inside = jnp.take_along_axis(log_q, teacher.ids, axis=-1)
@@ -78,11 +80,11 @@ def acceptance(draft_logits: Float[Array, "B T V"], teacher: FullLogits | TopKLo
     ``alpha_estimate``, from the tokens of the tail if there are any, else the upper end."""
     if isinstance(teacher, FullLogits):
         return {"alpha": alpha_per_position(teacher.logits, draft_logits)}
-    log_p, log_q = log_laws(draft_logits, dataclasses.replace(teacher, tail_values=None, tail_ids=None))
+    log_p, log_q = log_distributions(draft_logits, dataclasses.replace(teacher, tail_values=None, tail_ids=None))
     k = teacher.ids.shape[-1]
     return {
         "alpha_lower": overlap(log_p[..., :k], log_q[..., :k]),
-        "alpha_estimate": overlap(*log_laws(draft_logits, teacher)),
+        "alpha_estimate": overlap(*log_distributions(draft_logits, teacher)),
         "alpha_upper": overlap(log_p, log_q),
     }
 
@@ -93,7 +95,8 @@ def top_k_logits(
     """The ``k`` largest, largest first; float32, and the best one 0, so that large logits lose no digits.
 
     With ``uniform`` in [0, 1), a number a position, ``n`` tokens of the tail as well, at equal distances of its
-    cumulative law: each token is expected as often as its share of n, and no draw is independent of the others.
+    cumulative distribution: each token is expected as often as its share of n, and no draw is independent of the
+    others.
     """
     logits = logits.astype(jnp.float32)
     logits = logits - jnp.max(logits, axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Statistical comparison of decoded tokens with an exactly enumerated law."""
+"""Statistical comparison of decoded tokens with an exactly enumerated distribution."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scipy import stats
 from specjax.decode.decoder import Decoder
 
 LAWS = 60
-"""Bonferroni: there are no more law tests than this."""
+"""Bonferroni: there are no more distribution tests than this."""
 LEVEL = 1e-3 / LAWS
 ROWS, CALLS = 2048, 36
 SMOKE_CALLS, SMOKE_LEVEL = 8, 1e-3
@@ -83,14 +83,14 @@ def decode_counts(
     return counts
 
 
-def p_value(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ...], float]) -> float:
-    """Pearson's chi-square against a fully specified law. Cells expecting fewer than 5 are pooled; an outcome of
-    probability zero gives 0."""
-    if any(law.get(outcome, 0.0) == 0.0 for outcome in counts):
+def p_value(counts: Mapping[tuple[int, ...], int], distribution: Mapping[tuple[int, ...], float]) -> float:
+    """Pearson's chi-square against a fully specified distribution. Cells expecting fewer than 5 are pooled; an outcome
+    of probability zero gives 0."""
+    if any(distribution.get(outcome, 0.0) == 0.0 for outcome in counts):
         return 0.0
     total = sum(counts.values())
-    observed = np.array([counts.get(outcome, 0) for outcome in law], float)
-    expected = np.array([probability * total for probability in law.values()])
+    observed = np.array([counts.get(outcome, 0) for outcome in distribution], float)
+    expected = np.array([probability * total for probability in distribution.values()])
     small = expected < 5
     if small.any():
         observed = np.append(observed[~small], observed[small].sum())
@@ -104,7 +104,7 @@ def p_value(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ...],
 
 
 def power(rows: int, level: float, distance: float, cells: int) -> float:
-    """Of `p_value` < ``level`` against any law at a total variation of ``distance``: its noncentrality is at least
-    4 rows distance^2 (Cauchy-Schwarz)."""
+    """Of `p_value` < ``level`` against any distribution at a total variation of ``distance``: its noncentrality is at
+    least 4 rows distance^2 (Cauchy-Schwarz)."""
     critical = stats.chi2.isf(level, cells - 1)
     return float(stats.ncx2.sf(critical, cells - 1, 4 * rows * distance**2))
