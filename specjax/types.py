@@ -274,12 +274,12 @@ class TopKLogits:
 
 @flax.struct.dataclass
 class Batch:
-    """Rows of text to train on: ``following[b, t]`` comes after ``tokens[b, t]``."""
+    """Rows of text to train on: ``labels[b, t]`` comes after ``tokens[b, t]``."""
 
     tokens: Int[Array, "B T"]
-    following: Int[Array, "B T"]
+    labels: Int[Array, "B T"]
     weight: Float[Array, "B T"]
-    """How much the prediction of ``following`` counts; 0: not at all (padding, a prompt)."""
+    """How much the prediction of ``labels`` counts; 0: not at all (padding, a prompt)."""
     positions: Int[Array, "B T"] | None = None
     """Inside its own document; None: 0 .. T-1."""
     segments: Int[Array, "B T"] | None = None

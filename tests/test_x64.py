@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specjax import config
-from specjax.data.rows import Packed
+from specjax.data.rows import ConcatenatedRows
 from specjax.decode.decoder import Decoder
 from specjax.distill.distributions import top_k_logits
 from specjax.distill.losses import ForwardKL
@@ -67,7 +67,7 @@ def test_training_is_the_same_with_64_bits():
 
 
 def test_evaluation_is_the_same_with_64_bits():
-    rows = Packed(TOKENS.reshape(-1), np.asarray([0]), 16)
+    rows = ConcatenatedRows(TOKENS.reshape(-1), np.asarray([0]), 16)
 
     def measured():
         target, draft = pair()

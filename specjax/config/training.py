@@ -269,8 +269,8 @@ class Stage:
             kind = self.loss if isinstance(self.loss, str) else self.loss["kind"]
             raise ValueError(
                 f"loss {kind!r} needs the target's whole distribution, teacher=cached keeps its "
-                f"{self.teacher_top_k} largest logits; use teacher=online, or one of forward_kl, total_variation, lk_alpha, lk_lambda (at "
-                "target_temperature=1)"
+                f"{self.teacher_top_k} largest logits; use teacher=online, or one of forward_kl, "
+                "total_variation, lk_alpha, lk_lambda (at target_temperature=1)"
             )
         return self
 

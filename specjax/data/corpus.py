@@ -18,10 +18,20 @@ from typing import Any
 from specjax.data import chat_template as chat
 from specjax.data import readers
 from specjax.data.document import Document, Part
-from specjax.data.readers import STDLIB, Bad, Hub
+from specjax.data.readers import STDLIB, BadRecordPolicy, Hub
 from specjax.errors import DataError
 
-__all__ = ["STDLIB", "Bad", "Document", "Hub", "Part", "corpus_digest", "read_documents", "rendered", "split_held_out"]
+__all__ = [
+    "STDLIB",
+    "BadRecordPolicy",
+    "Document",
+    "Hub",
+    "Part",
+    "corpus_digest",
+    "read_documents",
+    "rendered",
+    "split_held_out",
+]
 _LONGEST_PIECE = 16_384
 _MUCH = 0.05
 """Of a text: a share that is no accident of the hashes of many documents."""
@@ -29,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 def read_documents(
-    path: str, bad: Bad | None = None, hub: Hub | None = None, columns: Mapping[str, str] | None = None
+    path: str, bad: BadRecordPolicy | None = None, hub: Hub | None = None, columns: Mapping[str, str] | None = None
 ) -> list[Document]:
     """Every document under ``path``: `python-stdlib`, a text file, a ``.jsonl`` or ``.parquet`` file, a directory of
     such files, or ``hf:NAME`` (``hub`` says what of it). Records are described in `specjax.data.readers`;
@@ -42,7 +52,7 @@ def read_documents(
     Raises `DataError` naming the file (and line) for anything missing, malformed, empty or not UTF-8; with a ``bad``
     that skips, what is wrong inside ``path`` is counted there instead.
     """
-    bad, columns = Bad() if bad is None else bad, columns or {}
+    bad, columns = BadRecordPolicy() if bad is None else bad, columns or {}
     if path == STDLIB:
         documents = readers.read_stdlib()
     elif path.startswith(readers.HUB):
@@ -57,7 +67,7 @@ def read_documents(
     return sorted(unique.values(), key=lambda d: d.name)
 
 
-def _read_files(path: str, bad: Bad, columns: Mapping[str, str]) -> Iterator[Document]:
+def _read_files(path: str, bad: BadRecordPolicy, columns: Mapping[str, str]) -> Iterator[Document]:
     root = Path(path).expanduser()
     if not root.exists():
         raise DataError(
@@ -128,7 +138,10 @@ def corpus_digest(documents: Iterable[Document]) -> str:
 
 
 def rendered(
-    documents: Iterable[Document], tokenizer: Any, bad: Bad | None = None, today: datetime.date | None = None
+    documents: Iterable[Document],
+    tokenizer: Any,
+    bad: BadRecordPolicy | None = None,
+    today: datetime.date | None = None,
 ) -> list[Document]:
     """The documents with every chat as the tokenizer's chat template writes it; what the assistant says, up to where
     the next message begins, is predicted, each time after what the template makes of the chat so far. Where the
@@ -137,7 +150,7 @@ def rendered(
 
     Raises `DataError` if there are chats and no template; a chat that the template does not take is ``bad``.
     """
-    bad, found = Bad() if bad is None else bad, []
+    bad, found = BadRecordPolicy() if bad is None else bad, []
     for document in documents:
         if not document.messages:
             found.append(document)

@@ -30,7 +30,7 @@ _WANTED = (
 )
 
 
-class Bad:
+class BadRecordPolicy:
     """What becomes of a record that cannot be used: an error, or a skip that is counted. ``counts``: reason -> records
     skipped; ``first``: reason -> the first of them."""
 
@@ -116,7 +116,7 @@ def read_stdlib() -> list[Document]:
     return documents
 
 
-def read_text(file: Path, source: str, bad: Bad, columns: Mapping[str, str]) -> Iterator[Document]:
+def read_text(file: Path, source: str, bad: BadRecordPolicy, columns: Mapping[str, str]) -> Iterator[Document]:
     try:
         yield Document(file.as_posix(), file.read_bytes().decode("utf-8"), source)
     except UnicodeDecodeError as error:
@@ -124,7 +124,7 @@ def read_text(file: Path, source: str, bad: Bad, columns: Mapping[str, str]) -> 
         bad.found("not UTF-8", f"{found}; convert it, for example with iconv")
 
 
-def read_jsonl(file: Path, source: str, bad: Bad, columns: Mapping[str, str]) -> Iterator[Document]:
+def read_jsonl(file: Path, source: str, bad: BadRecordPolicy, columns: Mapping[str, str]) -> Iterator[Document]:
     for number, record in jsonl_records(file, bad):
         try:
             yield parse(record, f"{file.as_posix()}:{number}", source, f"{file}, line {number}", columns)
@@ -132,7 +132,7 @@ def read_jsonl(file: Path, source: str, bad: Bad, columns: Mapping[str, str]) ->
             bad.found("unusable records", str(reason))
 
 
-def jsonl_records(file: Path, bad: Bad) -> Iterator[tuple[int, Any]]:
+def jsonl_records(file: Path, bad: BadRecordPolicy) -> Iterator[tuple[int, Any]]:
     """(line number, value) of every line that is JSON."""
     number = records = 0
     with file.open("rb") as lines:
@@ -150,7 +150,7 @@ def jsonl_records(file: Path, bad: Bad) -> Iterator[tuple[int, Any]]:
         bad.found("empty shards", f"{file}: holds no records; an unfinished download, or a file to remove")
 
 
-def read_parquet(file: Path, source: str, bad: Bad, columns: Mapping[str, str]) -> Iterator[Document]:
+def read_parquet(file: Path, source: str, bad: BadRecordPolicy, columns: Mapping[str, str]) -> Iterator[Document]:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -184,7 +184,7 @@ def read_parquet(file: Path, source: str, bad: Bad, columns: Mapping[str, str]) 
             bad.found("empty shards", f"{file}: holds no rows; an unfinished download, or a file to remove")
 
 
-def read_hub(path: str, hub: Hub, bad: Bad, columns: Mapping[str, str]) -> Iterator[Document]:
+def read_hub(path: str, hub: Hub, bad: BadRecordPolicy, columns: Mapping[str, str]) -> Iterator[Document]:
     """Rows of a data set that the `datasets` library loads: ``hf:NAME``, where NAME is an id on the hub or a local
     directory. Raises `DataError` if it cannot be loaded; without a network, what is in the library's cache is used."""
     name = path.removeprefix(HUB)

@@ -3,7 +3,7 @@
 A row is ``length + 1`` consecutive tokens of the concatenated documents, each closed by end-of-sequence; rows overlap
 by one token. Attention and positions stay inside a document, and no document is asked to predict the next one's start.
 A row that begins inside a document opens as a text does: beginning-of-sequence stands where the overlapping token was.
-Sequences made for training (`Fitted`) are never cut: a row holds as many as fit, and padding.
+Sequences made for training (`WholeSequenceRows`) are never cut: a row holds as many as fit, and padding.
 
 Dims: N rows, B rows of a batch, T predicted positions.
 """
@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from specjax.data.corpus import Bad, Document, Part
+from specjax.data.corpus import BadRecordPolicy, Document, Part
 from specjax.errors import DataError
 from specjax.runtime import fingerprint
 from specjax.types import Batch, Params
@@ -58,7 +58,7 @@ def row_of(
     ``weight``: how much it counts that a token is predicted, by the one before it in its document."""
     arrays: dict[str, Any] = {
         "tokens": tokens[:-1],
-        "following": tokens[1:],
+        "labels": tokens[1:],
         "weight": np.where(document[1:] == document[:-1], weight[1:], 0).astype(np.float32),
         "positions": positions[:-1].astype(np.int32),
         "segments": (document - document[0])[:-1].astype(np.int32),
@@ -67,7 +67,7 @@ def row_of(
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed:
+class ConcatenatedRows:
     """``stream``: the concatenated documents; ``starts``: where each begins; ``length``: T; ``prompt``: tokens whose
     prediction counts ``prompt_weight`` instead of 1 (None: there are none); ``opening``: the tokens that open a text,
     which replace the first of a row that begins inside a document."""
@@ -147,7 +147,7 @@ class Sequences:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fitted:
+class WholeSequenceRows:
     """Whole sequences in rows, in their order: a row ends where the next sequence does not fit. The prediction of a
     prompt's tokens counts ``prompt_weight``. ``alone``: one sequence a row."""
 
@@ -200,12 +200,12 @@ def pack(
     eos_id: int,
     length: int,
     prompt_weight: float = 0.0,
-    bad: Bad | None = None,
-) -> Packed:
+    bad: BadRecordPolicy | None = None,
+) -> ConcatenatedRows:
     """Ordered by content hash, so names do not matter. A chat is opened and closed by its template, any other document
     opened as the tokenizer opens a text and closed by ``eos_id``. A document of fewer than two tokens of its own is
     ``bad``."""
-    bad, opening = Bad() if bad is None else bad, opening_ids(tokenizer, eos_id)
+    bad, opening = BadRecordPolicy() if bad is None else bad, opening_ids(tokenizer, eos_id)
     ordered = sorted(documents, key=lambda d: d.digest)
     tokens, prompt, sizes = [np.zeros(0, np.int32)], [np.zeros(0, bool)], []
     for document, ids in zip(ordered, encode_parts(tokenizer, ordered), strict=True):
@@ -223,7 +223,7 @@ def pack(
     mask = np.concatenate(prompt)
     starts = np.cumsum([0, *sizes[:-1]])
     prompts = mask if mask.any() else None
-    return Packed(np.concatenate(tokens), starts, length, prompts, prompt_weight, tuple(opening))
+    return ConcatenatedRows(np.concatenate(tokens), starts, length, prompts, prompt_weight, tuple(opening))
 
 
 def opening_ids(tokenizer: Any, eos_id: int) -> list[int]:

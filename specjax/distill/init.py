@@ -21,7 +21,7 @@ from specjax.config import RunConfig
 from specjax.data.rows import Rows, spread
 from specjax.distill.prune import check_cuttable, prune
 from specjax.distill.shape import resized
-from specjax.distill.teacher import completed
+from specjax.distill.teacher import with_shared_params
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, ModelError
 from specjax.models.config import ModelConfig
@@ -48,7 +48,7 @@ class Initial:
 
     def model(self, params: Params, target: LoadedModel, name: str = "draft") -> LoadedModel:
         """With the weights ``params``, those that it shares with ``target``, and the target's tokenizer."""
-        params = completed(self.drafter, params, target.params)
+        params = with_shared_params(self.drafter, params, target.params)
         return LoadedModel(self.spec, params, target.tokenizer, target.eos_ids, name, family=self.family)
 
 
@@ -169,7 +169,7 @@ class SharedEnds:
         return {name: value for name, value in params.items() if name not in self.shared}
 
     def train_output(self, params: Params, batch: Batch, target_out: Output | None) -> DraftOutput:
-        """``params``: the completed ones."""
+        """``params``: with the shared ones."""
         return DraftModel(self.model).train_output(params, batch, target_out)
 
 

@@ -208,7 +208,7 @@ def _seen(target: Any, tokens: Int[np.ndarray, "B T"], basis: Float[Array, "D d"
 @functools.partial(jax.jit, static_argnums=0)
 def _enter(spec: Model, params: Params, tokens: Int[Array, "B T"]):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-    x, contexts = spec.module(params).enter(tokens, positions, None, None, None)
+    x, contexts = spec.module(params).embed(tokens, positions, None, None, None)
     return x, [*contexts.values()]
 
 

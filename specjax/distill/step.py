@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 from specjax import backend
 from specjax.distill.distributions import acceptance
 from specjax.distill.optimizer import Average
-from specjax.distill.teacher import completed, target_output
+from specjax.distill.teacher import target_output, with_shared_params
 from specjax.evaluation.evaluate import matched
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime.layout import ONE_DEVICE, Layout
@@ -134,16 +134,16 @@ def make_update(
     def stage_loss(params, given: _Given, batch: Batch):
         target_out = None if spec is None else target_output(spec, given.target, batch)
         teacher = batch.teacher if target_out is None else FullLogits(target_out.logits)
-        # Cast before it is completed: what is the target's then takes the same dtype, without one in between.
-        whole = completed(drafter, jax.tree.map(cast, params), given.target)
+        # Cast before the shared ones come in: what is the target's then takes the same dtype, without one in between.
+        whole = with_shared_params(drafter, jax.tree.map(cast, params), given.target)
         out = drafter.train_output(whole, batch, target_out)
         others = (references or {}).items()
         compared = {n: other.train_output(given.references[n], batch, target_out) for n, other in others}
         total, weights, overlaps = jnp.float32(0), jnp.float32(0), {}
         for j in range(out.logits.shape[2]):
-            m = matched(out, teacher, batch.following, j, tokens)
+            m = matched(out, teacher, batch.labels, j, tokens)
             weight = out.share[j] * m.weight
-            theirs = {n: matched(o, teacher, batch.following, j, tokens).draft_logits for n, o in compared.items()}
+            theirs = {n: matched(o, teacher, batch.labels, j, tokens).draft_logits for n, o in compared.items()}
             context = LossContext(given.alpha, weight, theirs)
             values = loss(m.draft_logits, m.teacher, m.tokens, context)
             # A prediction that does not count may have no finite loss.

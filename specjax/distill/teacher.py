@@ -17,7 +17,7 @@ def target_output(spec: Any, params: Params, batch: Batch) -> Output:
     return jax.lax.stop_gradient(spec(params, batch.tokens, batch.token_positions, mask=batch.attention_mask))
 
 
-def completed(drafter: Trainable, params: Params, target_params: Params | None) -> Params:
+def with_shared_params(drafter: Trainable, params: Params, target_params: Params | None) -> Params:
     """What ``drafter`` computes with: ``params``, its own, and those of the target that it shares. No gradient reaches
     the latter, and as arguments of the step they are in memory once."""
     if not isinstance(drafter, Sharing):

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.data.rows import Rows, spread
 from specjax.distill.losses import negative_log_likelihood
-from specjax.distill.teacher import completed, target_output
+from specjax.distill.teacher import target_output, with_shared_params
 from specjax.metrics import alpha_per_position
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime.layout import ONE_DEVICE, Layout
@@ -49,7 +49,7 @@ class Matched:
 def matched(
     out: DraftOutput,
     teacher: FullLogits | TopKLogits | None,
-    following: Int[Array, "B T"],
+    labels: Int[Array, "B T"],
     j: int,
     tokens: TokenRows | None = None,
 ) -> Matched:
@@ -65,7 +65,7 @@ def matched(
         logits = tokens.over(logits)
         if isinstance(teacher, FullLogits):
             teacher = FullLogits(tokens.over(teacher.logits))
-    return Matched(logits, jax.tree.map(take, teacher), take(following), out.weight[:, :, j])
+    return Matched(logits, jax.tree.map(take, teacher), take(labels), out.weight[:, :, j])
 
 
 def evaluate(
@@ -134,17 +134,17 @@ def _filled_up(leaf: np.ndarray, size: int) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _sums(drafter, spec, tokens: TokenRows | None, params: tuple, target_params, batch: Batch) -> list:
     target_out = None if spec is None else target_output(spec, target_params, batch)
-    wholes = [completed(drafter, p, target_params) for p in params]
-    return [_sums_of(drafter.train_output(p, batch, target_out), target_out, batch.following, tokens) for p in wholes]
+    wholes = [with_shared_params(drafter, p, target_params) for p in params]
+    return [_sums_of(drafter.train_output(p, batch, target_out), target_out, batch.labels, tokens) for p in wholes]
 
 
 def _sums_of(
-    out: DraftOutput, target_out: Output | None, following: Int[Array, "B T"], tokens: TokenRows | None
+    out: DraftOutput, target_out: Output | None, labels: Int[Array, "B T"], tokens: TokenRows | None
 ) -> dict[str, jax.Array]:
     sums: dict[str, jax.Array] = {}
     teacher = None if target_out is None else FullLogits(target_out.logits)
     for j in range(out.logits.shape[2]):
-        m = matched(out, teacher, following, j, tokens)
+        m = matched(out, teacher, labels, j, tokens)
         measured = {
             "nll": negative_log_likelihood(m.draft_logits, m.tokens),
             "count": jnp.ones(m.tokens.shape, jnp.float32),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.config import RunConfig
-from specjax.data.corpus import Bad, Document
+from specjax.data.corpus import BadRecordPolicy, Document
 from specjax.data.prompts import by_source
 from specjax.data.rows import Rows, pack, spread
 from specjax.errors import DataError
@@ -164,7 +164,7 @@ def alphas_by_source(
     found = {together: of_all}
     for source in names:
         with contextlib.suppress(DataError):
-            options = (target.eos_ids[0], data.seq_len, data.prompt_weight, Bad(data.on_bad))
+            options = (target.eos_ids[0], data.seq_len, data.prompt_weight, BadRecordPolicy(data.on_bad))
             found[source] = evaluate(drafts, pack(target.tokenizer, sources[source], *options))
     return {
         name: {source: evaluations[i].alpha for source, evaluations in found.items()} for i, name in enumerate(DRAFTS)

@@ -20,7 +20,7 @@ from specjax.data.corpus import Document
 from specjax.data.prompts import PLACES, HeldOutPrompt, cut_prompts
 from specjax.decode.decoder import Decoder
 from specjax.decode.result import check_finite
-from specjax.distill.teacher import completed
+from specjax.distill.teacher import with_shared_params
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError
 from specjax.metrics import DecodeStats, Interval, block_efficiency_interval, tokens_per_s
@@ -98,7 +98,9 @@ class HeldOutDecoding:
     seed: int
 
     def __call__(self, params: Params) -> list[Decoded]:
-        draft = LoadedModel(self.spec, completed(self.drafter, params, self.target.params), self.target.tokenizer)
+        draft = LoadedModel(
+            self.spec, with_shared_params(self.drafter, params, self.target.params), self.target.tokenizer
+        )
         # Another handle of the same weights: their copy laid out for decoding is freed with it, not kept by training.
         target = dataclasses.replace(self.target)
         verifier = registry.build(registry.VERIFIERS, self.verifier, "verifier")

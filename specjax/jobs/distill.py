@@ -28,13 +28,13 @@ from specjax.config import RunConfig, Stage
 from specjax.data import chat_template as chat
 from specjax.data import corpus
 from specjax.data import shards as store
-from specjax.data.corpus import Bad, Document
-from specjax.data.rows import Packed, Rows, pack
+from specjax.data.corpus import BadRecordPolicy, Document
+from specjax.data.rows import ConcatenatedRows, Rows, pack
 from specjax.data.tokenizer import train_tokenizer
 from specjax.distill.init import Initial, check_length, initial_draft, model_config
+from specjax.distill.sources.context import SourceContext
 from specjax.distill.sources.on_policy import draft_sampler
-from specjax.distill.sources.stock import Stock
-from specjax.distill.teacher import completed
+from specjax.distill.teacher import with_shared_params
 from specjax.distill.trainer import train_stage
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError, ModelError, TrainingError
@@ -82,9 +82,9 @@ class Prepared:
 
     target: LoadedModel
     corpus: Corpus
-    train_rows: Packed
-    held_out_rows: Packed
-    bad: Bad = dataclasses.field(default_factory=Bad)
+    train_rows: ConcatenatedRows
+    held_out_rows: ConcatenatedRows
+    bad: BadRecordPolicy = dataclasses.field(default_factory=BadRecordPolicy)
     """What `data.on_bad` skipped."""
 
 
@@ -193,7 +193,7 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
 
 def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
     """Read and split the corpus, load the target or train it from scratch, and cut the windows."""
-    data, bad = config.data, Bad(config.data.on_bad)
+    data, bad = config.data, BadRecordPolicy(config.data.on_bad)
     documents = Corpus(
         *corpus.split_held_out(corpus.read_documents(data.path, bad, data.hub, {**data.columns}), data.held_out)
     )
@@ -223,7 +223,9 @@ def _load_target(config: RunConfig, path: str | Path) -> LoadedModel:
     return load_model(path, dtype=config.target.dtype, revision=config.target.revision, mesh=mesh)
 
 
-def _rows(config: RunConfig, documents: Corpus, tokenizer: Any, eos_id: int, bad: Bad) -> tuple[Corpus, Packed, Packed]:
+def _rows(
+    config: RunConfig, documents: Corpus, tokenizer: Any, eos_id: int, bad: BadRecordPolicy
+) -> tuple[Corpus, ConcatenatedRows, ConcatenatedRows]:
     """Rendered documents, and their rows: train, held out."""
     data = config.data
     today = _today(Path(config.out), tokenizer)
@@ -324,7 +326,7 @@ def _train(
     """The trained parameters, and how many steps that took if none was spared."""
     draft, directory = initial.model(params, prepared.target), Path(config.out) / name
     source = registry.build(registry.DATA, "text" if stage.steps == 0 else stage.data, f"{name}: data")
-    made_from = stock(config, prepared, draft, name, data_directory(config, name), seed, bars)
+    made_from = source_context(config, prepared, draft, name, data_directory(config, name), seed, bars)
     loss = registry.build(registry.LOSSES, stage.loss, f"{name}: loss")
     rows = rows_of(config, source, dataclasses.replace(made_from, needs_labels=loss.needs_labels))
     if stage.epochs is not None:
@@ -333,16 +335,16 @@ def _train(
     steps = stage.num_steps
     with _naming_inputs(config), (bars if steps else no_bars)(name, steps) as progress:
         args = (initial.drafter, params, target, rows, prepared.held_out_rows, seed, progress)
-        complete = functools.partial(completed, initial.drafter, target_params=prepared.target.params)
+        complete = functools.partial(with_shared_params, initial.drafter, target_params=prepared.target.params)
         sampler, layout = draft_sampler(draft, complete), make_layout(config.mesh)
         return train_stage(directory, stage, *args, sampler, layout, decoding, bars), steps
 
 
-def rows_of(config: RunConfig, source: Any, stock: Stock) -> Rows:
+def rows_of(config: RunConfig, source: Any, context: SourceContext) -> Rows:
     """What a stage of the data ``source`` trains on, made if need be. Raises `TrainingError` naming what changed since
     it was made."""
-    with _naming_inputs(config, getattr(source, "prompts", None), stock.today):
-        return source.rows(stock)
+    with _naming_inputs(config, getattr(source, "prompts", None), context.today):
+        return source.rows(context)
 
 
 @contextlib.contextmanager
@@ -367,13 +369,13 @@ def data_directory(config: RunConfig, name: str) -> Path:
     return Path(config.out) / f"{name}-data"
 
 
-def stock(
+def source_context(
     config: RunConfig, prepared: Prepared, draft: LoadedModel | None, name: str, directory: Path, seed: int, bars: Bars
-) -> Stock:
+) -> SourceContext:
     """What the data of the stage ``name`` is made from; ``draft``: as the stage begins with it."""
     text, weight = prepared.train_rows, config.data.prompt_weight
     today = _today(Path(config.out), prepared.target.tokenizer)
-    return Stock(name, directory, text, prepared.target, draft, weight, seed, config.data.on_bad, bars, today)
+    return SourceContext(name, directory, text, prepared.target, draft, weight, seed, config.data.on_bad, bars, today)
 
 
 def _refuse_foreign(directory: Path) -> None:

@@ -36,6 +36,6 @@ def make_data(config: RunConfig, out: Path | None, draft: str | None, bars: Bars
         helper = load_model(draft_of(draft or kept[0]), "float32") if draft or kept else None
         prepared.target.free_originals()
         # The seed of the stage, so that the run finds what it would have made.
-        stock = job.stock(config, prepared, helper, _STAGE, directory, config.seed + 1, bars)
-        job.rows_of(config, dataclasses.replace(source, path=str(directory)), stock)
+        context = job.source_context(config, prepared, helper, _STAGE, directory, config.seed + 1, bars)
+        job.rows_of(config, dataclasses.replace(source, path=str(directory)), context)
     return {**json.loads((directory / PROVENANCE).read_text()), "directory": str(directory)}

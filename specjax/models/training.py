@@ -55,7 +55,7 @@ class TrainingModel(Model):
             wanted = NamedSharding(self.rows.mesh, PartitionSpec(PartitionSpec.UNCONSTRAINED, None))
             params = {**params, "embedding": jax.lax.with_sharding_constraint(params["embedding"], wanted)}
         module = self.module(params)
-        x, contexts = module.enter(tokens, positions, slots, None, mask)
+        x, contexts = module.embed(tokens, positions, slots, None, mask)
         x = module.norm(self._through(params["layers"], self._placed(x), contexts))
         return Output(module.logits(x), (x,), None)
 

@@ -91,7 +91,7 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens, positions, slots, cache, mask, hidden_layers):
         config = self.config
-        x, contexts = self.enter(tokens, positions, slots, cache, mask)
+        x, contexts = self.embed(tokens, positions, slots, cache, mask)
         folded = cache is None or cache.layers[0][0].ndim == 3
         layer_caches = [None] * config.num_layers if cache is None else (cache if folded else fold(cache)).layers
         hidden, written = [], []
@@ -107,7 +107,7 @@ class Transformer(nnx.Module):
             cache = cache if folded else unfold(cache, len(tokens))
         return x, tuple(hidden), cache
 
-    def enter(self, tokens, positions, slots, cache, mask):
+    def embed(self, tokens, positions, slots, cache, mask):
         """What the first layer reads, and for each kind of layer (its rotary table, the keys that a query may read)."""
         config = self.config
         x = self.embedding[...][tokens]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specjax.verifiers.chain import ChainVerifier, Chances, at, leading_run, ratios
+from specjax.verifiers.chain import Acceptance, ChainVerifier, at, leading_run, ratios
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Block(ChainVerifier):
     reference: ClassVar[str] = "2403.10444"
     last_success: ClassVar[bool] = True
 
-    def chances(self, draft, p, q) -> Chances:
+    def acceptance(self, draft, p, q) -> Acceptance:
         """b_i = min(1, b_(i-1) p/q), b_0 = 1; what is left after i tokens is S_i = sum (b_i p - q)+ of position i + 1.
         The last valid position succeeds with b, one before it with S_i / (S_i + 1 - b_i)."""
         ratio = ratios(draft, p, q)
@@ -44,7 +44,7 @@ class Block(ChainVerifier):
         nothing = whole <= 0
         h = jnp.where(nothing, 1.0, left / jnp.where(nothing, 1.0, whole))
         last = jnp.arange(1, b.shape[1] + 1, dtype=jnp.int32)[None] == leading_run(draft.valid)[:, None]
-        return Chances(jnp.where(last, b, jnp.pad(h, ((0, 0), (0, 1)))), weight)
+        return Acceptance(jnp.where(last, b, jnp.pad(h, ((0, 0), (0, 1)))), weight)
 
 
 def sums(rows: Sequence[Float[Array, "B V"]]) -> Float[Array, "B N"]:

@@ -19,11 +19,11 @@ _TINY = 1e-12
 """A residual sum at or below this is rounding (p == q): the branch has probability 0 in exact arithmetic."""
 
 
-class Chances(NamedTuple):
-    """``keep[b, i]``: the chance that position i succeeds. ``weight[b, n]``: w in the residual ``(w p - q)+`` after n
-    tokens; None for 1. Positions that are not valid are ignored."""
+class Acceptance(NamedTuple):
+    """``accept_prob[b, i]``: the chance that position i succeeds. ``weight[b, n]``: w in the residual ``(w p - q)+``
+    after n tokens; None for 1. Positions that are not valid are ignored."""
 
-    keep: Float[Array, "B K"]
+    accept_prob: Float[Array, "B K"]
     weight: Float[Array, "B K1"] | None = None
 
 
@@ -35,7 +35,7 @@ class ChainVerifier:
     last_success: ClassVar[bool] = False
     """Keep up to the last position that succeeds, not up to the first that fails."""
 
-    def chances(self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None) -> Chances:
+    def acceptance(self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None) -> Acceptance:
         """``q`` None: the draft is certain (a point mass at each token)."""
         raise NotImplementedError
 
@@ -51,23 +51,23 @@ class ChainVerifier:
         assert isinstance(noise, Noise), "the engine builds the noise that the verifier declares"
         p = jax.nn.softmax(p_logits, axis=-1)
         q = None if draft.logits is None else jax.nn.softmax(draft.logits, axis=-1)
-        chances = self.chances(draft, p, q)
-        success = (noise.accept < chances.keep) & draft.valid
+        acceptance = self.acceptance(draft, p, q)
+        success = (noise.accept < acceptance.accept_prob) & draft.valid
         n = last_success(success) if self.last_success else leading_run(success)
-        return Verdict(n, sampling.inverse_cdf(self._next(draft, p, q, chances, n), noise.next_words))
+        return Verdict(n, sampling.inverse_cdf(self._next(draft, p, q, acceptance, n), noise.next_words))
 
     def distribution(
         self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None
     ) -> VerdictDistribution:
         """Exact, for any float type. ``p``, ``q``: the probabilities of target and draft."""
-        chances = self.chances(draft, p, q)
-        keep = jnp.where(draft.valid, chances.keep, 0.0).astype(p.dtype)
+        acceptance = self.acceptance(draft, p, q)
+        keep = jnp.where(draft.valid, acceptance.accept_prob, 0.0).astype(p.dtype)
         counts = last_success_distribution(keep) if self.last_success else leading_run_distribution(keep)
-        rows = [self._next(draft, p, q, chances, jnp.full(len(p), n, jnp.int32)) for n in range(p.shape[1])]
+        rows = [self._next(draft, p, q, acceptance, jnp.full(len(p), n, jnp.int32)) for n in range(p.shape[1])]
         following = jnp.stack(rows, axis=1)
         return VerdictDistribution(counts, following / jnp.sum(following, axis=-1, keepdims=True))
 
-    def _next(self, draft: Draft, p, q, chances: Chances, num_accepted: Int[Array, " B"]) -> Float[Array, "B V"]:
+    def _next(self, draft: Draft, p, q, acceptance: Acceptance, num_accepted: Int[Array, " B"]) -> Float[Array, "B V"]:
         """Unnormalised distribution of the next token: the residual after a rejection, p after a whole draft."""
         rejected = (num_accepted < leading_run(draft.valid))[:, None]
         p_next = row(p, num_accepted)
@@ -78,7 +78,7 @@ class ChainVerifier:
             q_next = (index == row(tokens, num_accepted)[:, None]).astype(p.dtype)
         else:
             q_next = row(q, jnp.minimum(num_accepted, q.shape[1] - 1))
-        weight = None if chances.weight is None else row(chances.weight, num_accepted)
+        weight = None if acceptance.weight is None else row(acceptance.weight, num_accepted)
         residual = jnp.where(rejected, self.residual(p_next, q_next, weight), p_next)
         return jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > _TINY, residual, p_next)
 

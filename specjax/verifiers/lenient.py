@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import jax.numpy as jnp
 from pydantic import Field
 
-from specjax.verifiers.chain import ChainVerifier, Chances, ratios
+from specjax.verifiers.chain import Acceptance, ChainVerifier, ratios
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Lenient(ChainVerifier):
     lossless: ClassVar[bool] = False
     reference: ClassVar[str] = "2211.17192"
 
-    def chances(self, draft, p, q) -> Chances:
-        return Chances(jnp.minimum(ratios(draft, p, q) / self.lenience, 1.0))
+    def acceptance(self, draft, p, q) -> Acceptance:
+        return Acceptance(jnp.minimum(ratios(draft, p, q) / self.lenience, 1.0))
 
     def residual(self, p, q, weight):
         return jnp.maximum(p - self.lenience * q, 0.0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-from specjax.verifiers.chain import ChainVerifier, Chances, ratios
+from specjax.verifiers.chain import Acceptance, ChainVerifier, ratios
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,5 +17,5 @@ class Speculative(ChainVerifier):
     lossless: ClassVar[bool] = True
     reference: ClassVar[str] = "2211.17192"
 
-    def chances(self, draft, p, q) -> Chances:
-        return Chances(ratios(draft, p, q).clip(max=1.0))
+    def acceptance(self, draft, p, q) -> Acceptance:
+        return Acceptance(ratios(draft, p, q).clip(max=1.0))

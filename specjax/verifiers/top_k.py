@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import jax.numpy as jnp
 from pydantic import Field
 
-from specjax.verifiers.chain import ChainVerifier, Chances, at
+from specjax.verifiers.chain import Acceptance, ChainVerifier, at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +21,10 @@ class TopK(ChainVerifier):
     lossless: ClassVar[bool] = False
     reference: ClassVar[str] = "1811.03115"
 
-    def chances(self, draft, p, q) -> Chances:
+    def acceptance(self, draft, p, q) -> Acceptance:
         drafted = at(p[:, :-1], draft.tokens)
         better = jnp.sum(p[:, :-1] > drafted[..., None], axis=-1)
-        return Chances(((better < self.k) & (drafted > 0)).astype(p.dtype))
+        return Acceptance(((better < self.k) & (drafted > 0)).astype(p.dtype))
 
     def residual(self, p, q, weight):
         return p

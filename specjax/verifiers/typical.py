@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.scipy.special import entr
 from pydantic import Field
 
-from specjax.verifiers.chain import ChainVerifier, Chances, at
+from specjax.verifiers.chain import Acceptance, ChainVerifier, at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Typical(ChainVerifier):
     lossless: ClassVar[bool] = False
     reference: ClassVar[str] = "2401.10774"
 
-    def chances(self, draft, p, q) -> Chances:
+    def acceptance(self, draft, p, q) -> Acceptance:
         entropy = jnp.sum(entr(p[:, :-1]), axis=-1)
         threshold = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
-        return Chances((at(p[:, :-1], draft.tokens) > threshold).astype(p.dtype))
+        return Acceptance((at(p[:, :-1], draft.tokens) > threshold).astype(p.dtype))
 
     def residual(self, p, q, weight):
         return p

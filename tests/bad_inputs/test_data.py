@@ -11,7 +11,7 @@ import pytest
 
 from specjax.config import Data, RunConfig, Target
 from specjax.data.corpus import read_documents
-from specjax.distill.sources.stock import Stock
+from specjax.distill.sources.context import SourceContext
 from specjax.errors import DataError, SpecjaxError, TrainingError
 from specjax.jobs import distill as job
 from specjax.runtime import fingerprint, lock, log
@@ -47,11 +47,11 @@ def prompts_of_another_day(world: World):
     class Source:
         prompts = "texts/asked.jsonl"
 
-        def rows(self, stock: Stock):
-            fingerprint.claim(stock.directory, {"prompts": "b" * 64})
+        def rows(self, context: SourceContext):
+            fingerprint.claim(context.directory, {"prompts": "b" * 64})
 
-    stock: Any = types.SimpleNamespace(directory=world.tmp / "shared", today=datetime.date(2030, 1, 2))
-    job.rows_of(RunConfig(Target("models/t"), Data("texts/corpus"), out="runs/b"), Source(), stock)
+    context: Any = types.SimpleNamespace(directory=world.tmp / "shared", today=datetime.date(2030, 1, 2))
+    job.rows_of(RunConfig(Target("models/t"), Data("texts/corpus"), out="runs/b"), Source(), context)
 
 
 DATED = ("{tmp}/shared", "the prompts (data.prompts: 'texts/asked.jsonl', ", "2030-01-02 of runs/b/chat_date.json")

@@ -178,7 +178,7 @@ def test_what_cannot_be_used_is_counted_by_reason_if_it_is_to_be_skipped(tmp_pat
     (tmp_path / "c.txt").write_bytes(b"\xff\xfe")
     (tmp_path / "d.txt").write_bytes(b"also good")
     (tmp_path / "e.parquet").write_bytes(b"PAR1 and then nothing")
-    bad = corpus.Bad("skip")
+    bad = corpus.BadRecordPolicy("skip")
     assert sorted(d.text for d in corpus.read_documents(str(tmp_path), bad)) == ["also good", "good"]
     counts = {"malformed lines": 2, "unusable records": 1, "empty shards": 1, "not UTF-8": 1, "damaged files": 1}
     assert bad.counts == counts
@@ -266,7 +266,7 @@ def hub(monkeypatch):
 
 
 def test_a_data_set_of_the_hub_is_read_by_its_columns(hub):
-    bad = corpus.Bad("skip")
+    bad = corpus.BadRecordPolicy("skip")
     documents = corpus.read_documents("hf:org/name", bad, config.Hub("main", "train[:1%]", "abc"))
     assert sorted(d.text for d in documents) == ["one", "two"]
     assert {d.source for d in documents} == {"org/name"}
@@ -345,7 +345,7 @@ def test_a_chat_that_the_template_does_not_take_is_refused_or_skipped(tiny_token
     refusing = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .*roles must alternate.*data\.on_bad=skip"):
         chats(tiny_tokenizer, refusing, tmp_path)
-    bad = corpus.Bad("skip")
+    bad = corpus.BadRecordPolicy("skip")
     assert chats(tiny_tokenizer, refusing, tmp_path, bad=bad) == []
     assert bad.counts == {"chats": 1}
     with pytest.raises(DataError, match=r"'messages' need a chat template, and the target's tokenizer has none"):
@@ -452,7 +452,7 @@ def test_columns_of_tables_are_mapped_and_nulls_of_their_structs_dropped(tmp_pat
     with pytest.raises(DataError, match=r"no column 'c', which data\.columns names \(columns: chat, id\)"):
         corpus.read_documents(str(file), columns={"conversations": "c"})
     documents = corpus.read_documents(
-        "hf:org/name", corpus.Bad("skip"), columns={"completion": "text", "prompt": "text"}
+        "hf:org/name", corpus.BadRecordPolicy("skip"), columns={"completion": "text", "prompt": "text"}
     )
     assert [document.text for document in documents] == ["oneone", "twotwo"]
 

@@ -7,29 +7,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.data.corpus import Bad, Document, Part
-from specjax.data.rows import Batches, Fitted, Packed, Sequences, pack, take
+from specjax.data.corpus import BadRecordPolicy, Document, Part
+from specjax.data.rows import Batches, ConcatenatedRows, Sequences, WholeSequenceRows, pack, take
 from specjax.errors import DataError
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model
 
 
-def packed(length: int = 8) -> Packed:
+def packed(length: int = 8) -> ConcatenatedRows:
     """Documents of 5, 1, 20 and 15 tokens."""
-    return Packed(np.arange(41, dtype=np.int32), np.array([0, 5, 6, 26]), length)
+    return ConcatenatedRows(np.arange(41, dtype=np.int32), np.array([0, 5, 6, 26]), length)
 
 
 def test_every_token_but_the_first_is_predicted_once():
     rows = packed()
     assert len(rows) == 5
-    assert np.concatenate([rows[i].following for i in range(5)]).tolist() == list(range(1, 41))
+    assert np.concatenate([rows[i].labels for i in range(5)]).tolist() == list(range(1, 41))
     for row in (rows[i] for i in range(5)):
-        np.testing.assert_array_equal(row.following[:-1], row.tokens[1:])
+        np.testing.assert_array_equal(row.labels[:-1], row.tokens[1:])
 
 
 def test_no_document_predicts_the_start_of_the_next():
     rows = packed()
-    uncounted = [int(token) for i in range(5) for token in rows[i].following[np.asarray(rows[i].weight) == 0]]
+    uncounted = [int(token) for i in range(5) for token in rows[i].labels[np.asarray(rows[i].weight) == 0]]
     assert uncounted == [5, 6, 26]
 
 
@@ -43,14 +43,14 @@ def test_positions_and_segments_start_over_in_each_document():
 
 def test_too_little_text_for_one_row_is_refused():
     with pytest.raises(DataError, match="8 tokens, too few for one window of 9"):
-        Packed(np.arange(8, dtype=np.int32), np.zeros(1, int), 8)
+        ConcatenatedRows(np.arange(8, dtype=np.int32), np.zeros(1, int), 8)
 
 
 def test_a_model_sees_a_packed_document_as_it_sees_it_alone():
     model = Model(ModelConfig(48, 16, 24, 2, 2, 1, 8))
     params = jax.jit(model.init)(jax.random.key(0))
     run = jax.jit(lambda tokens, positions, mask=None: model(params, tokens, positions, mask=mask).logits)
-    rows = Packed(np.arange(41, dtype=np.int32), np.array([0, 10, 20]), 40)
+    rows = ConcatenatedRows(np.arange(41, dtype=np.int32), np.array([0, 10, 20]), 40)
     batch = jax.tree.map(jnp.asarray, take(rows, [0]))
     logits = run(batch.tokens, batch.token_positions, batch.attention_mask)
     for start in (0, 10):
@@ -71,8 +71,8 @@ def test_a_batch_is_a_function_of_seed_and_step():
 def test_a_prediction_counts_as_the_token_that_it_predicts(prompt_weight):
     prompt = np.zeros(41, bool)
     prompt[6:10] = prompt[20:23] = True
-    rows = Packed(np.arange(41, dtype=np.int32), np.array([0, 5, 6, 26]), 8, prompt, prompt_weight)
-    following = np.concatenate([rows[i].following for i in range(5)])
+    rows = ConcatenatedRows(np.arange(41, dtype=np.int32), np.array([0, 5, 6, 26]), 8, prompt, prompt_weight)
+    following = np.concatenate([rows[i].labels for i in range(5)])
     weight = np.concatenate([rows[i].weight for i in range(5)])
     starts = np.isin(following, (5, 6, 26))
     np.testing.assert_array_equal(weight, np.where(starts, 0, np.where(prompt[following], prompt_weight, 1)))
@@ -81,14 +81,14 @@ def test_a_prediction_counts_as_the_token_that_it_predicts(prompt_weight):
 @pytest.mark.parametrize("opening", [(98,), (98, 99)])
 def test_a_row_that_begins_inside_a_document_opens_as_a_text_does(opening):
     plain, size = packed(), len(opening)
-    opened = Packed(plain.stream, plain.starts, plain.length, opening=opening)
+    opened = ConcatenatedRows(plain.stream, plain.starts, plain.length, opening=opening)
     assert opened.digest != plain.digest
     for i in range(5):
         row, before = opened[i], plain[i]
         # The first row begins a document; the fourth has two tokens of one, which two would replace whole.
         replaced = 0 if i == 0 or (i, size) == (3, 2) else size
         np.testing.assert_array_equal(row.tokens, [*opening[:replaced], *np.asarray(before.tokens)[replaced:]])
-        np.testing.assert_array_equal(row.following[:-1], row.tokens[1:])
+        np.testing.assert_array_equal(row.labels[:-1], row.tokens[1:])
         # Of one token that opens a text all predictions are kept; of two, there is none of the second.
         np.testing.assert_array_equal(row.weight[: size - 1], 0 if replaced else before.weight[: size - 1])
         np.testing.assert_array_equal(row.weight[size - 1 :], before.weight[size - 1 :])
@@ -96,7 +96,7 @@ def test_a_row_that_begins_inside_a_document_opens_as_a_text_does(opening):
 
 
 def test_a_document_that_ends_where_a_row_begins_is_not_opened_again():
-    rows = Packed(np.arange(41, dtype=np.int32), np.array([0, 9, 18]), 8, opening=(99,))
+    rows = ConcatenatedRows(np.arange(41, dtype=np.int32), np.array([0, 9, 18]), 8, opening=(99,))
     assert rows[1].tokens.tolist() == list(range(8, 16))
     assert rows[2].tokens.tolist() == [99, *range(17, 24)]
 
@@ -149,17 +149,17 @@ def test_a_document_shorter_than_two_tokens_is_refused_or_counted(tiny_tokenizer
     texts = documents("a", "return first + second")
     with pytest.raises(DataError, match=r"^0: 'a' has 1 of the tokenizer's tokens.*data\.on_bad=skip"):
         pack(tiny_tokenizer, texts, 0, 4)
-    bad = Bad("skip")
+    bad = BadRecordPolicy("skip")
     rows = pack(tiny_tokenizer, texts, 0, 4, bad=bad)
     assert bad.counts == {"documents shorter than two tokens": 1}
     assert rows.digest == pack(tiny_tokenizer, texts[1:], 0, 4).digest
 
 
-def fitted(length: int = 8, **options) -> Fitted:
+def fitted(length: int = 8, **options) -> WholeSequenceRows:
     """Sequences of 5, 4, 2 and 9 tokens, with prompts of 2, 1, 1 and 3."""
     bounds = ((0, 2, 5), (5, 6, 9), (9, 10, 11), (11, 14, 20))
     prompts, continuations = zip(*((range(a, b), range(b, c)) for a, b, c in bounds), strict=True)
-    return Fitted(Sequences.of(prompts, continuations), length, **options)
+    return WholeSequenceRows(Sequences.of(prompts, continuations), length, **options)
 
 
 def test_sequences_are_never_cut_and_rows_are_filled():
@@ -170,12 +170,12 @@ def test_sequences_are_never_cut_and_rows_are_filled():
     assert np.asarray(first.segments).tolist() == [0] * 5 + [1] * 3
     assert np.asarray(first.positions).tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     # Of each prediction: prompts and the first token of a sequence do not count.
-    assert first.following[first.weight > 0].tolist() == [2, 3, 4, 6, 7, 8]
-    assert second.following[second.weight > 0].tolist() == [10]
-    assert third.following[third.weight > 0].tolist() == list(range(14, 20))
+    assert first.labels[first.weight > 0].tolist() == [2, 3, 4, 6, 7, 8]
+    assert second.labels[second.weight > 0].tolist() == [10]
+    assert third.labels[third.weight > 0].tolist() == list(range(14, 20))
     assert [len(fitted(alone=True)), len(fitted(19))] == [4, 1]
     unmasked = fitted(prompt_weight=1.0)[0]
-    assert unmasked.following[unmasked.weight == 0].tolist() == [5]
+    assert unmasked.labels[unmasked.weight == 0].tolist() == [5]
     counted = fitted(prompt_weight=0.5)[2]
     assert counted.weight.tolist() == [0.5, 0.5, 1, 1, 1, 1, 1, 1]
 

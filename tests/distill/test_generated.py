@@ -15,15 +15,15 @@ import pytest
 
 from specjax import registry
 from specjax.data import shards as store
-from specjax.data.readers import Bad
-from specjax.data.rows import Packed
+from specjax.data.readers import BadRecordPolicy
+from specjax.data.rows import ConcatenatedRows
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
 from specjax.distill.sources import generated
+from specjax.distill.sources.context import SourceContext
 from specjax.distill.sources.continuations import Prompts, Sampled, prompts_of_file, prompts_of_text
 from specjax.distill.sources.generated import Generated, make
 from specjax.distill.sources.on_policy import Mixed, OnPolicy
-from specjax.distill.sources.stock import Stock
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.models.config import LayerKind
@@ -181,30 +181,30 @@ def test_a_full_disk_leaves_nothing_half_written(whole, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def text_rows(length: int = 10, prompt: np.ndarray | None = None) -> Packed:
+def text_rows(length: int = 10, prompt: np.ndarray | None = None) -> ConcatenatedRows:
     """Documents of 5, 1 and 35 tokens."""
-    return Packed(np.arange(41, dtype=np.int32), np.array([0, 5, 6]), length, prompt)
+    return ConcatenatedRows(np.arange(41, dtype=np.int32), np.array([0, 5, 6]), length, prompt)
 
 
 def test_rows_of_generated_text_predict_what_the_target_said(whole, models, tmp_path):
     settings = dataclasses.replace(SETTINGS, path=str(whole[0]))
     target, draft = models
-    stock = Stock("stage", tmp_path / "data", text_rows(), target, draft, 0.0, SEED)
-    judged = dataclasses.replace(stock, needs_labels=False)
+    context = SourceContext("stage", tmp_path / "data", text_rows(), target, draft, 0.0, SEED)
+    judged = dataclasses.replace(context, needs_labels=False)
     # Of another text: the directory is not of these prompts.
     with pytest.raises(TrainingError, match="changed since it was made: the prompts"):
-        settings.rows(stock)
+        settings.rows(context)
     own = dataclasses.replace(SETTINGS, sequences=2, shard_size=2)
-    rows = own.rows(stock)
-    predicted = np.concatenate([rows[i].following[rows[i].weight > 0] for i in range(len(rows))])
+    rows = own.rows(context)
+    predicted = np.concatenate([rows[i].labels[rows[i].weight > 0] for i in range(len(rows))])
     sequences = made(tmp_path / "data", models, own, prompts_of_text(text_rows(), own))
     pieces = np.split(sequences.tokens, sequences.ends[:-1])
     assert predicted.tolist() == [t for piece, n in zip(pieces, sequences.prompts, strict=True) for t in piece[n:]]
     rows = own.rows(judged)
-    predicted = np.concatenate([rows[i].following[rows[i].weight > 0] for i in range(len(rows))])
+    predicted = np.concatenate([rows[i].labels[rows[i].weight > 0] for i in range(len(rows))])
     assert predicted.tolist() == [t for piece in pieces for t in piece[1:]]
     with pytest.raises(ConfigError, match=r"stage: prompt_tokens=3 and new_tokens=8 exceed data\.seq_len=10"):
-        dataclasses.replace(SETTINGS, new_tokens=8).rows(stock)
+        dataclasses.replace(SETTINGS, new_tokens=8).rows(context)
 
 
 @pytest.mark.parametrize(
@@ -222,10 +222,10 @@ def test_rows_of_generated_text_predict_what_the_target_said(whole, models, tmp_
 def test_a_prompt_counts_where_the_target_judges_it_and_no_text_is_taken_for_right(loss, given, expected):
     """0.25 is what the run says of prompts in its text."""
     needs = registry.build(registry.LOSSES, loss, "loss").needs_labels
-    stock = Stock("stage", Path("unused"), text_rows(), None, None, 0.25, SEED, needs_labels=needs)
-    rows = OnPolicy(prompt_tokens=3, new_tokens=5, prompt_weight=given).rows(stock)
+    context = SourceContext("stage", Path("unused"), text_rows(), None, None, 0.25, SEED, needs_labels=needs)
+    rows = OnPolicy(prompt_tokens=3, new_tokens=5, prompt_weight=given).rows(context)
     assert isinstance(rows, Mixed)
-    assert rows.prompt_weight == Generated(prompt_weight=given).weight_of_prompts(stock) == expected
+    assert rows.prompt_weight == Generated(prompt_weight=given).weight_of_prompts(context) == expected
 
 
 def test_prompts_of_text_begin_documents_and_stay_inside_them():
@@ -261,20 +261,20 @@ def test_prompts_come_from_a_file(tmp_path, tiny_tokenizer):
     texts = ["def add", "return first", "print"]
     records = [{"prompt": texts[0]}, {"text": texts[1]}, {"id": 3}, {"prompt": "x" * 100}, {"prompt": texts[2]}]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    bad = Bad("skip")
+    bad = BadRecordPolicy("skip")
     prompts = prompts_of_file(str(file), tiny_tokenizer, 20, bad)
     assert [tiny_tokenizer.decode(prompts[i]) for i in range(len(prompts))] == texts
     assert bad.counts == {"unusable prompts": 1, "prompts that do not fit": 1}
     with pytest.raises(DataError, match=r"prompts\.jsonl, line 3: no string under the key 'prompt'"):
-        prompts_of_file(str(file), tiny_tokenizer, 20, Bad())
+        prompts_of_file(str(file), tiny_tokenizer, 20, BadRecordPolicy())
     file.write_text('{"messages": [{"role": "user"}]}\n')
     with pytest.raises(DataError, match=r"line 1: message 1: no string under the key 'content'"):
-        prompts_of_file(str(file), tiny_tokenizer, 20, Bad())
+        prompts_of_file(str(file), tiny_tokenizer, 20, BadRecordPolicy())
     lines = tmp_path / "prompts.txt"
     lines.write_text("def add\n\nprint\n")
-    assert len(prompts_of_file(str(lines), tiny_tokenizer, 20, Bad())) == 2
+    assert len(prompts_of_file(str(lines), tiny_tokenizer, 20, BadRecordPolicy())) == 2
     with pytest.raises(DataError, match="is no file"):
-        prompts_of_file(str(tmp_path / "none.jsonl"), tiny_tokenizer, 20, Bad())
+        prompts_of_file(str(tmp_path / "none.jsonl"), tiny_tokenizer, 20, BadRecordPolicy())
 
 
 def test_a_chat_of_a_prompts_file_may_give_its_tools_as_json(tmp_path, tiny_tokenizer):
@@ -284,5 +284,5 @@ def test_a_chat_of_a_prompts_file_may_give_its_tools_as_json(tmp_path, tiny_toke
     asked = {"messages": [{"role": "user", "content": "def"}]}
     for tools in ([{"name": "add"}], '[{"name": "add"}]', "[]", None):
         file.write_text(json.dumps({**asked, "tools": tools}) + "\n")
-        text = tokenizer.decode(prompts_of_file(str(file), tokenizer, 20, Bad())[0])
+        text = tokenizer.decode(prompts_of_file(str(file), tokenizer, 20, BadRecordPolicy())[0])
         assert text == ("def" if tools in ("[]", None) else "adddef")

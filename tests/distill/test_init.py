@@ -16,7 +16,7 @@ from specjax.distill import init
 from specjax.distill.init import SharedEnds, initial_draft
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import TrainState, make_update
-from specjax.distill.teacher import completed
+from specjax.distill.teacher import with_shared_params
 from specjax.distill.trainer import train_stage
 from specjax.errors import ConfigError, TrainingError
 from specjax.evaluation.evaluate import evaluate
@@ -104,7 +104,7 @@ def test_a_shared_embedding_and_head_are_no_parameters_and_stay_the_targets():
     for _ in range(3):
         state, metrics = update(state, target.params, batch())
         losses.append(float(metrics["loss"]))
-    whole = completed(initial.drafter, state.params, target.params)
+    whole = with_shared_params(initial.drafter, state.params, target.params)
     assert losses[-1] < losses[0]
     for name in ("embedding", "head"):
         toys.assert_same(whole[name], target.params[name])

@@ -17,7 +17,7 @@ import pytest
 from pydantic import ValidationError
 
 from specjax import config
-from specjax.data.rows import Batches, Packed
+from specjax.data.rows import Batches, ConcatenatedRows
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
 from specjax.distill.sources.on_policy import Mixed, OnPolicy, draft_sampler
@@ -43,10 +43,10 @@ test_on_policy.train(Path(sys.argv[1]), kill)
 """
 
 
-def text() -> Packed:
+def text() -> ConcatenatedRows:
     """40 rows of documents of 48 tokens."""
     stream = np.random.default_rng(0).integers(0, VOCAB - 1, 40 * LENGTH + 1).astype(np.int32)
-    return Packed(stream, np.arange(0, len(stream), 48), LENGTH)
+    return ConcatenatedRows(stream, np.arange(0, len(stream), 48), LENGTH)
 
 
 def mixed(prompt_weight: float = 1.0) -> Mixed:

@@ -61,7 +61,7 @@ def test_every_comparison_is_over_tokens_alone():
         def values(draft):
             out = BigramDraft().train_output(draft, batch, None)
             teacher = FullLogits(BigramTarget()(target_params, batch.tokens, None).logits)
-            m = matched(out, teacher, batch.following, 0, tokens)
+            m = matched(out, teacher, batch.labels, 0, tokens)
             return jnp.stack([loss(m.draft_logits, m.teacher, m.tokens, context).sum() for loss in every])
 
         return values(draft), jax.jacrev(values)(draft)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.data.rows import Batches, Packed, take
+from specjax.data.rows import Batches, ConcatenatedRows, take
 from specjax.distill import teacher_cache
 from specjax.distill.distributions import acceptance, top_k_logits
 from specjax.distill.teacher import target_output
@@ -109,7 +109,7 @@ def test_every_row_has_the_target_s_best_logits_of_that_row(whole):
 
 def test_packed_rows_are_asked_about_with_their_documents_apart(tiny_target, tmp_path):
     stream = np.random.default_rng(0).integers(0, tiny_target.vocab_size, 4 * 16 + 1).astype(np.int32)
-    rows = Packed(stream, np.array([0, 5, 21, 40]), 16)
+    rows = ConcatenatedRows(stream, np.array([0, 5, 21, 40]), 16)
     found = take(make(tmp_path, target=tiny_target, rows=rows, batch_size=4), range(4)).teacher
     batch = jax.tree.map(jnp.asarray, take(rows, range(4)))
     online = top_k_logits(target_output(tiny_target.spec, tiny_target.params, batch).logits, K)

@@ -13,7 +13,7 @@ from specjax import sampling
 from specjax.types import CoupledNoise, Noise, Verdict
 from specjax.verifiers import chain, speculative
 from specjax.verifiers.block import Block
-from specjax.verifiers.chain import ChainVerifier, Chances, row
+from specjax.verifiers.chain import Acceptance, ChainVerifier, row
 from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.speculative import Speculative
 from tests import test_sampling
@@ -34,22 +34,22 @@ def next_distribution(patch: Patch, change: Callable[..., tuple]) -> None:
     """Changes ``(draft, p, q, n)`` on their way into the distribution of the next token."""
 
     def make(real):
-        def mutated(self, draft, p, q, chances, n):
+        def mutated(self, draft, p, q, acceptance, n):
             draft, p, q, n = change(draft, p, q, n)
-            return real(self, draft, p, q, chances, n)
+            return real(self, draft, p, q, acceptance, n)
 
         return mutated
 
     wrap(patch, ChainVerifier, "_next", make)
 
 
-def chances(patch: Patch, rule: type, change: Callable[..., Chances]) -> None:
-    """Replaces the chances by ``change(real chances, draft, p, q)``."""
+def acceptance(patch: Patch, rule: type, change: Callable[..., Acceptance]) -> None:
+    """Replaces the acceptance by ``change(real acceptance, draft, p, q)``."""
 
     def make(real):
         return lambda self, draft, p, q: change(real(self, draft, p, q), draft, p, q)
 
-    wrap(patch, rule, "chances", make)
+    wrap(patch, rule, "acceptance", make)
 
 
 @token_distribution
@@ -85,7 +85,7 @@ def bonus_from_the_last_drafts_row(patch):
 
 @token_distribution
 def draft_subtracted_from_the_bonus(patch):
-    def mutated(self, draft, p, q, chances, n):
+    def mutated(self, draft, p, q, acceptance, n):
         return self.residual(row(p, n), row(q, jnp.minimum(n, q.shape[1] - 1)), None)
 
     patch.setattr(ChainVerifier, "_next", mutated)
@@ -93,21 +93,21 @@ def draft_subtracted_from_the_bonus(patch):
 
 @token_distribution
 def accepts_by_the_targets_probability(patch):
-    chances(patch, Speculative, lambda c, draft, p, q: Chances(chain.at(p[:, :-1], draft.tokens)))
+    acceptance(patch, Speculative, lambda c, draft, p, q: Acceptance(chain.at(p[:, :-1], draft.tokens)))
 
 
 @token_distribution
 def accepts_the_argmax_while_sampling(patch):
     def change(c, draft, p, q):
-        return Chances((draft.tokens == sampling.argmax(p[:, :-1])).astype(p.dtype))
+        return Acceptance((draft.tokens == sampling.argmax(p[:, :-1])).astype(p.dtype))
 
-    chances(patch, Speculative, change)
+    acceptance(patch, Speculative, change)
 
 
 @token_distribution
 def last_draft_never_accepted(patch):
     """Treated as a rejection it subtracts q without having tested it."""
-    chances(patch, Speculative, lambda c, draft, p, q: Chances(c.keep.at[:, -1].set(0.0)))
+    acceptance(patch, Speculative, lambda c, draft, p, q: Acceptance(c.accept_prob.at[:, -1].set(0.0)))
 
 
 @mutant("dtype", JOINT_LAW, verifier=TOKEN, size=3, k=2)
@@ -117,7 +117,7 @@ def draft_probabilities_in_bfloat16(patch):
     def make(real):
         return lambda self, draft, p, q: real(self, draft, p, q.astype(jnp.bfloat16).astype(p.dtype))
 
-    wrap(patch, Speculative, "chances", make)
+    wrap(patch, Speculative, "acceptance", make)
 
 
 @token_call
@@ -204,17 +204,17 @@ def block_weight_without_its_clamp(patch):
         left = jnp.sum(jnp.maximum(inner[..., None] * p[:, 1:-1] - q[:, 1:], 0.0), axis=-1)
         whole = left + 1.0 - inner
         h = jnp.where(whole > 0, left / jnp.where(whole > 0, whole, 1.0), 1.0)
-        return Chances(
+        return Acceptance(
             jnp.concatenate([h, weight[:, -1:]], axis=1), jnp.pad(weight, ((0, 0), (1, 0)), constant_values=1)
         )
 
-    chances(patch, Block, change)
+    acceptance(patch, Block, change)
 
 
 @block_distribution
 def block_succeeds_by_its_weight(patch):
     """h = b at every position, not at the last alone."""
-    chances(patch, Block, lambda c, draft, p, q: Chances(c.weight[:, 1:], c.weight))
+    acceptance(patch, Block, lambda c, draft, p, q: Acceptance(c.weight[:, 1:], c.weight))
 
 
 @block_distribution
@@ -224,7 +224,7 @@ def block_stops_at_the_first_failure(patch):
 
 @block_distribution
 def block_residual_without_its_weight(patch):
-    chances(patch, Block, lambda c, draft, p, q: Chances(c.keep, None))
+    acceptance(patch, Block, lambda c, draft, p, q: Acceptance(c.accept_prob, None))
 
 
 @mutant("block rule", test_distributions.test_a_draft_that_stops_early_keeps_the_distribution, verifier=BLOCK)
@@ -237,7 +237,7 @@ def block_ends_at_k_where_the_proposal_is_shorter(patch):
 
         return mutated
 
-    wrap(patch, Block, "chances", make)
+    wrap(patch, Block, "acceptance", make)
 
 
 # Coupling.
@@ -341,4 +341,8 @@ def a_ratio_of_nan_is_one(patch):
     where="draft",
 )
 def a_block_of_nan_is_sure(patch):
-    chances(patch, Block, lambda c, draft, p, q: Chances(jnp.where(jnp.isnan(c.keep), 1.0, c.keep), c.weight))
+    acceptance(
+        patch,
+        Block,
+        lambda c, draft, p, q: Acceptance(jnp.where(jnp.isnan(c.accept_prob), 1.0, c.accept_prob), c.weight),
+    )

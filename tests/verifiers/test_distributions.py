@@ -106,7 +106,7 @@ def test_the_expected_number_accepted_is_the_closed_form(verifier, distributions
 
 
 def test_the_block_rule_by_hand():
-    """Chances and stops of the four drafts of the two-token toy at K = 2."""
+    """Acceptance and stops of the four drafts of the two-token toy at K = 2."""
     tables = context_free(*TWO, 2)
     distribution = tables.distribution(Block())
     pmf = (tables.chance[0][:, None] * distribution.num_accepted[0]).sum(0)

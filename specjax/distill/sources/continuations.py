@@ -16,11 +16,11 @@ from pydantic import Field
 
 from specjax.data import chat_template as chat
 from specjax.data import chats
-from specjax.data.readers import Bad, jsonl_records
-from specjax.data.rows import Packed
+from specjax.data.readers import BadRecordPolicy, jsonl_records
+from specjax.data.rows import ConcatenatedRows
 from specjax.decode.decoder import Decoder
 from specjax.decode.result import check_finite
-from specjax.distill.sources.stock import Stock
+from specjax.distill.sources.context import SourceContext
 from specjax.errors import ConfigError, DataError
 from specjax.metrics import DecodeStats
 from specjax.runtime import fingerprint
@@ -45,10 +45,10 @@ class Sampled:
     batch_size: Positive = 16
     prompt_weight: Annotated[float, Field(ge=0, le=1)] | None = None
 
-    def weight_of_prompts(self, stock: Stock) -> float:
+    def weight_of_prompts(self, context: SourceContext) -> float:
         if self.prompt_weight is not None:
             return self.prompt_weight
-        return stock.prompt_weight if stock.needs_labels else 1.0
+        return context.prompt_weight if context.needs_labels else 1.0
 
     def check_fits(self, length: int, what: str) -> None:
         """Raises `ConfigError` if prompt and continuation exceed a row of ``length`` tokens."""
@@ -90,7 +90,7 @@ class Prompts:
         return lambda number: self[int(order[number])]
 
 
-def prompts_of_text(rows: Packed, settings: Sampled) -> Prompts:
+def prompts_of_text(rows: ConcatenatedRows, settings: Sampled) -> Prompts:
     """Prompts of the documents that have one of their own; of plain text one a row's worth of it, the first being the
     document's beginning. What leaves no room in a row for ``new_tokens`` is left out. Raises `DataError` if nothing
     is left."""
@@ -114,7 +114,9 @@ def prompts_of_text(rows: Packed, settings: Sampled) -> Prompts:
     return Prompts(rows.stream, found, ~np.isin(found[:, 0], rows.starts), rows.opening)
 
 
-def prompts_of_file(path: str, tokenizer: Any, room: int, bad: Bad, today: datetime.date | None = None) -> Prompts:
+def prompts_of_file(
+    path: str, tokenizer: Any, room: int, bad: BadRecordPolicy, today: datetime.date | None = None
+) -> Prompts:
     """Of a ``.jsonl`` file with ``prompt``, ``text`` or ``messages`` (continued by the chat template's answer), or of a
     text file with one prompt a line. A prompt of more than ``room`` tokens is ``bad``, as is a malformed line.
     ``today``: for templates that ask."""

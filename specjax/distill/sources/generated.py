@@ -19,10 +19,11 @@ from pydantic import Field
 
 from specjax import registry
 from specjax.data import shards as store
-from specjax.data.readers import Bad
-from specjax.data.rows import Batches, Fitted, Rows, Sequences
+from specjax.data.readers import BadRecordPolicy
+from specjax.data.rows import Batches, Rows, Sequences, WholeSequenceRows
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
+from specjax.distill.sources.context import SourceContext
 from specjax.distill.sources.continuations import (
     Positive,
     Prompts,
@@ -31,7 +32,6 @@ from specjax.distill.sources.continuations import (
     prompts_of_file,
     prompts_of_text,
 )
-from specjax.distill.sources.stock import Stock
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError
 from specjax.runtime import fingerprint, lock
@@ -56,24 +56,26 @@ class Generated(Sampled):
     path: str | None = None
     kind: Literal["generated"] = "generated"
 
-    def rows(self, stock: Stock) -> Rows:
+    def rows(self, context: SourceContext) -> Rows:
         """Reads what is there and makes what is missing. Raises `ConfigError` for a lossy verifier or sequences longer
         than a row, `TrainingError` for a directory of another provenance."""
-        directory = stock.directory if self.path is None else Path(self.path).expanduser()
-        prompts = self.prompts_from(stock)
-        with stock.bars(f"{stock.name}-data", self.sequences) as progress:
-            sequences = make(directory, self, stock.target, stock.draft, prompts, stock.seed, progress)
-        return Fitted(sequences, stock.text.length, self.weight_of_prompts(stock))
+        directory = context.directory if self.path is None else Path(self.path).expanduser()
+        prompts = self.prompts_from(context)
+        with context.bars(f"{context.name}-data", self.sequences) as progress:
+            sequences = make(directory, self, context.target, context.draft, prompts, context.seed, progress)
+        return WholeSequenceRows(sequences, context.text.length, self.weight_of_prompts(context))
 
     def batches(self, batches: Batches, directory: Path, sample: Any, steps: int) -> Batches:
         return batches
 
-    def prompts_from(self, stock: Stock) -> Prompts:
-        self.check_fits(stock.text.length, stock.name)
+    def prompts_from(self, context: SourceContext) -> Prompts:
+        self.check_fits(context.text.length, context.name)
         if self.prompts is None:
-            return prompts_of_text(stock.text, self)
-        room = stock.text.length - self.new_tokens
-        return prompts_of_file(self.prompts, stock.target.tokenizer, room, Bad(stock.on_bad), stock.today)
+            return prompts_of_text(context.text, self)
+        room = context.text.length - self.new_tokens
+        return prompts_of_file(
+            self.prompts, context.target.tokenizer, room, BadRecordPolicy(context.on_bad), context.today
+        )
 
 
 def make(

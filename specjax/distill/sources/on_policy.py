@@ -19,11 +19,11 @@ from jaxtyping import Int
 from pydantic import Field
 
 from specjax.data import shards as store
-from specjax.data.rows import Batches, Fitted, Packed, Rows, Sequences
+from specjax.data.rows import Batches, ConcatenatedRows, Rows, Sequences, WholeSequenceRows
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
+from specjax.distill.sources.context import SourceContext
 from specjax.distill.sources.continuations import Positive, Sampled, continue_prompts, prompts_of_text
-from specjax.distill.sources.stock import Stock
 from specjax.errors import TrainingError
 from specjax.runtime import fingerprint
 from specjax.runtime.distributed import by_first, on_one_device
@@ -43,9 +43,9 @@ class OnPolicy(Sampled):
     every: Positive = 100
     kind: Literal["on_policy"] = "on_policy"
 
-    def rows(self, stock: Stock) -> Rows:
-        self.check_fits(stock.text.length, stock.name)
-        return Mixed(stock.text, self.weight_of_prompts(stock))
+    def rows(self, context: SourceContext) -> Rows:
+        self.check_fits(context.text.length, context.name)
+        return Mixed(context.text, self.weight_of_prompts(context))
 
     def batches(self, batches: Batches, directory: Path, sample: Sampler | None, steps: int) -> Batches:
         if sample is None or not isinstance(batches.rows, Mixed):
@@ -113,7 +113,7 @@ class OnPolicyBatches(Batches):
             seeds = derive_seeds(self.seed, stop)[first:]
             sampled = Sequences.of(prompts, self._sample(params, prompts, seeds, self._settings))
             by_first(lambda: store.write(file, store.to_bytes(sampled), made_from))
-        self._mixed.pool = Fitted(store.read(file), self.rows.length, self._mixed.prompt_weight, alone=True)
+        self._mixed.pool = WholeSequenceRows(store.read(file), self.rows.length, self._mixed.prompt_weight, alone=True)
         self._mixed.begin, self._mixed.first = begin, first
         by_first(lambda: self._forget(oldest))
 
@@ -134,9 +134,9 @@ class Mixed:
     """Rows of text, then the sequences of the current pool, which are for the steps from ``begin`` on and of which
     ``first`` is the first: row ``len(text) + g`` is sequence g. ``prompt_weight``: of these."""
 
-    def __init__(self, text: Packed, prompt_weight: float):
+    def __init__(self, text: ConcatenatedRows, prompt_weight: float):
         self.text, self.prompt_weight = text, prompt_weight
-        self.pool: Fitted | None = None
+        self.pool: WholeSequenceRows | None = None
         self.begin: int | None = None
         self.first = 0
 

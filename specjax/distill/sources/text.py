@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specjax.data.rows import Batches, Rows
-from specjax.distill.sources.stock import Stock
+from specjax.distill.sources.context import SourceContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,8 +16,8 @@ class Text:
 
     kind: Literal["text"] = "text"
 
-    def rows(self, stock: Stock) -> Rows:
-        return stock.text
+    def rows(self, context: SourceContext) -> Rows:
+        return context.text
 
     def batches(self, batches: Batches, directory: Path, sample: Any, steps: int) -> Batches:
         return batches

@@ -7,19 +7,19 @@ import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from specjax.data.rows import Packed
+from specjax.data.rows import ConcatenatedRows
 from specjax.runtime.progress import Bars, no_bars
 
 
 @dataclasses.dataclass(frozen=True)
-class Stock:
+class SourceContext:
     """``name``: of the stage. ``directory``: where data that is made for it goes. ``text``: rows of the training text.
     ``draft``: `LoadedModel`, as the stage begins with it. ``today``: of the run, for chat templates that ask.
     ``needs_labels``: the loss does (`specjax.types.Loss`)."""
 
     name: str
     directory: Path
-    text: Packed
+    text: ConcatenatedRows
     target: Any
     draft: Any
     prompt_weight: float
