@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from specjax.config.loading import load_config
-from specjax.config.run import RunConfig
+from specjax.config.run import RunConfig, load_config
 from specjax.errors import ConfigError
 
 REPOSITORY = "https://github.com/specjax/specjax"

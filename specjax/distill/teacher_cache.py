@@ -2,7 +2,7 @@
 
 A directory of numbered `.npy` shards of equally many rows, ``record[row, t]`` = (log p of the k best tokens, their ids,
 the probability of all others, log p and ids of a few of those, drawn from p), each with its SHA-256 and its sums beside
-it (`specjax.data.shards`); `fingerprint.json` with what it was made from; `provenance.json`, once it is whole, with
+it (`specjax.runtime.store`); `fingerprint.json` with what it was made from; `provenance.json`, once it is whole, with
 what it holds and what it costs in accuracy. Of several processes all compute, and the first one writes.
 
 What is lost: alpha is known to lie in [A, A + min(tail of p, tail of q)], A the overlap of the k tokens; and log p is
@@ -28,13 +28,12 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from specjax.data import shards as store
 from specjax.data.rows import Batches, Rows, take
 from specjax.distill.distributions import top_k_logits
 from specjax.distill.teacher import target_output
 from specjax.errors import ConfigError, TrainingError
 from specjax.models.vocabulary import TokenRows
-from specjax.runtime import fingerprint, lock
+from specjax.runtime import fingerprint, lock, store
 from specjax.runtime.distributed import by_first, whole
 from specjax.runtime.progress import StepProgress
 from specjax.types import Batch, Params, TopKLogits

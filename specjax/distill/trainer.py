@@ -65,7 +65,7 @@ def train_stage(
     """Train ``params`` as ``stage`` says and return the result; a finished stage returns its own at once.
 
     ``target``: a `LoadedModel`, or None where the loss needs none (then no acceptance is measured). ``train_rows``:
-    of the stage's data (`specjax.distill.sources.context`); ``sample``: from the draft, for data that is on-policy.
+    of the stage's data (`specjax.distill.sources.text`); ``sample``: from the draft, for data that is on-policy.
     Called again after an interruption, it goes on from the last checkpoint in ``directory`` to the same weights,
     optimizer state and log, bit for bit, on the same ``layout`` (the log's ``tokens_per_s`` is a timing). ``directory``
     keeps ``log.jsonl`` (`read_log`), checkpoints, a fingerprint, and what `jax.profiler` traced. Of several processes,

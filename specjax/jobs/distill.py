@@ -27,13 +27,12 @@ from specjax import registry
 from specjax.config import RunConfig, Stage
 from specjax.data import chat_template as chat
 from specjax.data import corpus
-from specjax.data import shards as store
 from specjax.data.corpus import BadRecordPolicy, Document
 from specjax.data.rows import ConcatenatedRows, Rows, pack
 from specjax.data.tokenizer import train_tokenizer
 from specjax.distill.init import Initial, check_length, initial_draft, model_config
-from specjax.distill.sources.context import SourceContext
 from specjax.distill.sources.on_policy import draft_sampler
+from specjax.distill.sources.text import SourceContext
 from specjax.distill.teacher import with_shared_params
 from specjax.distill.trainer import train_stage
 from specjax.drafters.draft_model import DraftModel
@@ -50,7 +49,7 @@ from specjax.evaluation.held_out import (
 from specjax.models.files import MANIFEST, verify_manifest, write_manifest
 from specjax.models.hf import LoadedModel, import_transformers, load_model, save_model
 from specjax.models.transformer import Model
-from specjax.runtime import fingerprint, lock, sinks
+from specjax.runtime import fingerprint, lock, sinks, store
 from specjax.runtime.distributed import by_first, is_first, whole
 from specjax.runtime.layout import make_layout
 from specjax.runtime.log import note, read_log

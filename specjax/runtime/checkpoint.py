@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from specjax.data import shards as store
 from specjax.errors import TrainingError, unwritable
+from specjax.runtime import store
 from specjax.runtime.distributed import by_first
 from specjax.runtime.fingerprint import write_json
 from specjax.runtime.quiet import Quiet

@@ -11,7 +11,7 @@ import pytest
 
 from specjax.config import Data, RunConfig, Target
 from specjax.data.corpus import read_documents
-from specjax.distill.sources.context import SourceContext
+from specjax.distill.sources.text import SourceContext
 from specjax.errors import DataError, SpecjaxError, TrainingError
 from specjax.jobs import distill as job
 from specjax.runtime import fingerprint, lock, log

@@ -14,21 +14,22 @@ import numpy as np
 import pytest
 
 from specjax import registry
-from specjax.data import shards as store
+from specjax.data import shards
 from specjax.data.readers import BadRecordPolicy
 from specjax.data.rows import ConcatenatedRows
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
 from specjax.distill.sources import generated
-from specjax.distill.sources.context import SourceContext
 from specjax.distill.sources.continuations import Prompts, Sampled, prompts_of_file, prompts_of_text
 from specjax.distill.sources.generated import Generated, make
 from specjax.distill.sources.on_policy import Mixed, OnPolicy
+from specjax.distill.sources.text import SourceContext
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.models.config import LayerKind
 from specjax.models.rotary import Rope
 from specjax.models.transformer import Model
+from specjax.runtime import store
 from tests.distill.toys import Interrupt
 
 SETTINGS = Generated(sequences=7, shard_size=3, prompt_tokens=3, new_tokens=5, batch_size=2, k=2)
@@ -97,7 +98,7 @@ def test_an_interrupted_directory_is_finished_to_the_same_bits_without_making_a_
     with pytest.raises(Interrupt):
         made(tmp_path / "data", models, progress=interrupt)
     kept = {name: (tmp_path / "data" / name).stat().st_mtime_ns for name in contents(tmp_path / "data")}
-    assert sorted(name for name in kept if name.endswith(store.SUFFIX)) == [
+    assert sorted(name for name in kept if name.endswith(shards.SUFFIX)) == [
         f"shard-0000{i}.safetensors" for i in (0, 1)
     ]
     made(tmp_path / "data", models)
@@ -177,7 +178,7 @@ def test_a_full_disk_leaves_nothing_half_written(whole, tmp_path, monkeypatch):
 
     monkeypatch.setattr(store.os, "fsync", full)
     with pytest.raises(TrainingError, match=r"cannot be written \(no space left on device\)"):
-        store.write(tmp_path / "shard-00000.safetensors", store.to_bytes(whole[1]), {})
+        store.write(tmp_path / "shard-00000.safetensors", shards.to_bytes(whole[1]), {})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,17 +12,15 @@ import numpy as np
 
 from specjax import metrics
 from specjax.data import rows
-from specjax.data import shards as store
 from specjax.distill import distributions, init, losses, optimizer, selection, step, teacher_cache
 from specjax.distill.sources import on_policy
 from specjax.models.vocabulary import TokenRows
-from specjax.runtime import checkpoint, fingerprint, progress_lines
+from specjax.runtime import checkpoint, fingerprint, progress_lines, store
 from specjax.runtime.checkpoint import Checkpoints
 from specjax.runtime.layout import Layout
 from specjax.runtime.log import Log
 from tests import test_metrics
 from tests.data import test_rows
-from tests.data import test_shards as test_store
 from tests.distill import (
     test_init,
     test_losses,
@@ -38,7 +36,7 @@ from tests.distill import (
 )
 from tests.models import test_vocabulary
 from tests.mutants.table import Patch, mutant, wrap
-from tests.runtime import test_checkpoint, test_fingerprint, test_log, test_progress
+from tests.runtime import test_checkpoint, test_fingerprint, test_log, test_progress, test_store
 
 # The losses, against their float64 references.
 

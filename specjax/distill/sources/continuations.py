@@ -20,7 +20,7 @@ from specjax.data.readers import BadRecordPolicy, jsonl_records
 from specjax.data.rows import ConcatenatedRows
 from specjax.decode.decoder import Decoder
 from specjax.decode.result import check_finite
-from specjax.distill.sources.context import SourceContext
+from specjax.distill.sources.text import SourceContext
 from specjax.errors import ConfigError, DataError
 from specjax.metrics import DecodeStats
 from specjax.runtime import fingerprint

@@ -18,12 +18,11 @@ import jax
 from pydantic import Field
 
 from specjax import registry
-from specjax.data import shards as store
+from specjax.data import shards
 from specjax.data.readers import BadRecordPolicy
 from specjax.data.rows import Batches, Rows, Sequences, WholeSequenceRows
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
-from specjax.distill.sources.context import SourceContext
 from specjax.distill.sources.continuations import (
     Positive,
     Prompts,
@@ -32,9 +31,10 @@ from specjax.distill.sources.continuations import (
     prompts_of_file,
     prompts_of_text,
 )
+from specjax.distill.sources.text import SourceContext
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError
-from specjax.runtime import fingerprint, lock
+from specjax.runtime import fingerprint, lock, store
 from specjax.runtime.distributed import by_first, on_one_device
 from specjax.runtime.progress import StepProgress
 
@@ -105,7 +105,7 @@ def make(
         draft = None
     shard = _maker(settings, target, draft, verifier, prompts, seed)
     count = -(-settings.sequences // settings.shard_size)
-    files = [directory / f"shard-{number:05}{store.SUFFIX}" for number in range(count)]
+    files = [directory / f"shard-{number:05}{shards.SUFFIX}" for number in range(count)]
 
     def complete() -> None:
         fingerprint.claim(directory, provenance)
@@ -119,7 +119,7 @@ def make(
             _summarize(directory, records)
 
     by_first(complete)
-    return Sequences.joined([store.read(file) for file in files])
+    return Sequences.joined([shards.read(file) for file in files])
 
 
 def _provenance(settings: Generated, target: Any, prompts: Prompts, seed: int) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _maker(
         sequences, stats = Sequences.of(chosen, continued.tokens), continued.stats
         assert stats is not None  # a shard has a sequence
         counts = {name: getattr(stats, name) for name in ("emitted", "blocks", "block_efficiency")}
-        return store.write(file, store.to_bytes(sequences), {"sequences": len(sequences), **counts, **made_by})
+        return store.write(file, shards.to_bytes(sequences), {"sequences": len(sequences), **counts, **made_by})
 
     return shard
 

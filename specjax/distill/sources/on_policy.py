@@ -18,14 +18,14 @@ import numpy as np
 from jaxtyping import Int
 from pydantic import Field
 
-from specjax.data import shards as store
+from specjax.data import shards
 from specjax.data.rows import Batches, ConcatenatedRows, Rows, Sequences, WholeSequenceRows
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
-from specjax.distill.sources.context import SourceContext
 from specjax.distill.sources.continuations import Positive, Sampled, continue_prompts, prompts_of_text
+from specjax.distill.sources.text import SourceContext
 from specjax.errors import TrainingError
-from specjax.runtime import fingerprint
+from specjax.runtime import fingerprint, store
 from specjax.runtime.distributed import by_first, on_one_device
 from specjax.types import Batch, Params
 
@@ -95,7 +95,7 @@ class OnPolicyBatches(Batches):
             return
         end = min(begin + self._settings.every, self._steps)
         first, stop = (int(self._sampled_before(np.asarray(at * self.batch_size))) for at in (begin, end))
-        file = self._directory / f"{begin:08}{store.SUFFIX}"
+        file = self._directory / f"{begin:08}{shards.SUFFIX}"
         made_from = {"prompts": self._prompts.digest, "first": first, "sequences": stop - first, "seed": self.seed}
         if step == begin:
             made_from["draft"] = fingerprint.digest(params)
@@ -112,8 +112,8 @@ class OnPolicyBatches(Batches):
             prompts = [self._numbered(g) for g in range(first, stop)]
             seeds = derive_seeds(self.seed, stop)[first:]
             sampled = Sequences.of(prompts, self._sample(params, prompts, seeds, self._settings))
-            by_first(lambda: store.write(file, store.to_bytes(sampled), made_from))
-        self._mixed.pool = WholeSequenceRows(store.read(file), self.rows.length, self._mixed.prompt_weight, alone=True)
+            by_first(lambda: store.write(file, shards.to_bytes(sampled), made_from))
+        self._mixed.pool = WholeSequenceRows(shards.read(file), self.rows.length, self._mixed.prompt_weight, alone=True)
         self._mixed.begin, self._mixed.first = begin, first
         by_first(lambda: self._forget(oldest))
 
@@ -125,7 +125,7 @@ class OnPolicyBatches(Batches):
         """Pools that no kept checkpoint goes on with."""
         if oldest is None:
             return
-        for file in self._directory.glob(f"*{store.SUFFIX}"):
+        for file in self._directory.glob(f"*{shards.SUFFIX}"):
             if int(file.stem) < oldest - oldest % self._settings.every:
                 store.remove(file)
 

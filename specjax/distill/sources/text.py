@@ -1,13 +1,33 @@
-"""Training data as it stands in the text of the run."""
+"""What a source of training data is given, and the simplest one: the text of the run as it stands."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from specjax.data.rows import Batches, Rows
-from specjax.distill.sources.context import SourceContext
+from specjax.data.rows import Batches, ConcatenatedRows, Rows
+from specjax.runtime.progress import Bars, no_bars
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceContext:
+    """``name``: of the stage. ``directory``: where data that is made for it goes. ``text``: rows of the training text.
+    ``draft``: `LoadedModel`, as the stage begins with it. ``today``: of the run, for chat templates that ask.
+    ``needs_labels``: the loss does (`specjax.types.Loss`)."""
+
+    name: str
+    directory: Path
+    text: ConcatenatedRows
+    target: Any
+    draft: Any
+    prompt_weight: float
+    seed: int
+    on_bad: Literal["error", "skip"] = "error"
+    bars: Bars = no_bars
+    today: datetime.date | None = None
+    needs_labels: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

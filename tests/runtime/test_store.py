@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from specjax.data import shards as store
+from specjax.runtime import store
 
 
 def test_a_file_counts_while_it_is_what_its_record_says(tmp_path):
