@@ -4,9 +4,9 @@
 
 Three loops take turns of ten steps in one run, on the same machine, shapes and options of the compiler:
 
-- **trainer**: `train_stage` as `make demo` calls it: rows cut and put together on the host, metrics fetched and logged
+- **trainer**: `Trainer` as `make demo` calls it: rows cut and put together on the host, metrics fetched and logged
   every ten steps, checkpoints saved in the background, evaluations;
-- **bare**: the same compiled update (`make_update`) over batches that lie on the device: no data, no log, no saves;
+- **bare**: the same compiled update (`Update`) over batches that lie on the device: no data, no log, no saves;
 - **hand-written**: twenty lines of JAX and optax for the same loss, without metrics, clipping or schedule.
 
 The trainer's step is the median over its turns without save or evaluation, plus what a save costs spread over
@@ -44,8 +44,8 @@ from specjax.config import RunConfig, Stage, load_config
 from specjax.data.rows import Batches
 from specjax.distill.init import Initial, initial_draft
 from specjax.distill.optimizer import make_optimizer
-from specjax.distill.step import make_update, microbatch_rows, start_state
-from specjax.distill.trainer import LOG_EVERY, train_stage
+from specjax.distill.step import Update, microbatch_rows, start_state
+from specjax.distill.trainer import LOG_EVERY, StageData, Trainer
 from specjax.evaluation.held_out import held_out_decoding
 from specjax.jobs import distill as job
 from specjax.models.transformer import Model
@@ -93,7 +93,7 @@ class Turn:
 
 
 class Turns:
-    """For `train_stage` to call after every step: where the device has nothing left to do, the others take a turn. Not
+    """For `Trainer.run` to call after every step: where the device has nothing left to do, the others take a turn. Not
     after a save, which is being written."""
 
     def __init__(self, loops: Mapping[str, Callable[[], float]], stage: Stage):
@@ -159,7 +159,7 @@ def bare(initial: Initial, stage: Stage, target: Any, batches: Sequence[Batch]) 
     rows = microbatch_rows(stage.batch_size, batches[0].tokens.shape[1])
     loss = registry.build(registry.LOSSES, stage.loss, "distill.loss")
     options = {"skip": stage.skip_non_finite > 0, "compute_dtype": stage.compute_dtype, "ema": stage.optimizer.ema}
-    update = make_update(initial.drafter, loss, optimizer, target.spec, rows, **options)
+    update = Update(initial.drafter, loss, optimizer, target.spec, rows, **options).jitted()
     return Loop(update.lower(state, target.params, batches[0]).compile(), state, target.params, batches)
 
 
@@ -201,8 +201,8 @@ def measure(config: RunConfig, steps: int, out: Path) -> dict[str, Any]:
     np.testing.assert_allclose(*losses, rtol=1e-4, err_msg="the loops compute different losses")
     turns = Turns(loops, stage)
     decoding = held_out_decoding(config, target, initial.drafter, initial.spec, prepared.corpus.held_out)
-    args = (initial.drafter, initial.params, target, rows, prepared.held_out_rows, config.seed, turns)
-    train_stage(out, stage, *args, decoding=decoding)
+    data = StageData(rows, prepared.held_out_rows, config.seed)
+    Trainer(out, stage, initial.drafter, initial.params, target, data, decoding=decoding).run(turns)
     return {"tokens": stage.batch_size * rows.length, "loss": losses, **figures(turns.turns, stage)}
 
 

@@ -15,7 +15,7 @@ from specjax.decode.decoder import Decoder
 from specjax.distill.distributions import top_k_logits
 from specjax.distill.losses import ForwardKL
 from specjax.distill.optimizer import make_optimizer
-from specjax.distill.step import make_update, start_state
+from specjax.distill.step import Update, start_state
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.evaluation import forced
@@ -58,7 +58,7 @@ def test_training_is_the_same_with_64_bits():
         tokens, following = jnp.asarray(TOKENS[:, :-1]), jnp.asarray(TOKENS[:, 1:])
         batch = Batch(tokens, following, jnp.ones((4, 16), jnp.float32))
         batch = dataclasses.replace(batch, teacher=top_k_logits(target.logits(batch.tokens), 8, uniform, 2))
-        update = make_update(drafter, ForwardKL(), optimizer, None, 2, ema=0.9)
+        update = Update(drafter, ForwardKL(), optimizer, None, 2, ema=0.9).jitted()
         for _ in range(3):
             state, metrics = update(state, None, batch, None)
         return state, metrics

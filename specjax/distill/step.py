@@ -97,22 +97,9 @@ def start_state(
     return jax.jit(start, out_shardings=shardings)(params)
 
 
-def make_update(
-    drafter: Trainable,
-    loss: Loss,
-    optimizer: optax.GradientTransformation,
-    spec: Any,
-    rows: int,
-    references: Mapping[str, Trainable] | None = None,
-    *,
-    skip: bool = False,
-    compute_dtype: DTypeLike = jnp.float32,
-    ema: float | None = None,
-    layout: Layout = ONE_DEVICE,
-    state: TrainState | None = None,
-    tokens: TokenRows | None = None,
-):
-    """The jitted step ``(state, target_params, batch, frozen) -> (state, metrics)``; ``state`` is donated.
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """The step of a stage, a function of arrays: ``(state, target_params, batch, frozen) -> (state, metrics)``.
 
     ``spec``: the target's static half, None where the loss needs no target or the batch brings its logits. The target's
     parameters are an argument: closed over, they would be compiled in as constants. Without ``spec`` they are None,
@@ -122,30 +109,55 @@ def make_update(
     it lies.
     ``metrics["sound"]``: loss and gradient are finite. ``skip``: a step without that leaves parameters, optimizer,
     averages and running alpha as they were. ``compute_dtype``: of the draft's forward and backward pass. ``ema``: decay
-    of ``state.average``. ``state``: over a mesh, one that lies where the step is to find and leave its states.
-    ``tokens``: the target's rows that distributions are compared over; None: all.
+    of ``state.average``. ``tokens``: the target's rows that distributions are compared over; None: all.
     """
 
-    drafter, spec = layout.drafter(drafter), layout.model(spec)
+    drafter: Trainable
+    loss: Loss
+    optimizer: optax.GradientTransformation
+    spec: Any
+    rows: int
+    references: Mapping[str, Trainable] = dataclasses.field(default_factory=dict)
+    skip: bool = False
+    compute_dtype: DTypeLike = jnp.float32
+    ema: float | None = None
+    layout: Layout = ONE_DEVICE
+    tokens: TokenRows | None = None
 
-    def cast(x):
-        return x.astype(compute_dtype) if x.dtype == jnp.float32 else x
+    def jitted(self, state: TrainState | None = None):
+        """Compiled at its first call; ``state`` is donated. Over a mesh, ``state`` is one that lies where the step is
+        to find and leave its states."""
+        layout, shardings = self.layout, {}
+        if layout.mesh is not None:
+            lies = jax.tree.map(lambda x: x.sharding, state)
+            shardings = {
+                "in_shardings": (lies, None, layout.rows(), None),
+                "out_shardings": (lies, layout.everywhere()),
+            }
+        placed = dataclasses.replace(self, drafter=layout.drafter(self.drafter), spec=layout.model(self.spec))
 
-    def stage_loss(params, given: _Given, batch: Batch):
-        target_out = None if spec is None else target_output(spec, given.target, batch)
+        def update(state: TrainState, target_params: Params, batch: Batch, frozen: dict[str, Params] | None = None):
+            given = _Given(target_params, frozen or {}, state.alpha)
+            return placed.apply_gradients(state, placed.accumulate(state.params, given, batch))
+
+        return jax.jit(update, donate_argnums=0, compiler_options=backend.compiler_options(), **shardings)
+
+    def summed_loss(self, params: Params, given: _Given, batch: Batch):
+        """(loss, (weight, metrics)) of the rows of ``batch``, summed over their predictions."""
+        target_out = None if self.spec is None else target_output(self.spec, given.target, batch)
         teacher = batch.teacher if target_out is None else FullLogits(target_out.logits)
         # Cast before the shared ones come in: what is the target's then takes the same dtype, without one in between.
-        whole = with_shared_params(drafter, jax.tree.map(cast, params), given.target)
-        out = drafter.train_output(whole, batch, target_out)
-        others = (references or {}).items()
+        whole = with_shared_params(self.drafter, jax.tree.map(self._cast, params), given.target)
+        out = self.drafter.train_output(whole, batch, target_out)
+        others = self.references.items()
         compared = {n: other.train_output(given.references[n], batch, target_out) for n, other in others}
         total, weights, overlaps = jnp.float32(0), jnp.float32(0), {}
         for j in range(out.logits.shape[2]):
-            m = matched(out, teacher, batch.labels, j, tokens)
+            m = matched(out, teacher, batch.labels, j, self.tokens)
             weight = out.share[j] * m.weight
-            theirs = {n: matched(o, teacher, batch.labels, j, tokens).draft_logits for n, o in compared.items()}
+            theirs = {n: matched(o, teacher, batch.labels, j, self.tokens).draft_logits for n, o in compared.items()}
             context = LossContext(given.alpha, weight, theirs)
-            values = loss(m.draft_logits, m.teacher, m.tokens, context)
+            values = self.loss(m.draft_logits, m.teacher, m.tokens, context)
             # A prediction that does not count may have no finite loss.
             total += jnp.sum(jnp.where(weight > 0, weight * values, 0.0))
             weights += jnp.sum(weight)
@@ -154,42 +166,31 @@ def make_update(
                 overlaps[name] = overlaps.get(name, 0.0) + jnp.sum(jnp.where(weight > 0, weight * overlap, 0.0))
         return total, (weights, {"loss": total, **overlaps})
 
-    def sums(params, given: _Given, batch: Batch) -> _Sums:
-        (_, (weight, metrics)), grads = jax.value_and_grad(stage_loss, has_aux=True)(params, given, batch)
-        if layout.mesh is not None:  # added up where they are needed: a reduce-scatter under fsdp
-            grads = jax.lax.with_sharding_constraint(grads, layout.of_draft(grads, drafter))
-        return _Sums(weight, grads, metrics)
-
-    def microbatches(x):
-        """Each has some rows of every shard, so that no row moves."""
-        shards = layout.row_shards
-        own = x.reshape(shards, -1, rows // shards, *x.shape[1:])
-        return own.swapaxes(0, 1).reshape(-1, rows, *x.shape[1:])
-
-    def update(state: TrainState, target_params: Params, batch: Batch, frozen: dict[str, Params] | None = None):
-        given = _Given(target_params, frozen or {}, state.alpha)
-        micro = jax.tree.map(microbatches, batch)
+    def accumulate(self, params: Params, given: _Given, batch: Batch) -> _Sums:
+        """Gradient and metrics of the batch, microbatch by microbatch."""
+        micro = jax.tree.map(self._microbatches, batch)
         first = jax.tree.map(lambda x: x[0], micro)
         if len(micro.tokens) == 1:
-            total = sums(state.params, given, first)
-        else:
-            shapes = jax.eval_shape(sums, state.params, given, first)
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            return self._sums(params, given, first)
+        shapes = jax.eval_shape(self._sums, params, given, first)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-            def add(total: _Sums, batch: Batch):
-                return jax.tree.map(jnp.add, total, sums(state.params, given, batch)), None
+        def add(total: _Sums, batch: Batch):
+            return jax.tree.map(jnp.add, total, self._sums(params, given, batch)), None
 
-            total, _ = jax.lax.scan(add, zeros, micro)
+        return jax.lax.scan(add, zeros, micro)[0]
+
+    def apply_gradients(self, state: TrainState, total: _Sums) -> tuple[TrainState, dict[str, jax.Array]]:
         weight = jnp.where(total.weight > 0, total.weight, 1.0)
         grads, metrics = jax.tree.map(lambda x: x / weight.astype(x.dtype), (total.grads, total.metrics))
-        updates, opt = optimizer.update(grads, state.opt, state.params)
+        updates, opt = self.optimizer.update(grads, state.opt, state.params)
         grad_norm, update_norm = optax.tree.norm(grads), optax.tree.norm(updates)
         # Of logits with a NaN or +inf the loss is not finite either.
         sound = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
         params = optax.apply_updates(state.params, updates)
-        average = None if ema is None or state.average is None else state.average.with_step(params, ema)
+        average = None if self.ema is None or state.average is None else state.average.with_step(params, self.ema)
         moved = params, opt, _running(state.alpha, metrics, total.weight), average
-        if skip:
+        if self.skip:
             stayed = state.params, state.opt, state.alpha, state.average
             moved = jax.tree.map(lambda new, old: jnp.where(sound, new, old), moved, stayed)
         params, opt, alpha, average = moved
@@ -197,11 +198,20 @@ def make_update(
         metrics |= {"grad_norm": grad_norm, "sound": sound, "skipped": skipped}
         return TrainState(params, opt, alpha, skipped, average), metrics
 
-    shardings: dict[str, Any] = {}
-    if layout.mesh is not None:
-        lies = jax.tree.map(lambda x: x.sharding, state)
-        shardings = {"in_shardings": (lies, None, layout.rows(), None), "out_shardings": (lies, layout.everywhere())}
-    return jax.jit(update, donate_argnums=0, compiler_options=backend.compiler_options(), **shardings)
+    def _cast(self, x: jax.Array) -> jax.Array:
+        return x.astype(self.compute_dtype) if x.dtype == jnp.float32 else x
+
+    def _sums(self, params: Params, given: _Given, batch: Batch) -> _Sums:
+        (_, (weight, metrics)), grads = jax.value_and_grad(self.summed_loss, has_aux=True)(params, given, batch)
+        if self.layout.mesh is not None:  # added up where they are needed: a reduce-scatter under fsdp
+            grads = jax.lax.with_sharding_constraint(grads, self.layout.of_draft(grads, self.drafter))
+        return _Sums(weight, grads, metrics)
+
+    def _microbatches(self, x: jax.Array) -> jax.Array:
+        """Each has some rows of every shard, so that no row moves."""
+        shards = self.layout.row_shards
+        own = x.reshape(shards, -1, self.rows // shards, *x.shape[1:])
+        return own.swapaxes(0, 1).reshape(-1, self.rows, *x.shape[1:])
 
 
 def _running(alpha: jax.Array, metrics: dict[str, jax.Array], weight: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from specjax.distill.losses import references_of
 from specjax.distill.optimizer import make_optimizer, make_schedule
 from specjax.distill.selection import Selector, fingerprint_of
 from specjax.distill.sources.on_policy import Sampler
-from specjax.distill.step import make_update, microbatch_rows, start_state
+from specjax.distill.step import Update, microbatch_rows, start_state
 from specjax.distill.teacher_cache import cached_rows, numbers_of, shared_rows
 from specjax.errors import ConfigError, Stopped, TrainingError
 from specjax.evaluation.evaluate import evaluate
@@ -35,7 +35,7 @@ from specjax.runtime.log import LOG, Log, read_log
 from specjax.runtime.profile import Profile
 from specjax.runtime.progress import Bars, StepProgress, no_bars, waiting
 from specjax.runtime.signals import stop_requested
-from specjax.types import Batch, Params, Sharing, Trainable
+from specjax.types import Batch, Loss, Params, Sharing, Trainable
 
 LOG_EVERY = 10
 """Steps between two looks at the metrics; in between, the host never waits for the device."""
@@ -47,153 +47,225 @@ _CAN_GO_ON = ("constant", "wsd")
 """Schedules that do not lead to the last step from the first."""
 
 
-def train_stage(
-    directory: Path,
-    stage: config.Stage,
-    drafter: Trainable,
-    params: Params,
-    target: Any,
-    train_rows: Rows,
-    held_out_rows: Rows,
-    seed: int,
-    progress: StepProgress | None = None,
-    sample: Sampler | None = None,
-    layout: Layout = ONE_DEVICE,
-    decoding: DraftEvaluator | None = None,
-    bars: Bars = no_bars,
-) -> Params:
-    """Train ``params`` as ``stage`` says and return the result; a finished stage returns its own at once.
+@dataclasses.dataclass(frozen=True)
+class StageData:
+    """``train``: rows of the stage's data (`specjax.distill.sources.text`); ``held_out``: rows to evaluate on;
+    ``sample``: from the draft, for data that is on-policy."""
 
-    ``target``: a `LoadedModel`, or None where the loss needs none (then no acceptance is measured). ``train_rows``:
-    of the stage's data (`specjax.distill.sources.text`); ``sample``: from the draft, for data that is on-policy.
-    Called again after an interruption, it goes on from the last checkpoint in ``directory`` to the same weights,
-    optimizer state and log, bit for bit, on the same ``layout`` (the log's ``tokens_per_s`` is a timing). ``directory``
-    keeps ``log.jsonl`` (`read_log`), checkpoints, a fingerprint, and what `jax.profiler` traced. Of several processes,
-    all call this. ``decoding``: decodes with the draft at every evaluation, and says whether that decides which weights
-    are returned and when the stage ends (`specjax.distill.selection`). ``bars``: show what is made before the first
-    step. ``stage.steps`` may be others than when the directory was made, where the steps taken would be the same.
+    train: Rows
+    held_out: Rows
+    seed: int
+    sample: Sampler | None = None
 
-    Raises `TrainingError` if a loss or gradient is not finite in more steps than ``stage.skip_non_finite`` (naming step
-    and rows; the last good checkpoint is kept), if something cannot be written, or if the directory was made with other
-    settings, or holds nothing undamaged of what was trained; `DataError` if the windows do not fill one batch;
-    `ConfigError` if the batch cannot be split as ``layout`` says; `Stopped` once a SIGTERM has come and the step that
-    was under way is saved.
+
+@dataclasses.dataclass
+class Trainer:
+    """One stage: trains ``params`` as ``stage`` says.
+
+    ``target``: a `LoadedModel`, or None where the loss needs none (then no acceptance is measured). ``directory`` keeps
+    ``log.jsonl`` (`read_log`), checkpoints, a fingerprint, and what `jax.profiler` traced. ``decoding``: decodes with
+    the draft at every evaluation, and says whether that decides which weights are returned and when the stage ends
+    (`specjax.distill.selection`). ``bars``: show what is made before the first step. ``stage.steps`` may be others than
+    when the directory was made, where the steps taken would be the same.
+
+    Raises `TrainingError` without a target where loss or draft need one, `DataError` if the rows do not fill one batch,
+    `ConfigError` if the batch cannot be split as ``layout`` says.
     """
-    stage = stage.over(len(train_rows))
-    steps = stage.num_steps
-    loss = registry.build(registry.LOSSES, stage.loss, f"{directory.name}: loss")
-    if loss.needs_target and target is None:
-        raise TrainingError(
-            f"{directory.name}: the loss {loss.kind!r} needs a target model; use cross_entropy or give one"
-        )
-    if isinstance(drafter, Sharing) and target is None:
-        raise TrainingError(f"{directory.name}: the draft shares weights with its target; give the target")
-    rows = _microbatch_rows(directory.name, stage, train_rows.length, layout)
-    student = _student(drafter, stage)
-    backend.keep_freed_memory()
-    source = registry.build(registry.DATA, stage.data, f"{directory.name}: data")
-    batches = Batches(train_rows, stage.batch_size, seed)
-    batches = source.batches(batches, directory / "pools", sample, steps)
-    bound = references_of([loss], target)
-    references, frozen = ({name: pair[i] for name, pair in bound.items()} for i in (0, 1))
-    made_of = _fingerprint(stage, drafter, seed, params, target, train_rows, held_out_rows)
-    made_of["selection"] = fingerprint_of(decoding, stage)
-    if frozen:
-        made_of["reference_params"] = [fingerprint.digest(params) for params in frozen.values()]
-    may_change = {"stage.steps": functools.partial(_why_not_steps, directory, stage, source, batches)}
-    by_first(lambda: fingerprint.claim(directory, made_of, may_change, keep=steps > 0))
-    if steps == 0:
-        return params
-    optimizer = make_optimizer(stage)
-    ema = stage.optimizer.ema
-    state = start_state(params, optimizer, ema is not None, layout, drafter)
-    with Checkpoints(directory / "checkpoints") as checkpoints:
-        restored = checkpoints.restore_latest(state)
+
+    directory: Path
+    stage: config.Stage
+    drafter: Trainable
+    params: Params
+    target: Any
+    data: StageData
+    layout: Layout = ONE_DEVICE
+    decoding: DraftEvaluator | None = None
+    bars: Bars = no_bars
+
+    def __post_init__(self) -> None:
+        name, data = self.directory.name, self.data
+        self.stage = self.stage.over(len(data.train))
+        self._steps = self.stage.num_steps
+        self._loss: Loss = registry.build(registry.LOSSES, self.stage.loss, f"{name}: loss")
+        if self._loss.needs_target and self.target is None:
+            raise TrainingError(
+                f"{name}: the loss {self._loss.kind!r} needs a target model; use cross_entropy or give one"
+            )
+        if isinstance(self.drafter, Sharing) and self.target is None:
+            raise TrainingError(f"{name}: the draft shares weights with its target; give the target")
+        self._rows = _microbatch_rows(name, self.stage, data.train.length, self.layout)
+        self._student = _student(self.drafter, self.stage)
+        backend.keep_freed_memory()
+        self._source = registry.build(registry.DATA, self.stage.data, f"{name}: data")
+        batches = Batches(data.train, self.stage.batch_size, data.seed)
+        self._batches = self._source.batches(batches, self.directory / "pools", data.sample, self._steps)
+        bound = references_of([self._loss], self.target)
+        self._references, self._frozen = ({name: pair[i] for name, pair in bound.items()} for i in (0, 1))
+
+    def run(self, progress: StepProgress | None = None) -> Params:
+        """The trained parameters; a finished stage returns its own at once. Called again after an interruption, it goes
+        on from the last checkpoint to the same weights, optimizer state and log, bit for bit, on the same layout (the
+        log's ``tokens_per_s`` is a timing). Of several processes, all call this.
+
+        Raises `TrainingError` if a loss or gradient is not finite in more steps than ``stage.skip_non_finite`` (naming
+        step and rows; the last good checkpoint is kept), if something cannot be written, or if the directory was made
+        with other settings, or holds nothing undamaged of what was trained; `Stopped` once a SIGTERM has come and the
+        step that was under way is saved.
+        """
+        self._claim(keep=self._steps > 0)
+        if self._steps == 0:
+            return self.params
+        with Checkpoints(self.directory / "checkpoints") as self._checkpoints:
+            start = self._restore()
+            # A change is taken once there is something whole to go on from.
+            self._claim()
+            self._selector = Selector(self.directory, self.decoding, start)
+            if start == self._steps or self._selector.stops:
+                return self._selector.result(self._state.result, start)
+            self._log = Log(self.directory / LOG, start)
+            self._compile(start)
+            with stop_requested() as stops, Profile(self.directory / "profile", self.stage.profile) as self._profile:
+                return self._train(start, stops, progress)
+
+    def _train(self, start: int, stops: Callable[[int], bool], progress: StepProgress | None) -> Params:
+        stage, record = self.stage, {}
+        self._timed, self._began = start, time.perf_counter()
+        for step in range(start + 1, self._steps + 1):
+            self.step(step)
+            last = step == self._steps
+            evaluates = last or step % stage.eval_every == 0
+            saves = last or step % stage.save_every == 0
+            logs = evaluates or saves or step % LOG_EVERY == 0
+            if logs:
+                record = self.log(step, evaluates)
+                saves = saves or (evaluates and self._selector.stops)
+            # After an evaluation: a signal that comes during the last one must not be lost.
+            ends = stops(step)
+            if saves or ends:
+                self.save(step)
+            if logs:
+                self._timed, self._began = step, time.perf_counter()
+            if progress is not None:
+                progress(step, record)
+            if ends:
+                self._checkpoints.wait()
+                raise Stopped(f"{self.directory}: stopped by SIGTERM; step {step} is saved, the same command goes on")
+            if self._selector.stops:
+                break
+        return self._selector.result(self._state.result, step)
+
+    def step(self, step: int) -> None:
+        """One update of the weights. Its metrics stay on the device until somebody looks."""
+        self._profile.before(step)
+        self._batches.refresh(step - 1, self._state.params, self._checkpoints.oldest)
+        self._state, metrics = self._update(self._state, self._teacher, self._batch(step - 1), self._frozen)
+        self._profile.after(step, self._state)
+        self._pending.append(metrics)
+
+    def log(self, step: int, evaluates: bool) -> dict[str, float]:
+        """The record of the steps since the last one, on disk."""
+        self._look(step)
+        seconds, tokens = time.perf_counter() - self._began, self.stage.batch_size * self.data.train.length
+        record = {"step": step, "tokens": step * tokens, "tokens_per_s": (step - self._timed) * tokens / seconds}
+        record |= _means(self._pending)
+        if self.stage.skip_non_finite:
+            record["skipped"] = int(self._pending[-1]["skipped"])
+        if evaluates:
+            record |= self.evaluate(step)
+        self._log.append(record)
+        self._pending = []
+        return record
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Held-out figures of the weights as they are, teacher-forced and decoded."""
+        measured = (self.target, self.data.held_out, self.stage.eval_positions, self._rows, self.layout)
+        with waiting("evaluating"):
+            result = evaluate(self.drafter, self._state.result, *measured)
+        record = {"held_out_nll": result.nll}
+        if self.target is not None:
+            record["alpha"] = result.alpha
+        with waiting("decoding"):
+            return record | self._selector.measure(step, self._state.result)
+
+    def save(self, step: int) -> None:
+        """What is not logged yet goes with the state, so that the log does not depend on interruptions."""
+        self._look(step)
+        with waiting("saving"):
+            self._checkpoints.save(step, self._state, jax.tree.map(lambda x: np.asarray(x).item(), self._pending))
+
+    def _look(self, step: int) -> None:
+        """At the metrics of the steps up to ``step``: nothing that is not finite is logged or saved."""
+        self._pending = jax.device_get(self._pending)
+        _refuse_non_finite(self.directory, self.stage, step, self._pending, self._batches, self._checkpoints)
+
+    @functools.cached_property
+    def _made_of(self) -> dict[str, Any]:
+        made_of = _fingerprint(self.stage, self.drafter, self.params, self.target, self.data)
+        made_of["selection"] = fingerprint_of(self.decoding, self.stage)
+        if self._frozen:
+            made_of["reference_params"] = [fingerprint.digest(params) for params in self._frozen.values()]
+        return made_of
+
+    def _claim(self, keep: bool = False) -> None:
+        why_not = functools.partial(_why_not_steps, self.directory, self.stage, self._source, self._batches)
+        by_first(lambda: fingerprint.claim(self.directory, self._made_of, {"stage.steps": why_not}, keep=keep))
+
+    def _restore(self) -> int:
+        """The state to go on from, and its step."""
+        self._optimizer, averages = make_optimizer(self.stage), self.stage.optimizer.ema is not None
+        state = start_state(self.params, self._optimizer, averages, self.layout, self.drafter)
+        restored = self._checkpoints.restore_latest(state)
         if restored is None:
-            _refuse_to_start_over(directory, checkpoints)
+            _refuse_to_start_over(self.directory, self._checkpoints)
             restored = Restored(0, state)
-        # A change is taken once there is something whole to go on from.
-        by_first(lambda: fingerprint.claim(directory, made_of, may_change))
-        start, state, pending = restored.step, restored.state, restored.pending
-        selector = Selector(directory, decoding, start)
-        if start == steps or selector.stops:
-            return selector.result(state.result, start)
-        log = Log(directory / LOG, start)
-        tokens = stage.batch_size * train_rows.length
-        spec, teacher, shares = None, None, isinstance(drafter, Sharing)
-        if target is not None and (loss.needs_target or shares):
-            spec = target.spec if loss.needs_target else None
-            teacher = layout.put(target.params, layout.of_target(target.params, target.spec))
-        if spec is not None and stage.teacher == "cached":
-            numbers = numbers_of(batches, steps)
-            with bars(f"{directory.name}-teacher", len(numbers)) as shown:
-                cache = (target, train_rows, numbers, stage.teacher_top_k, rows, shown)
-                if stage.teacher_path is None:
-                    kept = cached_rows(directory / "teacher", *cache)
-                else:
-                    kept = shared_rows(Path(stage.teacher_path).expanduser(), *cache)
-            spec, teacher, batches = None, teacher if shares else None, Batches(kept, stage.batch_size, seed)
-        options = {"skip": stage.skip_non_finite > 0, "compute_dtype": stage.compute_dtype, "ema": ema}
-        options |= {"layout": layout, "state": state, "tokens": TokenRows.of(target)}
-        update = make_update(student, loss, optimizer, spec, rows, references, **options)
+        self._state, self._pending = restored.state, restored.pending
+        return restored.step
 
-        def batch(step: int) -> Batch:
-            return layout.batch(batches.rows, batches.indices(step))
+    def _compile(self, start: int) -> None:
+        """Before the clock starts."""
+        spec = self._place_teacher()
+        update = Update(
+            self._student,
+            self._loss,
+            self._optimizer,
+            spec,
+            self._rows,
+            self._references,
+            skip=self.stage.skip_non_finite > 0,
+            compute_dtype=self.stage.compute_dtype,
+            ema=self.stage.optimizer.ema,
+            layout=self.layout,
+            tokens=TokenRows.of(self.target),
+        )
+        self._batches.refresh(start, self._state.params, self._checkpoints.oldest)
+        arguments = (self._state, self._teacher, self._batch(start), self._frozen)
+        self._update = update.jitted(self._state).lower(*arguments).compile()
 
-        # Compiled before the clock starts.
-        batches.refresh(start, state.params, checkpoints.oldest)
-        update = update.lower(state, teacher, batch(start), frozen).compile()
-        with stop_requested() as stops, Profile(directory / "profile", stage.profile) as profile:
-            record, timed, began = {}, start, time.perf_counter()
-            for step in range(start + 1, steps + 1):
-                profile.before(step)
-                batches.refresh(step - 1, state.params, checkpoints.oldest)
-                state, metrics = update(state, teacher, batch(step - 1), frozen)
-                profile.after(step, state)
-                pending.append(metrics)
-                last = step == steps
-                measures = last or step % stage.eval_every == 0
-                saves = last or step % stage.save_every == 0
-                logs = measures or saves or step % LOG_EVERY == 0
-                if logs:
-                    pending = jax.device_get(pending)
-                    _refuse_non_finite(directory, stage, step, pending, batches, checkpoints)
-                    seconds = time.perf_counter() - began
-                    record = {"step": step, "tokens": step * tokens, "tokens_per_s": (step - timed) * tokens / seconds}
-                    record |= _means(pending)
-                    if stage.skip_non_finite:
-                        record["skipped"] = int(pending[-1]["skipped"])
-                    if measures:
-                        measured = (target, held_out_rows, stage.eval_positions, rows, layout)
-                        with waiting("evaluating"):
-                            result = evaluate(drafter, state.result, *measured)
-                        record["held_out_nll"] = result.nll
-                        if target is not None:
-                            record["alpha"] = result.alpha
-                        with waiting("decoding"):
-                            record |= selector.measure(step, state.result)
-                        saves = saves or selector.stops
-                    log.append(record)
-                    pending = []
-                # After an evaluation: a signal that comes during the last one must not be lost.
-                ends = stops(step)
-                if ends:
-                    pending = jax.device_get(pending)
-                    _refuse_non_finite(directory, stage, step, pending, batches, checkpoints)
-                if saves or ends:
-                    # What is not logged yet goes with the state, so that the log does not depend on interruptions.
-                    with waiting("saving"):
-                        checkpoints.save(step, state, jax.tree.map(lambda x: np.asarray(x).item(), pending))
-                if logs:
-                    timed, began = step, time.perf_counter()
-                if progress is not None:
-                    progress(step, record)
-                if ends:
-                    checkpoints.wait()
-                    raise Stopped(f"{directory}: stopped by SIGTERM; step {step} is saved, the same command goes on")
-                if selector.stops:
-                    break
-    return selector.result(state.result, step)
+    def _place_teacher(self) -> Any:
+        """What the step needs of the target: its weights, and its static half where it runs in the step."""
+        stage, layout, target = self.stage, self.layout, self.target
+        spec, self._teacher, shares = None, None, isinstance(self.drafter, Sharing)
+        if target is not None and (self._loss.needs_target or shares):
+            spec = target.spec if self._loss.needs_target else None
+            self._teacher = layout.put(target.params, layout.of_target(target.params, target.spec))
+        if spec is None or stage.teacher != "cached":
+            return spec
+        self._batches = Batches(self._cached_rows(), stage.batch_size, self.data.seed)
+        if not shares:
+            self._teacher = None
+        return None
+
+    def _cached_rows(self) -> Rows:
+        """The training rows with the target's logits, computed before the first step."""
+        stage, numbers = self.stage, numbers_of(self._batches, self._steps)
+        with self.bars(f"{self.directory.name}-teacher", len(numbers)) as shown:
+            cache = (self.target, self.data.train, numbers, stage.teacher_top_k, self._rows, shown)
+            if stage.teacher_path is None:
+                return cached_rows(self.directory / "teacher", *cache)
+            return shared_rows(Path(stage.teacher_path).expanduser(), *cache)
+
+    def _batch(self, step: int) -> Batch:
+        return self.layout.batch(self._batches.rows, self._batches.indices(step))
 
 
 def _why_not_steps(
@@ -252,18 +324,18 @@ def _student(drafter: Any, stage: config.Stage) -> Any:
     return dataclasses.replace(drafter, model=TrainingModel(drafter.model.config, stage.remat, stage.scan_layers))
 
 
-def _fingerprint(stage, drafter, seed, params, target, train_rows, held_out_rows) -> dict[str, Any]:
+def _fingerprint(stage, drafter, params, target, data: StageData) -> dict[str, Any]:
     settings = {k: v for k, v in dataclasses.asdict(stage).items() if k not in _CHANGE_NO_WEIGHT}
     target_params, target_config = (None, None) if target is None else fingerprint.of_model(target)
     return {
         "stage": settings,
         "drafter": dataclasses.asdict(drafter),
-        "seed": seed,
+        "seed": data.seed,
         "initial_params": fingerprint.digest(params),
         "target_params": target_params,
         "target_config": target_config,
-        "train_rows": train_rows.digest,
-        "held_out_rows": held_out_rows.digest,
+        "train_rows": data.train.digest,
+        "held_out_rows": data.held_out.digest,
     }
 
 

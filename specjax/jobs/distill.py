@@ -34,7 +34,7 @@ from specjax.distill.init import Initial, check_length, initial_draft, model_con
 from specjax.distill.sources.on_policy import draft_sampler
 from specjax.distill.sources.text import SourceContext
 from specjax.distill.teacher import with_shared_params
-from specjax.distill.trainer import train_stage
+from specjax.distill.trainer import StageData, Trainer
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError, ModelError, TrainingError
 from specjax.evaluation import figures
@@ -149,7 +149,7 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
     initial = initial_draft(config, target, prepared.train_rows)
     drafter = initial.drafter
     decoding = held_out_decoding(config, target, drafter, initial.spec, prepared.corpus.held_out)
-    train = functools.partial(_train, config, bars, initial, prepared)
+    train = _Stages(config, bars, initial, prepared).train
     before, _ = train("draft-pretrain", config.draft.pretrain, initial.params, config.seed, target)
     after, steps = train("draft-distill", config.distill, before, config.seed + 1, target, decoding)
     # The controls see the batches that the distillation saw, start where it started, and are chosen as it is.
@@ -274,8 +274,9 @@ def _target_from_scratch(
     key, _ = jax.random.split(jax.random.key(config.seed))
     with _naming_inputs(config), bars("target-train", settings.steps) as progress:
         initial = drafter.init_params(key, None)
-        args = (out / "target-train", stage, drafter, initial, None, *rows, config.seed + 2)
-        params = train_stage(*args, progress=progress, layout=make_layout(config.mesh))
+        data = StageData(*rows, config.seed + 2)
+        trainer = Trainer(out / "target-train", stage, drafter, initial, None, data, layout=make_layout(config.mesh))
+        params = trainer.run(progress)
     target = LoadedModel(spec, params, tokenizer, (tokenizer.eos_token_id,), "target")
     title = f"A target of {_count(params):,} parameters, trained from scratch by specjax."
     digests = {_WEIGHTS: fingerprint.digest(params), "SHA-256 of the text": documents.digest}
@@ -310,33 +311,41 @@ def _control(distill: Stage, learning_rate: float, steps: int) -> Stage:
     return dataclasses.replace(distill, **changes, optimizer=optimizer)
 
 
-def _train(
-    config: RunConfig,
-    bars: Bars,
-    initial: Initial,
-    prepared: Prepared,
-    name: str,
-    stage: Stage,
-    params: Params,
-    seed: int,
-    target: LoadedModel | None,
-    decoding: HeldOutDecoding | None = None,
-) -> tuple[Params, int]:
-    """The trained parameters, and how many steps that took if none was spared."""
-    draft, directory = initial.model(params, prepared.target), Path(config.out) / name
-    source = registry.build(registry.DATA, "text" if stage.steps == 0 else stage.data, f"{name}: data")
-    made_from = source_context(config, prepared, draft, name, data_directory(config, name), seed, bars)
-    loss = registry.build(registry.LOSSES, stage.loss, f"{name}: loss")
-    rows = rows_of(config, source, dataclasses.replace(made_from, needs_labels=loss.needs_labels))
-    if stage.epochs is not None:
-        epochs, stage = stage.epochs, stage.over(len(rows))
-        note(f"{name}: {epochs:g} epochs of {len(rows):,} rows are {stage.steps:,} steps of {stage.batch_size}")
-    steps = stage.num_steps
-    with _naming_inputs(config), (bars if steps else no_bars)(name, steps) as progress:
-        args = (initial.drafter, params, target, rows, prepared.held_out_rows, seed, progress)
-        complete = functools.partial(with_shared_params, initial.drafter, target_params=prepared.target.params)
-        sampler, layout = draft_sampler(draft, complete), make_layout(config.mesh)
-        return train_stage(directory, stage, *args, sampler, layout, decoding, bars), steps
+@dataclasses.dataclass(frozen=True)
+class _Stages:
+    """The stages of a run's draft."""
+
+    config: RunConfig
+    bars: Bars
+    initial: Initial
+    prepared: Prepared
+
+    def train(
+        self,
+        name: str,
+        stage: Stage,
+        params: Params,
+        seed: int,
+        target: LoadedModel | None,
+        decoding: HeldOutDecoding | None = None,
+    ) -> tuple[Params, int]:
+        """The trained parameters, and how many steps that took if none was spared."""
+        config, bars, initial, prepared = self.config, self.bars, self.initial, self.prepared
+        draft = initial.model(params, prepared.target)
+        source = registry.build(registry.DATA, "text" if stage.steps == 0 else stage.data, f"{name}: data")
+        made_from = source_context(config, prepared, draft, name, data_directory(config, name), seed, bars)
+        loss = registry.build(registry.LOSSES, stage.loss, f"{name}: loss")
+        rows = rows_of(config, source, dataclasses.replace(made_from, needs_labels=loss.needs_labels))
+        if stage.epochs is not None:
+            epochs, stage = stage.epochs, stage.over(len(rows))
+            note(f"{name}: {epochs:g} epochs of {len(rows):,} rows are {stage.steps:,} steps of {stage.batch_size}")
+        steps = stage.num_steps
+        with _naming_inputs(config), (bars if steps else no_bars)(name, steps) as progress:
+            complete = functools.partial(with_shared_params, initial.drafter, target_params=prepared.target.params)
+            data = StageData(rows, prepared.held_out_rows, seed, draft_sampler(draft, complete))
+            options = {"layout": make_layout(config.mesh), "decoding": decoding, "bars": bars}
+            trainer = Trainer(Path(config.out) / name, stage, initial.drafter, params, target, data, **options)
+            return trainer.run(progress), steps
 
 
 def rows_of(config: RunConfig, source: Any, context: SourceContext) -> Rows:

@@ -19,7 +19,7 @@ from specjax.data.rows import Batches
 from specjax.distill.losses import ForwardKL
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.sources.on_policy import OnPolicy, draft_sampler
-from specjax.distill.step import make_update, start_state
+from specjax.distill.step import Update, start_state
 from specjax.distill.teacher_cache import cached_rows
 from specjax.drafters.draft_model import DraftModel
 from specjax.models.config import ModelConfig
@@ -103,7 +103,7 @@ class Trained:
         teacher_params = layout.put(teacher.params, layout.of_target(teacher.params, teacher.spec))
         state = start_state(draft_params(shape), optimizer, True, layout, drafter)
         loss = ForwardKL()
-        update = make_update(drafter, loss, optimizer, teacher.spec, MICRO, ema=ema, layout=layout, state=state)
+        update = Update(drafter, loss, optimizer, teacher.spec, MICRO, ema=ema, layout=layout).jitted(state)
         batches, self.losses = Batches(UnevenRows(), BATCH, 0), []
         self.gradient: dict[str, Any] = {}
         for step in range(steps):

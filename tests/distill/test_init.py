@@ -15,9 +15,8 @@ from specjax.data.rows import take
 from specjax.distill import init
 from specjax.distill.init import SharedEnds, initial_draft
 from specjax.distill.optimizer import make_optimizer
-from specjax.distill.step import TrainState, make_update
+from specjax.distill.step import TrainState, Update
 from specjax.distill.teacher import with_shared_params
-from specjax.distill.trainer import train_stage
 from specjax.errors import ConfigError, TrainingError
 from specjax.evaluation.evaluate import evaluate
 from specjax.models.families import family_of
@@ -26,6 +25,7 @@ from specjax.models.transformer import Model
 from specjax.types import Batch
 from tests.cases import in_proof
 from tests.distill import toys
+from tests.distill.toys import train_stage
 from tests.models.test_families import random_params, random_tokens, read
 from tests.models.variants import VARIANTS
 
@@ -99,7 +99,7 @@ def test_a_shared_embedding_and_head_are_no_parameters_and_stay_the_targets():
     stage = toys.stage(steps=3)
     optimizer, loss = make_optimizer(stage), registry.build(registry.LOSSES, "forward_kl", "loss")
     state = TrainState(jax.tree.map(jnp.array, initial.params), optimizer.init(initial.params))
-    update = make_update(initial.drafter, loss, optimizer, target.spec, 4)
+    update = Update(initial.drafter, loss, optimizer, target.spec, 4).jitted()
     losses = []
     for _ in range(3):
         state, metrics = update(state, target.params, batch())

@@ -21,12 +21,11 @@ from specjax.data.rows import Batches, ConcatenatedRows
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
 from specjax.distill.sources.on_policy import Mixed, OnPolicy, draft_sampler
-from specjax.distill.trainer import train_stage
 from specjax.errors import TrainingError
 from specjax.runtime import fingerprint
 from specjax.runtime.layout import ONE_DEVICE
 from tests.distill import toys
-from tests.distill.toys import LENGTH, VOCAB, BigramDraft, Interrupt, assert_same, interrupt_after
+from tests.distill.toys import LENGTH, VOCAB, BigramDraft, Interrupt, assert_same, interrupt_after, train_stage
 
 STEPS, EVERY = 12, 4
 DATA = {"kind": "on_policy", "share": 0.5, "every": EVERY, "prompt_tokens": 2, "new_tokens": 6}
@@ -74,7 +73,7 @@ def train(
     """12 steps of 4 rows, half of them on-policy, saved every 5: refreshed at 0, 4 and 8."""
     stage = toys.stage(**{"data": DATA, **changes})
     start = (BigramDraft(), toys.bigram_params(1), toys.target(), mixed(prompt_weight), toys.rows(8, 1), 3)
-    return train_stage(directory, stage, *start, progress, sampler, layout)
+    return train_stage(directory, stage, *start, progress, sampler, layout=layout)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from specjax import config
 from specjax.data.rows import take
 from specjax.distill.losses import ForwardKL
 from specjax.distill.optimizer import Average, make_optimizer, make_schedule
-from specjax.distill.step import make_update, start_state
+from specjax.distill.step import Update, start_state
 from specjax.runtime.layout import Layout
 from tests.distill import toys
 from tests.distill.toys import BigramDraft, Interrupt, assert_same, bigram_params, interrupt_after
@@ -123,7 +123,7 @@ def test_the_average_is_that_of_all_weights_after_a_step_weighted_by_age():
 def test_the_average_counts_the_weights_after_the_step_not_before():
     target, optimizer = toys.target(), make_optimizer(toys.stage())
     state = start_state(bigram_params(1), optimizer, True, Layout(), BigramDraft())
-    update = make_update(BigramDraft(), ForwardKL(), optimizer, target.spec, 4, ema=0.5)
+    update = Update(BigramDraft(), ForwardKL(), optimizer, target.spec, 4, ema=0.5).jitted()
     weights = []
     for i in range(3):
         state, _ = update(state, target.params, take(toys.rows(12), range(4 * i, 4 * i + 4)))

@@ -14,7 +14,7 @@ import pytest
 
 from specjax import registry
 from specjax.data.rows import take
-from specjax.distill.step import TrainState, make_update
+from specjax.distill.step import TrainState, Update
 from specjax.distill.teacher_cache import cached_rows
 from specjax.errors import ConfigError
 from specjax.evaluation.evaluate import evaluate, matched
@@ -82,7 +82,7 @@ def test_a_step_compares_over_tokens_alone(online):
     spec, tokens = BigramTarget() if online else None, TokenRows.of(padded_target())
 
     def stepped(tokens, target_params, draft, reference):
-        update = make_update(BigramDraft(), built, optimizer, spec, 4, {"unread": BigramDraft()}, tokens=tokens)
+        update = Update(BigramDraft(), built, optimizer, spec, 4, {"unread": BigramDraft()}, tokens=tokens).jitted()
         state = TrainState(draft, optimizer.init(draft), jnp.float32(0.3))
         state, metrics = update(state, target_params, take(toys.rows(4), range(4)), {"unread": reference})
         return jax.device_get((state.params, metrics))

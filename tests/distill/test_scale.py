@@ -25,7 +25,7 @@ from specjax import config
 from specjax.data.rows import take
 from specjax.distill.losses import ForwardKL
 from specjax.distill.optimizer import make_optimizer
-from specjax.distill.step import make_update, microbatch_rows, start_state
+from specjax.distill.step import Update, microbatch_rows, start_state
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.evaluation.evaluate import evaluate
@@ -272,7 +272,7 @@ def test_the_loss_of_a_step_is_one_mean_over_all_predictions_that_count(axes):
     layout, optimizer, teacher = make_layout(config.Mesh(*axes)), make_optimizer(toys.stage()), toys.target()
     drafter = toys.BigramDraft(ignored=3)
     state = start_state(toys.bigram_params(1), optimizer, False, layout, drafter)
-    update = make_update(drafter, ForwardKL(), optimizer, teacher.spec, 4, layout=layout, state=state)
+    update = Update(drafter, ForwardKL(), optimizer, teacher.spec, 4, layout=layout).jitted(state)
     batch = take(toys.rows(8), range(8))
     _, metrics = update(state, teacher.params, layout.place_batch(batch), None)
     log_p, log_q = (
@@ -444,7 +444,7 @@ def test_bfloat16_computes_in_it_and_keeps_float32_weights():
     for dtype in ("float32", "bfloat16"):
         state = start_state(toys.bigram_params(1), optimizer, True, Layout(), Watched())
         settings = {"compute_dtype": dtype, "ema": 0.9}
-        update = make_update(Watched(), ForwardKL(), optimizer, target.spec, 4, **settings)
+        update = Update(Watched(), ForwardKL(), optimizer, target.spec, 4, **settings).jitted()
         state, metrics = update(state, target.params, take(toys.rows(4), range(4)))
         assert SEEN[-1] == dtype
         floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]

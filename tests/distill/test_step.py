@@ -13,7 +13,7 @@ import pytest
 from specjax import registry
 from specjax.data.rows import take
 from specjax.distill.distributions import top_k_logits
-from specjax.distill.step import ALPHA_MEMORY, TrainState, make_update
+from specjax.distill.step import ALPHA_MEMORY, TrainState, Update
 from specjax.types import Batch
 from tests.distill import toys
 from tests.distill.test_losses import kl64, log_softmax64, total_variation64
@@ -33,7 +33,9 @@ def update_of(loss: str, rows: int, online: bool):
     """The step on a loss given as JSON, which a test of another batch can use again."""
     built = registry.build(registry.LOSSES, json.loads(loss), "loss")
     spec = BigramTarget() if online else None
-    return make_update(BigramDraft(), built, optax.sgd(1.0), spec, rows, {"near": BigramDraft(), "far": BigramDraft()})
+    return Update(
+        BigramDraft(), built, optax.sgd(1.0), spec, rows, {"near": BigramDraft(), "far": BigramDraft()}
+    ).jitted()
 
 
 def stepped(loss, rows: int = 4, batch: Batch | None = None, online: bool = True, alpha: float = 0.3):

@@ -19,15 +19,14 @@ from specjax.data.rows import Batches, take
 from specjax.distill import step, trainer
 from specjax.distill.losses import AdaSPEC
 from specjax.distill.optimizer import make_optimizer
-from specjax.distill.step import TrainState, make_update, microbatch_rows
-from specjax.distill.trainer import train_stage
+from specjax.distill.step import TrainState, Update, microbatch_rows
 from specjax.errors import DataError, Stopped, TrainingError
 from specjax.evaluation.evaluate import evaluate
 from specjax.runtime.checkpoint import Checkpoints
 from specjax.runtime.log import read_log
 from specjax.runtime.signals import stop_requested
 from tests.distill import toys
-from tests.distill.toys import BigramDraft, Interrupt, assert_same, bigram_params, interrupt_after
+from tests.distill.toys import BigramDraft, Interrupt, assert_same, bigram_params, interrupt_after, train_stage
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +298,7 @@ def test_a_skipped_step_leaves_the_state_as_it_was_and_another_is_not_touched(po
     for skip in (True, False):
         params = bigram_params(1)
         state = TrainState(params, optimizer.init(params))
-        update = make_update(drafter, loss, optimizer, target.spec, 2, skip=skip)
+        update = Update(drafter, loss, optimizer, target.spec, 2, skip=skip).jitted()
         moved[skip], metrics = update(state, target.params, take(toys.Windows(windows), range(4)))
         assert bool(metrics["sound"]) is not poison
         assert int(moved[skip].skipped) == poison
@@ -356,7 +355,7 @@ def test_steps_that_were_raised_by_mistake_can_be_lowered_again(tmp_path, monkey
     settings: dict[str, Any] = {"optimizer": slowing("constant"), "save_every": 2, "eval_every": 4}
     first = toys.train(tmp_path / "stage", steps=4, **settings)
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "make_update", stopped)
+        patch.setattr(trainer, "Update", stopped)
         with pytest.raises(Interrupt):
             toys.train(tmp_path / "stage", steps=8_000, **settings)
     assert_same(toys.train(tmp_path / "stage", steps=4, **settings), first)
@@ -480,7 +479,7 @@ def updated(rows: int, loss: str = "forward_kl", drafter=None):
     """Metrics and parameters after one plain gradient step on 4 windows, in microbatches of ``rows``."""
     drafter, target = drafter or BigramDraft(ignored=3), toys.target()
     optimizer = optax.sgd(1.0)
-    update = make_update(drafter, registry.resolve(registry.LOSSES, loss, "loss")(), optimizer, target.spec, rows)
+    update = Update(drafter, registry.resolve(registry.LOSSES, loss, "loss")(), optimizer, target.spec, rows).jitted()
     params = bigram_params(1)
     state, metrics = update(TrainState(params, optimizer.init(params)), target.params, take(toys.rows(4), range(4)))
     return metrics, state.params
@@ -496,9 +495,9 @@ def test_microbatches_of_uneven_masks_give_the_gradient_of_the_whole_batch(rows)
 
 def test_weights_are_arguments_of_the_step_not_constants():
     target, optimizer = toys.target(), make_optimizer(toys.stage())
-    update = make_update(
+    update = Update(
         BigramDraft(), registry.resolve(registry.LOSSES, "forward_kl", "")(), optimizer, target.spec, 2
-    )
+    ).jitted()
     params = bigram_params(1)
     state = TrainState(params, optimizer.init(params))
     traced = update.trace(state, target.params, take(toys.rows(4), range(4))).jaxpr

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import config
-from specjax.distill.trainer import train_stage
+from specjax.distill.trainer import StageData, Trainer
 from specjax.runtime import fingerprint
 from specjax.runtime.layout import ONE_DEVICE
 from specjax.types import Batch, DraftOutput, Output
@@ -105,6 +105,23 @@ def stage(**changes) -> config.Stage:
     settings: dict[str, Any] = {"steps": 12, "batch_size": 4, "eval_every": 6, "eval_positions": 32, "save_every": 5}
     settings["optimizer"] = config.Optimizer(learning_rate=0.1, warmup_steps=2)
     return config.Stage(**settings | changes)
+
+
+def train_stage(
+    directory: Path,
+    stage: config.Stage,
+    drafter: Any,
+    params: Any,
+    target: Any,
+    train_rows: Any,
+    held_out_rows: Any,
+    seed: int,
+    progress: Any = None,
+    sample: Any = None,
+    **options: Any,
+) -> Any:
+    data = StageData(train_rows, held_out_rows, seed, sample)
+    return Trainer(directory, stage, drafter, params, target, data, **options).run(progress)
 
 
 def train(

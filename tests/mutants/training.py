@@ -332,7 +332,7 @@ def hash_of_a_made_file_not_checked(patch):
 
 @mutant("step", test_trainer.test_a_skipped_step_leaves_the_state_as_it_was_and_another_is_not_touched, poison=True)
 def skipped_step_still_updates(patch):
-    wrap(patch, test_trainer, "make_update", lambda real: lambda *args, skip: real(*args, skip=False))
+    wrap(patch, test_trainer, "Update", lambda real: lambda *args, skip: real(*args, skip=False))
 
 
 @mutant("log", test_log.test_records_past_the_checkpoint_are_dropped_and_nothing_is_there_twice)
