@@ -9,14 +9,13 @@ import contextlib
 import errno
 import itertools
 import json
-import os
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -24,6 +23,7 @@ from typer.core import TyperCommand
 
 from specjax.errors import SpecjaxError, Stopped
 from specjax.report.labels import counted
+from specjax.runtime.files import plain_json, write_atomically
 
 USER_ERROR, INTERRUPTED, TERMINATED = 2, 130, 143
 # What a wrong path raises wherever it is opened first; a disk that is full or read-only, wherever it is written.
@@ -206,15 +206,13 @@ def generate(
         raise typer.BadParameter("--system is a message of a chat; add --chat")
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs are printed with --json only; add it")
+    given = context.get_parameter_source
     with user_errors(debug), _programs_kept():
         from specjax.jobs import generate as job
 
         named = [(f"--prompt {i}", text) for i, text in enumerate(prompt or [], 1)]
         named += [(f"--prompt-file {file}", job.read_prompt(file)) for file in prompt_file or []]
-        prompts = [text for _, text in named]
-        decoder = job.decoder(target, draft, ngram, k or 5, verifier, {"dtype": dtype, "check_finite": check_finite})
-        if not chat:
-            job.refuse_empty(named, decoder)
+        loading = {"dtype": dtype, "check_finite": check_finite}
         options = {
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
@@ -232,29 +230,14 @@ def generate(
             "seed": seed,
             "ignore_eos": ignore_eos,
         }
+        decoder = job.decoder(target, draft, ngram, k or 5, verifier, loading)
+        if not chat:
+            job.refuse_empty(named, decoder)
         if defaults:
-            options |= job.defaults(context, target)
-        greedy = options["temperature"] == 0
-        if not decoder.lossless and not greedy:
-            print(f"note: verifier {verifier!r} is lossy, this is not the target's distribution", file=sys.stderr)
-        given: Sequence[Any] = prompts
-        if chat:
-            from specjax.data.chat_template import encode
-
-            given = [encode(decoder.target.tokenizer, text, system) for text in prompts]
-        from specjax.report import generation
-
-        if as_json:
-            if len(prompts) == 1:
-                results = generation.timed_json(decoder, prompts[0], given[0], options)
-            else:
-                results = generation.as_json(prompts, decoder.generate(given, **options))
-            results["verifier"] = {"kind": verifier, "lossless": decoder.lossless or greedy}
-            print(json.dumps(results, default=plain_json))
-        elif len(prompts) == 1:
-            generation.stream(decoder, given[0], options, no_color, prompts[0])
-        else:
-            generation.print_rows(prompts, decoder.generate(given, **options), no_color)
+            own = [name for name in options if (source := given(name)) is not None and source.name == "COMMANDLINE"]
+            options |= job.defaults(own, target)
+        prompts = job.Prompts([text for _, text in named], chat, system)
+        job.generate(decoder, prompts, options, verifier, as_json, no_color)
 
 
 @app.command(cls=_Command)
@@ -446,21 +429,6 @@ def schema(debug: Debug = False) -> None:
 def main() -> None:
     """The `specjax` console script."""
     app(prog_name="specjax")
-
-
-def plain_json(value: Any) -> Any:
-    """``default`` of `json.dumps`: arrays and array scalars as lists and numbers, paths as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The whole text or what was there before, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _check_file(out: Path | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
 from specjax.decode.arguments import token_ids
 from specjax.decode.engine import Request
@@ -86,6 +87,18 @@ NUMBERS = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class _Checked:
+    """A request, row by row. ``bias``: what is added to the logits, minus infinity for what is banned."""
+
+    prompts: list[list[int]]
+    budgets: list[int]
+    numbers: dict[str, list]
+    seeds: list[int]
+    stops: list[list[int]]
+    bias: Float[np.ndarray, "B V"]
+
+
 def prepare(
     target: Any,
     k: int,
@@ -95,7 +108,18 @@ def prepare(
     ignore_eos: bool,
     options: Mapping[str, Any],
 ) -> Batch:
-    """Raises `DataError` naming the argument, the row and the value that cannot be used."""
+    """A request for blocks of ``k`` drafts, checked and padded. Raises `DataError` naming the argument, the row and the
+    value that cannot be used, `TypeError` for an option that is unknown."""
+    checked = _check(target, prompts, max_new_tokens, seed, ignore_eos, options)
+    greedy = all(t == 0 for t in checked.numbers["temperature"])
+    longest, most = max(map(len, checked.prompts)), most_slots(target, k)
+    width = min(_bucket(longest, _MIN_PROMPT), most)
+    end = max(len(row) + budget for row, budget in zip(checked.prompts, checked.budgets, strict=True))
+    return Batch(_padded(checked, width, greedy), checked.seeds, greedy, slot_buckets(width, end + k + 1, most))
+
+
+def _check(target: Any, prompts: Any, max_new_tokens: Any, seed: Any, ignore_eos: bool, options: Any) -> _Checked:
+    """See `prepare`."""
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         found = type(prompts).__name__ if isinstance(prompts, (str, Mapping, np.ndarray)) else repr(prompts)
         raise DataError(f"prompts: {found}; give a list of strings or of token-id lists; for one prompt, a list of one")
@@ -108,16 +132,28 @@ def prepare(
         )
     unused = unused_ids(target)
     rows = [_encode(target, prompt, i, unused) for i, prompt in enumerate(prompts)]
-    count = len(rows)
+    count, size = len(rows), target.config.vocab_size
     budgets = [
         _whole("max_new_tokens", i, x, 1) for i, x in enumerate(per_row("max_new_tokens", max_new_tokens, count))
     ]
     numbers = {name: _numbers(name, options.get(name, r.neutral), count) for name, r in NUMBERS.items()}
-    seed = _scalar(seed)
-    if isinstance(seed, (Sequence, np.ndarray)) and not isinstance(seed, str):
-        seeds = [_whole("seed", i, s) % 2**64 for i, s in enumerate(per_row("seed", seed, count))]
-    else:
-        seeds = derive_seeds(_whole("seed", None, seed), count)
+    seeds = _seeds(seed, count)
+    _check_sizes(target, rows, budgets, numbers)
+    stops = _stop_ids(target, options, count, ignore_eos)
+    bias = _bias(options, size, count)
+    bias[:, unused] = -np.inf
+    for i, (row, least) in enumerate(zip(bias, numbers["min_new_tokens"], strict=True)):
+        left = np.isfinite(row)
+        if least:
+            left[stops[i]] = False
+        if not left.any():
+            raise DataError(
+                f"row {i}: banned_tokens, allowed_tokens, logit_bias and min_new_tokens leave no token; allow one"
+            )
+    return _Checked(rows, budgets, numbers, seeds, stops, bias)
+
+
+def _check_sizes(target: Any, rows: list[list[int]], budgets: list[int], numbers: Mapping[str, list]) -> None:
     positions, size = target.config.max_positions, target.config.vocab_size
     limit = getattr(target.config, "dynamic_limit", None)
     positions, limited = (positions, False) if limit is None else (min(positions, limit), True)
@@ -134,50 +170,38 @@ def prepare(
             raise DataError(
                 f"min_new_tokens of row {i}: {numbers['min_new_tokens'][i]} exceeds max_new_tokens={budget}"
             )
-    greedy = all(t == 0 for t in numbers["temperature"])
 
-    longest, most = max(map(len, rows)), most_slots(target, k)
-    width = min(_bucket(longest, _MIN_PROMPT), most)
+
+def _padded(checked: _Checked, width: int, greedy: bool) -> Request:
+    """``width``: of the prompts. Host arrays where the engine's types say device arrays: the jitted prefill takes
+    both."""
+    count, size = checked.bias.shape
     padded = _bucket(count, 1)
-    # Host arrays where the engine's types say device arrays: the jitted prefill takes both.
     prompt: Any = np.zeros((padded, width), np.int32)
-    for i, row in enumerate(rows):
+    for i, row in enumerate(checked.prompts):
         prompt[i, : len(row)] = row
+    stop_ids: Any = np.full((padded, _bucket(max(map(len, checked.stops)), _STOP_IDS)), -1, np.int32)
+    for i, ids in enumerate(checked.stops):
+        stop_ids[i, : len(ids)] = ids
+    bias: Any = np.zeros((padded, size), np.float32)
+    bias[:count] = checked.bias
 
     def pad(values, fill, dtype) -> Any:
         return np.asarray([*values, *[fill] * (padded - count)], dtype)
 
-    stops = _stop_ids(target, options, count, ignore_eos)
-    stop_ids: Any = np.full((padded, _bucket(max(map(len, stops)), _STOP_IDS)), -1, np.int32)
-    for i, ids in enumerate(stops):
-        stop_ids[i, : len(ids)] = ids
-    bias: Any = np.zeros((padded, size), np.float32)
-    bias[:count] = _bias(options, size, count)
-    bias[:count, unused] = -np.inf
-    for i, (row, least) in enumerate(zip(bias, numbers["min_new_tokens"], strict=False)):
-        left = np.isfinite(row)
-        if least:
-            left[stops[i]] = False
-        if not left.any():
-            raise DataError(
-                f"row {i}: banned_tokens, allowed_tokens, logit_bias and min_new_tokens leave no token; allow one"
-            )
-
-    sampled = {name: np.int32 if r.whole else np.float32 for name, r in NUMBERS.items()}
     neutral = {name: r.neutral for name, r in NUMBERS.items()} | {"temperature": 0.0 if greedy else 1.0}
-    words = [(s >> 32, s & 0xFFFFFFFF) for s in seeds]
-    request = Request(
+    sampled = {
+        name: pad(checked.numbers[name], neutral[name], np.int32 if r.whole else np.float32)
+        for name, r in NUMBERS.items()
+    }
+    return Request(
         prompt=prompt,
-        lengths=pad(map(len, rows), 1, np.int32),
-        budget=pad(budgets, 0, np.int32),
-        sampling=SamplingParams(
-            bias=bias, **{name: pad(numbers[name], neutral[name], dtype) for name, dtype in sampled.items()}
-        ),
-        seeds=pad(words, (0, 0), np.uint32),
+        lengths=pad(map(len, checked.prompts), 1, np.int32),
+        budget=pad(checked.budgets, 0, np.int32),
+        sampling=SamplingParams(bias=bias, **sampled),
+        seeds=pad([(s >> 32, s & 0xFFFFFFFF) for s in checked.seeds], (0, 0), np.uint32),
         stop_ids=stop_ids,
     )
-    end = max(len(row) + budget for row, budget in zip(rows, budgets, strict=True))
-    return Batch(request, seeds, greedy, slot_buckets(width, end + k + 1, most))
 
 
 def most_slots(target: Any, k: int) -> int:
@@ -275,6 +299,14 @@ def derive_seeds(seed: int, count: int) -> list[int]:
 
     start = mix(np.full(1, seed % 2**64, np.uint64))
     return mix(start + golden * np.arange(count, dtype=np.uint64)).tolist()
+
+
+def _seeds(seed: Any, count: int) -> list[int]:
+    """One a row: those given, or derived from the one that is."""
+    seed = _scalar(seed)
+    if isinstance(seed, (Sequence, np.ndarray)) and not isinstance(seed, str):
+        return [_whole("seed", i, s) % 2**64 for i, s in enumerate(per_row("seed", seed, count))]
+    return derive_seeds(_whole("seed", None, seed), count)
 
 
 def _whole(name: str, row: int | None, value: Any, least: int | None = None) -> int:

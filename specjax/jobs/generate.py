@@ -1,16 +1,16 @@
-"""What `specjax generate` is made of."""
+"""`specjax generate`: prompts of the command line, continued and shown."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specjax.errors import DataError, ModelError
-
-if TYPE_CHECKING:
-    import typer
+from specjax.runtime.files import plain_json
 
 
 def read_prompt(path: Path) -> str:
@@ -59,15 +59,53 @@ def decoder(target: str, draft: str | None, ngram: bool, k: int, verifier: str, 
     return specjax.Decoder(model, drafter=drafter, verifier=verifier)
 
 
-def defaults(context: typer.Context, target: str) -> dict[str, Any]:
-    """What generation_config.json says and the command line does not; told on stderr."""
+def defaults(own: Sequence[str], target: str) -> dict[str, Any]:
+    """What generation_config.json says and the command line does not, whose ``own`` stand; told on stderr."""
     from specjax.data.chat_template import generation_defaults
 
     found = generation_defaults(target)
-    sources = {name: context.get_parameter_source(name) for name in found.values}
-    own = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    kept = [name for name in found.values if name in own]
     applied = {name: value for name, value in found.values.items() if name not in own}
     told = ", ".join(f"{name} {value:g}" for name, value in applied.items()) or "nothing to apply"
-    kept = f" (as given on the command line: {', '.join(own)})" if own else ""
+    kept = f" (as given on the command line: {', '.join(kept)})" if kept else ""
     print(f"note: from {found.source}: {told}{kept}", file=sys.stderr)
     return applied
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """``texts``: with ``chat``, each a user's message in the target's chat template, after the message ``system``."""
+
+    texts: list[str]
+    chat: bool = False
+    system: str | None = None
+
+    def encoded(self, tokenizer: Any) -> Sequence[Any]:
+        if not self.chat:
+            return self.texts
+        from specjax.data.chat_template import encode
+
+        return [encode(tokenizer, text, self.system) for text in self.texts]
+
+
+def generate(
+    decoder: Any, prompts: Prompts, options: dict[str, Any], verifier: str, as_json: bool, no_color: bool
+) -> None:
+    """Print what the prompts are continued with: one is streamed. ``verifier``: as it was asked for."""
+    from specjax.report import generation
+
+    greedy, texts = options["temperature"] == 0, prompts.texts
+    if not decoder.lossless and not greedy:
+        print(f"note: verifier {verifier!r} is lossy, this is not the target's distribution", file=sys.stderr)
+    given = prompts.encoded(decoder.target.tokenizer)
+    if as_json:
+        if len(texts) == 1:
+            results = generation.timed_json(decoder, texts[0], given[0], options)
+        else:
+            results = generation.as_json(texts, decoder.generate(given, **options))
+        results["verifier"] = {"kind": verifier, "lossless": decoder.lossless or greedy}
+        print(json.dumps(results, default=plain_json))
+    elif len(texts) == 1:
+        generation.stream(decoder, given[0], options, no_color, texts[0])
+    else:
+        generation.print_rows(texts, decoder.generate(given, **options), no_color)
