@@ -38,7 +38,7 @@ from rich.progress import track
 from rich.table import Table
 
 import specjax
-from specjax.cli import user_errors, write_atomically
+from specjax.cli import user_errors
 from specjax.config import load_config
 from specjax.data import corpus
 from specjax.errors import DataError
@@ -47,6 +47,7 @@ from specjax.jobs.bench import held_out_prompts
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel, import_transformers
 from specjax.models.transformer import Model
+from specjax.runtime.files import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = {

@@ -28,6 +28,7 @@ from specjax.config import RunConfig, SweepRun, load_sweep
 from specjax.errors import DataError, SpecjaxError
 from specjax.report.labels import counted, format_value
 from specjax.report.terminal import plain_table
+from specjax.runtime.files import plain_json, write_atomically
 from specjax.runtime.lock import exclusive
 
 Run = Callable[[RunConfig], Mapping[str, Any]]
@@ -75,8 +76,8 @@ def run_sweep(runs: Sequence[SweepRun], run: Run, console: Console) -> int:
                 continue
             console.print(Text(title))
             records[point.id] = record = _attempt(point, run)
-            lines = [json.dumps(dataclasses.asdict(r), default=cli.plain_json) for r in records.values()]
-            cli.write_atomically(root / RESULTS, "\n".join(lines) + "\n")
+            lines = [json.dumps(dataclasses.asdict(r), default=plain_json) for r in records.values()]
+            write_atomically(root / RESULTS, "\n".join(lines) + "\n")
             if record.error:
                 console.print(Text(f"failed: {record.error}", style="red"))
         swept = [records[point.id] for point in runs]
@@ -152,7 +153,7 @@ def _table_of(records: Sequence[Record], names: Sequence[str], shown: Sequence[s
 def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
-    return "-" if value is None else json.dumps(value, default=cli.plain_json).strip('"')
+    return "-" if value is None else json.dumps(value, default=plain_json).strip('"')
 
 
 def _described(overrides: Mapping[str, Any]) -> str:

@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax import backend, registry
-from specjax.cli import user_errors, write_atomically
+from specjax.cli import user_errors
 from specjax.config import RunConfig, Stage, load_config
 from specjax.data.rows import Batches
 from specjax.distill.init import Initial, initial_draft
@@ -50,6 +50,7 @@ from specjax.evaluation.held_out import held_out_decoding
 from specjax.jobs import distill as job
 from specjax.models.transformer import Model
 from specjax.runtime.compile_cache import keep_programs
+from specjax.runtime.files import write_atomically
 from specjax.runtime.layout import ONE_DEVICE
 from specjax.types import Batch
 

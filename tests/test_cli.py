@@ -25,6 +25,7 @@ from specjax.errors import ConfigError, ModelError, Stopped
 from specjax.jobs import demo, train
 from specjax.metrics import DecodeStats
 from specjax.report import generation
+from specjax.runtime.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 STATS = DecodeStats(blocks=2, emitted=5, drafted_at=(2, 2), reached_at=(2, 2), accepted_at=(2, 1))
@@ -320,7 +321,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "results.json"
     path.write_text("old")
     with pytest.raises(UnicodeEncodeError):
-        cli.write_atomically(path, "\ud800")
+        write_atomically(path, "\ud800")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
