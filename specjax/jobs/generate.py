@@ -80,12 +80,12 @@ class Prompts:
     chat: bool = False
     system: str | None = None
 
-    def encoded(self, tokenizer: Any) -> Sequence[Any]:
+    def encoded(self, decoder: Any) -> Sequence[Any]:
         if not self.chat:
             return self.texts
         from specjax.data.chat_template import encode
 
-        return [encode(tokenizer, text, self.system) for text in self.texts]
+        return [encode(decoder.target.tokenizer, text, self.system) for text in self.texts]
 
 
 def generate(
@@ -97,7 +97,7 @@ def generate(
     greedy, texts = options["temperature"] == 0, prompts.texts
     if not decoder.lossless and not greedy:
         print(f"note: verifier {verifier!r} is lossy, this is not the target's distribution", file=sys.stderr)
-    given = prompts.encoded(decoder.target.tokenizer)
+    given = prompts.encoded(decoder)
     if as_json:
         if len(texts) == 1:
             results = generation.timed_json(decoder, texts[0], given[0], options)

@@ -12,7 +12,7 @@ from specjax.runtime import lock
 
 HOLD = """
 import sys, time
-from specjax.distill import lock
+from specjax.runtime import lock
 with lock.exclusive(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)
