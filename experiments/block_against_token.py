@@ -24,7 +24,7 @@ from rich.progress import track
 from specjax import DraftModel, load_model
 from specjax.config import load_config
 from specjax.decode.decoder import Decoder
-from specjax.jobs import distill as job
+from specjax.jobs import inputs
 from specjax.jobs.bench import held_out_prompts
 
 RULES = ("speculative", "block")
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     config = load_config(args.config, args.overrides)
-    prepared = job.prepare(config)
+    prepared = inputs.prepare(config)
     draft = load_model(str(Path(config.out) / "draft"), "float32")
     settings = config.bench
     prompts = held_out_prompts(prepared.corpus.held_out, prepared.target, settings.prompt_tokens, args.prompts)

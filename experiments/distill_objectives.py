@@ -45,6 +45,7 @@ from specjax.distill.init import initial_draft
 from specjax.errors import SpecjaxError
 from specjax.evaluation.held_out import Decoded, HeldOutDecoding, held_out_decoding
 from specjax.jobs import distill as job
+from specjax.jobs import inputs
 from specjax.jobs.bench import held_out_prompts
 from specjax.metrics import Interval, block_efficiency_interval
 from specjax.runtime import fingerprint, lock
@@ -125,7 +126,7 @@ class Experiment:
         self._file, self._overrides, self._bars = config, list(overrides), console_bars(console)
         self._recipes = recipes
         self.config = self._config("", 0, ())
-        self.prepared = job.prepare(self.config)
+        self.prepared = inputs.prepare(self.config)
         target = self.prepared.target
         initial = initial_draft(self.config, target, self.prepared.train_rows)
         # Of the config that is common, so that all drafts meet the same prompts and random numbers.

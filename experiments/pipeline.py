@@ -30,6 +30,7 @@ from specjax import registry, report
 from specjax.config import RunConfig
 from specjax.errors import ConfigError
 from specjax.jobs import distill as job
+from specjax.jobs import inputs
 from specjax.jobs.bench import check, decoding_figures, num_ticks
 from specjax.report.labels import format_duration
 from specjax.report.terminal import comparison_table
@@ -53,7 +54,7 @@ def run(config: RunConfig) -> dict[str, Any]:
         bars = held.enter_context(recorded)
         remaining = Remaining(plan(config), console)
         stopwatch = Stopwatch(out / _SECONDS, bars, remaining)
-        prepared = job.prepare(config, stopwatch.bars)
+        prepared = inputs.prepare(config, stopwatch.bars)
         remaining.planned = plan(config, len(prepared.train_rows))
         check(config, prepared)
         distilled = job.distill(config, stopwatch.bars, prepared)

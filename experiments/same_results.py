@@ -31,7 +31,7 @@ TRAININGS = {
         "distill.optimizer={kind: muon, ema: 0.9}",
     ],
     "on_policy": [
-        "distill.data={kind: on_policy, share: 0.5}",
+        "distill.data={kind: on_policy, share: 0.5, prompt_tokens: 8, new_tokens: 16}",
         "distill.loss=total_variation",
         "draft.init={kind: layers, keep: [1]}",
     ],

@@ -47,7 +47,7 @@ from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import Update, microbatch_rows, start_state
 from specjax.distill.trainer import LOG_EVERY, StageData, Trainer
 from specjax.evaluation.held_out import held_out_decoding
-from specjax.jobs import distill as job
+from specjax.jobs import inputs
 from specjax.models.transformer import Model
 from specjax.runtime.compile_cache import keep_programs
 from specjax.runtime.files import write_atomically
@@ -190,7 +190,7 @@ def hand_written(initial: Initial, stage: Stage, target: Any, batches: Sequence[
 
 def measure(config: RunConfig, steps: int, out: Path) -> dict[str, Any]:
     stage = dataclasses.replace(config.distill, steps=steps)
-    prepared = job.prepare(config)
+    prepared = inputs.prepare(config)
     target, rows = prepared.target, prepared.train_rows
     initial = initial_draft(config, target, rows)
     order = Batches(rows, stage.batch_size, config.seed)

@@ -22,7 +22,7 @@ from specjax.errors import DataError
 from specjax.evaluation import bench as bench_lib
 from specjax.evaluation import certify as certify_lib
 from specjax.evaluation import figures as figures_lib
-from specjax.jobs import distill as job
+from specjax.jobs import inputs
 from specjax.models.hf import LoadedModel, load_model
 from specjax.runtime.progress import Bars, no_bars
 
@@ -37,7 +37,7 @@ def run_bench(config: RunConfig, bars: Bars = no_bars) -> dict[str, Any]:
     out = Path(config.out)
     if not (out / "draft").is_dir():
         raise DataError(f"out: {out} holds no draft; run `specjax train` with this config first, or give its `out`")
-    prepared = job.prepare(config, bars)
+    prepared = inputs.prepare(config, bars)
     drafts = {"draft_after": load_model(str(out / "draft"), "float32")}
     if (out / "draft-before").is_dir():
         drafts = {"draft_before": load_model(str(out / "draft-before"), "float32"), **drafts}
@@ -95,7 +95,7 @@ def num_ticks(config: RunConfig) -> int:
     return bench_lib.num_ticks(config.bench, drafters, prompts, _TUNING * prompts)
 
 
-def check(config: RunConfig, prepared: job.Prepared) -> None:
+def check(config: RunConfig, prepared: inputs.Prepared) -> None:
     """Refuse, before any training, what `decoding_figures` could not decode."""
     settings, target = config.bench, prepared.target
     held_out_prompts(prepared.corpus.held_out, target, settings.prompt_tokens, (1 + _TUNING) * settings.prompts)

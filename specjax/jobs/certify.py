@@ -9,7 +9,7 @@ from specjax import registry
 from specjax.config import RunConfig
 from specjax.errors import DataError
 from specjax.evaluation import certify as certify_lib
-from specjax.jobs import distill as job
+from specjax.jobs import inputs
 from specjax.jobs.bench import held_out_prompts
 from specjax.runtime.progress import Bars, no_bars
 
@@ -28,7 +28,7 @@ def run_certify(config: RunConfig, bars: Bars = no_bars) -> certify_lib.Certific
     spec = {"kind": "draft_model", "model": str(draft), "k": settings.k} if spec is None else spec
     drafter = registry.build(registry.DRAFTERS, spec, "certify.drafter")
     verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")
-    prepared = job.prepare(config, bars)
+    prepared = inputs.prepare(config, bars)
     prompts = held_out_prompts(prepared.corpus.held_out, prepared.target, settings.prompt_tokens, settings.prompts)
     with bars("certify", certify_lib.num_ticks(settings, verifier)) as progress:
         done = itertools.count(1)

@@ -11,7 +11,7 @@ from specjax import registry
 from specjax.config import RunConfig
 from specjax.distill.sources.generated import PROVENANCE, Generated
 from specjax.errors import ConfigError
-from specjax.jobs import distill as job
+from specjax.jobs import inputs
 from specjax.models.hf import draft_of, load_model
 from specjax.runtime import lock
 from specjax.runtime.progress import Bars, no_bars
@@ -29,13 +29,13 @@ def make_data(config: RunConfig, out: Path | None, draft: str | None, bars: Bars
     source = registry.build(registry.DATA, config.distill.data, "distill.data")
     if not isinstance(source, Generated):
         raise ConfigError(f"distill.data: the kind is {source.kind!r}; set distill.data={{kind: generated}}")
-    directory = out or Path(source.path or job.data_directory(config, _STAGE)).expanduser()
+    directory = out or Path(source.path or inputs.data_directory(config, _STAGE)).expanduser()
     kept = [path for name in ("draft", "draft-before") if (path := Path(config.out) / name).is_dir()]
     with lock.exclusive(config.out):
-        prepared = job.prepare(config, bars)
+        prepared = inputs.prepare(config, bars)
         helper = load_model(draft_of(draft or kept[0]), "float32") if draft or kept else None
         prepared.target.free_originals()
         # The seed of the stage, so that the run finds what it would have made.
-        context = job.source_context(config, prepared, helper, _STAGE, directory, config.seed + 1, bars)
-        job.rows_of(config, dataclasses.replace(source, path=str(directory)), context)
+        context = inputs.source_context(config, prepared, helper, _STAGE, directory, config.seed + 1, bars)
+        inputs.rows_of(config, dataclasses.replace(source, path=str(directory)), context)
     return {**json.loads((directory / PROVENANCE).read_text()), "directory": str(directory)}

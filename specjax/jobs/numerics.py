@@ -11,7 +11,7 @@ import numpy as np
 from specjax.config import RunConfig
 from specjax.errors import DataError
 from specjax.evaluation.numerics import COMPARISONS, measure
-from specjax.jobs import distill as job
+from specjax.jobs import inputs
 from specjax.jobs.bench import held_out_prompts
 from specjax.runtime.progress import Bars, no_bars
 
@@ -24,7 +24,7 @@ def run_numerics(config: RunConfig, prompts: int, tokens: int, bars: Bars = no_b
     trained = Path(config.out) / "target"
     if config.target.path is None and not trained.is_dir():
         raise DataError(f"out: {trained} does not exist; train the target first with `specjax train` and this config")
-    prepared = job.prepare(config, bars)
+    prepared = inputs.prepare(config, bars)
     target, length = prepared.target, settings.prompt_tokens
     if length + tokens + k > target.config.max_positions:
         raise DataError(

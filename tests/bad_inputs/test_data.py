@@ -13,7 +13,7 @@ from specjax.config import Data, RunConfig, Target
 from specjax.data.corpus import read_documents
 from specjax.distill.sources.text import SourceContext
 from specjax.errors import DataError, SpecjaxError, TrainingError
-from specjax.jobs import distill as job
+from specjax.jobs import exports, inputs
 from specjax.runtime import fingerprint, lock, log
 
 from .table import Row, World, check, row
@@ -34,7 +34,7 @@ def claimed(*says: str, **changes: Any) -> Row:
     def call(world: World):
         made = {"seed": 0, "stage": {"steps": 3}, "train_rows": "a" * 64, "target_params": "b" * 64}
         fingerprint.claim(world.tmp / "stage", made)
-        with job._naming_inputs(RunConfig(Target("models/t"), Data("texts/corpus"))):
+        with inputs.naming_inputs(RunConfig(Target("models/t"), Data("texts/corpus"))):
             fingerprint.claim(world.tmp / "stage", made | changes)
 
     return row(TrainingError, call, "{tmp}/stage", *says)
@@ -51,7 +51,7 @@ def prompts_of_another_day(world: World):
             fingerprint.claim(context.directory, {"prompts": "b" * 64})
 
     context: Any = types.SimpleNamespace(directory=world.tmp / "shared", today=datetime.date(2030, 1, 2))
-    job.rows_of(RunConfig(Target("models/t"), Data("texts/corpus"), out="runs/b"), Source(), context)
+    inputs.rows_of(RunConfig(Target("models/t"), Data("texts/corpus"), out="runs/b"), Source(), context)
 
 
 DATED = ("{tmp}/shared", "the prompts (data.prompts: 'texts/asked.jsonl', ", "2030-01-02 of runs/b/chat_date.json")
@@ -71,7 +71,7 @@ def in_use(world: World):
 
 def foreign(world: World):
     world.file("run/draft/notes.txt", "mine")
-    job._refuse_foreign(world.tmp / "run/draft")
+    exports.refuse_foreign(world.tmp / "run/draft")
 
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -23,7 +23,7 @@ from specjax.evaluation import bench as bench_lib
 from specjax.evaluation import costs
 from specjax.evaluation.bench import AUTOREGRESSIVE, Bench, Cell, Run
 from specjax.jobs import bench as measure
-from specjax.jobs import distill as job
+from specjax.jobs import inputs
 from specjax.metrics import DecodeStats, expected_blocks
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
@@ -238,7 +238,7 @@ def test_what_could_not_be_decoded_is_refused_before_training(tiny_target, chang
     settings = config.Bench(**{"prompts": 2, "prompt_tokens": 8, "new_tokens": 16, "ks": (3,), **changes})
     run = config.RunConfig(target=config.Target(path="x"), data=config.Data(path="x"), bench=settings)
     unread: Any = None
-    prepared = job.Prepared(tiny_target, job.Corpus([], documents(4, 20)), unread, unread)
+    prepared = inputs.Prepared(tiny_target, inputs.Corpus([], documents(4, 20)), unread, unread)
     with pytest.raises(DataError, match=message):
         measure.check(run, prepared)
 
@@ -250,8 +250,8 @@ def test_a_benchmark_of_trained_drafts_keeps_each_weight_once(monkeypatch, tmp_p
     params = jax.jit(spec.init)(jax.random.key(0))
     models = iter([LoadedModel(spec, params) for _ in range(3)])
     unread: Any = None
-    prepared = job.Prepared(next(models), job.Corpus([], []), unread, unread)
-    monkeypatch.setattr(measure.job, "prepare", lambda *_: prepared)
+    prepared = inputs.Prepared(next(models), inputs.Corpus([], []), unread, unread)
+    monkeypatch.setattr(measure.inputs, "prepare", lambda *_: prepared)
     monkeypatch.setattr(measure, "load_model", lambda *_: next(models))
     monkeypatch.setattr(measure, "decoding_figures", lambda config, target, drafts, *_: [target, *drafts.values()])
     run = config.RunConfig(target=config.Target(path="x"), data=config.Data(path="x"), out=str(tmp_path))

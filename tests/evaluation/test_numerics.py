@@ -195,7 +195,7 @@ def prepared(monkeypatch, tiny_target):
     documents = [Document(str(i), "def add(first, second):\n    return first + second\n" * 9) for i in range(4)]
     corpus = types.SimpleNamespace(held_out=documents)
     value = types.SimpleNamespace(target=tiny_target, corpus=corpus)
-    monkeypatch.setattr(numerics_job.job, "prepare", lambda config, bars: value)
+    monkeypatch.setattr(numerics_job.inputs, "prepare", lambda config, bars: value)
 
 
 def settings(**bench) -> config.RunConfig:

@@ -26,6 +26,7 @@ from specjax.errors import ConfigError, DataError, ModelError, TrainingError
 from specjax.evaluation import figures
 from specjax.evaluation.evaluate import Evaluation
 from specjax.jobs import distill as job
+from specjax.jobs import exports, inputs
 from specjax.jobs.generate_data import make_data
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.runtime import fingerprint, lock
@@ -130,7 +131,7 @@ def test_a_second_run_reuses_everything(finished, monkeypatch):
     run, first = finished
     recorder = Recorder()
     monkeypatch.setattr(figures, "evaluate_all", None)
-    monkeypatch.setattr(job, "save_model", None)
+    monkeypatch.setattr(exports, "save_model", None)
     second = job.run(run, recorder)
     assert set(map(tuple, recorder.steps.values())) == {()}
     assert second.measures == first.measures
@@ -231,7 +232,7 @@ def test_a_job_in_a_directory_in_use_is_refused(finished):
 def test_a_target_is_trained_from_nothing_and_kept_as_a_model_directory(settings, documents, tmp_path):
     shape = config.Architecture(hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1)
     run = settings(tmp_path, target=config.Target(architecture=shape, vocab_size=280, steps=4, batch_size=2))
-    first = job.prepare(run)
+    first = inputs.prepare(run)
     kept = load_model(tmp_path / "target")
     assert fingerprint.digest(kept.params) == fingerprint.digest(first.target.params)
     assert kept.eos_ids == (kept.tokenizer.eos_token_id,)
@@ -239,14 +240,14 @@ def test_a_target_is_trained_from_nothing_and_kept_as_a_model_directory(settings
     assert kept.config.max_positions >= 1024
     flip_a_byte(tmp_path / "tokenizer" / "files" / "tokenizer.json")
     recorder = Recorder()
-    second = job.prepare(run, recorder)
+    second = inputs.prepare(run, recorder)
     assert recorder.steps == {"target-train": []}
     assert (tmp_path / "tokenizer" / "files.damaged").exists()
     assert fingerprint.digest(second.target.params) == fingerprint.digest(first.target.params)
     assert first.train_rows.digest == second.train_rows.digest
     other = dataclasses.replace(run, target=dataclasses.replace(run.target, vocab_size=270))
     with pytest.raises(TrainingError, match=r"vocab_size \(280 then, 270 now\)"):
-        job.prepare(other)
+        inputs.prepare(other)
 
 
 def test_a_draft_can_start_from_a_model_directory(settings, tiny_draft, tmp_path):
@@ -464,7 +465,7 @@ def test_what_a_corpus_skipped_is_kept_with_what_was_prepared(settings, document
     (tmp_path / "bad.txt").write_bytes(b"\xff")
     (tmp_path / "short.txt").write_bytes(b"a")
     data = config.Data(path=str(tmp_path), held_out=0.25, seq_len=LENGTH, on_bad="skip")
-    prepared = job.prepare(settings(tmp_path / "run", data=data))
+    prepared = inputs.prepare(settings(tmp_path / "run", data=data))
     assert prepared.bad.counts == {"not UTF-8": 1, "documents shorter than two tokens": 1}
     (message,) = caplog.messages
     assert "1 skipped, not UTF-8 (first: " in message
@@ -484,7 +485,7 @@ def test_a_chat_is_the_same_text_when_its_run_goes_on_after_midnight(settings, t
     data = config.Data(path=str(tmp_path / "chats.jsonl"), held_out=0.3, seq_len=LENGTH)
     run = settings(tmp_path / "run", target=config.Target(path=str(tmp_path / "target")), data=data)
 
-    def prepared_on(day: int) -> job.Prepared:
+    def prepared_on(day: int) -> inputs.Prepared:
         class Clock(datetime.datetime):
             @classmethod
             def now(cls, tz=None):
@@ -493,9 +494,9 @@ def test_a_chat_is_the_same_text_when_its_run_goes_on_after_midnight(settings, t
             today = now
 
         module = types.SimpleNamespace(date=Clock, datetime=Clock, time=datetime.time)
-        monkeypatch.setattr(job, "datetime", module, raising=False)
+        monkeypatch.setattr(inputs, "datetime", module, raising=False)
         monkeypatch.setattr(chat_template_utils, "datetime", Clock)
-        return job.prepare(run)
+        return inputs.prepare(run)
 
     first, later = prepared_on(1), prepared_on(2)
     assert "01 Jan 2030" in first.corpus.train[0].text
@@ -503,4 +504,4 @@ def test_a_chat_is_the_same_text_when_its_run_goes_on_after_midnight(settings, t
     assert later.train_rows.digest == first.train_rows.digest
     (tmp_path / "run" / "chat_date.json").write_text("{}")
     with pytest.raises(TrainingError, match=r"chat_date\.json: damaged; write the day that the run began"):
-        job.prepare(run)
+        inputs.prepare(run)

@@ -1,0 +1,79 @@
+"""Models that a run leaves behind, with their cards: what they are and what they were made from."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import jax
+import yaml
+
+from specjax.errors import DataError, ModelError
+from specjax.models.files import MANIFEST, verify_manifest
+from specjax.models.hf import LoadedModel, save_model
+from specjax.runtime import store
+from specjax.runtime.distributed import by_first, whole
+from specjax.types import Params
+
+CARD = "README.md"
+MADE_BY, WEIGHTS = "by specjax", "SHA-256 of the weights"
+_log = logging.getLogger(__name__)
+
+
+def refuse_foreign(directory: Path) -> None:
+    """A model that this job did not write is not replaced."""
+    if directory.is_dir() and any(directory.iterdir()) and MADE_BY not in _card_of(directory):
+        raise DataError(
+            f"out: {directory} holds something else, and the draft goes there; move it, or give another `out`"
+        )
+
+
+def export(model: LoadedModel, directory: Path, card: str) -> None:
+    """The card names the weights by digest and is written with them, so the same card means the same model, as long as
+    the files are those that were written. A model of other weights is kept beside it."""
+    (weights,) = (line for line in card.splitlines() if line.startswith(f"| {WEIGHTS} |"))
+
+    def missing() -> bool:
+        known = _card_of(directory)
+        if known and weights not in known:
+            aside = store.set_aside(directory, store.REPLACED)
+            _log.warning("%s: does not hold these weights; it is kept as %s", directory, aside.name)
+        return known != card or set_aside_if_damaged(directory)
+
+    if by_first(missing):
+        model = dataclasses.replace(model, params=whole(model.params))
+        by_first(lambda: save_model(model, directory, overwrite=True, card=card))
+
+
+def _card_of(directory: Path) -> str:
+    file = directory / CARD
+    return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+
+
+def set_aside_if_damaged(directory: Path) -> bool:
+    """Files that are not what their manifest says: kept, but not used."""
+    try:
+        verify_manifest(directory)
+    except ModelError as error:
+        damage = str(error).partition(";")[0]
+    else:
+        if (directory / MANIFEST).exists():
+            return False
+        damage = f"its {MANIFEST} is gone"
+    aside = store.set_aside(directory)
+    _log.warning("%s: damaged (%s); it is set aside as %s and written again", directory, damage, aside.name)
+    return True
+
+
+def card(name: str, title: str, rows: dict[str, str], training: dict) -> str:
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    settings = yaml.safe_dump(training, sort_keys=False)
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- speculative-decoding\n---\n\n"
+        f"# {name}\n\n{title}\n\n| | |\n|---|---|\n{table}\n\n## Training\n\n```yaml\n{settings}```\n"
+    )
+
+
+def parameter_count(params: Params) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -1,0 +1,216 @@
+"""What a run's stages start from: its text, split and in rows, and its target, loaded or trained from nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from specjax.config import RunConfig, Stage
+from specjax.data import chat_template as chat
+from specjax.data import corpus
+from specjax.data.corpus import BadRecordPolicy, Document
+from specjax.data.rows import ConcatenatedRows, Rows, pack
+from specjax.data.tokenizer import train_tokenizer
+from specjax.distill.init import check_length, model_config
+from specjax.distill.sources.text import SourceContext
+from specjax.distill.trainer import StageData, Trainer
+from specjax.drafters.draft_model import DraftModel
+from specjax.errors import ConfigError, DataError, TrainingError
+from specjax.jobs.exports import WEIGHTS, card, export, parameter_count, set_aside_if_damaged
+from specjax.models.files import write_manifest
+from specjax.models.hf import LoadedModel, import_transformers, load_model
+from specjax.models.transformer import Model
+from specjax.runtime import fingerprint
+from specjax.runtime.distributed import by_first
+from specjax.runtime.layout import make_layout
+from specjax.runtime.progress import Bars, no_bars
+
+_MIN_POSITIONS = 1024
+_DATE = "chat_date.json"
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Documents on the two sides of the split; no text is on both."""
+
+    train: list[Document]
+    held_out: list[Document]
+
+    @property
+    def digest(self) -> str:
+        return corpus.corpus_digest([*self.train, *self.held_out])
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What the training stages start from."""
+
+    target: LoadedModel
+    corpus: Corpus
+    train_rows: ConcatenatedRows
+    held_out_rows: ConcatenatedRows
+    bad: BadRecordPolicy = dataclasses.field(default_factory=BadRecordPolicy)
+    """What `data.on_bad` skipped."""
+
+
+def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
+    """Read and split the corpus, load the target or train it from scratch, and cut the windows."""
+    data, bad = config.data, BadRecordPolicy(config.data.on_bad)
+    documents = Corpus(
+        *corpus.split_held_out(corpus.read_documents(data.path, bad, data.hub, {**data.columns}), data.held_out)
+    )
+    for side, name in ((documents.train, "training"), (documents.held_out, "measuring")):
+        if not side:
+            raise DataError(
+                f"data.path: {data.path!r}: none of its documents ({len(documents.train + documents.held_out)}) "
+                f"is left for {name} at data.held_out={data.held_out:g}; give more, smaller documents "
+                "or another data.held_out"
+            )
+    if config.target.path is None:
+        tokenizer = _tokenizer(config, documents)
+        documents, train, held_out = _rows(config, documents, tokenizer, tokenizer.eos_token_id, bad)
+        target = _target_from_scratch(config, documents, tokenizer, (train, held_out), bars)
+        return Prepared(target, documents, train, held_out, bad)
+    target = _load_target(config, config.target.path)
+    if target.tokenizer is None or not target.eos_ids:
+        missing = "tokenizer" if target.tokenizer is None else "end-of-sequence id"
+        raise ConfigError(f"target.path: {config.target.path!r} has no {missing}, which the corpus needs; add it there")
+    check_length(config, target.config, "target")
+    return Prepared(target, *_rows(config, documents, target.tokenizer, target.eos_ids[0], bad), bad)
+
+
+def _load_target(config: RunConfig, path: str | Path) -> LoadedModel:
+    layout = make_layout(config.mesh)
+    mesh = layout.mesh if layout.target_sharded else None
+    return load_model(path, dtype=config.target.dtype, revision=config.target.revision, mesh=mesh)
+
+
+def _rows(
+    config: RunConfig, documents: Corpus, tokenizer: Any, eos_id: int, bad: BadRecordPolicy
+) -> tuple[Corpus, ConcatenatedRows, ConcatenatedRows]:
+    """Rendered documents, and their rows: train, held out."""
+    data = config.data
+    today = _today(Path(config.out), tokenizer)
+    both = (documents.train, documents.held_out)
+    documents = Corpus(*(corpus.rendered(side, tokenizer, bad, today) for side in both))
+    sides = []
+    for name, side in (("training", documents.train), ("held-out", documents.held_out)):
+        try:
+            sides.append(pack(tokenizer, side, eos_id, data.seq_len, data.prompt_weight, bad))
+        except DataError as error:
+            raise DataError(f"data.path: {data.path!r}: its {name} part: {error}") from None
+    if bad.counts:
+        _log.warning("data.path: %r: %s", data.path, bad)
+    return documents, sides[0], sides[1]
+
+
+def _today(out: Path, tokenizer: Any) -> datetime.date | None:
+    """The day that the run began, where the chat template prints the date: the text is the same when it goes on."""
+    if not chat.prints_the_date(tokenizer):
+        return None
+    file = out / _DATE
+
+    def kept() -> str:
+        if not file.exists():
+            out.mkdir(parents=True, exist_ok=True)
+            fingerprint.write_json(file, {"date": datetime.date.today().isoformat()})
+        return file.read_text()
+
+    try:
+        return datetime.date.fromisoformat(json.loads(by_first(kept))["date"])
+    except (ValueError, KeyError, TypeError):
+        raise TrainingError(
+            f'{file}: damaged; write the day that the run began into it: {{"date": "2025-01-31"}}'
+        ) from None
+
+
+def _target_from_scratch(
+    config: RunConfig, documents: Corpus, tokenizer: Any, rows: tuple[Rows, Rows], bars: Bars
+) -> LoadedModel:
+    out, settings = Path(config.out), config.target
+    assert settings.architecture is not None  # the config holds a path or an architecture
+    spec = Model(model_config(settings.architecture, len(tokenizer), max(_MIN_POSITIONS, config.data.seq_len)))
+    drafter = DraftModel(spec)  # as a trainable, a target is a model like any other
+    optional: dict[str, Any] = {"eval_every": max(1, settings.steps // 4), "save_every": 100}
+    optional["optimizer"] = settings.optimizer
+    stage = Stage("cross_entropy", settings.steps, batch_size=settings.batch_size, **optional)
+    key, _ = jax.random.split(jax.random.key(config.seed))
+    with naming_inputs(config), bars("target-train", settings.steps) as progress:
+        initial = drafter.init_params(key, None)
+        data = StageData(*rows, config.seed + 2)
+        trainer = Trainer(out / "target-train", stage, drafter, initial, None, data, layout=make_layout(config.mesh))
+        params = trainer.run(progress)
+    target = LoadedModel(spec, params, tokenizer, (tokenizer.eos_token_id,), "target")
+    title = f"A target of {parameter_count(params):,} parameters, trained from scratch by specjax."
+    digests = {WEIGHTS: fingerprint.digest(params), "SHA-256 of the text": documents.digest}
+    training = {"target": dataclasses.asdict(settings), "data": dataclasses.asdict(config.data), "seed": config.seed}
+    export(target, out / "target", card("target", title, digests, training))
+    return _load_target(config, out / "target")
+
+
+def _tokenizer(config: RunConfig, documents: Corpus) -> Any:
+    directory, vocab_size = Path(config.out) / "tokenizer", config.target.vocab_size
+    made_from = {"train_text": corpus.corpus_digest(documents.train), "vocab_size": vocab_size}
+    files = directory / "files"
+
+    def make() -> None:
+        with naming_inputs(config):
+            fingerprint.claim(directory, made_from)
+        if not files.exists() or set_aside_if_damaged(files):
+            partial = directory / ".partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            train_tokenizer(documents.train, vocab_size, partial)
+            write_manifest(partial)
+            os.rename(partial, files)
+
+    by_first(make)
+    return import_transformers().PreTrainedTokenizerFast.from_pretrained(files)
+
+
+def rows_of(config: RunConfig, source: Any, context: SourceContext) -> Rows:
+    """What a stage of the data ``source`` trains on, made if need be. Raises `TrainingError` naming what changed since
+    it was made."""
+    with naming_inputs(config, getattr(source, "prompts", None), context.today):
+        return source.rows(context)
+
+
+@contextlib.contextmanager
+def naming_inputs(config: RunConfig, prompts: str | None = None, today: datetime.date | None = None) -> Iterator[None]:
+    """What changed since a directory was made is named by where it is read from. ``prompts``: the file, if they are not
+    of the text. ``today``: the date that the chat template printed in them."""
+    try:
+        yield
+    except fingerprint.Changed as error:
+        text, target = f"data.path: {config.data.path!r}", f" (target.path: {config.target.path!r})"
+        asked = text if prompts is None else f"data.prompts: {prompts!r}"
+        if today is not None:
+            file = Path(config.out) / _DATE
+            asked += f", with the date {today} of {file}, where that of the run that made the directory has to stand"
+        places = dict.fromkeys(("train_rows", "held_out_rows", "train_text"), f" ({text})")
+        places |= {"prompts": f" ({asked})", "target_params": target, "target_config": target, "target": target}
+        raise error.at(places) from None
+
+
+def data_directory(config: RunConfig, name: str) -> Path:
+    """Of the data that is made for the stage ``name``."""
+    return Path(config.out) / f"{name}-data"
+
+
+def source_context(
+    config: RunConfig, prepared: Prepared, draft: LoadedModel | None, name: str, directory: Path, seed: int, bars: Bars
+) -> SourceContext:
+    """What the data of the stage ``name`` is made from; ``draft``: as the stage begins with it."""
+    text, weight = prepared.train_rows, config.data.prompt_weight
+    today = _today(Path(config.out), prepared.target.tokenizer)
+    return SourceContext(name, directory, text, prepared.target, draft, weight, seed, config.data.on_bad, bars, today)
