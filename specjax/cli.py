@@ -53,7 +53,7 @@ class _Command(TyperCommand):
 
 
 def _value_of(options: Sequence[str], args: Sequence[str]) -> str | None:
-    """What stands behind one of ``options``, the last time."""
+    """The value given last for one of ``options``, None if there is none."""
     found = None
     for name, following in itertools.zip_longest(args, args[1:]):
         if name in options:
@@ -432,7 +432,7 @@ def main() -> None:
 
 
 def _check_file(out: Path | None) -> None:
-    """Before anything is measured."""
+    """Refuse an ``--out`` that cannot be written, before anything is measured."""
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise SpecjaxError(f"--out {out}: not a file in an existing directory; nothing could be written there")
 

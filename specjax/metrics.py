@@ -190,8 +190,8 @@ def expected_blocks(acceptance_at: Sequence[float], tokens: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Latencies:
-    """Of several requests. ``commit_times``: for each, the seconds from handing it in to the commit of each of its
-    tokens; the tokens of one block share theirs. Compilation is not part of it."""
+    """Latencies of several requests. ``commit_times``: for each, the seconds from handing it in to the commit of each
+    of its tokens; the tokens of one block share theirs. Compilation is not part of it."""
 
     commit_times: Sequence[Sequence[float]]
 
@@ -233,5 +233,5 @@ def tokens_per_s(emitted: int, seconds: float) -> float:
 
 
 def cost_per_1k_tokens(price_per_hour: float, tokens_per_s: float) -> float:
-    """In the currency of ``price_per_hour``, what the machine costs while it emits a thousand tokens at that rate."""
+    """Price, in the currency of ``price_per_hour``, of the machine while it emits a thousand tokens at that rate."""
     return price_per_hour / 3600 * 1000 / tokens_per_s

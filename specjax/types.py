@@ -261,7 +261,7 @@ class FullLogits:
 
 @flax.struct.dataclass
 class TopKLogits:
-    """Of the teacher's logits the k largest, and the logsumexp of all: what is left over is the true tail. Of the tail
+    """The k largest of the teacher's logits, and the logsumexp of all: what is left over is the true tail. Of the tail
     n tokens drawn from the teacher's distribution there (one may come twice), or None: nothing but its mass is
     known."""
 

@@ -74,7 +74,7 @@ def read(path: str | Path, overrides: Sequence[str], schema: type) -> DictConfig
 
 @contextlib.contextmanager
 def _named(override: str) -> Iterator[None]:
-    """What does not go is named by the override that asks for it."""
+    """Name what does not go by the override that asks for it."""
     try:
         yield
     except yaml.YAMLError as error:

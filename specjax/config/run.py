@@ -90,7 +90,7 @@ class RunConfig:
 
 
 def completed(raw: DictConfig) -> DictConfig:
-    """With what a `draft.pretrain` that is given in part is by default, which no other stage is."""
+    """The settings with what a `draft.pretrain` that is given in part is by default, which no other stage is."""
     select = functools.partial(OmegaConf.select, raw, throw_on_resolution_failure=False)
     given = select("draft.pretrain")
     if not isinstance(given, DictConfig):

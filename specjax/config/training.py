@@ -77,7 +77,7 @@ INIT_WORDS = {"target": "pruned", "scratch": "scratch"}
 
 
 def start_of(init: Any) -> Start:
-    """Of a draft with that `draft.init`."""
+    """The default learning rate of a draft with that `draft.init`."""
     if isinstance(init, Mapping):
         return STARTS.get(str(init.get("kind")), STARTS["checkpoint"])
     return STARTS["scratch" if init is None else INIT_WORDS.get(init, "checkpoint")]

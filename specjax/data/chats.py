@@ -87,7 +87,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    """With its arguments as a mapping: templates write them as JSON, APIs give them as JSON already."""
+    """A tool call with its arguments as a mapping: templates write them as JSON, APIs give them as JSON already."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         _refuse(where)

@@ -42,7 +42,7 @@ def by_source(documents: Iterable[Document]) -> dict[str, list[Document]]:
 def cut_prompts(
     documents: Sequence[Document], tokenizer: Any, length: int, count: int, places: Sequence[float] = PLACES
 ) -> list[HeldOutPrompt]:
-    """At most ``count`` prompts: at the first of ``places`` in each document, in the order of their content hashes,
+    """Cut at most ``count`` prompts: at the first of ``places`` in each document, in the order of their content hashes,
     then at the others. Of plain text ``length`` tokens; of a chat, or what has a prompt of its own, all up to where an
     answer begins. Where no more of those have at most ``length`` tokens, the last ``length`` of longer ones. What
     begins inside a text opens as a text does: its first tokens are replaced. A chat is opened by its template alone."""

@@ -79,7 +79,7 @@ def parse(record: Any, name: str, source: str, where: str, columns: Mapping[str,
 
 
 def _renamed(record: Mapping[str, Any], columns: Mapping[str, str], where: str) -> Mapping[str, Any]:
-    """With our keys in place of the user's. What is not named is not looked at, but for the label."""
+    """The record with our keys in place of the user's. What is not named is not looked at, but for the label."""
     if not columns:
         return record
     missing = next((column for column in columns.values() if column not in record), None)
@@ -211,8 +211,8 @@ def read_hub(path: str, hub: Hub, bad: BadRecordPolicy, columns: Mapping[str, st
 
 
 def _columns(names: Collection[str], where: str, columns: Mapping[str, str]) -> dict[str, str]:
-    """Of a table, our name -> its own: what ``columns`` say, or the first shape of a record that it has, and what may
-    stand beside it."""
+    """Columns of a table, our name -> its own: what ``columns`` say, or the first shape of a record that it has, and
+    what may stand beside it."""
     missing = next((column for column in columns.values() if column not in names), None)
     if missing is not None:
         raise DataError(f"{where}: no column {missing!r}, which data.columns names (columns: {', '.join(names)})")

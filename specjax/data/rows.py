@@ -271,8 +271,8 @@ class Batches:
         return self._order[step]
 
     def refresh(self, step: int, params: Params, oldest: int | None) -> None:
-        """Before batch ``step`` is asked for, with the weights after so many steps; ``oldest``: the first checkpoint
-        that is kept. Text stays as it is."""
+        """Called before batch ``step`` is asked for, with the weights after so many steps; ``oldest``: the first
+        checkpoint that is kept. Text stays as it is."""
 
     def __getitem__(self, step: int) -> Batch:
         return take(self.rows, self.indices(step))

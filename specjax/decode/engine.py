@@ -110,7 +110,7 @@ class Request:
 
 @flax.struct.dataclass
 class Finite:
-    """Where the target has a distribution, ``target[b, i]`` after node i, and the rows whose drafter had none."""
+    """Whether the target has a distribution, ``target[b, i]`` after node i, and the rows whose drafter had none."""
 
     target: Bool[Array, "B K1"]
     drafter_failed: Bool[Array, " B"]
@@ -144,7 +144,7 @@ def step(engine: Engine, params: EngineParams, state: DecodeState) -> DecodeStat
 
 
 def block_noise(engine: Engine, state: DecodeState) -> Noise | CoupledNoise:
-    """Of the kind that the verifier declares."""
+    """Noise of the kind that the verifier declares."""
     k = engine.drafter.k
     if engine.verifier.noise == "coupled":
         return sampling.coupled_noise(state.seeds, state.lengths, k, state.sampling.bias.shape[1])
@@ -169,7 +169,7 @@ def cut_invalid(draft: Draft, p_logits: Float[Array, "B K1 V"]) -> tuple[Draft, 
 def keep_logprobs(
     state: DecodeState, draft: Draft, verdict: Verdict, distributions: Float[Array, "B K1 V"]
 ) -> DecodeState:
-    """Of every token that `commit` may append, under ``distributions``."""
+    """Record the log-probability of every token that `commit` may append, under ``distributions``."""
     tokens = block_tokens(draft, verdict)
     of_token = jnp.take_along_axis(distributions, tokens[..., None], axis=-1)[..., 0]
     assert state.logprobs is not None  # prefill made room where they are asked for

@@ -43,5 +43,5 @@ def undecided(text: str, stops: Sequence[str]) -> int:
 
 
 def find(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first of the stop strings that ``text`` holds begins."""
+    """The place in ``text`` where the first of its stop strings begins."""
     return min((start for stop in stops if (start := text.find(stop)) >= 0), default=None)

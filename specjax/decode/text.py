@@ -78,7 +78,8 @@ class Detokenizer:
 
     @functools.cached_property
     def _steps(self) -> list[dict[str, Any]] | None:
-        """Of the decoder, flat; None for a tokenizer that does not run on the tokenizers library."""
+        """The steps of the tokenizer's decoder, flat; None for a tokenizer that does not run on the tokenizers
+        library."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None
@@ -157,7 +158,7 @@ class Shares:
         return shares
 
     def _settle_part(self) -> list[str]:
-        """Of what waits for so long that it is no character: all but the tokens that may begin one."""
+        """Settle a part of what waits for so long that it is no character: all but the tokens that may begin one."""
         visible = [i for i, token in enumerate(self._waiting) if token not in self._detokenize.left_out]
         if len(visible) < 2 * _UTF8:
             return []

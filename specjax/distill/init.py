@@ -47,7 +47,7 @@ class Initial:
     family: str = "llama"
 
     def model(self, params: Params, target: LoadedModel, name: str = "draft") -> LoadedModel:
-        """With the weights ``params``, those that it shares with ``target``, and the target's tokenizer."""
+        """The draft with the weights ``params``, those that it shares with ``target``, and the target's tokenizer."""
         params = with_shared_params(self.drafter, params, target.params)
         return LoadedModel(self.spec, params, target.tokenizer, target.eos_ids, name, family=self.family)
 

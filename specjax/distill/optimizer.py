@@ -87,7 +87,8 @@ def _names(path: tuple) -> list[str]:
 
 @flax.struct.dataclass
 class Average:
-    """Of the weights after each of ``steps`` steps, each counting ``decay`` times as much as the one after it."""
+    """Average of the weights after each of ``steps`` steps, each counting ``decay`` times as much as the one after
+    it."""
 
     params: Params
     steps: Int[Array, ""]
@@ -103,5 +104,5 @@ class Average:
 
 
 def _share(steps: Int[Array, ""], decay: float) -> Float[Array, ""]:
-    """Of the newest of ``steps`` weights: 1 / (1 + decay + ... + decay^(steps - 1))."""
+    """Share of the newest of ``steps`` weights: 1 / (1 + decay + ... + decay^(steps - 1))."""
     return (1 - decay) / -jnp.expm1(math.log(decay) * steps.astype(jnp.float32))

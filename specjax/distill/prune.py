@@ -137,7 +137,7 @@ def _cut_layer(layer: Params, seen: _Seen, basis: np.ndarray, full: ModelConfig,
 
 
 def _head_norms(attention: Params, seen: _Seen, heads: np.ndarray, full: ModelConfig, of_heads: Any) -> Params:
-    """Of queries and keys."""
+    """Norms of queries and keys."""
     if full.qk_norm == "none":
         return {}
     scales = {name: np.asarray(attention[name]["scale"], np.float64) for name in ("q_norm", "k_norm")}
@@ -194,7 +194,8 @@ def _principal(target: Any, tokens: Int[np.ndarray, "B T"], size: int) -> Float[
 
 
 def _seen(target: Any, tokens: Int[np.ndarray, "B T"], basis: Float[Array, "D d"] | None) -> Iterator[_Seen]:
-    """Of every layer in turn, then of what the head reads; without a ``basis`` `_Seen.stream`, with one the rest."""
+    """Statistics of every layer in turn, then of what the head reads; without a ``basis`` `_Seen.stream`, with one the
+    rest."""
     full, params = target.config, target.params
     x, contexts = whole(_enter(target.spec, params, jnp.asarray(tokens)))
     contexts = dict(zip(dict.fromkeys(full.layers), contexts, strict=True))

@@ -65,7 +65,8 @@ class _Given:
 
 @flax.struct.dataclass
 class _Sums:
-    """Of a microbatch: gradient and metrics, each prediction weighted, and ``weight``, what they are divided by."""
+    """Sums of a microbatch: gradient and metrics, each prediction weighted, and ``weight``, what they are divided
+    by."""
 
     weight: jax.Array
     grads: Params
@@ -84,7 +85,7 @@ def microbatch_rows(batch_size: int, length: int, shards: int = 1) -> int:
 def start_state(
     params: Params, optimizer: optax.GradientTransformation, averages: bool, layout: Layout, drafter: Any
 ) -> TrainState:
-    """Before the first step; ``params`` are copied, because a step donates its state."""
+    """The state before the first step; ``params`` are copied, because a step donates its state."""
 
     def start(params: Params) -> TrainState:
         average = Average.start(params) if averages else None

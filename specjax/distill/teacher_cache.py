@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 
 
 def record_dtype(k: int, vocab_size: int) -> np.dtype:
-    """Of one token: 4 bytes for each of k + `TAIL_TOKENS` logits and their ids, and 4 for the tail's mass. From 65,537
-    ids on 5 and 4: three bytes an id."""
+    """The record of one token: 4 bytes for each of k + `TAIL_TOKENS` logits and their ids, and 4 for the tail's mass.
+    From 65,537 ids on 5 and 4: three bytes an id."""
     id_type, id_shape = ("<u2", ()) if vocab_size <= 2**16 else ("u1", (3,))
     fields = []
     for name, count in (("best", k), ("tail", TAIL_TOKENS)):
@@ -127,7 +127,7 @@ class CachedRows:
 
 
 def numbers_of(batches: Batches, steps: int) -> Int[np.ndarray, " rows"]:
-    """Of the rows that the first ``steps`` batches hold, in order."""
+    """Numbers of the rows that the first ``steps`` batches hold, in order."""
     size = len(batches.indices(0))
     if steps * size >= len(batches.rows):  # a whole epoch
         return np.arange(len(batches.rows))

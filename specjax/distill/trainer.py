@@ -188,13 +188,14 @@ class Trainer:
             return record | self._selector.measure(step, self._state.result)
 
     def save(self, step: int) -> None:
-        """What is not logged yet goes with the state, so that the log does not depend on interruptions."""
+        """Save the state; metrics that are not logged yet go with it, so that the log does not depend on
+        interruptions."""
         self._look(step)
         with waiting("saving"):
             self._checkpoints.save(step, self._state, jax.tree.map(lambda x: np.asarray(x).item(), self._pending))
 
     def _look(self, step: int) -> None:
-        """At the metrics of the steps up to ``step``: nothing that is not finite is logged or saved."""
+        """Look at the metrics of the steps up to ``step``: nothing that is not finite is logged or saved."""
         self._pending = jax.device_get(self._pending)
         _refuse_non_finite(self.directory, self.stage, step, self._pending, self._batches, self._checkpoints)
 
@@ -222,7 +223,7 @@ class Trainer:
         return restored.step
 
     def _compile(self, start: int) -> None:
-        """Before the clock starts."""
+        """Compile the step, before the clock starts."""
         spec = self._place_teacher()
         update = Update(
             self._student,
@@ -366,7 +367,7 @@ def _refuse_non_finite(
 
 
 def _means(pending: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of the steps since the last record, less those skipped. The batch's own acceptance is kept apart from the
+    """Means of the steps since the last record, less those skipped. The batch's own acceptance is kept apart from the
     held-out ``alpha``."""
     names = {"loss": "loss", "grad_norm": "grad_norm"}
     names |= {name: f"train_{name}" for name in ("alpha", "alpha_lower", "alpha_estimate", "alpha_upper")}

@@ -41,7 +41,7 @@ class DraftModel:
 
     @property
     def max_positions(self) -> int:
-        """Of the bound draft."""
+        """Positions of the bound draft."""
         return self.model.config.max_positions
 
     def init(

@@ -111,7 +111,7 @@ class Bench:
         ]
 
     def _needed(self, favourite: str) -> list[Cell]:
-        """What batch 1 needs at least."""
+        """The cells that batch 1 needs at least."""
         kinds = [(AUTOREGRESSIVE, 0), *((favourite, k) for k in self._settings.ks)]
         return [Cell(name, k, 1, temperature) for temperature in self._settings.temperatures for name, k in kinds]
 
@@ -254,7 +254,7 @@ class Bench:
         return [found.low, found.high]
 
     def _differences(self, run: Run, reference: Run) -> list[dict]:
-        """Where greedy output departs from the autoregressive one, with the target's top-2 margin there."""
+        """Places where greedy output departs from the autoregressive one, with the target's top-2 margin there."""
         found = []
         for i, got in enumerate(run.tokens):
             prompt = i % len(self._prompts)
@@ -385,6 +385,6 @@ def _seconds(runs: Sequence[Run]) -> float:
 
 
 def _speedup(cell: Cell, runs: Mapping[Cell, Sequence[Run]]) -> float:
-    """Of medians; of the first turn, in which both took part, where the cell was timed once."""
+    """Ratio of medians; of the first turn, in which both took part, where the cell was timed once."""
     plain = runs[Cell(AUTOREGRESSIVE, 0, cell.batch_size, cell.temperature)]
     return _seconds(plain[: len(runs[cell])]) / _seconds(runs[cell])

@@ -151,7 +151,7 @@ class Subject:
 
     @functools.cached_property
     def greedy_output(self) -> list[list[int]]:
-        """Of the autoregressive loop, all prompts at once."""
+        """Greedy tokens of the autoregressive loop, all prompts at once."""
         return self.generate(self.plain, self.prompts).tokens
 
     @functools.cached_property
@@ -170,7 +170,7 @@ class Subject:
         return forced.output_logits(engine.target, params.target, prompts, outputs, fed)
 
     def logits(self, prompts: Sequence[list[int]], outputs: Sequence[list[int]]) -> Iterable[np.ndarray]:
-        """Of the target before each token of ``outputs``, ``[N, V]`` a row."""
+        """Logits of the target before each token of ``outputs``, ``[N, V]`` a row."""
         if self.low is not None:
             return self.passes(prompts, outputs, self.drafter.k + 1)
         return map(self.distribution.logits, prompts, outputs)

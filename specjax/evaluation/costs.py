@@ -81,13 +81,13 @@ class StepCosts:
 
     @property
     def overhead(self) -> float:
-        """Of the step over its passes."""
+        """The step's time over that of its passes."""
         return self.step / self.passes
 
     @property
     def overhead_apart(self) -> float:
-        """Of the step over the sum of passes timed alone: a draft that fits into a processor's cache stays there in a
-        loop of its own, and in a block it is read from memory again after every pass of the target."""
+        """The step's time over the sum of passes timed alone: a draft that fits into a processor's cache stays there in
+        a loop of its own, and in a block it is read from memory again after every pass of the target."""
         return self.step / (self.target + self.draft)
 
 
@@ -125,7 +125,7 @@ class StepTimer:
         self._turns.append(self._run(self._iterations))
 
     def costs(self) -> list[list[StepCosts]]:
-        """Of each engine, one a turn."""
+        """Costs of each engine, one a turn."""
         return [
             [
                 StepCosts(t["target"], t.get("draft", 0.0), t.get("passes", t["target"]), t[f"step {i}"])

@@ -127,7 +127,7 @@ def evaluate_all(
 
 
 def _filled_up(leaf: np.ndarray, size: int) -> np.ndarray:
-    """With copies of the first row, so that one shape is compiled; they do not count."""
+    """The rows filled up with copies of the first one, so that one shape is compiled; they do not count."""
     return np.concatenate([leaf, np.repeat(leaf[:1], size - len(leaf), axis=0)])
 
 

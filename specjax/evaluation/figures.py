@@ -158,7 +158,7 @@ def alphas_by_source(
     drafts: list[Params],
     of_all: Sequence[Evaluation],
 ) -> dict[str, dict[str, float]]:
-    """Of the two drafts, on the text of each source; one that does not fill a row is left out."""
+    """Alphas of the two drafts, on the text of each source; one that does not fill a row is left out."""
     sources, data = by_source(held_out), config.data
     [*names, together] = shown(list(sources))
     found = {together: of_all}

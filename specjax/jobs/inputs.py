@@ -203,7 +203,7 @@ def naming_inputs(config: RunConfig, prompts: str | None = None, today: datetime
 
 
 def data_directory(config: RunConfig, name: str) -> Path:
-    """Of the data that is made for the stage ``name``."""
+    """Directory of the data that is made for the stage ``name``."""
     return Path(config.out) / f"{name}-data"
 
 

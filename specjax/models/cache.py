@@ -48,7 +48,7 @@ def is_cache(x: Any) -> bool:
 
 
 def num_slots(tree: Any) -> int:
-    """Of the first cache in the tree."""
+    """Slots of the first cache in the tree."""
     return next(x.num_slots for x in jax.tree.leaves(tree, is_leaf=is_cache) if is_cache(x))
 
 

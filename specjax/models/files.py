@@ -46,7 +46,7 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 
 def flush(*paths: Path) -> None:
-    """What was written to these files and directories is on the disk, not in its cache."""
+    """See to it that what was written to these files and directories is on the disk, not in its cache."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

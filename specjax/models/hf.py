@@ -92,7 +92,7 @@ class LoadedModel(LaidOut):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the weights."""
+        """The dtype of the weights."""
         return jax.eval_shape(lambda: self.params)["embedding"].dtype
 
     def logits(self, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T V"]:
@@ -185,7 +185,7 @@ def load_model(
 
 
 def default_dtype() -> str:
-    """Of loaded weights: a CPU has no arithmetic for bfloat16, and takes 20 times as long."""
+    """The dtype of loaded weights: a CPU has no arithmetic for bfloat16, and takes 20 times as long."""
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
@@ -339,7 +339,7 @@ def save_model(
 
 
 def check_replaceable(directory: str | os.PathLike, overwrite: bool) -> Path:
-    """Where `save_model` will write. Raises `ModelError` if it may not."""
+    """Check the place where `save_model` will write. Raises `ModelError` if it may not."""
     final = Path(directory).expanduser().resolve()
     if not final.exists():
         return final

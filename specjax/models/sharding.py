@@ -57,7 +57,7 @@ def usable(mesh: Mesh) -> Mesh:
 
 
 def sharding_of(path: tuple[Any, ...], shape: tuple[int, ...], config: ModelConfig, mesh: Mesh) -> NamedSharding:
-    """Of the parameter at ``path`` of `Model.init`."""
+    """Sharding of the parameter at ``path`` of `Model.init`."""
     name = ".".join(map(str, path))
     counted = next((counted for pattern, counted in PARAMETERS if re.search(pattern, name)), (None,) * len(shape))
     counts = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}  # a head stays on one device

@@ -126,7 +126,7 @@ class Transformer(nnx.Module):
         return x, {k: (None if k.rope is None else tables[k.rope], visible[k.window]) for k in kinds}
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """In float32, whatever the weights are in."""
+        """Logits in float32, whatever the weights are in."""
         config = self.config
         if config.tie_embeddings:
             logits = wide_matrix_product(x.reshape(-1, x.shape[-1]), self.embedding[...].T).reshape(*x.shape[:2], -1)

@@ -183,7 +183,7 @@ def _content(tokenizer: Any) -> dict[str, Any]:
 
 
 def _digest(tokenizer: Any) -> bytes:
-    """Of its `_content`, which is too large to be kept."""
+    """Digest of a tokenizer's `_content`, which is too large to be kept."""
 
     def make():
         text = json.dumps(list(_content(tokenizer).items()), sort_keys=True)

@@ -81,7 +81,7 @@ def timed_json(decoder: Any, prompt: str, given: Any, options: dict[str, Any]) -
 
 
 def _console(no_color: bool, stderr: bool = False) -> Console:
-    """Of the eight colours of the plainest terminals a theme decides how they look: there the marks alone are used."""
+    """A console; on the plainest terminals, whose eight colours a theme decides, the marks alone are used."""
     console = Console(no_color=no_color or None, highlight=False, stderr=stderr)
     if console.color_system in ("standard", "windows"):
         console.no_color = True

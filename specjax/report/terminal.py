@@ -93,7 +93,7 @@ def _short(name: str, most: int = 24) -> str:
 
 
 def comparison_table(rows: Sequence[Any]) -> Table:
-    """Before and after distillation (mappings or objects as in `results.Comparison`), source by source."""
+    """Table of before and after distillation (mappings or objects as in `results.Comparison`), source by source."""
     table = _table("Before and after", "drafter", ("k", "alpha", "tokens\na block", "95%", "tokens/s"))
     for (source, temperature), group in before_and_after(tuple(map(Comparison.model_validate, rows))):
         table.add_section()

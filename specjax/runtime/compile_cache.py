@@ -121,7 +121,8 @@ def _user_cache() -> Path:
 
 
 def _machine() -> str:
-    """Of the processor: a home may be shared by machines that differ, and XLA's programs for CPU are made for one."""
+    """A name of the processor: a home may be shared by machines that differ, and XLA's programs for CPU are made for
+    one."""
     features = platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

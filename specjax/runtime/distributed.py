@@ -77,7 +77,7 @@ def _whole(leaf: Any) -> Any:
 
 
 def _from_first(value: Any) -> Any:
-    """In messages of one size, the length first: one small program for all of them."""
+    """Broadcast in messages of one size, the length first: one small program for all of them."""
     text = json.dumps(value).encode() if is_first() else b""
     text = len(text).to_bytes(_HEADER, "little") + text
     received = b""

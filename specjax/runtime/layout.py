@@ -49,7 +49,7 @@ class Layout:
             )
 
     def rows(self) -> NamedSharding | None:
-        """Of every array of a batch."""
+        """Sharding of every array of a batch."""
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(_ROW_AXES))
 
     def everywhere(self) -> NamedSharding | None:

@@ -28,7 +28,8 @@ class TargetDistribution:
         self._bias[unused_ids(target)] = -np.inf
 
     def logits(self, prompt: Sequence[int], generated: Sequence[int]) -> np.ndarray:
-        """Of the target before each of ``generated``, float32 ``[len(generated), V]``, by one forward of one shape."""
+        """Logits of the target before each of ``generated``, float32 ``[len(generated), V]``, by one forward of one
+        shape."""
         padding = [0] * (self._new_tokens - len(generated))
         found = np.asarray(self._target.logits([[*prompt, *generated, *padding]]))[0]
         return found[len(prompt) - 1 :][: len(generated)]
@@ -49,6 +50,6 @@ class TargetDistribution:
 
 
 def margin(logits: np.ndarray) -> float:
-    """Of the largest logit over the second."""
+    """Margin of the largest logit over the second."""
     top = np.sort(logits)[-2:]
     return float(top[1] - top[0])

@@ -48,8 +48,8 @@ class Block(ChainVerifier):
 
 
 def sums(rows: Sequence[Float[Array, "B V"]]) -> Float[Array, "B N"]:
-    """Of each of N rows, in one reduction with N results, which makes its operands as it reads them: a plain sum over
-    [B, N, V] is a library call on CPU, for which XLA would store them."""
+    """Sum of each of N rows, in one reduction with N results, which makes its operands as it reads them: a plain sum
+    over [B, N, V] is a library call on CPU, for which XLA would store them."""
     zeros = (jnp.zeros((), rows[0].dtype),) * len(rows)
     found = jax.lax.reduce(tuple(rows), zeros, lambda a, b: tuple(map(jnp.add, a, b)), (1,))
     return jnp.stack(found, axis=1)

@@ -117,8 +117,8 @@ def prompts_of_text(rows: ConcatenatedRows, settings: Sampled) -> Prompts:
 def prompts_of_file(
     path: str, tokenizer: Any, room: int, bad: BadRecordPolicy, today: datetime.date | None = None
 ) -> Prompts:
-    """Of a ``.jsonl`` file with ``prompt``, ``text`` or ``messages`` (continued by the chat template's answer), or of a
-    text file with one prompt a line. A prompt of more than ``room`` tokens is ``bad``, as is a malformed line.
+    """Prompts of a ``.jsonl`` file with ``prompt``, ``text`` or ``messages`` (continued by the chat template's answer),
+    or of a text file with one prompt a line. A prompt of more than ``room`` tokens is ``bad``, as is a malformed line.
     ``today``: for templates that ask."""
     file = Path(path).expanduser()
     if not file.is_file():

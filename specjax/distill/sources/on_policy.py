@@ -61,8 +61,8 @@ class OnPolicy(Sampled):
 
 
 def draft_sampler(model: Any, complete: Callable[[Params], Params] = lambda params: params) -> Sampler:
-    """Of a `LoadedModel`'s shape, tokenizer and end-of-sequence ids, with the weights it is given; ``complete`` adds
-    those that are not the draft's own."""
+    """A sampler of drafts of a `LoadedModel`'s shape, tokenizer and end-of-sequence ids, with the weights it is given;
+    ``complete`` adds those that are not the draft's own."""
 
     def sample(params: Params, prompts: Sequence[list[int]], seeds: Sequence[int], settings: Sampled):
         decoder = Decoder(dataclasses.replace(model, params=on_one_device(complete(params))))
@@ -118,7 +118,7 @@ class OnPolicyBatches(Batches):
         by_first(lambda: self._forget(oldest))
 
     def _sampled_before(self, rows: np.ndarray) -> np.ndarray:
-        """Of so many rows from the start of training: how many are on-policy, evenly spread."""
+        """Count, of so many rows from the start of training: how many are on-policy, evenly spread."""
         return np.floor(self._settings.share * rows).astype(np.int64)
 
     def _forget(self, oldest: int | None) -> None:
