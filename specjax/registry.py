@@ -1,4 +1,5 @@
-"""kind -> frozen config class, one line each; imported only when asked for, so the table depends on nothing of ours."""
+"""kind -> frozen config class, one line each; imported only when asked for, so the table depends on nothing of ours. A
+class that is in no table is named by where it is: ``package.module:Class``."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import difflib
 import importlib
 import json
 import numbers
+import re
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -52,14 +54,42 @@ INITS = {
 }
 
 
+OUTSIDE = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+"""A class named by where it is, as a regular expression."""
+
+
 def resolve(table: Mapping[str, str], kind: str, what: str) -> type:
-    """The class registered under ``kind``. Raises `ConfigError` with the known kinds and the nearest match."""
+    """The class registered under ``kind``, or ``package.module:Class``. Raises `ConfigError` with the known kinds and
+    the nearest match, or with what keeps the class from being used."""
+    if isinstance(kind, str) and re.match(OUTSIDE, kind):
+        return _outside(kind, what)
     if kind not in table:
         near = difflib.get_close_matches(str(kind), table, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"{what}: {kind!r} is unknown, known are {', '.join(sorted(table))}{hint}")
     module, _, name = table[kind].partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def _outside(kind: str, what: str) -> type:
+    module, _, name = kind.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{what}: {kind!r}: no module {error.name!r}; install it, or put its folder on PYTHONPATH"
+        ) from None
+    except AttributeError:
+        raise ConfigError(f"{what}: {kind!r}: {module} has no {name}") from None
+    if not isinstance(found, type) or not dataclasses.is_dataclass(found) or not isinstance(_kind_of(found), str):
+        raise ConfigError(
+            f"{what}: {kind!r} is no frozen dataclass with a field `kind: Literal[...]`; see docs/extending.md"
+        )
+    return found
+
+
+def _kind_of(cls: type) -> Any:
+    return next((field.default for field in dataclasses.fields(cls) if field.name == "kind"), None)
 
 
 def build(table: Mapping[str, str], spec: str | Mapping[str, Any], what: str) -> Any:
@@ -77,8 +107,10 @@ def build(table: Mapping[str, str], spec: str | Mapping[str, Any], what: str) ->
             near = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
             raise ConfigError(f"{what}.{name}: unknown key of {spec['kind']!r}; {hint}")
+    # A class from outside is asked for by where it is; its own kind is what it is called in results.
+    fields = spec if spec["kind"] in table else {**spec, "kind": _kind_of(cls)}
     try:
-        return _validated(cls, spec, what)
+        return _validated(cls, fields, what)
     except ValidationError as error:
         problem = error.errors()[0]
         field = ".".join((what, *map(str, problem["loc"])))

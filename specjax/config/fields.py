@@ -8,7 +8,11 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field
 
 from specjax.errors import ConfigError
-from specjax.registry import build, resolve
+from specjax.registry import OUTSIDE, build, resolve
+
+
+def _kinds(table: Mapping[str, str]) -> dict[str, Any]:
+    return {"anyOf": [{"enum": [*sorted(table)]}, {"type": "string", "pattern": OUTSIDE}]}
 
 
 def kind_in(table: Mapping[str, str]) -> Any:
@@ -22,7 +26,7 @@ def kind_in(table: Mapping[str, str]) -> Any:
                 raise ValueError(str(error).removeprefix(": ")) from None
         return kind
 
-    return Annotated[str, AfterValidator(known), Field(json_schema_extra={"enum": [*sorted(table)]})]
+    return Annotated[str, AfterValidator(known), Field(json_schema_extra=_kinds(table))]
 
 
 def _try(table: Mapping[str, str], spec: Any) -> None:
@@ -40,7 +44,7 @@ def buildable(table: Mapping[str, str]) -> Any:
             _try(table, spec)
         return spec
 
-    kinds: dict[str, Any] = {"enum": [*sorted(table)]}
+    kinds = _kinds(table)
     fields: dict[str, Any] = {"type": "object", "required": ["kind"], "properties": {"kind": kinds}}
     return Annotated[Any, AfterValidator(known), Field(json_schema_extra={"anyOf": [kinds, fields]})]
 
@@ -56,7 +60,7 @@ def path_or(table: Mapping[str, str]) -> Any:
             _try(table, spec)
         return spec
 
-    kinds = {"type": "object", "required": ["kind"], "properties": {"kind": {"enum": [*sorted(table)]}}}
+    kinds = {"type": "object", "required": ["kind"], "properties": {"kind": _kinds(table)}}
     text = {"type": "string", "minLength": 1}
     return Annotated[Any, AfterValidator(known), Field(json_schema_extra={"anyOf": [text, kinds, {"type": "null"}]})]
 
