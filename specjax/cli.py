@@ -31,7 +31,7 @@ _PATH_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, Permis
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 app = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -415,6 +415,19 @@ def export(
         model = export_model(source, directory, check_finite=check_finite, **options)
         files = counted(len(list(directory.glob("*.safetensors"))), "file")
         print(f"{directory}: {model.parameter_count:,} parameters in {dtype or model.dtype}, weights in {files}")
+
+
+@app.command(cls=_Command)
+def doctor(debug: Debug = False) -> None:
+    """Say what specjax runs on here: versions, devices, memory, the compile cache, and what is missing for which extra.
+
+    Exit status 1 if something is missing that specjax itself needs."""
+    with user_errors(debug):
+        from specjax.jobs.doctor import doctor
+
+        whole = doctor(Console(highlight=False, markup=False))
+    if not whole:
+        raise SystemExit(1)
 
 
 @app.command(cls=_Command)
