@@ -209,7 +209,8 @@ class Trainer:
 
     def _claim(self, keep: bool = False) -> None:
         why_not = functools.partial(_why_not_steps, self.directory, self.stage, self._source, self._batches)
-        by_first(lambda: fingerprint.claim(self.directory, self._made_of, {"stage.steps": why_not}, keep=keep))
+        made_of = self._made_of  # by all processes: arrays may lie on several
+        by_first(lambda: fingerprint.claim(self.directory, made_of, {"stage.steps": why_not}, keep=keep))
 
     def _restore(self) -> int:
         """The state to go on from, and its step."""
