@@ -74,7 +74,7 @@ def request(specjax: Any, target: Any, draft: Any, rng: np.random.Generator, num
     starts = rng.integers(0, len(text) - 400, rows)
     prompts = [text[start : start + int(rng.integers(1, 120))] for start in starts]
     options: dict[str, Any] = {
-        "max_new_tokens": int(rng.integers(1, 100)),
+        "max_new_tokens": int(rng.integers(5, 100)),
         "temperature": 0.0 if number % 3 == 0 else float(rng.uniform(0.3, 1.3)),
         "seed": number,
         "ignore_eos": bool(rng.integers(2)),
