@@ -21,6 +21,9 @@ DRAFTERS = {
     "draft_model": "specjax.drafters.draft_model:DraftModel",
     "ngram": "specjax.drafters.ngram:NGram",
 }
+CONTROLLERS = {
+    "fixed": "specjax.controllers.fixed:Fixed",
+}
 VERIFIERS = {
     "block": "specjax.verifiers.block:Block",
     "coupled": "specjax.verifiers.coupled:Coupled",

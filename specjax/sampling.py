@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from specjax.models.cache import write_rows
+from specjax.proposal import Proposal
 from specjax.types import Context, CoupledNoise, LogitsContext, Noise, SamplingParams
 
 
@@ -34,37 +35,45 @@ def has_distribution(logits: Float[Array, "*B V"]) -> Bool[Array, "*B"]:
 
 
 def transform(
-    logits: Float[Array, "B R V"], context: Context, drafted: Int[Array, "B N"], first: int | Int[Array, ""] = 0
+    logits: Float[Array, "B R V"],
+    context: Context,
+    drafted: Int[Array, "B N"] | Proposal,
+    first: int | Int[Array, ""] = 0,
 ) -> Float[Array, "B R V"]:
-    """float32 logits after all sampling parameters: what is drawn from and compared. Row r follows the committed tokens
-    and the first ``first + r`` of ``drafted``. Temperature 0 becomes the log of a one-hot (0 at the argmax, -inf
-    elsewhere), so nothing downstream branches on temperature."""
+    """float32 logits after all sampling parameters: what is drawn from and compared. Row r follows node ``first + r``
+    of a proposal; of an array of drafted tokens, a chain, the first ``first + r``. Temperature 0 becomes the log of a
+    one-hot (0 at the argmax, -inf elsewhere), so nothing downstream branches on temperature."""
     return warp(process(logits, context, drafted, first), context.sampling)
 
 
 def process(
-    logits: Float[Array, "B R V"], context: Context, drafted: Int[Array, "B N"], first: int | Int[Array, ""] = 0
+    logits: Float[Array, "B R V"],
+    context: Context,
+    drafted: Int[Array, "B N"] | Proposal,
+    first: int | Int[Array, ""] = 0,
 ) -> Float[Array, "B R V"]:
     """The first half of `transform`, which moves an argmax too: all but temperature, top-k, top-p and min-p."""
+    proposal = drafted if isinstance(drafted, Proposal) else Proposal.chain(context, drafted)
     s = context.sampling
     # Always, as a model with padded rows always has one.
     logits = logits.astype(jnp.float32) + s.bias[:, None]
     penalties = (s.repetition_penalty != 1, s.presence_penalty != 0, s.frequency_penalty != 0, s.min_new_tokens > 0)
     # Paid only by batches with a row that asks for it.
     wanted = jnp.any(jnp.stack(penalties))
-    logits = jax.lax.cond(wanted, lambda: _penalised(logits, context, drafted, first), lambda: logits)
+    logits = jax.lax.cond(wanted, lambda: _penalised(logits, context, proposal, first), lambda: logits)
     processor = context.processor
     if processor is None:
         return logits
-    tokens = write_rows(context.tokens, context.lengths, drafted)
 
-    def at_node(node, offset):
-        return processor(node, LogitsContext(tokens, context.lengths + offset, context.prompt_lengths))
+    def at_node(of_node, node):
+        path, count = proposal.prefix(node)
+        tokens = write_rows(context.tokens, context.lengths, path)
+        return processor(of_node, LogitsContext(tokens, context.lengths + count, context.prompt_lengths))
 
     return jax.vmap(at_node, in_axes=(1, 0), out_axes=1)(logits, first + jnp.arange(logits.shape[1], dtype=jnp.int32))
 
 
-def _penalised(logits, context: Context, drafted, first) -> Float[Array, "B R V"]:
+def _penalised(logits, context: Context, proposal: Proposal, first) -> Float[Array, "B R V"]:
     s, (batch, nodes, size) = context.sampling, logits.shape
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
     position = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None]
@@ -74,10 +83,13 @@ def _penalised(logits, context: Context, drafted, first) -> Float[Array, "B R V"
     def counted(counts: Bool[Array, "B L"]):
         return jnp.zeros((batch, size), jnp.int32).at[rows, context.tokens].add(counts.astype(jnp.int32))[:, None]
 
-    before, token = first + jnp.arange(nodes, dtype=jnp.int32), jnp.arange(size, dtype=jnp.int32)
+    def of_nodes(values):
+        return jax.lax.dynamic_slice_in_dim(values, first, nodes, axis=1)
+
+    on_path, token = of_nodes(proposal.path), jnp.arange(size, dtype=jnp.int32)
     of_drafts = jnp.zeros((batch, nodes, size), jnp.int32)
-    for i in range(drafted.shape[1]):
-        counts = (drafted[:, i, None, None] == token[None, None]) & (i < before)[None, :, None]
+    for i in range(proposal.drafted.shape[1]):
+        counts = (proposal.drafted[:, i, None, None] == token[None, None]) & on_path[:, :, i, None]
         of_drafts += counts.astype(jnp.int32)
     count = counted(generated) + of_drafts
     seen = (counted(committed) + of_drafts) > 0
@@ -92,7 +104,7 @@ def _penalised(logits, context: Context, drafted, first) -> Float[Array, "B R V"
     # Ids of -1 fill up the list; they index past the end and are dropped.
     stop = jnp.where(context.stop_ids < 0, size, context.stop_ids)
     stops = jnp.zeros((batch, size), bool).at[rows, stop].set(True, mode="drop")
-    new = (context.lengths - context.prompt_lengths)[:, None] + before[None]
+    new = (context.lengths - context.prompt_lengths)[:, None] + of_nodes(proposal.depth)
     return jnp.where(stops[:, None] & (new < s.min_new_tokens[:, None])[..., None], -jnp.inf, logits)
 
 

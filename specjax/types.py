@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import flax.struct
 import jax.numpy as jnp
@@ -18,6 +18,19 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 Params = Any
 """A pytree of weights. Always a traced argument, never closed over: closed-over weights become constants."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """What is read of the target's forward pass. ``hidden_layers``: the residual stream that enters layer i, 0 the
+    embedded tokens, after the last layer and before the final norm their number. ``kv_layers``: keys and values as
+    attention reads them, after q/k-norm and rotary."""
+
+    hidden_layers: tuple[int, ...] = ()
+    kv_layers: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.hidden_layers or self.kv_layers)
 
 
 @flax.struct.dataclass
@@ -107,13 +120,32 @@ class Context:
     sampling: SamplingParams
     noise: Noise | CoupledNoise | None
     processor: LogitsProcessor | None = flax.struct.field(pytree_node=False, default=None)
+    controller: Controller | None = flax.struct.field(pytree_node=False, default=None)
+    controller_state: Any = None
+
+    def stop(self, logits: Float[Array, "B V"], offset: int | Int[Array, ""]) -> Bool[Array, " B"] | None:
+        """Asked inside a drafter's loop, before the token at ``offset`` is drawn from ``logits``: the rows that propose
+        no more. None: nobody stops. It may depend on earlier tokens only, and so cannot change the distribution."""
+        return None if self.controller is None else self.controller.stop(self.controller_state, logits, offset)
+
+
+@flax.struct.dataclass
+class TargetView:
+    """What a drafter may read of the target while it drafts. Never kept in a state, and nothing of it is copied."""
+
+    params: Params
+    keys_values: tuple[tuple[Array, Array], ...] = ()
+    """Of the layers that the drafter's `Reads` name, as the target's cache holds them (`specjax.models.cache`)."""
+    lengths: Int[Array, " B"] | None = None
+    """Slots that count, ``context.lengths - 1``: the newest token, the root of the block, is not among them."""
 
 
 @flax.struct.dataclass
 class Draft:
     """A proposed block. ``logits`` are after the sampling transform, exactly what each token was drawn from; None when
-    the proposal is deterministic. ``valid[b, i]`` is a prefix mask and may depend on ``tokens[b, :i]`` only, so that
-    dropping a proposal never depends on its own draw (freely, if deterministic). ``parents=None``: a chain."""
+    the proposal is deterministic. ``valid[b, i]``: with all that come before it; it may depend on the tokens before
+    only, so that dropping a proposal never depends on its own draw (freely, if deterministic). ``parents[b, i]``: the
+    node that token i follows, 0 the root and i + 1 token i, parents before children; None: a chain."""
 
     tokens: Int[Array, "B N"]
     valid: Bool[Array, "B N"]
@@ -122,16 +154,35 @@ class Draft:
     finite: Bool[Array, "B N"] | None = None
     """Whether the drafter's own logits were, before the sampling parameters; nothing is kept from where they were not.
     None: as ``logits`` are."""
+    max_depth: int | None = flax.struct.field(pytree_node=False, default=None)
+    """Most tokens on one way down a tree; None: a chain."""
 
 
 @flax.struct.dataclass
 class Verdict:
     """``num_accepted[b]`` draft tokens are kept, then ``next_token[b]`` of the target's own. ``path``: the accepted
-    nodes of a tree, None for a chain (the first ``num_accepted`` tokens)."""
+    nodes of a tree from the root down (token i is node i + 1; entries past ``num_accepted`` mean nothing, but are
+    nodes), None for a chain (the first ``num_accepted`` tokens)."""
 
     num_accepted: Int[Array, " B"]
     next_token: Int[Array, " B"]
-    path: Int[Array, "B N"] | None = None
+    path: Int[Array, "B D"] | None = None
+
+
+@flax.struct.dataclass
+class Outcome:
+    """What became of a block, for those who learn from it: `BoundDrafter.commit`, `Controller.adapt`. ``emitted[b]``:
+    tokens that the row grew by, 0 in a row that was done. ``tokens``: the accepted ones, then the target's own;
+    ``nodes[b, j]``: the node of the block that token j follows, so ``target_out`` has row ``nodes[b, j]`` for it (None:
+    row j)."""
+
+    context: Context
+    draft: Draft
+    target_out: Output
+    verdict: Verdict
+    emitted: Int[Array, " B"]
+    tokens: Int[Array, "B D1"]
+    nodes: Int[Array, "B D1"] | None = None
 
 
 @flax.struct.dataclass
@@ -182,6 +233,7 @@ class DecodeState:
     """Of the emitted tokens, where asked for."""
     cache: Any
     drafter: Any
+    controller: Any = None
 
 
 ORIGINS = ("prompt", "accepted", "corrected", "bonus")
@@ -211,33 +263,83 @@ class Model(Protocol):
     def init_cache(self, batch: int, num_slots: int, dtype: DTypeLike = ...) -> Any: ...
 
 
+class Bound(NamedTuple):
+    """A drafter that knows its target: what is static and hashable, and its parameters."""
+
+    spec: BoundDrafter
+    params: Params
+
+
 @runtime_checkable
 class Drafter(Protocol):
-    """Who proposes the block. Frozen and hashable; its fields are its configuration.
-
-    ``bind`` resolves what the configuration names (a model path, say) against the target and returns the static spec
-    and its parameters. ``init`` sees the padded prompts with their lengths and the target's prefill output;
-    ``commit`` runs after verification. `specjax.models.cache.KVCache` leaves of the state grow with the target's.
-    """
+    """Who proposes the block, as a config says it: frozen and hashable. ``k``: tokens of the longest block."""
 
     @property
     def kind(self) -> str: ...
     @property
     def k(self) -> int: ...
 
-    def bind(self, target: Any) -> tuple[Drafter, Params]: ...
-    def init(
-        self, params: Params, prompt: Int[Array, "B P"], lengths: Int[Array, " B"], num_slots: int, target_out: Output
-    ) -> Any: ...
-    def draft(self, params: Params, state: Any, context: Context) -> tuple[Draft, Any]: ...
-    def commit(self, params: Params, state: Any, draft: Draft, verdict: Verdict, target_out: Output) -> Any: ...
+    def bind(self, target: Any) -> Bound:
+        """Resolves what the configuration names (a model path, say) against the target."""
+        ...
+
+
+@runtime_checkable
+class BoundDrafter(Protocol):
+    """Who proposes the block, as the engine runs it; static and hashable. A drafter of trees also has ``num_nodes`` and
+    ``max_depth``, one that reads the target ``reads``; without them, a block is a chain of ``k`` and nothing is read.
+
+    `specjax.models.cache.KVCache` leaves of the state grow with the target's.
+    """
+
+    @property
+    def k(self) -> int: ...
+
+    def init(self, batch: int, num_slots: int) -> Any:
+        """The state of rows without a token. Axis 0 of every leaf is the row."""
+        ...
+
+    def extend(
+        self, params: Params, state: Any, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], target_out: Output
+    ) -> Any:
+        """The next piece of the prompts, or of what was committed without the drafter: the first ``lengths[b]`` of
+        ``tokens[b]`` count. ``target_out``: what the target made of them."""
+        ...
+
+    def draft(self, params: Params, target: TargetView, state: Any, context: Context) -> tuple[Draft, Any]: ...
+
+    def commit(self, params: Params, state: Any, outcome: Outcome) -> Any:
+        """After verification: guesses may be replaced by what the target computed."""
+        ...
+
+
+@runtime_checkable
+class Controller(Protocol):
+    """How much is proposed; frozen and hashable, its fields are its configuration. Shapes are those of the drafter's
+    longest block whatever it chooses, so that no choice moves another row's noise."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def init(self, batch: int) -> Any: ...
+
+    def choose(self, state: Any, context: Context) -> Int[Array, " B"] | None:
+        """The deepest proposal of each row's next block; None: as deep as the drafter goes."""
+        ...
+
+    def stop(self, state: Any, logits: Float[Array, "B V"], offset: int | Int[Array, ""]) -> Bool[Array, " B"] | None:
+        """See `Context.stop`."""
+        ...
+
+    def adapt(self, state: Any, outcome: Outcome) -> Any: ...
 
 
 @runtime_checkable
 class Verifier(Protocol):
     """Which part of the block is kept. ``p_logits[b, i]`` is the target's distribution after node i (0 is the root),
     after the sampling transform. Chains have N = K. ``reference``: an arXiv id. ``distribution``: the exact
-    distribution of what ``__call__`` does with given drafts and probabilities."""
+    distribution of what ``__call__`` does with given drafts and probabilities. One that takes trees has
+    ``proposals = ("chain", "tree")`` and gives a `Verdict.path`; without it, it takes chains."""
 
     @property
     def kind(self) -> str: ...

@@ -11,7 +11,7 @@ import numpy as np
 from specjax import registry
 from specjax.errors import ConfigError, DataError
 from specjax.models.files import named
-from specjax.types import Drafter, Verifier
+from specjax.types import Bound, Controller, Drafter, Verifier
 
 _short = reprlib.Repr().repr
 _HOW = (
@@ -56,6 +56,31 @@ def verifier_of(verifier: Any) -> Verifier:
         known = ", ".join(sorted(registry.VERIFIERS))
         raise ConfigError(f"verifier: {named(verifier)} is no verifier{instance}; give a kind ({known}) or an instance")
     return registry.checked(registry.VERIFIERS, verifier, "verifier")
+
+
+def controller_of(controller: Any) -> Controller:
+    """A controller, or the one that a name or a mapping asks for; errors as in `drafter_of`."""
+    if isinstance(controller, (str, Mapping)):
+        return registry.build(registry.CONTROLLERS, controller, "controller")
+    if isinstance(controller, type) or not all(hasattr(controller, name) for name in ("kind", "choose", "adapt")):
+        known = ", ".join(sorted(registry.CONTROLLERS))
+        raise ConfigError(
+            f"controller: {named(controller)} is no controller; give a kind ({known}) or an instance, such as "
+            "specjax.controllers.fixed.Fixed(k=3)"
+        )
+    return registry.checked(registry.CONTROLLERS, controller, "controller")
+
+
+def bound(drafter: Drafter, target: Any) -> Bound:
+    """The drafter that knows its target. Raises `ConfigError` where what it binds to cannot be run."""
+    spec, params = drafter.bind(target)
+    missing = [name for name in ("k", "init", "extend", "draft", "commit") if not hasattr(spec, name)]
+    if missing:
+        raise ConfigError(
+            f"drafter {drafter.kind!r}: its bind gives {named(spec)} without {', '.join(missing)}; see "
+            "docs/extending.md, and inherit specjax.drafters.base.StatelessDrafter if it keeps nothing"
+        )
+    return Bound(spec, params)
 
 
 def token_ids(prompt: Any, where: str) -> list[int]:

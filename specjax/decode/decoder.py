@@ -15,18 +15,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import registry
-from specjax.decode import engine as engine_lib
 from specjax.decode import request as request_lib
 from specjax.decode import stops as stops_lib
-from specjax.decode.arguments import drafter_of, verifier_of
-from specjax.decode.engine import Engine, EngineParams, Logprobs, NoDraft
+from specjax.decode.arguments import bound, controller_of, drafter_of, verifier_of
+from specjax.decode.engine import (
+    Engine,
+    EngineParams,
+    Logprobs,
+    NoDraft,
+    compiled_chunk,
+    compiled_prefill,
+    grow,
+    num_nodes,
+)
 from specjax.decode.request import Batch, Prompt, SamplingOptions
 from specjax.decode.result import Event, GenerationResult, finish_reason, origin_names, pieces_of, stats_by_row
 from specjax.decode.text import Cut, Detokenizer, RowText
 from specjax.errors import DataError
 from specjax.models.files import check_model
 from specjax.models.vocabulary import TokenRows
-from specjax.types import DecodeState, Drafter, LogitsProcessor, Verifier
+from specjax.types import BoundDrafter, Controller, DecodeState, Drafter, LogitsProcessor, Verifier
 
 _NO_LIMIT = np.iinfo(np.int32).max
 _STOP_STRING_STEPS = 8
@@ -38,10 +46,11 @@ class Decoder:
 
     ``target``: a `specjax.load_model` result. ``drafter``: `DraftModel`, `NGram`, ..., or by name where no model is
     needed ('ngram'); None decodes autoregressively through the same engine. ``verifier``: a registered kind or an
-    instance; an all-greedy batch uses `greedy`.
+    instance; an all-greedy batch uses `greedy`. ``controller``: how much of the drafter's ``k`` is proposed.
 
-    Raises `ConfigError` for a drafter or verifier that is unknown or has a field out of range, `DataError` for a
-    drafter that cannot fit, `ModelError` for what is no model and for vocabularies that differ.
+    Raises `ConfigError` for a drafter, verifier or controller that is unknown or has a field out of range, and for a
+    drafter of trees with a verifier of chains; `DataError` for a drafter that cannot fit, `ModelError` for what is no
+    model and for vocabularies that differ.
     """
 
     def __init__(
@@ -49,11 +58,12 @@ class Decoder:
         target: Any,
         drafter: Drafter | str | Mapping[str, Any] | None = None,
         verifier: Verifier | str | Mapping[str, Any] = "speculative",
+        controller: Controller | str | Mapping[str, Any] = "fixed",
     ):
         check_model(target, "target")
         self.target = target
-        self._drafter, self._drafter_params = (drafter_of(drafter) or NoDraft()).bind(target)
-        self._verifier = verifier_of(verifier)
+        self._drafter, self._drafter_params = bound(drafter_of(drafter) or NoDraft(), target)
+        self._verifier, self._controller = verifier_of(verifier), controller_of(controller)
         self._greedy_verifier: Verifier = registry.build(registry.VERIFIERS, "greedy", "verifier")
 
     @property
@@ -156,15 +166,15 @@ class Decoder:
         """Compile all that `generate` runs for arguments of these sizes, without decoding a token."""
         run = self._run(prompts, max_new_tokens, 0, True, None, logprobs, logits_processor, sampling)
         first, *more = run.batch.slots
-        chunk = engine_lib.chunk(run.engine)
+        chunk = compiled_chunk(run.engine)
         state = chunk(run.params, self._prefill(run, first), np.int32(0))
         for slots in more:
-            state = chunk(run.params, engine_lib.grow(state, slots), np.int32(0))
+            state = chunk(run.params, grow(state, slots), np.int32(0))
 
-    def engine(self, greedy: bool, rows: int) -> tuple[Engine, EngineParams]:
-        """The static half, for an all-greedy batch or any other, and the weights as ``rows`` padded rows read them."""
-        layout = self.target.layout()
-        engine = Engine(layout.spec, self._drafter, self._greedy_verifier if greedy else self._verifier, greedy)
+    def engine(self, greedy: bool) -> tuple[Engine, EngineParams]:
+        """What is compiled for an all-greedy batch or for any other, and the weights that it takes."""
+        layout, verifier = self.target.layout(), self._greedy_verifier if greedy else self._verifier
+        engine = Engine(layout.spec, self._drafter, verifier, greedy, controller=self._controller)
         return engine, EngineParams(layout.params, self._drafter_params)
 
     def prefilled(
@@ -183,7 +193,7 @@ class Decoder:
     def _run(
         self, prompts, max_new_tokens, seed, ignore_eos, stop_strings=None, logprobs=None, processor=None, sampling=None
     ) -> _Run:
-        args = (self.target, self._drafter.k, prompts, max_new_tokens, seed, ignore_eos, sampling or {})
+        args = (self.target, num_nodes(self._drafter), prompts, max_new_tokens, seed, ignore_eos, sampling or {})
         batch = request_lib.prepare(*args)
         _warn_of_a_short_draft(self._drafter, batch)
         if self._verifier.noise == "none" and not batch.greedy:
@@ -196,7 +206,7 @@ class Decoder:
             raise DataError(f"logprobs: {logprobs!r}; give 'raw' (or True), 'processed' or None")
         if processor is not None:
             request_lib.check_processor(processor, batch.request, batch.slots[-1])
-        engine, params = self.engine(batch.greedy, batch.rows)
+        engine, params = self.engine(batch.greedy)
         tokens = TokenRows.of(self.target) if logprobs == "raw" else None
         engine = dataclasses.replace(engine, processor=processor, logprobs=logprobs, tokens=tokens)
         stops = stops_lib.check(stop_strings, len(prompts), self.target.tokenizer is not None)
@@ -204,7 +214,8 @@ class Decoder:
 
     def _prefill(self, run: _Run, slots: int) -> DecodeState:
         engine = run.engine
-        prefill = engine_lib.prefill(engine.target, engine.drafter, slots, engine.logprobs is not None)
+        logprobs = engine.logprobs is not None
+        prefill = compiled_prefill(engine.target, engine.drafter, slots, logprobs, engine.controller)
         return prefill(run.params, run.batch.request)
 
     def _detokenizer(self, skip_special_tokens: bool) -> Detokenizer | None:
@@ -215,11 +226,11 @@ class Decoder:
         out, so that one which was outgrown is freed before the next chunk."""
         first, *more = run.batch.slots
         state = self._prefill(run, first)
-        chunk = engine_lib.chunk(run.engine)
+        chunk = compiled_chunk(run.engine)
         lengths = run.batch.request.lengths
         while True:
-            if more and lengths.max() + self._drafter.k + 1 > state.tokens.shape[1]:
-                state = engine_lib.grow(state, more.pop(0))
+            if more and lengths.max() + run.engine.num_nodes + 1 > state.tokens.shape[1]:
+                state = grow(state, more.pop(0))
             state = chunk(run.params, state, np.int32(max_steps))
             lengths, done = jax.device_get((state.lengths, state.done))
             if run.texts:
@@ -278,7 +289,7 @@ def _read(run: _Run, state: DecodeState, lengths: np.ndarray, done: np.ndarray) 
     return done
 
 
-def _warn_of_a_short_draft(drafter: Drafter, batch: Batch) -> None:
+def _warn_of_a_short_draft(drafter: BoundDrafter, batch: Batch) -> None:
     """Exact all the same: what a draft proposes past its positions is verified as everything else is."""
     end, limit = int(np.max(batch.request.lengths + batch.request.budget)), getattr(drafter, "max_positions", None)
     if limit is not None and end > limit:

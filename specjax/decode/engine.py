@@ -1,4 +1,4 @@
-"""The jitted half of decoding: prefill, then blocks of draft -> target -> verify -> commit in a `while_loop` over one
+"""The jitted half of decoding: prefill, then blocks of propose -> feed -> verify -> commit in a `while_loop` over one
 donated carry (2211.17192). Fixed shapes, no host transfer inside a chunk, every row with its own length.
 
 Invariant: the target's cache holds ``tokens[b, :lengths[b] - 1]``; the newest token is the root of the next block, so
@@ -23,9 +23,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import backend, sampling
+from specjax.drafters.base import StatelessDrafter
+from specjax.errors import ConfigError
 from specjax.models import cache as cache_lib
 from specjax.models.cache import write_rows
 from specjax.models.vocabulary import TokenRows
+from specjax.proposal import Followed, Proposal
 from specjax.types import (
     ACCEPTED,
     BONUS,
@@ -34,45 +37,40 @@ from specjax.types import (
     LENGTH,
     STOP,
     UNFINISHED,
+    BoundDrafter,
     Context,
+    Controller,
     Counters,
     CoupledNoise,
     DecodeState,
     Draft,
-    Drafter,
     LogitsProcessor,
     Model,
     Noise,
+    Outcome,
     Output,
     Params,
+    Reads,
     SamplingParams,
+    TargetView,
     Verdict,
     Verifier,
 )
-from specjax.verifiers.chain import leading_run
 
 Logprobs = Literal["raw", "processed"]
+NOTHING = Reads()
 
 
 @dataclasses.dataclass(frozen=True)
-class NoDraft:
+class NoDraft(StatelessDrafter):
     """Plain autoregressive decoding: a block without proposals, through the same engine."""
 
     k: int = 0
     kind: str = "autoregressive"
 
-    def bind(self, target: Any) -> tuple[NoDraft, Params]:
-        return self, {}
-
-    def init(self, params, prompt, lengths, num_slots, target_out) -> dict:
-        return {}
-
-    def draft(self, params, state, context: Context) -> tuple[Draft, dict]:
+    def draft(self, params: Params, target: TargetView, state: dict, context: Context) -> tuple[Draft, dict]:
         batch = context.lengths.shape[0]
         return Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch, 0), bool)), state
-
-    def commit(self, params, state, draft, verdict, target_out) -> dict:
-        return state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +80,39 @@ class Engine:
     parameters. ``tokens``: which of the target's rows its own distribution is over; None: all."""
 
     target: Model
-    drafter: Drafter
+    drafter: BoundDrafter
     verifier: Verifier
     greedy: bool
     processor: LogitsProcessor | None = None
     logprobs: Logprobs | None = None
     tokens: TokenRows | None = None
+    controller: Controller | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        return num_nodes(self.drafter)
+
+    @property
+    def max_depth(self) -> int:
+        return max_depth(self.drafter)
+
+    @property
+    def reads(self) -> Reads:
+        return reads_of(self.drafter)
+
+
+def num_nodes(drafter: BoundDrafter) -> int:
+    """Drafted tokens in a block, all branches of a tree together."""
+    return getattr(drafter, "num_nodes", drafter.k)
+
+
+def reads_of(drafter: BoundDrafter) -> Reads:
+    return getattr(drafter, "reads", NOTHING)
+
+
+def max_depth(drafter: BoundDrafter) -> int:
+    """Most drafted tokens that a block can keep."""
+    return getattr(drafter, "max_depth", drafter.k)
 
 
 @flax.struct.dataclass
@@ -112,13 +137,36 @@ class Request:
 class Finite:
     """Whether the target has a distribution, ``target[b, i]`` after node i, and the rows whose drafter had none."""
 
-    target: Bool[Array, "B K1"]
+    target: Bool[Array, "B N1"]
     drafter_failed: Bool[Array, " B"]
 
 
+@flax.struct.dataclass
+class Judged:
+    """A block after verification. ``draft``: without what was cut before. ``p_logits``: the target's at each node,
+    after the sampling transform."""
+
+    draft: Draft
+    p_logits: Float[Array, "B N1 V"]
+    finite: Finite
+    verdict: Verdict
+    followed: Followed
+
+
 def step(engine: Engine, params: EngineParams, state: DecodeState) -> DecodeState:
-    """One block for every row: draft, target, verify, commit."""
-    context = Context(
+    """One block for every row."""
+    context = looked_at(engine, state)
+    draft, state = propose(engine, params, state, context)
+    proposal = Proposal.of(context, draft)
+    out = feed(engine.target, params.target, state.cache, proposal, engine.reads)
+    judged = verify(engine, context, proposal, draft, out)
+    state, emitted = commit(state, proposal, judged, out.cache)
+    return observe(engine, params, state, context, out, judged, emitted)
+
+
+def looked_at(engine: Engine, state: DecodeState) -> Context:
+    """What draft, controller and transform may look at in this block."""
+    return Context(
         state.tokens,
         state.lengths,
         state.prompt_lengths,
@@ -126,86 +174,88 @@ def step(engine: Engine, params: EngineParams, state: DecodeState) -> DecodeStat
         state.sampling,
         None if engine.greedy else block_noise(engine, state),
         engine.processor,
+        engine.controller,
+        state.controller,
     )
-    draft, drafter_state = engine.drafter.draft(params.drafter, state.drafter, context)
-    out = feed_block(engine.target, params.target, state, draft)
-    transform = sampling.process if engine.greedy else sampling.transform
-    p_logits = transform(out.logits, context, draft.tokens)
-    draft, finite = cut_invalid(draft, p_logits)
-    verdict = engine.verifier(draft, p_logits, context.noise)
-    drafter_state = engine.drafter.commit(params.drafter, drafter_state, draft, verdict, out)
-    state = dataclasses.replace(state, cache=out.cache, drafter=drafter_state)
-    if engine.logprobs is not None:
-        processed = sampling.warp(p_logits, state.sampling) if engine.greedy else p_logits
-        raw = out.logits if engine.tokens is None else engine.tokens.over(out.logits)
-        distributions = raw.astype(jnp.float32) if engine.logprobs == "raw" else processed
-        state = keep_logprobs(state, draft, verdict, distributions)
-    return commit(state, draft, verdict, finite)
 
 
 def block_noise(engine: Engine, state: DecodeState) -> Noise | CoupledNoise:
-    """Noise of the kind that the verifier declares."""
-    k = engine.drafter.k
+    """Noise of the kind that the verifier declares, for the largest block."""
     if engine.verifier.noise == "coupled":
-        return sampling.coupled_noise(state.seeds, state.lengths, k, state.sampling.bias.shape[1])
-    return sampling.fresh_noise(state.seeds, state.lengths, k)
+        return sampling.coupled_noise(state.seeds, state.lengths, engine.max_depth, state.sampling.bias.shape[1])
+    return sampling.fresh_noise(state.seeds, state.lengths, engine.num_nodes)
 
 
-def cut_invalid(draft: Draft, p_logits: Float[Array, "B K1 V"]) -> tuple[Draft, Finite]:
+def propose(engine: Engine, params: EngineParams, state: DecodeState, context: Context) -> tuple[Draft, DecodeState]:
+    """What the drafter proposes, as deep as the controller lets it. Raises `ConfigError` for a tree that the verifier
+    does not take: as a chain, it would be judged wrongly."""
+    controller, drafter = engine.controller, engine.drafter
+    limit = None if controller is None else controller.choose(state.controller, context)
+    keys_values = state.cache.view(engine.reads.kv_layers) if engine.reads.kv_layers else ()
+    view = TargetView(params.target, keys_values, context.lengths - 1)
+    draft, drafter_state = drafter.draft(params.drafter, view, state.drafter, context)
+    if draft.parents is not None:
+        check_takes_trees(engine.verifier)
+    if limit is not None:
+        depth = Proposal.of(context, draft).depth[:, 1:]
+        draft = dataclasses.replace(draft, valid=draft.valid & (depth <= limit[:, None]))
+    return draft, dataclasses.replace(state, drafter=drafter_state)
+
+
+def check_takes_trees(verifier: Verifier) -> None:
+    """Raises `ConfigError` for a verifier of chains."""
+    if "tree" not in getattr(verifier, "proposals", ()):
+        raise ConfigError(
+            f"verifier {verifier.kind!r} takes chains, and the drafter proposes trees; use 'coupled', or temperature 0"
+        )
+
+
+def feed(target: Model, params: Params, cache: Any, proposal: Proposal, reads: Reads = NOTHING) -> Output:
+    """The target over the block, at the slots that follow what its cache holds."""
+    more = {"reads": reads} if reads else {}
+    if proposal.parents is not None:
+        more["mask"] = proposal.mask
+    return target(params, proposal.tokens, proposal.positions, proposal.slots, cache, **more)
+
+
+def verify(engine: Engine, context: Context, proposal: Proposal, draft: Draft, out: Output) -> Judged:
+    """What the verifier makes of the block."""
+    transform = sampling.process if engine.greedy else sampling.transform
+    p_logits = transform(out.logits, context, proposal)
+    draft, finite = cut_invalid(proposal, draft, p_logits)
+    verdict = engine.verifier(draft, p_logits, context.noise)
+    return Judged(draft, p_logits, finite, verdict, proposal.follow(verdict, draft.valid))
+
+
+def cut_invalid(proposal: Proposal, draft: Draft, p_logits: Float[Array, "B N1 V"]) -> tuple[Draft, Finite]:
     """The draft up to where draft or target has no finite distribution: a model that overflowed, a processor that left
     NaN or no token. What is cut depends on earlier tokens alone, so the output keeps its distribution."""
     target = sampling.has_distribution(p_logits)
     drawn_from = jnp.ones_like(draft.valid) if draft.logits is None else sampling.has_distribution(draft.logits)
     # What the sampling parameters leave nothing of is no failure of a draft that says that its own logits are finite.
     sound = drawn_from if draft.finite is None else draft.finite
-    position = jnp.arange(draft.valid.shape[1], dtype=jnp.int32)[None]
-    proposed = draft.valid & target[:, :-1]
-    kept = leading_run(proposed & drawn_from & sound)
-    valid = draft.valid & (position < kept[:, None])
-    failed = jnp.any((position == kept[:, None]) & (leading_run(proposed) > kept)[:, None] & ~sound, axis=1)
-    return dataclasses.replace(draft, valid=valid), Finite(target, drafter_failed=failed)
+    proposed = draft.valid & proposal.of_parents(target)
+    kept = proposal.closed(proposed & drawn_from & sound)
+    reached = proposal.of_parents(jnp.pad(kept, ((0, 0), (1, 0)), constant_values=True))
+    failed = jnp.any(proposal.closed(proposed) & reached & ~sound, axis=1)
+    return dataclasses.replace(draft, valid=kept), Finite(target, drafter_failed=failed)
 
 
-def keep_logprobs(
-    state: DecodeState, draft: Draft, verdict: Verdict, distributions: Float[Array, "B K1 V"]
-) -> DecodeState:
-    """Record the log-probability of every token that `commit` may append, under ``distributions``."""
-    tokens = block_tokens(draft, verdict)
-    of_token = jnp.take_along_axis(distributions, tokens[..., None], axis=-1)[..., 0]
-    assert state.logprobs is not None  # prefill made room where they are asked for
-    logprobs = of_token - jax.scipy.special.logsumexp(distributions, axis=-1)
-    return dataclasses.replace(state, logprobs=write_rows(state.logprobs, state.lengths, logprobs))
-
-
-def block_tokens(draft: Draft, verdict: Verdict) -> Int[Array, "B K1"]:
-    """The accepted tokens, then the target's own; later entries mean nothing."""
-    own = jnp.arange(draft.tokens.shape[1] + 1, dtype=jnp.int32)[None] == verdict.num_accepted[:, None]
-    return jnp.where(own, verdict.next_token[:, None], jnp.pad(draft.tokens, ((0, 0), (0, 1))))
-
-
-def feed_block(target: Model, params: Params, state: DecodeState, draft: Draft) -> Output:
-    """The target over the root and the proposals, at the slots that follow what its cache holds."""
-    root = jnp.take_along_axis(state.tokens, (state.lengths - 1)[:, None], axis=1)
-    fed = jnp.concatenate([root, draft.tokens], axis=1)
-    slots = (state.lengths - 1)[:, None] + jnp.arange(fed.shape[1], dtype=jnp.int32)[None]
-    return target(params, fed, slots, slots, state.cache)
-
-
-def commit(state: DecodeState, draft: Draft, verdict: Verdict, finite: Finite) -> DecodeState:
+def commit(state: DecodeState, proposal: Proposal, judged: Judged, cache: Any) -> tuple[DecodeState, Int[Array, " B"]]:
     """Append the accepted tokens and the target's own, cut at the first stop id and at the budget exactly as plain
     decoding would cut. The cut is after verification, so the stream keeps the target's distribution. A row whose own
-    token would come from no distribution ends before it."""
-    n, k = verdict.num_accepted, draft.tokens.shape[1]
-    index = jnp.arange(k + 1, dtype=jnp.int32)[None]
-    proposed = leading_run(draft.valid)
-    block = block_tokens(draft, verdict)
-    own_origin = jnp.where(n < proposed, jnp.int32(CORRECTED), BONUS)
+    token would come from no distribution ends before it. Also returns how many tokens each row grew by."""
+    followed, finite, n = judged.followed, judged.finite, judged.followed.num_accepted
+    depth = followed.tokens.shape[1] - 1
+    index = jnp.arange(depth + 1, dtype=jnp.int32)[None]
+    offered = proposal.offered(judged.draft.valid)
+    own_origin = jnp.where(followed.rejected, jnp.int32(CORRECTED), BONUS)
     origin = jnp.where(index == n[:, None], own_origin[:, None], ACCEPTED)
 
-    stops = jnp.any(block[:, :, None] == state.stop_ids[:, None, :], axis=2) & (index <= n[:, None])
-    first_stop = jnp.min(jnp.where(stops, index, k + 1), axis=1)
+    stops = jnp.any(followed.tokens[:, :, None] == state.stop_ids[:, None, :], axis=2) & (index <= n[:, None])
+    first_stop = jnp.min(jnp.where(stops, index, depth + 1), axis=1)
     active = ~state.done
-    own_finite = jnp.take_along_axis(finite.target, n[:, None], axis=1)[:, 0]
+    own_finite = followed.at_end(finite.target)
     # Accepted tokens come from finite distributions; without an own token they are all there is.
     available = jnp.where(own_finite, n + 1, n)
     uncut = jnp.minimum(available, state.budget - state.lengths)
@@ -215,8 +265,8 @@ def commit(state: DecodeState, draft: Draft, verdict: Verdict, finite: Finite) -
     finish = jnp.where(lengths >= state.budget, LENGTH, finish)
     finish = jnp.where(first_stop < emitted, STOP, finish)
 
-    position = jnp.arange(1, k + 1, dtype=jnp.int32)[None]
-    was_proposed = active[:, None] & (proposed[:, None] >= position)
+    position = jnp.arange(1, depth + 1, dtype=jnp.int32)[None]
+    was_proposed = active[:, None] & (offered[:, None] >= position)
     seen = Counters(
         blocks=active,
         emitted=emitted,
@@ -225,38 +275,80 @@ def commit(state: DecodeState, draft: Draft, verdict: Verdict, finite: Finite) -
         accepted_at=active[:, None] & (n[:, None] >= position),
         invalid_drafts=active & finite.drafter_failed,
     )
+    if judged.verdict.path is not None:
+        cache = cache.keep(proposal.start, judged.verdict.path)
     # Entries past a row's new length are stale and overwritten by its next block; a finished row writes past its end.
-    return dataclasses.replace(
+    state = dataclasses.replace(
         state,
-        tokens=write_rows(state.tokens, state.lengths, block),
+        tokens=write_rows(state.tokens, state.lengths, followed.tokens),
         origin=write_rows(state.origin, state.lengths, origin),
         lengths=lengths,
         done=state.done | (finish != UNFINISHED),
         finish=jnp.where(active, finish, state.finish),
         counters=jax.tree.map(lambda total, x: total + x.astype(jnp.int32), state.counters, seen),
+        cache=cache,
     )
+    return state, emitted
+
+
+def observe(
+    engine: Engine,
+    params: EngineParams,
+    state: DecodeState,
+    context: Context,
+    out: Output,
+    judged: Judged,
+    emitted: Int[Array, " B"],
+) -> DecodeState:
+    """Those who learn from the block see what became of it, and logprobs are kept where asked for."""
+    followed = judged.followed
+    outcome = Outcome(context, judged.draft, out, judged.verdict, emitted, followed.tokens, followed.nodes)
+    state = dataclasses.replace(state, drafter=engine.drafter.commit(params.drafter, state.drafter, outcome))
+    if engine.controller is not None:
+        state = dataclasses.replace(state, controller=engine.controller.adapt(state.controller, outcome))
+    if engine.logprobs is None:
+        return state
+    processed = sampling.warp(judged.p_logits, state.sampling) if engine.greedy else judged.p_logits
+    raw = out.logits if engine.tokens is None else engine.tokens.over(out.logits)
+    distributions = raw.astype(jnp.float32) if engine.logprobs == "raw" else processed
+    return keep_logprobs(state, context.lengths, followed, distributions)
+
+
+def keep_logprobs(
+    state: DecodeState, start: Int[Array, " B"], followed: Followed, distributions: Float[Array, "B N1 V"]
+) -> DecodeState:
+    """Record the log-probability of every token that `commit` may have appended from ``start`` on, under
+    ``distributions``, those after each node."""
+    distributions = followed.along(distributions)
+    of_token = jnp.take_along_axis(distributions, followed.tokens[..., None], axis=-1)[..., 0]
+    assert state.logprobs is not None  # prefill made room where they are asked for
+    logprobs = of_token - jax.scipy.special.logsumexp(distributions, axis=-1)
+    return dataclasses.replace(state, logprobs=write_rows(state.logprobs, start, logprobs))
 
 
 @functools.lru_cache(maxsize=256)
-def prefill(target: Model, drafter: Drafter, num_slots: int, logprobs: bool = False):
+def compiled_prefill(
+    target: Model, drafter: BoundDrafter, num_slots: int, logprobs: bool = False, controller: Controller | None = None
+):
     """Jitted ``(params, request) -> DecodeState``: feeds the prompts, emits nothing. (The last prompt token is fed
     with them and once more as the root: its slot is past what the invariant counts, so that is harmless.)"""
 
-    def run(params: EngineParams, request: Request) -> DecodeState:
+    def prefill(params: EngineParams, request: Request) -> DecodeState:
         batch, width = request.prompt.shape
-        k = drafter.k
+        reads, depth, ends = reads_of(drafter), max_depth(drafter), request.lengths + request.budget
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
         cache = target.init_cache(batch, num_slots, cache_lib.dtype_for(params.target))
-        cache = cache_lib.with_total(cache, request.lengths + request.budget)
-        out = target(params.target, request.prompt, positions, positions, cache)
-        drafter_state = drafter.init(params.drafter, request.prompt, request.lengths, num_slots, out)
-        zeros, zeros_k = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, k), jnp.int32)
+        cache = cache_lib.with_total(cache, ends)
+        more = {"reads": reads} if reads else {}
+        out = target(params.target, request.prompt, positions, positions, cache, **more)
+        drafter_state = cache_lib.with_total(drafter.init(batch, num_slots), ends)
+        zeros, zeros_k = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, depth), jnp.int32)
         return DecodeState(
             tokens=jnp.pad(request.prompt, ((0, 0), (0, num_slots - width))),
             origin=jnp.zeros((batch, num_slots), jnp.int32),
             lengths=request.lengths,
             prompt_lengths=request.lengths,
-            budget=request.lengths + request.budget,
+            budget=ends,
             done=request.budget <= 0,
             sampling=request.sampling,
             seeds=request.seeds,
@@ -265,23 +357,24 @@ def prefill(target: Model, drafter: Drafter, num_slots: int, logprobs: bool = Fa
             finish=zeros,
             logprobs=jnp.zeros((batch, num_slots), jnp.float32) if logprobs else None,
             cache=out.cache,
-            drafter=drafter_state,
+            drafter=drafter.extend(params.drafter, drafter_state, request.prompt, request.lengths, out),
+            controller=None if controller is None else controller.init(batch),
         )
 
-    return jax.jit(run, compiler_options=backend.compiler_options(decoding=True))
+    return jax.jit(prefill, compiler_options=backend.compiler_options(decoding=True))
 
 
 @functools.lru_cache(maxsize=256)
-def chunk(engine: Engine):
+def compiled_chunk(engine: Engine):
     """Jitted ``(params, state, max_steps) -> state``: blocks until all rows are done, until the next block might not
     fit the cache, or after ``max_steps`` (traced). The state is donated."""
 
-    def run(params: EngineParams, state: DecodeState, max_steps) -> DecodeState:
+    def chunk(params: EngineParams, state: DecodeState, max_steps) -> DecodeState:
         slots = cache_lib.num_slots(state.cache)
 
         def unfinished(carry):
             count, state = carry
-            fits = jnp.max(state.lengths) + engine.drafter.k + 1 <= slots
+            fits = jnp.max(state.lengths) + engine.num_nodes + 1 <= slots
             return (count < max_steps) & fits & ~jnp.all(state.done)
 
         def body(carry):
@@ -291,7 +384,7 @@ def chunk(engine: Engine):
         final = jax.lax.while_loop(unfinished, body, (jnp.int32(0), cache_lib.fold(state)))[1]
         return cache_lib.unfold(final, len(state.lengths))
 
-    return jax.jit(run, donate_argnames="state", compiler_options=backend.compiler_options(decoding=True))
+    return jax.jit(chunk, donate_argnames="state", compiler_options=backend.compiler_options(decoding=True))
 
 
 @functools.partial(jax.jit, static_argnames="num_slots")
@@ -304,6 +397,6 @@ def grow(state: DecodeState, num_slots: int) -> DecodeState:
 
 def free_programs() -> None:
     """Let go of every compiled prefill and chunk; what is needed again is compiled again."""
-    prefill.cache_clear()
-    chunk.cache_clear()
+    compiled_prefill.cache_clear()
+    compiled_chunk.cache_clear()
     grow.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]

@@ -22,7 +22,7 @@ from specjax.data.rows import Rows, spread
 from specjax.distill.prune import check_cuttable, prune
 from specjax.distill.shape import resized
 from specjax.distill.teacher import with_shared_params
-from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.draft_model import BoundDraftModel
 from specjax.errors import ConfigError, ModelError
 from specjax.models.config import ModelConfig
 from specjax.models.families.settings import same_or_each
@@ -80,7 +80,7 @@ class Scratch:
         shape, family = resized(target, config.draft.architecture)
         model = Model(shape)
         _, key = jax.random.split(jax.random.key(config.seed))
-        return _of_its_own(model, DraftModel(model).init_params(key, target), family)
+        return _of_its_own(model, BoundDraftModel(model).init_params(key, target), family)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,12 +165,12 @@ class SharedEnds:
         return {**params, **jax.tree.map(lambda x: x.astype(dtype), {n: target_params[n] for n in self.shared})}
 
     def init_params(self, key: Key[jax.Array, ""], target: Any) -> Params:
-        params = DraftModel(self.model).init_params(key, target)
+        params = BoundDraftModel(self.model).init_params(key, target)
         return {name: value for name, value in params.items() if name not in self.shared}
 
     def train_output(self, params: Params, batch: Batch, target_out: Output | None) -> DraftOutput:
         """``params``: with the shared ones."""
-        return DraftModel(self.model).train_output(params, batch, target_out)
+        return BoundDraftModel(self.model).train_output(params, batch, target_out)
 
 
 def model_config(shape: config_lib.Architecture, vocab_size: int, max_positions: int) -> ModelConfig:
@@ -188,4 +188,4 @@ def check_length(config: RunConfig, model: ModelConfig, name: str) -> None:
 
 
 def _of_its_own(spec: Model, params: Params, family: str = "llama") -> Initial:
-    return Initial(DraftModel(spec), spec, params, family)
+    return Initial(BoundDraftModel(spec), spec, params, family)

@@ -7,18 +7,18 @@ Dims: B rows, L token buffer, K draft length.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 from pydantic import Field
 
+from specjax.drafters.base import StatelessDrafter
 from specjax.errors import ConfigError
-from specjax.types import Context, Draft, Output, Params, Verdict
+from specjax.types import Context, Draft, Params, TargetView
 
 
 @dataclasses.dataclass(frozen=True)
-class NGram:
+class NGram(StatelessDrafter):
     """The longest match of ``min_n`` to ``max_n`` tokens wins, the most recent among equals; no match, no proposal.
     Only committed tokens are proposed, and the suffix never matches itself."""
 
@@ -31,15 +31,7 @@ class NGram:
         if not 1 <= self.min_n <= self.max_n:
             raise ConfigError(f"ngram: min_n={self.min_n}, max_n={self.max_n}; need 1 <= min_n <= max_n")
 
-    def bind(self, target: Any) -> tuple[NGram, Params]:
-        return self, {}
-
-    def init(
-        self, params: Params, prompt: Int[Array, "B P"], lengths: Int[Array, " B"], num_slots: int, target_out: Output
-    ) -> dict:
-        return {}
-
-    def draft(self, params: Params, state: dict, context: Context) -> tuple[Draft, dict]:
+    def draft(self, params: Params, target: TargetView, state: dict, context: Context) -> tuple[Draft, dict]:
         tokens, lengths = context.tokens, context.lengths[:, None]
         end = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         # matched[b, e]: how many tokens, backwards from position e, equal the suffix, up to max_n.
@@ -55,6 +47,3 @@ class NGram:
         valid = (jnp.max(rank, axis=1, keepdims=True) >= 0) & (source < lengths)
         proposed = jnp.take_along_axis(tokens, jnp.minimum(source, tokens.shape[1] - 1), axis=1)
         return Draft(tokens=jnp.where(valid, proposed, 0), valid=valid), state
-
-    def commit(self, params: Params, state: dict, draft: Draft, verdict: Verdict, target_out: Output) -> dict:
-        return state

@@ -306,7 +306,7 @@ class Bench:
         """For all temperatures, which change the step but none of its passes; in the largest cache of a generation."""
         decoder, temperatures = self.decoder(name, k), self._settings.temperatures
         new = self._settings.new_tokens
-        engines = [decoder.engine(t == 0, rows=1) for t in temperatures]
+        engines = [decoder.engine(t == 0) for t in temperatures]
         states = [
             decoder.prefilled(self._prompts[:1], max_new_tokens=new, temperature=t, **self._sampling)
             for t in temperatures

@@ -166,7 +166,7 @@ class Subject:
 
     def passes(self, prompts: Sequence[list[int]], outputs: Sequence[list[int]], fed: int) -> list[np.ndarray]:
         """Logits that choose ``outputs``, by the passes of decoding over blocks of ``fed`` tokens, all rows at once."""
-        engine, params = self.plain.engine(True, len(prompts))
+        engine, params = self.plain.engine(True)
         return forced.output_logits(engine.target, params.target, prompts, outputs, fed)
 
     def logits(self, prompts: Sequence[list[int]], outputs: Sequence[list[int]]) -> Iterable[np.ndarray]:

@@ -12,15 +12,13 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax import backend
-from specjax.decode import engine as engine_lib
-from specjax.decode.engine import Engine, EngineParams
+from specjax.decode.engine import Engine, EngineParams, looked_at, propose, step
 from specjax.models import cache as cache_lib
 from specjax.types import DecodeState
 
@@ -70,8 +68,8 @@ def median_seconds(run: Callable[[], object], repeats: int = 5) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class StepCosts:
-    """Seconds. ``target``: one pass over the block's K + 1 tokens, ``draft``: all passes of the draft in a block, each
-    alone in its loop; ``passes``: both in turn, as a block makes them; ``step``: the whole block, with transform,
+    """Seconds. ``target``: one pass over the block's tokens, ``draft``: what the drafter does for a block, each alone
+    in its loop; ``passes``: both in turn, as a block makes them; ``step``: the whole block, with transform,
     draws, verification and commit."""
 
     target: float
@@ -104,10 +102,10 @@ class StepTimer:
         self, engines: Sequence[Engine], params: EngineParams, states: Sequence[DecodeState], iterations: int = 100
     ):
         self._iterations, self._count = iterations, len(engines)
-        k, lengths = engines[0].drafter.k, states[0].lengths
-        room = cache_lib.num_slots(states[0].cache) - k - jnp.max(lengths)
+        nodes, lengths = engines[0].num_nodes, states[0].lengths
+        room = cache_lib.num_slots(states[0].cache) - nodes - jnp.max(lengths)
         self._loops = {
-            name: functools.partial(_loop(body, k + 1), params=params, lengths=lengths, room=room, carry=carry)
+            name: functools.partial(_loop(body, nodes + 1), params=params, lengths=lengths, room=room, carry=carry)
             for name, (body, carry) in _parts(engines, [cache_lib.fold(state) for state in states]).items()
         }
         self._turns: list[dict[str, float]] = []
@@ -151,44 +149,34 @@ def _loop(body, stride: int):
 def _parts(engines: Sequence[Engine], states: Sequence[DecodeState]) -> dict[str, tuple[Callable, tuple]]:
     """Name -> (one iteration ``(params, lengths, *carry) -> carry``, the first carry)."""
     engine, state = engines[0], states[0]
-    model: Any = getattr(engine.drafter, "model", None)
-    k, batch = engine.drafter.k, state.lengths.shape[0]
+    nodes, batch = engine.num_nodes, state.lengths.shape[0]
 
     def target_pass(params, lengths, cache, tokens):
-        slots = (lengths - 1)[:, None] + jnp.arange(k + 1, dtype=jnp.int32)[None]
+        slots = (lengths - 1)[:, None] + jnp.arange(nodes + 1, dtype=jnp.int32)[None]
         out = engine.target(params.target, tokens, slots, slots, cache)
         return out.cache, _depend(tokens, out.logits)
 
-    def draft_passes(params, lengths, cache, tokens):
-        slots = (lengths - 2)[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
-        out = model(params.drafter, tokens, slots, slots, cache, rows=jnp.ones((batch, 1), jnp.int32))
+    def draft_itself(params, lengths, state):
+        state = dataclasses.replace(state, lengths=lengths)
+        draft, state = propose(engine, params, state, looked_at(engine, state))
+        drawn = draft.tokens.astype(jnp.float32) if draft.logits is None else draft.logits
+        return (dataclasses.replace(state, tokens=_depend(state.tokens, drawn)),)
 
-        def one(carry, offset):
-            cache, token = carry
-            slot = (lengths - 1)[:, None] + offset
-            out = model(params.drafter, token, slot, slot, cache)
-            return (out.cache, _depend(token, out.logits)), None
-
-        carry = (out.cache, _depend(tokens[:, :1], out.logits))
-        (cache, token), _ = jax.lax.scan(one, carry, jnp.arange(1, k, dtype=jnp.int32))
-        return cache, jnp.concatenate([token, tokens[:, 1:]], axis=1)
-
-    def both_passes(params, lengths, target_carry, draft_carry):
-        draft_cache, drafted = draft_passes(params, lengths, *draft_carry)
+    def both(params, lengths, target_carry, state):
+        (state,) = draft_itself(params, lengths, state)
         cache, fed = target_carry
-        cache, fed = target_pass(params, lengths, cache, _depend(fed, drafted[:, :1].astype(jnp.float32)))
-        return (cache, fed), (draft_cache, _depend(drafted, fed[:, :1].astype(jnp.float32)))
+        cache, fed = target_pass(params, lengths, cache, _depend(fed, state.tokens[:, :1].astype(jnp.float32)))
+        return (cache, fed), dataclasses.replace(state, tokens=_depend(state.tokens, fed[:, :1].astype(jnp.float32)))
 
     def whole_step(engine, params, lengths, state):
         state = dataclasses.replace(state, lengths=lengths)
-        return (dataclasses.replace(engine_lib.step(engine, params, state), done=state.done),)
+        return (dataclasses.replace(step(engine, params, state), done=state.done),)
 
-    tokens = jnp.zeros((batch, k + 1), jnp.int32)
+    tokens = jnp.zeros((batch, nodes + 1), jnp.int32)
     parts: dict[str, tuple[Callable, tuple]] = {"target": (target_pass, (state.cache, tokens))}
-    if model is not None:
-        draft_carry = state.drafter, tokens[:, :1].repeat(2, axis=1)
-        parts["draft"] = draft_passes, draft_carry
-        parts["passes"] = both_passes, ((state.cache, tokens), draft_carry)
+    if nodes:
+        parts["draft"] = draft_itself, (state,)
+        parts["passes"] = both, ((state.cache, tokens), state)
     for i, carried in enumerate(states):
         parts[f"step {i}"] = functools.partial(whole_step, engines[i]), (carried,)
     return parts

@@ -24,7 +24,7 @@ from specjax.data.tokenizer import train_tokenizer
 from specjax.distill.init import check_length, model_config
 from specjax.distill.sources.text import SourceContext
 from specjax.distill.trainer import StageData, Trainer
-from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.draft_model import BoundDraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.jobs.exports import WEIGHTS, card, export, parameter_count, set_aside_if_damaged
 from specjax.models.files import write_manifest
@@ -141,7 +141,7 @@ def _target_from_scratch(
     out, settings = Path(config.out), config.target
     assert settings.architecture is not None  # the config holds a path or an architecture
     spec = Model(model_config(settings.architecture, len(tokenizer), max(_MIN_POSITIONS, config.data.seq_len)))
-    drafter = DraftModel(spec)  # as a trainable, a target is a model like any other
+    drafter = BoundDraftModel(spec)  # as a trainable, a target is a model like any other
     optional: dict[str, Any] = {"eval_every": max(1, settings.steps // 4), "save_every": 100}
     optional["optimizer"] = settings.optimizer
     stage = Stage("cross_entropy", settings.steps, batch_size=settings.batch_size, **optional)

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specjax.verifiers.chain import Acceptance, ChainVerifier, at, leading_run, ratios
+from specjax.proposal import leading_run
+from specjax.verifiers.chain import Acceptance, ChainVerifier, at, ratios
 
 
 @dataclasses.dataclass(frozen=True)

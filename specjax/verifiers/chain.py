@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import sampling
+from specjax.proposal import leading_run
 from specjax.types import Draft, Noise, Verdict, VerdictDistribution
 
 _TINY = 1e-12
@@ -81,11 +82,6 @@ class ChainVerifier:
         weight = None if acceptance.weight is None else row(acceptance.weight, num_accepted)
         residual = jnp.where(rejected, self.residual(p_next, q_next, weight), p_next)
         return jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > _TINY, residual, p_next)
-
-
-def leading_run(accepted: Bool[Array, "B K"]) -> Int[Array, " B"]:
-    """Number of accepted tokens before the first that is not."""
-    return jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
 def last_success(success: Bool[Array, "B K"]) -> Int[Array, " B"]:

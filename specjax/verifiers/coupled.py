@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax import sampling
+from specjax.proposal import depths, paths
 from specjax.types import CoupledNoise, Draft, Verdict, VerdictDistribution
-from specjax.verifiers.chain import at, leading_run, leading_run_distribution, row
+from specjax.verifiers.chain import at, leading_run_distribution
+from specjax.verifiers.matching import walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +28,16 @@ class Coupled:
     kind: Literal["coupled"] = "coupled"
     lossless: ClassVar[bool] = True
     noise: ClassVar[Literal["fresh", "coupled", "none"]] = "coupled"
+    proposals: ClassVar[tuple[str, ...]] = ("chain", "tree")
     reference: ClassVar[str] = "2408.07978"
 
     def __call__(self, draft: Draft, p_logits: Float[Array, "B K1 V"], noise: Any) -> Verdict:
         assert isinstance(noise, CoupledNoise), "the engine builds the noise that the verifier declares"
-        perturbed = p_logits + noise.gumbel
-        chosen = sampling.argmax(perturbed)
-        same = (draft.tokens == chosen[:, :-1]) & sampling.has_distribution(perturbed)[:, :-1]
-        num_accepted = leading_run(same & draft.valid)
-        return Verdict(num_accepted, row(chosen, num_accepted))
+        gumbel = noise.gumbel
+        if draft.parents is not None:  # of its position, which siblings share
+            gumbel = jnp.take_along_axis(gumbel, depths(paths(draft.parents))[..., None], axis=1)
+        perturbed = p_logits + gumbel
+        return walk(draft, sampling.argmax(perturbed), sampling.has_distribution(perturbed))
 
     def distribution(
         self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None

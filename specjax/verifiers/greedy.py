@@ -1,6 +1,6 @@
 """Greedy verification: keep draft tokens while they equal the target's argmax (2211.17192, temperature 0).
 
-Dims: B rows, K draft length, V vocabulary.
+Dims: B rows, K draft length, N drafted tokens (K for a chain), V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from jaxtyping import Array, Float
 
 from specjax import sampling
 from specjax.types import Draft, Verdict, VerdictDistribution
-from specjax.verifiers.chain import leading_run, leading_run_distribution, row
+from specjax.verifiers.chain import leading_run_distribution
+from specjax.verifiers.matching import walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +24,12 @@ class Greedy:
     kind: Literal["greedy"] = "greedy"
     lossless: ClassVar[bool] = True
     noise: ClassVar[Literal["fresh", "coupled", "none"]] = "none"
+    proposals: ClassVar[tuple[str, ...]] = ("chain", "tree")
     reference: ClassVar[str] = "2211.17192"
 
     def __call__(self, draft: Draft, p_logits: Float[Array, "B K1 V"], noise: Any) -> Verdict:
         best = sampling.argmax(p_logits)
-        same = (draft.tokens == best[:, :-1]) & sampling.has_distribution(p_logits)[:, :-1]
-        num_accepted = leading_run(same & draft.valid)
-        return Verdict(num_accepted, row(best, num_accepted))
+        return walk(draft, best, sampling.has_distribution(p_logits))
 
     def distribution(
         self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 
 from specjax import sampling
+from specjax.decode import decoder as decoder_lib
 from specjax.decode import engine as engine_lib
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds, prepare
-from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.draft_model import BoundDraftModel, DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import DataError, SpecjaxError
 from specjax.evaluation.costs import count_compiles
 from specjax.models.config import Norm
 from specjax.testing.toys import context, neutral_sampling, prefix_model
-from specjax.types import Batch
+from specjax.types import Batch, TargetView
 from specjax.verifiers.lenient import Lenient
 from tests.cases import in_proof, transformer
 
@@ -205,8 +206,8 @@ def test_the_loop_makes_no_host_transfer_inside_a_chunk():
     decoder = Decoder(TARGET, DraftModel(DRAFT, 3))
     state = decoder.prefilled([[1, 2], [3]], max_new_tokens=20, temperature=1.0)
     steps = jnp.int32(1000)
-    engine, params = decoder.engine(greedy=False, rows=2)
-    run = engine_lib.chunk(engine)
+    engine, params = decoder.engine(False)
+    run = engine_lib.compiled_chunk(engine)
     program = run.trace(params, state, steps).lower().as_text()
     assert "while" in program
     for way_out in ("callback", "outfeed", "infeed", "send", "recv"):
@@ -227,12 +228,12 @@ def test_prefill_and_loop_lower_for_accelerators(monkeypatch, greedy, drafter):
     monkeypatch.setattr(jax, "default_backend", lambda: platforms[0])
     target, draft = transformer(2, norm=Norm(eps=1e-6)), transformer(3, hidden_size=16, norm=Norm(eps=1e-6))
     decoder = Decoder(target, DraftModel(draft, 3) if drafter == "draft" else NGram(3))
-    engine, params = decoder.engine(greedy, rows=1)
+    engine, params = decoder.engine(greedy)
     batch = prepare(target, 3, [[1, 2, 3]], 8, 0, False, {"temperature": 0.0 if greedy else 1.0})
-    prefill = engine_lib.prefill(engine.target, engine.drafter, batch.slots[0])
+    prefill = engine_lib.compiled_prefill(engine.target, engine.drafter, batch.slots[0])
     jax.export.export(prefill, platforms=platforms)(params, batch.request)
     state = jax.eval_shape(prefill, params, batch.request)
-    exported = jax.export.export(engine_lib.chunk(engine), platforms=platforms)(
+    exported = jax.export.export(engine_lib.compiled_chunk(engine), platforms=platforms)(
         params, state, jax.ShapeDtypeStruct((), jnp.int32)
     )
     assert exported.platforms == platforms
@@ -240,18 +241,18 @@ def test_prefill_and_loop_lower_for_accelerators(monkeypatch, greedy, drafter):
 
 def test_weights_are_laid_out_once_for_all_decoders_of_a_target(pair):
     target, draft = pair
-    of_one, of_other = (Decoder(target, DraftModel(draft, k)).engine(True, rows=1)[1].target for k in (2, 3))
+    of_one, of_other = (Decoder(target, DraftModel(draft, k)).engine(True)[1].target for k in (2, 3))
     assert all(a is b for a, b in zip(jax.tree.leaves(of_one), jax.tree.leaves(of_other), strict=True))
     changed = dataclasses.replace(target)
-    before = Decoder(changed).engine(True, rows=1)[1].target
+    before = Decoder(changed).engine(True)[1].target
     changed.params = jax.tree.map(lambda x: x + 1, changed.params)
-    after = Decoder(changed).engine(True, rows=1)[1].target
+    after = Decoder(changed).engine(True)[1].target
     assert not np.array_equal(jax.tree.leaves(before)[0], jax.tree.leaves(after)[0])
 
 
 def test_a_draft_is_laid_out_once_for_all_decoders(pair):
     target, draft = pair
-    drafters = [Decoder(target, DraftModel(draft, k)).engine(True, rows=1)[1].drafter for k in (2, 3)]
+    drafters = [Decoder(target, DraftModel(draft, k)).engine(True)[1].drafter for k in (2, 3)]
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, drafters), strict=True))
 
 
@@ -270,7 +271,7 @@ def test_freed_originals_leave_the_weights_in_memory_once():
     for model in models:
         model.free_originals()
     decoders = [Decoder(models[0], DraftModel(models[1], k)) for k in (1, 2, 3)]
-    assert all(decoder.engine(True, rows=1) for decoder in decoders)
+    assert all(decoder.engine(True) for decoder in decoders)
     assert live_bytes() - before <= 1.01 * loaded
     for model, params in zip(models, saved, strict=True):
         jax.tree.map(np.testing.assert_array_equal, model.params, params)
@@ -279,7 +280,7 @@ def test_freed_originals_leave_the_weights_in_memory_once():
 
 def test_an_outgrown_cache_is_freed_before_the_next_chunk(monkeypatch):
     """Also while a stream's consumer holds on to what it was given."""
-    chunk, seen = engine_lib.chunk, []
+    chunk, seen = engine_lib.compiled_chunk, []
 
     def watched(engine):
         def run(params, state, steps):
@@ -290,7 +291,7 @@ def test_an_outgrown_cache_is_freed_before_the_next_chunk(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(engine_lib, "chunk", watched)
+    monkeypatch.setattr(decoder_lib, "compiled_chunk", watched)
     gc.collect()
     decoder = Decoder(prefix_model(0, vocab_size=7))
     decoder.generate([[1, 2]], max_new_tokens=600)
@@ -317,7 +318,7 @@ def test_every_leaf_of_the_state_has_the_row_first(pair):
 def test_the_drafts_decode_path_gives_its_training_logits(pair):
     """Teacher-forced: every proposal position of every block against the training forward at the same place."""
     _, draft = pair
-    spec = DraftModel(draft.spec, 3)
+    spec = BoundDraftModel(draft.spec, 3)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 24)), jnp.int32)
 
     @jax.jit
@@ -325,7 +326,7 @@ def test_the_drafts_decode_path_gives_its_training_logits(pair):
         return spec.train_output(draft.params, Batch(tokens, tokens, jnp.ones(tokens.shape)), None).logits[:, :, 0]
 
     feed, propose = jax.jit(spec.model.__call__), jax.jit(spec.draft)
-    state = spec.init(draft.params, tokens[:, :1], jnp.ones(2, jnp.int32), 32, None)
+    state = spec.extend(draft.params, spec.init(2, 32), tokens[:, :1], jnp.ones(2, jnp.int32), None)
     for length in (1, 2, 5, 6, 9):
         lengths = jnp.full(2, length, jnp.int32)
         noise = sampling.fresh_noise(jnp.zeros((2, 2), jnp.uint32), lengths, 3)
@@ -333,7 +334,7 @@ def test_the_drafts_decode_path_gives_its_training_logits(pair):
             at = jnp.full((2, 1), start - 1, jnp.int32)
             state = feed(draft.params, tokens[:, start - 1 : start], at, at, state).cache
         seen = context(tokens, lengths, neutral_sampling(2, 61), noise)
-        block, state = propose(draft.params, state, seen)
+        block, state = propose(draft.params, TargetView({}), state, seen)
         want = train_logits(jnp.concatenate([tokens[:, :length], block.tokens], axis=1))
         assert block.logits is not None
         np.testing.assert_allclose(block.logits, want[:, length - 1 : length + 2], atol=2e-5)
@@ -351,7 +352,7 @@ def test_the_largest_cache_holds_the_longest_row_and_a_block():
 def ngram_draft(tokens: list[int], **settings):
     drafter = NGram(**settings)
     padded = jnp.asarray([[*tokens, *[3] * 5]], jnp.int32)
-    draft, _ = jax.jit(drafter.draft)({}, {}, context(padded, [len(tokens)], neutral_sampling(1, 16)))
+    draft, _ = jax.jit(drafter.draft)({}, TargetView({}), {}, context(padded, [len(tokens)], neutral_sampling(1, 16)))
     return [t for t, ok in zip(draft.tokens[0].tolist(), draft.valid[0].tolist(), strict=True) if ok]
 
 

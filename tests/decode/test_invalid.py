@@ -19,6 +19,7 @@ from specjax.drafters.ngram import NGram
 from specjax.errors import ModelError
 from specjax.evaluation.bench import Bench, Cell
 from specjax.evaluation.certify import certify
+from specjax.proposal import Proposal
 from specjax.testing.toys import ToyModel, neutral_sampling, prefix_model, related
 from specjax.types import CoupledNoise, Draft, Noise
 from specjax.verifiers.block import Block
@@ -133,8 +134,9 @@ def test_a_draft_that_the_parameters_leave_nothing_of_is_cut_and_not_called_brok
     draft = Draft(jnp.zeros((2, 3), jnp.int32), sound, logits, finite=sound)
     overflowed = dataclasses.replace(draft, finite=sound.at[1, 1].set(False))
     unsaid = dataclasses.replace(draft, finite=None)
+    block = Proposal(jnp.zeros(2, jnp.int32), draft.tokens, jnp.zeros(2, jnp.int32), max_depth=3)
     for given, failed in ((draft, [False, False]), (overflowed, [False, True]), (unsaid, [True, True])):
-        cut, finite = engine.cut_invalid(given, jnp.zeros((2, 4, 4)))
+        cut, finite = engine.cut_invalid(block, given, jnp.zeros((2, 4, 4)))
         assert cut.valid.tolist() == [[True, False, False]] * 2
         assert finite.drafter_failed.tolist() == failed
 

@@ -26,7 +26,7 @@ from specjax.data.rows import take
 from specjax.distill.losses import ForwardKL
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import Update, microbatch_rows, start_state
-from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.draft_model import BoundDraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.evaluation.evaluate import evaluate
 from specjax.models.config import LayerKind
@@ -250,7 +250,7 @@ def test_a_checkpoint_of_one_mesh_restores_on_another_to_the_same_values(on_four
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(3, on_four.state)
         for mesh in (config.Mesh(), TENSOR):
-            wanted = make_layout(mesh).of_draft(on_four.state, DraftModel(Model(SHAPE)))
+            wanted = make_layout(mesh).of_draft(on_four.state, BoundDraftModel(Model(SHAPE)))
             if wanted is None:
                 wanted = jax.tree.map(lambda x: SingleDeviceSharding(jax.devices()[0]), on_four.state)
             restored = checkpoints.restore_latest(jax.device_put(on_four.state, wanted))
@@ -301,7 +301,9 @@ def test_draft_and_target_follow_their_own_rules():
     layout, model = make_layout(dataclasses.replace(TENSOR, draft="replicated")), Model(SHAPE)
     params = jax.eval_shape(model.init, jax.random.key(0))
     assert layout.of_target(params, model)["embedding"].spec == PartitionSpec("tensor", "fsdp")
-    assert all(sharding.is_fully_replicated for sharding in jax.tree.leaves(layout.of_draft(params, DraftModel(model))))
+    assert all(
+        sharding.is_fully_replicated for sharding in jax.tree.leaves(layout.of_draft(params, BoundDraftModel(model)))
+    )
 
 
 @pytest.mark.parametrize(
@@ -385,7 +387,7 @@ def loss_and_gradient(model):
     params = Model(model.config).init(jax.random.key(1))
 
     def loss(params):
-        logits = DraftModel(model).train_output(params, batch, None).logits
+        logits = BoundDraftModel(model).train_output(params, batch, None).logits
         return jnp.sum(jnp.square(jax.nn.log_softmax(logits, axis=-1)) * batch.weight[..., None, None])
 
     return jax.jit(jax.value_and_grad(loss))(params)

@@ -272,8 +272,8 @@ def test_the_programs_of_a_large_batch_are_freed_before_the_next_ones(monkeypatc
         if cells[0].batch_size == 1:
             raise Tuned
         for cell in cells:
-            engine, _ = bench.decoder(cell.drafter, cell.k).engine(True, rows=cell.batch_size)
-            made.append(weakref.ref(engine_lib.chunk(engine)))
+            engine, _ = bench.decoder(cell.drafter, cell.k).engine(True)
+            made.append(weakref.ref(engine_lib.compiled_chunk(engine)))
         return {cell: Run(1.0, [], DecodeStats(1, 1, (), (), ())) for cell in cells}
 
     monkeypatch.setattr(bench, "_compile", lambda *_: None)

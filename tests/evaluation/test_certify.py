@@ -13,7 +13,7 @@ from scipy import stats
 
 from specjax.config import Certify
 from specjax.decode import engine as engine_lib
-from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.draft_model import BoundDraftModel, DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.evaluation import certify as certify_lib
 from specjax.evaluation.certify import CELLS, certify, sample_size
@@ -21,7 +21,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
 from specjax.testing.toys import prefix_model, related
-from specjax.types import Draft
+from specjax.types import Bound
 from specjax.verifiers.block import Block
 from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.speculative import Speculative
@@ -39,8 +39,8 @@ SETTINGS = Certify(new_tokens=32, batch_size=64, total_variation=0.04)
 @pytest.fixture(autouse=True)
 def fresh_programs():
     yield
-    engine_lib.prefill.cache_clear()
-    engine_lib.chunk.cache_clear()
+    engine_lib.compiled_prefill.cache_clear()
+    engine_lib.compiled_chunk.cache_clear()
 
 
 def verdict(drafter, verifier, settings=SETTINGS, **sampling):
@@ -75,9 +75,16 @@ class ResidualIsTarget(Speculative):
 class ColdDraft(DraftModel):
     """Draws at the temperature, and reports the logits without it."""
 
-    def _propose(self, out, context, tokens, offset):
-        tokens, _ = super()._propose(out, context, tokens, offset)
-        return tokens, None if context.noise is None else out.logits[:, 0].astype(jnp.float32)
+    def bind(self, target):
+        spec, params = super().bind(target)
+        return Bound(BoundColdDraft(spec.model, spec.k, spec.dtype), params)
+
+
+class BoundColdDraft(BoundDraftModel):
+    def propose(self, out, context, tokens, offset):
+        tokens, proposed = super().propose(out, context, tokens, offset)
+        logits = None if context.noise is None else out.logits[:, 0].astype(jnp.float32)
+        return tokens, proposed._replace(logits=logits)
 
 
 def low_pair() -> tuple[LoadedModel, LoadedModel]:
@@ -154,14 +161,11 @@ def test_a_draft_that_reports_other_probabilities_fails():
 
 @pytest.mark.proof
 def test_a_block_fed_one_position_late_fails(monkeypatch):
-    def feed(target, params, state, draft: Draft):
-        root = jnp.take_along_axis(state.tokens, (state.lengths - 1)[:, None], axis=1)
-        fed = jnp.concatenate([root, draft.tokens], axis=1)
-        slots = (state.lengths - 1)[:, None] + jnp.arange(fed.shape[1])[None]
-        late = int(fed.shape[1] > 1)  # the autoregressive loop stays right
-        return target(params, fed, slots + late, slots, state.cache)
+    def feed(target, params, cache, proposal, reads):
+        late = int(proposal.slots.shape[1] > 1)  # the autoregressive loop stays right
+        return target(params, proposal.tokens, proposal.positions + late, proposal.slots, cache)
 
-    monkeypatch.setattr(engine_lib, "feed_block", feed)
+    monkeypatch.setattr(engine_lib, "feed", feed)
     certificate, checks = verdict(DraftModel(DRAFT, 3), Speculative())
     assert certificate.verdict == "FAIL"
     assert checks["greedy identity"] is False

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import sampling
-from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.draft_model import BoundDraftModel
 from specjax.drafters.ngram import NGram
 from specjax.types import Draft
 from specjax.verifiers import chain
@@ -31,26 +31,30 @@ def proposed(patch: Patch, change: Callable[..., tuple]) -> None:
 
         return mutated
 
-    wrap(patch, DraftModel, "_propose", make)
+    wrap(patch, BoundDraftModel, "propose", make)
+
+
+def reported(proposed, logits):
+    return proposed._replace(logits=None if proposed.logits is None else logits[:, 0])
 
 
 @mutant("drafter", SELF, k=2, lossless=True)
 def draft_cache_misses_the_last_accepted_token(patch):
     """Feeds only the newest token, so after a full acceptance x_K is missing."""
 
-    def mutated(self, params, state, context):
+    def mutated(self, params, target, state, context):
         slot, distributions = (context.lengths - 1)[:, None], []
         tokens = jnp.zeros((len(slot), self.k), jnp.int32)
         newest = jnp.take_along_axis(context.tokens, slot, axis=1)
         for offset in range(self.k):
             out = self.model(params, newest, slot + offset, slot + offset, state)
-            tokens, logits = self._propose(out, context, tokens, offset)
+            tokens, proposed = self.propose(out, context, tokens, offset)
             newest, state = tokens[:, offset : offset + 1], out.cache
-            distributions.append(logits)
+            distributions.append(proposed.logits)
         logits = None if context.noise is None else jnp.stack(distributions, axis=1)
         return Draft(tokens, jnp.ones(tokens.shape, bool), logits), state
 
-    patch.setattr(DraftModel, "draft", mutated)
+    patch.setattr(BoundDraftModel, "draft", mutated)
 
 
 @mutant("drafter", test_blocks.test_greedy_blocks_are_those_of_a_simulation_without_caches, name="k4", lossless=True)
@@ -58,8 +62,8 @@ def draft_cache_keeps_rejected_drafts(patch):
     """What was written once stays, also where the target corrected it."""
 
     def make(real):
-        def mutated(self, params, state, context):
-            draft, new = real(self, params, state, context)
+        def mutated(self, params, target, state, context):
+            draft, new = real(self, params, target, state, context)
             (keys, positions), (new_keys, new_positions) = state.layers[0], new.layers[0]
             written = positions < 1e5
             kept = jnp.where(written[..., 0][:, None], keys, new_keys), jnp.where(written, positions, new_positions)
@@ -67,7 +71,7 @@ def draft_cache_keeps_rejected_drafts(patch):
 
         return mutated
 
-    wrap(patch, DraftModel, "draft", make)
+    wrap(patch, BoundDraftModel, "draft", make)
 
 
 @short_distribution
@@ -75,8 +79,8 @@ def unlikely_draws_are_dropped(patch):
     """By their own value: what is left is no sample of q."""
 
     def make(real):
-        def mutated(self, params, state, context):
-            draft, new = real(self, params, state, context)
+        def mutated(self, params, target, state, context):
+            draft, new = real(self, params, target, state, context)
             if draft.logits is None:
                 return draft, new
             likely = chain.at(jax.nn.softmax(draft.logits, axis=-1), draft.tokens) > 0.3
@@ -84,7 +88,7 @@ def unlikely_draws_are_dropped(patch):
 
         return mutated
 
-    wrap(patch, DraftModel, "draft", make)
+    wrap(patch, BoundDraftModel, "draft", make)
 
 
 @short_distribution
@@ -95,10 +99,10 @@ def draft_takes_its_argmax_and_reports_its_distribution(patch):
 @mutant("drafter", PARAMETER_LAW, verifier="speculative", setting="temperature")
 def draft_reports_its_distribution_without_the_temperature(patch):
     def change(real, out, context, tokens, offset):
-        tokens, logits = real(out, context, tokens, offset)
+        tokens, proposed = real(out, context, tokens, offset)
         warm = replaced(context, temperature=jnp.ones_like(context.sampling.temperature))
         raw = sampling.transform(out.logits, warm, tokens, offset)
-        return tokens, None if logits is None else raw[:, 0]
+        return tokens, reported(proposed, raw)
 
     proposed(patch, change)
 
@@ -106,11 +110,11 @@ def draft_reports_its_distribution_without_the_temperature(patch):
 @mutant("drafter", PARAMETER_LAW, verifier="block", setting="top_p")
 def draft_reports_its_distribution_before_the_cuts(patch):
     def change(real, out, context, tokens, offset):
-        tokens, logits = real(out, context, tokens, offset)
+        tokens, proposed = real(out, context, tokens, offset)
         s = context.sampling
         uncut = replaced(context, top_k=0 * s.top_k, top_p=jnp.ones_like(s.top_p), min_p=0 * s.min_p)
         raw = sampling.transform(out.logits, uncut, tokens, offset)
-        return tokens, None if logits is None else raw[:, 0]
+        return tokens, reported(proposed, raw)
 
     proposed(patch, change)
 
@@ -135,9 +139,9 @@ def bias_on_the_target_only(patch):
 @mutant("drafter", SELF_WITH_ALL, verifier="speculative", lossless=True)
 def penalties_of_the_draft_do_not_see_its_own_tokens(patch):
     def change(real, out, context, tokens, offset):
-        new, logits = real(out, context, 0 * tokens - 1, offset)
+        new, proposed = real(out, context, 0 * tokens - 1, offset)
         drawn = jax.lax.dynamic_slice_in_dim(new, offset, 1, axis=1)
-        return jax.lax.dynamic_update_slice_in_dim(tokens, drawn, offset, axis=1), logits
+        return jax.lax.dynamic_update_slice_in_dim(tokens, drawn, offset, axis=1), proposed
 
     proposed(patch, change)
 
@@ -145,8 +149,8 @@ def penalties_of_the_draft_do_not_see_its_own_tokens(patch):
 @mutant("drafter", test_decoder.test_ngram_proposes_what_followed_the_longest_then_latest_match)
 def ngram_proposes_past_the_end(patch):
     def make(real):
-        def mutated(self, params, state, context):
-            draft, state = real(self, params, state, context)
+        def mutated(self, params, target, state, context):
+            draft, state = real(self, params, target, state, context)
             return dataclasses.replace(draft, valid=jnp.broadcast_to(draft.valid[:, :1], draft.valid.shape)), state
 
         return mutated

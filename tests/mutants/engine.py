@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from specjax import backend, sampling
 from specjax.decode import engine
 from specjax.models import cache, layers
+from specjax.proposal import Proposal
 from specjax.types import Verdict
-from specjax.verifiers import greedy
+from specjax.verifiers import greedy, matching
 from specjax.verifiers.chain import row
 from tests import test_backend, test_sampling
 from tests.decode import test_blocks, test_decoder, test_invalid, test_options
@@ -25,12 +26,12 @@ engine_blocks = mutant("engine", test_blocks.test_greedy_blocks_are_those_of_a_s
 
 @greedy_blocks
 def greedy_counts_matches_instead_of_the_run(patch):
-    patch.setattr(greedy, "leading_run", lambda accepted: jnp.sum(accepted.astype(jnp.int32), axis=1))
+    patch.setattr(matching, "leading_run", lambda accepted: jnp.sum(accepted.astype(jnp.int32), axis=1))
 
 
 @greedy_blocks
 def greedy_correction_from_the_bonus_row(patch):
-    patch.setattr(greedy, "row", lambda values, index: values[:, -1])
+    patch.setattr(matching, "row", lambda values, index: values[:, -1])
 
 
 @greedy_blocks
@@ -70,14 +71,20 @@ def temperature_zero_is_taken_for_one(patch):
 def fed(patch: Patch, positions: int = 0, slots: Callable[[Any], Any] | None = None, root: int = 0) -> None:
     """The block fed at other positions or slots, or from another root."""
 
-    def mutated(target, params, state, draft):
-        last = jnp.take_along_axis(state.tokens, (state.lengths - 1 + root)[:, None], axis=1)
-        tokens = jnp.concatenate([last, draft.tokens], axis=1)
-        at = (state.lengths - 1)[:, None] + jnp.arange(tokens.shape[1])[None]
-        late = 0 if slots is None else slots(state)[:, None]
-        return target(params, tokens, at + positions, at + late, state.cache)
+    def make(real):
+        def mutated(static, params, state):
+            def feed(target, params, cache, proposal, reads):
+                last = jnp.take_along_axis(state.tokens, (state.lengths - 1 + root)[:, None], axis=1)
+                tokens = jnp.concatenate([last, proposal.drafted], axis=1)
+                late = 0 if slots is None else slots(state)[:, None]
+                return target(params, tokens, proposal.positions + positions, proposal.slots + late, cache)
 
-    patch.setattr(engine, "feed_block", mutated)
+            patch.setattr(engine, "feed", feed)
+            return real(static, params, state)
+
+        return mutated
+
+    wrap(patch, engine, "step", make)
 
 
 @engine_blocks
@@ -110,23 +117,30 @@ def target_rows_off_by_one(patch):
 
         return mutated
 
-    wrap(patch, engine, "feed_block", make)
+    wrap(patch, engine, "feed", make)
 
 
 @engine_blocks
 def own_token_written_behind_the_whole_draft(patch):
-    def mutated(draft, verdict):
-        return jnp.concatenate([draft.tokens, verdict.next_token[:, None]], axis=1)
+    def make(real):
+        def mutated(self, verdict, valid):
+            tokens = jnp.concatenate([self.drafted, verdict.next_token[:, None]], axis=1)
+            return dataclasses.replace(real(self, verdict, valid), tokens=tokens)
 
-    patch.setattr(engine, "block_tokens", mutated)
+        return mutated
+
+    wrap(patch, Proposal, "follow", make)
 
 
 def committed(patch: Patch, before: Callable[..., tuple], after: Callable[..., Any]) -> None:
     """``commit`` of another state and draft; ``after(real outcome, mutated outcome, state)`` is what results."""
 
     def make(real):
-        def mutated(state, draft, verdict, finite):
-            return after(real(state, draft, verdict, finite), real(*before(state, draft), verdict, finite), state)
+        def mutated(state, proposal, judged, cache):
+            changed, draft = before(state, judged.draft)
+            right, emitted = real(state, proposal, judged, cache)
+            wrong, _ = real(changed, proposal, dataclasses.replace(judged, draft=draft), cache)
+            return after(right, wrong, state), emitted
 
         return mutated
 
@@ -205,8 +219,8 @@ def weights_rounded_to_bfloat16(patch):
 @mutant("logprobs", test_options.test_logprobs_are_those_of_the_emitted_tokens, kind="raw")
 def logprobs_shifted_by_one(patch):
     def make(real):
-        return lambda state, draft, verdict, distributions: real(
-            state, draft, verdict, jnp.roll(distributions, 1, axis=1)
+        return lambda state, start, followed, distributions: real(
+            state, start, followed, jnp.roll(distributions, 1, axis=1)
         )
 
     wrap(patch, engine, "keep_logprobs", make)
@@ -218,8 +232,8 @@ PLAIN_INVALID = {"drafter": None, "temperature": 0.0}
 @mutant("not finite", test_invalid.test_a_target_that_is_not_finite_ends_its_row_and_no_other, **PLAIN_INVALID)
 def a_target_of_nan_goes_on(patch):
     def make(real):
-        def mutated(draft, p_logits):
-            cut, finite = real(draft, p_logits)
+        def mutated(proposal, draft, p_logits):
+            cut, finite = real(proposal, draft, p_logits)
             return cut, dataclasses.replace(finite, target=jnp.ones_like(finite.target))
 
         return mutated
@@ -256,4 +270,9 @@ def who_sees_values_that_overflowed_reads_zeros(patch):
 
 @mutant("not finite", test_invalid.test_a_draft_that_the_parameters_leave_nothing_of_is_cut_and_not_called_broken)
 def a_draft_of_banned_tokens_is_called_broken(patch):
-    wrap(patch, engine, "cut_invalid", lambda real: lambda draft, p: real(dataclasses.replace(draft, finite=None), p))
+    wrap(
+        patch,
+        engine,
+        "cut_invalid",
+        lambda real: lambda block, draft, p: real(block, dataclasses.replace(draft, finite=None), p),
+    )

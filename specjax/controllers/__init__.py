@@ -1,0 +1,1 @@
+"""How much is proposed: one file each, one line in specjax.registry."""

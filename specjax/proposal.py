@@ -1,0 +1,162 @@
+"""A drafted block as the target sees it: a chain, or a tree whose branches are alternatives for the same positions.
+
+Node 0 is the root, the newest committed token, whose keys and values the target does not have yet; nodes 1 .. N are the
+drafted tokens. In a tree a parent comes before its children, siblings share a position, and every node has a slot of
+its own; a node sees the committed tokens and its own path (2305.09781). For a chain slots and positions are the same,
+and nothing here gathers or masks.
+
+Dims: B rows, N drafted nodes, N1 = N + 1, D largest depth (N for a chain), D1 = D + 1, L token buffer.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Shaped
+
+from specjax.types import Context, Draft, Verdict
+
+
+@flax.struct.dataclass
+class Proposal:
+    """``parents[b, i]``: the node that drafted token i (node i + 1) follows; None: a chain. ``start``: the root's slot,
+    which is its position too."""
+
+    root: Int[Array, " B"]
+    drafted: Int[Array, "B N"]
+    start: Int[Array, " B"]
+    parents: Int[Array, "B N"] | None = None
+    max_depth: int = flax.struct.field(pytree_node=False, default=0)
+    """D."""
+
+    @classmethod
+    def of(cls, context: Context, draft: Draft) -> Proposal:
+        start = context.lengths - 1
+        root = jnp.take_along_axis(context.tokens, start[:, None], axis=1)[:, 0]
+        return cls(root, draft.tokens, start, draft.parents, draft.max_depth or draft.tokens.shape[1])
+
+    @classmethod
+    def chain(cls, context: Context, drafted: Int[Array, "B N"]) -> Proposal:
+        """One that is only just being drafted."""
+        return cls.of(context, Draft(drafted, jnp.ones(drafted.shape, bool)))
+
+    @property
+    def tokens(self) -> Int[Array, "B N1"]:
+        return jnp.concatenate([self.root[:, None], self.drafted], axis=1)
+
+    @property
+    def slots(self) -> Int[Array, "B N1"]:
+        return self.start[:, None] + jnp.arange(self.drafted.shape[1] + 1, dtype=jnp.int32)[None]
+
+    @property
+    def positions(self) -> Int[Array, "B N1"]:
+        return self.slots if self.parents is None else self.start[:, None] + self.depth
+
+    @property
+    def depth(self) -> Int[Array, "#B N1"]:
+        """Drafted tokens on the way from the root to each node, itself included."""
+        if self.parents is None:
+            return _index(self.drafted.shape[1] + 1)
+        return depths(self.path)
+
+    @property
+    def mask(self) -> Bool[Array, "B N1 N1"] | None:
+        """Which nodes each node sees; None for a chain: those before it and itself."""
+        if self.parents is None:
+            return None
+        return jnp.pad(self.path, ((0, 0), (0, 0), (1, 0)), constant_values=True)
+
+    @property
+    def path(self) -> Bool[Array, "#B N1 N"]:
+        """``path[b, j, i]``: drafted token i is on the way from the root to node j, which may be its end."""
+        count = self.drafted.shape[1]
+        if self.parents is None:
+            return jnp.tril(jnp.ones((count + 1, count), bool), -1)[None]
+        return paths(self.parents)
+
+    def prefix(self, node: int | Int[Array, ""]) -> tuple[Int[Array, "B D"], Int[Array, "#B"]]:
+        """The drafted tokens on the way to ``node``, in order, and how many they are; later entries mean nothing."""
+        depth = jax.lax.dynamic_index_in_dim(self.depth, node, axis=1, keepdims=False)
+        if self.parents is None:
+            return self.drafted, depth
+        on = jax.lax.dynamic_index_in_dim(self.path, node, axis=1, keepdims=False)
+        at = on[:, None] & (
+            self.depth[:, None, 1:] == jnp.arange(1, self.max_depth + 1, dtype=jnp.int32)[None, :, None]
+        )
+        return jnp.sum(jnp.where(at, self.drafted[:, None], 0), axis=2), depth
+
+    def closed(self, good: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
+        """The drafted tokens that are good with all that come before them."""
+        if self.parents is None:
+            return jnp.cumprod(good.astype(jnp.int32), axis=1) > 0
+        return jnp.all(~self.path[:, 1:] | good[:, None], axis=2)  # a node is on its own path
+
+    def of_parents(self, values: Shaped[Array, "B N1"]) -> Shaped[Array, "B N"]:
+        """For each drafted token, what belongs to the node that it follows."""
+        return values[:, :-1] if self.parents is None else jnp.take_along_axis(values, self.parents, axis=1)
+
+    def offered(self, valid: Bool[Array, "B N"]) -> Int[Array, " B"]:
+        """k_r, the depth down to which there are proposals. ``valid`` is closed."""
+        if self.parents is None:
+            return leading_run(valid)
+        return jnp.max(jnp.where(valid, self.depth[:, 1:], 0), axis=1, initial=0)
+
+    def follow(self, verdict: Verdict, valid: Bool[Array, "B N"]) -> Followed:
+        """The way that the verifier took."""
+        count = verdict.num_accepted
+        accepted, nodes, rejected = self.drafted, None, count < self.offered(valid)
+        if self.parents is not None:
+            assert verdict.path is not None  # a verifier that takes trees gives one
+            nodes = jnp.pad(verdict.path, ((0, 0), (1, 0)))
+            accepted = jnp.take_along_axis(self.drafted, jnp.maximum(verdict.path - 1, 0), axis=1)
+            last = jnp.take_along_axis(nodes, count[:, None], axis=1)
+            rejected = jnp.any(valid & (self.parents == last), axis=1)
+        own = _index(self.max_depth + 1) == count[:, None]
+        tokens = jnp.where(own, verdict.next_token[:, None], jnp.pad(accepted, ((0, 0), (0, 1))))
+        return Followed(tokens, count, rejected, nodes)
+
+
+@flax.struct.dataclass
+class Followed:
+    """A block after verification, a chain whatever was proposed. ``tokens``: the accepted ones, then the target's own;
+    later entries mean nothing. ``rejected``: there were proposals for the place of the target's own. ``nodes[b, j]``:
+    the node that token j follows; None: node j."""
+
+    tokens: Int[Array, "B D1"]
+    num_accepted: Int[Array, " B"]
+    rejected: Bool[Array, " B"]
+    nodes: Int[Array, "B D1"] | None = None
+
+    def along(self, values: Shaped[Array, "B N1 ..."]) -> Shaped[Array, "B D1 ..."]:
+        """What belongs to the nodes, of those that the tokens follow."""
+        if self.nodes is None:
+            return values
+        return jnp.take_along_axis(values, self.nodes.reshape(*self.nodes.shape, *[1] * (values.ndim - 2)), axis=1)
+
+    def at_end(self, values: Shaped[Array, "B N1"]) -> Shaped[Array, " B"]:
+        """What belongs to the node that the target's own token follows."""
+        return jnp.take_along_axis(self.along(values), self.num_accepted[:, None], axis=1)[:, 0]
+
+
+def paths(parents: Int[Array, "B N"]) -> Bool[Array, "B N1 N"]:
+    """See `Proposal.path`."""
+    rows = [jnp.zeros(parents.shape, bool)]
+    for token in range(parents.shape[1]):
+        before = jnp.take_along_axis(jnp.stack(rows, axis=1), parents[:, token, None, None], axis=1)[:, 0]
+        rows.append(before.at[:, token].set(True))
+    return jnp.stack(rows, axis=1)
+
+
+def depths(path: Bool[Array, "B N1 N"]) -> Int[Array, "B N1"]:
+    """Drafted tokens on each way."""
+    return jnp.sum(path, axis=2, dtype=jnp.int32)
+
+
+def leading_run(accepted: Bool[Array, "B K"]) -> Int[Array, " B"]:
+    """Number of accepted tokens before the first that is not."""
+    return jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+
+
+def _index(size: int) -> Int[Array, "1 size"]:
+    return jnp.arange(size, dtype=jnp.int32)[None]

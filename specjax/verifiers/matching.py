@@ -1,0 +1,31 @@
+"""Rules that know the target's choice at every node before they look at the draft: they walk while it was drafted.
+
+Dims: B rows, N drafted tokens, N1 = N + 1, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from specjax.proposal import leading_run
+from specjax.types import Draft, Verdict
+from specjax.verifiers.chain import row
+
+
+def walk(draft: Draft, chosen: Int[Array, "B N1"], usable: Bool[Array, "B N1"]) -> Verdict:
+    """Keeps drafted tokens while they are what the target chose at the node before; where ``usable`` is not, it chose
+    nothing. Then its choice at the last node."""
+    if draft.parents is None:
+        count = leading_run((draft.tokens == chosen[:, :-1]) & usable[:, :-1] & draft.valid)
+        return Verdict(count, row(chosen, count))
+    wanted = draft.valid & jnp.take_along_axis(usable, draft.parents, axis=1)
+    wanted &= draft.tokens == jnp.take_along_axis(chosen, draft.parents, axis=1)
+    node, count, path = jnp.zeros((len(chosen),), jnp.int32), jnp.zeros((len(chosen),), jnp.int32), []
+    for _ in range(draft.max_depth or 0):
+        next_ones = wanted & (draft.parents == node[:, None])
+        found = jnp.any(next_ones, axis=1)
+        node = jnp.where(found, jnp.argmax(next_ones, axis=1).astype(jnp.int32) + 1, node)
+        count += found.astype(jnp.int32)
+        path.append(node)
+    return Verdict(count, row(chosen, node), jnp.stack(path, axis=1))
