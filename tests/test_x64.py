@@ -16,7 +16,7 @@ from specjax.distill.distributions import top_k_logits
 from specjax.distill.losses import ForwardKL
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import Update, start_state
-from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.draft_model import BoundDraftModel, DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.evaluation import forced
 from specjax.evaluation.evaluate import evaluate
@@ -25,7 +25,7 @@ from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
 from specjax.runtime.layout import ONE_DEVICE
 from specjax.testing.toys import context, neutral_sampling
-from specjax.types import Batch
+from specjax.types import Batch, TargetView
 from tests.cases import in_proof
 
 SPEC = Model(ModelConfig(40, 16, 24, 1, 2, 1, 8, 256, tie_embeddings=False))
@@ -52,7 +52,7 @@ def test_training_is_the_same_with_64_bits():
         target, draft = pair()
         settings = config.Optimizer(kind="muon", schedule="wsd", warmup_steps=2)
         optimizer = make_optimizer(config.Stage(steps=10, optimizer=settings))
-        drafter = DraftModel(SPEC)
+        drafter = BoundDraftModel(SPEC)
         state = start_state(draft.params, optimizer, True, ONE_DEVICE, drafter)
         uniform = jnp.full((4, 16), 0.3, jnp.float32)
         tokens, following = jnp.asarray(TOKENS[:, :-1]), jnp.asarray(TOKENS[:, 1:])
@@ -71,7 +71,7 @@ def test_evaluation_is_the_same_with_64_bits():
 
     def measured():
         target, draft = pair()
-        return dataclasses.astuple(evaluate(DraftModel(SPEC), draft.params, target, rows, 64, 2))
+        return dataclasses.astuple(evaluate(BoundDraftModel(SPEC), draft.params, target, rows, 64, 2))
 
     same_with_64_bits(measured)
 
@@ -84,7 +84,7 @@ def test_lookup_proposes_the_same_with_64_bits():
     tokens = np.asarray([[1, 2, 3, 1, 2, 0, 0, 0]], np.int32)
 
     def proposed():
-        draft, _ = NGram(3).draft({}, {}, context(tokens, [5], neutral_sampling(1, 40)))
+        draft, _ = NGram(3).draft({}, TargetView({}), {}, context(tokens, [5], neutral_sampling(1, 40)))
         return draft.tokens, draft.valid
 
     same_with_64_bits(proposed)

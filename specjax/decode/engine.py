@@ -212,7 +212,7 @@ def check_takes_trees(verifier: Verifier) -> None:
 
 def feed(target: Model, params: Params, cache: Any, proposal: Proposal, reads: Reads = NOTHING) -> Output:
     """The target over the block, at the slots that follow what its cache holds."""
-    more = {"reads": reads} if reads else {}
+    more: dict[str, Any] = {"reads": reads} if reads else {}
     if proposal.parents is not None:
         more["mask"] = proposal.mask
     return target(params, proposal.tokens, proposal.positions, proposal.slots, cache, **more)
@@ -339,7 +339,7 @@ def compiled_prefill(
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
         cache = target.init_cache(batch, num_slots, cache_lib.dtype_for(params.target))
         cache = cache_lib.with_total(cache, ends)
-        more = {"reads": reads} if reads else {}
+        more: dict[str, Any] = {"reads": reads} if reads else {}
         out = target(params.target, request.prompt, positions, positions, cache, **more)
         drafter_state = cache_lib.with_total(drafter.init(batch, num_slots), ends)
         zeros, zeros_k = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, depth), jnp.int32)

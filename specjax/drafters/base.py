@@ -13,6 +13,8 @@ class StatelessDrafter:
     """A drafter that reads committed tokens alone, has no weights and keeps nothing: a frozen dataclass with ``k`` and
     ``draft`` is all that is left to write. Its own bound form."""
 
+    k: int
+
     def bind(self, target: Any) -> Bound:
         return Bound(self, {})
 

@@ -77,6 +77,7 @@ class ColdDraft(DraftModel):
 
     def bind(self, target):
         spec, params = super().bind(target)
+        assert isinstance(spec, BoundDraftModel)
         return Bound(BoundColdDraft(spec.model, spec.k, spec.dtype), params)
 
 

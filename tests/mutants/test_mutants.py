@@ -21,8 +21,8 @@ TESTS = Path(__file__).parents[1]
 
 def forget_programs() -> None:
     """A compiled program remembers the functions it was made of."""
-    engine.prefill.cache_clear()
-    engine.chunk.cache_clear()
+    engine.compiled_prefill.cache_clear()
+    engine.compiled_chunk.cache_clear()
     jax.clear_caches()
 
 
