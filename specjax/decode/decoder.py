@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax import registry
@@ -19,6 +18,7 @@ from specjax.decode import request as request_lib
 from specjax.decode import stops as stops_lib
 from specjax.decode.arguments import bound, controller_of, drafter_of, verifier_of
 from specjax.decode.engine import (
+    NO_LIMIT,
     Engine,
     EngineParams,
     Logprobs,
@@ -30,13 +30,13 @@ from specjax.decode.engine import (
 )
 from specjax.decode.request import Batch, Prompt, SamplingOptions
 from specjax.decode.result import Event, GenerationResult, finish_reason, origin_names, pieces_of, stats_by_row
+from specjax.decode.scheduler import Scheduler, without_caches
 from specjax.decode.text import Cut, Detokenizer, RowText
 from specjax.errors import DataError
 from specjax.models.files import check_model
 from specjax.models.vocabulary import TokenRows
 from specjax.types import BoundDrafter, Controller, DecodeState, Drafter, LogitsProcessor, Verifier
 
-_NO_LIMIT = np.iinfo(np.int32).max
 _STOP_STRING_STEPS = 8
 """Blocks between two looks for stop strings."""
 
@@ -106,7 +106,7 @@ class Decoder:
         detokenize = self._detokenizer(skip_special_tokens)
         if detokenize is not None and any(run.stops):
             run.texts = [RowText(detokenize, stops) for stops in run.stops]
-        last = collections.deque(self._chunks(run, _STOP_STRING_STEPS if any(run.stops) else _NO_LIMIT), maxlen=1)
+        last = collections.deque(self._chunks(run, _STOP_STRING_STEPS if any(run.stops) else NO_LIMIT), maxlen=1)
         return self._result(run, jax.device_get(last.pop()), detokenize)
 
     def stream(
@@ -167,9 +167,10 @@ class Decoder:
         run = self._run(prompts, max_new_tokens, 0, True, None, logprobs, logits_processor, sampling)
         first, *more = run.batch.slots
         chunk = compiled_chunk(run.engine)
-        state = chunk(run.params, self._prefill(run, first), np.int32(0))
+        limits = np.int32(0), np.int32(NO_LIMIT)
+        state = chunk(run.params, self._prefill(run, first), *limits)
         for slots in more:
-            state = chunk(run.params, grow(state, slots), np.int32(0))
+            state = chunk(run.params, grow(state, slots), *limits)
 
     def engine(self, greedy: bool) -> tuple[Engine, EngineParams]:
         """What is compiled for an all-greedy batch or for any other, and the weights that it takes."""
@@ -222,22 +223,15 @@ class Decoder:
         return None if self.target.tokenizer is None else Detokenizer(self.target.tokenizer, skip_special_tokens)
 
     def _chunks(self, run: _Run, max_steps: int) -> Iterator[DecodeState]:
-        """What the host reads of the states at chunk ends; the last one has every row done. The caches are not handed
-        out, so that one which was outgrown is freed before the next chunk."""
-        first, *more = run.batch.slots
-        state = self._prefill(run, first)
-        chunk = compiled_chunk(run.engine)
-        lengths = run.batch.request.lengths
+        """What the host reads of the states at chunk ends; the last one has every row done."""
+        scheduler = Scheduler(run.engine, run.params, run.batch.rows)
+        scheduler.insert(run.batch)
         while True:
-            if more and lengths.max() + run.engine.num_nodes + 1 > state.tokens.shape[1]:
-                state = grow(state, more.pop(0))
-            state = chunk(run.params, state, np.int32(max_steps))
-            lengths, done = jax.device_get((state.lengths, state.done))
+            scheduler.chunk(max_steps)
             if run.texts:
-                done = _read(run, state, lengths, done)
-                state = dataclasses.replace(state, done=jnp.asarray(done))
-            yield dataclasses.replace(state, cache=None, drafter=None, sampling=None)
-            if done.all():
+                scheduler.stop(_ended(run, scheduler))
+            yield without_caches(scheduler.state)
+            if scheduler.done.all():
                 return
 
     def _result(self, run: _Run, host: DecodeState, detokenize: Detokenizer | None) -> GenerationResult:
@@ -279,14 +273,15 @@ class _Run:
         return self.texts[row].cut if self.texts else None
 
 
-def _read(run: _Run, state: DecodeState, lengths: np.ndarray, done: np.ndarray) -> np.ndarray:
-    """Feeds the rows' texts what is new; returns ``done`` with the rows that a stop string ends."""
-    tokens, done = jax.device_get(state.tokens), done.copy()
+def _ended(run: _Run, scheduler: Scheduler) -> list[int]:
+    """Feeds the rows' texts what is new; returns the rows that a stop string ends."""
+    tokens, ended = jax.device_get(scheduler.state.tokens), []
     for i, text in enumerate(run.texts):
         start = int(run.batch.request.lengths[i])
-        text.feed(tokens[i, start + text.fed : lengths[i]].tolist(), bool(done[i]))
-        done[i] |= text.cut is not None
-    return done
+        text.feed(tokens[i, start + text.fed : scheduler.lengths[i]].tolist(), bool(scheduler.done[i]))
+        if text.cut is not None:
+            ended.append(i)
+    return ended
 
 
 def _warn_of_a_short_draft(drafter: BoundDrafter, batch: Batch) -> None:

@@ -5,8 +5,10 @@ Invariant: the target's cache holds ``tokens[b, :lengths[b] - 1]``; the newest t
 a block of K drafts feeds K + 1 tokens. Rollback is not advancing: stale slots are masked, then overwritten. Slots
 never run out inside a chunk: ``S >= longest + K + 1``, because `dynamic_update_slice` would clamp and overwrite.
 
-Shapes depend on the buckets of B, P and S (`specjax.decode.request`), and on K: the buffer of tokens has as many
-entries as the cache has slots (L = S), and grows with it.
+A row that is done sizes nothing: it goes on writing behind its end, into cache slots that nobody reads any more and
+into a buffer of tokens that holds a block more than the cache has slots.
+
+Shapes depend on the buckets of B, P and S (`specjax.decode.request`), and on K: L = S + K + 1, and grows with S.
 
 Dims: B rows, P prompt, K draft length, K1 = K + 1, L token buffer, S cache slots, V vocabulary, E stop ids.
 """
@@ -59,6 +61,7 @@ from specjax.types import (
 
 Logprobs = Literal["raw", "processed"]
 NOTHING = Reads()
+NO_LIMIT = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,8 +347,8 @@ def compiled_prefill(
         drafter_state = cache_lib.with_total(drafter.init(batch, num_slots), ends)
         zeros, zeros_k = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, depth), jnp.int32)
         return DecodeState(
-            tokens=jnp.pad(request.prompt, ((0, 0), (0, num_slots - width))),
-            origin=jnp.zeros((batch, num_slots), jnp.int32),
+            tokens=jnp.pad(request.prompt, ((0, 0), (0, num_slots + depth + 1 - width))),
+            origin=jnp.zeros((batch, num_slots + depth + 1), jnp.int32),
             lengths=request.lengths,
             prompt_lengths=request.lengths,
             budget=ends,
@@ -355,7 +358,7 @@ def compiled_prefill(
             stop_ids=request.stop_ids,
             counters=Counters(zeros, zeros, zeros_k, zeros_k, zeros_k, zeros),
             finish=zeros,
-            logprobs=jnp.zeros((batch, num_slots), jnp.float32) if logprobs else None,
+            logprobs=jnp.zeros((batch, num_slots + depth + 1), jnp.float32) if logprobs else None,
             cache=out.cache,
             drafter=drafter.extend(params.drafter, drafter_state, request.prompt, request.lengths, out),
             controller=None if controller is None else controller.init(batch),
@@ -366,16 +369,18 @@ def compiled_prefill(
 
 @functools.lru_cache(maxsize=256)
 def compiled_chunk(engine: Engine):
-    """Jitted ``(params, state, max_steps) -> state``: blocks until all rows are done, until the next block might not
-    fit the cache, or after ``max_steps`` (traced). The state is donated."""
+    """Jitted ``(params, state, max_steps, stop_after) -> state``: blocks until all rows are done, until the next block
+    of a row that is not might not fit the cache, after ``max_steps``, or when ``stop_after`` rows have finished (both
+    traced). The state is donated."""
 
-    def chunk(params: EngineParams, state: DecodeState, max_steps) -> DecodeState:
-        slots = cache_lib.num_slots(state.cache)
+    def chunk(params: EngineParams, state: DecodeState, max_steps, stop_after=NO_LIMIT) -> DecodeState:
+        slots, was_done = cache_lib.num_slots(state.cache), state.done
 
         def unfinished(carry):
             count, state = carry
-            fits = jnp.max(state.lengths) + engine.num_nodes + 1 <= slots
-            return (count < max_steps) & fits & ~jnp.all(state.done)
+            fits = jnp.max(jnp.where(state.done, 0, state.lengths)) + engine.num_nodes + 1 <= slots
+            finished = jnp.sum(state.done & ~was_done, dtype=jnp.int32)
+            return (count < max_steps) & fits & ~jnp.all(state.done) & (finished < stop_after)
 
         def body(carry):
             count, state = carry
@@ -390,7 +395,7 @@ def compiled_chunk(engine: Engine):
 @functools.partial(jax.jit, static_argnames="num_slots")
 def grow(state: DecodeState, num_slots: int) -> DecodeState:
     """The state with room for more: every KV cache, the drafter's too, and what is kept of each token."""
-    more = ((0, 0), (0, num_slots - state.tokens.shape[1]))
+    more = ((0, 0), (0, num_slots - cache_lib.num_slots(state.cache)))
     tokens, origin, logprobs = jax.tree.map(lambda x: jnp.pad(x, more), (state.tokens, state.origin, state.logprobs))
     return dataclasses.replace(cache_lib.grow(state, num_slots), tokens=tokens, origin=origin, logprobs=logprobs)
 

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from specjax import sampling
-from specjax.decode import decoder as decoder_lib
 from specjax.decode import engine as engine_lib
+from specjax.decode import scheduler as scheduler_lib
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds, prepare
 from specjax.drafters.draft_model import BoundDraftModel, DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import DataError, SpecjaxError
 from specjax.evaluation.costs import count_compiles
+from specjax.models.cache import num_slots
 from specjax.models.config import Norm
 from specjax.testing.toys import context, neutral_sampling, prefix_model
 from specjax.types import Batch, TargetView
@@ -283,15 +284,15 @@ def test_an_outgrown_cache_is_freed_before_the_next_chunk(monkeypatch):
     chunk, seen = engine_lib.compiled_chunk, []
 
     def watched(engine):
-        def run(params, state, steps):
-            slots = state.tokens.shape[1]
+        def run(params, state, *limits):
+            slots = num_slots(state.cache)
             held = {x.shape[2] for x in jax.live_arrays() if x.ndim == 4 and x.shape[:2] == (1, 1)}
             seen.append((slots, {size for size in held if size >= 256}))
-            return chunk(engine)(params, state, steps)
+            return chunk(engine)(params, state, *limits)
 
         return run
 
-    monkeypatch.setattr(decoder_lib, "compiled_chunk", watched)
+    monkeypatch.setattr(scheduler_lib, "compiled_chunk", watched)
     gc.collect()
     decoder = Decoder(prefix_model(0, vocab_size=7))
     decoder.generate([[1, 2]], max_new_tokens=600)

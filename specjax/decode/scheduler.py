@@ -1,0 +1,141 @@
+"""A host queue over the engine: requests go into free rows of one compiled program between chunks, and rows finish
+independently. What is in the other rows changes nothing of a row's result (invariants 4 and 8 of the design): each row
+has its own length, budget, noise and part of every cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from specjax.decode.engine import NO_LIMIT, Engine, EngineParams, compiled_chunk, compiled_prefill, grow
+from specjax.decode.request import Batch
+from specjax.errors import DataError
+from specjax.models.cache import num_slots
+from specjax.types import STOP_STRING, UNFINISHED, DecodeState
+
+
+class Scheduler:
+    """``rows`` rows of a decoder's program. ``state`` is that of the engine; ``done`` and ``lengths``, one a row, are
+    what the host knows of it after the last chunk. A free row is done."""
+
+    def __init__(self, engine: Engine, params: EngineParams, rows: int):
+        self.engine, self.rows, self._params = engine, rows, params
+        self.state: Any = None  # until something is inserted
+        self.done, self.lengths = np.ones(rows, bool), np.zeros(rows, np.int32)
+        self._taken: set[int] = set()
+        self._buckets: tuple[int, ...] = ()
+
+    @property
+    def free(self) -> list[int]:
+        """Rows that hold no request."""
+        return [row for row in range(self.rows) if row not in self._taken]
+
+    def insert(self, batch: Batch) -> list[int]:
+        """Prefills the requests of ``batch`` and puts them into free rows, which it returns in their order. Raises
+        `DataError` if there are too few, and for a request that samples where all others are greedy."""
+        wanted = len(batch.seeds)
+        if wanted > len(self.free):
+            raise DataError(f"scheduler: {wanted} requests for {len(self.free)} of {self.rows} rows that are free")
+        if self.engine.greedy and not batch.greedy:
+            raise DataError("scheduler: a request at a temperature above 0 among greedy ones; make it for sampling")
+        rows = self.free[:wanted]
+        self._buckets = tuple(sorted({*self._buckets, *batch.slots}))
+        if self.state is None and len(batch.request.lengths) == self.rows:
+            self.state = self._prefilled(batch, batch.slots[0])
+        else:
+            if self.state is None:
+                self.state = _vacant(self._prefilled(batch, batch.slots[0]), self.rows)
+            elif batch.slots[0] > num_slots(self.state.cache):
+                self.state = grow(self.state, batch.slots[0])
+            # Rows that only pad the batch go nowhere.
+            at = np.full(len(batch.request.lengths), self.rows, np.int32)
+            at[:wanted] = rows
+            self.state = _inserted(self.state, self._prefilled(batch, num_slots(self.state.cache)), at)
+        self._taken.update(rows)
+        self.done[rows], self.lengths[rows] = False, batch.request.lengths[:wanted]
+        return rows
+
+    def chunk(self, max_steps: int = NO_LIMIT, stop_after: int | None = None) -> None:
+        """Runs blocks until all rows are done, until the cache needs its next bucket, after ``max_steps`` blocks, or
+        when ``stop_after`` rows have finished in it; grows the cache before where it must."""
+        longest = int(self.lengths[~self.done].max(initial=0)) + self.engine.num_nodes + 1
+        slots = num_slots(self.state.cache)
+        if longest > slots:
+            self.state = grow(self.state, next(bucket for bucket in self._buckets if bucket > slots))
+        limits = (np.int32(max_steps), np.int32(NO_LIMIT if stop_after is None else stop_after))
+        self.state = compiled_chunk(self.engine)(self._params, self.state, *limits)
+        self.lengths, self.done = (np.array(x) for x in jax.device_get((self.state.lengths, self.state.done)))
+
+    def stop(self, rows: Iterable[int]) -> None:
+        """Ends rows between two chunks: cancelled, or a stop string was found."""
+        ended = np.zeros(self.rows, bool)
+        ended[list(rows)] = True
+        if ended.any():
+            self.done |= ended
+            finish = jnp.where(ended & (self.state.finish == UNFINISHED), STOP_STRING, self.state.finish)
+            self.state = dataclasses.replace(self.state, done=jnp.asarray(self.done), finish=finish)
+
+    def release(self, rows: Iterable[int]) -> None:
+        """Makes rows free that are done."""
+        self._taken.difference_update(rows)
+
+    def take(self, row: int) -> DecodeState:
+        """What the host reads of a row that is done, as arrays of one row; the row is free afterwards."""
+        seen = jax.tree.map(lambda x: x[row : row + 1], without_caches(self.state))
+        self.release([row])
+        return jax.device_get(seen)
+
+    def run(self, batches: Iterable[Batch]) -> Iterator[tuple[int, DecodeState]]:
+        """One request a batch, first come, first served: (its number, its row) in the order in which they finish."""
+        waiting, number, of_row = iter(batches), 0, {}
+        more = True
+        while more or of_row:
+            while more and self.free:
+                batch = next(waiting, None)
+                more = batch is not None
+                if batch is not None:
+                    (row,) = self.insert(batch)
+                    of_row[row], number = number, number + 1
+            if of_row:
+                self.chunk(stop_after=1)
+            for row in [row for row in of_row if self.done[row]]:
+                yield of_row.pop(row), self.take(row)
+
+    def _prefilled(self, batch: Batch, slots: int) -> DecodeState:
+        engine = self.engine
+        logprobs = engine.logprobs is not None
+        prefill = compiled_prefill(engine.target, engine.drafter, slots, logprobs, engine.controller)
+        return prefill(self._params, batch.request)
+
+
+def without_caches(state: DecodeState) -> DecodeState:
+    """What the host reads of a state: a cache that is outgrown is freed, also where somebody holds on to this."""
+    return dataclasses.replace(state, cache=None, drafter=None, sampling=None, controller=None)
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def _vacant(state: DecodeState, rows: int) -> DecodeState:
+    """``rows`` rows of the shape of the state's, all done."""
+    state = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], (rows, *x.shape[1:])), state)
+    return dataclasses.replace(state, done=jnp.ones((rows,), bool))
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def _inserted(state: DecodeState, new: DecodeState, rows: Int[Array, " R"]) -> DecodeState:
+    """``new``'s rows in place of the ``rows`` of the state; what is out of range goes nowhere."""
+    width = max(x.stop_ids.shape[1] for x in (state, new))
+    state, new = (
+        dataclasses.replace(
+            x, stop_ids=jnp.pad(x.stop_ids, ((0, 0), (0, width - x.stop_ids.shape[1])), constant_values=-1)
+        )
+        for x in (state, new)
+    )
+    return jax.tree.map(lambda old, x: old.at[rows].set(x, mode="drop"), state, new)

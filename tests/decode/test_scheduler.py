@@ -1,0 +1,114 @@
+"""Rows that come and go: what a request gets does not depend on who is there with it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from specjax.decode.decoder import Decoder
+from specjax.decode.request import prepare
+from specjax.decode.scheduler import Scheduler
+from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.ngram import NGram
+from specjax.errors import DataError
+from specjax.models.cache import num_slots
+from specjax.testing.toys import prefix_model, related
+from tests.cases import in_proof
+
+TARGET = prefix_model(0, vocab_size=7, eos_ids=(3,))
+DRAFT = related(TARGET, 1)
+
+
+def decoders(kind: str) -> Decoder:
+    drafter = {"draft": DraftModel(DRAFT, 3), "ngram": NGram(3, min_n=1), "plain": None}[kind]
+    return Decoder(TARGET, drafter)
+
+
+def requests(count: int, temperature: float | None) -> list:
+    rng = np.random.default_rng(0)
+    made = []
+    for i in range(count):
+        prompt = rng.integers(0, 7, rng.integers(1, 12)).tolist()
+        options = {"temperature": float(rng.choice([0.0, 0.7, 1.0])) if temperature is None else temperature}
+        if i % 5 == 0:
+            options |= {"top_p": 0.8, "repetition_penalty": 1.3}
+        made.append(prepare(TARGET, 3, [prompt], int(rng.integers(1, 40)), 100 + i, i % 3 == 0, options))
+    return made
+
+
+def values(row) -> dict[str, np.ndarray]:
+    """Everything that is known of a finished row, without what lies behind its end."""
+    end = int(row.lengths[0])
+    kept = {name: getattr(row, name)[0, :end] for name in ("tokens", "origin")}
+    counters = {f.name: getattr(row.counters, f.name) for f in dataclasses.fields(row.counters)}
+    return kept | counters | {"finish": row.finish, "done": row.done}
+
+
+@pytest.mark.parametrize(("kind", "temperature"), [("draft", None), in_proof("ngram", None), in_proof("draft", 0.0)])
+def test_twenty_requests_through_four_rows_are_bit_for_bit_those_that_run_alone(kind, temperature):
+    engine, params = decoders(kind).engine(temperature == 0.0)
+    batches = requests(20, temperature)
+    together = dict(Scheduler(engine, params, 4).run(batches))
+    assert sorted(together) == list(range(20))
+    assert list(together) != sorted(together), "some finish before others that came earlier"
+    for number, batch in enumerate(batches):
+        ((_, alone),) = Scheduler(engine, params, 4).run([batch])
+        jax.tree.map(np.testing.assert_array_equal, values(together[number]), values(alone))
+
+
+def test_a_row_of_the_queue_is_that_of_generate():
+    decoder = decoders("draft")
+    batches = requests(6, None)
+    engine, params = decoder.engine(False)
+    for number, row in Scheduler(engine, params, 2).run(batches):
+        batch = batches[number]
+        prompt = batch.request.prompt[0, : batch.request.lengths[0]].tolist()
+        sampling = {"temperature": 1.0, "seed": batch.seeds, "max_new_tokens": int(batch.request.budget[0])}
+        if float(batch.request.sampling.temperature[0]) != 1.0 or number in (0, 5):
+            continue
+        want = decoder.generate([prompt], ignore_eos=number % 3 == 0, **sampling)
+        end = int(row.lengths[0])
+        assert row.tokens[0, len(prompt) : end].tolist() == want.tokens[0]
+
+
+def test_no_finished_row_sizes_a_bucket():
+    """The first row has the room for a long text and is over after 200 tokens; the other goes on in 256 slots."""
+    decoder = Decoder(prefix_model(0, vocab_size=7), DraftModel(prefix_model(0, vocab_size=7), 3))
+    engine, params = decoder.engine(True)
+    batch = prepare(decoder.target, 3, [[1] * 40, [2, 3]], [209, 238], 0, True, {"temperature": 0.0})
+    scheduler = Scheduler(engine, params, 2)
+    scheduler.insert(batch)
+    while not scheduler.done.all():
+        scheduler.chunk(stop_after=1)
+    assert scheduler.lengths.tolist() == [249, 240]
+    assert num_slots(scheduler.state.cache) == 256
+    want = decoder.generate([[1] * 40], max_new_tokens=209).tokens[0]
+    assert scheduler.take(0).tokens[0, 40:249].tolist() == want, "what it writes on behind its end is not in its text"
+
+
+def test_rows_are_cancelled_and_taken_again():
+    engine, params = decoders("draft").engine(False)
+    scheduler = Scheduler(engine, params, 2)
+    first, second, third = (prepare(TARGET, 3, [[i, 1]], 30, i, True, {"temperature": 1.0}) for i in range(3))
+    assert scheduler.insert(first) == [0]
+    assert scheduler.insert(second) == [1]
+    with pytest.raises(DataError, match="1 requests for 0 of 2 rows that are free"):
+        scheduler.insert(third)
+    scheduler.chunk(max_steps=1)
+    scheduler.stop([0])
+    row = scheduler.take(0)
+    assert 2 < int(row.lengths[0]) < 12
+    assert scheduler.insert(third) == [0]
+    while not scheduler.done.all():
+        scheduler.chunk()
+    assert scheduler.lengths.tolist() == [32, 32]
+
+
+def test_a_request_that_samples_does_not_go_among_greedy_ones():
+    engine, params = decoders("plain").engine(True)
+    batch = prepare(TARGET, 0, [[1]], 4, 0, True, {"temperature": 1.0})
+    with pytest.raises(DataError, match="above 0 among greedy ones"):
+        Scheduler(engine, params, 1).insert(batch)
