@@ -33,14 +33,20 @@ class Reads:
         return bool(self.hidden_layers or self.kv_layers)
 
 
+NOTHING = Reads()
+
+
 @flax.struct.dataclass
 class Output:
     """What a forward pass returns. ``logits[b, i]`` is the distribution of the token after the i-th of the rows asked
-    for."""
+    for. ``hidden``, ``keys_values``: of the layers that `Reads` name, in its order; keys and values ``[B, T, G, C]`` of
+    the tokens fed. ``final``: what the head reads, after the final norm."""
 
     logits: Float[Array, "B R V"]
-    hidden: tuple[Float[Array, "B T D"], ...]
-    cache: Any
+    hidden: tuple[Float[Array, "B T D"], ...] = ()
+    cache: Any = None
+    keys_values: tuple[tuple[Array, Array], ...] = ()
+    final: Float[Array, "B T D"] | None = None
 
 
 @flax.struct.dataclass
@@ -256,7 +262,7 @@ class Model(Protocol):
         slots: Int[Array, "B T"] | None = None,
         cache: Any = None,
         mask: Bool[Array, "B T T"] | None = None,
-        hidden_layers: tuple[int, ...] = (),
+        reads: Reads = NOTHING,
         rows: Int[Array, "B R"] | None = None,
     ) -> Output: ...
 

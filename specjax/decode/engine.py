@@ -37,6 +37,7 @@ from specjax.types import (
     CORRECTED,
     INVALID_LOGITS,
     LENGTH,
+    NOTHING,
     STOP,
     UNFINISHED,
     BoundDrafter,
@@ -60,7 +61,6 @@ from specjax.types import (
 )
 
 Logprobs = Literal["raw", "processed"]
-NOTHING = Reads()
 NO_LIMIT = 2**31 - 1
 
 

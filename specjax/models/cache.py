@@ -6,13 +6,15 @@ Dims: B rows, S slots, T tokens fed, G key-value heads, C head features, BG = B 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specjax.types import Params
 
@@ -41,6 +43,32 @@ class KVCache:
     @property
     def num_slots(self) -> int:
         return self.layers[0][1].shape[-2]
+
+    def has_room(self, lengths: Int[Array, " B"], fed: int) -> Bool[Array, ""]:
+        """Whether ``fed`` more tokens fit behind the longest of ``lengths``: `write_block` would overwrite."""
+        return jnp.max(lengths) + fed <= self.num_slots
+
+    def view(self, layers: Sequence[int]) -> tuple[tuple[Array, Array], ...]:
+        """Keys and values of single layers, to be read: no copy."""
+        return tuple(self.layers[i] for i in layers)
+
+    def keep(self, start: Int[Array, " B"], path: Int[Array, "B D"]) -> KVCache:
+        """After a tree, whose root is at slot ``start``: what node ``path[b, j]`` wrote moves to where token j + 1 of a
+        chain would have written it. Node n has slot ``start + n``; what ``path`` names behind the accepted nodes may be
+        any node, and is overwritten by the next block."""
+        heads = self.layers[0][0].shape[:-2]
+        per_row = math.prod(heads) // len(path)
+        sources = jnp.repeat(start[:, None] + path, per_row, axis=0).reshape(*heads, -1)
+
+        def moved(layer):
+            keys, values = layer
+            chosen_keys = jnp.take_along_axis(keys, sources[..., None, :], axis=-1)
+            chosen_values = jnp.take_along_axis(values, sources[..., None], axis=-2)
+            flat = [x.reshape(-1, *x.shape[-2:]) for x in (keys, values, chosen_keys, chosen_values)]
+            keys, values = _write(flat[0], start + 1, flat[2], axis=2), _write(flat[1], start + 1, flat[3], axis=1)
+            return keys.reshape(layer[0].shape), values.reshape(layer[1].shape)
+
+        return KVCache(tuple(moved(layer) for layer in self.layers), self.total)
 
 
 def is_cache(x: Any) -> bool:

@@ -196,7 +196,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x, rotary, slots, layer_cache, visible):
         """``rotary``: the table of this layer, None without one. ``layer_cache`` is folded; ``visible[B, T, S]`` says
-        which keys each query may read. Returns (attended, (keys, values))."""
+        which keys each query may read. Returns (attended, (keys, values) of all slots, those of the tokens fed)."""
         batch, fed = x.shape[:2]
         config = self.config
         q, k, v = self.projections(x)
@@ -207,11 +207,11 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = (rotate(y, rotary, self.rope.interleaved) for y in (q, k))
-        k, v = seen_only_where_visible(k, v)
+        k, v = fed_ones = seen_only_where_visible(k, v)
         layer_cache = as_layer(k, v) if layer_cache is None else write_block(layer_cache, slots, k, v)
         k, v = (x.astype(q.dtype) for x in layer_cache)
         out = attend(q, k, v, visible, config.attention_scale, config.attention_soft_cap)
-        return self.o_proj(out.reshape(batch, fed, -1)), layer_cache
+        return self.o_proj(out.reshape(batch, fed, -1)), layer_cache, fed_ones
 
     def projections(self, x) -> tuple[Array, Array, Array]:
         if not self.config.fused_projections:

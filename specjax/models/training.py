@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from specjax.errors import ConfigError
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.transformer import Block, Model
-from specjax.types import Output, Params
+from specjax.types import NOTHING, Output, Params, Reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,43 +47,66 @@ class TrainingModel(Model):
         return next(p for p in range(1, count + 1) if count % p == 0 and kinds == kinds[:p] * (count // p))
 
     def __call__(
-        self, params, tokens, positions, slots=None, cache=None, mask=None, hidden_layers=(), rows=None
+        self, params, tokens, positions, slots=None, cache=None, mask=None, reads=NOTHING, rows=None
     ) -> Output:
-        if cache is not None or hidden_layers or rows is not None:
-            return super().__call__(params, tokens, positions, slots, cache, mask, hidden_layers, rows)
+        if cache is not None or rows is not None:
+            return super().__call__(params, tokens, positions, slots, cache, mask, reads, rows)
         if self.rows is not None:  # whole rows of it, or what is looked up would lie as its columns do
             wanted = NamedSharding(self.rows.mesh, PartitionSpec(PartitionSpec.UNCONSTRAINED, None))
             params = {**params, "embedding": jax.lax.with_sharding_constraint(params["embedding"], wanted)}
         module = self.module(params)
         x, contexts = module.embed(tokens, positions, slots, None, mask)
-        x = module.norm(self._through(params["layers"], self._placed(x), contexts))
-        return Output(module.logits(x), (x,), None)
+        x, streams, fed = self._through(params["layers"], self._placed(x), contexts, reads)
+        final = module.norm(x)
+        hidden = tuple(streams[i] for i in reads.hidden_layers)
+        keys_values = tuple(fed[i] for i in reads.kv_layers)
+        return Output(module.logits(final), hidden, None, keys_values, final)
 
-    def _through(self, layers: Params, x: Float[Array, "B T D"], contexts) -> Float[Array, "B T D"]:
-        def block(kind: LayerKind, x, layer: Params):
+    def _through(self, layers: Params, x: Float[Array, "B T D"], contexts, reads: Reads) -> tuple[Array, dict, dict]:
+        """What leaves the last layer, the streams that enter the layers (and leave the last one), and the keys and
+        values: of those, at least, that ``reads`` names."""
+        count, period = self.config.num_layers, range(self.period)
+
+        def block(kind: LayerKind, wanted: bool, x, layer: Params):
             rotary, visible = contexts[kind]
-            x, _ = block_of(self.config, kind, layer)(x, rotary, None, None, visible)
-            return self._placed(x)
+            x, _, fed = block_of(self.config, kind, layer)(x, rotary, None, None, visible)
+            return self._placed(x), fed if wanted else ()
 
         if self.remat:
             # Inside a loop, XLA does not find the same computation twice, and need not be kept from it.
-            block = jax.checkpoint(block, static_argnums=0, prevent_cse=not self.scan_layers)
+            block = jax.checkpoint(block, static_argnums=(0, 1), prevent_cse=not self.scan_layers)
+        streams, keys_values = {}, {}
         if not self.scan_layers:
-            for i in range(self.config.num_layers):
-                x = block(self.config.layer(i), x, layers[i])
-            return x
-        period = range(self.period)
+            for i in range(count):
+                streams[i] = x
+                x, keys_values[i] = block(self.config.layer(i), i in reads.kv_layers, x, layers[i])
+            return x, streams | {count: x}, keys_values
+        # Of a place in the pattern, the loop hands out all repetitions or none.
+        read = [any(i % self.period == j for i in reads.hidden_layers if i < count) for j in period]
+        read_keys = [any(i % self.period == j for i in reads.kv_layers) for j in period]
         stacked = tuple(
             jax.tree.map(lambda *leaves: jnp.stack(leaves), *(layers[i] for i in range(j, len(layers), self.period)))
             for j in period
         )
 
         def repeat(x, one: tuple[Params, ...]):
+            entering, fed = {}, {}
             for j in period:
-                x = block(self.config.layer(j), x, one[j])
-            return x, None
+                entering |= {j: x} if read[j] else {}
+                x, of_block = block(self.config.layer(j), read_keys[j], x, one[j])
+                fed |= {j: of_block} if read_keys[j] else {}
+            return x, (entering, fed)
 
-        return jax.lax.scan(repeat, x, stacked)[0]
+        x, found = jax.lax.scan(repeat, x, stacked)
+        streams, keys_values = (
+            {
+                i * self.period + j: jax.tree.map(lambda leaf, i=i: leaf[i], of_place)
+                for j, of_place in places.items()
+                for i in range(count // self.period)
+            }
+            for places in found
+        )
+        return x, streams | {count: x}, keys_values
 
     def _placed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return x if self.rows is None else jax.lax.with_sharding_constraint(x, self.rows)

@@ -22,7 +22,7 @@ from specjax.models.cache import KVCache, fold, unfold
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm, soft_capped, wide_matrix_product
 from specjax.models.rotary import rotary_table
-from specjax.types import Output, Params
+from specjax.types import NOTHING, Output, Params, Reads
 
 
 class Block(nnx.Module):
@@ -45,15 +45,16 @@ class Block(nnx.Module):
         return self.mlp if hasattr(self, "mlp") else self.experts
 
     def __call__(self, x, rotary, slots, layer_cache, visible):
+        """Returns (x, keys and values of all slots, those of the tokens fed)."""
         read = normed(self.attention_norm, x)
-        attended, layer_cache = self.attention(read, rotary, slots, layer_cache, visible)
+        attended, layer_cache, fed = self.attention(read, rotary, slots, layer_cache, visible)
         attended = normed(self.attention_post_norm, attended)
         if self.residual == "sequential":
             x = self.add(x, attended)
-            return self.add(x, self.fed_forward(normed(self.mlp_norm, x))), layer_cache
+            return self.add(x, self.fed_forward(normed(self.mlp_norm, x))), layer_cache, fed
         if self.residual == "parallel":
             read = normed(self.mlp_norm, x)
-        return self.add(x, attended + self.fed_forward(read)), layer_cache
+        return self.add(x, attended + self.fed_forward(read)), layer_cache, fed
 
     def fed_forward(self, x):
         return normed(self.mlp_post_norm, self.feed_forward(x))
@@ -89,23 +90,24 @@ class Transformer(nnx.Module):
             for linear in (block.attention.o_proj, block.feed_forward.down_proj):
                 linear.kernel[...] = linear.kernel[...] * depth_scale
 
-    def __call__(self, tokens, positions, slots, cache, mask, hidden_layers):
+    def __call__(self, tokens, positions, slots, cache, mask, reads: Reads):
+        """Fields of `Output`: hidden, cache, keys_values, final."""
         config = self.config
         x, contexts = self.embed(tokens, positions, slots, cache, mask)
         folded = cache is None or cache.layers[0][0].ndim == 3
         layer_caches = [None] * config.num_layers if cache is None else (cache if folded else fold(cache)).layers
-        hidden, written = [], []
+        streams, fed, written = [x], [], []
         for index, (block, layer_cache) in enumerate(zip(self.layers, layer_caches, strict=True)):
-            if index in hidden_layers:
-                hidden.append(x)
             rotary, visible = contexts[config.layer(index)]
-            x, layer_cache = block(x, rotary, slots, layer_cache, visible)
+            x, layer_cache, of_block = block(x, rotary, slots, layer_cache, visible)
+            streams.append(x)
+            fed.append(of_block)
             written.append(layer_cache)
-        x = self.norm(x)
         if cache is not None:
             cache = KVCache(tuple(written), cache.total)
             cache = cache if folded else unfold(cache, len(tokens))
-        return x, tuple(hidden), cache
+        hidden, keys_values = tuple(streams[i] for i in reads.hidden_layers), tuple(fed[i] for i in reads.kv_layers)
+        return hidden, cache, keys_values, self.norm(x)
 
     def embed(self, tokens, positions, slots, cache, mask):
         """What the first layer reads, and for each kind of layer (its rotary table, the keys that a query may read)."""
@@ -197,13 +199,13 @@ class Model:
         slots: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
         mask: Bool[Array, "B T T"] | None = None,
-        hidden_layers: tuple[int, ...] = (),
+        reads: Reads = NOTHING,
         rows: Int[Array, "B R"] | None = None,
     ) -> Output:
         """Feed T tokens a row; with a cache (folded or not), they are written to ``slots`` (contiguous in each row) and
         attend to every earlier slot. Returns logits for the ``rows`` of the block that are asked for (default: all T),
-        the residual streams entering ``hidden_layers`` followed by the final normed one, and the new cache."""
+        what ``reads`` names, and the new cache."""
         module = self.module(params)
-        final, hidden, cache = module(tokens, positions, slots, cache, mask, hidden_layers)
+        hidden, cache, keys_values, final = module(tokens, positions, slots, cache, mask, reads)
         wanted = final if rows is None else jnp.take_along_axis(final, rows[..., None], axis=1)
-        return Output(module.logits(wanted), (*hidden, final), cache)
+        return Output(module.logits(wanted), hidden, cache, keys_values, final)

@@ -22,7 +22,7 @@ import numpy as np
 from specjax.backend import LaidOut
 from specjax.models.cache import KVCache, as_layer, write_block
 from specjax.testing import references
-from specjax.types import Context, Output, Params, SamplingParams
+from specjax.types import NOTHING, Context, Output, Params, SamplingParams
 
 POISON = 1e6
 
@@ -38,7 +38,8 @@ class PrefixConfig:
 @dataclasses.dataclass(frozen=True)
 class PrefixModel:
     """``logits after token i = bias + sum over slots s <= i of table[s % period, token_s] / sqrt(slots)``. The cache
-    stores ``table[...]`` of every fed token as its 'keys', and the position as its 'values'."""
+    stores ``table[...]`` of every fed token as its 'keys', and the position as its 'values'; a block may be a tree.
+    What can be read of it: ``table[...]`` as hidden layer 0, the sum as hidden layer 1, the cache's as layer 0."""
 
     config: PrefixConfig
 
@@ -53,7 +54,7 @@ class PrefixModel:
         return KVCache(((poison, jnp.full((batch, 1, num_slots, 1), POISON, dtype)),))
 
     def __call__(
-        self, params, tokens, positions, slots=None, cache=None, mask=None, hidden_layers=(), rows=None
+        self, params, tokens, positions, slots=None, cache=None, mask=None, reads=NOTHING, rows=None
     ) -> Output:
         new = params["table"][positions % self.config.period, tokens][:, :, None]
         where = positions.astype(jnp.float32)[:, :, None, None]
@@ -64,11 +65,8 @@ class PrefixModel:
             keys, values = (x.reshape(len(tokens), *x.shape[-2:]) for x in cache.layers[0])
             layer = write_block((keys, values), slots, new, where)
         keys, values = layer[0].transpose(0, 2, 1), layer[1][..., 0]
-        slot = jnp.arange(keys.shape[1], dtype=jnp.int32)[None, None]
-        visible = slot <= slots[..., None]
+        visible, misplaced = seen(positions, slots, values, mask)
         summed = jnp.sum(jnp.where(visible[..., None], keys[:, None], 0.0), axis=2)
-        # A slot whose stored position is not its own was filled by mistake: make that visible as well.
-        misplaced = jnp.sum(jnp.where(visible, jnp.abs(values[:, None] - slot.astype(jnp.float32)), 0.0), axis=2)
         summed += misplaced[..., None] * jnp.arange(self.config.vocab_size, dtype=jnp.float32)[None, None]
         scale = jnp.sqrt(positions.astype(jnp.float32) + 1.0)[..., None]
         logits = params["bias"][None, None] + summed / scale
@@ -77,7 +75,31 @@ class PrefixModel:
         if cache is not None:
             keys, values = (x.reshape(old.shape) for x, old in zip(layer, cache.layers[0], strict=True))
             layer = keys, values
-        return Output(logits, (), KVCache((layer,)))
+        hidden = tuple((new[:, :, 0], summed)[i] for i in reads.hidden_layers)
+        return Output(logits, hidden, KVCache((layer,)), tuple((new, where) for _ in reads.kv_layers))
+
+
+def seen(positions, slots, stored, mask) -> tuple[jax.Array, jax.Array]:
+    """``[B, T, S]``, the slots that each token sees: those before the block, and of the block what ``mask`` says, or
+    what is not after it. And ``[B, T]``, by how much what is ``stored[B, S]`` there, the positions, is not what it
+    should be: before the block a slot's number, in it one of every position from the root's to the token's own."""
+    slot = jnp.arange(stored.shape[1], dtype=jnp.int32)[None, None]
+    inside = slot - slots[:, :1, None]
+    visible = slot <= slots[..., None]
+    if mask is not None:
+        in_block = jnp.take_along_axis(mask, jnp.clip(inside, 0, mask.shape[2] - 1), axis=2)
+        visible = (inside < 0) | ((inside < mask.shape[2]) & in_block)
+    at_own = visible & ((inside < 0) | (mask is None))
+    wrong = jnp.where(at_own, jnp.abs(stored[:, None] - slot.astype(jnp.float32)), 0.0)
+    if mask is None:
+        return visible, jnp.sum(wrong, axis=2)
+    first, last = positions[:, :1], positions
+    for moment in range(2):  # how many they are, and their sum
+        found = jnp.sum(jnp.where(visible & (inside >= 0), stored[:, None] ** moment, 0.0), axis=2)
+        count = (last - first + 1).astype(jnp.float32)
+        wanted = count if moment == 0 else count * (first + last).astype(jnp.float32) / 2
+        wrong += (jnp.abs(found - wanted) / stored.shape[1])[..., None]
+    return visible, jnp.sum(wrong, axis=2)
 
 
 @dataclasses.dataclass(eq=False)

@@ -37,6 +37,7 @@ from specjax.runtime import distributed, fingerprint
 from specjax.runtime.checkpoint import Checkpoints
 from specjax.runtime.layout import Layout, make_layout
 from specjax.runtime.log import read_log
+from specjax.types import Reads
 from tests.cases import in_proof
 from tests.distill import scale, test_on_policy, toys
 from tests.distill.scale import FOUR, SHAPE, Trained
@@ -381,20 +382,27 @@ PATTERN = dataclasses.replace(
 )
 
 
+READS = Reads(hidden_layers=(4, 1, 0, 3), kv_layers=(3, 0))
+
+
 @functools.lru_cache(maxsize=8)
 def loss_and_gradient(model):
     batch = jax.tree.map(jnp.asarray, take(scale.UnevenRows(), range(4)))
     params = Model(model.config).init(jax.random.key(1))
 
     def loss(params):
-        logits = BoundDraftModel(model).train_output(params, batch, None).logits
-        return jnp.sum(jnp.square(jax.nn.log_softmax(logits, axis=-1)) * batch.weight[..., None, None])
+        out = model(params, batch.tokens, batch.token_positions, mask=batch.attention_mask, reads=READS)
+        assert (len(out.hidden), len(out.keys_values)) == (4, 2)
+        read = sum(
+            jnp.sum(jnp.square(x) * (i + 1)) for i, x in enumerate(jax.tree.leaves((out.hidden, out.keys_values)))
+        )
+        return read + jnp.sum(jnp.square(jax.nn.log_softmax(out.logits, axis=-1)) * batch.weight[..., None])
 
     return jax.jit(jax.value_and_grad(loss))(params)
 
 
 @pytest.mark.parametrize(("remat", "scan"), [(True, False), (False, True), (True, True)], ids=["remat", "scan", "both"])
-def test_rematerialised_and_scanned_layers_give_the_loss_and_gradient_of_plain_ones(remat, scan):
+def test_rematerialised_and_scanned_layers_give_the_loss_the_gradient_and_the_reads_of_plain_ones(remat, scan):
     expected_loss, expected = loss_and_gradient(Model(PATTERN))
     loss, gradient = inspect.unwrap(loss_and_gradient)(TrainingModel(PATTERN, remat=remat, scan_layers=scan))
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)

@@ -15,6 +15,7 @@ from specjax.models.hf import LoadedModel, load_model
 from specjax.models.layers import attend
 from specjax.models.rotary import Rope, rotary_table, rotate
 from specjax.models.transformer import Model
+from specjax.types import Reads
 
 CONFIG = ModelConfig(
     vocab_size=37,
@@ -38,7 +39,7 @@ class Jitted:
 
     def __init__(self, model: Model):
         self.init, self.init_cache = model.init, model.init_cache
-        self.call = jax.jit(model, static_argnames="hidden_layers")
+        self.call = jax.jit(model, static_argnames="reads")
 
     def __call__(self, *args, **kwargs):
         return self.call(*args, **kwargs)
@@ -225,8 +226,10 @@ def test_asking_for_some_rows_gives_those_rows_of_all_logits(model, params):
 
 def test_hidden_states_are_the_residual_streams_and_end_with_the_normed_one(model, params):
     tokens, positions = jnp.asarray(random_tokens(11, ROWS, 6)), jnp.asarray(arange_rows(ROWS, 6))
-    out = model(params, tokens, positions, hidden_layers=(0, 1))
-    entering, middle, final = out.hidden
+    out = model(params, tokens, positions, reads=Reads(hidden_layers=(2, 0, 1)))
+    last, entering, middle = out.hidden
+    final = out.final
+    assert np.abs(np.asarray(last - middle)).max() > 1e-2
     np.testing.assert_array_equal(entering, params["embedding"][tokens])
     assert np.abs(np.asarray(middle - entering)).max() > 1e-2
     np.testing.assert_allclose(final @ params["head"]["kernel"], out.logits, rtol=0, atol=NEAR)

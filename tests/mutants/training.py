@@ -391,7 +391,7 @@ def embeddings_decay_in_any_case(patch):
 
 @mutant(
     "training forward",
-    test_scale.test_rematerialised_and_scanned_layers_give_the_loss_and_gradient_of_plain_ones,
+    test_scale.test_rematerialised_and_scanned_layers_give_the_loss_the_gradient_and_the_reads_of_plain_ones,
     remat=True,
     scan=True,
 )

@@ -1,0 +1,119 @@
+"""Errors in the seams, found by those who live in them (`specjax.testing.inhabitants`)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from specjax.decode import engine, scheduler
+from specjax.models.cache import KVCache
+from specjax.proposal import Proposal
+from specjax.testing.inhabitants import BoundHiddenReader, Changing
+from tests.decode import test_scheduler, test_seams
+from tests.mutants.table import mutant, wrap
+
+SELF = test_seams.test_a_drafter_that_equals_its_target_has_every_token_accepted
+CHANGING = test_seams.test_a_length_that_changes_with_every_block_changes_no_token
+ALONE = test_scheduler.test_twenty_requests_through_four_rows_are_bit_for_bit_those_that_run_alone
+in_a_tree = mutant("tree", SELF, name="tree", mode="greedy")
+hidden = mutant("reads", SELF, name="hidden", mode="greedy", lossless=True)
+
+
+@in_a_tree
+def a_sibling_sees_its_sibling(patch):
+    """Every node sees all that was drafted before it, as in a chain."""
+    patch.setattr(Proposal, "mask", None)
+
+
+@in_a_tree
+def the_position_of_a_node_is_its_slot(patch):
+    patch.setattr(Proposal, "positions", Proposal.slots)
+
+
+@in_a_tree
+def the_accepted_path_stays_where_it_was_written(patch):
+    patch.setattr(KVCache, "keep", lambda cache, start, path: cache)
+
+
+@in_a_tree
+def the_path_is_kept_one_slot_late(patch):
+    wrap(patch, KVCache, "keep", lambda real: lambda cache, start, path: real(cache, start + 1, path - 1))
+
+
+@mutant("tree", test_seams.test_a_tree_of_another_model_gives_what_plain_decoding_gives, mode="parameters")
+def a_node_is_penalised_for_other_branches(patch):
+    """As in a chain: for all that was drafted before it."""
+
+    def make(real):
+        def mutated(self):
+            return real.fget(dataclasses.replace(self, parents=None))
+
+        return property(mutated)
+
+    wrap(patch, Proposal, "path", make)
+
+
+@hidden
+def hidden_states_are_those_of_one_token_later(patch):
+    def make(real):
+        def mutated(self, params, state, outcome):
+            (sums,) = outcome.target_out.hidden
+            late = dataclasses.replace(outcome.target_out, hidden=(jnp.roll(sums, -1, axis=1),))
+            return real(self, params, state, dataclasses.replace(outcome, target_out=late))
+
+        return mutated
+
+    wrap(patch, BoundHiddenReader, "commit", make)
+
+
+@hidden
+def nobody_tells_the_drafter_what_became_of_its_block(patch):
+    patch.setattr(BoundHiddenReader, "commit", lambda self, params, state, outcome: state)
+
+
+@mutant("reads", SELF, name="cache", mode="greedy", lossless=True)
+def the_view_of_the_cache_shows_the_root_too(patch):
+    """Whose slot holds what an earlier block left there."""
+
+    def make(real):
+        def mutated(params, keys_values, lengths):
+            return real(params, keys_values, lengths + 1)
+
+        return mutated
+
+    wrap(patch, engine, "TargetView", make)
+
+
+@mutant("length", test_seams.test_a_fixed_length_is_that_of_a_shorter_drafter, lossless=True)
+def the_chosen_length_is_ignored(patch):
+    patch.setattr("specjax.controllers.fixed.Fixed.choose", lambda self, state, context: None)
+
+
+@mutant("length", CHANGING, drafter="tree", mode="greedy", lossless=True)
+def the_controller_learns_nothing_of_a_block(patch):
+    patch.setattr(Changing, "adapt", lambda self, state, outcome: state)
+
+
+@mutant("rows", test_scheduler.test_no_finished_row_sizes_a_bucket, lossless=True)
+def a_finished_row_sizes_the_cache(patch):
+    def make(real):
+        def mutated(self, *args, **options):
+            self.done = self.done & False
+            return real(self, *args, **options)
+
+        return mutated
+
+    wrap(patch, scheduler.Scheduler, "chunk", make)
+
+
+@mutant("rows", ALONE, kind="draft", temperature=None)
+def a_request_is_put_into_a_row_without_its_seed(patch):
+    def make(real):
+        def mutated(state, new, rows):
+            seeds = jnp.copy(state.seeds)  # the state is donated
+            return dataclasses.replace(real(state, new, rows), seeds=seeds)
+
+        return mutated
+
+    wrap(patch, scheduler, "_inserted", make)
