@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specjax import sampling
-from specjax.testing.references import sampling_logits
+from specjax.evaluation.references import sampling_logits
 from specjax.testing.toys import context, neutral_sampling
 from tests.cases import in_proof
 

@@ -27,8 +27,8 @@ from specjax.decode import engine as engine_lib
 from specjax.decode.decoder import Decoder
 from specjax.decode.result import check_finite
 from specjax.evaluation import costs as costs_lib
+from specjax.evaluation.target_distribution import TargetDistribution
 from specjax.models.vocabulary import unused_ids
-from specjax.testing.target_distribution import TargetDistribution
 from specjax.types import Drafter, Verifier
 
 AUTOREGRESSIVE = "autoregressive"

@@ -4,7 +4,7 @@ the target alone would give. Three checks of the real decoder, none of which tru
 - greedy output, token for token, against the autoregressive loop, with the target's top-2 margin where they differ;
 - the distribution of sampled tokens against the exact distribution of each after what was emitted before it, from one
   teacher-forced
-  forward and `specjax.testing.references`, by a chi-square test sized beforehand;
+  forward and `specjax.evaluation.references`, by a chi-square test sized beforehand;
 - the target as its own draft: every token must be accepted (which alone finds a drafter that feeds its cache wrongly).
 
 For the coupled rule also its promise: the output of plain sampling, token for token. A lossy rule gets the distance
@@ -35,9 +35,9 @@ from specjax.decode.request import NUMBERS, prepare
 from specjax.decode.result import check_finite
 from specjax.drafters.draft_model import DraftModel
 from specjax.evaluation import forced
+from specjax.evaluation.references import softmax
+from specjax.evaluation.target_distribution import TargetDistribution, margin
 from specjax.models.vocabulary import unused_ids
-from specjax.testing.references import softmax
-from specjax.testing.target_distribution import TargetDistribution, margin
 from specjax.types import Drafter, Verifier
 
 CELLS = 16

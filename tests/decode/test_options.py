@@ -18,8 +18,8 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import DataError, SpecjaxError
 from specjax.evaluation.costs import count_compiles
+from specjax.evaluation.references import sampling_logits, softmax
 from specjax.registry import VERIFIERS, resolve
-from specjax.testing.references import sampling_logits, softmax
 from specjax.testing.toys import ToyModel, prefix_model, related
 from tests.cases import in_proof
 

@@ -19,10 +19,10 @@ from specjax.drafters.ngram import NGram
 from specjax.errors import DataError, ModelError
 from specjax.evaluation.bench import count_recompiles
 from specjax.evaluation.numerics import measure
+from specjax.evaluation.target_distribution import TargetDistribution
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
 from specjax.models.vocabulary import check_same_vocabulary, unused_ids
-from specjax.testing.target_distribution import TargetDistribution
 from specjax.testing.toys import ToyModel, exact_distribution, prefix_model, related
 from specjax.verifiers.block import Block
 from tests.cases import in_proof

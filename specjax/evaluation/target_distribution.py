@@ -1,5 +1,5 @@
 """The distribution that decoding must follow: one target under one set of sampling parameters, token by token, from a
-teacher- forced forward and `specjax.testing.references` in float64, with none of the code that decodes."""
+teacher-forced forward and `specjax.evaluation.references` in float64, with none of the code that decodes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from specjax.decode.request import NUMBERS
+from specjax.evaluation.references import bias_vector, sampling_logits
 from specjax.models.vocabulary import unused_ids
-from specjax.testing.references import bias_vector, sampling_logits
 
 _CUTS = ("top_k", "top_p", "min_p")
 _LISTS = ("logit_bias", "banned_tokens", "allowed_tokens")
