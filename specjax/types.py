@@ -1,14 +1,14 @@
 """Every protocol and pytree of specjax; imports nothing of ours.
 
 Dims: B rows, P prompt, K draft length, N block nodes (root excluded; N = K for a chain), T tokens fed, S cache slots,
-L token buffer, V vocabulary, D hidden, J predictions a position.
+C some of the T, L token buffer, V vocabulary, D hidden.
 Axis 0 of every leaf is the row, so that rows can become slots of a server later.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import flax.struct
@@ -410,24 +410,34 @@ class Batch:
         return (segments[:, :, None] == segments[:, None]) & jnp.tril(jnp.ones((size, size), bool))[None]
 
 
-@flax.struct.dataclass
-class DraftOutput:
-    """A drafter's training forward. ``logits[b, t, j]`` is the draft's distribution of the token that the target
-    predicts at ``target_index[t, j]`` (a row of the target's logits); ``weight[b, t, j]`` says how much it counts, and
-    ``share[j]`` how much prediction j does."""
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """One prediction of every position, in a drafter's training forward. ``head(hidden[:, a:b])`` are the logits of
+    those positions, so that they need not all exist at once. Position t of row b predicts the token that the target
+    predicts at ``rows[b, t]`` of its output (None: at t); ``weight[b, t]`` says how much that counts, and ``share`` how
+    much this prediction does among the drafter's."""
 
-    logits: Float[Array, "B T J V"]
-    target_index: Int[Array, "T J"]
-    weight: Float[Array, "B T J"]
-    share: Float[Array, " J"]
+    hidden: Float[Array, "B T D"]
+    head: Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]]
+    weight: Float[Array, "B T"]
+    rows: Int[Array, "B T"] | None = None
+    share: float = 1.0
+
+    @property
+    def logits(self) -> Float[Array, "B T V"]:
+        return self.head(self.hidden)
 
 
 @runtime_checkable
 class Trainable(Protocol):
-    """A drafter that can be distilled; it owns the alignment of positions."""
+    """A drafter that can be distilled; it owns the alignment of positions. One that reads the target's forward pass has
+    ``reads``; its predictions then need the target, and cannot be made from cached logits."""
 
     def init_params(self, key: Key[Array, ""], target: Any) -> Params: ...
-    def train_output(self, params: Params, batch: Batch, target_out: Output | None) -> DraftOutput: ...
+
+    def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
+        """One after the other, by depth: the j-th one is what the drafter proposes at place j of a block."""
+        ...
 
 
 @flax.struct.dataclass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Protocol
 
 import jax
@@ -29,7 +30,7 @@ from specjax.models.families.settings import same_or_each
 from specjax.models.hf import LoadedModel, check_saveable, draft_of, load_model
 from specjax.models.transformer import Model
 from specjax.models.vocabulary import check_same_vocabulary
-from specjax.types import Batch, DraftOutput, Output, Params, Trainable
+from specjax.types import Batch, Output, Params, Prediction, Trainable
 
 ENDS = ("embedding", "head")
 """What `share` takes from the target; a tied head is no parameter of its own."""
@@ -168,9 +169,9 @@ class SharedEnds:
         params = BoundDraftModel(self.model).init_params(key, target)
         return {name: value for name, value in params.items() if name not in self.shared}
 
-    def train_output(self, params: Params, batch: Batch, target_out: Output | None) -> DraftOutput:
+    def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
         """``params``: with the shared ones."""
-        return BoundDraftModel(self.model).train_output(params, batch, target_out)
+        return BoundDraftModel(self.model).predictions(params, batch, target_out)
 
 
 def model_config(shape: config_lib.Architecture, vocab_size: int, max_positions: int) -> ModelConfig:

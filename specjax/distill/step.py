@@ -149,23 +149,22 @@ class Update:
         teacher = batch.teacher if target_out is None else FullLogits(target_out.logits)
         # Cast before the shared ones come in: what is the target's then takes the same dtype, without one in between.
         whole = with_shared_params(self.drafter, jax.tree.map(self._cast, params), given.target)
-        out = self.drafter.train_output(whole, batch, target_out)
-        others = self.references.items()
-        compared = {n: other.train_output(given.references[n], batch, target_out) for n, other in others}
-        total, weights, overlaps = jnp.float32(0), jnp.float32(0), {}
-        for j in range(out.logits.shape[2]):
-            m = matched(out, teacher, batch.labels, j, self.tokens)
-            weight = out.share[j] * m.weight
-            theirs = {n: matched(o, teacher, batch.labels, j, self.tokens).draft_logits for n, o in compared.items()}
+        others = {n: other.predictions(given.references[n], batch, target_out) for n, other in self.references.items()}
+        total, weights, overlaps, by_depth = jnp.float32(0), jnp.float32(0), {}, []
+        for prediction in self.drafter.predictions(whole, batch, target_out):
+            m = matched(prediction, teacher, batch.labels, self.tokens)
+            weight = prediction.share * m.weight
+            theirs = {n: matched(next(o), teacher, batch.labels, self.tokens).draft_logits for n, o in others.items()}
             context = LossContext(given.alpha, weight, theirs)
             values = self.loss(m.draft_logits, m.teacher, m.tokens, context)
             # A prediction that does not count may have no finite loss.
-            total += jnp.sum(jnp.where(weight > 0, weight * values, 0.0))
-            weights += jnp.sum(weight)
             measured = {} if m.teacher is None else acceptance(*jax.lax.stop_gradient((m.draft_logits, m.teacher)))
-            for name, overlap in measured.items():
-                overlaps[name] = overlaps.get(name, 0.0) + jnp.sum(jnp.where(weight > 0, weight * overlap, 0.0))
-        return total, (weights, {"loss": total, **overlaps})
+            sums = {n: jnp.sum(jnp.where(weight > 0, weight * x, 0.0)) for n, x in {"loss": values, **measured}.items()}
+            total, weights = total + sums["loss"], weights + jnp.sum(weight)
+            overlaps |= {name: overlaps.get(name, 0.0) + sums[name] for name in measured}
+            by_depth.append({**sums, "weight": jnp.sum(weight)})
+        depths = {"by_depth": by_depth} if len(by_depth) > 1 else {}
+        return total, (weights, {"loss": total, **overlaps, **depths})
 
     def accumulate(self, params: Params, given: _Given, batch: Batch) -> _Sums:
         """Gradient and metrics of the batch, microbatch by microbatch."""
@@ -184,6 +183,11 @@ class Update:
     def apply_gradients(self, state: TrainState, total: _Sums) -> tuple[TrainState, dict[str, jax.Array]]:
         weight = jnp.where(total.weight > 0, total.weight, 1.0)
         grads, metrics = jax.tree.map(lambda x: x / weight.astype(x.dtype), (total.grads, total.metrics))
+        for depth, of_depth in enumerate(metrics.pop("by_depth", ()), 1):
+            counted = of_depth.pop("weight")  # as a part of all: what it is divided by has been divided too
+            metrics |= {
+                f"{name}_at_{depth}": value / jnp.where(counted > 0, counted, 1.0) for name, value in of_depth.items()
+            }
         updates, opt = self.optimizer.update(grads, state.opt, state.params)
         grad_norm, update_norm = optax.tree.norm(grads), optax.tree.norm(updates)
         # Of logits with a NaN or +inf the loss is not finite either.

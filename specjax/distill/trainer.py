@@ -184,6 +184,7 @@ class Trainer:
         record = {"held_out_nll": result.nll}
         if self.target is not None:
             record["alpha"] = result.alpha
+            record |= {f"alpha_at_{depth}": alpha for depth, alpha in enumerate(result.alpha_at, 1)}
         with waiting("decoding"):
             return record | self._selector.measure(step, self._state.result)
 

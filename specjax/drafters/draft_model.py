@@ -6,7 +6,9 @@ Dims: B rows, P prompt, T tokens fed, K draft length, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -16,7 +18,7 @@ from pydantic import Field
 
 from specjax import sampling
 from specjax.models.cache import dtype_for
-from specjax.types import Batch, Bound, Context, Draft, DraftOutput, Outcome, Output, Params, TargetView
+from specjax.types import Batch, Bound, Context, Draft, Outcome, Output, Params, Prediction, TargetView
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,11 +129,11 @@ class BoundDraftModel:
     def init_params(self, key: Key[Array, ""], target: Any) -> Params:
         return self.model.init(key)
 
-    def train_output(self, params: Params, batch: Batch, target_out: Output | None) -> DraftOutput:
-        """Position t predicts what the target's row t predicts: one prediction a position, no shift."""
-        logits = self.model(params, batch.tokens, batch.token_positions, mask=batch.attention_mask).logits
-        rows = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[:, None]
-        return DraftOutput(logits[:, :, None], rows, batch.weight[..., None], jnp.ones((1,), jnp.float32))
+    def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
+        """Position t predicts what the target predicts there: one prediction a position, no shift."""
+        out = self.model(params, batch.tokens, batch.token_positions, mask=batch.attention_mask)
+        assert out.final is not None
+        yield Prediction(out.final, functools.partial(self.model.head, params), batch.weight)
 
 
 def _over(logits: Float[Array, "B R W"], size: int) -> Float[Array, "B R V"]:

@@ -1,13 +1,13 @@
 """Held-out rows in, per-position losses and acceptance out, under teacher forcing at temperature 1.
 
-Dims: B rows, T predicted positions, J predictions a position, V vocabulary, M models.
+Dims: B rows, T predicted positions, V vocabulary, M models.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -23,7 +23,7 @@ from specjax.metrics import alpha_per_position
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime.layout import ONE_DEVICE, Layout
 from specjax.runtime.progress import StepProgress
-from specjax.types import Batch, DraftOutput, FullLogits, Output, Params, TopKLogits, Trainable
+from specjax.types import Batch, FullLogits, Output, Params, Prediction, TopKLogits, Trainable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,15 @@ class Evaluation:
     target_nll: float
     alpha: float
     positions: int
+    alpha_at: tuple[float, ...] = ()
+    """By depth, of drafters that make more than one prediction of every position."""
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Evaluation:
+        return cls(**{**found, "alpha_at": tuple(found.get("alpha_at", ()))})
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "alpha_at" or value}
 
 
 @flax.struct.dataclass
@@ -47,25 +56,29 @@ class Matched:
 
 
 def matched(
-    out: DraftOutput,
+    prediction: Prediction,
     teacher: FullLogits | TopKLogits | None,
     labels: Int[Array, "B T"],
-    j: int,
     tokens: TokenRows | None = None,
 ) -> Matched:
-    """Prediction ``j`` of a drafter's training forward, aligned with the target's distribution and the text's next
-    token.
+    """A prediction beside the target's distribution and the text's next token at the rows that it names.
 
     Distributions that are compared are over ``tokens``, both of them, as in decoding. Without a teacher the draft's is
     over all its rows: that teaches it not to choose padding, for those who decode it elsewhere.
     """
-    take = functools.partial(jnp.take, indices=out.target_index[:, j], axis=1, mode="clip")
-    logits = out.logits[:, :, j]
+
+    def take(values):
+        rows = prediction.rows
+        if rows is None:
+            return values
+        return jnp.take_along_axis(values, rows.reshape(*rows.shape, *[1] * (values.ndim - 2)), axis=1, mode="clip")
+
+    logits = prediction.logits
     if tokens is not None and teacher is not None:
         logits = tokens.over(logits)
         if isinstance(teacher, FullLogits):
             teacher = FullLogits(tokens.over(teacher.logits))
-    return Matched(logits, jax.tree.map(take, teacher), take(labels), out.weight[:, :, j])
+    return Matched(logits, jax.tree.map(take, teacher), take(labels), prediction.weight)
 
 
 def evaluate(
@@ -121,6 +134,7 @@ def evaluate_all(
             target_nll=float(t.get("target_nll", np.nan) / t["count"]),
             alpha=float(t.get("alpha", np.nan) / t["count"]),
             positions=int(t["count"]),
+            alpha_at=tuple(float(at["alpha"] / at["count"]) for at in t["at"] if "alpha" in at and len(t["at"]) > 1),
         )
         for t in totals
     ]
@@ -135,16 +149,17 @@ def _filled_up(leaf: np.ndarray, size: int) -> np.ndarray:
 def _sums(drafter, spec, tokens: TokenRows | None, params: tuple, target_params, batch: Batch) -> list:
     target_out = None if spec is None else target_output(spec, target_params, batch)
     wholes = [with_shared_params(drafter, p, target_params) for p in params]
-    return [_sums_of(drafter.train_output(p, batch, target_out), target_out, batch.labels, tokens) for p in wholes]
+    return [_sums_of(drafter.predictions(p, batch, target_out), target_out, batch.labels, tokens) for p in wholes]
 
 
 def _sums_of(
-    out: DraftOutput, target_out: Output | None, labels: Int[Array, "B T"], tokens: TokenRows | None
-) -> dict[str, jax.Array]:
-    sums: dict[str, jax.Array] = {}
+    predictions: Iterable[Prediction], target_out: Output | None, labels: Int[Array, "B T"], tokens: TokenRows | None
+) -> dict[str, Any]:
+    """``sums["at"]``: of each depth by itself."""
+    sums: dict[str, Any] = {"at": []}
     teacher = None if target_out is None else FullLogits(target_out.logits)
-    for j in range(out.logits.shape[2]):
-        m = matched(out, teacher, labels, j, tokens)
+    for prediction in predictions:
+        m = matched(prediction, teacher, labels, tokens)
         measured = {
             "nll": negative_log_likelihood(m.draft_logits, m.tokens),
             "count": jnp.ones(m.tokens.shape, jnp.float32),
@@ -152,8 +167,8 @@ def _sums_of(
         if isinstance(m.teacher, FullLogits):
             measured["target_nll"] = negative_log_likelihood(m.teacher.logits, m.tokens)
             measured["alpha"] = alpha_per_position(m.teacher.logits, m.draft_logits)
-        for name, values in measured.items():
-            # Every prediction that counts counts alike here, whatever its weight in training.
-            total = jnp.sum(jnp.where(m.weight > 0, values, 0.0))
-            sums[name] = sums[name] + total if name in sums else total
+        # Every prediction that counts counts alike here, whatever its weight in training.
+        totals = {name: jnp.sum(jnp.where(m.weight > 0, values, 0.0)) for name, values in measured.items()}
+        sums["at"].append(totals)
+        sums |= {name: sums[name] + total if name in sums else total for name, total in totals.items()}
     return sums

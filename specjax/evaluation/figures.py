@@ -116,11 +116,11 @@ def evaluate(
         settings = (target, rows, config.eval.positions, config.eval.batch_size)
         with bars("evaluation", -(-len(chosen.tokens) // config.eval.batch_size)) as progress:
             found = evaluate_all(drafter, [models[i] for i in missing], *settings, progress, make_layout(config.mesh))
-        return list(map(dataclasses.asdict, found))
+        return [evaluation.to_json() for evaluation in found]
 
     measured_on = (*fingerprint.of_model(target), fingerprint.digest(chosen))
     keys = ["".join((fingerprint.digest(params), *measured_on)) for params in models]
-    return [Evaluation(**found) for found in _kept(Path(config.out) / _FILE, keys, measure)]
+    return list(map(Evaluation.from_json, _kept(Path(config.out) / _FILE, keys, measure)))
 
 
 def decode(

@@ -191,6 +191,10 @@ class Model:
         total = jnp.zeros((batch,), jnp.int32) if config.rows_choose_frequencies else None
         return KVCache(cache.layers, total)
 
+    def head(self, params: Params, final: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits of what a forward pass returns as ``final``."""
+        return self.module(params).logits(final)
+
     def __call__(
         self,
         params: Params,

@@ -324,7 +324,8 @@ def test_the_drafts_decode_path_gives_its_training_logits(pair):
 
     @jax.jit
     def train_logits(tokens):
-        return spec.train_output(draft.params, Batch(tokens, tokens, jnp.ones(tokens.shape)), None).logits[:, :, 0]
+        (prediction,) = spec.predictions(draft.params, Batch(tokens, tokens, jnp.ones(tokens.shape)), None)
+        return prediction.logits
 
     feed, propose = jax.jit(spec.model.__call__), jax.jit(spec.draft)
     state = spec.extend(draft.params, spec.init(2, 32), tokens[:, :1], jnp.ones(2, jnp.int32), None)

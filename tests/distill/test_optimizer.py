@@ -153,7 +153,7 @@ def test_what_is_measured_during_a_stage_is_the_average(tmp_path, monkeypatch):
     assert_same(measured[-1], result)
 
 
-RESULT = SimpleNamespace(nll=1.0, alpha=0.5)
+RESULT = SimpleNamespace(nll=1.0, alpha=0.5, alpha_at=())
 
 
 def test_the_size_of_a_microbatch_does_not_change_the_stage(tmp_path):

@@ -52,16 +52,16 @@ def real(params):
 def test_every_comparison_is_over_tokens_alone():
     """And so is its gradient: rows that are no tokens have none."""
     target = toys.target()
-    batch = take(toys.rows(2), range(2))
+    batch = jax.tree.map(jnp.asarray, take(toys.rows(2), range(2)))
     every = [registry.build(registry.LOSSES, kind, "loss") for kind in KINDS]
     context = LossContext(jnp.float32(0.4), jnp.ones(batch.tokens.shape))
 
     @functools.partial(jax.jit, static_argnums=2)
     def found(draft, target_params, tokens=None):
         def values(draft):
-            out = BigramDraft().train_output(draft, batch, None)
+            (prediction,) = BigramDraft().predictions(draft, batch, None)
             teacher = FullLogits(BigramTarget()(target_params, batch.tokens, None).logits)
-            m = matched(out, teacher, batch.labels, 0, tokens)
+            m = matched(prediction, teacher, batch.labels, tokens)
             return jnp.stack([loss(m.draft_logits, m.teacher, m.tokens, context).sum() for loss in every])
 
         return values(draft), jax.jacrev(values)(draft)

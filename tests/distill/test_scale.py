@@ -440,9 +440,9 @@ def test_a_drafter_without_a_transformer_refuses_them(tmp_path):
 class Watched(toys.BigramDraft):
     """Says in which dtype it is asked to compute."""
 
-    def train_output(self, params, batch, target_out):
+    def predictions(self, params, batch, target_out):
         SEEN.append(params["table"].dtype)
-        return super().train_output(params, batch, target_out)
+        return super().predictions(params, batch, target_out)
 
 
 SEEN: list = []

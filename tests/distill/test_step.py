@@ -111,3 +111,39 @@ def test_cached_logits_measure_an_interval_that_holds_alpha_and_its_upper_end_ru
     assert metrics["alpha_lower"] < ALPHA < metrics["alpha_upper"]
     expected = ALPHA_MEMORY * 0.3 + (1 - ALPHA_MEMORY) * metrics["alpha_upper"]
     assert state.alpha == pytest.approx(expected, rel=1e-6)
+
+
+def by_hand() -> list[dict[str, float]]:
+    """Loss and alpha of each depth of `toys.TwoDepths`, whose second one begins at the second token."""
+    place = np.arange(toys.LENGTH)
+    rows = np.minimum(place[None] + np.arange(4)[:, None] % 2, toys.LENGTH - 1)
+    second_p = np.take_along_axis(LOG_P, rows[..., None], axis=1)
+    second_q, counts = np.roll(LOG_Q, 1, axis=1), WEIGHTS * (place > 0)
+    found = []
+    for log_p, log_q, weight in ((LOG_P, LOG_Q, WEIGHTS), (second_p, second_q, counts)):
+        share = weight.astype(np.float64) / weight.sum(dtype=np.float64)
+        alpha = 1 - (share * total_variation64(log_p, log_q)).sum()
+        found.append({"loss": (share * kl64(log_p, log_q)).sum(), "alpha": alpha, "weight": weight.sum()})
+    return found
+
+
+@pytest.mark.parametrize("rows", [4, 2])
+def test_predictions_at_several_depths_are_told_apart_and_weighed_by_their_share(rows):
+    """Each is compared with the rows of the target that it names, in every row of the batch."""
+    params, loss = bigram_params(1), registry.build(registry.LOSSES, "forward_kl", "loss")
+    state = TrainState(params, optax.sgd(1.0).init(params), jnp.float32(0.3))
+    update = Update(toys.TwoDepths(), loss, optax.sgd(1.0), BigramTarget(), rows).jitted()
+    _, metrics = update(state, toys.target().params, uneven(), None)
+    first, second = by_hand()
+    for depth, wanted in enumerate((first, second), 1):
+        for name in ("loss", "alpha"):
+            assert metrics[f"{name}_at_{depth}"] == pytest.approx(wanted[name], rel=1e-5)
+    parts = first["weight"], 0.5 * second["weight"]
+    for name in ("loss", "alpha"):
+        mean = np.average([first[name], second[name]], weights=parts)
+        assert metrics[name] == pytest.approx(mean, rel=1e-5)
+
+
+def test_one_prediction_is_logged_without_a_depth():
+    _, metrics = stepped("forward_kl")
+    assert not any("_at_" in name for name in metrics)

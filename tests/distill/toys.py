@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from specjax import config
 from specjax.distill.trainer import StageData, Trainer
 from specjax.runtime import fingerprint
 from specjax.runtime.layout import ONE_DEVICE
-from specjax.types import Batch, DraftOutput, Output
+from specjax.types import Batch, Output, Prediction
 
 VOCAB, LENGTH = 12, 8
 
@@ -40,12 +41,25 @@ class BigramDraft:
     def init_params(self, key, target) -> Any:
         return bigram_params(1)
 
-    def train_output(self, params, batch, target_out) -> DraftOutput:
+    def predictions(self, params, batch, target_out) -> Iterator[Prediction]:
         tokens = batch.tokens
         logits = BigramTarget()(params, tokens, None).logits
-        logits = jnp.where((tokens == self.poison)[..., None], jnp.nan, logits)[:, :, None]
-        weight = (jnp.where(tokens != self.ignored, batch.weight, 0.0))[..., None]
-        return DraftOutput(logits, jnp.arange(tokens.shape[1])[:, None], weight, jnp.ones((1,), jnp.float32))
+        logits = jnp.where((tokens == self.poison)[..., None], jnp.nan, logits)
+        yield Prediction(logits, lambda x: x, jnp.where(tokens != self.ignored, batch.weight, 0.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoDepths(BigramDraft):
+    """A second prediction, from the token before: of what the target predicts at the token itself. In every second row
+    it is compared with the target one token later, as if the rows were aligned each in its own way."""
+
+    def predictions(self, params, batch, target_out) -> Iterator[Prediction]:
+        (first,) = super().predictions(params, batch, target_out)
+        yield first
+        place = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None], batch.tokens.shape)
+        rows = jnp.minimum(place + jnp.arange(len(place), dtype=jnp.int32)[:, None] % 2, place.shape[1] - 1)
+        before = jnp.roll(first.hidden, 1, axis=1)
+        yield Prediction(before, first.head, jnp.where(place > 0, first.weight, 0.0), rows, share=0.5)
 
 
 @dataclasses.dataclass

@@ -122,3 +122,14 @@ def test_an_evaluation_is_of_a_target_s_config_too(kept):
     _, evaluated, measured = kept
     assert evaluated(toys.target(config=0.5)) != evaluated(toys.target(config=1.0))
     assert measured == [1, 1]
+
+
+def test_alpha_is_told_by_depth_where_there_is_more_than_one():
+    settings = (bigram_params(1), toys.target(), toys.rows(4), 10_000, 4)
+    one, two = evaluate(BigramDraft(), *settings), evaluate(toys.TwoDepths(), *settings)
+    assert one.alpha_at == ()
+    assert "alpha_at" not in one.to_json()
+    assert two.alpha_at[0] == pytest.approx(one.alpha, rel=1e-6)
+    assert two.alpha_at[1] != pytest.approx(one.alpha, rel=1e-2)
+    first, second = one.positions, two.positions - one.positions
+    assert two.alpha == pytest.approx((first * two.alpha_at[0] + second * two.alpha_at[1]) / two.positions, rel=1e-6)

@@ -463,3 +463,39 @@ def bootstrap_resamples_blocks(patch):
         return mutated
 
     wrap(patch, metrics, "block_efficiency_interval", make)
+
+
+DEPTHS = test_step.test_predictions_at_several_depths_are_told_apart_and_weighed_by_their_share
+
+
+@mutant("loss", DEPTHS, rows=4)
+def a_depth_is_compared_with_the_rows_of_the_first_one(patch):
+    def make(real):
+        return lambda prediction, *rest: real(dataclasses.replace(prediction, rows=None), *rest)
+
+    wrap(patch, step, "matched", make)
+
+
+@mutant("loss", DEPTHS, rows=4)
+def all_rows_of_a_batch_are_aligned_as_its_first_one(patch):
+    def make(real):
+        def mutated(prediction, *rest):
+            rows = prediction.rows
+            same = None if rows is None else jnp.broadcast_to(rows[:1], rows.shape)
+            return real(dataclasses.replace(prediction, rows=same), *rest)
+
+        return mutated
+
+    wrap(patch, step, "matched", make)
+
+
+@mutant("loss", DEPTHS, rows=4)
+def the_share_of_a_depth_is_ignored(patch):
+    def make(real):
+        def mutated(self, params, batch, target_out):
+            for prediction in real(self, params, batch, target_out):
+                yield dataclasses.replace(prediction, share=1.0)
+
+        return mutated
+
+    wrap(patch, toys.TwoDepths, "predictions", make)
