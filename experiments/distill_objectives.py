@@ -111,7 +111,7 @@ class Run:
     recipe: str
     seed: int
     steps: int
-    draft: specjax.LoadedModel
+    draft: job.TrainedDraft
     alpha: float
     tokens_per_s: float
     decoded: list[Decoded]
@@ -131,7 +131,7 @@ class Experiment:
         initial = initial_draft(self.config, target, self.prepared.train_rows)
         # Of the config that is common, so that all drafts meet the same prompts and random numbers.
         common = load_config(config, overrides)
-        args = (common, target, initial.drafter, initial.spec, self.prepared.corpus.held_out)
+        args = (common, target, initial.drafter, self.prepared.corpus.held_out)
         found = held_out_decoding(*args)
         if found is None:
             raise SystemExit("selection.prompts: 0; the recipes are compared on decoded prompts, give some")
@@ -166,7 +166,7 @@ class Experiment:
         fixed = ["draft.pretrain.steps=0", "selection.prompts=0", "control.learning_rates=[]"]
         return load_config(self._file, [*self._overrides, *fixed, *told, f"seed={seed}", f"out={out}"])
 
-    def _decoded(self, file: Path, draft: specjax.LoadedModel) -> list[Decoded]:
+    def _decoded(self, file: Path, draft: job.TrainedDraft) -> list[Decoded]:
         depends_on = [fingerprint.digest(draft.params), self.decoding.identity]
         known = fingerprint.read_record(file, "it is decoded again")
         if known is not None and known["depends_on"] == depends_on:
@@ -180,7 +180,7 @@ class Experiment:
         k, new_tokens = self.common.selection.k, self.common.bench.new_tokens
         target, verifier = self.prepared.target, self.common.verifier
         sides = [(side, run) for pair in zip(runs, others, strict=True) for side, run in enumerate(pair)]
-        decoders = [specjax.Decoder(target, specjax.DraftModel(run.draft, k), verifier) for _, run in sides]
+        decoders = [specjax.Decoder(target, run.draft.of(k), verifier) for _, run in sides]
         found = []
         for temperature in self.decoding.temperatures:
             options: dict[str, Any] = {"max_new_tokens": new_tokens, "temperature": temperature, "ignore_eos": True}

@@ -83,7 +83,7 @@ def run(config: RunConfig) -> dict[str, Any]:
 
 def _decoding(config: RunConfig, distilled: job.Distilled, file: Path, bars: Bars) -> dict[str, Any]:
     """Measured once; kept with what it was measured on, and measured again when any of that changes."""
-    drafts = {"draft_before": distilled.draft_before, "draft_after": distilled.draft_after}
+    trained = {"draft_before": distilled.draft_before, "draft_after": distilled.draft_after}
     verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")
     measured_on = {
         "bench": dataclasses.asdict(config.bench),
@@ -91,7 +91,8 @@ def _decoding(config: RunConfig, distilled: job.Distilled, file: Path, bars: Bar
         "sampling": dataclasses.asdict(config.sampling),
         "certify": None if verifier.lossless else dataclasses.asdict(config.certify),
         "seed": config.seed,
-        "models": [fingerprint.of_model(m) for m in (distilled.target, *drafts.values())],
+        "target": fingerprint.of_model(distilled.target),
+        "drafts": [(fingerprint.digest(draft.params), repr(draft.drafter)) for draft in trained.values()],
         "specjax": _source_digest(),
         "jax": jax.__version__,
     }
@@ -99,8 +100,8 @@ def _decoding(config: RunConfig, distilled: job.Distilled, file: Path, bars: Bar
     if known is not None and known["measured_on"] == json.loads(json.dumps(measured_on)):
         return known
     jax.clear_caches()  # the programs of training
-    for model in (distilled.target, *drafts.values()):
-        model.free_originals()
+    distilled.target.free_originals()
+    drafts = {name: draft.of(1) for name, draft in trained.items()}
     measured = decoding_figures(config, distilled.target, drafts, distilled.prepared.corpus.held_out, bars)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     found = {**measured, "date": now, "machine": machine(), "measured_on": measured_on}

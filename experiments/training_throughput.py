@@ -166,7 +166,7 @@ def bare(initial: Initial, stage: Stage, target: Any, batches: Sequence[Batch]) 
 
 def hand_written(initial: Initial, stage: Stage, target: Any, batches: Sequence[Batch]) -> Loop:
     """The same forward KL without anything of `specjax.distill`; the models are the project's."""
-    optimizer, draft, teacher = optax.adamw(stage.optimizer.peak), initial.spec, target.spec
+    optimizer, draft, teacher = optax.adamw(stage.optimizer.peak), initial.drafter.model, target.spec
 
     def logits(model: Model, params: Any, batch: Batch) -> jax.Array:
         return model(params, batch.tokens, batch.token_positions, mask=batch.attention_mask).logits
@@ -201,7 +201,7 @@ def measure(config: RunConfig, steps: int, out: Path) -> dict[str, Any]:
     losses = float(loops["bare"].first["loss"]), float(loops["hand-written"].first)
     np.testing.assert_allclose(*losses, rtol=1e-4, err_msg="the loops compute different losses")
     turns = Turns(loops, stage)
-    decoding = held_out_decoding(config, target, initial.drafter, initial.spec, prepared.corpus.held_out)
+    decoding = held_out_decoding(config, target, initial.drafter, prepared.corpus.held_out)
     data = StageData(rows, prepared.held_out_rows, config.seed)
     Trainer(out, stage, initial.drafter, initial.params, target, data, decoding=decoding).run(turns)
     return {"tokens": stage.batch_size * rows.length, "loss": losses, **figures(turns.turns, stage)}

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from specjax.decode.decoder import Decoder
     from specjax.decode.result import Event, GenerationResult
     from specjax.drafters.draft_model import DraftModel
+    from specjax.drafters.loading import load_drafter
     from specjax.drafters.ngram import NGram
     from specjax.errors import SpecjaxError
     from specjax.models.hf import LoadedModel, load_model, save_model
@@ -25,6 +26,7 @@ __all__ = [
     "RunConfig",
     "SpecjaxError",
     "load_config",
+    "load_drafter",
     "load_model",
     "save_model",
 ]
@@ -39,6 +41,7 @@ _HOMES = {
     "RunConfig": "specjax.config",
     "SpecjaxError": "specjax.errors",
     "load_config": "specjax.config",
+    "load_drafter": "specjax.drafters.loading",
     "load_model": "specjax.models.hf",
     "save_model": "specjax.models.hf",
 }

@@ -49,6 +49,9 @@ LOSSES = {
     "sum": "specjax.distill.losses:Sum",
     "total_variation": "specjax.distill.losses:TotalVariation",
 }
+DRAFTS = {
+    "draft_model": "specjax.distill.init:SeparateModel",
+}
 INITS = {
     "checkpoint": "specjax.distill.init:Checkpoint",
     "layers": "specjax.distill.init:Layers",

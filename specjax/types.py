@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkab
 
 import flax.struct
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
@@ -34,6 +35,11 @@ class Reads:
 
 
 NOTHING = Reads()
+
+
+def reads_of(drafter: Any) -> Reads:
+    """Of a drafter or trainable; one that does not say reads nothing."""
+    return getattr(drafter, "reads", NOTHING)
 
 
 @flax.struct.dataclass
@@ -428,10 +434,22 @@ class Prediction:
         return self.head(self.hidden)
 
 
+@dataclasses.dataclass(frozen=True)
+class TrainingForm:
+    """How a forward pass runs in training: the same numbers for other costs. ``remat``: activations are computed again
+    in the backward pass. ``scan_layers``: equal layers are one compiled loop. ``sharding``: of ``[B, T, D]`` between
+    layers, over a mesh; None: on one device."""
+
+    remat: bool = False
+    scan_layers: bool = False
+    sharding: NamedSharding | None = None
+
+
 @runtime_checkable
 class Trainable(Protocol):
-    """A drafter that can be distilled; it owns the alignment of positions. One that reads the target's forward pass has
-    ``reads``; its predictions then need the target, and cannot be made from cached logits."""
+    """A drafter that can be distilled: static and hashable; it owns the alignment of positions. One that reads the
+    target's forward pass has ``reads``; its predictions then need the target, and cannot be made from cached logits.
+    `specjax.drafters.base.TrainedDrafter` adds what a training job asks for beside this."""
 
     def init_params(self, key: Key[Array, ""], target: Any) -> Params: ...
 

@@ -21,6 +21,7 @@ import specjax
 from specjax import cli
 from specjax.config import shipped
 from specjax.decode.request import derive_seeds
+from specjax.distill import init
 from specjax.errors import ConfigError, ModelError, Stopped
 from specjax.jobs import demo, train
 from specjax.metrics import DecodeStats
@@ -71,12 +72,13 @@ def decoders(monkeypatch):
         return Decoder(target, drafter, verifier)
 
     class Model(str):
-        tokenizer = "a tokenizer"
+        tokenizer, dtype = "a tokenizer", "float32"
 
         def free_originals(self) -> None:
             pass
 
     monkeypatch.setattr(specjax, "load_model", lambda path, **options: Model(path))
+    monkeypatch.setattr(init, "load_model", lambda path, *args, **options: Model(path))
     monkeypatch.setattr(specjax, "Decoder", decoder)
     return made
 

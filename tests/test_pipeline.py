@@ -12,8 +12,10 @@ import pipeline
 from rich.console import Console
 
 from specjax.config import load_config
+from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.evaluation import bench
 from specjax.jobs import bench as measure
+from specjax.jobs.distill import TrainedDraft
 from specjax.runtime.progress import no_bars
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,11 +64,11 @@ def test_a_damaged_benchmark_is_named_and_measured_again(tiny_target, tiny_draft
 
     monkeypatch.setattr(pipeline, "decoding_figures", figures)
     monkeypatch.setattr(pipeline.jax, "clear_caches", lambda: None)
-    models = [dataclasses.replace(model) for model in (tiny_target, tiny_draft, tiny_draft)]
+    target = dataclasses.replace(tiny_target)
+    trained = TrainedDraft("draft", TrainedDraftModel(tiny_draft.spec), tiny_draft.params, target)
     monkeypatch.setattr(type(tiny_target), "free_originals", lambda model: None)
-    names = ("target", "draft_before", "draft_after")
     prepared = types.SimpleNamespace(corpus=types.SimpleNamespace(held_out=[]))
-    distilled: Any = types.SimpleNamespace(prepared=prepared, **dict(zip(names, models, strict=True)))
+    distilled: Any = types.SimpleNamespace(prepared=prepared, target=target, draft_before=trained, draft_after=trained)
     config, file = load_config(ROOT / "configs" / "demo.yaml"), tmp_path / "decoding.json"
 
     def decoding():

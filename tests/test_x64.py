@@ -16,7 +16,7 @@ from specjax.distill.distributions import top_k_logits
 from specjax.distill.losses import ForwardKL
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import Update, start_state
-from specjax.drafters.draft_model import BoundDraftModel, DraftModel
+from specjax.drafters.draft_model import DraftModel, TrainedDraftModel
 from specjax.drafters.ngram import NGram
 from specjax.evaluation import forced
 from specjax.evaluation.evaluate import evaluate
@@ -52,7 +52,7 @@ def test_training_is_the_same_with_64_bits():
         target, draft = pair()
         settings = config.Optimizer(kind="muon", schedule="wsd", warmup_steps=2)
         optimizer = make_optimizer(config.Stage(steps=10, optimizer=settings))
-        drafter = BoundDraftModel(SPEC)
+        drafter = TrainedDraftModel(SPEC)
         state = start_state(draft.params, optimizer, True, ONE_DEVICE, drafter)
         uniform = jnp.full((4, 16), 0.3, jnp.float32)
         tokens, following = jnp.asarray(TOKENS[:, :-1]), jnp.asarray(TOKENS[:, 1:])
@@ -71,7 +71,7 @@ def test_evaluation_is_the_same_with_64_bits():
 
     def measured():
         target, draft = pair()
-        return dataclasses.astuple(evaluate(BoundDraftModel(SPEC), draft.params, target, rows, 64, 2))
+        return dataclasses.astuple(evaluate(TrainedDraftModel(SPEC), draft.params, target, rows, 64, 2))
 
     same_with_64_bits(measured)
 

@@ -21,9 +21,11 @@ from specjax.config.fields import (
     ascending,
     buildable,
     distinct,
+    kind_in,
     path_or,
 )
-from specjax.registry import DATA, INITS, LOSSES, build
+from specjax.errors import ConfigError
+from specjax.registry import DATA, DRAFTS, INITS, LOSSES, build
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -283,9 +285,16 @@ class Stage:
         return self
 
 
-@dataclass(frozen=True, config=STRICT)
+def _open_to_kinds(schema: dict[str, Any]) -> None:
+    """Only `draft_model` has no other fields than those that stand here."""
+    closed = {"properties": {"kind": {"const": "draft_model"}}}, {"propertyNames": {"enum": [*schema["properties"]]}}
+    schema |= dict(zip(("if", "then"), closed, strict=True))
+    del schema["additionalProperties"]
+
+
+@dataclass(frozen=True, config=STRICT | {"json_schema_extra": _open_to_kinds})
 class Draft:
-    """The model that proposes: its shape or starting weights, and its training before distillation."""
+    """The drafter that is trained: its kind, shape or starting weights, and its training before distillation."""
 
     architecture: Architecture = Architecture()
     init: path_or(INITS) = None  # pyright: ignore[reportInvalidTypeForm]
@@ -297,6 +306,29 @@ class Draft:
         default_factory=lambda given: Stage(loss="cross_entropy", steps=start_of(given.get("init")).pretrain_steps)
     )
     """Before distillation: cross-entropy on the data, 300 steps of it, or none where `init` names trained weights."""
+
+    kind: kind_in(DRAFTS) = "draft_model"  # pyright: ignore[reportInvalidTypeForm]
+    """`draft_model`: a separate model, of the fields below. Another kind, `package.module:Class` too, has fields of its
+    own beside `pretrain`."""
+    settings: Mapping[str, Any] = Field(default_factory=dict)
+    """The fields of another kind: in a file they stand beside `kind`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fields_of_a_kind(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or given.get("kind", "draft_model") == "draft_model":
+            return given
+        others = {name: value for name, value in given.items() if name not in cls.__dataclass_fields__}
+        known = {name: value for name, value in given.items() if name not in others}
+        return {**known, "settings": {**others, **known.get("settings", {})}}
+
+    @model_validator(mode="after")
+    def _kind_takes_them(self) -> Draft:
+        try:
+            build(DRAFTS, {"kind": self.kind, **self.settings}, "")
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix(": ").removeprefix(".")) from None
+        return self
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -58,6 +58,7 @@ from specjax.types import (
     TargetView,
     Verdict,
     Verifier,
+    reads_of,
 )
 
 Logprobs = Literal["raw", "processed"]
@@ -107,10 +108,6 @@ class Engine:
 def num_nodes(drafter: BoundDrafter) -> int:
     """Drafted tokens in a block, all branches of a tree together."""
     return getattr(drafter, "num_nodes", drafter.k)
-
-
-def reads_of(drafter: BoundDrafter) -> Reads:
-    return getattr(drafter, "reads", NOTHING)
 
 
 def max_depth(drafter: BoundDrafter) -> int:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Protocol
+import os
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,53 +22,75 @@ from specjax.config import RunConfig
 from specjax.data.rows import Rows, spread
 from specjax.distill.prune import check_cuttable, prune
 from specjax.distill.shape import resized
-from specjax.distill.teacher import with_shared_params
-from specjax.drafters.draft_model import BoundDraftModel
+from specjax.drafters.draft_model import DraftModel, TrainedDraftModel
 from specjax.errors import ConfigError, ModelError
 from specjax.models.config import ModelConfig
 from specjax.models.families.settings import same_or_each
 from specjax.models.hf import LoadedModel, check_saveable, draft_of, load_model
 from specjax.models.transformer import Model
 from specjax.models.vocabulary import check_same_vocabulary
-from specjax.types import Batch, Output, Params, Prediction, Trainable
+from specjax.types import Drafter, Params
 
 ENDS = ("embedding", "head")
 """What `share` takes from the target; a tied head is no parameter of its own."""
 _CALIBRATION_TOKENS = 8192
 
 
-@dataclasses.dataclass(frozen=True)
-class Initial:
-    """A draft about to be trained. ``params`` are what is trained: without those that ``drafter`` shares with the
-    target. ``family``: the Hugging Face model type it is saved as."""
+class Initial(NamedTuple):
+    """A draft about to be trained. ``drafter``: a `TrainedDrafter`. ``params`` are what is trained: without those that
+    it shares with the target."""
 
-    drafter: Trainable
-    spec: Model
+    drafter: Any
     params: Params
-    family: str = "llama"
-
-    def model(self, params: Params, target: LoadedModel, name: str = "draft") -> LoadedModel:
-        """The draft with the weights ``params``, those that it shares with ``target``, and the target's tokenizer."""
-        params = with_shared_params(self.drafter, params, target.params)
-        return LoadedModel(self.spec, params, target.tokenizer, target.eos_ids, name, family=self.family)
 
 
 class Init(Protocol):
+    """The first weights of a draft, as a config says them: a frozen dataclass with a ``kind``."""
+
     def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
         """``rows``: of the training text. Raises `ConfigError` or `ModelError` where the draft cannot fit."""
         ...
 
 
+class DraftKind(Init, Protocol):
+    """A kind of trained drafter, as `draft` says it (`specjax.registry.DRAFTS`)."""
+
+    def load(self, directory: str | os.PathLike, target: LoadedModel, k: int, check_finite: bool = True) -> Drafter:
+        """The drafter that `TrainedDrafter.save` wrote to ``directory``, to decode with ``target``; NaN and infinite
+        weights are refused if ``check_finite``. Raises `ModelError` for a directory that it cannot read."""
+        ...
+
+
+def draft_kind(draft: config_lib.Draft) -> DraftKind:
+    """Raises `ConfigError` naming the field that is missing, unknown or out of range."""
+    return registry.build(registry.DRAFTS, {"kind": draft.kind, **draft.settings}, "draft")
+
+
 def initial_draft(config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
     """The draft that ``config.draft`` asks for."""
-    spec = config.draft.init
-    if spec is None:
-        spec = "scratch"
-    if isinstance(spec, str):
-        kind = config_lib.INIT_WORDS.get(spec)
-        spec = {"kind": "checkpoint", "path": spec} if kind is None else {"kind": kind}
-    init: Init = registry.build(registry.INITS, spec, "draft.init")
-    return init.draft(config, target, rows)
+    return draft_kind(config.draft).draft(config, target, rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class SeparateModel:
+    """A model of its own, of the target's vocabulary. Its first weights: `draft.init`."""
+
+    kind: Literal["draft_model"] = "draft_model"
+
+    def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
+        spec = config.draft.init
+        if spec is None:
+            spec = "scratch"
+        if isinstance(spec, str):
+            kind = config_lib.INIT_WORDS.get(spec)
+            spec = {"kind": "checkpoint", "path": spec} if kind is None else {"kind": kind}
+        init: Init = registry.build(registry.INITS, spec, "draft.init")
+        return init.draft(config, target, rows)
+
+    def load(self, directory: str | os.PathLike, target: LoadedModel, k: int, check_finite: bool = True) -> DraftModel:
+        model = load_model(directory, str(target.dtype), check_finite=check_finite)
+        model.free_originals()  # it only decodes
+        return DraftModel(model, k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +103,8 @@ class Scratch:
         shape, family = resized(target, config.draft.architecture)
         model = Model(shape)
         _, key = jax.random.split(jax.random.key(config.seed))
-        return _of_its_own(model, BoundDraftModel(model).init_params(key, target), family)
+        drafter = TrainedDraftModel(model, family)
+        return Initial(drafter, drafter.init_params(key, target))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +119,7 @@ class Checkpoint:
         draft = load_model(draft_of(self.path), "float32")  # trained in it, whatever the target computes in
         check_same_vocabulary(target, draft)
         check_length(config, draft.config, "draft")
-        return _of_its_own(draft.spec, draft.params, draft.family)
+        return Initial(TrainedDraftModel(draft.spec, draft.family), draft.params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +132,7 @@ class Pruned:
         check_cuttable(target.config)
         shape, family = resized(target, config.draft.architecture, target.config.head_dim)
         calibration = np.asarray(spread(rows, _CALIBRATION_TOKENS).tokens)
-        return _of_its_own(Model(shape), prune(target, shape, calibration), family)
+        return Initial(TrainedDraftModel(Model(shape), family), prune(target, shape, calibration))
 
 
 def _ascending(keep: tuple[int, ...]) -> tuple[int, ...]:
@@ -149,29 +172,24 @@ class Layers:
         own = {name: value for name, value in target.params.items() if not (self.share and name in ENDS)}
         own = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), {**own, "layers": kept})
         if not self.share:
-            return _of_its_own(model, own, target.family)
+            return Initial(TrainedDraftModel(model, target.family), own)
         shared = tuple(name for name in ENDS if name in target.params)
-        return Initial(SharedEnds(model, shared), model, own, target.family)
+        return Initial(SharedEnds(model, target.family, shared), own)
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedEnds:
+class SharedEnds(TrainedDraftModel):
     """A draft model whose parameters ``shared`` are the target's: not its own, not trained, not kept twice."""
 
-    model: Any
-    shared: tuple[str, ...]
+    shared: tuple[str, ...] = ENDS
 
     def complete(self, params: Params, target_params: Params) -> Params:
         dtype = params["norm"]["scale"].dtype
         return {**params, **jax.tree.map(lambda x: x.astype(dtype), {n: target_params[n] for n in self.shared})}
 
     def init_params(self, key: Key[jax.Array, ""], target: Any) -> Params:
-        params = BoundDraftModel(self.model).init_params(key, target)
+        params = super().init_params(key, target)
         return {name: value for name, value in params.items() if name not in self.shared}
-
-    def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
-        """``params``: with the shared ones."""
-        return BoundDraftModel(self.model).predictions(params, batch, target_out)
 
 
 def model_config(shape: config_lib.Architecture, vocab_size: int, max_positions: int) -> ModelConfig:
@@ -186,7 +204,3 @@ def check_length(config: RunConfig, model: ModelConfig, name: str) -> None:
         raise ConfigError(
             f"data.seq_len: {config.data.seq_len} exceeds the {name}'s {model.max_positions} positions; lower it"
         )
-
-
-def _of_its_own(spec: Model, params: Params, family: str = "llama") -> Initial:
-    return Initial(BoundDraftModel(spec), spec, params, family)

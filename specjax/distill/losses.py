@@ -290,12 +290,12 @@ class AdaSPEC:
     def bind(self, target: Any) -> References:
         """The reference draft, and those of the loss ``of``. Raises `ModelError` if it cannot be loaded or has another
         vocabulary than ``target``."""
-        from specjax.drafters.draft_model import BoundDraftModel
+        from specjax.drafters.draft_model import TrainedDraftModel
         from specjax.models import hf, vocabulary
 
         draft = hf.load_model(self.reference, "float32")
         vocabulary.check_same_vocabulary(target, draft)
-        return {**references_of([self.of], target), self.reference: (BoundDraftModel(draft.spec), draft.params)}
+        return {**references_of([self.of], target), self.reference: (TrainedDraftModel(draft.spec), draft.params)}
 
     def __call__(
         self,

@@ -23,7 +23,7 @@ from specjax.distill.teacher import target_output, with_shared_params
 from specjax.evaluation.evaluate import matched
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime.layout import ONE_DEVICE, Layout
-from specjax.types import Batch, FullLogits, Loss, LossContext, Params, Trainable
+from specjax.types import Batch, FullLogits, Loss, LossContext, Params, Trainable, reads_of
 
 MICRO_TOKENS_CPU = 512
 """Tokens of a microbatch on CPU: its activations stay in cache, 1.35x over the whole batch at once on 2 cores."""
@@ -135,7 +135,7 @@ class Update:
                 "in_shardings": (lies, None, layout.rows(), None),
                 "out_shardings": (lies, layout.everywhere()),
             }
-        placed = dataclasses.replace(self, drafter=layout.drafter(self.drafter), spec=layout.model(self.spec))
+        placed = dataclasses.replace(self, spec=layout.model(self.spec))
 
         def update(state: TrainState, target_params: Params, batch: Batch, frozen: dict[str, Params] | None = None):
             given = _Given(target_params, frozen or {}, state.alpha)
@@ -145,7 +145,9 @@ class Update:
 
     def summed_loss(self, params: Params, given: _Given, batch: Batch):
         """(loss, (weight, metrics)) of the rows of ``batch``, summed over their predictions."""
-        target_out = None if self.spec is None else target_output(self.spec, given.target, batch)
+        target_out = (
+            None if self.spec is None else target_output(self.spec, given.target, batch, reads_of(self.drafter))
+        )
         teacher = batch.teacher if target_out is None else FullLogits(target_out.logits)
         # Cast before the shared ones come in: what is the target's then takes the same dtype, without one in between.
         whole = with_shared_params(self.drafter, jax.tree.map(self._cast, params), given.target)

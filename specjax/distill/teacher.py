@@ -9,12 +9,18 @@ from typing import Any
 
 import jax
 
-from specjax.types import Batch, Output, Params, Sharing, Trainable
+from specjax.types import NOTHING, Batch, Output, Params, Reads, Sharing, Trainable, reads_of
 
 
-def target_output(spec: Any, params: Params, batch: Batch) -> Output:
-    """The target's forward over whole rows; no gradient reaches it."""
-    return jax.lax.stop_gradient(spec(params, batch.tokens, batch.token_positions, mask=batch.attention_mask))
+def target_output(spec: Any, params: Params, batch: Batch, reads: Reads = NOTHING) -> Output:
+    """The target's forward over whole rows, with what a draft ``reads`` of it; no gradient reaches it."""
+    more: dict[str, Any] = {"reads": reads} if reads else {}
+    return jax.lax.stop_gradient(spec(params, batch.tokens, batch.token_positions, mask=batch.attention_mask, **more))
+
+
+def needs_target(drafter: Any) -> bool:
+    """Whether a draft is nothing without its target, whatever its loss compares with."""
+    return isinstance(drafter, Sharing) or bool(reads_of(drafter))
 
 
 def with_shared_params(drafter: Trainable, params: Params, target_params: Params | None) -> Params:

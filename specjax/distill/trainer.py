@@ -20,12 +20,12 @@ from specjax.distill.optimizer import make_optimizer, make_schedule
 from specjax.distill.selection import Selector, fingerprint_of
 from specjax.distill.sources.on_policy import Sampler
 from specjax.distill.step import Update, microbatch_rows, start_state
+from specjax.distill.teacher import needs_target
 from specjax.distill.teacher_cache import cached_rows, numbers_of, shared_rows
-from specjax.errors import ConfigError, Stopped, TrainingError
+from specjax.drafters.base import in_training
+from specjax.errors import Stopped, TrainingError
 from specjax.evaluation.evaluate import evaluate
 from specjax.evaluation.held_out import DraftEvaluator
-from specjax.models.training import TrainingModel
-from specjax.models.transformer import Model
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime import fingerprint
 from specjax.runtime.checkpoint import Checkpoints, Restored, steps_taken
@@ -35,7 +35,7 @@ from specjax.runtime.log import LOG, Log, read_log
 from specjax.runtime.profile import Profile
 from specjax.runtime.progress import Bars, StepProgress, no_bars, waiting
 from specjax.runtime.signals import stop_requested
-from specjax.types import Batch, Loss, Params, Sharing, Trainable
+from specjax.types import Batch, Loss, Params, Sharing, Trainable, reads_of
 
 LOG_EVERY = 10
 """Steps between two looks at the metrics; in between, the host never waits for the device."""
@@ -91,16 +91,26 @@ class Trainer:
             raise TrainingError(
                 f"{name}: the loss {self._loss.kind!r} needs a target model; use cross_entropy or give one"
             )
-        if isinstance(self.drafter, Sharing) and self.target is None:
-            raise TrainingError(f"{name}: the draft shares weights with its target; give the target")
+        self._check_reads(name)
         self._rows = _microbatch_rows(name, self.stage, data.train.length, self.layout)
-        self._student = _student(self.drafter, self.stage)
+        form = self.layout.form(self.stage.remat, self.stage.scan_layers)
+        self._student = in_training(self.drafter, form)
         backend.keep_freed_memory()
         self._source = registry.build(registry.DATA, self.stage.data, f"{name}: data")
         batches = Batches(data.train, self.stage.batch_size, data.seed)
         self._batches = self._source.batches(batches, self.directory / "pools", data.sample, self._steps)
         bound = references_of([self._loss], self.target)
         self._references, self._frozen = ({name: pair[i] for name, pair in bound.items()} for i in (0, 1))
+
+    def _check_reads(self, name: str) -> None:
+        if self.target is None and needs_target(self.drafter):
+            how = "shares weights with" if isinstance(self.drafter, Sharing) else "reads"
+            raise TrainingError(f"{name}: the draft {how} its target; give the target")
+        if self.stage.teacher == "cached" and reads_of(self.drafter):
+            raise TrainingError(
+                f"{name}: teacher=cached keeps the target's logits alone, and the draft reads its forward pass "
+                f"({reads_of(self.drafter)}); set teacher=online"
+            )
 
     def run(self, progress: StepProgress | None = None) -> Params:
         """The trained parameters; a finished stage returns its own at once. Called again after an interruption, it goes
@@ -248,8 +258,9 @@ class Trainer:
         """What the step needs of the target: its weights, and its static half where it runs in the step."""
         stage, layout, target = self.stage, self.layout, self.target
         spec, self._teacher, shares = None, None, isinstance(self.drafter, Sharing)
-        if target is not None and (self._loss.needs_target or shares):
-            spec = target.spec if self._loss.needs_target else None
+        runs = self._loss.needs_target or bool(reads_of(self.drafter))
+        if target is not None and (runs or shares):
+            spec = target.spec if runs else None
             self._teacher = layout.put(target.params, layout.of_target(target.params, target.spec))
         if spec is None or stage.teacher != "cached":
             return spec
@@ -318,15 +329,6 @@ def _microbatch_rows(name: str, stage: config.Stage, length: int, layout: Layout
     return stage.micro_batch_size
 
 
-def _student(drafter: Any, stage: config.Stage) -> Any:
-    """The drafter as the step runs it."""
-    if not (stage.remat or stage.scan_layers):
-        return drafter
-    if not isinstance(getattr(drafter, "model", None), Model):
-        raise ConfigError(f"remat, scan_layers: {type(drafter).__name__} has no transformer of its own; set both false")
-    return dataclasses.replace(drafter, model=TrainingModel(drafter.model.config, stage.remat, stage.scan_layers))
-
-
 def _fingerprint(stage, drafter, params, target, data: StageData) -> dict[str, Any]:
     settings = {k: v for k, v in dataclasses.asdict(stage).items() if k not in _CHANGE_NO_WEIGHT}
     target_params, target_config = (None, None) if target is None else fingerprint.of_model(target)
@@ -372,7 +374,10 @@ def _means(pending: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Means of the steps since the last record, less those skipped. The batch's own acceptance is kept apart from the
     held-out ``alpha``."""
     names = {"loss": "loss", "grad_norm": "grad_norm"}
-    names |= {name: f"train_{name}" for name in ("alpha", "alpha_lower", "alpha_estimate", "alpha_upper")}
     taken = [metrics for metrics in pending if metrics["sound"]]
+    depths = {name for metrics in taken[:1] for name in metrics if "_at_" in name}
+    names |= {name: name for name in sorted(depths) if name.startswith("loss")}
+    of_alpha = ("alpha", "alpha_lower", "alpha_estimate", "alpha_upper")
+    names |= {name: f"train_{name}" for name in (*of_alpha, *sorted(depths)) if name not in names}
     means = {key: np.mean([m[key] for m in taken], dtype=np.float64) for key in names if taken and key in taken[0]}
     return {names[key]: float(mean) for key, mean in means.items()}

@@ -1,12 +1,32 @@
-"""What a drafter is unless it says otherwise."""
+"""Drafters as they are unless they say otherwise: one without state, and one that is trained.
+
+Dims: B rows, T tokens fed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from jaxtyping import Array, Int
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Int, Key
 
-from specjax.types import Bound, Context, Draft, Outcome, Output, Params, TargetView
+from specjax.errors import ConfigError
+from specjax.types import (
+    Batch,
+    Bound,
+    Context,
+    Draft,
+    Drafter,
+    Outcome,
+    Output,
+    Params,
+    Prediction,
+    TargetView,
+    Trainable,
+    TrainingForm,
+)
 
 
 class StatelessDrafter:
@@ -31,3 +51,47 @@ class StatelessDrafter:
 
     def commit(self, params: Params, state: Any, outcome: Outcome) -> Any:
         return state
+
+
+class TrainedDrafter:
+    """A drafter in training, all that a job asks of it: a frozen dataclass that is a `Trainable` (``init_params``,
+    ``predictions``) and says how its weights are decoded with and saved. ``params`` are all that it computes with, also
+    those that are the target's (`specjax.types.Sharing`).
+    """
+
+    def init_params(self, key: Key[Array, ""], target: Any) -> Params:
+        """Random weights, for a draft of ``target``."""
+        raise NotImplementedError(f"{type(self).__name__} has no first weights: define init_params")
+
+    def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
+        """See `Trainable`."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it predicts: define predictions")
+
+    def in_training(self, form: TrainingForm) -> Trainable:
+        """The same, as a stage runs it. Raises `ConfigError` where it cannot be run so."""
+        return _only_plain(self, form)
+
+    def parameter_sharding(self, path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> NamedSharding | None:
+        """Where the parameter at ``path`` lies on a mesh with the axes data, fsdp and tensor; None: whole on every
+        device. Asked for optimizer state of the same path as well."""
+        return None
+
+    def to_drafter(self, params: Params, target: Any, k: int) -> Drafter:
+        """The drafter that decodes with these weights, ``k`` tokens a block."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it decodes: define to_drafter")
+
+    def save(self, params: Params, target: Any, directory: Path, *, name: str = "draft", card: str | None = None):
+        """Write a directory with everything that decoding needs, in place of what is there; ``card``: its README.md."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it is saved: define save")
+
+
+def in_training(drafter: Any, form: TrainingForm) -> Any:
+    """``drafter`` as a stage runs it, see `TrainedDrafter.in_training`; one without that is run as it is."""
+    change = getattr(drafter, "in_training", None)
+    return _only_plain(drafter, form) if change is None else change(form)
+
+
+def _only_plain(drafter: Any, form: TrainingForm) -> Any:
+    if form.remat or form.scan_layers:
+        raise ConfigError(f"remat, scan_layers: {type(drafter).__name__} has no transformer of its own; set both false")
+    return drafter

@@ -9,16 +9,34 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Key
 from pydantic import Field
 
 from specjax import sampling
+from specjax.drafters.base import TrainedDrafter
 from specjax.models.cache import dtype_for
-from specjax.types import Batch, Bound, Context, Draft, Outcome, Output, Params, Prediction, TargetView
+from specjax.models.sharding import sharding_of
+from specjax.models.training import training_model
+from specjax.models.transformer import Model
+from specjax.types import (
+    Batch,
+    Bound,
+    Context,
+    Draft,
+    Outcome,
+    Output,
+    Params,
+    Prediction,
+    TargetView,
+    Trainable,
+    TrainingForm,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +72,7 @@ class Proposed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BoundDraftModel:
-    """``model``: a static spec, a function of its parameters; to decode with, or to train. ``dtype``: of the numbers
-    that its cache keeps."""
+    """``model``: a static spec, a function of its parameters. ``dtype``: of the numbers that its cache keeps."""
 
     model: Any
     k: int = 5
@@ -126,6 +143,14 @@ class BoundDraftModel:
         finite = sampling.has_distribution(out.logits)[:, 0]
         return tokens, Proposed(finite, None if noise is None else logits, context.stop(logits, offset))
 
+
+@dataclasses.dataclass(frozen=True)
+class TrainedDraftModel(TrainedDrafter):
+    """A draft model in training. ``model``: a static spec; ``family``: the Hugging Face model type it is saved as."""
+
+    model: Any
+    family: str = "llama"
+
     def init_params(self, key: Key[Array, ""], target: Any) -> Params:
         return self.model.init(key)
 
@@ -134,6 +159,29 @@ class BoundDraftModel:
         out = self.model(params, batch.tokens, batch.token_positions, mask=batch.attention_mask)
         assert out.final is not None
         yield Prediction(out.final, functools.partial(self.model.head, params), batch.weight)
+
+    def in_training(self, form: TrainingForm) -> Trainable:
+        if form == TrainingForm() or not isinstance(self.model, Model):
+            return super().in_training(form)
+        return dataclasses.replace(self, model=training_model(self.model, form))
+
+    def parameter_sharding(self, path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> NamedSharding | None:
+        return sharding_of(path, shape, self.model.config, mesh) if isinstance(self.model, Model) else None
+
+    def to_model(self, params: Params, target: Any, name: str = "draft") -> Any:
+        """The draft as a `LoadedModel` of its own, with the target's tokenizer: to be sampled from without a target."""
+        from specjax.models.hf import LoadedModel
+
+        return LoadedModel(self.model, params, target.tokenizer, target.eos_ids, name, family=self.family)
+
+    def to_drafter(self, params: Params, target: Any, k: int) -> DraftModel:
+        return DraftModel(self.to_model(params, target), k)
+
+    def save(self, params: Params, target: Any, directory: Path, *, name: str = "draft", card: str | None = None):
+        """A Hugging Face directory, which transformers and vLLM read too."""
+        from specjax.models.hf import save_model
+
+        save_model(self.to_model(params, target, name), directory, overwrite=True, card=card)
 
 
 def _over(logits: Float[Array, "B R W"], size: int) -> Float[Array, "B R V"]:

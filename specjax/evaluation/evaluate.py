@@ -19,11 +19,12 @@ from jaxtyping import Array, Float, Int
 from specjax.data.rows import Rows, spread
 from specjax.distill.losses import negative_log_likelihood
 from specjax.distill.teacher import target_output, with_shared_params
+from specjax.drafters.base import in_training
 from specjax.metrics import alpha_per_position
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime.layout import ONE_DEVICE, Layout
 from specjax.runtime.progress import StepProgress
-from specjax.types import Batch, FullLogits, Output, Params, Prediction, TopKLogits, Trainable
+from specjax.types import Batch, FullLogits, Output, Params, Prediction, TopKLogits, Trainable, reads_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +117,7 @@ def evaluate_all(
     if target is not None:
         spec, target_params = target.spec, layout.put(target.params, layout.of_target(target.params, target.spec))
     params = [layout.put(model, layout.of_draft(model, drafter)) for model in params]
-    drafter, spec, tokens = layout.drafter(drafter), layout.model(spec), TokenRows.of(target)
+    drafter, spec, tokens = in_training(drafter, layout.form()), layout.model(spec), TokenRows.of(target)
     sums = []
     for start in range(0, len(chosen.tokens), batch_size):
         batch = jax.tree.map(lambda x, start=start: _filled_up(x[start : start + batch_size], batch_size), chosen)
@@ -147,7 +148,7 @@ def _filled_up(leaf: np.ndarray, size: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _sums(drafter, spec, tokens: TokenRows | None, params: tuple, target_params, batch: Batch) -> list:
-    target_out = None if spec is None else target_output(spec, target_params, batch)
+    target_out = None if spec is None else target_output(spec, target_params, batch, reads_of(drafter))
     wholes = [with_shared_params(drafter, p, target_params) for p in params]
     return [_sums_of(drafter.predictions(p, batch, target_out), target_out, batch.labels, tokens) for p in wholes]
 

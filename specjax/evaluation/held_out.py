@@ -21,14 +21,13 @@ from specjax.data.prompts import PLACES, HeldOutPrompt, cut_prompts
 from specjax.decode.decoder import Decoder
 from specjax.decode.result import check_finite
 from specjax.distill.teacher import with_shared_params
-from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.base import TrainedDrafter
 from specjax.errors import ConfigError, DataError
 from specjax.metrics import DecodeStats, Interval, block_efficiency_interval, tokens_per_s
 from specjax.models.hf import LoadedModel
-from specjax.models.transformer import Model
 from specjax.runtime.layout import make_layout
 from specjax.runtime.log import note
-from specjax.types import Params, Trainable
+from specjax.types import Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +88,7 @@ class HeldOutDecoding:
 
     rule: config.Selection
     target: LoadedModel
-    drafter: Trainable
-    spec: Model
+    drafter: TrainedDrafter
     prompts: Sequence[HeldOutPrompt]
     temperatures: Sequence[float]
     verifier: Any
@@ -98,13 +96,11 @@ class HeldOutDecoding:
     seed: int
 
     def __call__(self, params: Params) -> list[Decoded]:
-        draft = LoadedModel(
-            self.spec, with_shared_params(self.drafter, params, self.target.params), self.target.tokenizer
-        )
+        params = with_shared_params(self.drafter, params, self.target.params)
         # Another handle of the same weights: their copy laid out for decoding is freed with it, not kept by training.
         target = dataclasses.replace(self.target)
         verifier = registry.build(registry.VERIFIERS, self.verifier, "verifier")
-        decoder = Decoder(target, DraftModel(draft, self.rule.k), verifier)
+        decoder = Decoder(target, self.drafter.to_drafter(params, target, self.rule.k), verifier)
         return [self._decode(decoder, temperature) for temperature in self.temperatures]
 
     def _decode(self, decoder: Decoder, temperature: float) -> Decoded:
@@ -127,7 +123,7 @@ class HeldOutDecoding:
 
 
 def held_out_decoding(
-    config: RunConfig, target: LoadedModel, drafter: Trainable, spec: Model, held_out: Sequence[Document]
+    config: RunConfig, target: LoadedModel, drafter: TrainedDrafter, held_out: Sequence[Document]
 ) -> HeldOutDecoding | None:
     """None where nothing is to be decoded. The prompts are cut from the ends of documents backwards, so that those of
     the benchmark are others as long as there is text enough. Raises `DataError` where there is no prompt, or where
@@ -154,7 +150,7 @@ def held_out_decoding(
         )
     temperatures = config.bench.temperatures if rule.temperatures is None else rule.temperatures
     where = (prompts, temperatures, config.verifier, config.sampling.options(), config.seed)
-    return HeldOutDecoding(rule, target, drafter, spec, *where)
+    return HeldOutDecoding(rule, target, drafter, *where)
 
 
 def with_median_seconds(turns: Sequence[Sequence[Decoded]]) -> list[Decoded]:

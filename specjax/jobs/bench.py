@@ -17,14 +17,15 @@ from specjax.data.corpus import Document
 from specjax.data.prompts import HeldOutPrompt, cut_prompts
 from specjax.decode import request
 from specjax.decode.decoder import Decoder
-from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.loading import load_drafter
 from specjax.errors import DataError
 from specjax.evaluation import bench as bench_lib
 from specjax.evaluation import certify as certify_lib
 from specjax.evaluation import figures as figures_lib
 from specjax.jobs import inputs
-from specjax.models.hf import LoadedModel, load_model
+from specjax.models.hf import LoadedModel
 from specjax.runtime.progress import Bars, no_bars
+from specjax.types import Drafter
 
 GREEDY, SAMPLED = 0.0, 1.0
 _TUNING = 3
@@ -38,28 +39,27 @@ def run_bench(config: RunConfig, bars: Bars = no_bars) -> dict[str, Any]:
     if not (out / "draft").is_dir():
         raise DataError(f"out: {out} holds no draft; run `specjax train` with this config first, or give its `out`")
     prepared = inputs.prepare(config, bars)
-    drafts = {"draft_after": load_model(str(out / "draft"), "float32")}
-    if (out / "draft-before").is_dir():
-        drafts = {"draft_before": load_model(str(out / "draft-before"), "float32"), **drafts}
-    for model in (prepared.target, *drafts.values()):
-        model.free_originals()
+    directories = {"draft_before": out / "draft-before", "draft_after": out / "draft"}
+    kind = {"kind": config.draft.kind, **config.draft.settings}
+    drafts = {name: load_drafter(at, prepared.target, kind=kind) for name, at in directories.items() if at.is_dir()}
+    prepared.target.free_originals()
     return decoding_figures(config, prepared.target, drafts, prepared.corpus.held_out, bars)
 
 
 def decoding_figures(
     config: RunConfig,
     target: LoadedModel,
-    drafts: Mapping[str, LoadedModel],
+    drafts: Mapping[str, Drafter],
     held_out: Sequence[Document],
     bars: Bars = no_bars,
 ) -> dict[str, Any]:
     """Everything measured by decoding: ``decoding`` (the grid, one dict a cell), ``figures`` (the flat summary),
-    ``sample`` (one generation in pieces), ``compile_seconds``. The last of ``drafts`` is the one that counts."""
+    ``sample`` (one generation in pieces), ``compile_seconds``. ``drafts``, of any k: the last one counts."""
     settings = config.bench
     cut = _prompts(held_out, target, settings.prompt_tokens, (1 + _TUNING) * settings.prompts)
     prompts = [prompt.tokens for prompt in cut]
     timed, tuning = prompts[: settings.prompts], prompts[settings.prompts :]
-    factories = {name: _draft_model(draft) for name, draft in drafts.items()} | {
+    factories = {name: _of_length(draft) for name, draft in drafts.items()} | {
         kind: _registered(kind) for kind in settings.drafters
     }
     favourite = list(drafts)[-1]
@@ -124,8 +124,8 @@ def _prompts(documents: Sequence[Document], target: LoadedModel, length: int, co
     return found
 
 
-def _draft_model(draft: LoadedModel) -> bench_lib.DrafterFactory:
-    return lambda k: DraftModel(draft, k)
+def _of_length(drafter: Any) -> bench_lib.DrafterFactory:
+    return lambda k: dataclasses.replace(drafter, k=k)
 
 
 def _registered(kind: str) -> bench_lib.DrafterFactory:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from specjax import registry
 from specjax.config import RunConfig
+from specjax.drafters.loading import load_drafter
 from specjax.errors import DataError
 from specjax.evaluation import certify as certify_lib
 from specjax.jobs import inputs
@@ -25,10 +26,12 @@ def run_certify(config: RunConfig, bars: Bars = no_bars) -> certify_lib.Certific
         raise DataError(
             f"out: {config.out} holds no draft; run `specjax train` with this config, or give certify.drafter"
         )
-    spec = {"kind": "draft_model", "model": str(draft), "k": settings.k} if spec is None else spec
-    drafter = registry.build(registry.DRAFTERS, spec, "certify.drafter")
+    drafter = None if spec is None else registry.build(registry.DRAFTERS, spec, "certify.drafter")
     verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")
     prepared = inputs.prepare(config, bars)
+    if drafter is None:
+        kind = {"kind": config.draft.kind, **config.draft.settings}
+        drafter = load_drafter(draft, prepared.target, settings.k, kind)
     prompts = held_out_prompts(prepared.corpus.held_out, prepared.target, settings.prompt_tokens, settings.prompts)
     with bars("certify", certify_lib.num_ticks(settings, verifier)) as progress:
         done = itertools.count(1)

@@ -18,8 +18,10 @@ from specjax import registry
 from specjax.config import RunConfig, Stage
 from specjax.distill.init import Initial, initial_draft
 from specjax.distill.sources.on_policy import draft_sampler
-from specjax.distill.teacher import with_shared_params
+from specjax.distill.sources.text import Proposer
+from specjax.distill.teacher import needs_target, with_shared_params
 from specjax.distill.trainer import StageData, Trainer
+from specjax.drafters.base import TrainedDrafter
 from specjax.evaluation import figures
 from specjax.evaluation.evaluate import Evaluation
 from specjax.evaluation.held_out import (
@@ -37,7 +39,7 @@ from specjax.runtime.distributed import by_first, is_first
 from specjax.runtime.layout import make_layout
 from specjax.runtime.log import note, read_log
 from specjax.runtime.progress import Bars, no_bars
-from specjax.types import Params, Sharing
+from specjax.types import Drafter, Params
 
 _EXPORTS: tuple[str, str] = ("draft-before", "draft")
 
@@ -59,12 +61,32 @@ class Measures:
 
 
 @dataclasses.dataclass(frozen=True)
+class TrainedDraft:
+    """A draft that the job left, ``name`` its directory; ``params``: all that it computes with."""
+
+    name: str
+    drafter: TrainedDrafter
+    params: Params
+    target: LoadedModel
+
+    def of(self, k: int) -> Drafter:
+        """The drafter that decodes with these weights, ``k`` tokens a block."""
+        return self.drafter.to_drafter(self.params, self.target, k)
+
+    def save(self, directory: Path, card: str) -> None:
+        def save(params: Params) -> None:
+            self.drafter.save(params, self.target, directory, name=self.name, card=card)
+
+        export(self.params, save, directory, card)
+
+
+@dataclasses.dataclass(frozen=True)
 class Distilled:
     """``logs``: stage name -> records of `specjax.distill.trainer.read_log`."""
 
     prepared: Prepared
-    draft_before: LoadedModel
-    draft_after: LoadedModel
+    draft_before: TrainedDraft
+    draft_after: TrainedDraft
     measures: Measures
     logs: dict[str, list[dict[str, float]]]
     alphas: dict[str, dict[str, float]]
@@ -103,12 +125,12 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
     target = prepared.target
     initial = initial_draft(config, target, prepared.train_rows)
     drafter = initial.drafter
-    decoding = held_out_decoding(config, target, drafter, initial.spec, prepared.corpus.held_out)
+    decoding = held_out_decoding(config, target, drafter, prepared.corpus.held_out)
     train = _Stages(config, bars, initial, prepared).train
     before, _ = train("draft-pretrain", config.draft.pretrain, initial.params, config.seed, target)
     after, steps = train("draft-distill", config.distill, before, config.seed + 1, target, decoding)
     # The controls see the batches that the distillation saw, start where it started, and are chosen as it is.
-    control_target = target if isinstance(drafter, Sharing) else None
+    control_target = target if needs_target(drafter) else None
     control_decoding = decoding if affects_selection(config.selection) else None
     start = (before, config.seed + 1, control_target, control_decoding)
     controls = {
@@ -130,10 +152,12 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
     )
     trained = dict(zip(_EXPORTS, (before, after), strict=True))
     decoded = figures.decode(config, bars, decoding, trained, target)
-    models = {name: initial.model(params, target, name) for name, params in trained.items()}
+    models = {
+        name: TrainedDraft(name, drafter, with_shared_params(drafter, params, target.params), target)
+        for name, params in trained.items()
+    }
     for (name, model), evaluation in zip(models.items(), (first, last), strict=True):
-        own = _draft_card(config, model, prepared, evaluation, decoded[name])
-        export(model, Path(config.out) / name, own)
+        model.save(Path(config.out) / name, _draft_card(config, model, prepared, evaluation, decoded[name]))
     stages = ("target-train", "draft-pretrain", "draft-distill", *(f"control-{rate}" for rate in controls))
     logs = {name: read_log(Path(config.out) / name) for name in stages}
     logs = {name: log for name, log in logs.items() if log}
@@ -172,7 +196,9 @@ class _Stages:
     ) -> tuple[Params, int]:
         """The trained parameters, and how many steps that took if none was spared."""
         config, bars, initial, prepared = self.config, self.bars, self.initial, self.prepared
-        draft = initial.model(params, prepared.target)
+        drafter, whose = initial.drafter, prepared.target
+        whole = with_shared_params(drafter, params, whose.params)
+        draft = Proposer(whole, lambda params, k: drafter.to_drafter(params, whose, k))
         source = registry.build(registry.DATA, "text" if stage.steps == 0 else stage.data, f"{name}: data")
         made_from = source_context(config, prepared, draft, name, data_directory(config, name), seed, bars)
         loss = registry.build(registry.LOSSES, stage.loss, f"{name}: loss")
@@ -182,19 +208,18 @@ class _Stages:
             note(f"{name}: {epochs:g} epochs of {len(rows):,} rows are {stage.steps:,} steps of {stage.batch_size}")
         steps = stage.num_steps
         with naming_inputs(config), (bars if steps else no_bars)(name, steps) as progress:
-            complete = functools.partial(with_shared_params, initial.drafter, target_params=prepared.target.params)
-            data = StageData(rows, prepared.held_out_rows, seed, draft_sampler(draft, complete))
+            data = StageData(rows, prepared.held_out_rows, seed, draft_sampler(drafter, whose))
             options = {"layout": make_layout(config.mesh), "decoding": decoding, "bars": bars}
-            trainer = Trainer(Path(config.out) / name, stage, initial.drafter, params, target, data, **options)
+            trainer = Trainer(Path(config.out) / name, stage, drafter, params, target, data, **options)
             return trainer.run(progress), steps
 
 
 def _draft_card(
-    config: RunConfig, draft: LoadedModel, prepared: Prepared, evaluation: Evaluation, decoded: list[Decoded]
+    config: RunConfig, draft: TrainedDraft, prepared: Prepared, evaluation: Evaluation, decoded: list[Decoded]
 ) -> str:
     target = prepared.target
     title = (
-        f"A draft model of {parameter_count(draft.params):,} parameters for speculative decoding with the target "
+        f"A draft of {parameter_count(draft.params):,} parameters for speculative decoding with the target "
         f"`{target.name}` ({parameter_count(target.params):,} parameters), "
         f"{'before distillation' if draft.name == 'draft-before' else 'distilled'} {MADE_BY}."
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -11,7 +11,6 @@ import yaml
 
 from specjax.errors import DataError, ModelError
 from specjax.models.files import MANIFEST, verify_manifest
-from specjax.models.hf import LoadedModel, save_model
 from specjax.runtime import store
 from specjax.runtime.distributed import by_first, whole
 from specjax.types import Params
@@ -29,9 +28,10 @@ def refuse_foreign(directory: Path) -> None:
         )
 
 
-def export(model: LoadedModel, directory: Path, card: str) -> None:
-    """The card names the weights by digest and is written with them, so the same card means the same model, as long as
-    the files are those that were written. A model of other weights is kept beside it."""
+def export(params: Params, save: Callable[[Params], None], directory: Path, card: str) -> None:
+    """What ``save`` writes to ``directory``, the ``card`` among it, given the weights ``params`` as arrays that one
+    process has whole. The card names the weights by digest and is written with them, so the same card means the same
+    model, as long as the files are those that were written. A model of other weights is kept beside it."""
     (weights,) = (line for line in card.splitlines() if line.startswith(f"| {WEIGHTS} |"))
 
     def missing() -> bool:
@@ -42,8 +42,8 @@ def export(model: LoadedModel, directory: Path, card: str) -> None:
         return known != card or set_aside_if_damaged(directory)
 
     if by_first(missing):
-        model = dataclasses.replace(model, params=whole(model.params))
-        by_first(lambda: save_model(model, directory, overwrite=True, card=card))
+        params = whole(params)
+        by_first(lambda: save(params))
 
 
 def _card_of(directory: Path) -> str:

@@ -40,15 +40,6 @@ def decoder(target: str, draft: str | None, ngram: bool, k: int, verifier: str, 
     """For prompts of text; ``loading``: options of `specjax.load_model`."""
     import specjax
 
-    drafter: Any = None
-    if draft is not None:
-        from specjax.models.hf import draft_of
-
-        model = specjax.load_model(draft_of(draft), **loading)
-        model.free_originals()
-        drafter = specjax.DraftModel(model, k=k)
-    elif ngram:
-        drafter = specjax.NGram(k=k)
     model = specjax.load_model(target, **loading)
     if model.tokenizer is None:
         raise ModelError(
@@ -56,6 +47,9 @@ def decoder(target: str, draft: str | None, ngram: bool, k: int, verifier: str, 
             "tokenizer_config.json there"
         )
     model.free_originals()
+    drafter: Any = specjax.NGram(k=k) if ngram else None
+    if draft is not None:
+        drafter = specjax.load_drafter(draft, model, k, check_finite=loading["check_finite"])
     return specjax.Decoder(model, drafter=drafter, verifier=verifier)
 
 

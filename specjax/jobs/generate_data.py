@@ -10,9 +10,11 @@ from typing import Any
 from specjax import registry
 from specjax.config import RunConfig
 from specjax.distill.sources.generated import PROVENANCE, Generated
+from specjax.distill.sources.text import Proposer
+from specjax.drafters.loading import load_drafter
 from specjax.errors import ConfigError
 from specjax.jobs import inputs
-from specjax.models.hf import draft_of, load_model
+from specjax.models.hf import LoadedModel
 from specjax.runtime import lock
 from specjax.runtime.progress import Bars, no_bars
 
@@ -33,9 +35,14 @@ def make_data(config: RunConfig, out: Path | None, draft: str | None, bars: Bars
     kept = [path for name in ("draft", "draft-before") if (path := Path(config.out) / name).is_dir()]
     with lock.exclusive(config.out):
         prepared = inputs.prepare(config, bars)
-        helper = load_model(draft_of(draft or kept[0]), "float32") if draft or kept else None
+        helper = _helper(config, draft or kept[0], prepared.target) if draft or kept else None
         prepared.target.free_originals()
         # The seed of the stage, so that the run finds what it would have made.
         context = inputs.source_context(config, prepared, helper, _STAGE, directory, config.seed + 1, bars)
         inputs.rows_of(config, dataclasses.replace(source, path=str(directory)), context)
     return {**json.loads((directory / PROVENANCE).read_text()), "directory": str(directory)}
+
+
+def _helper(config: RunConfig, path: str | Path, target: LoadedModel) -> Proposer:
+    loaded: Any = load_drafter(path, target, 1, {"kind": config.draft.kind, **config.draft.settings})
+    return Proposer(loaded.bind(target).params, lambda _, k: dataclasses.replace(loaded, k=k))

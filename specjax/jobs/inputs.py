@@ -22,9 +22,9 @@ from specjax.data.corpus import BadRecordPolicy, Document
 from specjax.data.rows import ConcatenatedRows, Rows, pack
 from specjax.data.tokenizer import train_tokenizer
 from specjax.distill.init import check_length, model_config
-from specjax.distill.sources.text import SourceContext
+from specjax.distill.sources.text import Proposer, SourceContext
 from specjax.distill.trainer import StageData, Trainer
-from specjax.drafters.draft_model import BoundDraftModel
+from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.jobs.exports import WEIGHTS, card, export, parameter_count, set_aside_if_damaged
 from specjax.models.files import write_manifest
@@ -141,7 +141,7 @@ def _target_from_scratch(
     out, settings = Path(config.out), config.target
     assert settings.architecture is not None  # the config holds a path or an architecture
     spec = Model(model_config(settings.architecture, len(tokenizer), max(_MIN_POSITIONS, config.data.seq_len)))
-    drafter = BoundDraftModel(spec)  # as a trainable, a target is a model like any other
+    drafter = TrainedDraftModel(spec)  # in training, a target is a model like any other
     optional: dict[str, Any] = {"eval_every": max(1, settings.steps // 4), "save_every": 100}
     optional["optimizer"] = settings.optimizer
     stage = Stage("cross_entropy", settings.steps, batch_size=settings.batch_size, **optional)
@@ -151,12 +151,13 @@ def _target_from_scratch(
         data = StageData(*rows, config.seed + 2)
         trainer = Trainer(out / "target-train", stage, drafter, initial, None, data, layout=make_layout(config.mesh))
         params = trainer.run(progress)
-    target = LoadedModel(spec, params, tokenizer, (tokenizer.eos_token_id,), "target")
+    target, name = LoadedModel(spec, params, tokenizer, (tokenizer.eos_token_id,), "target"), out / "target"
     title = f"A target of {parameter_count(params):,} parameters, trained from scratch by specjax."
     digests = {WEIGHTS: fingerprint.digest(params), "SHA-256 of the text": documents.digest}
     training = {"target": dataclasses.asdict(settings), "data": dataclasses.asdict(config.data), "seed": config.seed}
-    export(target, out / "target", card("target", title, digests, training))
-    return _load_target(config, out / "target")
+    own = card("target", title, digests, training)
+    export(params, lambda params: drafter.save(params, target, name, name="target", card=own), name, own)
+    return _load_target(config, name)
 
 
 def _tokenizer(config: RunConfig, documents: Corpus) -> Any:
@@ -208,7 +209,7 @@ def data_directory(config: RunConfig, name: str) -> Path:
 
 
 def source_context(
-    config: RunConfig, prepared: Prepared, draft: LoadedModel | None, name: str, directory: Path, seed: int, bars: Bars
+    config: RunConfig, prepared: Prepared, draft: Proposer | None, name: str, directory: Path, seed: int, bars: Bars
 ) -> SourceContext:
     """What the data of the stage ``name`` is made from; ``draft``: as the stage begins with it."""
     text, weight = prepared.train_rows, config.data.prompt_weight

@@ -18,13 +18,13 @@ from jaxtyping import Array, Float
 from specjax.errors import ConfigError
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.transformer import Block, Model
-from specjax.types import NOTHING, Output, Params, Reads
+from specjax.types import NOTHING, Output, Params, Reads, TrainingForm
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingModel(Model):
     """``remat``: the backward pass computes each layer's activations again. ``scan_layers``: the layers of a repeating
-    pattern run as one compiled loop, over a stacked copy of their weights. ``rows``: how [B, T, D] lies between layers,
+    pattern run as one compiled loop, over a stacked copy of their weights. ``sharding``: of [B, T, D] between layers,
     over a mesh; otherwise XLA may move activations where it should gather weights.
 
     Raises `ConfigError` if the layers to scan repeat no pattern.
@@ -32,7 +32,7 @@ class TrainingModel(Model):
 
     remat: bool = False
     scan_layers: bool = False
-    rows: NamedSharding | None = None
+    sharding: NamedSharding | None = None
 
     def __post_init__(self) -> None:
         layers = self.config.num_layers
@@ -51,8 +51,8 @@ class TrainingModel(Model):
     ) -> Output:
         if cache is not None or rows is not None:
             return super().__call__(params, tokens, positions, slots, cache, mask, reads, rows)
-        if self.rows is not None:  # whole rows of it, or what is looked up would lie as its columns do
-            wanted = NamedSharding(self.rows.mesh, PartitionSpec(PartitionSpec.UNCONSTRAINED, None))
+        if self.sharding is not None:  # whole rows of it, or what is looked up would lie as its columns do
+            wanted = NamedSharding(self.sharding.mesh, PartitionSpec(PartitionSpec.UNCONSTRAINED, None))
             params = {**params, "embedding": jax.lax.with_sharding_constraint(params["embedding"], wanted)}
         module = self.module(params)
         x, contexts = module.embed(tokens, positions, slots, None, mask)
@@ -109,7 +109,14 @@ class TrainingModel(Model):
         return x, streams | {count: x}, keys_values
 
     def _placed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return x if self.rows is None else jax.lax.with_sharding_constraint(x, self.rows)
+        return x if self.sharding is None else jax.lax.with_sharding_constraint(x, self.sharding)
+
+
+def training_model(model: Model, form: TrainingForm) -> Model:
+    """``model`` as a stage runs it: one that would run no other way, as it is."""
+    if form == TrainingForm():
+        return model
+    return TrainingModel(model.config, form.remat, form.scan_layers, form.sharding)
 
 
 def block_of(config: ModelConfig, kind: LayerKind, layer: Params) -> Block:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,12 +18,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from specjax import config
 from specjax.data.rows import Rows, take
 from specjax.errors import ConfigError
-from specjax.models.config import ModelConfig
 from specjax.models.sharding import AXES, place, sharding_of
-from specjax.models.training import TrainingModel
+from specjax.models.training import training_model
 from specjax.models.transformer import Model
 from specjax.runtime.distributed import whole
-from specjax.types import Batch, Params
+from specjax.types import Batch, Params, TrainingForm
 
 _ROW_AXES = ("data", "fsdp")
 
@@ -57,34 +56,33 @@ class Layout:
 
     def of_draft(self, tree: Any, drafter: Any) -> Any:
         """Shardings of the draft's parameters, or of a state whose dicts have their keys."""
-        return self._of(tree, getattr(drafter, "model", None), self.draft_sharded)
+        return self._of(tree, getattr(drafter, "parameter_sharding", None) if self.draft_sharded else None)
 
     def of_target(self, params: Params, spec: Any) -> Any:
-        return self._of(params, spec, self.target_sharded)
+        def by_table(path: tuple, sizes: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+            return sharding_of(path, sizes, spec.config, mesh)
 
-    def _of(self, tree: Any, model: Any, sharded: bool) -> Any:
-        mesh, shape = self.mesh, getattr(model, "config", None)
-        if mesh is None:
+        return self._of(params, by_table if self.target_sharded and isinstance(spec, Model) else None)
+
+    def _of(self, tree: Any, rule: Callable[..., NamedSharding | None] | None) -> Any:
+        if self.mesh is None:
             return None
 
         def sharding(path, leaf) -> NamedSharding | None:
-            if not sharded or not isinstance(shape, ModelConfig):
+            if rule is None:
                 return self.everywhere()
-            names = [key.key for key in path[_outside(path) :]]
-            return sharding_of(tuple(names), leaf.shape, shape, mesh)
+            names = tuple(key.key for key in path[_outside(path) :])
+            return rule(names, leaf.shape, self.mesh) or self.everywhere()
 
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
     def model(self, spec: Any) -> Any:
         """A model whose activations lie as the rows do."""
-        if self.mesh is None or not isinstance(spec, Model):
-            return spec
-        spec = spec if isinstance(spec, TrainingModel) else TrainingModel(spec.config)
-        return dataclasses.replace(spec, rows=self.rows())
+        return training_model(spec, self.form()) if isinstance(spec, Model) else spec
 
-    def drafter(self, drafter: Any) -> Any:
-        model = getattr(drafter, "model", None)
-        return dataclasses.replace(drafter, model=self.model(model)) if isinstance(model, Model) else drafter
+    def form(self, remat: bool = False, scan_layers: bool = False) -> TrainingForm:
+        """How a stage over these devices runs a forward pass."""
+        return TrainingForm(remat, scan_layers, self.rows())
 
     def put(self, tree: Any, shardings: Any) -> Any:
         """Copies of the arrays of ``tree`` where ``shardings`` says; what lies there already is not copied."""

@@ -15,7 +15,7 @@ from specjax.decode import engine as engine_lib
 from specjax.decode import scheduler as scheduler_lib
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds, prepare
-from specjax.drafters.draft_model import BoundDraftModel, DraftModel
+from specjax.drafters.draft_model import BoundDraftModel, DraftModel, TrainedDraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import DataError, SpecjaxError
 from specjax.evaluation.costs import count_compiles
@@ -324,7 +324,9 @@ def test_the_drafts_decode_path_gives_its_training_logits(pair):
 
     @jax.jit
     def train_logits(tokens):
-        (prediction,) = spec.predictions(draft.params, Batch(tokens, tokens, jnp.ones(tokens.shape)), None)
+        (prediction,) = TrainedDraftModel(draft.spec).predictions(
+            draft.params, Batch(tokens, tokens, jnp.ones(tokens.shape)), None
+        )
         return prediction.logits
 
     feed, propose = jax.jit(spec.model.__call__), jax.jit(spec.draft)

@@ -21,7 +21,7 @@ from specjax.distill.optimizer import make_optimizer
 from specjax.distill.sources.on_policy import OnPolicy, draft_sampler
 from specjax.distill.step import Update, start_state
 from specjax.distill.teacher_cache import cached_rows
-from specjax.drafters.draft_model import BoundDraftModel
+from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
@@ -98,7 +98,7 @@ class Trained:
 
     def __init__(self, layout: Layout, case: str):
         shape, steps = CASES[case].shape, CASES[case].steps
-        drafter, teacher = BoundDraftModel(Model(shape)), CASES[case].target()
+        drafter, teacher = TrainedDraftModel(Model(shape)), CASES[case].target()
         optimizer, ema = make_optimizer(stage(50)), OPTIMIZER.ema
         teacher_params = layout.put(teacher.params, layout.of_target(teacher.params, teacher.spec))
         state = start_state(draft_params(shape), optimizer, True, layout, drafter)
@@ -133,9 +133,10 @@ def cached_row(directory: Path, layout: Layout) -> Any:
 def sampled(layout: Layout) -> list[list[int]]:
     """By a draft that lies over ``layout``."""
     model = LoadedModel(Model(SHAPE), draft_params())
-    params = layout.put(model.params, layout.of_draft(model.params, BoundDraftModel(model.spec)))
+    params = layout.put(model.params, layout.of_draft(model.params, TrainedDraftModel(model.spec)))
     settings = OnPolicy(prompt_tokens=3, new_tokens=6, batch_size=2)
-    return draft_sampler(model)(params, [[1, 2, 3], [4, 5, 6]], [7, 8], settings)
+    sample: Any = draft_sampler(TrainedDraftModel(model.spec), model)
+    return sample(params, [[1, 2, 3], [4, 5, 6]], [7, 8], settings)
 
 
 def main(directory: Path, case: str, port: int, process: int, processes: int) -> None:

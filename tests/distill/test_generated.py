@@ -23,7 +23,7 @@ from specjax.distill.sources import generated
 from specjax.distill.sources.continuations import Prompts, Sampled, prompts_of_file, prompts_of_text
 from specjax.distill.sources.generated import Generated, make
 from specjax.distill.sources.on_policy import Mixed, OnPolicy
-from specjax.distill.sources.text import SourceContext
+from specjax.distill.sources.text import Proposer, SourceContext
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.models.config import LayerKind
@@ -39,7 +39,10 @@ SEED = 11
 
 @pytest.fixture(scope="module")
 def models(tiny_target, tiny_draft):
-    return dataclasses.replace(tiny_target, eos_ids=(3,)), tiny_draft
+    def drafter(params, k):
+        return DraftModel(dataclasses.replace(tiny_draft, params=params), k)
+
+    return dataclasses.replace(tiny_target, eos_ids=(3,)), Proposer(tiny_draft.params, drafter)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +86,7 @@ def test_every_sequence_is_what_the_target_says_after_its_prompt_from_its_own_se
     ]
     assert {tuple(numbered(i)) for i in range(5)} == {tuple(PROMPTS[i]) for i in range(5)}
     # In other company than it was made in.
-    decoder = Decoder(models[0], drafter=DraftModel(models[1], 2), verifier="block")
+    decoder = Decoder(models[0], drafter=models[1].drafter(models[1].params, 2), verifier="block")
     pair = [6, 1]
     chosen = [numbered(i) for i in pair]
     again = decoder.generate(chosen, max_new_tokens=5, temperature=1.0, seed=[seeds[i] for i in pair])
@@ -124,14 +127,14 @@ def test_a_damaged_shard_is_named_and_made_again(damage, message, whole, models,
     assert [f"shard-00002.safetensors: {message}" in text for text in caplog.messages] == ([True] if message else [])
 
 
-def test_a_directory_of_another_provenance_is_refused_with_the_fields_that_differ(whole, models):
+def test_a_directory_of_another_provenance_is_refused_with_the_fields_that_differ(whole, models, tiny_draft):
     other = dataclasses.replace(SETTINGS, temperature=0.5, new_tokens=6)
     with pytest.raises(TrainingError, match=r"sampling\.new_tokens \(5 then, 6 now\), sampling\.temperature"):
         made(whole[0], models, other)
     with pytest.raises(TrainingError, match=r"other settings: seed \(11 then, 12 now\)"):
         made(whole[0], models, seed=12)
     with pytest.raises(TrainingError, match=r"changed since it was made: the target's weights"):
-        made(whole[0], (models[1], None))
+        made(whole[0], (tiny_draft, None))
     rotated = dataclasses.replace(models[0].config, layers=(LayerKind(rope=Rope(theta=500.0)),))
     with pytest.raises(TrainingError, match="changed since it was made: the target's config"):
         made(whole[0], (dataclasses.replace(models[0], spec=Model(rotated)), None))

@@ -72,10 +72,10 @@ def drafted(target: LoadedModel, **kept) -> init.Initial:
 def test_without_a_layer_that_adds_nothing_the_draft_is_the_target(name, tmp_path):
     target = model(name, dead=(DEAD,))
     initial = drafted(target, keep=[i for i in range(target.config.num_layers) if i != DEAD])
-    assert initial.spec.config.num_layers == target.config.num_layers - 1
-    save_model(LoadedModel(initial.spec, initial.params, family=initial.family), tmp_path / "draft")
+    assert initial.drafter.model.config.num_layers == target.config.num_layers - 1
+    save_model(LoadedModel(initial.drafter.model, initial.params, family=initial.drafter.family), tmp_path / "draft")
     draft = load_model(tmp_path / "draft")
-    assert (draft.config, draft.family) == (initial.spec.config, target.family)
+    assert (draft.config, draft.family) == (initial.drafter.model.config, target.family)
     tokens = random_tokens(0, 2, 20)
     np.testing.assert_allclose(draft.logits(tokens), target.logits(tokens), rtol=1e-4, atol=1e-4)
 
@@ -85,7 +85,7 @@ def test_every_kept_layer_is_the_targets_of_that_number():
     initial = drafted(target, keep=[1, 2])
     for new, old in enumerate((1, 2)):
         toys.assert_same(initial.params["layers"][new], target.params["layers"][old])
-        assert initial.spec.config.layer(new) == target.config.layer(old)
+        assert initial.drafter.model.config.layer(new) == target.config.layer(old)
     assert target.config.layer(1) != target.config.layer(2)
     for name in target.params.keys() - {"layers"}:
         toys.assert_same(initial.params[name], target.params[name])
@@ -174,14 +174,14 @@ def test_layers_without_rotary_embeddings_alone_are_a_draft(tmp_path):
     target = model("smollm3")
     assert [target.config.layer(i).rope is None for i in range(4)] == [False, True, False, True]
     initial = drafted(target, keep=[1, 3])
-    save_model(LoadedModel(initial.spec, initial.params, family=initial.family), tmp_path / "draft")
-    assert load_model(tmp_path / "draft").config == initial.spec.config
+    save_model(LoadedModel(initial.drafter.model, initial.params, family=initial.drafter.family), tmp_path / "draft")
+    assert load_model(tmp_path / "draft").config == initial.drafter.model.config
 
 
 def test_a_gemma_without_windows_is_written_with_one_that_no_layer_has():
     """transformers asks for its size all the same."""
     target = model("gemma3")
-    draft = drafted(target, keep=[2]).spec.config
+    draft = drafted(target, keep=[2]).drafter.model.config
     assert draft.layers[0].window is None
     written = family_of("gemma3_text", "test").write_config(draft)
     assert written["sliding_window"] == 4096
@@ -206,15 +206,17 @@ def small(name: str, **changes) -> init.Initial:
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_draft_from_scratch_is_of_its_target_s_family(name, tmp_path):
     full, initial = read(VARIANTS[name]), small(name)
-    found = initial.spec.config
+    found = initial.drafter.model.config
     assert {size: getattr(found, size) for size in SMALL} == SMALL
     derived = {"layers", "experts", "attention_scale", "embedding_multiplier"}
     for field in {f.name for f in dataclasses.fields(full)} - SIZES - derived:
         assert getattr(found, field) == getattr(full, field), field
     assert {dataclasses.replace(kind, dense=False) for kind in full.layers} >= set(found.layers)
     assert set(found.ropes) <= set(full.ropes)
-    assert initial.family == {"mixtral": "mistral", "qwen3_moe": "qwen3"}.get(full_family(name), full_family(name))
-    save_model(LoadedModel(initial.spec, initial.params, family=initial.family), tmp_path / "draft")
+    assert initial.drafter.family == {"mixtral": "mistral", "qwen3_moe": "qwen3"}.get(
+        full_family(name), full_family(name)
+    )
+    save_model(LoadedModel(initial.drafter.model, initial.params, family=initial.drafter.family), tmp_path / "draft")
     again = load_model(tmp_path / "draft")
     assert again.config == found
     toys.assert_same(again.params, initial.params)
@@ -225,7 +227,7 @@ def full_family(name: str) -> str:
 
 
 def test_what_a_family_derives_from_its_sizes_is_that_of_the_draft():
-    gemma = small("gemma2", head_dim=8).spec.config
+    gemma = small("gemma2", head_dim=8).drafter.model.config
     assert gemma.embedding_multiplier == 16**0.5
     # The target divides scores by the root of 9, over heads of 12 features.
     assert gemma.attention_scale == pytest.approx((9 * 8 / 12) ** -0.5)
@@ -233,7 +235,7 @@ def test_what_a_family_derives_from_its_sizes_is_that_of_the_draft():
 
 def test_a_draft_of_few_layers_keeps_one_that_sees_everything():
     """The first and last layer of the target have windows."""
-    full, found = read(VARIANTS["gemma3"]), small("gemma3").spec.config
+    full, found = read(VARIANTS["gemma3"]), small("gemma3").drafter.model.config
     assert full.layer(0).window is not None
     assert full.layer(3).window is not None
     assert [found.layer(i).window is None for i in range(2)] == [False, True]
@@ -259,7 +261,10 @@ def test_both_spellings_of_a_cut_draft_are_cut(spec, tiny_target, monkeypatch):
     shape = config.Architecture(hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1)
     initial = initial_draft(settings(init=spec, architecture=shape), tiny_target, toys.rows(4))
     assert initial.params is cut
-    assert (initial.spec.config.hidden_size, initial.spec.config.vocab_size) == (16, tiny_target.vocab_size)
+    assert (initial.drafter.model.config.hidden_size, initial.drafter.model.config.vocab_size) == (
+        16,
+        tiny_target.vocab_size,
+    )
 
 
 def test_a_checkpoint_may_be_spelled_as_a_path_or_a_kind(tiny_target, tiny_draft, tmp_path):

@@ -24,7 +24,7 @@ from specjax.distill.losses import (
     TotalVariation,
     first_of_each_row,
 )
-from specjax.drafters.draft_model import BoundDraftModel
+from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import ConfigError, ModelError
 from specjax.models.hf import LoadedModel, save_model
 from specjax.runtime import fingerprint
@@ -379,13 +379,13 @@ def test_adaspec_loads_a_reference_of_the_target_s_vocabulary(tiny_target, tiny_
     }
     ((name, (trainable, params)),) = registry.build(registry.LOSSES, nested, "loss").bind(tiny_target).items()
     assert name == same
-    assert isinstance(trainable, BoundDraftModel)
+    assert isinstance(trainable, TrainedDraftModel)
     assert trainable.model.config == tiny_draft.config
     assert fingerprint.digest(params) == fingerprint.digest(tiny_draft.params)
     spec = dataclasses.replace(tiny_draft.spec, config=dataclasses.replace(tiny_draft.config, vocab_size=301))
     save_model(LoadedModel(spec, spec.init(jax.random.key(0)), tiny_draft.tokenizer), tmp_path / "padded")
     ((padded, _),) = AdaSPEC(str(tmp_path / "padded")).bind(tiny_target).values()
-    assert isinstance(padded, BoundDraftModel)
+    assert isinstance(padded, TrainedDraftModel)
     assert padded.model.config.vocab_size == 301
     save_model(LoadedModel(spec, spec.init(jax.random.key(0))), tmp_path / "other")
     with pytest.raises(ModelError, match="the draft's vocabulary has 301 tokens, the target's 300"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import signal
@@ -20,7 +19,9 @@ from specjax import config
 from specjax.data.rows import Batches, ConcatenatedRows
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
+from specjax.distill.init import SharedEnds
 from specjax.distill.sources.on_policy import Mixed, OnPolicy, draft_sampler
+from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import TrainingError
 from specjax.runtime import fingerprint
 from specjax.runtime.layout import ONE_DEVICE
@@ -205,7 +206,8 @@ def test_a_pool_of_other_weights_is_not_used(tmp_path):
 def test_a_model_is_sampled_from_as_decoding_does_it(tiny_draft):
     settings = OnPolicy(prompt_tokens=3, new_tokens=4, batch_size=4)
     prompts, seeds = [[5, 6, 7], [8, 9, 10], [11, 12, 13]], derive_seeds(1, 3)
-    found = draft_sampler(dataclasses.replace(tiny_draft, params=None))(tiny_draft.params, prompts, seeds, settings)
+    sample: Any = draft_sampler(TrainedDraftModel(tiny_draft.spec), tiny_draft)
+    found = sample(tiny_draft.params, prompts, seeds, settings)
     expected = Decoder(tiny_draft).generate(prompts, max_new_tokens=4, seed=seeds, temperature=1.0)
     assert found == expected.tokens
 
@@ -214,8 +216,10 @@ def test_a_draft_that_shares_weights_is_sampled_from_whole(tiny_draft):
     prompts, seeds, settings = [[5, 6, 7]], derive_seeds(3, 1), OnPolicy(prompt_tokens=3, new_tokens=5)
     shared = {"embedding": tiny_draft.params["embedding"]}
     own = {name: value for name, value in tiny_draft.params.items() if name not in shared}
-    found = draft_sampler(tiny_draft, lambda params: {**params, **shared})(own, prompts, seeds, settings)
-    assert found == draft_sampler(tiny_draft)(tiny_draft.params, prompts, seeds, settings)
+    sample: Any = draft_sampler(SharedEnds(tiny_draft.spec, shared=tuple(shared)), tiny_draft)
+    decoder = Decoder(tiny_draft)
+    expected = decoder.generate(prompts, max_new_tokens=5, seed=seeds, temperature=1.0)
+    assert sample(own, prompts, seeds, settings) == expected.tokens
 
 
 def test_a_loss_without_a_target_and_data_without_a_draft_are_refused(tmp_path):

@@ -158,7 +158,7 @@ def cut(full: LoadedModel, **sizes: int) -> Initial:
 def test_a_cut_of_dead_weights_keeps_the_function_of_every_gated_family(name, tmp_path):
     full, sizes = with_dead_weights(name)
     initial = cut(full, **sizes)
-    save_model(LoadedModel(initial.spec, initial.params, family=initial.family), tmp_path / "draft")
+    save_model(LoadedModel(initial.drafter.model, initial.params, family=initial.drafter.family), tmp_path / "draft")
     draft = load_model(tmp_path / "draft")
     assert (draft.family, draft.config.num_layers) == (full.family, 3)
     tokens = np.random.default_rng(1).integers(0, VOCAB, (2, 30)).astype(np.int32)

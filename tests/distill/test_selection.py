@@ -21,7 +21,7 @@ from specjax.data.prompts import HeldOutPrompt, cut_prompts
 from specjax.decode.decoder import Decoder
 from specjax.distill import selection
 from specjax.distill.selection import Selector
-from specjax.drafters.draft_model import BoundDraftModel, DraftModel
+from specjax.drafters.draft_model import DraftModel, TrainedDraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.evaluation import figures
 from specjax.evaluation import held_out as held_out_lib
@@ -250,7 +250,7 @@ def decoding() -> held_out_lib.HeldOutDecoding:
     prompts = [HeldOutPrompt(tokens, "text") for tokens in ([1, 2], [3], [0, 1])]
     rule = config.Selection(prompts=3, new_tokens=12, k=2)
     settings = ((0.0, 1.0), "speculative", {}, 0)
-    return held_out_lib.HeldOutDecoding(rule, TARGET, BoundDraftModel(DRAFT.spec), DRAFT.spec, prompts, *settings)
+    return held_out_lib.HeldOutDecoding(rule, TARGET, TrainedDraftModel(DRAFT.spec), prompts, *settings)
 
 
 def test_the_counts_are_those_of_decoding_with_these_weights(decoding):
@@ -291,15 +291,13 @@ def test_other_weights_of_the_draft_compile_nothing(decoding):
 
 @pytest.mark.proof
 def test_other_weights_of_a_transformer_compile_nothing(tiny_target, tiny_draft):
-    found = held_out_decoding(run_config(), tiny_target, BoundDraftModel(tiny_draft.spec), tiny_draft.spec, DOCUMENTS)
+    found = held_out_decoding(run_config(), tiny_target, TrainedDraftModel(tiny_draft.spec), DOCUMENTS)
     assert found is not None
     assert programs_for_other_weights(found, tiny_draft.params) == 0
 
 
 def test_the_prompts_are_not_those_of_the_benchmark(tiny_target, tiny_draft):
-    decoding = held_out_decoding(
-        run_config(), tiny_target, BoundDraftModel(tiny_draft.spec), tiny_draft.spec, DOCUMENTS
-    )
+    decoding = held_out_decoding(run_config(), tiny_target, TrainedDraftModel(tiny_draft.spec), DOCUMENTS)
     assert decoding is not None
     timed = measure.held_out_prompts(DOCUMENTS, tiny_target, 8, 8)
     assert len(decoding.prompts) == 3
@@ -308,7 +306,7 @@ def test_the_prompts_are_not_those_of_the_benchmark(tiny_target, tiny_draft):
 
 def test_temperatures_are_those_of_the_benchmark_unless_they_are_given(tiny_target, tiny_draft):
     run = dataclasses.replace(run_config(temperatures=None), bench=config.Bench(temperatures=(0.5,)))
-    found = held_out_decoding(run, tiny_target, BoundDraftModel(tiny_draft.spec), tiny_draft.spec, DOCUMENTS)
+    found = held_out_decoding(run, tiny_target, TrainedDraftModel(tiny_draft.spec), DOCUMENTS)
     assert found is not None
     assert found.temperatures == (0.5,)
 
@@ -322,14 +320,12 @@ def test_temperatures_are_those_of_the_benchmark_unless_they_are_given(tiny_targ
 )
 def test_what_cannot_be_decoded_is_refused(changes, message, tiny_target, tiny_draft):
     with pytest.raises(DataError, match=message):
-        held_out_decoding(
-            run_config(**changes), tiny_target, BoundDraftModel(tiny_draft.spec), tiny_draft.spec, DOCUMENTS
-        )
+        held_out_decoding(run_config(**changes), tiny_target, TrainedDraftModel(tiny_draft.spec), DOCUMENTS)
 
 
 def test_without_prompts_nothing_is_decoded_and_nothing_can_be_chosen(tiny_target, tiny_draft):
-    drafter = BoundDraftModel(tiny_draft.spec)
-    assert held_out_decoding(run_config(prompts=0), tiny_target, drafter, tiny_draft.spec, DOCUMENTS) is None
+    drafter = TrainedDraftModel(tiny_draft.spec)
+    assert held_out_decoding(run_config(prompts=0), tiny_target, drafter, DOCUMENTS) is None
     refused: list[dict[str, Any]] = [{"select": "best"}, {"patience": 2}]
     for changes in refused:
         with pytest.raises(ValueError, match="need prompts to decode"):
@@ -354,7 +350,7 @@ def test_several_processes_do_not_decode_and_cannot_choose(processes, mesh, can,
 
 
 def test_that_several_processes_do_not_decode_is_said(tiny_target, tiny_draft, monkeypatch, capsys):
-    settings = (tiny_target, BoundDraftModel(tiny_draft.spec), tiny_draft.spec, DOCUMENTS)
+    settings = (tiny_target, TrainedDraftModel(tiny_draft.spec), DOCUMENTS)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     silent, told = (dataclasses.replace(run_config(**rule), mesh=config.Mesh(data=-1)) for rule in ({"prompts": 0}, {}))
     assert held_out_decoding(silent, *settings) is None
@@ -366,13 +362,13 @@ def test_that_several_processes_do_not_decode_is_said(tiny_target, tiny_draft, m
 @pytest.mark.parametrize("target", [in_proof("replicated"), "sharded"])
 def test_a_draft_and_a_target_in_parts_decode_as_whole_ones(target, tiny_draft):
     """A draft that is its target: were one of them put together wrongly, it would not have every token accepted."""
-    layout, drafter = make_layout(config.Mesh(fsdp=2, tensor=2, target=target)), BoundDraftModel(tiny_draft.spec)
+    layout, drafter = make_layout(config.Mesh(fsdp=2, tensor=2, target=target)), TrainedDraftModel(tiny_draft.spec)
     parts = layout.put(tiny_draft.params, layout.of_draft(tiny_draft.params, drafter))
     assert not all(x.sharding.is_fully_replicated for x in jax.tree.leaves(parts))
     whole = dataclasses.replace(tiny_draft, params=parts) if layout.target_sharded else tiny_draft
     prompts = [HeldOutPrompt(list(range(start, start + 8)), "text") for start in (5, 9)]
     rule = config.Selection(prompts=2, new_tokens=8, k=2)
-    settings = (drafter, tiny_draft.spec, prompts, (1.0,), "speculative", {}, 0)
+    settings = (drafter, prompts, (1.0,), "speculative", {}, 0)
     (found,) = held_out_lib.HeldOutDecoding(rule, whole, *settings)(parts)
     assert found.stats.acceptance_at == (1.0, 1.0)
     assert found.stats.emitted == 2 * 8

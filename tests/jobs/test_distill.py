@@ -26,53 +26,13 @@ from specjax.errors import ConfigError, DataError, ModelError, TrainingError
 from specjax.evaluation import figures
 from specjax.evaluation.evaluate import Evaluation
 from specjax.jobs import distill as job
-from specjax.jobs import exports, inputs
+from specjax.jobs import inputs
 from specjax.jobs.generate_data import make_data
+from specjax.models import hf
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.runtime import fingerprint, lock
 from tests.distill.toys import Interrupt
-
-LENGTH = 16
-
-
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory):
-    """40 small Python files."""
-    directory = tmp_path_factory.mktemp("corpus")
-    for i in range(40):
-        lines = (f"def function_{i}_{j}(value):\n    return value * {i * j}\n" for j in range(6))
-        (directory / f"{i}.py").write_text("".join(lines))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def target_directory(tmp_path_factory, tiny_target):
-    directory = tmp_path_factory.mktemp("models") / "target"
-    eos = (tiny_target.tokenizer.eos_token_id,)
-    # Scaled up, so that its distribution is not flat and there is something to distill.
-    params = {**tiny_target.params, "embedding": 30.0 * tiny_target.params["embedding"]}
-    save_model(LoadedModel(tiny_target.spec, params, tiny_target.tokenizer, eos, "target"), directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def settings(target_directory, documents):
-    def make(out, **changes) -> config.RunConfig:
-        shape = config.Architecture(hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1)
-        often: dict[str, Any] = {"batch_size": 2, "eval_every": 2, "save_every": 2, "eval_positions": 2 * LENGTH}
-        run = config.RunConfig(
-            target=config.Target(path=str(target_directory)),
-            data=config.Data(path=str(documents), held_out=0.25, seq_len=LENGTH),
-            draft=config.Draft(architecture=shape, pretrain=config.Stage(loss="cross_entropy", steps=2, **often)),
-            distill=config.Stage(steps=6, **often),
-            control=config.Control(learning_rates=(0.01,)),
-            selection=config.Selection(prompts=0),
-            eval=config.Eval(positions=100, batch_size=2),
-            out=str(out),
-        )
-        return dataclasses.replace(run, **changes)
-
-    return make
+from tests.jobs.conftest import LENGTH
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +91,7 @@ def test_a_second_run_reuses_everything(finished, monkeypatch):
     run, first = finished
     recorder = Recorder()
     monkeypatch.setattr(figures, "evaluate_all", None)
-    monkeypatch.setattr(exports, "save_model", None)
+    monkeypatch.setattr(hf, "save_model", None)
     second = job.run(run, recorder)
     assert set(map(tuple, recorder.steps.values())) == {()}
     assert second.measures == first.measures

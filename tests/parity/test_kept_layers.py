@@ -37,7 +37,7 @@ def test_transformers_computes_the_same_logits(name, keep, share, tmp_path):
     initial = drafted(target, keep=list(keep), share=share)
     params = {**target.params, **initial.params}
     assert set(params["layers"]) == set(range(len(keep)))
-    draft = LoadedModel(initial.spec, params, family=initial.family)
+    draft = LoadedModel(initial.drafter.model, params, family=initial.drafter.family)
     save_model(draft, tmp_path / "draft")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "draft", attn_implementation="eager").eval()
     tokens = random_tokens(0, 2, 40)

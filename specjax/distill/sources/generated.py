@@ -31,8 +31,7 @@ from specjax.distill.sources.continuations import (
     prompts_of_file,
     prompts_of_text,
 )
-from specjax.distill.sources.text import SourceContext
-from specjax.drafters.draft_model import DraftModel
+from specjax.distill.sources.text import Proposer, SourceContext
 from specjax.errors import ConfigError
 from specjax.runtime import fingerprint, lock, store
 from specjax.runtime.distributed import by_first, on_one_device
@@ -82,13 +81,13 @@ def make(
     directory: Path,
     settings: Generated,
     target: Any,
-    draft: Any,
+    draft: Proposer | None,
     prompts: Prompts,
     seed: int,
     progress: StepProgress | None = None,
 ) -> Sequences:
     """All sequences of ``directory``, whose missing, half-written and damaged shards (these are named in a warning) are
-    made first, by ``target`` with the help of ``draft`` (`LoadedModel`; None: without help). ``progress`` counts
+    made first, by ``target`` with the help of ``draft`` (None: without help). ``progress`` counts
     sequences. The same arguments give the same bits, however often they were interrupted.
 
     Raises `TrainingError` naming the fields in which the directory's provenance differs, or if it is in use.
@@ -139,7 +138,7 @@ def _provenance(settings: Generated, target: Any, prompts: Prompts, seed: int) -
 
 
 def _maker(
-    settings: Generated, target: Any, draft: Any, verifier: Any, prompts: Prompts, seed: int
+    settings: Generated, target: Any, draft: Proposer | None, verifier: Any, prompts: Prompts, seed: int
 ) -> Callable[[Path, int, int], dict[str, Any]]:
     """Makes one shard; the decoder is built for the first one that is missing."""
     numbered = prompts.shuffled(seed)
@@ -151,9 +150,7 @@ def _maker(
                 "data: generated is made by one process, and the target lies on several; make it first with "
                 "`specjax generate-data`, in one process with the same config, or set mesh.target=replicated"
             )
-        if draft is not None:
-            draft.free_originals()  # this module's own copy: the weights that are trained stay
-        return Decoder(target, drafter=None if draft is None else DraftModel(draft, settings.k), verifier=verifier)
+        return Decoder(target, draft and draft.drafter(draft.params, settings.k), verifier)
 
     made_by = {
         "draft": None if draft is None else fingerprint.digest(draft.params),

@@ -24,6 +24,7 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
 from specjax.distill.sources.continuations import Positive, Sampled, continue_prompts, prompts_of_text
 from specjax.distill.sources.text import SourceContext
+from specjax.distill.teacher import with_shared_params
 from specjax.errors import TrainingError
 from specjax.runtime import fingerprint, store
 from specjax.runtime.distributed import by_first, on_one_device
@@ -60,12 +61,15 @@ class OnPolicy(Sampled):
         return f"data.every={self.every} does not divide them, and the last sequences were sampled for so many steps"
 
 
-def draft_sampler(model: Any, complete: Callable[[Params], Params] = lambda params: params) -> Sampler:
-    """A sampler of drafts of a `LoadedModel`'s shape, tokenizer and end-of-sequence ids, with the weights it is given;
-    ``complete`` adds those that are not the draft's own."""
+def draft_sampler(drafter: Any, target: Any) -> Sampler | None:
+    """A sampler of the draft by itself, with the weights it is given, which end as the target does. None for a drafter
+    that is no model of its own (`TrainedDraftModel.to_model`)."""
+    if not hasattr(drafter, "to_model"):
+        return None
 
     def sample(params: Params, prompts: Sequence[list[int]], seeds: Sequence[int], settings: Sampled):
-        decoder = Decoder(dataclasses.replace(model, params=on_one_device(complete(params))))
+        params = on_one_device(with_shared_params(drafter, params, target.params))
+        decoder = Decoder(drafter.to_model(params, target))
         return by_first(lambda: continue_prompts(decoder, prompts, seeds, settings).tokens)
 
     return sample

@@ -1,0 +1,41 @@
+"""Drafters from disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from specjax import registry
+from specjax.models.hf import draft_of
+from specjax.types import Drafter
+
+
+def load_drafter(
+    path_or_hub_id: str | os.PathLike,
+    target: Any,
+    k: int = 5,
+    kind: str | Mapping[str, Any] = "draft_model",
+    check_finite: bool = True,
+) -> Drafter:
+    """The drafter in a directory, ready for ``Decoder(target, drafter=...)``.
+
+    Args:
+        path_or_hub_id: what `TrainedDrafter.save` wrote, a run directory (its draft), or, of a separate model, any
+            Hugging Face directory or hub id.
+        target: the `LoadedModel` that it drafts for; weights are cast to its dtype.
+        k: draft tokens a block.
+        kind: as `draft.kind` of a config, ``package.module:Class`` of a drafter from outside; with fields of its own, a
+            mapping.
+        check_finite: refuse NaN and infinite weights.
+
+    Returns:
+        A frozen drafter; `dataclasses.replace` gives it another ``k``.
+
+    Raises:
+        ModelError: for a directory that cannot be read, or, once it is bound, a vocabulary that is not the target's.
+        ConfigError: for an unknown kind.
+    """
+    return registry.build(registry.DRAFTS, kind, "load_drafter: kind").load(
+        draft_of(path_or_hub_id), target, k, check_finite=check_finite
+    )
