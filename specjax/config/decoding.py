@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from specjax.config.fields import STRICT, Grid, NonNegative, Positive, buildable, distinct, kind_in
-from specjax.registry import DRAFTERS
+from specjax.registry import CONTROLLERS, DRAFTERS
 
 _WEIGHTLESS = {kind: where for kind, where in DRAFTERS.items() if kind != "draft_model"}
 
@@ -38,6 +38,8 @@ class Bench:
     ks: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], *Grid] = (1, 2, 3, 5, 7)
     drafters: Annotated[tuple[kind_in(_WEIGHTLESS), ...], AfterValidator(distinct)] = ("ngram",)  # pyright: ignore
     """Registered drafters that need no weights, beside the trained draft; at their default settings."""
+    controller: buildable(CONTROLLERS) = "fixed"  # pyright: ignore[reportInvalidTypeForm]
+    """How much of k is proposed, `package.module:Class` from outside."""
     price_per_hour: Annotated[float, Field(gt=0)] | None = None
     """Of the machine, in any currency: adds the cost of a thousand tokens to every point."""
     repeats: Positive = 5
@@ -76,6 +78,8 @@ class Certify:
     """`{kind: draft_model, model: PATH, k: 5}`, `{kind: ngram, k: 5}`, ...; None: the draft trained in `out`."""
     k: Annotated[int, Field(ge=1, le=64)] = 5
     """Draft length of the trained draft."""
+    controller: buildable(CONTROLLERS) = "fixed"  # pyright: ignore[reportInvalidTypeForm]
+    """How much of k is proposed, `package.module:Class` from outside."""
     temperature: Annotated[float, Field(ge=1e-5)] = 1.0
     prompts: Annotated[int, Field(ge=4)] = 8
     prompt_tokens: Positive = 64

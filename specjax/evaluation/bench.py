@@ -99,7 +99,7 @@ class Bench:
     def _decoder(self, drafter: str, k: int) -> Decoder:
         if drafter == AUTOREGRESSIVE:  # with the cheapest noise, whatever the verifier
             return Decoder(self._target)
-        return Decoder(self._target, self._drafters[drafter](k), self._verifier)
+        return Decoder(self._target, self._drafters[drafter](k), self._verifier, self._settings.controller)
 
     def cells(self) -> list[Cell]:
         kinds = [(AUTOREGRESSIVE, 0), *((name, k) for name in self._drafters for k in self._settings.ks)]

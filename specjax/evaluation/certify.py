@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import optimize, stats
 
+from specjax import registry
 from specjax import sampling as sampling_lib
 from specjax.config import Certify
 from specjax.decode.decoder import Decoder
@@ -110,6 +111,7 @@ def certify(
         "dtype": context.low or "float32",
         "drafter": drafter.kind,
         "k": drafter.k,
+        "controller": registry.build(registry.CONTROLLERS, settings.controller, "certify.controller").kind,
         "verifier": verifier.kind,
         "lossless": verifier.lossless,
         "reference": f"arXiv {verifier.reference}",
@@ -144,10 +146,13 @@ class Subject:
         self.target, self.drafter, self.verifier = target, drafter, verifier
         self.prompts: list[list[int]] = [list(prompt) for prompt in prompts]
         self.sampling, self.settings, self.seed, self.tick = dict(sampling), settings, seed, tick
-        self.plain, self.fast = Decoder(target, None, verifier), Decoder(target, drafter, verifier)
+        self.plain, self.fast = Decoder(target, None, verifier), self.with_draft(drafter)
         self.distribution = TargetDistribution(target, self.sampling, settings.new_tokens)
         self.low = next((str(x.dtype) for x in jax.tree.leaves(target.params) if x.dtype.itemsize < 4), None)
         """The target's precision if it is below float32."""
+
+    def with_draft(self, drafter: Drafter) -> Decoder:
+        return Decoder(self.target, drafter, self.verifier, self.settings.controller)
 
     @functools.cached_property
     def greedy_output(self) -> list[list[int]]:
@@ -282,7 +287,7 @@ def coupled_identity(context: Subject) -> Check:
 def self_acceptance(context: Subject) -> Check:
     """The target drafts for itself, greedily and sampled."""
     prompts = context.prompts
-    decoder = Decoder(context.target, DraftModel(context.target, context.drafter.k), context.verifier)
+    decoder = context.with_draft(DraftModel(context.target, context.drafter.k))
     temperatures = [0.0 if i % 4 == 3 else context.settings.temperature for i in range(len(prompts))]
     new = max(min(context.settings.new_tokens, 64), context.sampling.get("min_new_tokens", 0))
     options = {"temperature": temperatures, "max_new_tokens": new, "seed": context.seed}

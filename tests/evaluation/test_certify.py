@@ -66,6 +66,13 @@ def test_what_is_exact_passes(drafter, verifier, sampling):
     assert "PASS" in certificate.to_markdown().splitlines()[0]
 
 
+def test_a_controller_from_outside_is_certified_by_name():
+    settings = dataclasses.replace(SETTINGS, controller={"kind": "specjax.testing.inhabitants:Changing", "sure": 0.9})
+    certificate, checks = verdict(DraftModel(DRAFT, 3), Speculative(), settings)
+    assert certificate.subject["controller"] == "toy_changing"
+    assert all(checks.values())
+
+
 class ResidualIsTarget(Speculative):
     def residual(self, p, q, weight):
         return p
