@@ -312,10 +312,17 @@ class BoundDrafter(Protocol):
         ...
 
     def extend(
-        self, params: Params, state: Any, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], target_out: Output
+        self,
+        params: Params,
+        state: Any,
+        tokens: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        target_out: Output,
+        start: Int[Array, " B"] | None = None,
     ) -> Any:
-        """The next piece of the prompts, or of what was committed without the drafter: the first ``lengths[b]`` of
-        ``tokens[b]`` count. ``target_out``: what the target made of them."""
+        """The next piece of the prompts, or of what was committed without the drafter: ``tokens[b]`` begin at position
+        ``start[b]`` (None: 0) of their row, and the first ``lengths[b]`` of them, maybe none, are before the root; the
+        rest is padding. ``target_out``: what the target made of them."""
         ...
 
     def draft(self, params: Params, target: TargetView, state: Any, context: Context) -> tuple[Draft, Any]: ...

@@ -357,7 +357,7 @@ def compiled_prefill(
             finish=zeros,
             logprobs=jnp.zeros((batch, num_slots + depth + 1), jnp.float32) if logprobs else None,
             cache=out.cache,
-            drafter=drafter.extend(params.drafter, drafter_state, request.prompt, request.lengths, out),
+            drafter=drafter.extend(params.drafter, drafter_state, request.prompt, request.lengths - 1, out),
             controller=None if controller is None else controller.init(batch),
         )
 

@@ -42,7 +42,13 @@ class StatelessDrafter:
         return {}
 
     def extend(
-        self, params: Params, state: Any, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], target_out: Output
+        self,
+        params: Params,
+        state: Any,
+        tokens: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        target_out: Output,
+        start: Int[Array, " B"] | None = None,
     ) -> Any:
         return state
 

@@ -138,11 +138,17 @@ class BoundHeads:
         return jnp.zeros((batch, self.width), jnp.float32)
 
     def extend(
-        self, params: Params, state: Any, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], target_out: Output
+        self,
+        params: Params,
+        state: Any,
+        tokens: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        target_out: Output,
+        start: Int[Array, " B"] | None = None,
     ) -> Any:
-        last = jnp.maximum(lengths - 2, 0)[:, None, None]  # the last one is the root
+        last = jnp.maximum(lengths - 1, 0)[:, None, None]
         found = jnp.take_along_axis(target_out.hidden[0], last, axis=1)[:, 0].astype(jnp.float32)
-        return jnp.where((lengths > 1)[:, None], found, state)
+        return jnp.where((lengths > 0)[:, None], found, state)
 
     def draft(self, params: Params, target: TargetView, state: Any, context: Context) -> tuple[Draft, Any]:
         root = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)

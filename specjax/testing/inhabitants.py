@@ -137,11 +137,17 @@ class BoundHiddenReader(_Chain):
         return jnp.zeros((batch, self.spec.config.vocab_size), jnp.float32)
 
     def extend(
-        self, params: Params, state: Any, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], target_out: Output
+        self,
+        params: Params,
+        state: Any,
+        tokens: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        target_out: Output,
+        start: Int[Array, " B"] | None = None,
     ) -> Any:
         (sums,) = target_out.hidden
-        last = jnp.take_along_axis(sums, jnp.maximum(lengths - 2, 0)[:, None, None], axis=1)[:, 0]
-        return jnp.where((lengths > 1)[:, None], last, state)
+        last = jnp.take_along_axis(sums, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+        return jnp.where((lengths > 0)[:, None], last, state)
 
     def draft(self, params: Params, target: TargetView, state: Any, context: Context) -> tuple[Draft, Any]:
         return self.chain(params, state, context), state

@@ -18,7 +18,7 @@ from specjax.models.config import LayerKind
 from specjax.proposal import Proposal
 from specjax.testing.inhabitants import CacheReader, Changing, HiddenReader, Tree
 from specjax.testing.toys import context, exact_distribution, neutral_sampling, prefix_model, related
-from specjax.types import Draft, Verdict
+from specjax.types import Draft, TargetView, Verdict, reads_of
 from tests.cases import in_proof, transformer
 from tests.decode import distributions, test_lossless
 
@@ -211,3 +211,32 @@ def test_a_chain_is_the_tree_of_one_branch():
         for name in ("tokens", "num_accepted", "rejected"):
             got, want = (np.asarray(getattr(x, name))[..., : count + 1] for x in (of_branch, of_chain))
             np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["draft", "hidden"])
+def test_a_prompt_that_comes_in_pieces_is_read_as_a_whole_one(name):
+    """Rows of different lengths, one of which has all of its tokens in the first piece; then what was proposed."""
+    drafter = {"draft": DraftModel(DRAFT, 3), "hidden": HiddenReader(3)}[name]
+    bound, params = drafter.bind(TARGET)
+    reads, batch, slots = reads_of(bound), 3, 16
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 4, (batch, 9)), jnp.int32)
+    lengths = jnp.asarray([9, 4, 6], jnp.int32)  # with the root
+    more = {"reads": reads} if reads else {}
+
+    def extended(ends):
+        state, cache, start = bound.init(batch, slots), TARGET.spec.init_cache(batch, slots), 0
+        for end in ends:
+            at = jnp.broadcast_to(jnp.arange(start, end, dtype=jnp.int32)[None], (batch, end - start))
+            out = TARGET.spec(TARGET.params, tokens[:, start:end], at, at, cache, **more)
+            counts = jnp.clip(lengths - 1 - start, 0, end - start)
+            where = jnp.full((batch,), start, jnp.int32)
+            state, cache = bound.extend(params, state, tokens[:, start:end], counts, out, where), out.cache
+            start = end
+        seen = context(tokens, lengths, neutral_sampling(batch, 5))
+        draft, _ = bound.draft(params, TargetView({}), state, seen)
+        return draft.tokens
+
+    whole = extended([9])
+    np.testing.assert_array_equal(extended([4, 9]), whole)
+    np.testing.assert_array_equal(extended([1, 2, 8, 9]), whole)
+    assert len({tuple(row) for row in np.asarray(whole).tolist()}) > 1

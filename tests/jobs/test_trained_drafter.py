@@ -113,7 +113,7 @@ def test_its_decoding_is_its_training_forward(trained):
     wanted = [prediction.logits for prediction in trainable.predictions(params, batch, out)]
     for length in (2, 3, 7, LENGTH):
         lengths = jnp.full(2, length, jnp.int32)
-        state = bound.extend(params, bound.init(2, 32), batch.tokens, lengths, out)
+        state = bound.extend(params, bound.init(2, 32), batch.tokens, lengths - 1, out)
         noise = fresh_noise(jnp.zeros((2, 2), jnp.uint32), lengths, k)
         seen = context(tokens, lengths, neutral_sampling(2, target.vocab_size), noise)
         draft, _ = bound.draft(params, TargetView({}), state, seen)
