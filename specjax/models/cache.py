@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from specjax import backend
 from specjax.types import Params
-
-_UNROLLED_ROWS = 16
 
 
 @flax.struct.dataclass
@@ -156,8 +155,7 @@ def write_rows(buffer: Shaped[Array, "B L"], start: Int[Array, " B"], new: Shape
 
 
 def _write(buffer: Array, start: Int[Array, " B"], new: Array, axis: int) -> Array:
-    """Write at ``start[b]`` of ``axis``. A few rows are written one by one: each is an update in place, where the
-    scatter over rows that `vmap` makes becomes a loop over single elements on CPU."""
+    """Write at ``start[b]`` of ``axis``."""
     rows, heads = len(start), len(buffer) // len(start)
     new = new.astype(buffer.dtype)
 
@@ -165,7 +163,7 @@ def _write(buffer: Array, start: Int[Array, " B"], new: Array, axis: int) -> Arr
         index = (row, *(slot if i == axis else 0 for i in range(1, buffer.ndim)))
         return tuple(jnp.asarray(i, jnp.int32) for i in index)  # of one type, under JAX_ENABLE_X64 as well
 
-    if rows > _UNROLLED_ROWS:
+    if rows > backend.UNROLLED_ROWS:
         old, new = (x.reshape(rows, heads, *x.shape[1:]) for x in (buffer, new))
         written = jax.vmap(lambda b, n, s: jax.lax.dynamic_update_slice(b, n, at(0, s)))(old, new, start)
         return written.reshape(buffer.shape)

@@ -27,9 +27,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 from safetensors import SafetensorError
 
-from specjax.backend import LaidOut
+from specjax import backend
 from specjax.errors import DataError, ModelError
 from specjax.models.config import ModelConfig
+from specjax.models.decode_layout import LaidOut
 from specjax.models.families import Family, Settings, family_of
 from specjax.models.files import (
     MANIFEST,
@@ -153,7 +154,7 @@ def load_model(
     placed. A directory with a ``SHA256SUMS`` is checked against it first. Raises `ModelError` naming the file, setting
     or tensor that cannot be read.
     """
-    dtype = default_dtype() if dtype is None else dtype
+    dtype = backend.default_dtype() if dtype is None else dtype
     if dtype not in (*DTYPES, AS_STORED):
         raise ModelError(f"dtype={dtype!r} is unknown; use one of {', '.join((*DTYPES, AS_STORED))}")
     mesh = None if mesh is None else usable(mesh)
@@ -182,11 +183,6 @@ def load_model(
         family=family.saved_as or family.model_type,
         generation=generation,
     )
-
-
-def default_dtype() -> str:
-    """The dtype of loaded weights: a CPU has no arithmetic for bfloat16, and takes 20 times as long."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def draft_of(source: str | os.PathLike) -> str | os.PathLike:

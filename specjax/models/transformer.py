@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models.cache import KVCache, fold, unfold
 from specjax.models.config import LayerKind, ModelConfig
-from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm, soft_capped, wide_matrix_product
+from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm
+from specjax.models.products import soft_capped, wide_matrix_product
 from specjax.models.rotary import rotary_table
 from specjax.types import NOTHING, Output, Params, Reads
 

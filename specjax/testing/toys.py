@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.backend import LaidOut
 from specjax.evaluation import references
 from specjax.models.cache import KVCache, as_layer, write_block
+from specjax.models.decode_layout import LaidOut
 from specjax.types import NOTHING, Context, Output, Params, SamplingParams
 
 POISON = 1e6

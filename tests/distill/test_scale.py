@@ -340,7 +340,7 @@ def test_a_batch_that_cannot_be_split_is_refused_before_anything_is_written(tmp_
 
 @pytest.mark.parametrize(("tokens", "shards", "rows"), [(8, 1, 1), (8, 4, 4), (16, 4, 8), (10_000, 2, 8)])
 def test_a_microbatch_has_rows_of_every_shard(tokens, shards, rows, monkeypatch):
-    monkeypatch.setattr("specjax.distill.step.MICRO_TOKENS_CPU", tokens)
+    monkeypatch.setattr("specjax.backend.MICRO_TOKENS_CPU", tokens)
     assert microbatch_rows(8, 8, shards) == rows
 
 

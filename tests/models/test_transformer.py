@@ -12,7 +12,7 @@ import pytest
 from specjax.models.cache import grow
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.hf import LoadedModel, load_model
-from specjax.models.layers import attend
+from specjax.models.products import attend
 from specjax.models.rotary import Rope, rotary_table, rotate
 from specjax.models.transformer import Model
 from specjax.types import Reads
