@@ -340,8 +340,7 @@ def compiled_prefill(
         batch, width = request.prompt.shape
         reads, depth, ends = reads_of(drafter), max_depth(drafter), request.lengths + request.budget
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
-        cache = target.init_cache(batch, num_slots, cache_lib.dtype_for(params.target))
-        cache = cache_lib.with_total(cache, ends)
+        cache = cache_lib.with_total(target.init_cache(batch, num_slots), ends)
         more: dict[str, Any] = {"reads": reads} if reads else {}
         out = target(params.target, request.prompt, positions, positions, cache, **more)
         drafter_state = cache_lib.with_total(drafter.init(batch, num_slots), ends)

@@ -21,6 +21,7 @@ from specjax.distill.distributions import acceptance
 from specjax.distill.optimizer import Average
 from specjax.distill.teacher import target_output, with_shared_params
 from specjax.evaluation.evaluate import matched
+from specjax.models.transformer import Model
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime.layout import ONE_DEVICE, Layout
 from specjax.types import Batch, FullLogits, Loss, LossContext, Params, Trainable
@@ -79,6 +80,14 @@ def microbatch_rows(batch_size: int, length: int, shards: int = 1) -> int:
     return shards * max(rows for rows in range(1, min(most, own) + 1) if own % rows == 0)
 
 
+def computing_in(drafter: Any, dtype: DTypeLike) -> Any:
+    """The drafter whose own transformer, if it has one, computes in ``dtype``."""
+    model = getattr(drafter, "model", None)
+    if not isinstance(model, Model):
+        return drafter
+    return dataclasses.replace(drafter, model=dataclasses.replace(model, dtype=jnp.dtype(dtype).name))
+
+
 def start_state(
     params: Params, optimizer: optax.GradientTransformation, averages: bool, layout: Layout, drafter: Any
 ) -> TrainState:
@@ -132,7 +141,8 @@ class Update:
                 "in_shardings": (lies, None, layout.rows(), None),
                 "out_shardings": (lies, layout.everywhere()),
             }
-        placed = dataclasses.replace(self, drafter=layout.drafter(self.drafter), spec=layout.model(self.spec))
+        drafter = layout.drafter(computing_in(self.drafter, self.compute_dtype))
+        placed = dataclasses.replace(self, drafter=drafter, spec=layout.model(self.spec))
 
         def update(state: TrainState, target_params: Params, batch: Batch, frozen: dict[str, Params] | None = None):
             given = _Given(target_params, frozen or {}, state.alpha)

@@ -324,7 +324,8 @@ def _student(drafter: Any, stage: config.Stage) -> Any:
         return drafter
     if not isinstance(getattr(drafter, "model", None), Model):
         raise ConfigError(f"remat, scan_layers: {type(drafter).__name__} has no transformer of its own; set both false")
-    return dataclasses.replace(drafter, model=TrainingModel(drafter.model.config, stage.remat, stage.scan_layers))
+    options = {"remat": stage.remat, "scan_layers": stage.scan_layers}
+    return dataclasses.replace(drafter, model=TrainingModel(drafter.model.config, **options))
 
 
 def _fingerprint(stage, drafter, params, target, data: StageData) -> dict[str, Any]:

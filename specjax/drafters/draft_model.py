@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from pydantic import Field
 
 from specjax import sampling
-from specjax.models.cache import dtype_for
 from specjax.types import Batch, Bound, Context, Draft, Outcome, Output, Params, Prediction, TargetView
 
 
@@ -40,7 +39,7 @@ class DraftModel:
         check_model(draft, f"drafter {self.kind!r}: model")
         layout = draft.layout()
         spec = vocabulary.known_to(draft, target, layout.spec)
-        return Bound(BoundDraftModel(spec, self.k, str(dtype_for(layout.params))), layout.params)
+        return Bound(BoundDraftModel(spec, self.k), layout.params)
 
 
 class Proposed(NamedTuple):
@@ -54,19 +53,17 @@ class Proposed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BoundDraftModel:
-    """``model``: a static spec, a function of its parameters; to decode with, or to train. ``dtype``: of the numbers
-    that its cache keeps."""
+    """``model``: a static spec, a function of its parameters; to decode with, or to train."""
 
     model: Any
     k: int = 5
-    dtype: str = "float32"
 
     @property
     def max_positions(self) -> int:
         return self.model.config.max_positions
 
     def init(self, batch: int, num_slots: int) -> Any:
-        return self.model.init_cache(batch, num_slots, self.dtype)
+        return self.model.init_cache(batch, num_slots)
 
     def extend(
         self,

@@ -177,4 +177,5 @@ def other_dtype(target: LoadedModel) -> str:
 
 def cast(model: LoadedModel, dtype: str) -> LoadedModel:
     """The same weights, rounded or widened to ``dtype``; the model computes in it, too."""
-    return dataclasses.replace(model, params=jax.tree.map(lambda x: x.astype(dtype), model.params))
+    spec = dataclasses.replace(model.spec, dtype=dtype)
+    return dataclasses.replace(model, spec=spec, params=jax.tree.map(lambda x: x.astype(dtype), model.params))

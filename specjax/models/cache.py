@@ -17,7 +17,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specjax import backend
-from specjax.types import Params
 
 
 @flax.struct.dataclass
@@ -119,11 +118,6 @@ def with_total(tree: Any, total: Int[Array, " B"]) -> Any:
         return KVCache(x.layers, total.astype(jnp.int32)) if is_cache(x) and x.total is not None else x
 
     return jax.tree.map(told, tree, is_leaf=is_cache)
-
-
-def dtype_for(params: Params) -> jnp.dtype:
-    """What a cache keeps: numbers of the kind the model computes with, which the embedding has in every layout."""
-    return jax.tree.leaves(params)[0].dtype
 
 
 def as_layer(keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> tuple[Array, Array]:

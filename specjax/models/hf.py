@@ -93,8 +93,8 @@ class LoadedModel(LaidOut):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of the weights."""
-        return jax.eval_shape(lambda: self.params)["embedding"].dtype
+        """What it computes in."""
+        return jnp.dtype(getattr(self.spec, "dtype", "float32"))
 
     def logits(self, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T V"]:
         """float32 logits of the token after each position, without a cache. Compiled once a shape. Raises `DataError`
@@ -174,9 +174,10 @@ def load_model(
     generation = read_json(generation_file) if generation_file.exists() else {}
     eos_ids = _read_eos_ids(generation_file, generation, settings, config.vocab_size)
     tokenizer = _read_tokenizer(directory)
+    params = read_params(directory, family, config, dtype, mesh, check_finite)
     return LoadedModel(
-        spec=Model(config),
-        params=read_params(directory, family, config, dtype, mesh, check_finite),
+        spec=Model(config, str(params["embedding"].dtype)),
+        params=params,
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         name=Path(path_or_hub_id).name or directory.name,

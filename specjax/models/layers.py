@@ -61,7 +61,7 @@ class RMSNorm(nnx.Module):
         scale = _aligned(self.scale[...], x)
         if self.offset:  # near one, where a lower precision has few numbers
             return (x32 * (self.offset + scale.astype(jnp.float32))).astype(x.dtype)
-        return x32.astype(x.dtype) * scale
+        return x32.astype(x.dtype) * scale.astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -173,7 +173,7 @@ class ExpertLinear(nnx.Module):
 
     def __call__(self, x: Float[Array, "N I"], sizes: Int[Array, " E"]) -> Float[Array, "N O"]:
         """The first ``sizes[0]`` rows of x times the first kernel, and so on."""
-        return jax.lax.ragged_dot(x, self.kernel[...], sizes, precision=precision_of(x))
+        return jax.lax.ragged_dot(x, self.kernel[...].astype(x.dtype), sizes, precision=precision_of(x))
 
 
 class ExpertMLP(nnx.Module):

@@ -20,8 +20,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models.cache import KVCache, fold, unfold
 from specjax.models.config import LayerKind, ModelConfig
+from specjax.models.kernels import Dense
 from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm
-from specjax.models.products import soft_capped, wide_matrix_product
+from specjax.models.products import soft_capped
 from specjax.models.rotary import rotary_table
 from specjax.types import NOTHING, Output, Params, Reads
 
@@ -69,10 +70,11 @@ def normed(norm, x):
 
 
 class Transformer(nnx.Module):
-    """The weights. Initialised at variance 1/fan_in, residual outputs scaled down by depth (GPT-2)."""
+    """The weights, which compute in ``dtype`` and are initialised in it: at variance 1/fan_in, residual outputs scaled
+    down by depth (GPT-2)."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
-        self.config = config
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: str = "float32"):
+        self.config, self.dtype = config, dtype
 
         def embedding(count: int) -> nnx.Param:
             return nnx.Param(jax.random.normal(rngs.params(), (count, config.hidden_size), dtype) * 0.02)
@@ -113,9 +115,9 @@ class Transformer(nnx.Module):
     def embed(self, tokens, positions, slots, cache, mask):
         """What the first layer reads, and for each kind of layer (its rotary table, the keys that a query may read)."""
         config = self.config
-        x = self.embedding[...][tokens]
+        x = self.embedding[...][tokens].astype(self.dtype)
         if config.learned_positions:
-            x = x + self.position_embedding[...][positions]
+            x = x + self.position_embedding[...][positions].astype(x.dtype)
         if config.embedding_multiplier != 1:
             x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
         total = tokens.shape[1] if cache is None else cache.total
@@ -132,7 +134,7 @@ class Transformer(nnx.Module):
         """Logits in float32, whatever the weights are in."""
         config = self.config
         if config.tie_embeddings:
-            logits = wide_matrix_product(x.reshape(-1, x.shape[-1]), self.embedding[...].T).reshape(*x.shape[:2], -1)
+            logits = Dense(self.embedding[...].T)(x.reshape(-1, x.shape[-1]), wide=True).reshape(*x.shape[:2], -1)
         else:
             logits = self.head(x, wide=True)
         if config.logit_multiplier != 1:
@@ -165,30 +167,32 @@ def _within(window: int, positions, slots, cache) -> Bool[Array, "B T S"]:
 
 
 @functools.lru_cache(maxsize=64)
-def _graphdef(config: ModelConfig) -> nnx.GraphDef:
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))[0]
+def _graphdef(config: ModelConfig, dtype: str) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype)))[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A `Transformer` as a pure function of its parameters. Static and hashable; satisfies `specjax.types.Model`."""
+    """A `Transformer` as a pure function of its parameters. Static and hashable; satisfies `specjax.types.Model`.
+    ``dtype``: what it computes in, whatever the parameters are stored in."""
 
     config: ModelConfig
+    dtype: str = "float32"
 
-    def init(self, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
-        """Fresh parameters, a nested dict of arrays."""
-        _, state = nnx.split(Transformer(self.config, rngs=nnx.Rngs(params=key), dtype=dtype))
+    def init(self, key: Array, dtype: str | None = None) -> Params:
+        """Fresh parameters, a nested dict of arrays; ``dtype`` None: the one it computes in."""
+        _, state = nnx.split(Transformer(self.config, rngs=nnx.Rngs(params=key), dtype=dtype or self.dtype))
         return nnx.to_pure_dict(state)
 
     def module(self, params: Params) -> Transformer:
         """The NNX module that holds ``params``."""
-        return nnx.merge(_graphdef(self.config), nnx.State(params))
+        return nnx.merge(_graphdef(self.config, self.dtype), nnx.State(params))
 
-    def init_cache(self, batch: int, num_slots: int, dtype: DTypeLike = jnp.float32) -> KVCache:
-        """Empty. Where rows choose their rotary frequencies, `specjax.models.cache.with_total` tells it how long they
+    def init_cache(self, batch: int, num_slots: int, dtype: DTypeLike | None = None) -> KVCache:
+        """Empty; of the numbers that it computes with, or of ``dtype``. Where rows choose their rotary frequencies, `specjax.models.cache.with_total` tells it how long they
         will get; until then they count as short."""
         config = self.config
-        cache = KVCache.zeros(config.num_layers, batch, num_slots, config.num_kv_heads, config.head_dim, dtype)
+        cache = KVCache.zeros(config.num_layers, batch, num_slots, config.num_kv_heads, config.head_dim, dtype or self.dtype)
         total = jnp.zeros((batch,), jnp.int32) if config.rows_choose_frequencies else None
         return KVCache(cache.layers, total)
 

@@ -79,7 +79,7 @@ class Layout:
         """A model whose activations lie as the rows do."""
         if self.mesh is None or not isinstance(spec, Model):
             return spec
-        spec = spec if isinstance(spec, TrainingModel) else TrainingModel(spec.config)
+        spec = spec if isinstance(spec, TrainingModel) else TrainingModel(spec.config, spec.dtype)
         return dataclasses.replace(spec, rows=self.rows())
 
     def drafter(self, drafter: Any) -> Any:

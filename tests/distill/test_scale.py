@@ -25,7 +25,7 @@ from specjax import config
 from specjax.data.rows import take
 from specjax.distill.losses import ForwardKL
 from specjax.distill.optimizer import make_optimizer
-from specjax.distill.step import Update, microbatch_rows, start_state
+from specjax.distill.step import Update, computing_in, microbatch_rows, start_state
 from specjax.drafters.draft_model import BoundDraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.evaluation.evaluate import evaluate
@@ -463,3 +463,10 @@ def test_bfloat16_computes_in_it_and_keeps_float32_weights():
         losses[dtype] = float(metrics["loss"])
     assert losses["bfloat16"] != losses["float32"]
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=1e-2)
+
+
+def test_the_transformer_of_a_drafter_computes_in_the_dtype_of_the_step():
+    for model in (Model(SHAPE), TrainingModel(SHAPE, remat=True)):
+        found = computing_in(BoundDraftModel(model), jnp.bfloat16).model
+        assert found == dataclasses.replace(model, dtype="bfloat16")
+    assert computing_in(Watched(), "bfloat16") == Watched()
