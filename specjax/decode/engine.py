@@ -373,11 +373,12 @@ def compiled_chunk(engine: Engine):
     traced). The state is donated."""
 
     def chunk(params: EngineParams, state: DecodeState, max_steps, stop_after=NO_LIMIT) -> DecodeState:
-        slots, was_done = cache_lib.num_slots(state.cache), state.done
+        was_done = state.done
 
         def unfinished(carry):
             count, state = carry
-            fits = jnp.max(jnp.where(state.done, 0, state.lengths)) + engine.num_nodes + 1 <= slots
+            lengths = jnp.where(state.done, 0, state.lengths)
+            fits = cache_lib.first(state.cache).has_room(lengths, engine.num_nodes + 1)
             finished = jnp.sum(state.done & ~was_done, dtype=jnp.int32)
             return (count < max_steps) & fits & ~jnp.all(state.done) & (finished < stop_after)
 

@@ -324,8 +324,8 @@ def _student(drafter: Any, stage: config.Stage) -> Any:
         return drafter
     if not isinstance(getattr(drafter, "model", None), Model):
         raise ConfigError(f"remat, scan_layers: {type(drafter).__name__} has no transformer of its own; set both false")
-    options = {"remat": stage.remat, "scan_layers": stage.scan_layers}
-    return dataclasses.replace(drafter, model=TrainingModel(drafter.model.config, **options))
+    model = TrainingModel(drafter.model.config, remat=stage.remat, scan_layers=stage.scan_layers)
+    return dataclasses.replace(drafter, model=model)
 
 
 def _fingerprint(stage, drafter, params, target, data: StageData) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from specjax.models import kernels
-from specjax.models.cache import as_layer, write_block
+from specjax.models.cache import Memory
 from specjax.models.config import LayerKind, ModelConfig
-from specjax.models.products import attend, precision_of, seen_only_where_visible
+from specjax.models.products import precision_of, seen_only_where_visible
 from specjax.models.rotary import rotate
 
 ACTIVATIONS = {
@@ -113,9 +113,9 @@ class Attention(nnx.Module):
             }[config.qk_norm]
             self.q_norm, self.k_norm = (make_norm(config, *shape, dtype=dtype) for shape in shapes)
 
-    def __call__(self, x, rotary, slots, layer_cache, visible):
-        """``rotary``: the table of this layer, None without one. ``layer_cache`` is folded; ``visible[B, T, S]`` says
-        which keys each query may read. Returns (attended, (keys, values) of all slots, those of the tokens fed)."""
+    def __call__(self, x, rotary, memory: Memory):
+        """``rotary``: the table of this layer, None without one. Returns (attended, the layer's keys and values with
+        those of the tokens fed, the latter alone)."""
         batch, fed = x.shape[:2]
         config = self.config
         q, k, v = self.projections(x)
@@ -126,11 +126,9 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = (rotate(y, rotary, self.rope.interleaved) for y in (q, k))
-        k, v = fed_ones = seen_only_where_visible(k, v)
-        layer_cache = as_layer(k, v) if layer_cache is None else write_block(layer_cache, slots, k, v)
-        k, v = (x.astype(q.dtype) for x in layer_cache)
-        out = attend(q, k, v, visible, config.attention_scale, config.attention_soft_cap)
-        return self.o_proj(out.reshape(batch, fed, -1)), layer_cache, fed_ones
+        k, v = seen_only_where_visible(k, v)
+        out, layer = memory.attend(q, k, v, config.attention_scale, config.attention_soft_cap)
+        return self.o_proj(out.reshape(batch, fed, -1)), layer, (k, v)
 
     def projections(self, x) -> tuple[Array, Array, Array]:
         if not self.config.fused_projections:

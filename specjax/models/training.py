@@ -68,8 +68,7 @@ class TrainingModel(Model):
         count, period = self.config.num_layers, range(self.period)
 
         def block(kind: LayerKind, wanted: bool, x, layer: Params):
-            rotary, visible = contexts[kind]
-            x, _, fed = block_of(self.config, kind, layer)(x, rotary, None, None, visible)
+            x, _, fed = block_of(self.config, kind, layer)(x, *contexts[kind])
             return self._placed(x), fed if wanted else ()
 
         if self.remat:
