@@ -153,8 +153,10 @@ class Memory:
         soft_cap: float | None = None,
     ) -> tuple[Float[Array, "B T H C"], Layer]:
         """What the tokens read, and the layer with their own keys and values."""
-        alone = self.cached is None or self.start is None
-        layer = Layer.of(k, v) if alone else self.cached.write(self.start, k, v)
+        if self.cached is None or self.start is None:
+            layer = Layer.of(k, v)
+        else:
+            layer = self.cached.write(self.start, k, v)
         keys, values = (x.astype(q.dtype) for x in layer)
         return attend(q, keys, values, self.visible, scale, soft_cap), layer
 

@@ -50,7 +50,8 @@ def test_weights_that_are_bfloat16_numbers_are_read_as_such_and_lose_nothing(tok
     spec, laid_out = decode_layout(model, rounded)
     on_cpu = jax.default_backend() == "cpu"
     assert {type(x) for x in kernels_of(laid_out)} == {Narrow if on_cpu else Dense}
-    assert {x.dtype for x in jax.tree.leaves(kernels_of(laid_out))} == {jnp.dtype(jnp.bfloat16 if on_cpu else jnp.float32)}
+    narrow = jnp.dtype(jnp.bfloat16 if on_cpu else jnp.float32)
+    assert {x.dtype for x in jax.tree.leaves(kernels_of(laid_out))} == {narrow}
     assert laid_out["embedding"].dtype == jnp.float32
     fed = jnp.arange(tokens, dtype=jnp.int32)[None]
     logits = jax.jit(spec.__call__, compiler_options=compiler_options(decoding=True))(laid_out, fed, fed).logits
