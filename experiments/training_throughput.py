@@ -46,13 +46,14 @@ from specjax.distill.init import Initial, initial_draft
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import Update, microbatch_rows, start_state
 from specjax.distill.trainer import LOG_EVERY, StageData, Trainer
+from specjax.drafters.base import in_training
 from specjax.evaluation.held_out import held_out_decoding
 from specjax.jobs import inputs
 from specjax.models.transformer import Model
 from specjax.runtime.compile_cache import keep_programs
 from specjax.runtime.files import write_atomically
 from specjax.runtime.layout import ONE_DEVICE
-from specjax.types import Batch
+from specjax.types import Batch, TrainingForm
 
 CONFIG = Path("configs/demo.yaml")
 RESULTS = Path(__file__).parent / "results" / "training_throughput.json"
@@ -160,7 +161,8 @@ def bare(initial: Initial, stage: Stage, target: Any, batches: Sequence[Batch]) 
     rows = microbatch_rows(stage.batch_size, batches[0].tokens.shape[1])
     loss = registry.build(registry.LOSSES, stage.loss, "distill.loss")
     options = {"skip": stage.skip_non_finite > 0, "compute_dtype": stage.compute_dtype, "ema": stage.optimizer.ema}
-    update = Update(initial.drafter, loss, optimizer, target.spec, rows, **options).jitted()
+    drafter = in_training(initial.drafter, TrainingForm(dtype=stage.compute_dtype))
+    update = Update(drafter, loss, optimizer, target.spec, rows, **options).jitted()
     return Loop(update.lower(state, target.params, batches[0]).compile(), state, target.params, batches)
 
 

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax import backend, registry, sampling
-from specjax.backend import decode_layout
 from specjax.evaluation.costs import median_seconds
 from specjax.models.config import ModelConfig
+from specjax.models.decode_layout import decode_layout
 from specjax.models.transformer import Model
 from specjax.types import Draft
 

@@ -445,11 +445,12 @@ class Prediction:
 class TrainingForm:
     """How a forward pass runs in training: the same numbers for other costs. ``remat``: activations are computed again
     in the backward pass. ``scan_layers``: equal layers are one compiled loop. ``sharding``: of ``[B, T, D]`` between
-    layers, over a mesh; None: on one device."""
+    layers, over a mesh; None: on one device. ``dtype``: that it computes in; None: its own."""
 
     remat: bool = False
     scan_layers: bool = False
     sharding: NamedSharding | None = None
+    dtype: str | None = None
 
 
 @runtime_checkable

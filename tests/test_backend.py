@@ -1,94 +1,16 @@
-"""A layout changes how weights lie in memory, never what the model computes."""
-
-import dataclasses
+"""What is decided by the kind of device."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from specjax.backend import Layout, compiler_options, decode_layout
-from specjax.models.config import Experts, ModelConfig
-from specjax.models.layers import FEW_ROWS
-from specjax.models.transformer import Model
-from tests.cases import in_proof, transformer
-
-CONFIG = ModelConfig(
-    65, hidden_size=24, intermediate_size=40, num_layers=2, num_heads=6, num_kv_heads=3, head_dim=10, max_positions=64
-)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "tie"),
-    [(1, True), (3, False), (FEW_ROWS - 1, True), in_proof(8, True), in_proof(FEW_ROWS + 1, False)],
-)
-def test_a_layout_keeps_the_logits(tokens, tie):
-    """Also where a kernel's size has no factor of four."""
-    model = Model(dataclasses.replace(CONFIG, tie_embeddings=tie))
-    params = jax.jit(model.init)(jax.random.key(0))
-    spec, laid_out = decode_layout(model, params)
-    fed = jnp.arange(tokens, dtype=jnp.int32)[None]
-    logits = jax.jit(spec.__call__, compiler_options=compiler_options(decoding=True))(laid_out, fed, fed).logits
-    np.testing.assert_allclose(logits, jax.jit(model.__call__)(params, fed, fed).logits, atol=1e-5)
-    assert not spec.config.tie_embeddings
-    if jax.default_backend() == "cpu":
-        assert laid_out["head"]["kernel"].shape == (65, 24, 1)
-
-
-@pytest.mark.parametrize("tokens", [1, FEW_ROWS, in_proof(FEW_ROWS + 1)])
-def test_weights_that_are_bfloat16_numbers_are_read_as_such_and_lose_nothing(tokens):
-    model = Model(CONFIG)
-    params = jax.jit(model.init)(jax.random.key(0))
-    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
-    spec, laid_out = decode_layout(model, rounded)
-    narrow = jnp.bfloat16 if jax.default_backend() == "cpu" else jnp.float32
-    kernels = [x for p, x in jax.tree_util.tree_leaves_with_path(laid_out) if p[-1].key == "kernel"]
-    assert {x.dtype for x in kernels} == {jnp.dtype(narrow)}
-    assert laid_out["embedding"].dtype == jnp.float32
-    fed = jnp.arange(tokens, dtype=jnp.int32)[None]
-    logits = jax.jit(spec.__call__, compiler_options=compiler_options(decoding=True))(laid_out, fed, fed).logits
-    assert logits.dtype == jnp.float32
-    np.testing.assert_allclose(logits, jax.jit(model.__call__)(rounded, fed, fed).logits, atol=1e-5)
-    # One number that is none, and all stay as they are.
-    rounded["layers"][1]["mlp"]["down_proj"]["kernel"] += jnp.zeros((40, 24)).at[3, 5].set(2.0**-20)
-    _, laid_out = decode_layout(model, rounded)
-    assert {x.dtype for x in jax.tree.leaves(laid_out)} == {jnp.dtype(jnp.float32)}
-
-
-@pytest.mark.parametrize("rounded", [False, True])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"tie_embeddings": True},
-        {"tie_embeddings": False, "qkv_bias": True},
-        {"gated": False},
-        {"experts": Experts(4, 2, 8, True)},
-    ],
-)
-def test_the_originals_come_back_from_a_layout_bit_for_bit(changes, rounded):
-    model = Model(dataclasses.replace(CONFIG, **changes))
-    params = jax.jit(model.init)(jax.random.key(0))
-    if rounded:
-        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
-    again = Layout.of(model, params).originals()
-    jax.tree.map(np.testing.assert_array_equal, again, params)
-    assert {x.dtype for x in jax.tree.leaves(again)} == {jnp.dtype(jnp.float32)}
-
-
-def test_a_layout_follows_what_is_replaced_in_a_model():
-    """Decoding and `logits` are of the same weights, also after one array of them was replaced in its place."""
-    model = transformer(0, tie_embeddings=False)
-    first = model.layout()
-    assert model.layout() is first
-    model.params["head"]["kernel"] = -model.params["head"]["kernel"]
-    turned = model.layout()
-    jax.tree.map(np.testing.assert_array_equal, turned.originals(), model.params)
-    model.free_originals()
-    assert model.layout() is turned
-    model.spec = Model(dataclasses.replace(model.spec.config, logit_soft_cap=5.0))
-    assert model.layout().spec.config.logit_soft_cap == 5.0
-    jax.tree.map(np.testing.assert_array_equal, model.layout().originals(), turned.originals())
+from specjax.backend import compiler_options, row_sums
 
 
 def test_the_compiler_knows_its_options():
     assert jax.jit(lambda x: x + 1, compiler_options=compiler_options())(1) == 2
+
+
+def test_rows_are_summed_one_by_one():
+    rows = np.random.default_rng(0).normal(size=(5, 2, 30)).astype(np.float32)
+    np.testing.assert_allclose(row_sums([*jnp.asarray(rows)]), rows.sum(axis=2).T, rtol=1e-5, atol=1e-6)

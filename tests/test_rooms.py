@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ NEVER = {
     "": ("testing",),  # shipped code
     "types.py": ("*",),
     "metrics.py": ("*",),
+    "backend.py": ("*",),
     "proposal.py": ("drafters", "verifiers", "controllers", "decode", "models", "sampling"),
     "models": ("decode", "distill", "evaluation", "jobs", "drafters", "verifiers", "data", "report"),
     "sampling.py": ("decode", "drafters", "verifiers", "distill", "evaluation"),
@@ -66,6 +68,20 @@ def test_a_room_does_not_import_what_comes_after_it(room):
         if forbidden == "*" or name == forbidden or name.startswith(f"{forbidden}.")
     }
     assert not found
+
+
+REPORTS = ("jobs/doctor.py", "jobs/bench.py", "jobs/numerics.py", "runtime/compile_cache.py", "evaluation/bench.py")
+"""What names the machine in a report or a path, and decides nothing of a computation by it."""
+
+
+def test_what_depends_on_the_kind_of_device_is_decided_in_one_place():
+    asking = {
+        file.relative_to(PACKAGE).as_posix()
+        for file in FILES
+        if re.search(r"default_backend|\bplatform\b", file.read_text(encoding="utf-8"))
+    }
+    assert "backend.py" in asking
+    assert asking <= {"backend.py", *REPORTS}
 
 
 def functions(file: Path) -> Iterator[tuple[str, ast.FunctionDef]]:

@@ -337,8 +337,7 @@ def compiled_prefill(
         batch, width = request.prompt.shape
         reads, depth, ends = reads_of(drafter), max_depth(drafter), request.lengths + request.budget
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
-        cache = target.init_cache(batch, num_slots, cache_lib.dtype_for(params.target))
-        cache = cache_lib.with_total(cache, ends)
+        cache = cache_lib.with_total(target.init_cache(batch, num_slots), ends)
         more: dict[str, Any] = {"reads": reads} if reads else {}
         out = target(params.target, request.prompt, positions, positions, cache, **more)
         drafter_state = cache_lib.with_total(drafter.init(batch, num_slots), ends)
@@ -371,11 +370,12 @@ def compiled_chunk(engine: Engine):
     traced). The state is donated."""
 
     def chunk(params: EngineParams, state: DecodeState, max_steps, stop_after=NO_LIMIT) -> DecodeState:
-        slots, was_done = cache_lib.num_slots(state.cache), state.done
+        was_done = state.done
 
         def unfinished(carry):
             count, state = carry
-            fits = jnp.max(jnp.where(state.done, 0, state.lengths)) + engine.num_nodes + 1 <= slots
+            lengths = jnp.where(state.done, 0, state.lengths)
+            fits = cache_lib.first(state.cache).has_room(lengths, engine.num_nodes + 1)
             finished = jnp.sum(state.done & ~was_done, dtype=jnp.int32)
             return (count < max_steps) & fits & ~jnp.all(state.done) & (finished < stop_after)
 

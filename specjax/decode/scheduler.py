@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from specjax.decode.engine import NO_LIMIT, Engine, EngineParams, compiled_chunk, compiled_prefill, grow
 from specjax.decode.request import Batch
 from specjax.errors import DataError
-from specjax.models.cache import num_slots
+from specjax.models.cache import insert, num_slots
 from specjax.types import STOP_STRING, UNFINISHED, DecodeState
 
 
@@ -138,4 +138,4 @@ def _inserted(state: DecodeState, new: DecodeState, rows: Int[Array, " R"]) -> D
         )
         for x in (state, new)
     )
-    return jax.tree.map(lambda old, x: old.at[rows].set(x, mode="drop"), state, new)
+    return insert(state, rows, new)

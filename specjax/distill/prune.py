@@ -223,9 +223,9 @@ def _through(
     basis: Float[Array, "D d"] | None,
 ) -> tuple[Float[Array, "B T D"], _Seen]:
     """`specjax.models.transformer.Block` part by part: what it reads and writes in between is none of its results."""
-    block, (rotary, visible) = block_of(config, kind, layer), context
+    block, (rotary, memory) = block_of(config, kind, layer), context
     read = normed(block.attention_norm, x)
-    streams, attended = [x], block.attention(read, rotary, None, None, visible)[0]
+    streams, attended = [x], block.attention(read, rotary, memory)[0]
     change = normed(block.attention_post_norm, attended)
     if config.residual == "sequential":
         x = block.add(x, change)

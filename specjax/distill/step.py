@@ -25,10 +25,6 @@ from specjax.models.vocabulary import TokenRows
 from specjax.runtime.layout import ONE_DEVICE, Layout
 from specjax.types import Batch, FullLogits, Loss, LossContext, Params, Trainable, reads_of
 
-MICRO_TOKENS_CPU = 512
-"""Tokens of a microbatch on CPU: its activations stay in cache, 1.35x over the whole batch at once on 2 cores."""
-
-
 ALPHA_MEMORY = 0.9
 """What a step leaves of the running alpha: a mean over some ten steps."""
 
@@ -74,11 +70,12 @@ class _Sums:
 
 
 def microbatch_rows(batch_size: int, length: int, shards: int = 1) -> int:
-    """Rows of one microbatch over all ``shards`` of the batch, which they divide: the whole batch on an accelerator."""
-    if jax.default_backend() != "cpu":
+    """Rows of one microbatch over all ``shards`` of the batch, which they divide."""
+    tokens = backend.microbatch_tokens()
+    if tokens is None:
         return batch_size
     own = batch_size // shards
-    most = max(1, MICRO_TOKENS_CPU // length)
+    most = max(1, tokens // length)
     return shards * max(rows for rows in range(1, min(most, own) + 1) if own % rows == 0)
 
 

@@ -93,7 +93,8 @@ class Trainer:
             )
         self._check_reads(name)
         self._rows = _microbatch_rows(name, self.stage, data.train.length, self.layout)
-        form = self.layout.form(self.stage.remat, self.stage.scan_layers)
+        stage = self.stage
+        form = self.layout.form(remat=stage.remat, scan_layers=stage.scan_layers, dtype=stage.compute_dtype)
         self._student = in_training(self.drafter, form)
         backend.keep_freed_memory()
         self._source = registry.build(registry.DATA, self.stage.data, f"{name}: data")

@@ -20,7 +20,6 @@ from pydantic import Field
 
 from specjax import sampling
 from specjax.drafters.base import TrainedDrafter
-from specjax.models.cache import dtype_for
 from specjax.models.sharding import sharding_of
 from specjax.models.training import training_model
 from specjax.models.transformer import Model
@@ -58,7 +57,7 @@ class DraftModel:
         check_model(draft, f"drafter {self.kind!r}: model")
         layout = draft.layout()
         spec = vocabulary.known_to(draft, target, layout.spec)
-        return Bound(BoundDraftModel(spec, self.k, str(dtype_for(layout.params))), layout.params)
+        return Bound(BoundDraftModel(spec, self.k), layout.params)
 
 
 class Proposed(NamedTuple):
@@ -72,18 +71,17 @@ class Proposed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BoundDraftModel:
-    """``model``: a static spec, a function of its parameters. ``dtype``: of the numbers that its cache keeps."""
+    """``model``: a static spec, a function of its parameters."""
 
     model: Any
     k: int = 5
-    dtype: str = "float32"
 
     @property
     def max_positions(self) -> int:
         return self.model.config.max_positions
 
     def init(self, batch: int, num_slots: int) -> Any:
-        return self.model.init_cache(batch, num_slots, self.dtype)
+        return self.model.init_cache(batch, num_slots)
 
     def extend(
         self,
@@ -161,7 +159,7 @@ class TrainedDraftModel(TrainedDrafter):
         yield Prediction(out.final, functools.partial(self.model.head, params), batch.weight)
 
     def in_training(self, form: TrainingForm) -> Trainable:
-        if form == TrainingForm() or not isinstance(self.model, Model):
+        if not isinstance(self.model, Model):
             return super().in_training(form)
         return dataclasses.replace(self, model=training_model(self.model, form))
 

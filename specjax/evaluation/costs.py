@@ -191,7 +191,7 @@ def stream_bandwidth(num_bytes: int, repeats: int = 20) -> float:
     """Bytes a second at which this machine reads ``num_bytes`` of float32 over and over: the best of several ways on
     a CPU (one or all cores), a device-side sum elsewhere. The floor of a pass is parameter bytes over this."""
     size = max(num_bytes // 4, 1)
-    if jax.default_backend() != "cpu":
+    if not backend.is_host(jax.devices()[0]):
         data = jnp.ones((size,), jnp.float32)
         return num_bytes / median_seconds(lambda: jnp.sum(data), repeats)
     data = np.ones(size, np.float32)

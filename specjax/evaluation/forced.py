@@ -37,8 +37,7 @@ def block_passes(spec: Any, width: int, fed: int, passes: int):
             out = feed(cache, first, fed)
             return out.cache, out.logits.astype(jnp.float32)
 
-        cache = spec.init_cache(batch, slots, cache_lib.dtype_for(params))
-        cache = cache_lib.with_total(cache, lengths + passes * fed)
+        cache = cache_lib.with_total(spec.init_cache(batch, slots), lengths + passes * fed)
         cache = cache_lib.fold(feed(cache, jnp.zeros_like(lengths), width).cache)
         starts = lengths[None] - 1 + fed * jnp.arange(passes, dtype=jnp.int32)[:, None]
         _, logits = jax.lax.scan(one, cache, starts)

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from specjax import backend
 from specjax.decode.decoder import Decoder
 from specjax.errors import DataError
 from specjax.evaluation import forced
+from specjax.models.decode_layout import decode_layout
 from specjax.models.hf import LoadedModel
 from specjax.models.vocabulary import unused_ids
 
@@ -86,7 +86,7 @@ def output_logits(
 ) -> Float[np.ndarray, "P N V"]:
     """float32 logits that choose ``tokens[:, start:]``, computed along ``path``; ``start`` is the prompts' length."""
     count, fed = len(tokens), path.fed
-    spec, params = (model.spec, model.params) if fed is None else backend.decode_layout(model.spec, model.params)
+    spec, params = (model.spec, model.params) if fed is None else decode_layout(model.spec, model.params)
 
     def run(rows) -> Any:
         if fed is None:
@@ -177,4 +177,5 @@ def other_dtype(target: LoadedModel) -> str:
 
 def cast(model: LoadedModel, dtype: str) -> LoadedModel:
     """The same weights, rounded or widened to ``dtype``; the model computes in it, too."""
-    return dataclasses.replace(model, params=jax.tree.map(lambda x: x.astype(dtype), model.params))
+    spec = dataclasses.replace(model.spec, dtype=dtype)
+    return dataclasses.replace(model, spec=spec, params=jax.tree.map(lambda x: x.astype(dtype), model.params))

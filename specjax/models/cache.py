@@ -1,14 +1,17 @@
-"""The KV cache: one pair of arrays a layer, turned as attention multiplies with them, so that no pass copies a cache.
-Rollback is not advancing: stale slots are masked, then overwritten, so nothing here ever clears or moves a slot.
+"""The KV cache as an object: what a pass writes, attends to and keeps. One pair of arrays a layer, turned as attention
+multiplies with them, so that no pass copies a cache. Rollback is not advancing: stale slots are masked, then
+overwritten, so nothing here ever clears or moves a slot, but for the accepted path of a tree.
 
-Dims: B rows, S slots, T tokens fed, G key-value heads, C head features, BG = B * G heads, a row's side by side.
+Dims: B rows, S slots, T tokens fed, H query heads, G key-value heads, C head features, BG = B * G heads, a row's side
+by side, R rows of another cache.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -16,20 +19,44 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from specjax.types import Params
+from specjax import backend
+from specjax.models.products import attend
 
-_UNROLLED_ROWS = 16
+
+class Layer(NamedTuple):
+    """Keys and values of one layer, ``[B, G, ...]`` or folded, ``[BG, ...]``."""
+
+    keys: Float[Array, "*heads C S"]
+    values: Float[Array, "*heads S C"]
+
+    @classmethod
+    def of(cls, keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> Layer:
+        """A block of new keys and values, folded: a layer of T slots."""
+        batch, fed, kv_heads, features = keys.shape
+        return cls(
+            keys.transpose(0, 2, 3, 1).reshape(batch * kv_heads, features, fed),
+            values.transpose(0, 2, 1, 3).reshape(batch * kv_heads, fed, values.shape[3]),
+        )
+
+    def write(self, start: Int[Array, " B"], keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> Layer:
+        """With each row's T new entries at the slots from ``start[b]`` on; folded. A block is contiguous in slots, in a
+        tree as well.
+
+        The engine keeps ``S >= start[b] + T``: `dynamic_update_slice` clamps its start and would overwrite valid slots.
+        """
+        new = Layer.of(keys, values)
+        return Layer(_write(self.keys, start, new.keys, axis=2), _write(self.values, start, new.values, axis=1))
 
 
 @flax.struct.dataclass
 class KVCache:
-    """``layers[l] = (keys, values)``, keys ``[B, G, C, S]``, values ``[B, G, S, C]``; `fold` merges B and G.
+    """Keys and values of every layer, keys ``[B, G, C, S]``, values ``[B, G, S, C]``; `fold` merges B and G.
 
     Kept as ``[B, S, G, C]``, XLA on CPU copied both in every pass: 1.5-2.3x the time of attention. And a loop over one
     row that carries a leading axis of 1 copies them again when it feeds a single token: hence the folded form.
     """
 
-    layers: tuple[tuple[Float[Array, "B G C S"], Float[Array, "B G S C"]], ...]
+    layers: tuple[Layer, ...]
     total: Int[Array, " B"] | None = None
     """The length that a row will reach, prompt included, for models whose rotary frequencies depend on it."""
 
@@ -38,17 +65,17 @@ class KVCache:
         cls, num_layers: int, batch: int, num_slots: int, kv_heads: int, features: int, dtype: DTypeLike
     ) -> KVCache:
         keys, values = (batch, kv_heads, features, num_slots), (batch, kv_heads, num_slots, features)
-        return cls(tuple((jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(num_layers)))
+        return cls(tuple(Layer(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(num_layers)))
 
     @property
     def num_slots(self) -> int:
-        return self.layers[0][1].shape[-2]
+        return self.layers[0].values.shape[-2]
 
     def has_room(self, lengths: Int[Array, " B"], fed: int) -> Bool[Array, ""]:
-        """Whether ``fed`` more tokens fit behind the longest of ``lengths``: `write_block` would overwrite."""
+        """Whether ``fed`` more tokens fit behind the longest of ``lengths``: `Layer.write` would overwrite."""
         return jnp.max(lengths) + fed <= self.num_slots
 
-    def view(self, layers: Sequence[int]) -> tuple[tuple[Array, Array], ...]:
+    def view(self, layers: Sequence[int]) -> tuple[Layer, ...]:
         """Keys and values of single layers, to be read: no copy."""
         return tuple(self.layers[i] for i in layers)
 
@@ -56,98 +83,177 @@ class KVCache:
         """After a tree, whose root is at slot ``start``: what node ``path[b, j]`` wrote moves to where token j + 1 of a
         chain would have written it. Node n has slot ``start + n``; what ``path`` names behind the accepted nodes may be
         any node, and is overwritten by the next block."""
-        heads = self.layers[0][0].shape[:-2]
+        heads = self.layers[0].keys.shape[:-2]
         per_row = math.prod(heads) // len(path)
         sources = jnp.repeat(start[:, None] + path, per_row, axis=0).reshape(*heads, -1)
 
-        def moved(layer):
-            keys, values = layer
-            chosen_keys = jnp.take_along_axis(keys, sources[..., None, :], axis=-1)
-            chosen_values = jnp.take_along_axis(values, sources[..., None], axis=-2)
-            flat = [x.reshape(-1, *x.shape[-2:]) for x in (keys, values, chosen_keys, chosen_values)]
-            keys, values = _write(flat[0], start + 1, flat[2], axis=2), _write(flat[1], start + 1, flat[3], axis=1)
-            return keys.reshape(layer[0].shape), values.reshape(layer[1].shape)
+        def moved(layer: Layer) -> Layer:
+            chosen_keys = jnp.take_along_axis(layer.keys, sources[..., None, :], axis=-1)
+            chosen_values = jnp.take_along_axis(layer.values, sources[..., None], axis=-2)
+            keys, values, chosen_keys, chosen_values = (
+                x.reshape(-1, *x.shape[-2:]) for x in (*layer, chosen_keys, chosen_values)
+            )
+            written = _write(keys, start + 1, chosen_keys, axis=2), _write(values, start + 1, chosen_values, axis=1)
+            return Layer(*(x.reshape(old.shape) for x, old in zip(written, layer, strict=True)))
 
-        return KVCache(tuple(moved(layer) for layer in self.layers), self.total)
+        return dataclasses.replace(self, layers=tuple(map(moved, self.layers)))
+
+    def grow(self, slots: int) -> KVCache:
+        """With more slots, ``slots`` in all."""
+        more, rest = (0, slots - self.num_slots), [(0, 0)] * (self.layers[0].keys.ndim - 2)
+        layers = (
+            Layer(jnp.pad(keys, [*rest, (0, 0), more]), jnp.pad(values, [*rest, more, (0, 0)]))
+            for keys, values in self.layers
+        )
+        return dataclasses.replace(self, layers=tuple(layers))
+
+    def insert(self, rows: Int[Array, " R"], other: KVCache) -> KVCache:
+        """``other``'s rows in place of the ``rows``, neither folded; what is out of range goes nowhere."""
+        return jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), self, other)
+
+    @property
+    def is_folded(self) -> bool:
+        return self.layers[0].keys.ndim == 3
+
+    def fold(self) -> KVCache:
+        """With rows and heads on one axis, ``[BG, ...]``: what a pass writes, and what a loop of passes carries."""
+        return self if self.is_folded else self._changed(lambda x: x.reshape(-1, *x.shape[2:]))
+
+    def unfold(self, batch: int) -> KVCache:
+        return self._changed(lambda x: x.reshape(batch, -1, *x.shape[1:]))
+
+    def written(self, layers: Sequence[Layer]) -> KVCache:
+        """With the folded ``layers`` of a pass in place of its own, and folded only if it was."""
+        return self._changed(lambda old, new: new.reshape(old.shape), tuple(layers))
+
+    def _changed(self, change: Callable[..., Array], *others: tuple[Layer, ...]) -> KVCache:
+        return dataclasses.replace(self, layers=jax.tree.map(change, self.layers, *others))
+
+
+@flax.struct.dataclass
+class Memory:
+    """What the tokens of a pass attend to in a layer: the slots of a cache, among which their own are written; or,
+    without a cache, each other. ``visible`` says which of them each token reads, ``start`` is where a row's block is
+    written."""
+
+    visible: Bool[Array, "#B T S"]
+    start: Int[Array, " B"] | None = None
+    cached: Layer | None = None
+
+    def over(self, cached: Layer) -> Memory:
+        """The same of another layer, whose folded cache is ``cached``."""
+        return dataclasses.replace(self, cached=cached)
+
+    def attend(
+        self,
+        q: Float[Array, "B T H C"],
+        k: Float[Array, "B T G C"],
+        v: Float[Array, "B T G C"],
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> tuple[Float[Array, "B T H C"], Layer]:
+        """What the tokens read, and the layer with their own keys and values."""
+        if self.cached is None or self.start is None:
+            layer = Layer.of(k, v)
+        else:
+            layer = self.cached.write(self.start, k, v)
+        keys, values = (x.astype(q.dtype) for x in layer)
+        return attend(q, keys, values, self.visible, scale, soft_cap), layer
+
+
+def memories(
+    cache: KVCache | None,
+    positions: Int[Array, "B T"],
+    slots: Int[Array, "B T"] | None,
+    mask: Bool[Array, "B T T"] | None,
+    windows: Iterable[int | None],
+) -> dict[int | None, Memory]:
+    """What a pass attends to, for each window of its layers: masks are made once a pass, not once a layer. Without a
+    cache there are no ``slots``."""
+    everything = _visible(cache, positions, slots, mask)
+    start = None if cache is None or slots is None else slots[:, 0]
+    return {
+        window: Memory(everything if window is None else everything & _within(window, cache, positions, slots), start)
+        for window in dict.fromkeys(windows)
+    }
+
+
+def _visible(cache: KVCache | None, positions: Array, slots: Any, mask: Array | None) -> Bool[Array, "#B T S"]:
+    """Every query reads the slots before its block, and inside the block what ``mask`` says (default: causal)."""
+    fed = positions.shape[1]
+    if cache is None:
+        causal = jnp.tril(jnp.ones((fed, fed), bool))[None]
+        return causal if mask is None else mask
+    key_slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
+    if mask is None:
+        return key_slot <= slots[..., None]
+    inside = key_slot - slots[:, :1, None]
+    in_block = jnp.take_along_axis(mask, jnp.clip(inside, 0, fed - 1).astype(jnp.int32), axis=2)
+    return (inside < 0) | ((inside < fed) & in_block)
+
+
+def _within(window: int, cache: KVCache | None, positions: Array, slots: Any) -> Bool[Array, "B T S"]:
+    """Keys fewer than ``window`` positions back. Before the block, a key's position is its slot."""
+    keys = positions
+    if cache is not None:
+        inside = jnp.arange(cache.num_slots, dtype=jnp.int32)[None] - slots[:, :1]
+        fed = jnp.take_along_axis(positions, jnp.clip(inside, 0, positions.shape[1] - 1).astype(jnp.int32), axis=1)
+        keys = jnp.where(inside < 0, jnp.arange(cache.num_slots, dtype=positions.dtype)[None], fed)
+    return positions[..., None] - keys[:, None] < window
+
+
+# --- every cache in a tree, a drafter's too -------------------------------------------------------------------------
 
 
 def is_cache(x: Any) -> bool:
     return isinstance(x, KVCache)
 
 
+def first(tree: Any) -> KVCache:
+    """The first cache in the tree."""
+    return next(x for x in jax.tree.leaves(tree, is_leaf=is_cache) if is_cache(x))
+
+
 def num_slots(tree: Any) -> int:
     """Slots of the first cache in the tree."""
-    return next(x.num_slots for x in jax.tree.leaves(tree, is_leaf=is_cache) if is_cache(x))
+    return first(tree).num_slots
 
 
 def grow(tree: Any, slots: int) -> Any:
-    """Every cache in the tree, a drafter's too, with more slots: a bucket change between chunks, never inside one."""
+    """Every cache with more slots: a bucket change between chunks, never inside one."""
+    return _each(tree, lambda cache: cache.grow(slots))
 
-    def grown(cache: KVCache) -> KVCache:
-        more = (0, slots - cache.num_slots)
-        return KVCache(
-            tuple(
-                (jnp.pad(keys, ((0, 0), (0, 0), (0, 0), more)), jnp.pad(values, ((0, 0), (0, 0), more, (0, 0))))
-                for keys, values in cache.layers
-            ),
-            cache.total,
-        )
 
-    return jax.tree.map(lambda x: grown(x) if is_cache(x) else x, tree, is_leaf=is_cache)
+def insert(tree: Any, rows: Int[Array, " R"], other: Any) -> Any:
+    """``other``'s rows in place of the ``rows`` of a tree whose arrays have the row first, caches and all."""
+
+    def put(old: Any, new: Any) -> Any:
+        return old.insert(rows, new) if is_cache(old) else old.at[rows].set(new, mode="drop")
+
+    return jax.tree.map(put, tree, other, is_leaf=is_cache)
 
 
 def fold(tree: Any) -> Any:
-    """Every cache in the tree with rows and heads on one axis, ``[BG, ...]``: what a loop of passes carries."""
-    return _reshaped(tree, lambda x: x.reshape(-1, *x.shape[2:]))
+    """Every cache folded, as a loop of passes carries it."""
+    return _each(tree, KVCache.fold)
 
 
 def unfold(tree: Any, batch: int) -> Any:
-    return _reshaped(tree, lambda x: x.reshape(batch, -1, *x.shape[1:]))
-
-
-def _reshaped(tree: Any, reshape) -> Any:
-    def reshaped(cache: KVCache) -> KVCache:
-        return KVCache(jax.tree.map(reshape, cache.layers), cache.total)
-
-    return jax.tree.map(lambda x: reshaped(x) if is_cache(x) else x, tree, is_leaf=is_cache)
+    return _each(tree, lambda cache: cache.unfold(batch))
 
 
 def with_total(tree: Any, total: Int[Array, " B"]) -> Any:
-    """Every cache in the tree that asks for it is told the length that each row will reach: before the first token is
-    written, because that settles the frequencies its keys are rotated with."""
-
-    def told(x: Any) -> Any:
-        return KVCache(x.layers, total.astype(jnp.int32)) if is_cache(x) and x.total is not None else x
-
-    return jax.tree.map(told, tree, is_leaf=is_cache)
+    """Every cache that asks for it is told the length that each row will reach: before the first token is written,
+    because that settles the frequencies its keys are rotated with."""
+    lengths = total.astype(jnp.int32)
+    return _each(tree, lambda cache: cache if cache.total is None else dataclasses.replace(cache, total=lengths))
 
 
-def dtype_for(params: Params) -> jnp.dtype:
-    """What a cache keeps: numbers of the kind the model computes with, which the embedding has in every layout."""
-    return jax.tree.leaves(params)[0].dtype
+def _each(tree: Any, change: Callable[[KVCache], KVCache]) -> Any:
+    return jax.tree.map(lambda x: change(x) if is_cache(x) else x, tree, is_leaf=is_cache)
 
 
-def as_layer(keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> tuple[Array, Array]:
-    """A block of new keys and values as a folded layer: ``[BG, C, T]``, ``[BG, T, C]``."""
-    batch, fed, kv_heads, features = keys.shape
-    return (
-        keys.transpose(0, 2, 3, 1).reshape(batch * kv_heads, features, fed),
-        values.transpose(0, 2, 1, 3).reshape(batch * kv_heads, fed, values.shape[3]),
-    )
-
-
-def write_block(
-    layer: tuple[Float[Array, "BG C S"], Float[Array, "BG S C"]],
-    slots: Int[Array, "B T"],
-    keys: Float[Array, "B T G C"],
-    values: Float[Array, "B T G C"],
-) -> tuple[Float[Array, "BG C S"], Float[Array, "BG S C"]]:
-    """Write each row's T new entries at ``slots[b, 0] ...``: a block is contiguous in slots, in a tree as well.
-
-    The engine keeps ``S >= slots[b, 0] + T``: `dynamic_update_slice` clamps its start and would overwrite valid slots.
-    """
-    new_keys, new_values = as_layer(keys, values)
-    return _write(layer[0], slots[:, 0], new_keys, axis=2), _write(layer[1], slots[:, 0], new_values, axis=1)
+# --- writing --------------------------------------------------------------------------------------------------------
 
 
 def write_rows(buffer: Shaped[Array, "B L"], start: Int[Array, " B"], new: Shaped[Array, "B T"]) -> Array:
@@ -156,8 +262,7 @@ def write_rows(buffer: Shaped[Array, "B L"], start: Int[Array, " B"], new: Shape
 
 
 def _write(buffer: Array, start: Int[Array, " B"], new: Array, axis: int) -> Array:
-    """Write at ``start[b]`` of ``axis``. A few rows are written one by one: each is an update in place, where the
-    scatter over rows that `vmap` makes becomes a loop over single elements on CPU."""
+    """Write at ``start[b]`` of ``axis``, in one of two ways by the number of rows."""
     rows, heads = len(start), len(buffer) // len(start)
     new = new.astype(buffer.dtype)
 
@@ -165,7 +270,7 @@ def _write(buffer: Array, start: Int[Array, " B"], new: Array, axis: int) -> Arr
         index = (row, *(slot if i == axis else 0 for i in range(1, buffer.ndim)))
         return tuple(jnp.asarray(i, jnp.int32) for i in index)  # of one type, under JAX_ENABLE_X64 as well
 
-    if rows > _UNROLLED_ROWS:
+    if rows > backend.UNROLLED_ROWS:
         old, new = (x.reshape(rows, heads, *x.shape[1:]) for x in (buffer, new))
         written = jax.vmap(lambda b, n, s: jax.lax.dynamic_update_slice(b, n, at(0, s)))(old, new, start)
         return written.reshape(buffer.shape)

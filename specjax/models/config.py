@@ -86,7 +86,7 @@ class ModelConfig:
     logit_multiplier: float = 1.0
     logit_soft_cap: float | None = None
     fused_projections: bool = False
-    """Query, key and value are one kernel, gate and up another: a layout for decoding, see `specjax.backend`."""
+    """Query, key and value are one kernel, gate and up another, as `specjax.models.decode_layout` lays them out."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

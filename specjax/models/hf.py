@@ -27,9 +27,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 from safetensors import SafetensorError
 
-from specjax.backend import LaidOut
+from specjax import backend
 from specjax.errors import DataError, ModelError
 from specjax.models.config import ModelConfig
+from specjax.models.decode_layout import LaidOut
 from specjax.models.families import Family, Settings, family_of
 from specjax.models.files import (
     MANIFEST,
@@ -92,8 +93,8 @@ class LoadedModel(LaidOut):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of the weights."""
-        return jax.eval_shape(lambda: self.params)["embedding"].dtype
+        """What it computes in."""
+        return jnp.dtype(getattr(self.spec, "dtype", "float32"))
 
     def logits(self, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T V"]:
         """float32 logits of the token after each position, without a cache. Compiled once a shape. Raises `DataError`
@@ -153,7 +154,7 @@ def load_model(
     placed. A directory with a ``SHA256SUMS`` is checked against it first. Raises `ModelError` naming the file, setting
     or tensor that cannot be read.
     """
-    dtype = default_dtype() if dtype is None else dtype
+    dtype = backend.default_dtype() if dtype is None else dtype
     if dtype not in (*DTYPES, AS_STORED):
         raise ModelError(f"dtype={dtype!r} is unknown; use one of {', '.join((*DTYPES, AS_STORED))}")
     mesh = None if mesh is None else usable(mesh)
@@ -173,20 +174,16 @@ def load_model(
     generation = read_json(generation_file) if generation_file.exists() else {}
     eos_ids = _read_eos_ids(generation_file, generation, settings, config.vocab_size)
     tokenizer = _read_tokenizer(directory)
+    params = read_params(directory, family, config, dtype, mesh, check_finite)
     return LoadedModel(
-        spec=Model(config),
-        params=read_params(directory, family, config, dtype, mesh, check_finite),
+        spec=Model(config, str(params["embedding"].dtype)),
+        params=params,
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         name=Path(path_or_hub_id).name or directory.name,
         family=family.saved_as or family.model_type,
         generation=generation,
     )
-
-
-def default_dtype() -> str:
-    """The dtype of loaded weights: a CPU has no arithmetic for bfloat16, and takes 20 times as long."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def draft_of(source: str | os.PathLike) -> str | os.PathLike:

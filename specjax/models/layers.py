@@ -3,27 +3,26 @@
 RMSNorm (1910.07467), LayerNorm (1607.06450), grouped-query attention (2305.13245), gated MLPs (2002.05202), mixtures of
 experts (2401.04088).
 
-Dims: B rows, T tokens fed, S cache slots, D hidden, H query heads, G key-value heads, C head features, BG = B * G
-heads, I/O features in and out, E experts, M tokens of all rows, N = M * top_k tokens sent to experts.
+Dims: B rows, T tokens fed, D hidden, I/O features in and out, E experts, M tokens of all rows, N = M * top_k tokens
+sent to experts.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from specjax.models.cache import as_layer, write_block
+from specjax.models import kernels
+from specjax.models.cache import Memory
 from specjax.models.config import LayerKind, ModelConfig
+from specjax.models.products import precision_of, seen_only_where_visible
 from specjax.models.rotary import rotate
 
-FEW_ROWS = 16
-"""Most rows for which `few_rows_product` beats a matrix product on CPU (2 cores, float32: 12-16)."""
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -33,8 +32,7 @@ ACTIVATIONS = {
 
 
 class Linear(nnx.Module):
-    """``x @ kernel + bias``, kernel ``[in, out]``; or ``[out, in, 1]``, as `specjax.backend` lays it out on CPU, in x's
-    dtype or one whose numbers x's holds too."""
+    """``x @ kernel + bias``: the kernel an array ``[in, out]``, or one of `specjax.models.kernels`."""
 
     def __init__(
         self, features_in: int, features_out: int, bias: bool = False, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32
@@ -45,88 +43,9 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T I"], wide: bool = False) -> Float[Array, "B T O"]:
         """``wide``: in float32, whatever x is in."""
-        kernel = self.kernel[...]
-        rows = x.reshape(-1, x.shape[-1])
-        if wide and kernel.ndim == 3:
-            rows = rows.astype(jnp.float32)
-        if kernel.ndim == 2:
-            y = (wide_matrix_product if wide else matrix_product)(rows, kernel)
-        elif len(rows) <= FEW_ROWS:
-            y = few_rows_product(rows, kernel[..., 0])
-        else:
-            y = jnp.einsum("mi,oi->mo", rows, kernel[..., 0].astype(rows.dtype), precision=_precision(rows))
-        y = y.reshape(*x.shape[:2], -1)
+        kernel = kernels.of(self.kernel.get_value())
+        y = kernel(x.reshape(-1, x.shape[-1]), wide).reshape(*x.shape[:2], -1)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)[None, None]
-
-
-@jax.custom_vjp
-def matrix_product(x: Float[Array, "M I"], kernel: Float[Array, "I O"]) -> Float[Array, "M O"]:
-    """``x @ kernel``, whose derivative by the kernel is ``x.T @ dy``. JAX's own, ``(dy.T @ x).T``, lets XLA on CPU fuse
-    what makes dy into its transposition, where nothing is vectorised (1.2x a training step)."""
-    return jnp.einsum("mi,io->mo", x, kernel, precision=_precision(x))
-
-
-def _matrix_product_forward(x, kernel):
-    return matrix_product(x, kernel), (x, kernel)
-
-
-def _matrix_product_backward(saved, dy):
-    x, kernel = saved
-    precision = _precision(x)
-    return (
-        jnp.einsum("mo,io->mi", dy, kernel, precision=precision),
-        jax.lax.dot_general(x, dy, (((0,), (0,)), ((), ())), precision=precision),
-    )
-
-
-matrix_product.defvjp(_matrix_product_forward, _matrix_product_backward)
-
-
-def wide_matrix_product(x: Float[Array, "M I"], kernel: Float[Array, "I O"]) -> Float[Array, "M O"]:
-    """`matrix_product` in float32: of two logits near 16, bfloat16 cannot tell apart what differs by less than 1/16."""
-    return matrix_product(x, kernel) if _is_float32(x) else _wide_product("mi,io->mo", x, kernel)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _wide_product(subscripts: str, x: Array, y: Array) -> Array:
-    """The einsum of arrays of a lower precision, added up and returned in float32. Its derivative is computed in theirs
-    (from JAX's own, an accelerator would multiply float32)."""
-    return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
-
-
-def _wide_product_forward(subscripts, x, y):
-    return _wide_product(subscripts, x, y), (x, y)
-
-
-def _wide_product_backward(subscripts, saved, dz):
-    return jax.vjp(functools.partial(jnp.einsum, subscripts), *saved)[1](dz.astype(saved[0].dtype))
-
-
-_wide_product.defvjp(_wide_product_forward, _wide_product_backward)
-
-
-def few_rows_product(x: Float[Array, "M I"], kernel: Float[Array, "O I"]) -> Float[Array, "M O"]:
-    """``x @ kernel.T`` for few rows, as one reduction that reads each row of the kernel once. Each of its steps takes a
-    row out of several distant parts of the kernel: what was read of x serves them all, and several streams from memory
-    are under way at once (1.4-2x for 3 to 8 tokens over one part)."""
-    # XLA would compute what makes x anew for every row of the kernel; a division it takes to be too dear for that
-    # (element by element: by a scalar, it would turn it into a product and fuse that).
-    x = x / jnp.where(jnp.isinf(x), 2.0, 1.0).astype(x.dtype)
-    if kernel.dtype != x.dtype:
-        # XLA would move the conversion out of the loop over tokens, and read a wide copy in it.
-        x, kernel = jax.lax.optimization_barrier((x, kernel))
-    # As many sums as there are vector registers, at most.
-    wanted = 4 if len(x) <= 8 else 2
-    parts = jnp.split(kernel, math.gcd(wanted, len(kernel)))
-    zeros = (jnp.zeros((), x.dtype),) * (len(x) * len(parts))
-    columns = jax.lax.reduce(
-        tuple(part.astype(x.dtype) * row[None] for row in x for part in parts), zeros, _add_all, (1,)
-    )
-    return jnp.stack(columns).reshape(len(x), -1)
-
-
-def _add_all(totals, values):
-    return tuple(total + value for total, value in zip(totals, values, strict=True))
 
 
 class RMSNorm(nnx.Module):
@@ -142,7 +61,7 @@ class RMSNorm(nnx.Module):
         scale = _aligned(self.scale[...], x)
         if self.offset:  # near one, where a lower precision has few numbers
             return (x32 * (self.offset + scale.astype(jnp.float32))).astype(x.dtype)
-        return x32.astype(x.dtype) * scale
+        return x32.astype(x.dtype) * scale.astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -194,9 +113,9 @@ class Attention(nnx.Module):
             }[config.qk_norm]
             self.q_norm, self.k_norm = (make_norm(config, *shape, dtype=dtype) for shape in shapes)
 
-    def __call__(self, x, rotary, slots, layer_cache, visible):
-        """``rotary``: the table of this layer, None without one. ``layer_cache`` is folded; ``visible[B, T, S]`` says
-        which keys each query may read. Returns (attended, (keys, values) of all slots, those of the tokens fed)."""
+    def __call__(self, x, rotary, memory: Memory):
+        """``rotary``: the table of this layer, None without one. Returns (attended, the layer's keys and values with
+        those of the tokens fed, the latter alone)."""
         batch, fed = x.shape[:2]
         config = self.config
         q, k, v = self.projections(x)
@@ -207,11 +126,9 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = (rotate(y, rotary, self.rope.interleaved) for y in (q, k))
-        k, v = fed_ones = seen_only_where_visible(k, v)
-        layer_cache = as_layer(k, v) if layer_cache is None else write_block(layer_cache, slots, k, v)
-        k, v = (x.astype(q.dtype) for x in layer_cache)
-        out = attend(q, k, v, visible, config.attention_scale, config.attention_soft_cap)
-        return self.o_proj(out.reshape(batch, fed, -1)), layer_cache, fed_ones
+        k, v = seen_only_where_visible(k, v)
+        out, layer = memory.attend(q, k, v, config.attention_scale, config.attention_soft_cap)
+        return self.o_proj(out.reshape(batch, fed, -1)), layer, (k, v)
 
     def projections(self, x) -> tuple[Array, Array, Array]:
         if not self.config.fused_projections:
@@ -219,43 +136,6 @@ class Attention(nnx.Module):
         queries, keys = (n * self.config.head_dim for n in (self.config.num_heads, self.config.num_kv_heads))
         q, k, v = jnp.split(self.qkv_proj(x), (queries, queries + keys), axis=-1)
         return q, k, v
-
-
-def seen_only_where_visible(k: Float[Array, "B T G C"], v: Float[Array, "B T G C"]) -> tuple[Array, Array]:
-    """Keys and values of tokens that overflowed, so that NaN reaches those who see them and nobody else: a masked slot
-    has weight 0, and 0 times NaN is NaN. Their values become 0 and their keys NaN, as masked scores are replaced."""
-    overflowed = ~jnp.all(jnp.isfinite(v), axis=-1, keepdims=True)
-    return jnp.where(overflowed, jnp.asarray(jnp.nan, k.dtype), k), jnp.where(overflowed, jnp.zeros((), v.dtype), v)
-
-
-def attend(
-    q: Float[Array, "B T H C"],
-    k: Float[Array, "BG C S"],
-    v: Float[Array, "BG S C"],
-    visible: Bool[Array, "#B T S"],
-    scale: float | None = None,
-    soft_cap: float | None = None,
-) -> Float[Array, "B T H C"]:
-    """Grouped-query attention. The queries that share a key-value head are laid side by side, so that each of the
-    two products is one plain matrix multiplication a key-value head (2-3x on CPU over a five-axis einsum)."""
-    batch, fed, heads, features = q.shape
-    group = batch * heads // len(k)
-    q = q.reshape(batch, fed, -1, group, features).transpose(0, 2, 3, 1, 4).reshape(len(k), group * fed, features)
-    product = functools.partial(jnp.einsum, precision=_precision(q)) if _is_float32(q) else _wide_product
-    scores = jnp.asarray(product("hqc,hcs->hqs", q, k))
-    scores = scores * (features**-0.5 if scale is None else scale)
-    scores = soft_capped(scores, soft_cap)
-    scores = scores.reshape(batch, -1, group, fed, k.shape[2])
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(len(k), group * fed, -1)
-    out = jnp.asarray(product("hqs,hsc->hqc", weights, v), q.dtype)
-    out = out.reshape(batch, -1, group, fed, features).transpose(0, 3, 1, 2, 4)
-    return out.reshape(batch, fed, heads, features)
-
-
-def soft_capped(x: Array, cap: float | None) -> Array:
-    """``cap * tanh(x / cap)``; None: x."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 class MLP(nnx.Module):
@@ -291,7 +171,7 @@ class ExpertLinear(nnx.Module):
 
     def __call__(self, x: Float[Array, "N I"], sizes: Int[Array, " E"]) -> Float[Array, "N O"]:
         """The first ``sizes[0]`` rows of x times the first kernel, and so on."""
-        return jax.lax.ragged_dot(x, self.kernel[...], sizes, precision=_precision(x))
+        return jax.lax.ragged_dot(x, self.kernel[...].astype(x.dtype), sizes, precision=precision_of(x))
 
 
 class ExpertMLP(nnx.Module):
@@ -318,12 +198,3 @@ class ExpertMLP(nnx.Module):
         out = self.down_proj(ACTIVATIONS[self.activation](gate) * up, sizes)[jnp.argsort(order)]
         out = out.reshape(-1, top_k, x.shape[-1]) * weights[..., None].astype(x.dtype)
         return jnp.sum(out, axis=1).reshape(x.shape)
-
-
-def _is_float32(x: Array) -> bool:
-    return x.dtype == jnp.float32
-
-
-def _precision(x: Array) -> jax.lax.Precision | None:
-    # float32 means float32: without it an accelerator multiplies in TF32 or bfloat16 and greedy identity is lost.
-    return jax.lax.Precision.HIGHEST if _is_float32(x) else None

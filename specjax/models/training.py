@@ -68,8 +68,7 @@ class TrainingModel(Model):
         count, period = self.config.num_layers, range(self.period)
 
         def block(kind: LayerKind, wanted: bool, x, layer: Params):
-            rotary, visible = contexts[kind]
-            x, _, fed = block_of(self.config, kind, layer)(x, rotary, None, None, visible)
+            x, _, fed = block_of(self.config, kind, layer)(x, *contexts[kind])
             return self._placed(x), fed if wanted else ()
 
         if self.remat:
@@ -114,9 +113,10 @@ class TrainingModel(Model):
 
 def training_model(model: Model, form: TrainingForm) -> Model:
     """``model`` as a stage runs it: one that would run no other way, as it is."""
-    if form == TrainingForm():
-        return model
-    return TrainingModel(model.config, form.remat, form.scan_layers, form.sharding)
+    dtype = form.dtype or model.dtype
+    if not (form.remat or form.scan_layers or form.sharding):
+        return dataclasses.replace(model, dtype=dtype)
+    return TrainingModel(model.config, dtype, form.remat, form.scan_layers, form.sharding)
 
 
 def block_of(config: ModelConfig, kind: LayerKind, layer: Params) -> Block:

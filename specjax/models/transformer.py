@@ -18,9 +18,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models.cache import KVCache, fold, unfold
+from specjax.models.cache import KVCache, Memory, memories
 from specjax.models.config import LayerKind, ModelConfig
-from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm, soft_capped, wide_matrix_product
+from specjax.models.kernels import Dense
+from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm
+from specjax.models.products import soft_capped
 from specjax.models.rotary import rotary_table
 from specjax.types import NOTHING, Output, Params, Reads
 
@@ -44,17 +46,17 @@ class Block(nnx.Module):
     def feed_forward(self) -> MLP | ExpertMLP:
         return self.mlp if hasattr(self, "mlp") else self.experts
 
-    def __call__(self, x, rotary, slots, layer_cache, visible):
-        """Returns (x, keys and values of all slots, those of the tokens fed)."""
+    def __call__(self, x, rotary, memory: Memory):
+        """Returns (x, the layer's keys and values with those of the tokens fed, the latter alone)."""
         read = normed(self.attention_norm, x)
-        attended, layer_cache, fed = self.attention(read, rotary, slots, layer_cache, visible)
+        attended, layer, fed = self.attention(read, rotary, memory)
         attended = normed(self.attention_post_norm, attended)
         if self.residual == "sequential":
             x = self.add(x, attended)
-            return self.add(x, self.fed_forward(normed(self.mlp_norm, x))), layer_cache, fed
+            return self.add(x, self.fed_forward(normed(self.mlp_norm, x))), layer, fed
         if self.residual == "parallel":
             read = normed(self.mlp_norm, x)
-        return self.add(x, attended + self.fed_forward(read)), layer_cache, fed
+        return self.add(x, attended + self.fed_forward(read)), layer, fed
 
     def fed_forward(self, x):
         return normed(self.mlp_post_norm, self.feed_forward(x))
@@ -68,10 +70,11 @@ def normed(norm, x):
 
 
 class Transformer(nnx.Module):
-    """The weights. Initialised at variance 1/fan_in, residual outputs scaled down by depth (GPT-2)."""
+    """The weights, which compute in ``dtype`` and are initialised in it: at variance 1/fan_in, residual outputs scaled
+    down by depth (GPT-2)."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
-        self.config = config
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: str = "float32"):
+        self.config, self.dtype = config, dtype
 
         def embedding(count: int) -> nnx.Param:
             return nnx.Param(jax.random.normal(rngs.params(), (count, config.hidden_size), dtype) * 0.02)
@@ -94,44 +97,37 @@ class Transformer(nnx.Module):
         """Fields of `Output`: hidden, cache, keys_values, final."""
         config = self.config
         x, contexts = self.embed(tokens, positions, slots, cache, mask)
-        folded = cache is None or cache.layers[0][0].ndim == 3
-        layer_caches = [None] * config.num_layers if cache is None else (cache if folded else fold(cache)).layers
+        cached = None if cache is None else cache.fold().layers
         streams, fed, written = [x], [], []
-        for index, (block, layer_cache) in enumerate(zip(self.layers, layer_caches, strict=True)):
-            rotary, visible = contexts[config.layer(index)]
-            x, layer_cache, of_block = block(x, rotary, slots, layer_cache, visible)
+        for index, block in enumerate(self.layers):
+            rotary, memory = contexts[config.layer(index)]
+            x, layer, of_block = block(x, rotary, memory if cached is None else memory.over(cached[index]))
             streams.append(x)
             fed.append(of_block)
-            written.append(layer_cache)
-        if cache is not None:
-            cache = KVCache(tuple(written), cache.total)
-            cache = cache if folded else unfold(cache, len(tokens))
+            written.append(layer)
+        cache = None if cache is None else cache.written(written)
         hidden, keys_values = tuple(streams[i] for i in reads.hidden_layers), tuple(fed[i] for i in reads.kv_layers)
         return hidden, cache, keys_values, self.norm(x)
 
     def embed(self, tokens, positions, slots, cache, mask):
-        """What the first layer reads, and for each kind of layer (its rotary table, the keys that a query may read)."""
+        """What the first layer reads, and for each kind of layer (its rotary table, what it attends to)."""
         config = self.config
-        x = self.embedding[...][tokens]
+        x = self.embedding[...][tokens].astype(self.dtype)
         if config.learned_positions:
-            x = x + self.position_embedding[...][positions]
+            x = x + self.position_embedding[...][positions].astype(x.dtype)
         if config.embedding_multiplier != 1:
             x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
         total = tokens.shape[1] if cache is None else cache.total
         tables = {rope: rotary_table(positions, rope, config.head_dim, x.dtype, total) for rope in config.ropes}
-        everything = _visible(positions, slots, cache, mask)
-        visible = {
-            window: everything if window is None else everything & _within(window, positions, slots, cache)
-            for window in dict.fromkeys(kind.window for kind in config.layers)
-        }
+        attended = memories(cache, positions, slots, mask, (kind.window for kind in config.layers))
         kinds = dict.fromkeys(config.layers)
-        return x, {k: (None if k.rope is None else tables[k.rope], visible[k.window]) for k in kinds}
+        return x, {k: (None if k.rope is None else tables[k.rope], attended[k.window]) for k in kinds}
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in float32, whatever the weights are in."""
         config = self.config
         if config.tie_embeddings:
-            logits = wide_matrix_product(x.reshape(-1, x.shape[-1]), self.embedding[...].T).reshape(*x.shape[:2], -1)
+            logits = Dense(self.embedding[...].T)(x.reshape(-1, x.shape[-1]), wide=True).reshape(*x.shape[:2], -1)
         else:
             logits = self.head(x, wide=True)
         if config.logit_multiplier != 1:
@@ -139,57 +135,35 @@ class Transformer(nnx.Module):
         return soft_capped(logits, config.logit_soft_cap)
 
 
-def _visible(positions, slots, cache, mask) -> Bool[Array, "B T S"]:
-    """Every query reads the slots before its block, and inside the block what ``mask`` says (default: causal)."""
-    fed = positions.shape[1]
-    if cache is None:
-        causal = jnp.tril(jnp.ones((fed, fed), bool))[None]
-        return causal if mask is None else mask
-    key_slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
-    if mask is None:
-        return key_slot <= slots[..., None]
-    inside = key_slot - slots[:, :1, None]
-    in_block = jnp.take_along_axis(mask, jnp.clip(inside, 0, fed - 1).astype(jnp.int32), axis=2)
-    return (inside < 0) | ((inside < fed) & in_block)
-
-
-def _within(window: int, positions, slots, cache) -> Bool[Array, "B T S"]:
-    """Keys fewer than ``window`` positions back. Before the block, a key's position is its slot."""
-    keys = positions
-    if cache is not None:
-        inside = jnp.arange(cache.num_slots, dtype=jnp.int32)[None] - slots[:, :1]
-        fed = jnp.take_along_axis(positions, jnp.clip(inside, 0, positions.shape[1] - 1).astype(jnp.int32), axis=1)
-        keys = jnp.where(inside < 0, jnp.arange(cache.num_slots, dtype=positions.dtype)[None], fed)
-    return positions[..., None] - keys[:, None] < window
-
-
 @functools.lru_cache(maxsize=64)
-def _graphdef(config: ModelConfig) -> nnx.GraphDef:
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))[0]
+def _graphdef(config: ModelConfig, dtype: str) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype)))[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A `Transformer` as a pure function of its parameters. Static and hashable; satisfies `specjax.types.Model`."""
+    """A `Transformer` as a pure function of its parameters. Static and hashable; satisfies `specjax.types.Model`.
+    ``dtype``: what it computes in, whatever the parameters are stored in."""
 
     config: ModelConfig
+    dtype: str = "float32"
 
-    def init(self, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
-        """Fresh parameters, a nested dict of arrays."""
-        _, state = nnx.split(Transformer(self.config, rngs=nnx.Rngs(params=key), dtype=dtype))
+    def init(self, key: Array, dtype: str | None = None) -> Params:
+        """Fresh parameters, a nested dict of arrays; ``dtype`` None: the one it computes in."""
+        _, state = nnx.split(Transformer(self.config, rngs=nnx.Rngs(params=key), dtype=dtype or self.dtype))
         return nnx.to_pure_dict(state)
 
     def module(self, params: Params) -> Transformer:
         """The NNX module that holds ``params``."""
-        return nnx.merge(_graphdef(self.config), nnx.State(params))
+        return nnx.merge(_graphdef(self.config, self.dtype), nnx.State(params))
 
-    def init_cache(self, batch: int, num_slots: int, dtype: DTypeLike = jnp.float32) -> KVCache:
-        """Empty. Where rows choose their rotary frequencies, `specjax.models.cache.with_total` tells it how long they
-        will get; until then they count as short."""
-        config = self.config
+    def init_cache(self, batch: int, num_slots: int, dtype: DTypeLike | None = None) -> KVCache:
+        """Empty; ``dtype`` None: of numbers as it computes with. Where rows choose their rotary frequencies,
+        `specjax.models.cache.with_total` tells it how long they will get; until then they count as short."""
+        config, dtype = self.config, self.dtype if dtype is None else dtype
         cache = KVCache.zeros(config.num_layers, batch, num_slots, config.num_kv_heads, config.head_dim, dtype)
         total = jnp.zeros((batch,), jnp.int32) if config.rows_choose_frequencies else None
-        return KVCache(cache.layers, total)
+        return dataclasses.replace(cache, total=total)
 
     def head(self, params: Params, final: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of what a forward pass returns as ``final``."""

@@ -21,6 +21,7 @@ import safetensors
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
+from specjax import backend
 from specjax.errors import ModelError
 from specjax.models.config import ModelConfig
 from specjax.models.families import Family, parameters_of
@@ -75,9 +76,9 @@ def _all_finite(value: jax.Array) -> jax.Array:
 
 
 def _finite(value: jax.Array) -> Any:
-    """Asked where the weights lie. Memory of one CPU device is the host's own: numpy reads it, and compiles nothing."""
+    """Asked where the weights lie."""
     [device, *others] = value.devices()
-    return np.isfinite(np.asarray(value)).all() if device.platform == "cpu" and not others else _all_finite(value)
+    return np.isfinite(np.asarray(value)).all() if backend.is_host(device) and not others else _all_finite(value)
 
 
 def _refuse_non_finite(params: Params, parameters: Sequence[Parameter], stored: Mapping[str, _Stored]) -> None:

@@ -80,9 +80,9 @@ class Layout:
         """A model whose activations lie as the rows do."""
         return training_model(spec, self.form()) if isinstance(spec, Model) else spec
 
-    def form(self, remat: bool = False, scan_layers: bool = False) -> TrainingForm:
-        """How a stage over these devices runs a forward pass."""
-        return TrainingForm(remat, scan_layers, self.rows())
+    def form(self, **how: Any) -> TrainingForm:
+        """How a stage over these devices runs a forward pass; ``how``: other fields of `TrainingForm`."""
+        return TrainingForm(sharding=self.rows(), **how)
 
     def put(self, tree: Any, shardings: Any) -> Any:
         """Copies of the arrays of ``tree`` where ``shardings`` says; what lies there already is not copied."""

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.backend import LaidOut
 from specjax.evaluation import references
-from specjax.models.cache import KVCache, as_layer, write_block
+from specjax.models.cache import KVCache, Layer
+from specjax.models.decode_layout import LaidOut
 from specjax.types import NOTHING, Context, Output, Params, SamplingParams
 
 POISON = 1e6
@@ -51,7 +51,7 @@ class PrefixModel:
     def init_cache(self, batch: int, num_slots: int, dtype=jnp.float32) -> KVCache:
         shape = (batch, 1, self.config.vocab_size, num_slots)
         poison = POISON * jnp.broadcast_to(jnp.arange(1.0, self.config.vocab_size + 1, dtype=dtype)[:, None], shape)
-        return KVCache(((poison, jnp.full((batch, 1, num_slots, 1), POISON, dtype)),))
+        return KVCache((Layer(poison, jnp.full((batch, 1, num_slots, 1), POISON, dtype)),))
 
     def __call__(
         self, params, tokens, positions, slots=None, cache=None, mask=None, reads=NOTHING, rows=None
@@ -59,12 +59,8 @@ class PrefixModel:
         new = params["table"][positions % self.config.period, tokens][:, :, None]
         where = positions.astype(jnp.float32)[:, :, None, None]
         slots = positions if slots is None else slots
-        if cache is None:
-            layer = as_layer(new, where)
-        else:
-            keys, values = (x.reshape(len(tokens), *x.shape[-2:]) for x in cache.layers[0])
-            layer = write_block((keys, values), slots, new, where)
-        keys, values = layer[0].transpose(0, 2, 1), layer[1][..., 0]
+        layer = Layer.of(new, where) if cache is None else cache.fold().layers[0].write(slots[:, 0], new, where)
+        keys, values = layer.keys.transpose(0, 2, 1), layer.values[..., 0]
         visible, misplaced = seen(positions, slots, values, mask)
         summed = jnp.sum(jnp.where(visible[..., None], keys[:, None], 0.0), axis=2)
         summed += misplaced[..., None] * jnp.arange(self.config.vocab_size, dtype=jnp.float32)[None, None]
@@ -72,11 +68,9 @@ class PrefixModel:
         logits = params["bias"][None, None] + summed / scale
         if rows is not None:
             logits = jnp.take_along_axis(logits, rows[..., None], axis=1)
-        if cache is not None:
-            keys, values = (x.reshape(old.shape) for x, old in zip(layer, cache.layers[0], strict=True))
-            layer = keys, values
+        cache = KVCache((layer,)) if cache is None else cache.written([layer])
         hidden = tuple((new[:, :, 0], summed)[i] for i in reads.hidden_layers)
-        return Output(logits, hidden, KVCache((layer,)), tuple((new, where) for _ in reads.kv_layers))
+        return Output(logits, hidden, cache, tuple((new, where) for _ in reads.kv_layers))
 
 
 def seen(positions, slots, stored, mask) -> tuple[jax.Array, jax.Array]:

@@ -7,13 +7,11 @@ Needs fresh noise in every block: a rejected position is drawn again, and the de
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
+from specjax import backend
 from specjax.proposal import leading_run
 from specjax.verifiers.chain import Acceptance, ChainVerifier, at, ratios
 
@@ -39,18 +37,12 @@ class Block(ChainVerifier):
         if q is None or q.shape[1] == 1:
             left = inner * (1.0 - at(p[:, 1:-1], draft.tokens[:, 1:]))
         else:
-            left = sums([jnp.maximum(weight[:, i, None] * p[:, i] - q[:, i], 0.0) for i in range(1, q.shape[1])])
+            left = backend.row_sums(
+                [jnp.maximum(weight[:, i, None] * p[:, i] - q[:, i], 0.0) for i in range(1, q.shape[1])]
+            )
         whole = left + (1.0 - inner)
         # 0/0: nothing is left because p = q, and everything later is kept. NaN stays, and is no chance to be kept.
         nothing = whole <= 0
         h = jnp.where(nothing, 1.0, left / jnp.where(nothing, 1.0, whole))
         last = jnp.arange(1, b.shape[1] + 1, dtype=jnp.int32)[None] == leading_run(draft.valid)[:, None]
         return Acceptance(jnp.where(last, b, jnp.pad(h, ((0, 0), (0, 1)))), weight)
-
-
-def sums(rows: Sequence[Float[Array, "B V"]]) -> Float[Array, "B N"]:
-    """Sum of each of N rows, in one reduction with N results, which makes its operands as it reads them: a plain sum
-    over [B, N, V] is a library call on CPU, for which XLA would store them."""
-    zeros = (jnp.zeros((), rows[0].dtype),) * len(rows)
-    found = jax.lax.reduce(tuple(rows), zeros, lambda a, b: tuple(map(jnp.add, a, b)), (1,))
-    return jnp.stack(found, axis=1)

@@ -304,7 +304,7 @@ def test_an_outgrown_cache_is_freed_before_the_next_chunk(monkeypatch):
 
 def test_a_cache_keeps_numbers_of_the_models_type(pair):
     target, draft = pair
-    half = dataclasses.replace(target, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), target.params))
+    half = dataclasses.replace(target, spec=dataclasses.replace(target.spec, dtype="bfloat16"))
     state = Decoder(half, DraftModel(draft, 2)).prefilled([[1, 2]], max_new_tokens=4, temperature=1.0)
     assert {x.dtype for x in jax.tree.leaves(state.cache)} == {jnp.dtype(jnp.bfloat16)}
     assert {x.dtype for x in jax.tree.leaves(state.drafter)} == {jnp.dtype(jnp.float32)}

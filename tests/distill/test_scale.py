@@ -26,7 +26,8 @@ from specjax.data.rows import take
 from specjax.distill.losses import ForwardKL
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import Update, microbatch_rows, start_state
-from specjax.drafters.draft_model import BoundDraftModel
+from specjax.drafters.base import in_training
+from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.evaluation.evaluate import evaluate
 from specjax.models.config import LayerKind
@@ -37,7 +38,7 @@ from specjax.runtime import distributed, fingerprint
 from specjax.runtime.checkpoint import Checkpoints
 from specjax.runtime.layout import Layout, make_layout
 from specjax.runtime.log import read_log
-from specjax.types import Reads
+from specjax.types import Reads, TrainingForm
 from tests.cases import in_proof
 from tests.distill import scale, test_on_policy, toys
 from tests.distill.scale import FOUR, SHAPE, Trained
@@ -251,7 +252,7 @@ def test_a_checkpoint_of_one_mesh_restores_on_another_to_the_same_values(on_four
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(3, on_four.state)
         for mesh in (config.Mesh(), TENSOR):
-            wanted = make_layout(mesh).of_draft(on_four.state, BoundDraftModel(Model(SHAPE)))
+            wanted = make_layout(mesh).of_draft(on_four.state, TrainedDraftModel(Model(SHAPE)))
             if wanted is None:
                 wanted = jax.tree.map(lambda x: SingleDeviceSharding(jax.devices()[0]), on_four.state)
             restored = checkpoints.restore_latest(jax.device_put(on_four.state, wanted))
@@ -303,7 +304,7 @@ def test_draft_and_target_follow_their_own_rules():
     params = jax.eval_shape(model.init, jax.random.key(0))
     assert layout.of_target(params, model)["embedding"].spec == PartitionSpec("tensor", "fsdp")
     assert all(
-        sharding.is_fully_replicated for sharding in jax.tree.leaves(layout.of_draft(params, BoundDraftModel(model)))
+        sharding.is_fully_replicated for sharding in jax.tree.leaves(layout.of_draft(params, TrainedDraftModel(model)))
     )
 
 
@@ -340,7 +341,7 @@ def test_a_batch_that_cannot_be_split_is_refused_before_anything_is_written(tmp_
 
 @pytest.mark.parametrize(("tokens", "shards", "rows"), [(8, 1, 1), (8, 4, 4), (16, 4, 8), (10_000, 2, 8)])
 def test_a_microbatch_has_rows_of_every_shard(tokens, shards, rows, monkeypatch):
-    monkeypatch.setattr("specjax.distill.step.MICRO_TOKENS_CPU", tokens)
+    monkeypatch.setattr("specjax.backend.MICRO_TOKENS_CPU", tokens)
     assert microbatch_rows(8, 8, shards) == rows
 
 
@@ -463,3 +464,10 @@ def test_bfloat16_computes_in_it_and_keeps_float32_weights():
         losses[dtype] = float(metrics["loss"])
     assert losses["bfloat16"] != losses["float32"]
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=1e-2)
+
+
+def test_the_transformer_of_a_drafter_computes_in_the_dtype_of_the_step():
+    for model in (Model(SHAPE), Model(SHAPE, "bfloat16")):
+        found: Any = in_training(TrainedDraftModel(model), TrainingForm(dtype="bfloat16"))
+        assert found.model.dtype == "bfloat16"
+    assert in_training(Watched(), TrainingForm(dtype="bfloat16")) == Watched()

@@ -14,9 +14,9 @@ import numpy as np
 import optax
 import pytest
 
-from specjax import config, registry
+from specjax import backend, config, registry
 from specjax.data.rows import Batches, take
-from specjax.distill import step, trainer
+from specjax.distill import trainer
 from specjax.distill.losses import AdaSPEC
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import TrainState, Update, microbatch_rows
@@ -507,7 +507,7 @@ def test_weights_are_arguments_of_the_step_not_constants():
 
 @pytest.mark.parametrize(("tokens", "rows"), [(8, 1), (24, 3), (10_000, 6), (32, 3), (1, 1)])
 def test_a_microbatch_divides_the_batch(tokens, rows, monkeypatch):
-    monkeypatch.setattr(step, "MICRO_TOKENS_CPU", tokens)
+    monkeypatch.setattr(backend, "MICRO_TOKENS_CPU", tokens)
     assert microbatch_rows(6, 8) == rows
 
 

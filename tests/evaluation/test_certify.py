@@ -85,7 +85,7 @@ class ColdDraft(DraftModel):
     def bind(self, target):
         spec, params = super().bind(target)
         assert isinstance(spec, BoundDraftModel)
-        return Bound(BoundColdDraft(spec.model, spec.k, spec.dtype), params)
+        return Bound(BoundColdDraft(spec.model, spec.k), params)
 
 
 class BoundColdDraft(BoundDraftModel):
@@ -104,7 +104,7 @@ def low_pair() -> tuple[LoadedModel, LoadedModel]:
     )
     mixed = jax.tree.map(lambda a, b: 0.7 * a + 0.3 * b, own, other)
     low = (jax.tree.map(lambda x: x.astype(jnp.bfloat16), params) for params in (own, mixed))
-    target, draft = (LoadedModel(spec, params) for params in low)
+    target, draft = (LoadedModel(dataclasses.replace(spec, dtype="bfloat16"), params) for params in low)
     return target, draft
 
 

@@ -14,10 +14,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import specjax
-from specjax.backend import decode_layout
 from specjax.errors import DataError, ModelError
 from specjax.models.cache import with_total
 from specjax.models.config import ModelConfig
+from specjax.models.decode_layout import decode_layout
 from specjax.models.families import FAMILIES, Settings, family_of
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.models.transformer import Model

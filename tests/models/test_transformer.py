@@ -12,7 +12,7 @@ import pytest
 from specjax.models.cache import grow
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.hf import LoadedModel, load_model
-from specjax.models.layers import attend
+from specjax.models.products import attend
 from specjax.models.rotary import Rope, rotary_table, rotate
 from specjax.models.transformer import Model
 from specjax.types import Reads
@@ -235,10 +235,13 @@ def test_hidden_states_are_the_residual_streams_and_end_with_the_normed_one(mode
     np.testing.assert_allclose(final @ params["head"]["kernel"], out.logits, rtol=0, atol=NEAR)
 
 
-def test_bfloat16_weights_stay_close_to_float32(model, params):
+@pytest.mark.parametrize(("stored", "dtype"), [("bfloat16",) * 2, ("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_model_computes_in_its_dtype_whatever_its_weights_are_stored_in(model, params, stored, dtype):
     tokens, positions = jnp.asarray(random_tokens(12, ROWS, 8)), jnp.asarray(arange_rows(ROWS, 8))
     exact = model(params, tokens, positions).logits
-    low = model(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), tokens, positions).logits
+    out = Jitted(Model(CONFIG, dtype))(jax.tree.map(lambda x: x.astype(stored), params), tokens, positions)
+    assert out.final.dtype == dtype
+    low = out.logits
     assert low.dtype == jnp.float32
     error = np.asarray(low) - np.asarray(exact)
     assert 0 < error.std() < 0.1 * np.asarray(exact).std()
@@ -248,7 +251,8 @@ def test_bfloat16_weights_stay_close_to_float32(model, params):
 def test_the_two_best_logits_of_a_bfloat16_model_never_tie(tied):
     """Rounded to bfloat16, they are equal at 2-4% of these positions."""
     spec = Model(dataclasses.replace(CONFIG, vocab_size=512, hidden_size=32, tie_embeddings=tied))
-    low = LoadedModel(spec, jax.tree.map(lambda x: x.astype(jnp.bfloat16), spec.init(jax.random.key(0))))
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), spec.init(jax.random.key(0)))
+    low = LoadedModel(dataclasses.replace(spec, dtype="bfloat16"), low)
     tokens = np.random.default_rng(0).integers(0, 512, (8, 64)).astype(np.int32)
     second, best = np.moveaxis(np.sort(low.logits(tokens), axis=-1)[..., -2:], -1, 0)
     assert np.count_nonzero(best == second) == 0
@@ -270,11 +274,12 @@ def test_attention_in_bfloat16_keeps_the_digits_of_its_scores():
 def test_gradients_of_a_bfloat16_model_are_those_of_float32_but_for_rounding(model, params):
     tokens, positions = jnp.asarray(random_tokens(13, ROWS, 8)), jnp.asarray(arange_rows(ROWS, 8))
 
-    def loss(params):
+    def loss(params, model):
         log_probs = jax.nn.log_softmax(model(params, tokens, positions).logits, axis=-1)
         return -jnp.mean(jnp.take_along_axis(log_probs, tokens[..., None], axis=-1))
 
-    exact, low = jax.grad(loss)(params), jax.grad(loss)(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    exact = jax.grad(loss)(params, model)
+    low = jax.grad(loss)(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), Jitted(Model(CONFIG, "bfloat16")))
     for a, b in zip(jax.tree.leaves(exact), jax.tree.leaves(low), strict=True):
         assert b.dtype == jnp.bfloat16
         assert np.linalg.norm(np.asarray(b, np.float32) - a) < 0.3 * np.linalg.norm(a)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from specjax import sampling
 from specjax.drafters.draft_model import BoundDraftModel
 from specjax.drafters.ngram import NGram
+from specjax.models.cache import Layer
 from specjax.types import Draft
 from specjax.verifiers import chain
 from tests.decode import test_blocks, test_decoder, test_lossless, test_options
@@ -67,7 +68,7 @@ def draft_cache_keeps_rejected_drafts(patch):
             (keys, positions), (new_keys, new_positions) = state.layers[0], new.layers[0]
             written = positions < 1e5
             kept = jnp.where(written[..., 0][:, None], keys, new_keys), jnp.where(written, positions, new_positions)
-            return draft, dataclasses.replace(new, layers=(kept,))
+            return draft, dataclasses.replace(new, layers=(Layer(*kept),))
 
         return mutated
 

@@ -9,15 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import backend, sampling
+from specjax import sampling
 from specjax.decode import engine
-from specjax.models import cache, layers
+from specjax.models import cache, decode_layout, layers
 from specjax.proposal import Proposal
 from specjax.types import Verdict
 from specjax.verifiers import greedy, matching
 from specjax.verifiers.chain import row
-from tests import test_backend, test_sampling
+from tests import test_sampling
 from tests.decode import test_blocks, test_decoder, test_invalid, test_options
+from tests.models import test_decode_layout
 from tests.mutants.table import Patch, mutant, wrap
 
 greedy_blocks = mutant("greedy", test_blocks.test_greedy_blocks_are_those_of_a_simulation_without_caches, name="k4")
@@ -211,9 +212,9 @@ def grown_cache_loses_what_it_held(patch):
     wrap(patch, cache, "grow", make)
 
 
-@mutant("weights", test_backend.test_a_layout_keeps_the_logits, tokens=1, tie=True)
+@mutant("weights", test_decode_layout.test_a_layout_keeps_the_logits, tokens=1, tie=True)
 def weights_rounded_to_bfloat16(patch):
-    wrap(patch, backend, "_is_bfloat16", lambda real: lambda x: jnp.bool_(True))
+    wrap(patch, decode_layout, "_is_bfloat16", lambda real: lambda x: jnp.bool_(True))
 
 
 @mutant("logprobs", test_options.test_logprobs_are_those_of_the_emitted_tokens, kind="raw")

@@ -1,0 +1,175 @@
+"""The weights of a model as decoding reads them: projections of the same input fused, kernels stored as the device
+multiplies them best (`specjax.backend` decides). Nothing here changes a result beyond the order of a sum, and the
+originals come back bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.core import Tracer
+
+from specjax import backend
+from specjax.models import kernels
+from specjax.models.kernels import Dense, Kernel, Narrow, Transposed
+from specjax.models.layers import Linear
+from specjax.models.transformer import Model
+from specjax.types import Params
+
+_FUSED = {
+    "attention": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "mlp": ("gate_up_proj", ("gate_proj", "up_proj")),
+}
+"""Part of a layer -> the projection that stands for several of them."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DecodeLayout:
+    """Weights as decoding reads them: one a model (`LaidOut.layout`), shared by all that decode with it. ``spec`` and
+    ``params`` run it; ``plain`` is the spec of the weights it was made of."""
+
+    spec: Any
+    params: Params
+    plain: Any
+
+    @classmethod
+    def of(cls, spec: Any, params: Params) -> DecodeLayout:
+        laid_out, laid_out_params = decode_layout(spec, params)
+        return cls(laid_out, laid_out_params, spec)
+
+    def originals(self) -> Params:
+        """The weights that it was made of, bit for bit."""
+        if not isinstance(self.plain, Model):
+            return self.params
+        params = jax.tree.map(kernels.plain, self.params, is_leaf=_is_kernel)
+        params = {**params, "layers": {i: _split(self.plain, layer) for i, layer in params["layers"].items()}}
+        return {name: value for name, value in params.items() if name != "head" or not self.plain.config.tie_embeddings}
+
+
+class LaidOut:
+    """A model (with ``spec`` and ``params``) that keeps its `DecodeLayout`."""
+
+    spec: Any
+    params: Params
+    _layout: tuple[list[Array] | None, DecodeLayout]
+    """The arrays that it was made of (None where they were freed), and the layout."""
+
+    def layout(self) -> DecodeLayout:
+        """The weights as decoding reads them, made once and shared by every `Decoder` of this model; made again after
+        ``spec`` or an array of ``params`` was replaced."""
+        made_of, layout = self.__dict__.get("_layout", (None, None))
+        leaves = jax.tree.leaves(self.params) if self.holds_originals else None
+        if layout is None or layout.plain != self.spec or not _same_arrays(made_of, leaves):
+            layout = DecodeLayout.of(self.spec, self.params)
+            self._layout = leaves, layout
+        return layout
+
+    def free_originals(self) -> None:
+        """Keep nothing but the `layout`, for a model that only decodes: most weights are in memory once, not twice.
+        ``params`` are then made from it again whenever they are asked for, bit for bit, and not kept."""
+        self._layout = None, self.layout()
+        self.__dict__.pop("params", None)
+
+    @property
+    def holds_originals(self) -> bool:
+        return "params" in self.__dict__
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "params" and "_layout" in self.__dict__:
+            return self._layout[1].originals()
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _same_arrays(a: list[Array] | None, b: list[Array] | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def decode_layout(spec: Any, params: Params) -> tuple[Any, Params]:
+    """(spec, params) laid out for decoding; a spec that is no `Model`, and a kernel that is no array, stay as they are.
+
+    Projections that read the same input become one kernel. Where `backend.turns_kernels`, a tied head is untied into
+    its own copy, laid out as the other kernels are, and float32 kernels become `Transposed`; or `Narrow`, if all of
+    them are bfloat16 numbers, as those of most checkpoints are.
+    """
+    if not isinstance(spec, Model):
+        return spec, params
+    if spec.config.tie_embeddings and backend.turns_kernels():
+        spec = dataclasses.replace(spec, config=dataclasses.replace(spec.config, tie_embeddings=False))
+        params = {**params, "head": {"kernel": jnp.array(params["embedding"].T)}}
+    spec, params = _fused(spec, params)
+    return spec, _stored(spec, params)
+
+
+def _fused(spec: Model, params: Params) -> tuple[Model, Params]:
+    def fuse(part: Params, fused: str, names: tuple[str, ...]) -> Params:
+        rest = {name: value for name, value in part.items() if name not in names}
+        return {**rest, fused: jax.tree.map(lambda *x: kernels.join(x), *(part[n] for n in names), is_leaf=_is_kernel)}
+
+    def block(layer: Params) -> Params:
+        fused = {"attention": fuse(layer["attention"], *_FUSED["attention"])}
+        if spec.config.gated and "mlp" in layer:  # experts stay as they are
+            fused["mlp"] = fuse(layer["mlp"], *_FUSED["mlp"])
+        return {**layer, **fused}
+
+    params = {**params, "layers": {i: block(layer) for i, layer in params["layers"].items()}}
+    return dataclasses.replace(spec, config=dataclasses.replace(spec.config, fused_projections=True)), params
+
+
+def _split(plain: Model, layer: Params) -> Params:
+    """A layer with each projection by itself again."""
+    config, layer = plain.config, dict(layer)
+    if config.fused_projections:
+        return layer
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    sizes = {"attention": (queries, keys, keys), "mlp": (config.intermediate_size,) * 2}
+    for part, (fused, names) in _FUSED.items():
+        if fused in layer.get(part, {}):
+            rest = dict(layer[part])
+            pieces = {leaf: kernels.split(x, sizes[part]) for leaf, x in rest.pop(fused).items()}
+            own = {name: {leaf: found[i] for leaf, found in pieces.items()} for i, name in enumerate(names)}
+            layer[part] = rest | own
+    return layer
+
+
+def _stored(spec: Model, params: Params) -> Params:
+    """With an object that multiplies in place of every array that a `Linear` has."""
+    linears = {path for path, part in nnx.iter_modules(spec.module(params)) if isinstance(part, Linear)}
+
+    def is_ours(path, leaf) -> bool:
+        *module, name = (key.key for key in path)
+        return tuple(module) in linears and name == "kernel" and not _is_kernel(leaf)
+
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_kernel)
+    turned = [leaf for path, leaf in leaves if is_ours(path, leaf) and _turns(leaf)]
+    # All or none: one draft after another of the same training then has at most two programs.
+    known = not any(isinstance(leaf, Tracer) for leaf in turned)
+    narrow = known and all(map(_is_bfloat16, turned))
+
+    def stored(path, leaf):
+        if not is_ours(path, leaf):
+            return leaf
+        if not _turns(leaf):
+            return Dense(leaf)
+        return Narrow(jnp.array(leaf.T, jnp.bfloat16)) if narrow else Transposed(jnp.array(leaf.T))
+
+    return jax.tree_util.tree_map_with_path(stored, params, is_leaf=_is_kernel)
+
+
+def _turns(leaf: Any) -> bool:
+    return backend.turns_kernels() and leaf.dtype == jnp.float32
+
+
+def _is_kernel(x: Any) -> bool:
+    return isinstance(x, Kernel)
+
+
+@jax.jit
+def _is_bfloat16(x: Array) -> Array:
+    # By its bits: of a number turned into bfloat16 and back, XLA may keep more than bfloat16 holds.
+    return jnp.all(jax.lax.bitcast_convert_type(x, jnp.uint32) & 0xFFFF == 0)

@@ -1,0 +1,101 @@
+"""How the matrix of a `specjax.models.layers.Linear` is stored and multiplied. Parameters that are trained and saved
+are plain arrays ``[in, out]``; for decoding an object that multiplies may stand in place of any of them, also one that
+this package does not know (quantised, say): a pytree that is called as a `Kernel` is.
+
+Dims: I/O features in and out, M tokens of all rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Float
+
+from specjax import backend
+from specjax.models.products import few_rows_product, matrix_product, precision_of, wide_matrix_product
+
+
+@runtime_checkable
+class Kernel(Protocol):
+    """A matrix that multiplies; a pytree."""
+
+    def __call__(self, rows: Float[Array, "M I"], wide: bool = False) -> Float[Array, "M O"]:
+        """``rows @ matrix`` in the dtype of ``rows``; ``wide``: in float32, whatever ``rows`` are in."""
+        ...
+
+
+@flax.struct.dataclass
+class Dense:
+    """A matrix as it is trained and saved."""
+
+    value: Float[Array, "I O"]
+
+    def __call__(self, rows: Float[Array, "M I"], wide: bool = False) -> Float[Array, "M O"]:
+        return (wide_matrix_product if wide else matrix_product)(rows, self.value.astype(rows.dtype))
+
+    def dense(self) -> Float[Array, "I O"]:
+        return self.value
+
+
+@flax.struct.dataclass
+class Transposed:
+    """A matrix whose rows are its outputs: few tokens read each of them once, with no packing before."""
+
+    value: Float[Array, "O I"]
+
+    def __call__(self, rows: Float[Array, "M I"], wide: bool = False) -> Float[Array, "M O"]:
+        rows = rows.astype(jnp.float32) if wide else rows
+        if len(rows) <= backend.FEW_ROWS:
+            return few_rows_product(rows, self.value)
+        return jnp.einsum("mi,oi->mo", rows, self.value.astype(rows.dtype), precision=precision_of(rows))
+
+    def dense(self) -> Float[Array, "I O"]:
+        return self.value.T
+
+
+@flax.struct.dataclass
+class Narrow(Transposed):
+    """A float32 matrix whose numbers bfloat16 holds: half as much to read, multiplied in the dtype of the rows."""
+
+    value: BFloat16[Array, "O I"]
+
+    def dense(self) -> Float[Array, "I O"]:
+        return self.value.T.astype(jnp.float32)
+
+
+@flax.struct.dataclass
+class Joined:
+    """Matrices of one input, their outputs side by side: what arrays are concatenated for, of any kernels."""
+
+    parts: tuple[Kernel, ...]
+
+    def __call__(self, rows: Float[Array, "M I"], wide: bool = False) -> Float[Array, "M O"]:
+        return jnp.concatenate([part(rows, wide) for part in self.parts], axis=-1)
+
+
+def of(value: Any) -> Kernel:
+    """What multiplies with a parameter: itself, or a plain array ``[I, O]`` as `Dense`."""
+    return value if isinstance(value, Kernel) else Dense(value)
+
+
+def plain(value: Any) -> Any:
+    """The array ``[I, O]`` that a layout was made of; what is no layout, as it is."""
+    return value.dense() if isinstance(value, Dense | Transposed) else value
+
+
+def join(values: Sequence[Any]) -> Any:
+    """One parameter for several of the same input, their outputs side by side."""
+    if any(isinstance(value, Kernel) for value in values):
+        return Joined(tuple(map(of, values)))
+    return jnp.concatenate(values, axis=-1)
+
+
+def split(value: Any, sizes: Sequence[int]) -> list[Any]:
+    """What `join` joined, of so many outputs each."""
+    if isinstance(value, Joined):
+        return [plain(part) for part in value.parts]
+    return jnp.split(value, list(itertools.accumulate(sizes))[:-1], axis=-1)

@@ -1,0 +1,131 @@
+"""The products of a decoder block, as functions of arrays: rows times a matrix, and attention (1706.03762). float32
+means float32 on every device, and a lower precision is added up in float32 where its digits count.
+
+Dims: B rows, T tokens fed, S cache slots, H query heads, G key-value heads, C head features, BG = B * G heads, I/O
+features in and out, M tokens of all rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+@jax.custom_vjp
+def matrix_product(x: Float[Array, "M I"], kernel: Float[Array, "I O"]) -> Float[Array, "M O"]:
+    """``x @ kernel``, whose derivative by the kernel is ``x.T @ dy``. JAX's own, ``(dy.T @ x).T``, lets XLA on CPU fuse
+    what makes dy into its transposition, where nothing is vectorised (1.2x a training step)."""
+    return jnp.einsum("mi,io->mo", x, kernel, precision=precision_of(x))
+
+
+def _matrix_product_forward(x, kernel):
+    return matrix_product(x, kernel), (x, kernel)
+
+
+def _matrix_product_backward(saved, dy):
+    x, kernel = saved
+    precision = precision_of(x)
+    return (
+        jnp.einsum("mo,io->mi", dy, kernel, precision=precision),
+        jax.lax.dot_general(x, dy, (((0,), (0,)), ((), ())), precision=precision),
+    )
+
+
+matrix_product.defvjp(_matrix_product_forward, _matrix_product_backward)
+
+
+def wide_matrix_product(x: Float[Array, "M I"], kernel: Float[Array, "I O"]) -> Float[Array, "M O"]:
+    """`matrix_product` in float32: of two logits near 16, bfloat16 cannot tell apart what differs by less than 1/16."""
+    return matrix_product(x, kernel) if is_float32(x) else wide_product("mi,io->mo", x, kernel)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def wide_product(subscripts: str, x: Array, y: Array) -> Array:
+    """The einsum of arrays of a lower precision, added up and returned in float32. Its derivative is computed in theirs
+    (from JAX's own, an accelerator would multiply float32)."""
+    return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
+
+
+def _wide_product_forward(subscripts, x, y):
+    return wide_product(subscripts, x, y), (x, y)
+
+
+def _wide_product_backward(subscripts, saved, dz):
+    return jax.vjp(functools.partial(jnp.einsum, subscripts), *saved)[1](dz.astype(saved[0].dtype))
+
+
+wide_product.defvjp(_wide_product_forward, _wide_product_backward)
+
+
+def few_rows_product(x: Float[Array, "M I"], kernel: Float[Array, "O I"]) -> Float[Array, "M O"]:
+    """``x @ kernel.T`` for few rows, as one reduction that reads each row of the kernel once. Each of its steps takes a
+    row out of several distant parts of the kernel: what was read of x serves them all, and several streams from memory
+    are under way at once (1.4-2x for 3 to 8 tokens over one part)."""
+    # XLA would compute what makes x anew for every row of the kernel; a division it takes to be too dear for that
+    # (element by element: by a scalar, it would turn it into a product and fuse that).
+    x = x / jnp.where(jnp.isinf(x), 2.0, 1.0).astype(x.dtype)
+    if kernel.dtype != x.dtype:
+        # XLA would move the conversion out of the loop over tokens, and read a wide copy in it.
+        x, kernel = jax.lax.optimization_barrier((x, kernel))
+    # As many sums as there are vector registers, at most.
+    wanted = 4 if len(x) <= 8 else 2
+    parts = jnp.split(kernel, math.gcd(wanted, len(kernel)))
+    zeros = (jnp.zeros((), x.dtype),) * (len(x) * len(parts))
+    columns = jax.lax.reduce(
+        tuple(part.astype(x.dtype) * row[None] for row in x for part in parts), zeros, _add_all, (1,)
+    )
+    return jnp.stack(columns).reshape(len(x), -1)
+
+
+def _add_all(totals, values):
+    return tuple(total + value for total, value in zip(totals, values, strict=True))
+
+
+def seen_only_where_visible(k: Float[Array, "B T G C"], v: Float[Array, "B T G C"]) -> tuple[Array, Array]:
+    """Keys and values of tokens that overflowed, so that NaN reaches those who see them and nobody else: a masked slot
+    has weight 0, and 0 times NaN is NaN. Their values become 0 and their keys NaN, as masked scores are replaced."""
+    overflowed = ~jnp.all(jnp.isfinite(v), axis=-1, keepdims=True)
+    return jnp.where(overflowed, jnp.asarray(jnp.nan, k.dtype), k), jnp.where(overflowed, jnp.zeros((), v.dtype), v)
+
+
+def attend(
+    q: Float[Array, "B T H C"],
+    k: Float[Array, "BG C S"],
+    v: Float[Array, "BG S C"],
+    visible: Bool[Array, "#B T S"],
+    scale: float | None = None,
+    soft_cap: float | None = None,
+) -> Float[Array, "B T H C"]:
+    """Grouped-query attention. The queries that share a key-value head are laid side by side, so that each of the
+    two products is one plain matrix multiplication a key-value head (2-3x on CPU over a five-axis einsum)."""
+    batch, fed, heads, features = q.shape
+    group = batch * heads // len(k)
+    q = q.reshape(batch, fed, -1, group, features).transpose(0, 2, 3, 1, 4).reshape(len(k), group * fed, features)
+    product = functools.partial(jnp.einsum, precision=precision_of(q)) if is_float32(q) else wide_product
+    scores = jnp.asarray(product("hqc,hcs->hqs", q, k))
+    scores = scores * (features**-0.5 if scale is None else scale)
+    scores = soft_capped(scores, soft_cap)
+    scores = scores.reshape(batch, -1, group, fed, k.shape[2])
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(len(k), group * fed, -1)
+    out = jnp.asarray(product("hqs,hsc->hqc", weights, v), q.dtype)
+    out = out.reshape(batch, -1, group, fed, features).transpose(0, 3, 1, 2, 4)
+    return out.reshape(batch, fed, heads, features)
+
+
+def soft_capped(x: Array, cap: float | None) -> Array:
+    """``cap * tanh(x / cap)``; None: x."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def is_float32(x: Array) -> bool:
+    return x.dtype == jnp.float32
+
+
+def precision_of(x: Array) -> jax.lax.Precision | None:
+    # float32 means float32: without it an accelerator multiplies in TF32 or bfloat16 and greedy identity is lost.
+    return jax.lax.Precision.HIGHEST if is_float32(x) else None

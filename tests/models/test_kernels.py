@@ -1,0 +1,108 @@
+"""A matrix multiplies as it is stored, also one that the package does not know."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from specjax.decode.decoder import Decoder
+from specjax.drafters.draft_model import DraftModel
+from specjax.models import kernels
+from specjax.models.kernels import Dense, Joined, Narrow, Transposed
+from specjax.models.layers import Linear
+from specjax.testing.toys import ToyModel
+from tests.cases import in_proof, transformer
+
+
+@flax.struct.dataclass
+class Int8:
+    """Somebody's own: whole numbers, and a scale for each output."""
+
+    numbers: jax.Array
+    scale: jax.Array
+
+    @classmethod
+    def of(cls, matrix):
+        scale = jnp.max(jnp.abs(matrix), axis=0) / 127
+        return cls(jnp.round(matrix / scale[None]).astype(jnp.int8), scale)
+
+    def __call__(self, rows, wide=False):
+        rows = rows.astype(jnp.float32) if wide else rows
+        return (rows @ self.numbers.astype(rows.dtype)) * self.scale[None].astype(rows.dtype)
+
+    @property
+    def matrix(self):
+        return self.numbers.astype(jnp.float32) * self.scale[None]
+
+
+def quantised(model: ToyModel, names: tuple[str, ...]) -> tuple[ToyModel, ToyModel]:
+    """With `Int8` in place of the kernels of the linears so named, and with what they mean."""
+    found = []
+    for meaning in (lambda kernel: kernel, lambda kernel: kernel.matrix):
+
+        def replaced(path, leaf, meaning=meaning):
+            of = [getattr(key, "key", None) for key in path]
+            return meaning(Int8.of(leaf)) if of[-1] == "kernel" and of[-2] in names else leaf
+
+        params = jax.tree_util.tree_map_with_path(replaced, model.params)
+        found.append(dataclasses.replace(model, params=params))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17])
+@pytest.mark.parametrize("wide", [False, True])
+def test_every_kernel_is_its_dense_matrix(rows, wide):
+    rng = np.random.default_rng(0)
+    matrix = jnp.asarray(rng.normal(size=(24, 10)), jnp.bfloat16).astype(jnp.float32)
+    x = jnp.asarray(rng.normal(size=(rows, 24)), jnp.float32)
+    ours = Dense(matrix), Transposed(matrix.T), Narrow(matrix.T.astype(jnp.bfloat16))
+    for kernel in (*ours, Joined((Dense(matrix[:, :3]), Transposed(matrix[:, 3:].T)))):
+        np.testing.assert_allclose(kernel(x, wide), x @ matrix, rtol=1e-5, atol=1e-5)
+        assert kernel(x.astype(jnp.bfloat16), wide).dtype == (jnp.float32 if wide else jnp.bfloat16)
+    for kernel in ours:
+        np.testing.assert_array_equal(kernels.plain(kernel), matrix)
+        assert kernel.dense().dtype == jnp.float32
+
+
+def test_what_is_joined_comes_apart_again():
+    arrays = [jnp.full((4, n), float(n)) for n in (2, 3, 1)]
+    for values in (arrays, [arrays[0], Int8.of(arrays[1]), arrays[2]]):
+        again = kernels.split(kernels.join(values), (2, 3, 1))
+        jax.tree.map(np.testing.assert_array_equal, again, values)
+
+
+def test_a_linear_takes_a_strangers_kernel():
+    linear = Linear(8, 6, bias=True, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (2, 3, 8))
+    kernel = Int8.of(linear.kernel[...])
+    graph, state = nnx.split(linear)
+    stored, dense = (
+        nnx.merge(graph, nnx.State({**nnx.to_pure_dict(state), "kernel": k})) for k in (kernel, kernel.matrix)
+    )
+    np.testing.assert_allclose(stored(x), dense(x), rtol=1e-5, atol=1e-5)
+
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "head")
+
+
+@pytest.mark.parametrize("names", [ALL, in_proof(("k_proj", "down_proj"))], ids=["all", "some"])
+def test_a_model_of_a_strangers_kernels_decodes_as_what_they_mean(names):
+    stored, dense = quantised(transformer(0, tie_embeddings=False), names)
+    tokens = np.random.default_rng(0).integers(0, 61, (2, 12))
+    np.testing.assert_allclose(stored.logits(tokens), dense.logits(tokens), rtol=0, atol=1e-3)
+    options = {"max_new_tokens": 16, "temperature": [0.0, 0.9], "seed": 2}
+    draft = transformer(1, num_layers=1)
+    for drafter in (None, DraftModel(draft, 3)):
+        found, expected = (
+            Decoder(model, drafter).generate([[1, 2, 3], [4]], **options).tokens for model in (stored, dense)
+        )
+        assert found == expected
+    again = stored.layout().originals()
+    assert jax.tree.structure(again) == jax.tree.structure(stored.params)
+    jax.tree.map(np.testing.assert_array_equal, again, stored.params)
