@@ -36,7 +36,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,19 +64,23 @@ class DecodeStats:
     invalid_drafts: int = 0
     """Blocks whose proposal was cut because the drafter's distribution was not finite (NaN or infinite logits)."""
 
+    @classmethod
+    def of(cls, counts: Mapping[str, Any]) -> DecodeStats:
+        """From counts by name, lists of them as JSON and arrays give them; other names are left out."""
+        own = {field.name: counts[field.name] for field in dataclasses.fields(cls) if field.name in counts}
+        return cls(**{name: tuple(count) if isinstance(count, list) else count for name, count in own.items()})
+
     def __add__(self, other: DecodeStats) -> DecodeStats:
         if len(self.drafted_at) != len(other.drafted_at):
             raise ValueError(f"stats at k={len(self.drafted_at)} and k={len(other.drafted_at)} do not add")
-        at = ("drafted_at", "reached_at", "accepted_at")
-        totals = {
-            name: tuple(a + b for a, b in zip(getattr(self, name), getattr(other, name), strict=True)) for name in at
-        }
-        return DecodeStats(
-            blocks=self.blocks + other.blocks,
-            emitted=self.emitted + other.emitted,
-            invalid_drafts=self.invalid_drafts + other.invalid_drafts,
-            **totals,
-        )
+
+        def total(name: str) -> Any:
+            mine, others = getattr(self, name), getattr(other, name)
+            if isinstance(mine, int):
+                return mine + others
+            return tuple(a + b for a, b in zip(mine, others, strict=True))
+
+        return DecodeStats.of({field.name: total(field.name) for field in dataclasses.fields(self)})
 
     @property
     def drafted(self) -> int:

@@ -103,12 +103,8 @@ def check_finite(result: GenerationResult, drafter: str, target: str) -> None:
 
 def stats_by_row(counters: Counters) -> list[DecodeStats]:
     """Counters are host arrays here."""
-    fields = [getattr(counters, field.name).tolist() for field in dataclasses.fields(DecodeStats)]
-
-    def plain(value) -> Any:
-        return tuple(value) if isinstance(value, list) else value
-
-    return [DecodeStats(*map(plain, row)) for row in zip(*fields, strict=True)]
+    columns = {field.name: getattr(counters, field.name).tolist() for field in dataclasses.fields(DecodeStats)}
+    return [DecodeStats.of(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
 def origin_names(codes: np.ndarray | jax.Array) -> list[str]:

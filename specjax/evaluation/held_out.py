@@ -42,15 +42,7 @@ class Decoded:
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Decoded:
         """From `dataclasses.asdict`, through JSON."""
-        names = [field.name for field in dataclasses.fields(DecodeStats)]
-
-        def counts(row: Mapping[str, Any]) -> DecodeStats:
-            values: dict[str, Any] = {
-                n: tuple(row[n]) if isinstance(row[n], list) else row[n] for n in names if n in row
-            }
-            return DecodeStats(**values)
-
-        return cls(found["temperature"], list(map(counts, found["by_prompt"])), found["seconds"])
+        return cls(found["temperature"], list(map(DecodeStats.of, found["by_prompt"])), found["seconds"])
 
     @property
     def stats(self) -> DecodeStats:
