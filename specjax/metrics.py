@@ -67,8 +67,12 @@ class DecodeStats:
     @classmethod
     def of(cls, counts: Mapping[str, Any]) -> DecodeStats:
         """From counts by name, lists of them as JSON and arrays give them; other names are left out."""
-        own = {field.name: counts[field.name] for field in dataclasses.fields(cls) if field.name in counts}
-        return cls(**{name: tuple(count) if isinstance(count, list) else count for name, count in own.items()})
+        found: dict[str, Any] = {
+            name: tuple(count) if isinstance(count := counts[name], list) else count
+            for name in (field.name for field in dataclasses.fields(cls))
+            if name in counts
+        }
+        return cls(**found)
 
     def __add__(self, other: DecodeStats) -> DecodeStats:
         if len(self.drafted_at) != len(other.drafted_at):
