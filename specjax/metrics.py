@@ -42,7 +42,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 def alpha_per_position(p_logits: Float[Array, "*B V"], q_logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
@@ -50,6 +50,12 @@ def alpha_per_position(p_logits: Float[Array, "*B V"], q_logits: Float[Array, "*
     p = jax.nn.softmax(p_logits.astype(jnp.float32), axis=-1)
     q = jax.nn.softmax(q_logits.astype(jnp.float32), axis=-1)
     return jnp.sum(jnp.minimum(p, q), axis=-1)
+
+
+def negative_log_likelihood(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """-log softmax(logits)[token], in nats."""
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return -jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ from pydantic import BeforeValidator, Field
 
 from specjax.distill.distributions import log_distributions, log_overlap, overlap
 from specjax.errors import ConfigError
+from specjax.metrics import negative_log_likelihood
 from specjax.registry import LOSSES, build
 from specjax.types import FullLogits, Loss, LossContext, Params, TopKLogits, Trainable
 
@@ -38,12 +39,6 @@ References = dict[str, tuple[Trainable, Params]]
 """Frozen drafts that losses compare with, by the name that the loss gives them, each with its parameters."""
 LOG_TINY = math.log(np.finfo(np.float32).tiny)
 """Log of the least probability that float32 holds, about -87."""
-
-
-def negative_log_likelihood(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """-log softmax(logits)[token], in nats."""
-    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    return -jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
 
 
 def expectation(probs: Float[Array, "B T W"], values: Float[Array, "B T W"]) -> Float[Array, "B T"]:

@@ -20,9 +20,9 @@ from specjax.data.corpus import Document
 from specjax.data.prompts import PLACES, HeldOutPrompt, cut_prompts
 from specjax.decode.decoder import Decoder
 from specjax.decode.result import check_finite
-from specjax.distill.teacher import with_shared_params
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, DataError
+from specjax.evaluation.teacher import with_shared_params
 from specjax.metrics import DecodeStats, Interval, block_efficiency_interval, tokens_per_s
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model

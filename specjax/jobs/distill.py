@@ -18,7 +18,6 @@ from specjax import registry
 from specjax.config import RunConfig, Stage
 from specjax.distill.init import Initial, initial_draft
 from specjax.distill.sources.on_policy import draft_sampler
-from specjax.distill.teacher import with_shared_params
 from specjax.distill.trainer import StageData, Trainer
 from specjax.evaluation import figures
 from specjax.evaluation.evaluate import Evaluation
@@ -29,6 +28,7 @@ from specjax.evaluation.held_out import (
     decoding_enabled,
     held_out_decoding,
 )
+from specjax.evaluation.teacher import with_shared_params
 from specjax.jobs.exports import MADE_BY, WEIGHTS, card, export, parameter_count, refuse_foreign
 from specjax.jobs.inputs import Prepared, data_directory, naming_inputs, prepare, rows_of, source_context
 from specjax.models.hf import LoadedModel
