@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 TIMEOUT = 600.0
 """Seconds until what is still running is killed, and the test fails."""
@@ -34,12 +34,9 @@ class Process:
     """A process in a session of its own, whose output goes to files: it never waits for a reader, and is killed with
     its children."""
 
-    def __init__(self, command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None):
-        self._open = contextlib.ExitStack()
-        out = self._open.enter_context(tempfile.TemporaryFile())
-        err = self._open.enter_context(tempfile.TemporaryFile())
-        self._files: tuple[IO[bytes], IO[bytes]] = out, err
-        self._command = subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=err, start_new_session=True)
+    def __init__(self, command: Sequence[str], out: IO[bytes], err: IO[bytes], **options: Any):
+        self._files = out, err
+        self._command = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True, **options)
 
     @property
     def pid(self) -> int:
@@ -66,10 +63,6 @@ class Process:
             found.append(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace"))
         code = self._command.poll()
         return Finished(-signal.SIGKILL if code is None else code, *found)
-
-    def close(self) -> None:
-        self.kill()
-        self._open.close()
 
 
 class Group:
@@ -104,8 +97,9 @@ def started(
     with contextlib.ExitStack() as stack:
         processes = []
         for command in commands:
-            processes.append(Process(command, cwd, env))
-            stack.callback(processes[-1].close)
+            files = (stack.enter_context(tempfile.TemporaryFile()) for _ in ("out", "err"))
+            processes.append(Process(command, *files, cwd=cwd, env=env))
+            stack.callback(processes[-1].kill)
         yield Group(processes, timeout)
 
 
