@@ -176,16 +176,16 @@ class Bench:
                 self._once(runs, 1, tick)
             for timer in timers:
                 timer.turn()
-        rows = {cell: self._row(cell, runs) for cell in runs}
+        entries = {cell: self._entry(cell, runs) for cell in runs}
         for cell, run in tunings.items():
-            if cell in rows:
-                rows[cell]["predicted_speedup"] = self._predict(cell, run.stats)
+            if cell in entries:
+                entries[cell]["predicted_speedup"] = self._predict(cell, run.stats)
         headline = {
             t: self._headline(Cell(favourite, k, 1, t), runs, tunings[Cell(favourite, k, 1, t)])
             for t, k in best.items()
         }
         by_prompt = {cell: self._by_prompt(found) for cell, found in runs.items()}
-        return {"decoding": list(rows.values()), "best_k": best, "headline": headline, "by_prompt": by_prompt}
+        return {"decoding": list(entries.values()), "best_k": best, "headline": headline, "by_prompt": by_prompt}
 
     def _once(self, runs: dict[Cell, list[Run]], batch_size: int, tick: Tick) -> None:
         """Every cell of ``runs`` of that batch size, added there."""
@@ -224,7 +224,7 @@ class Bench:
             found.append((seconds, stats))
         return found
 
-    def _row(self, cell: Cell, runs: Mapping[Cell, list[Run]]) -> dict:
+    def _entry(self, cell: Cell, runs: Mapping[Cell, list[Run]]) -> dict:
         run, speculative = runs[cell][0], cell.k > 0
         differences = self._differences(run, runs[_plain(cell.temperature)][0]) if cell.temperature == 0 else []
         seconds, tokens = _seconds(runs[cell]), sum(map(len, run.tokens))

@@ -77,10 +77,10 @@ class Certificate:
     def to_markdown(self) -> str:
         about = "\n".join(f"| {name} | {value} |" for name, value in self.subject.items())
         marks = {True: "pass", False: "**FAIL**", None: "measured"}
-        rows = "\n".join(f"| {c.name} | {marks[c.passed]} | {c.summary} |" for c in self.checks)
+        checks = "\n".join(f"| {c.name} | {marks[c.passed]} | {c.summary} |" for c in self.checks)
         return (
             f"# Certificate: {self.verdict}\n\n| | |\n|---|---|\n{about}\n\n"
-            f"| check | result | measured |\n|---|---|---|\n{rows}\n"
+            f"| check | result | measured |\n|---|---|---|\n{checks}\n"
         )
 
 
@@ -308,14 +308,14 @@ def sampled_distribution(context: Subject) -> Check:
     for call in range(20 * calls):  # more than planned where stop tokens end rows early
         if tokens >= size:
             break
-        rows = [
+        prompts = [
             context.prompts[(call * settings.batch_size + i) % len(context.prompts)] for i in range(settings.batch_size)
         ]
         options = {"temperature": settings.temperature, "seed": context.seed + 1 + call}
         if context.low is not None:  # what the program that draws says of its own distribution
             options["logprobs"] = "raw"
-        result = context.generate(context.fast, rows, **options)
-        found = zip(rows, result.tokens, context.logits(rows, result.tokens), strict=True)
+        result = context.generate(context.fast, prompts, **options)
+        found = zip(prompts, result.tokens, context.logits(prompts, result.tokens), strict=True)
         for i, (prompt, new, by_token) in enumerate(found):
             if result.logprobs is not None:
                 moved += _moved(context, by_token, new, result.logprobs[i])

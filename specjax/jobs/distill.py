@@ -198,16 +198,16 @@ def _draft_card(
         f"`{target.name}` ({parameter_count(target.params):,} parameters), "
         f"{'before distillation' if draft.name == 'draft-before' else 'distilled'} {MADE_BY}."
     )
-    rows = {
+    facts = {
         "alpha (E sum min(p, q), held out, temperature 1)": f"{evaluation.alpha:.4f}",
         "loss of the draft, nats a token, held out": f"{evaluation.nll:.4f}",
         "loss of the target": f"{evaluation.target_nll:.4f}",
         "positions measured": f"{evaluation.positions:,}",
-        **figures.card_rows(decoded, draft.name == "draft" and config.selection.select == "best"),
+        **figures.card_facts(decoded, draft.name == "draft" and config.selection.select == "best"),
         WEIGHTS: fingerprint.digest(draft.params),
         "SHA-256 of the target's weights": fingerprint.digest(target.params),
         "SHA-256 of the text": prepared.corpus.digest,
     }
     settings = dataclasses.asdict(config)
     stages = ("draft",) if draft.name == "draft-before" else ("draft", "distill", "selection")
-    return card(draft.name, title, rows, {name: settings[name] for name in ("target", "data", *stages, "seed")})
+    return card(draft.name, title, facts, {name: settings[name] for name in ("target", "data", *stages, "seed")})
