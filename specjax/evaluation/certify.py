@@ -325,7 +325,7 @@ def sampled_distribution(context: Subject) -> Check:
                 if p[new[j]] == 0:
                     gap = _outside_by(context, logits, distribution, prompt, new, j)
                     outside.append({"token": int(new[j]), "position": j, "gap": gap})
-                cell = _cells(p)
+                cell = cells_of(p)
                 mass = np.bincount(cell, p, CELLS)
                 observed[cell[new[j]]] += 1
                 expected += mass
@@ -380,8 +380,9 @@ def _calls(settings: Certify) -> int:
     return -(-sample_size(settings) // (settings.batch_size * settings.new_tokens))
 
 
-def _cells(p: np.ndarray) -> np.ndarray:
-    """The cell of every token of the vocabulary. The halves are by a mixed-up token id, so that no half is rare."""
+def cells_of(p: np.ndarray) -> np.ndarray:
+    """The cell of every token of the vocabulary, 0 .. CELLS - 1, under the distribution ``p``. The halves are by a
+    mixed-up token id, so that no half is rare."""
     rank = np.empty(len(p), np.int64)
     rank[np.argsort(-p, kind="stable")] = np.arange(len(p))
     half = (np.arange(len(p), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) & np.uint64(1)
