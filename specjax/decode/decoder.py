@@ -45,7 +45,7 @@ class Decoder:
     """Speculative decoding with a target and, optionally, a drafter (2211.17192, 2302.01318).
 
     Args:
-        target: the `LoadedModel` whose distribution the output has.
+        target: the `LoadedModel` to decode with; under a lossless verifier the output has its distribution.
         drafter: `DraftModel`, `NGram`, ..., or by name where no model is needed ('ngram'), or a mapping ``{kind: ...,
             field: value}``; None decodes autoregressively through the same engine.
         verifier: a registered kind, a mapping or an instance; an all-greedy batch uses `greedy`.
@@ -54,7 +54,6 @@ class Decoder:
     Raises:
         ConfigError: a drafter, verifier or controller is unknown or has a field out of range, or a drafter of trees
             meets a verifier of chains.
-        DataError: the drafter cannot fit.
         ModelError: something given as a model is none, or the vocabularies differ.
     """
 
@@ -89,7 +88,8 @@ class Decoder:
         logits_processor: LogitsProcessor | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> GenerationResult:
-        """Decode a batch of prompts. Every argument is a scalar or one value a row.
+        """Decode a batch of prompts. Budget, seed, stop strings and sampling parameters are one value for all rows or
+        one a row.
 
         A row whose next token has no distribution to come from (NaN or infinite logits of the target, or nothing left
         by the processor) ends there, with the finish reason `invalid_logits`; the others go on.
@@ -115,6 +115,7 @@ class Decoder:
 
         Raises:
             DataError: an argument cannot be used; the message names argument, row and value.
+            TypeError: a keyword is none of `SamplingOptions`.
         """
         run = self._run(prompts, max_new_tokens, seed, ignore_eos, stop_strings, logprobs, logits_processor, sampling)
         detokenize = self._detokenizer(skip_special_tokens)
@@ -158,6 +159,7 @@ class Decoder:
 
         Raises:
             DataError: an argument cannot be used; the message names argument and value.
+            TypeError: a keyword is none of `SamplingOptions`.
         """
         whole = isinstance(steps_per_event, (int, np.integer)) and not isinstance(steps_per_event, bool)
         if not whole or steps_per_event < 1:
@@ -207,6 +209,7 @@ class Decoder:
 
         Raises:
             DataError: an argument cannot be used; the message names argument, row and value.
+            TypeError: a keyword is none of `SamplingOptions`.
         """
         run = self._run(prompts, max_new_tokens, 0, True, None, logprobs, logits_processor, sampling)
         first, *more = run.batch.slots
@@ -244,6 +247,7 @@ class Decoder:
 
         Raises:
             DataError: an argument cannot be used; the message names argument, row and value.
+            TypeError: a keyword is none of `SamplingOptions`.
         """
         run = self._run(prompts, max_new_tokens, 0, True, sampling=sampling)
         return self._prefill(run, run.batch.slots[-1])
@@ -263,6 +267,7 @@ class Decoder:
 
         Raises:
             DataError: an argument cannot be used; the message names argument, row and value.
+            TypeError: a keyword is none of `SamplingOptions`.
         """
         return next(iter(self._chunks(self._run(prompts, max_new_tokens, 0, True, sampling=sampling), 0)))
 
