@@ -2,7 +2,8 @@
 
 
 class SpecjaxError(ValueError):
-    """Base of every error that a user can mend."""
+    """The base of every error that a user can mend: one line with the place, the value found, what was expected and the
+    remedy."""
 
 
 class ConfigError(SpecjaxError):

@@ -36,86 +36,118 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 def alpha_per_position(p_logits: Float[Array, "*B V"], q_logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
-    """sum_v min(p, q) of two distributions given by float32 logits (2211.17192, its acceptance probability)."""
+    """Overlap sum_v min(p, q) of two distributions given by logits, computed in float32: the acceptance probability of
+    2211.17192."""
     p = jax.nn.softmax(p_logits.astype(jnp.float32), axis=-1)
     q = jax.nn.softmax(q_logits.astype(jnp.float32), axis=-1)
     return jnp.sum(jnp.minimum(p, q), axis=-1)
 
 
+def negative_log_likelihood(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """-log softmax(logits)[token] in nats, computed in float32."""
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return -jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
+
+
 @dataclasses.dataclass(frozen=True)
 class DecodeStats:
-    """Counts of one row or of several rows added up; every ratio is derived from them."""
+    """Counts of one row's decoding, or of several rows added up; every ratio is derived from them. N is the number of
+    blocks, n the draft tokens accepted in a block, k_r those validly proposed in it."""
 
     blocks: int
+    """N: draft-and-verify steps of a row, each one forward pass of the target."""
     emitted: int
+    """Tokens committed, after cuts at end-of-sequence or budget."""
     drafted_at: tuple[int, ...]
+    """#(k_r >= j) for j = 1 .. k: blocks with a valid proposal at position j."""
     reached_at: tuple[int, ...]
+    """#(n >= j - 1 and k_r >= j): blocks whose verification got to a proposal at position j."""
     accepted_at: tuple[int, ...]
+    """#(n >= j): blocks that kept at least j draft tokens."""
     invalid_drafts: int = 0
     """Blocks whose proposal was cut because the drafter's distribution was not finite (NaN or infinite logits)."""
+
+    @classmethod
+    def of(cls, counts: Mapping[str, Any]) -> DecodeStats:
+        """Stats from counts by name, lists of them as JSON and arrays give them; other names are left out."""
+        found: dict[str, Any] = {
+            name: tuple(count) if isinstance(count := counts[name], list) else count
+            for name in (field.name for field in dataclasses.fields(cls))
+            if name in counts
+        }
+        return cls(**found)
 
     def __add__(self, other: DecodeStats) -> DecodeStats:
         if len(self.drafted_at) != len(other.drafted_at):
             raise ValueError(f"stats at k={len(self.drafted_at)} and k={len(other.drafted_at)} do not add")
-        at = ("drafted_at", "reached_at", "accepted_at")
-        totals = {
-            name: tuple(a + b for a, b in zip(getattr(self, name), getattr(other, name), strict=True)) for name in at
-        }
-        return DecodeStats(
-            blocks=self.blocks + other.blocks,
-            emitted=self.emitted + other.emitted,
-            invalid_drafts=self.invalid_drafts + other.invalid_drafts,
-            **totals,
-        )
+
+        def total(name: str) -> Any:
+            mine, others = getattr(self, name), getattr(other, name)
+            if isinstance(mine, int):
+                return mine + others
+            return tuple(a + b for a, b in zip(mine, others, strict=True))
+
+        return DecodeStats.of({field.name: total(field.name) for field in dataclasses.fields(self)})
 
     @property
     def drafted(self) -> int:
+        """Draft tokens that were validly proposed."""
         return sum(self.drafted_at)
 
     @property
     def accepted(self) -> int:
+        """Draft tokens that were kept, before cuts at end-of-sequence or budget."""
         return sum(self.accepted_at)
 
     @property
     def target_calls(self) -> int:
+        """Forward passes of the target over a block."""
         return self.blocks
 
     @property
     def block_efficiency(self) -> float:
+        """Tokens emitted a block, the target's own among them."""
         return self.emitted / max(self.blocks, 1)
 
     @property
     def accepted_length(self) -> float:
+        """Draft tokens accepted a block."""
         return self.accepted / max(self.blocks, 1)
 
     @property
     def acceptance_rate(self) -> float:
+        """Share of the proposed draft tokens that are kept; it depends on k, and is not alpha."""
         return self.accepted / max(self.drafted, 1)
 
     @property
     def alpha_mle(self) -> float:
-        """Maximum likelihood for n geometric, cut off at k_r: accepted / (accepted + blocks that rejected a proposal).
-        Not accepted_length / k. Of token verification; a rule that looks at the whole block has no such rejections."""
+        """Maximum-likelihood alpha for n geometric, cut off at k_r: accepted / (accepted + blocks that rejected a
+        proposal). Not accepted_length / k. For token verification; a rule that looks at the whole block has no such
+        rejections."""
         return self.accepted / max(sum(self.reached_at), 1)
 
     @property
     def acceptance_at(self) -> tuple[float, ...]:
+        """s_j, the share of blocks proposing j tokens that keep j, for j = 1 .. k."""
         return tuple(a / max(d, 1) for a, d in zip(self.accepted_at, self.drafted_at, strict=True))
 
     @property
     def conditional_acceptance_at(self) -> tuple[float, ...]:
+        """a_j, the share of blocks reaching a proposal at position j that keep it, for j = 1 .. k."""
         return tuple(a / max(r, 1) for a, r in zip(self.accepted_at, self.reached_at, strict=True))
 
     def to_json(self) -> dict:
+        """Counts and ratios by their names."""
         names = (
             "drafted",
             "accepted",
@@ -133,6 +165,8 @@ class DecodeStats:
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
+    """A confidence interval, in the unit of what it is of."""
+
     low: float
     high: float
 
@@ -140,8 +174,9 @@ class Interval:
 def block_efficiency_interval(
     by_prompt: Sequence[DecodeStats], level: float = 0.95, resamples: int = 1000, seed: int = 0
 ) -> Interval:
-    """Percentile bootstrap (Efron 1979) of the block efficiency of all prompts together: as many prompts drawn with
-    replacement, the ratio of their sums. Prompts, because the blocks of one prompt are not independent."""
+    """Confidence interval of the block efficiency of all prompts together, by percentile bootstrap (Efron 1979): as
+    many prompts drawn with replacement, the ratio of their sums. Prompts, because the blocks of one prompt are not
+    independent."""
     emitted, blocks = (np.asarray([getattr(stats, name) for stats in by_prompt]) for name in ("emitted", "blocks"))
     drawn = np.random.default_rng(seed).integers(0, len(by_prompt), (resamples, len(by_prompt)))
     values = emitted[drawn].sum(axis=1) / np.maximum(blocks[drawn].sum(axis=1), 1)
@@ -150,13 +185,14 @@ def block_efficiency_interval(
 
 
 def expected_emitted(alpha: float, k: int) -> float:
-    """tau = 1 + alpha + ... + alpha^k: each of k proposals is accepted with chance alpha (2211.17192, section 3.1)."""
+    """Expected tokens of a block, tau = 1 + alpha + ... + alpha^k, if each of k proposals is accepted with chance alpha
+    (2211.17192, section 3.1)."""
     return float(sum(alpha**j for j in range(k + 1)))
 
 
 def walltime_speedup(tau: float, k: int, c: float) -> float:
-    """Over plain decoding, if a pass of the target costs the same for 1 token as for k + 1 (2211.17192, section 3.3).
-    ``c``: seconds of a draft pass over seconds of a target pass."""
+    """Speedup over plain decoding, if a pass of the target costs the same for 1 token as for k + 1 (2211.17192, section
+    3.3). ``c``: seconds of a draft pass over seconds of a target pass."""
     return tau / (k * c + 1)
 
 
@@ -166,19 +202,20 @@ def mbsu(tau: float, k: int, draft_bytes: int, target_bytes: int) -> float:
 
 
 def operations_factor(tau: float, k: int, c: float) -> float:
-    """Arithmetic operations a token over those of plain decoding, above 1 as a rule (2211.17192, section 3.4).
-    ``c``: operations of a draft pass over those of a target pass over one token."""
+    """Arithmetic operations a token over those of plain decoding, above 1 as a rule (2211.17192, section 3.4). ``c``:
+    operations of a draft pass over those of a target pass over one token."""
     return (k * c + k + 1) / tau
 
 
 def best_k(alpha: float, c: float, most: int = 64) -> int:
-    """The k of the largest `walltime_speedup`, at most ``most``; the smallest of several. 0: do not speculate."""
+    """The k, at most ``most``, of the largest `walltime_speedup`; the smallest of several. 0: do not speculate."""
     return max(range(most + 1), key=lambda k: walltime_speedup(expected_emitted(alpha, k), k, c))
 
 
 def expected_blocks(acceptance_at: Sequence[float], tokens: int) -> float:
-    """Blocks that emit ``tokens`` tokens, when each block accepts by position as measured, whatever came before. More
-    than ``tokens / tau``, because the budget cuts the last block: E[N_m] = 1 + sum_j Pr(j emitted) E[N_(m-j)]."""
+    """Expected number of blocks that emit ``tokens`` tokens, when each block accepts by position as measured, whatever
+    came before. More than ``tokens / tau``, because the budget cuts the last block: E[N_m] = 1 + sum_j Pr(j emitted)
+    E[N_(m-j)]."""
     reached = np.array([1.0, *acceptance_at, 0.0])
     emitted = reached[:-1] - reached[1:]
     expected = np.zeros(tokens + 1)
@@ -190,10 +227,12 @@ def expected_blocks(acceptance_at: Sequence[float], tokens: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Latencies:
-    """Latencies of several requests. ``commit_times``: for each, the seconds from handing it in to the commit of each
-    of its tokens; the tokens of one block share theirs. Compilation is not part of it."""
+    """Latencies of several requests, in seconds. Raises `ValueError` for a request without commit times, or with times
+    out of order."""
 
     commit_times: Sequence[Sequence[float]]
+    """For each request, the seconds from handing it in to the commit of each of its tokens; the tokens of one block
+    share theirs. Compilation is not part of it."""
 
     def __post_init__(self):
         for i, times in enumerate(self.commit_times):
@@ -202,23 +241,24 @@ class Latencies:
 
     @property
     def ttft(self) -> list[float]:
-        """Time to the first token, one a request; the whole first block comes with it."""
+        """Seconds to the first token, one a request; the whole first block comes with it."""
         return [times[0] for times in self.commit_times]
 
     @property
     def tpot(self) -> list[float]:
-        """Time per output token after the first, (last - first) / (tokens - 1); one a request with two tokens."""
+        """Seconds per output token after the first, (last - first) / (tokens - 1); one a request with two tokens."""
         return [(times[-1] - times[0]) / (len(times) - 1) for times in self.commit_times if len(times) > 1]
 
     @property
     def itl(self) -> list[float]:
-        """Inter-token latency, the silences: between one commit and the next, of all requests together. No zeros for
-        the tokens inside a block, so its mean is above that of tpot whenever blocks emit more than a token."""
+        """Inter-token latencies in seconds, the silences: between one commit and the next, of all requests together. No
+        zeros for the tokens inside a block, so its mean is above that of tpot whenever blocks emit more than a
+        token."""
         return [b - a for times in self.commit_times for a, b in itertools.pairwise(times) if b > a]
 
     def to_json(self) -> dict[str, float | None]:
-        """P50 and P99 over all requests pooled (percentiles of several runs are not to be averaged); None without a
-        value."""
+        """P50 and P99 over all requests pooled, in seconds (percentiles of several runs are not to be averaged); None
+        without a value."""
         return {
             f"{name}_p{percent}": float(np.percentile(values, percent)) if values else None
             for name in ("ttft", "tpot", "itl")

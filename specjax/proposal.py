@@ -20,56 +20,62 @@ from specjax.types import Context, Draft, Verdict
 
 @flax.struct.dataclass
 class Proposal:
-    """``parents[b, i]``: the node that drafted token i (node i + 1) follows; None: a chain. ``start``: the root's slot,
-    which is its position too."""
+    """A drafted block as it is fed to the target: the root, the newest committed token, then the drafted tokens."""
 
     root: Int[Array, " B"]
     drafted: Int[Array, "B N"]
     start: Int[Array, " B"]
+    """The root's slot, which is its position too."""
     parents: Int[Array, "B N"] | None = None
+    """The node that drafted token i (node i + 1) follows; None: a chain."""
     max_depth: int = flax.struct.field(pytree_node=False, default=0)
-    """D."""
+    """D, the most drafted tokens that can be kept."""
 
     @classmethod
     def of(cls, context: Context, draft: Draft) -> Proposal:
+        """The proposal of a drafter after the committed tokens of ``context``."""
         start = context.lengths - 1
         root = jnp.take_along_axis(context.tokens, start[:, None], axis=1)[:, 0]
         return cls(root, draft.tokens, start, draft.parents, draft.max_depth or draft.tokens.shape[1])
 
     @classmethod
     def chain(cls, context: Context, drafted: Int[Array, "B N"]) -> Proposal:
-        """One that is only just being drafted."""
+        """The proposal of a chain that is only just being drafted."""
         return cls.of(context, Draft(drafted, jnp.ones(drafted.shape, bool)))
 
     @property
     def tokens(self) -> Int[Array, "B N1"]:
+        """The tokens to feed, the root first."""
         return jnp.concatenate([self.root[:, None], self.drafted], axis=1)
 
     @property
     def slots(self) -> Int[Array, "B N1"]:
+        """A cache slot of its own for each node."""
         return self.start[:, None] + jnp.arange(self.drafted.shape[1] + 1, dtype=jnp.int32)[None]
 
     @property
     def positions(self) -> Int[Array, "B N1"]:
+        """Position of each node; siblings share one."""
         return self.slots if self.parents is None else self.start[:, None] + self.depth
 
     @property
     def depth(self) -> Int[Array, "#B N1"]:
-        """Drafted tokens on the way from the root to each node, itself included."""
+        """Number of drafted tokens on the way from the root to each node, itself included."""
         if self.parents is None:
             return _index(self.drafted.shape[1] + 1)
         return depths(self.path)
 
     @property
     def mask(self) -> Bool[Array, "B N1 N1"] | None:
-        """Which nodes each node sees; None for a chain: those before it and itself."""
+        """The nodes that each node sees; None for a chain: those before it and itself."""
         if self.parents is None:
             return None
         return jnp.pad(self.path, ((0, 0), (0, 0), (1, 0)), constant_values=True)
 
     @property
     def path(self) -> Bool[Array, "#B N1 N"]:
-        """``path[b, j, i]``: drafted token i is on the way from the root to node j, which may be its end."""
+        """Membership in the ways down from the root. ``path[b, j, i]``: drafted token i is on the way to node j, which
+        may be its end."""
         count = self.drafted.shape[1]
         if self.parents is None:
             return jnp.tril(jnp.ones((count + 1, count), bool), -1)[None]
@@ -93,17 +99,17 @@ class Proposal:
         return jnp.all(~self.path[:, 1:] | good[:, None], axis=2)  # a node is on its own path
 
     def of_parents(self, values: Shaped[Array, "B N1"]) -> Shaped[Array, "B N"]:
-        """For each drafted token, what belongs to the node that it follows."""
+        """The value of the node that each drafted token follows."""
         return values[:, :-1] if self.parents is None else jnp.take_along_axis(values, self.parents, axis=1)
 
     def offered(self, valid: Bool[Array, "B N"]) -> Int[Array, " B"]:
-        """k_r, the depth down to which there are proposals. ``valid`` is closed."""
+        """k_r, the depth down to which there are proposals. ``valid`` is closed (`closed`)."""
         if self.parents is None:
             return leading_run(valid)
         return jnp.max(jnp.where(valid, self.depth[:, 1:], 0), axis=1, initial=0)
 
     def follow(self, verdict: Verdict, valid: Bool[Array, "B N"]) -> Followed:
-        """The way that the verifier took."""
+        """The way through the block that the verifier took."""
         count = verdict.num_accepted
         accepted, nodes, rejected = self.drafted, None, count < self.offered(valid)
         if self.parents is not None:
@@ -119,28 +125,30 @@ class Proposal:
 
 @flax.struct.dataclass
 class Followed:
-    """A block after verification, a chain whatever was proposed. ``tokens``: the accepted ones, then the target's own;
-    later entries mean nothing. ``rejected``: there were proposals for the place of the target's own. ``nodes[b, j]``:
-    the node that token j follows; None: node j."""
+    """A block after verification, a chain whatever was proposed."""
 
     tokens: Int[Array, "B D1"]
+    """The accepted tokens, then the target's own; later entries mean nothing."""
     num_accepted: Int[Array, " B"]
+    """Draft tokens that were kept."""
     rejected: Bool[Array, " B"]
+    """Whether there were proposals for the place of the target's own token."""
     nodes: Int[Array, "B D1"] | None = None
+    """The node that token j follows; None: node j."""
 
     def along(self, values: Shaped[Array, "B N1 ..."]) -> Shaped[Array, "B D1 ..."]:
-        """What belongs to the nodes, of those that the tokens follow."""
+        """The values of the nodes that the tokens follow, token by token."""
         if self.nodes is None:
             return values
         return jnp.take_along_axis(values, self.nodes.reshape(*self.nodes.shape, *[1] * (values.ndim - 2)), axis=1)
 
     def at_end(self, values: Shaped[Array, "B N1"]) -> Shaped[Array, " B"]:
-        """What belongs to the node that the target's own token follows."""
+        """The value of the node that the target's own token follows."""
         return jnp.take_along_axis(self.along(values), self.num_accepted[:, None], axis=1)[:, 0]
 
 
 def paths(parents: Int[Array, "B N"]) -> Bool[Array, "B N1 N"]:
-    """See `Proposal.path`."""
+    """Membership in the ways down a tree, see `Proposal.path`."""
     rows = [jnp.zeros(parents.shape, bool)]
     for token in range(parents.shape[1]):
         before = jnp.take_along_axis(jnp.stack(rows, axis=1), parents[:, token, None, None], axis=1)[:, 0]
@@ -149,7 +157,7 @@ def paths(parents: Int[Array, "B N"]) -> Bool[Array, "B N1 N"]:
 
 
 def depths(path: Bool[Array, "B N1 N"]) -> Int[Array, "B N1"]:
-    """Drafted tokens on each way."""
+    """Number of drafted tokens on the way to each node."""
     return jnp.sum(path, axis=2, dtype=jnp.int32)
 
 

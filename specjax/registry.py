@@ -1,5 +1,5 @@
-"""kind -> frozen config class, one line each; imported only when asked for, so the table depends on nothing of ours. A
-class that is in no table is named by where it is: ``package.module:Class``."""
+"""Names of kinds and the frozen config classes they stand for, one line each; imported only when asked for, so the
+table depends on nothing of ours. A class that is in no table is named by where it is: ``package.module:Class``."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ INITS = {
 
 
 OUTSIDE = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-"""A class named by where it is, as a regular expression."""
+"""The form of ``package.module:Class``, as a regular expression."""
 
 
 def resolve(table: Mapping[str, str], kind: str, what: str) -> type:
-    """The class registered under ``kind``, or ``package.module:Class``. Raises `ConfigError` with the known kinds and
-    the nearest match, or with what keeps the class from being used."""
+    """The class registered under ``kind``, or the one at ``package.module:Class``. Raises `ConfigError`, naming
+    ``what`` was asked for, with the known kinds and the nearest match, or with what keeps the class from being used."""
     if isinstance(kind, str) and re.match(OUTSIDE, kind):
         return _outside(kind, what)
     if kind not in table:
@@ -99,8 +99,8 @@ def _kind_of(cls: type) -> Any:
 
 
 def build(table: Mapping[str, str], spec: str | Mapping[str, Any], what: str) -> Any:
-    """What a config names: a kind at its defaults, or a mapping ``{kind: ..., field: value}``. Raises `ConfigError`
-    naming the field that is missing, unknown or out of range."""
+    """An instance of the class that a config names: a kind at its defaults, or a mapping ``{kind: ..., field: value}``.
+    Raises `ConfigError` naming the field that is missing, unknown or out of range."""
     spec = {"kind": spec} if isinstance(spec, str) else spec
     if not isinstance(spec, Mapping) or not isinstance(spec.get("kind"), str):
         raise ConfigError(
@@ -150,7 +150,8 @@ def _example(kind: str) -> str:
 
 
 def checked(table: Mapping[str, str], instance: Any, what: str) -> Any:
-    """An instance of a registered class with its fields checked as a config's are; one of another class as it is."""
+    """An instance of a registered class with its fields checked as a config's are; one of another class as it is.
+    Raises `ConfigError` as `build` does."""
     cls = type(instance)
     if table.get(instance.kind) != f"{cls.__module__}:{cls.__qualname__}":
         return instance

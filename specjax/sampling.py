@@ -40,9 +40,10 @@ def transform(
     drafted: Int[Array, "B N"] | Proposal,
     first: int | Int[Array, ""] = 0,
 ) -> Float[Array, "B R V"]:
-    """float32 logits after all sampling parameters: what is drawn from and compared. Row r follows node ``first + r``
-    of a proposal; of an array of drafted tokens, a chain, the first ``first + r``. Temperature 0 becomes the log of a
-    one-hot (0 at the argmax, -inf elsewhere), so nothing downstream branches on temperature."""
+    """float32 logits after all sampling parameters, from which tokens are drawn and which are compared. Row r follows
+    node ``first + r`` of a proposal; if ``drafted`` is an array of tokens, a chain, it follows the first ``first + r``
+    of them. Temperature 0 becomes the log of a one-hot (0 at the argmax, -inf elsewhere), so nothing downstream
+    branches on temperature."""
     return warp(process(logits, context, drafted, first), context.sampling)
 
 
@@ -52,7 +53,7 @@ def process(
     drafted: Int[Array, "B N"] | Proposal,
     first: int | Int[Array, ""] = 0,
 ) -> Float[Array, "B R V"]:
-    """The first half of `transform`, which moves an argmax too: all but temperature, top-k, top-p and min-p."""
+    """The first half of `transform`, which can move the argmax: everything but temperature, top-k, top-p and min-p."""
     proposal = drafted if isinstance(drafted, Proposal) else Proposal.chain(context, drafted)
     s = context.sampling
     # Always, as a model with padded rows always has one.

@@ -23,18 +23,20 @@ Params = Any
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """What is read of the target's forward pass. ``hidden_layers``: the residual stream that enters layer i, 0 the
-    embedded tokens, after the last layer and before the final norm their number. ``kv_layers``: keys and values as
-    attention reads them, after q/k-norm and rotary."""
+    """The parts of the target's forward pass that a drafter reads."""
 
     hidden_layers: tuple[int, ...] = ()
+    """The residual stream that enters layer i: 0 is the embedded tokens, the number of layers what leaves the last one,
+    before the final norm."""
     kv_layers: tuple[int, ...] = ()
+    """Layers whose keys and values are read as attention reads them, after q/k-norm and rotary."""
 
     def __bool__(self) -> bool:
         return bool(self.hidden_layers or self.kv_layers)
 
 
 NOTHING = Reads()
+"""A drafter that reads committed tokens alone."""
 
 
 def reads_of(drafter: Any) -> Reads:
@@ -44,20 +46,24 @@ def reads_of(drafter: Any) -> Reads:
 
 @flax.struct.dataclass
 class Output:
-    """What a forward pass returns. ``logits[b, i]`` is the distribution of the token after the i-th of the rows asked
-    for. ``hidden``, ``keys_values``: of the layers that `Reads` name, in its order; keys and values ``[B, T, G, C]`` of
-    the tokens fed. ``final``: what the head reads, after the final norm."""
+    """The result of a decoder's forward pass."""
 
     logits: Float[Array, "B R V"]
+    """After each of the rows asked for (default: all tokens fed), those of the next token."""
     hidden: tuple[Float[Array, "B T D"], ...] = ()
+    """The layers that `Reads.hidden_layers` names, in its order."""
     cache: Any = None
+    """The cache with the fed block written into it; None without one."""
     keys_values: tuple[tuple[Array, Array], ...] = ()
+    """The layers that `Reads.kv_layers` names, in its order: keys and values ``[B, T, G, C]`` of the tokens fed."""
     final: Float[Array, "B T D"] | None = None
+    """The input of the head, after the final norm."""
 
 
 @flax.struct.dataclass
 class SamplingParams:
-    """One value a row, each with a value that changes nothing; what they mean is said in `specjax.sampling`."""
+    """The sampling parameters of a batch, one value a row, each with a value that changes nothing; `specjax.sampling`
+    applies them."""
 
     temperature: Float[Array, " B"]
     """0 is greedy."""
@@ -70,7 +76,9 @@ class SamplingParams:
     repetition_penalty: Float[Array, " B"]
     """1: off."""
     presence_penalty: Float[Array, " B"]
+    """0: off."""
     frequency_penalty: Float[Array, " B"]
+    """0: off."""
     min_new_tokens: Int[Array, " B"]
     bias: Float[Array, "B V"]
     """Added to the logits; -inf forbids a token."""
@@ -78,8 +86,8 @@ class SamplingParams:
 
 @flax.struct.dataclass
 class LogitsContext:
-    """What a user's logits processor may look at: the tokens before the one to choose, ``tokens[b, :lengths[b]]``
-    (prompt, generated, and the drafts before this one); later entries are stale."""
+    """The tokens before the one to choose, as a user's logits processor sees them: ``tokens[b, :lengths[b]]`` (prompt,
+    generated, and the drafts before this one); later entries are stale."""
 
     tokens: Int[Array, "B L"]
     lengths: Int[Array, " B"]
@@ -87,14 +95,15 @@ class LogitsContext:
 
 
 LogitsProcessor = Callable[[Float[Array, "B V"], LogitsContext], Float[Array, "B V"]]
-"""Traced into the step, so it must be pure; another function is another program."""
+"""A user's change of the logits, before temperature. Traced into the step, so it must be pure; another function is
+another program."""
 
 
 @flax.struct.dataclass
 class Noise:
-    """Fresh randomness of one block, each number used once, keyed by (row seed, row length at the start of the block,
-    purpose, offset), so that no number depends on K. A draw takes two words of 32 random bits
-    (`specjax.sampling.draw`). None in place of a Noise means an all-greedy batch."""
+    """Fresh random numbers of one block, each used once, keyed by (row seed, row length at the start of the block,
+    purpose, offset), so that none depends on K. A draw takes two words of 32 random bits (`specjax.sampling.draw`).
+    None in place of a Noise means an all-greedy batch."""
 
     draft_words: UInt[Array, "B K 2"]
     """For the draft tokens."""
@@ -104,7 +113,7 @@ class Noise:
     """For the target's own token."""
 
     def draft(self, offset: int | Int[Array, ""]) -> UInt[Array, "B 2"]:
-        """What draws the draft token at ``offset`` 0 .. K-1."""
+        """The random words that draw the draft token at ``offset``, 0 .. K-1."""
         return self.draft_words[:, offset]
 
 
@@ -116,119 +125,135 @@ class CoupledNoise:
     gumbel: Float[Array, "B K1 V"]
 
     def draft(self, offset: int | Int[Array, ""]) -> Float[Array, "B V"]:
-        """The noise that draws the draft token at ``offset`` 0 .. K-1."""
+        """The Gumbel noise that draws the draft token at ``offset``, 0 .. K-1."""
         return self.gumbel[:, offset]
 
 
 @flax.struct.dataclass
 class Context:
-    """What a drafter may look at: committed tokens only (``tokens[b, :lengths[b]]``; later entries are stale). It is
-    also all that `specjax.sampling.transform` needs, for draft and target alike."""
+    """The inputs of a drafter: committed tokens (``tokens[b, :lengths[b]]``; later entries are stale), sampling
+    parameters and noise. It is also all that `specjax.sampling.transform` needs, for draft and target alike."""
 
     tokens: Int[Array, "B L"]
     lengths: Int[Array, " B"]
     prompt_lengths: Int[Array, " B"]
+    """Tokens of each row's prompt, the first of ``tokens``."""
     stop_ids: Int[Array, "B E"]
+    """Token ids that end the row, padded with -1."""
     sampling: SamplingParams
     noise: Noise | CoupledNoise | None
+    """None: an all-greedy batch."""
     processor: LogitsProcessor | None = flax.struct.field(pytree_node=False, default=None)
     controller: Controller | None = flax.struct.field(pytree_node=False, default=None)
     controller_state: Any = None
 
     def stop(self, logits: Float[Array, "B V"], offset: int | Int[Array, ""]) -> Bool[Array, " B"] | None:
-        """Asked inside a drafter's loop, before the token at ``offset`` is drawn from ``logits``: the rows that propose
-        no more. None: nobody stops. It may depend on earlier tokens only, and so cannot change the distribution."""
+        """The rows that propose no more, asked inside a drafter's loop before the token at ``offset`` is drawn from
+        ``logits``. None: nobody stops. The answer depends on earlier tokens only, and so cannot change the
+        distribution."""
         return None if self.controller is None else self.controller.stop(self.controller_state, logits, offset)
 
 
 @flax.struct.dataclass
 class TargetView:
-    """What a drafter may read of the target while it drafts. Never kept in a state, and nothing of it is copied."""
+    """A read-only view of the target for a drafter while it drafts. Never kept in a state, and nothing of it is
+    copied."""
 
     params: Params
     keys_values: tuple[tuple[Array, Array], ...] = ()
-    """Of the layers that the drafter's `Reads` name, as the target's cache holds them (`specjax.models.cache`)."""
+    """Those of the layers that the drafter's `Reads` name, as the target's cache holds them
+    (`specjax.models.cache`)."""
     lengths: Int[Array, " B"] | None = None
     """Slots that count, ``context.lengths - 1``: the newest token, the root of the block, is not among them."""
 
 
 @flax.struct.dataclass
 class Draft:
-    """A proposed block. ``logits`` are after the sampling transform, exactly what each token was drawn from; None when
-    the proposal is deterministic. ``valid[b, i]``: with all that come before it; it may depend on the tokens before
-    only, so that dropping a proposal never depends on its own draw (freely, if deterministic). ``parents[b, i]``: the
-    node that token i follows, 0 the root and i + 1 token i, parents before children; None: a chain."""
+    """A proposed block of tokens: a chain, or a tree of alternatives."""
 
     tokens: Int[Array, "B N"]
     valid: Bool[Array, "B N"]
+    """Whether a token is proposed, which implies that all that come before it are. It may depend on the tokens before
+    only, so that dropping a proposal never depends on its own draw (freely, if the proposal is deterministic)."""
     logits: Float[Array, "B N V"] | None = None
+    """Logits after the sampling transform, exactly what each token was drawn from; None when the proposal is
+    deterministic."""
     parents: Int[Array, "B N"] | None = None
+    """The node that token i follows, 0 the root and i + 1 token i, parents before children; None: a chain."""
     finite: Bool[Array, "B N"] | None = None
-    """Whether the drafter's own logits were, before the sampling parameters; nothing is kept from where they were not.
-    None: as ``logits`` are."""
+    """Whether the drafter's own logits, before the sampling parameters, are those of a distribution; nothing is kept
+    from where they are not. None: as ``logits`` are."""
     max_depth: int | None = flax.struct.field(pytree_node=False, default=None)
     """Most tokens on one way down a tree; None: a chain."""
 
 
 @flax.struct.dataclass
 class Verdict:
-    """``num_accepted[b]`` draft tokens are kept, then ``next_token[b]`` of the target's own. ``path``: the accepted
-    nodes of a tree from the root down (token i is node i + 1; entries past ``num_accepted`` mean nothing, but are
-    nodes), None for a chain (the first ``num_accepted`` tokens)."""
+    """The verifier's decision on a block: the first tokens are kept, and one of the target's own follows."""
 
     num_accepted: Int[Array, " B"]
+    """Draft tokens that are kept."""
     next_token: Int[Array, " B"]
+    """The target's own token after them."""
     path: Int[Array, "B D"] | None = None
+    """The accepted nodes of a tree from the root down (token i is node i + 1; entries past ``num_accepted`` mean
+    nothing, but are nodes); None for a chain, whose first ``num_accepted`` tokens are kept."""
 
 
 @flax.struct.dataclass
 class Outcome:
-    """What became of a block, for those who learn from it: `BoundDrafter.commit`, `Controller.adapt`. ``emitted[b]``:
-    tokens that the row grew by, 0 in a row that was done. ``tokens``: the accepted ones, then the target's own;
-    ``nodes[b, j]``: the node of the block that token j follows, so ``target_out`` has row ``nodes[b, j]`` for it (None:
-    row j)."""
+    """A block and what became of it, for `BoundDrafter.commit` and `Controller.adapt`."""
 
     context: Context
     draft: Draft
     target_out: Output
     verdict: Verdict
     emitted: Int[Array, " B"]
+    """Tokens that the row grew by, 0 in a row that was done."""
     tokens: Int[Array, "B D1"]
+    """The accepted tokens, then the target's own; later entries mean nothing."""
     nodes: Int[Array, "B D1"] | None = None
+    """The node of the block that token j follows, so that ``target_out`` has row ``nodes[b, j]`` for it. None: row
+    j."""
 
 
 @flax.struct.dataclass
 class VerdictDistribution:
-    """What a verifier does with given drafts: ``num_accepted[b, n]``, the chance to keep n of them, and
-    ``next_token[b, n]``, the distribution of the token that follows."""
+    """The exact distribution of a verifier's decision on given drafts."""
 
     num_accepted: Float[Array, "B K1"]
+    """The probability that n draft tokens are kept."""
     next_token: Float[Array, "B K1 V"]
+    """The distribution of the token that follows, given that n are kept."""
 
 
 @flax.struct.dataclass
 class Counters:
-    """Per row, counted on the device over blocks that began while the row was not done (see specjax.metrics)."""
+    """Counts of each row, made on the device over the blocks that began while the row was not done (see
+    `specjax.metrics`)."""
 
     blocks: Int[Array, " B"]
+    """Draft-and-verify steps."""
     emitted: Int[Array, " B"]
+    """Tokens committed."""
     drafted_at: Int[Array, "B K"]
     """#(k_r >= j): blocks with a valid proposal at position j."""
     reached_at: Int[Array, "B K"]
     """#(n >= j - 1 and k_r >= j): blocks whose verification got to a proposal at position j."""
     accepted_at: Int[Array, "B K"]
-    """#(n >= j)."""
+    """#(n >= j): blocks that kept at least j draft tokens."""
     invalid_drafts: Int[Array, " B"]
     """Blocks whose proposal was cut because the drafter's own distribution was not finite."""
 
 
 @flax.struct.dataclass
 class DecodeState:
-    """The donated carry of a generation. Invariant: the target's cache holds ``tokens[b, :lengths[b] - 1]``; the newest
-    token is the root of the next block."""
+    """The state of a generation, donated from chunk to chunk. Invariant: the target's cache holds ``tokens[b,
+    :lengths[b] - 1]``; the newest token is the root of the next block."""
 
     tokens: Int[Array, "B L"]
     origin: Int[Array, "B L"]
+    """Origin of each token, an index into `ORIGINS`."""
     lengths: Int[Array, " B"]
     prompt_lengths: Int[Array, " B"]
     budget: Int[Array, " B"]
@@ -242,7 +267,7 @@ class DecodeState:
     finish: Int[Array, " B"]
     """Why the row is done, an index into `FINISH_REASONS`; UNFINISHED while it is not, and in padding rows."""
     logprobs: Float[Array, "B L"] | None
-    """Of the emitted tokens, where asked for."""
+    """Log-probabilities of the emitted tokens, in nats, where asked for."""
     cache: Any
     drafter: Any
     controller: Any = None
@@ -258,7 +283,8 @@ UNFINISHED, STOP, LENGTH, INVALID_LOGITS, STOP_STRING = range(5)
 
 @runtime_checkable
 class Model(Protocol):
-    """A decoder as a pure function; static and hashable. A fed block is contiguous in ``slots``, row by row."""
+    """A decoder as a pure function of its parameters; static and hashable. A fed block is contiguous in ``slots``, row
+    by row."""
 
     def __call__(
         self,
@@ -270,13 +296,19 @@ class Model(Protocol):
         mask: Bool[Array, "B T T"] | None = None,
         reads: Reads = NOTHING,
         rows: Int[Array, "B R"] | None = None,
-    ) -> Output: ...
+    ) -> Output:
+        """Logits after each token fed, or after the ``rows`` of them that are named. ``positions`` are those of rotary
+        or learned embeddings, ``slots`` the places in the cache (None: no cache), ``mask`` the tokens of the block that
+        each one sees (None: those before it and itself)."""
+        ...
 
-    def init_cache(self, batch: int, num_slots: int, dtype: DTypeLike = ...) -> Any: ...
+    def init_cache(self, batch: int, num_slots: int, dtype: DTypeLike = ...) -> Any:
+        """An empty cache with room for ``num_slots`` tokens a row."""
+        ...
 
 
 class Bound(NamedTuple):
-    """A drafter that knows its target: what is static and hashable, and its parameters."""
+    """A drafter that knows its target: a static, hashable spec, and its parameters."""
 
     spec: BoundDrafter
     params: Params
@@ -284,31 +316,39 @@ class Bound(NamedTuple):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Who proposes the block, as a config says it: frozen and hashable. ``k``: tokens of the longest block."""
+    """The proposer of blocks as a config describes it: frozen and hashable."""
 
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """Name in the registry, in configs and in results."""
+        ...
+
     @property
-    def k(self) -> int: ...
+    def k(self) -> int:
+        """Tokens of the longest block."""
+        ...
 
     def bind(self, target: Any) -> Bound:
-        """Resolves what the configuration names (a model path, say) against the target."""
+        """The drafter for this target: resolves what the configuration names, such as a model's path. Raises
+        `ModelError` if the two cannot be paired."""
         ...
 
 
 @runtime_checkable
 class BoundDrafter(Protocol):
-    """Who proposes the block, as the engine runs it; static and hashable. A drafter of trees also has ``num_nodes`` and
+    """The proposer of blocks as the engine runs it; static and hashable. A drafter of trees also has ``num_nodes`` and
     ``max_depth``, one that reads the target ``reads``; without them, a block is a chain of ``k`` and nothing is read.
 
     `specjax.models.cache.KVCache` leaves of the state grow with the target's.
     """
 
     @property
-    def k(self) -> int: ...
+    def k(self) -> int:
+        """Tokens of the longest block."""
+        ...
 
     def init(self, batch: int, num_slots: int) -> Any:
-        """The state of rows without a token. Axis 0 of every leaf is the row."""
+        """The state of rows that hold no token. Axis 0 of every leaf is the row."""
         ...
 
     def extend(
@@ -320,57 +360,75 @@ class BoundDrafter(Protocol):
         target_out: Output,
         start: Int[Array, " B"] | None = None,
     ) -> Any:
-        """The next piece of the prompts, or of what was committed without the drafter: ``tokens[b]`` begin at position
-        ``start[b]`` (None: 0) of their row, and the first ``lengths[b]`` of them, maybe none, are before the root; the
-        rest is padding. ``target_out``: what the target made of them."""
+        """The state after the next piece of the prompts, or of what was committed without the drafter: ``tokens[b]``
+        begin at position ``start[b]`` (None: 0) of their row, and the first ``lengths[b]`` of them, maybe none, are
+        before the root; the rest is padding. ``target_out``: the target's forward pass over them."""
         ...
 
-    def draft(self, params: Params, target: TargetView, state: Any, context: Context) -> tuple[Draft, Any]: ...
+    def draft(self, params: Params, target: TargetView, state: Any, context: Context) -> tuple[Draft, Any]:
+        """The proposed block, and the state after proposing it."""
+        ...
 
     def commit(self, params: Params, state: Any, outcome: Outcome) -> Any:
-        """After verification: guesses may be replaced by what the target computed."""
+        """The state after verification: guesses may be replaced by what the target computed."""
         ...
 
 
 @runtime_checkable
 class Controller(Protocol):
-    """How much is proposed; frozen and hashable, its fields are its configuration. Shapes are those of the drafter's
-    longest block whatever it chooses, so that no choice moves another row's noise."""
+    """A rule for how much is proposed; frozen and hashable, its fields are its configuration. Shapes are those of the
+    drafter's longest block whatever it chooses, so that no choice moves another row's noise."""
 
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """Name in the registry, in configs and in results."""
+        ...
 
-    def init(self, batch: int) -> Any: ...
+    def init(self, batch: int) -> Any:
+        """The state before the first block. Axis 0 of every leaf is the row."""
+        ...
 
     def choose(self, state: Any, context: Context) -> Int[Array, " B"] | None:
         """The deepest proposal of each row's next block; None: as deep as the drafter goes."""
         ...
 
     def stop(self, state: Any, logits: Float[Array, "B V"], offset: int | Int[Array, ""]) -> Bool[Array, " B"] | None:
-        """See `Context.stop`."""
+        """The rows that propose no more, see `Context.stop`."""
         ...
 
-    def adapt(self, state: Any, outcome: Outcome) -> Any: ...
+    def adapt(self, state: Any, outcome: Outcome) -> Any:
+        """The state after a block."""
+        ...
 
 
 @runtime_checkable
 class Verifier(Protocol):
-    """Which part of the block is kept. ``p_logits[b, i]`` is the target's distribution after node i (0 is the root),
-    after the sampling transform. Chains have N = K. ``reference``: an arXiv id. ``distribution``: the exact
-    distribution of what ``__call__`` does with given drafts and probabilities. One that takes trees has
-    ``proposals = ("chain", "tree")`` and gives a `Verdict.path`; without it, it takes chains."""
+    """A rule for which part of a drafted block is kept. Chains have N = K. One that takes trees has ``proposals =
+    ("chain", "tree")`` and gives a `Verdict.path`; without it, it takes chains."""
 
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """Name in the registry, in configs and in results."""
+        ...
 
     lossless: ClassVar[bool]
+    """Whether the output has the target's distribution, whatever the draft."""
     noise: ClassVar[Literal["fresh", "coupled", "none"]]
+    """The noise that the engine makes for it; 'none' decodes at temperature 0 only."""
     reference: ClassVar[str]
+    """An arXiv id."""
 
-    def __call__(self, draft: Draft, p_logits: Float[Array, "B N1 V"], noise: Any) -> Verdict: ...
+    def __call__(self, draft: Draft, p_logits: Float[Array, "B N1 V"], noise: Any) -> Verdict:
+        """The decision on a block. ``p_logits[b, i]`` is the target's distribution after node i (0 is the root), after
+        the sampling transform."""
+        ...
+
     def distribution(
         self, draft: Draft, p: Float[Array, "B N1 V"], q: Float[Array, "B N V"] | None
-    ) -> VerdictDistribution: ...
+    ) -> VerdictDistribution:
+        """The exact distribution of what ``__call__`` decides for given drafts and probabilities: ``p`` the target's,
+        ``q`` the draft's (None: deterministic)."""
+        ...
 
 
 @flax.struct.dataclass
@@ -382,14 +440,14 @@ class FullLogits:
 
 @flax.struct.dataclass
 class TopKLogits:
-    """The k largest of the teacher's logits, and the logsumexp of all: what is left over is the true tail. Of the tail
-    n tokens drawn from the teacher's distribution there (one may come twice), or None: nothing but its mass is
-    known."""
+    """The k largest of the teacher's logits, and the logsumexp of all, so that the mass of the tail is known."""
 
     values: Float[Array, "B T k"]
     ids: Int[Array, "B T k"]
     logsumexp: Float[Array, "B T"]
     tail_values: Float[Array, "B T n"] | None = None
+    """Logits of n tokens drawn from the teacher's distribution over the tail (one may come twice). None: nothing but
+    its mass is known."""
     tail_ids: Int[Array, "B T n"] | None = None
 
 
@@ -402,21 +460,22 @@ class Batch:
     weight: Float[Array, "B T"]
     """How much the prediction of ``labels`` counts; 0: not at all (padding, a prompt)."""
     positions: Int[Array, "B T"] | None = None
-    """Inside its own document; None: 0 .. T-1."""
+    """Positions inside the token's own document; None: 0 .. T-1."""
     segments: Int[Array, "B T"] | None = None
     """Document of the row that a token belongs to; attention stays inside it. None: a row is one document."""
     teacher: TopKLogits | None = None
-    """Cached; None: the target is asked."""
+    """The target's logits, cached; None: the target is asked."""
 
     @property
     def token_positions(self) -> Int[Array, "B T"]:
+        """Position of each token inside its own document."""
         if self.positions is not None:
             return jnp.asarray(self.positions)
         return jnp.broadcast_to(jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None], self.tokens.shape)
 
     @property
     def attention_mask(self) -> Bool[Array, "B T T"] | None:
-        """Causal, and inside a document; None: causal."""
+        """Which tokens each one sees: those before it in its document, and itself. None: all before it."""
         if self.segments is None:
             return None
         segments, size = jnp.asarray(self.segments), self.tokens.shape[1]
@@ -438,6 +497,7 @@ class Prediction:
 
     @property
     def logits(self) -> Float[Array, "B T V"]:
+        """Logits of all positions at once."""
         return self.head(self.hidden)
 
 
@@ -459,16 +519,19 @@ class Trainable(Protocol):
     target's forward pass has ``reads``; its predictions then need the target, and cannot be made from cached logits.
     `specjax.drafters.base.TrainedDrafter` adds what a training job asks for beside this."""
 
-    def init_params(self, key: Key[Array, ""], target: Any) -> Params: ...
+    def init_params(self, key: Key[Array, ""], target: Any) -> Params:
+        """Parameters to begin training with."""
+        ...
 
     def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
-        """One after the other, by depth: the j-th one is what the drafter proposes at place j of a block."""
+        """The drafter's predictions one after the other, by depth: the j-th one is what it proposes at place j of a
+        block."""
         ...
 
 
 @flax.struct.dataclass
 class LossContext:
-    """What a loss may know beside the prediction."""
+    """The inputs of a loss beside the prediction."""
 
     alpha: Float[Array, ""]
     """Running mean of the batches' alpha (`TrainState.alpha`), from before this step: the same in all its parts."""
@@ -482,28 +545,36 @@ class LossContext:
 class Sharing(Protocol):
     """A `Trainable` of which some weights are the target's, frozen; it computes with ``complete(own, target's)``."""
 
-    def complete(self, params: Params, target_params: Params) -> Params: ...
+    def complete(self, params: Params, target_params: Params) -> Params:
+        """All parameters that the drafter computes with: its own, and those of the target."""
+        ...
 
 
 @runtime_checkable
 class Loss(Protocol):
-    """What a prediction costs: one value a predicted token, in float32, without a mean: the trainer adds up
-    ``weight * value`` and ``weight`` over microbatches and devices and divides once. ``tokens`` are the next tokens,
-    for losses that need labels. A loss that compares with frozen reference drafts has a ``bind(target)`` that gives
-    them by name, each as (`Trainable`, its parameters)."""
+    """The cost of a prediction: one value a predicted token, in float32, without a mean: the trainer adds up ``weight *
+    value`` and ``weight`` over microbatches and devices and divides once. ``tokens`` are the next tokens, for losses
+    that need labels. A loss that compares with frozen reference drafts has a ``bind(target)`` that gives them by name,
+    each as (`Trainable`, its parameters)."""
 
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """Name in the registry, in configs and in results."""
+        ...
+
     @property
-    def needs_target(self) -> bool: ...
+    def needs_target(self) -> bool:
+        """Whether it compares with the target's distribution."""
+        ...
+
     @property
     def needs_whole_distribution(self) -> bool:
-        """Refuses `TopKLogits`."""
+        """Whether it refuses `TopKLogits`."""
         ...
 
     @property
     def needs_labels(self) -> bool:
-        """Takes the text's next tokens for right: no matter for a prompt, which nobody is to write."""
+        """Whether it takes the text's next tokens for right: no matter for a prompt, which nobody is to write."""
         ...
 
     def __call__(
@@ -512,4 +583,7 @@ class Loss(Protocol):
         teacher: FullLogits | TopKLogits | None,
         tokens: Int[Array, "B T"],
         context: LossContext | None = None,
-    ) -> Float[Array, "B T"]: ...
+    ) -> Float[Array, "B T"]:
+        """The cost of each predicted token, in nats unless the loss says otherwise. Raises `ValueError` if ``teacher``
+        or ``context`` lacks what it needs."""
+        ...

@@ -12,6 +12,18 @@ from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model
 from specjax.testing.toys import ToyModel
 
+NEUTRAL: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_new_tokens": 0,
+}
+"""Sampling parameters that leave the model's distribution as it is."""
+
 
 def in_proof(*values: Any, **options: Any) -> Any:
     """A case of a parametrised test that only `make proof` runs: others of its kind stay in `make test`."""

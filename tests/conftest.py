@@ -29,14 +29,15 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Where the mathematics is. Not the pytrees: JAX rebuilds those with placeholders and host code with numpy arrays. Of
-# metrics its one function of arrays alone: the distribution tests make counts by the ten thousand.
+# metrics its functions of arrays alone: the distribution tests make counts by the ten thousand.
 CHECKED = ["sampling", "verifiers", "drafters", "models.transformer", "models.layers", "models.products"]
 CHECKED += ["models.rotary", "distill.losses", "distill.distributions"]
 jaxtyping.install_import_hook([f"specjax.{module}" for module in CHECKED], "beartype.beartype")
 
 from specjax import metrics
 
-metrics.alpha_per_position = jaxtyping.jaxtyped(typechecker=beartype.beartype)(metrics.alpha_per_position)
+for _name in ("alpha_per_position", "negative_log_likelihood"):
+    setattr(metrics, _name, jaxtyping.jaxtyped(typechecker=beartype.beartype)(getattr(metrics, _name)))
 
 from specjax.data.corpus import Document
 from specjax.data.tokenizer import train_tokenizer

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import tomllib
@@ -27,6 +26,7 @@ from specjax.jobs import demo, train
 from specjax.metrics import DecodeStats
 from specjax.report import generation
 from specjax.runtime.files import write_atomically
+from tests import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 STATS = DecodeStats(blocks=2, emitted=5, drafted_at=(2, 2), reached_at=(2, 2), accepted_at=(2, 1))
@@ -330,8 +330,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 def test_help_does_not_load_jax():
     code = "import sys; from specjax import cli, config; import specjax; print('jax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert processes.run([sys.executable, "-c", code]) == processes.Finished(0, "False\n", "")
 
 
 def test_every_public_name_can_be_imported():
@@ -366,7 +365,7 @@ def test_the_version_is_told():
 
 def test_the_package_runs_as_a_module():
     command = [sys.executable, "-m", "specjax", "generate", "--target", "t"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = processes.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert (done.returncode, "no prompt" in done.stderr) == (2, True)
 
 

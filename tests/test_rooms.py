@@ -24,7 +24,7 @@ NEVER = {
     "drafters": ("decode", "verifiers", "evaluation", "jobs"),
     "decode": ("distill", "evaluation", "jobs", "report", "drafters.draft_model", "drafters.ngram", "controllers"),
     "data": ("distill", "evaluation", "jobs", "report"),
-    "evaluation": ("jobs", "report"),
+    "evaluation": ("distill", "jobs", "report"),
     "distill": ("jobs", "report"),
     "report": ("jobs", "distill"),
 }

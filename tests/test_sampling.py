@@ -12,7 +12,7 @@ import pytest
 from specjax import sampling
 from specjax.evaluation.references import sampling_logits
 from specjax.testing.toys import context, neutral_sampling
-from tests.cases import in_proof
+from tests.cases import NEUTRAL, in_proof
 
 
 def transformed(logits, tokens=((0,),), prompt_lengths=None, drafted=None, first=0, **fields):
@@ -163,16 +163,6 @@ SETTINGS = [
     {"min_new_tokens": 4, "top_k": 3},
     {},
 ]
-NEUTRAL = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_new_tokens": 0,
-}
 
 
 def test_every_parameter_at_every_draft_position_is_its_definition():

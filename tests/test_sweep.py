@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import run as runner
 
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.runtime.lock import exclusive
+from tests import processes
 
 BASE = "target: {path: models/target}\ndata: {path: python-stdlib}\n"
 GOOD = {
@@ -141,7 +141,7 @@ def test_without_sweep_the_run_goes_to_out_itself_and_its_figures_are_shown(swee
 def test_the_script_answers_a_bad_config_with_one_line_and_status_2(sweep):
     command = [sys.executable, runner.__file__, str(sweep), "distill.steps=x"]
     environment = {**os.environ, "PYTHONPATH": str(Path(runner.__file__).parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = processes.run(command, env=environment)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1

@@ -26,27 +26,41 @@ class RunConfig:
     """A run: a target, data, a draft to train, and how to measure decoding."""
 
     target: Target
+    """The model to accelerate."""
     data: Data
+    """Text to train on and to measure on."""
     # Made when asked for: a loss is checked by its class, which needs JAX.
     draft: Draft = dataclasses.field(default_factory=Draft)
+    """The model that proposes."""
     distill: Stage = dataclasses.field(default_factory=Stage)
+    """The distillation of the draft."""
     control: Control = Control()
+    """Cross-entropy training of the same length, to compare with."""
     selection: Selection = Selection()
+    """Decoding with the draft at its evaluations, and what follows from that."""
     mesh: Mesh = Mesh()
+    """Devices that train together."""
     distributed: Distributed = Distributed()
+    """Processes that train together."""
     eval: Eval = Eval()
+    """Acceptance and losses on held-out text."""
     bench: Bench = Bench()
+    """The benchmark of decoding."""
     sampling: Sampling = Sampling()
+    """Sampling parameters of all decoding in the run, beside the temperature."""
     certify: Certify = Certify()
+    """Checks that the output is the target's."""
     verifier: buildable(VERIFIERS) = "speculative"  # pyright: ignore[reportInvalidTypeForm]
     """A kind, or `{kind: lenient, lenience: 0.5}` and the like."""
     require_lossless: bool = False
     """Refuse a verifier that changes the target's distribution."""
     logging: Logging = Logging()
+    """Places for training records beside `log.jsonl`."""
     compile_cache: bool = True
     """Keep compiled programs in the user's cache directory for the next run; `SPECJAX_COMPILE_CACHE=0` turns it off for
     all runs."""
     seed: NonNegative = 0
+    """Every random choice of the run follows from it."""
     out: Name = "runs/run"
     """Where everything of this run goes: checkpoints, logs, the draft, the report."""
 
@@ -105,9 +119,18 @@ def completed(raw: DictConfig) -> DictConfig:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that the YAML file ``path`` describes, with ``a.b=v`` overrides (values are YAML).
+    """Read the run that a YAML file describes, with overrides.
 
-    Raises `ConfigError`, one line a problem: file, field, value, what was expected, the nearest key for unknown ones.
+    Args:
+        path: the YAML file.
+        overrides: ``a.b=v``, in which values are YAML.
+
+    Returns:
+        The validated run.
+
+    Raises:
+        ConfigError: the file is no valid run; one line a problem: file, field, value, what was expected, the nearest
+            key for unknown ones.
     """
     raw = loading.read(path, overrides, RunConfig)
     if raw.get("sweep") is not None:

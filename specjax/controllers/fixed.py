@@ -14,19 +14,23 @@ from specjax.types import Context, Outcome
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """Proposals down to depth ``k``; None: as deep as the drafter goes."""
+    """The same block length every time (2211.17192)."""
 
     k: Annotated[int, Field(ge=0, le=64)] | None = None
+    """The deepest proposal; None: as deep as the drafter goes."""
     kind: Literal["fixed"] = "fixed"
 
     def init(self, batch: int) -> Any:
+        """An empty state: nothing is adapted."""
         return {}
 
     def choose(self, state: Any, context: Context) -> Int[Array, " B"] | None:
+        """``k`` for every row; None: as deep as the drafter goes."""
         return None if self.k is None else jnp.full(context.lengths.shape, self.k, jnp.int32)
 
     def stop(self, state: Any, logits: Float[Array, "B V"], offset: int | Int[Array, ""]) -> None:
-        return None
+        """No row stops early."""
 
     def adapt(self, state: Any, outcome: Outcome) -> Any:
+        """The state as it is."""
         return state

@@ -42,15 +42,19 @@ _STOP_STRING_STEPS = 8
 
 
 class Decoder:
-    """Decode with a target and, optionally, a drafter.
+    """Speculative decoding with a target and, optionally, a drafter (2211.17192, 2302.01318).
 
-    ``target``: a `specjax.load_model` result. ``drafter``: `DraftModel`, `NGram`, ..., or by name where no model is
-    needed ('ngram'); None decodes autoregressively through the same engine. ``verifier``: a registered kind or an
-    instance; an all-greedy batch uses `greedy`. ``controller``: how much of the drafter's ``k`` is proposed.
+    Args:
+        target: the `LoadedModel` to decode with; under a lossless verifier the output has its distribution.
+        drafter: `DraftModel`, `NGram`, ..., or by name where no model is needed ('ngram'), or a mapping ``{kind: ...,
+            field: value}``; None decodes autoregressively through the same engine.
+        verifier: a registered kind, a mapping or an instance; an all-greedy batch uses `greedy`.
+        controller: how much of the drafter's ``k`` is proposed: a registered kind, a mapping or an instance.
 
-    Raises `ConfigError` for a drafter, verifier or controller that is unknown or has a field out of range, and for a
-    drafter of trees with a verifier of chains; `DataError` for a drafter that cannot fit, `ModelError` for what is no
-    model and for vocabularies that differ.
+    Raises:
+        ConfigError: a drafter, verifier or controller is unknown or has a field out of range, or a drafter of trees
+            meets a verifier of chains.
+        ModelError: something given as a model is none, or the vocabularies differ.
     """
 
     def __init__(
@@ -84,23 +88,34 @@ class Decoder:
         logits_processor: LogitsProcessor | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> GenerationResult:
-        """Decode a batch; every argument is a scalar or one value a row. ``sampling``: `SamplingOptions`.
-
-        An integer ``seed`` s gives row i the seed derived from (s, i); the seeds used are in the result, and any row
-        replays alone from its own (``seed=[result.seeds[i]]``).
-
-        ``stop_strings`` end a row where its new text holds one: the text stops before it, the tokens with the one that
-        completes it (counters also hold what was decoded before the host saw it). ``skip_special_tokens``: they are in
-        the tokens, but not in the text, where stop strings are looked for. ``logprobs`` of the emitted tokens: 'raw'
-        (or True) of the target's own distribution, over the tokens of its tokenizer; 'processed' after all sampling
-        parameters. ``logits_processor``: a pure, traceable ``(logits[B, V], specjax.types.LogitsContext) -> logits[B,
-        V]``, for draft and target alike, before temperature; compiled for, so pass the same function again, not a new
-        lambda.
+        """Decode a batch of prompts. Budget, seed, stop strings and sampling parameters are one value for all rows or
+        one a row.
 
         A row whose next token has no distribution to come from (NaN or infinite logits of the target, or nothing left
         by the processor) ends there, with the finish reason `invalid_logits`; the others go on.
 
-        Raises `DataError` naming argument, row and value of what cannot be used.
+        Args:
+            prompts: texts, or lists of token ids.
+            max_new_tokens: the budget, in tokens.
+            seed: an integer s gives row i the seed derived from (s, i); the seeds used are in the result, and any row
+                replays alone from its own (``seed=[result.seeds[i]]``).
+            ignore_eos: go on past the target's end-of-sequence ids.
+            stop_strings: end a row where its new text holds one: the text stops before it, the tokens with the one that
+                completes it (counters also hold what was decoded before the host saw it).
+            skip_special_tokens: they are in the tokens, but not in the text, where stop strings are looked for.
+            logprobs: log-probabilities of the emitted tokens: 'raw' (or True) of the target's own distribution, over
+                the tokens of its tokenizer; 'processed' after all sampling parameters.
+            logits_processor: a pure, traceable ``(logits[B, V], specjax.types.LogitsContext) -> logits[B, V]``, for
+                draft and target alike, before temperature; compiled for, so pass the same function again, not a new
+                lambda.
+            sampling: `SamplingOptions`.
+
+        Returns:
+            New tokens, text, counts and seeds, row by row.
+
+        Raises:
+            DataError: an argument cannot be used; the message names argument, row and value.
+            TypeError: a keyword is none of `SamplingOptions`.
         """
         run = self._run(prompts, max_new_tokens, seed, ignore_eos, stop_strings, logprobs, logits_processor, sampling)
         detokenize = self._detokenizer(skip_special_tokens)
@@ -123,9 +138,29 @@ class Decoder:
         steps_per_event: int = 1,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[Event]:
-        """The same loop as `generate` for one prompt, stopping every ``steps_per_event`` blocks to hand out what was
-        committed. The tokens are those of `generate` with the same arguments, and so is the text: what later tokens can
-        still change, a part of a character or of a stop string, waits for a later event."""
+        """Decode one prompt, handing out tokens as they are committed. The tokens are those of `generate` with the same
+        arguments, and so is the text: what later tokens can still change, a part of a character or of a stop string,
+        waits for a later event.
+
+        Args:
+            prompt: a text, or a list of token ids.
+            max_new_tokens: as in `generate`.
+            seed: as in `generate`.
+            ignore_eos: as in `generate`.
+            stop_strings: as in `generate`.
+            skip_special_tokens: as in `generate`.
+            logprobs: as in `generate`.
+            logits_processor: as in `generate`.
+            steps_per_event: blocks between two events.
+            sampling: `SamplingOptions`.
+
+        Returns:
+            Events, the last of which is done.
+
+        Raises:
+            DataError: an argument cannot be used; the message names argument and value.
+            TypeError: a keyword is none of `SamplingOptions`.
+        """
         whole = isinstance(steps_per_event, (int, np.integer)) and not isinstance(steps_per_event, bool)
         if not whole or steps_per_event < 1:
             raise DataError(
@@ -163,7 +198,19 @@ class Decoder:
         logits_processor: LogitsProcessor | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> None:
-        """Compile all that `generate` runs for arguments of these sizes, without decoding a token."""
+        """Compile all that `generate` runs for arguments of these sizes, without decoding a token.
+
+        Args:
+            prompts: prompts of the sizes to compile for.
+            max_new_tokens: as in `generate`.
+            logprobs: as in `generate`.
+            logits_processor: as in `generate`.
+            sampling: `SamplingOptions`.
+
+        Raises:
+            DataError: an argument cannot be used; the message names argument, row and value.
+            TypeError: a keyword is none of `SamplingOptions`.
+        """
         run = self._run(prompts, max_new_tokens, 0, True, None, logprobs, logits_processor, sampling)
         first, *more = run.batch.slots
         chunk = compiled_chunk(run.engine)
@@ -173,7 +220,14 @@ class Decoder:
             state = chunk(run.params, grow(state, slots), *limits)
 
     def engine(self, greedy: bool) -> tuple[Engine, EngineParams]:
-        """What is compiled for an all-greedy batch or for any other, and the weights that it takes."""
+        """The program of an all-greedy batch or of any other, and the weights that it takes.
+
+        Args:
+            greedy: whether all rows are at temperature 0.
+
+        Returns:
+            The engine, static and hashable, and its parameters.
+        """
         layout, verifier = self.target.layout(), self._greedy_verifier if greedy else self._verifier
         engine = Engine(layout.spec, self._drafter, verifier, greedy, controller=self._controller)
         return engine, EngineParams(layout.params, self._drafter_params)
@@ -181,14 +235,40 @@ class Decoder:
     def prefilled(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int, **sampling: Unpack[SamplingOptions]
     ) -> DecodeState:
-        """The state after prefill, in a cache that holds the whole generation, for `specjax.evaluation.costs`."""
+        """The state after prefill, in a cache that holds the whole generation, for `specjax.evaluation.costs`.
+
+        Args:
+            prompts: texts, or lists of token ids.
+            max_new_tokens: as in `generate`.
+            sampling: `SamplingOptions`.
+
+        Returns:
+            The engine's state, with the prompts fed and no token emitted.
+
+        Raises:
+            DataError: an argument cannot be used; the message names argument, row and value.
+            TypeError: a keyword is none of `SamplingOptions`.
+        """
         run = self._run(prompts, max_new_tokens, 0, True, sampling=sampling)
         return self._prefill(run, run.batch.slots[-1])
 
     def started(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int, **sampling: Unpack[SamplingOptions]
     ) -> DecodeState:
-        """A generation up to its first block, as `generate` does it: encode, pad, prefill, no step."""
+        """A generation up to its first block, as `generate` does it: encode, pad, prefill, no step.
+
+        Args:
+            prompts: texts, or lists of token ids.
+            max_new_tokens: as in `generate`.
+            sampling: `SamplingOptions`.
+
+        Returns:
+            The host's part of the state, with the prompts fed and no token emitted.
+
+        Raises:
+            DataError: an argument cannot be used; the message names argument, row and value.
+            TypeError: a keyword is none of `SamplingOptions`.
+        """
         return next(iter(self._chunks(self._run(prompts, max_new_tokens, 0, True, sampling=sampling), 0)))
 
     def _run(

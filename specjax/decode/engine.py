@@ -73,40 +73,45 @@ class NoDraft(StatelessDrafter):
     kind: str = "autoregressive"
 
     def draft(self, params: Params, target: TargetView, state: dict, context: Context) -> tuple[Draft, dict]:
+        """An empty block."""
         batch = context.lengths.shape[0]
         return Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch, 0), bool)), state
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """The static half of a decoder: who proposes, who checks. ``greedy``: the whole batch is at temperature 0, so
-    there is no noise and no softmax. ``logprobs``: of the target's own distribution, or after the sampling
-    parameters. ``tokens``: which of the target's rows its own distribution is over; None: all."""
+    """The static half of a decoder: models, verifier and what else is compiled for."""
 
     target: Model
     drafter: BoundDrafter
     verifier: Verifier
     greedy: bool
+    """The whole batch is at temperature 0, so there is no noise and no softmax."""
     processor: LogitsProcessor | None = None
     logprobs: Logprobs | None = None
+    """Log-probabilities to keep: under the target's own distribution, or after the sampling parameters. None: none."""
     tokens: TokenRows | None = None
+    """The rows of the target's head that its own distribution is over; None: all."""
     controller: Controller | None = None
 
     @property
     def num_nodes(self) -> int:
+        """Drafted tokens in a block, all branches of a tree together."""
         return num_nodes(self.drafter)
 
     @property
     def max_depth(self) -> int:
+        """Most drafted tokens that a block can keep."""
         return max_depth(self.drafter)
 
     @property
     def reads(self) -> Reads:
+        """The parts of the target's forward pass that the drafter reads."""
         return reads_of(self.drafter)
 
 
 def num_nodes(drafter: BoundDrafter) -> int:
-    """Drafted tokens in a block, all branches of a tree together."""
+    """Number of drafted tokens in a block, all branches of a tree together."""
     return getattr(drafter, "num_nodes", drafter.k)
 
 
@@ -117,17 +122,20 @@ def max_depth(drafter: BoundDrafter) -> int:
 
 @flax.struct.dataclass
 class EngineParams:
+    """The weights of a decoder, traced arguments of every program."""
+
     target: Any
     drafter: Any
 
 
 @flax.struct.dataclass
 class Request:
-    """A padded batch as it comes from the host. ``budget``: new tokens a row may add; 0 marks a padding row."""
+    """A padded batch as it comes from the host."""
 
     prompt: Int[Array, "B P"]
     lengths: Int[Array, " B"]
     budget: Int[Array, " B"]
+    """New tokens a row may add; 0 marks a padding row."""
     sampling: SamplingParams
     seeds: Any
     stop_ids: Int[Array, "B E"]
@@ -135,10 +143,12 @@ class Request:
 
 @flax.struct.dataclass
 class Finite:
-    """Whether the target has a distribution, ``target[b, i]`` after node i, and the rows whose drafter had none."""
+    """Finite distributions in a block: the nodes that have one, and the rows whose drafter failed."""
 
     target: Bool[Array, "B N1"]
+    """Whether the target has one after node i."""
     drafter_failed: Bool[Array, " B"]
+    """Rows whose drafter had none for a token that it proposed."""
 
 
 @flax.struct.dataclass
@@ -147,14 +157,16 @@ class Judged:
     after the sampling transform."""
 
     draft: Draft
+    """The proposal without what was cut before verification."""
     p_logits: Float[Array, "B N1 V"]
+    """The target's logits after each node, after the sampling transform."""
     finite: Finite
     verdict: Verdict
     followed: Followed
 
 
 def step(engine: Engine, params: EngineParams, state: DecodeState) -> DecodeState:
-    """One block for every row."""
+    """One block for every row: propose, feed, verify, commit (2211.17192, algorithm 1)."""
     context = looked_at(engine, state)
     draft, state = propose(engine, params, state, context)
     proposal = Proposal.of(context, draft)
@@ -165,7 +177,7 @@ def step(engine: Engine, params: EngineParams, state: DecodeState) -> DecodeStat
 
 
 def looked_at(engine: Engine, state: DecodeState) -> Context:
-    """What draft, controller and transform may look at in this block."""
+    """The context of this block for draft, controller and transform."""
     return Context(
         state.tokens,
         state.lengths,
@@ -187,8 +199,8 @@ def block_noise(engine: Engine, state: DecodeState) -> Noise | CoupledNoise:
 
 
 def propose(engine: Engine, params: EngineParams, state: DecodeState, context: Context) -> tuple[Draft, DecodeState]:
-    """What the drafter proposes, as deep as the controller lets it. Raises `ConfigError` for a tree that the verifier
-    does not take: as a chain, it would be judged wrongly."""
+    """The drafter's proposal, as deep as the controller lets it. Raises `ConfigError` for a tree that the verifier does
+    not take: as a chain, it would be judged wrongly."""
     controller, drafter = engine.controller, engine.drafter
     limit = None if controller is None else controller.choose(state.controller, context)
     keys_values = state.cache.view(engine.reads.kv_layers) if engine.reads.kv_layers else ()
@@ -203,7 +215,7 @@ def propose(engine: Engine, params: EngineParams, state: DecodeState, context: C
 
 
 def check_takes_trees(verifier: Verifier) -> None:
-    """Raises `ConfigError` for a verifier of chains."""
+    """Raises `ConfigError` for a verifier that takes chains only."""
     if "tree" not in getattr(verifier, "proposals", ()):
         raise ConfigError(
             f"verifier {verifier.kind!r} takes chains, and the drafter proposes trees; use 'coupled', or temperature 0"
@@ -211,7 +223,7 @@ def check_takes_trees(verifier: Verifier) -> None:
 
 
 def feed(target: Model, params: Params, cache: Any, proposal: Proposal, reads: Reads = NOTHING) -> Output:
-    """The target over the block, at the slots that follow what its cache holds."""
+    """The target's forward pass over the block, at the slots that follow what its cache holds."""
     more: dict[str, Any] = {"reads": reads} if reads else {}
     if proposal.parents is not None:
         more["mask"] = proposal.mask
@@ -219,7 +231,7 @@ def feed(target: Model, params: Params, cache: Any, proposal: Proposal, reads: R
 
 
 def verify(engine: Engine, context: Context, proposal: Proposal, draft: Draft, out: Output) -> Judged:
-    """What the verifier makes of the block."""
+    """The block after verification, cut where draft or target has no finite distribution."""
     transform = sampling.process if engine.greedy else sampling.transform
     p_logits = transform(out.logits, context, proposal)
     draft, finite = cut_invalid(proposal, draft, p_logits)
@@ -300,7 +312,8 @@ def observe(
     judged: Judged,
     emitted: Int[Array, " B"],
 ) -> DecodeState:
-    """Those who learn from the block see what became of it, and logprobs are kept where asked for."""
+    """The state after drafter and controller have seen what became of the block, with log-probabilities where asked
+    for."""
     followed = judged.followed
     outcome = Outcome(context, judged.draft, out, judged.verdict, emitted, followed.tokens, followed.nodes)
     state = dataclasses.replace(state, drafter=engine.drafter.commit(params.drafter, state.drafter, outcome))
@@ -317,7 +330,7 @@ def observe(
 def keep_logprobs(
     state: DecodeState, start: Int[Array, " B"], followed: Followed, distributions: Float[Array, "B N1 V"]
 ) -> DecodeState:
-    """Record the log-probability of every token that `commit` may have appended from ``start`` on, under
+    """The state with the log-probability of every token that `commit` may have appended from ``start`` on, under
     ``distributions``, those after each node."""
     distributions = followed.along(distributions)
     of_token = jnp.take_along_axis(distributions, followed.tokens[..., None], axis=-1)[..., 0]
@@ -330,8 +343,8 @@ def keep_logprobs(
 def compiled_prefill(
     target: Model, drafter: BoundDrafter, num_slots: int, logprobs: bool = False, controller: Controller | None = None
 ):
-    """Jitted ``(params, request) -> DecodeState``: feeds the prompts, emits nothing. (The last prompt token is fed
-    with them and once more as the root: its slot is past what the invariant counts, so that is harmless.)"""
+    """Jitted ``(params, request) -> DecodeState``, which feeds the prompts and emits nothing. (The last prompt token is
+    fed with them and once more as the root: its slot is past what the invariant counts, so that is harmless.)"""
 
     def prefill(params: EngineParams, request: Request) -> DecodeState:
         batch, width = request.prompt.shape
@@ -365,9 +378,9 @@ def compiled_prefill(
 
 @functools.lru_cache(maxsize=256)
 def compiled_chunk(engine: Engine):
-    """Jitted ``(params, state, max_steps, stop_after) -> state``: blocks until all rows are done, until the next block
-    of a row that is not might not fit the cache, after ``max_steps``, or when ``stop_after`` rows have finished (both
-    traced). The state is donated."""
+    """Jitted ``(params, state, max_steps, stop_after) -> state``, which runs blocks until all rows are done, until the
+    next block of a row that is not might not fit the cache, after ``max_steps``, or when ``stop_after`` rows have
+    finished (both traced). The state is donated."""
 
     def chunk(params: EngineParams, state: DecodeState, max_steps, stop_after=NO_LIMIT) -> DecodeState:
         was_done = state.done
@@ -391,7 +404,7 @@ def compiled_chunk(engine: Engine):
 
 @functools.partial(jax.jit, static_argnames="num_slots")
 def grow(state: DecodeState, num_slots: int) -> DecodeState:
-    """The state with room for more: every KV cache, the drafter's too, and what is kept of each token."""
+    """The state with room for more tokens: every KV cache, the drafter's too, and what is kept of each token."""
     more = ((0, 0), (0, num_slots - cache_lib.num_slots(state.cache)))
     tokens, origin, logprobs = jax.tree.map(lambda x: jnp.pad(x, more), (state.tokens, state.origin, state.logprobs))
     return dataclasses.replace(cache_lib.grow(state, num_slots), tokens=tokens, origin=origin, logprobs=logprobs)

@@ -1,4 +1,4 @@
-"""What a generation returns. Only new tokens; one entry a row everywhere."""
+"""Results of a generation: only new tokens, one entry a row everywhere."""
 
 from __future__ import annotations
 
@@ -22,43 +22,69 @@ class Piece:
 
     text: str
     origin: str
+    """`accepted` (the draft's, kept), `corrected` (the target's after a rejection) or `bonus` (the target's after a
+    whole draft)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Tokens as they are committed, by one block or several. ``stats`` count from the start of the generation.
-    ``logprobs``: of these tokens, where asked for."""
+    """Tokens of one prompt as `Decoder.stream` commits them, by one block or several."""
 
     tokens: list[int]
+    """New token ids since the last event."""
     text: str
+    """Text that can no longer change, since the last event; empty without a tokenizer."""
     pieces: list[Piece]
+    """The text cut where the origin of the tokens changes."""
     stats: DecodeStats
+    """Counts from the start of the generation."""
     done: bool
+    """Whether this is the last event."""
     logprobs: list[float] | None = None
+    """Log-probabilities of ``tokens`` in nats, where asked for."""
     finish_reason: str | None = None
-    """Of the last event."""
+    """Reason of the end, as in `GenerationResult.finish_reasons`; None before the last event."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationResult:
-    """``tokens``: new tokens only. ``seeds``: the seed from which each row replays alone. ``verifier``: the kind that
-    decided (`greedy` if all rows are at temperature 0), ``lossless`` unless it changes the target's distribution.
-    ``finish_reasons``: `stop` (a stop token), `length` (the budget), `stop_string`, or `invalid_logits`: the next token
-    had no finite distribution to come from. ``logprobs``: logs of the tokens' probabilities, where asked for."""
+    """The new tokens of a batch of prompts, their text, and how they came about; one entry a row."""
 
     tokens: list[list[int]]
+    """New token ids only, without the prompt."""
     text: list[str]
+    """Text of the new tokens, cut before a stop string; empty without a tokenizer."""
     origins: list[list[str]]
+    """Origin of each token: `accepted` (the draft's, kept), `corrected` (the target's after a rejection) or `bonus`
+    (the target's after a whole draft)."""
     stats: list[DecodeStats]
+    """Counts of blocks, drafted, accepted and emitted tokens."""
     seeds: list[int]
+    """The seed from which each row replays alone."""
     verifier: str
+    """The kind that decided; `greedy` if all rows are at temperature 0."""
     lossless: bool
+    """Whether the output has the target's distribution."""
     finish_reasons: list[str]
+    """`stop` (a stop token), `length` (the budget), `stop_string`, or `invalid_logits`: the next token had no finite
+    distribution to come from."""
     logprobs: list[list[float]] | None = None
+    """Log-probabilities of the tokens in nats, where asked for."""
     detokenize: Detokenizer | None = dataclasses.field(default=None, repr=False)
+    """Token ids to text; None without a tokenizer."""
 
     def pieces(self, row: int = 0) -> list[Piece]:
-        """The row's text cut where the origin of the tokens changes. Raises `ValueError` without a tokenizer."""
+        """The row's text cut where the origin of the tokens changes.
+
+        Args:
+            row: the row.
+
+        Returns:
+            Texts with their origins, in order.
+
+        Raises:
+            ValueError: the target has no tokenizer.
+        """
         if self.detokenize is None:
             raise ValueError("pieces need a tokenizer, and the target has none")
         pieces = pieces_of(self.detokenize.shares(self.tokens[row]), self.origins[row])
@@ -77,14 +103,14 @@ def cut_text(pieces: Sequence[Piece], length: int) -> list[Piece]:
 
 
 def pieces_of(shares: Sequence[str], origins: Sequence[str]) -> list[Piece]:
-    """The text that each token adds, put together where consecutive ones are of one origin."""
+    """The text that each token adds, put together where consecutive tokens are of one origin."""
     with_text = (pair for pair in zip(shares, origins, strict=True) if pair[0])
     grouped = itertools.groupby(with_text, key=lambda pair: pair[1])
     return [Piece("".join(share for share, _ in pairs), origin) for origin, pairs in grouped]
 
 
 def finish_reason(code: Any, cut: Any) -> str:
-    """``cut``: where the text of the row ends at a stop string, None without."""
+    """The name of a finish code. ``cut``: where the text of the row ends at a stop string, None without."""
     return FINISH_REASONS[int(code) if cut is None else STOP_STRING]
 
 
@@ -102,14 +128,11 @@ def check_finite(result: GenerationResult, drafter: str, target: str) -> None:
 
 
 def stats_by_row(counters: Counters) -> list[DecodeStats]:
-    """Counters are host arrays here."""
-    fields = [getattr(counters, field.name).tolist() for field in dataclasses.fields(DecodeStats)]
-
-    def plain(value) -> Any:
-        return tuple(value) if isinstance(value, list) else value
-
-    return [DecodeStats(*map(plain, row)) for row in zip(*fields, strict=True)]
+    """The stats of each row. The counters are host arrays here."""
+    columns = {field.name: getattr(counters, field.name).tolist() for field in dataclasses.fields(DecodeStats)}
+    return [DecodeStats.of(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
 def origin_names(codes: np.ndarray | jax.Array) -> list[str]:
+    """The names of origin codes."""
     return [ORIGINS[code] for code in codes.tolist()]

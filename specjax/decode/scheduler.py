@@ -23,8 +23,8 @@ from specjax.types import STOP_STRING, UNFINISHED, DecodeState
 
 
 class Scheduler:
-    """``rows`` rows of a decoder's program. ``state`` is that of the engine; ``done`` and ``lengths``, one a row, are
-    what the host knows of it after the last chunk. A free row is done."""
+    """A host queue over ``rows`` rows of a decoder's program. ``state`` is that of the engine; ``done`` and
+    ``lengths``, one a row, are what the host knows of it after the last chunk. A free row is done."""
 
     def __init__(self, engine: Engine, params: EngineParams, rows: int):
         self.engine, self.rows, self._params = engine, rows, params
@@ -39,7 +39,7 @@ class Scheduler:
         return [row for row in range(self.rows) if row not in self._taken]
 
     def insert(self, batch: Batch) -> list[int]:
-        """Prefills the requests of ``batch`` and puts them into free rows, which it returns in their order. Raises
+        """Prefill the requests of ``batch`` and put them into free rows, which are returned in their order. Raises
         `DataError` if there are too few, and for a request that samples where all others are greedy."""
         wanted = len(batch.seeds)
         if wanted > len(self.free):
@@ -64,8 +64,8 @@ class Scheduler:
         return rows
 
     def chunk(self, max_steps: int = NO_LIMIT, stop_after: int | None = None) -> None:
-        """Runs blocks until all rows are done, until the cache needs its next bucket, after ``max_steps`` blocks, or
-        when ``stop_after`` rows have finished in it; grows the cache before where it must."""
+        """Run blocks until all rows are done, until the cache needs its next bucket, after ``max_steps`` blocks, or
+        when ``stop_after`` rows have finished in it; the cache grows before where it must."""
         longest = int(self.lengths[~self.done].max(initial=0)) + self.engine.num_nodes + 1
         slots = num_slots(self.state.cache)
         if longest > slots:
@@ -75,7 +75,7 @@ class Scheduler:
         self.lengths, self.done = (np.array(x) for x in jax.device_get((self.state.lengths, self.state.done)))
 
     def stop(self, rows: Iterable[int]) -> None:
-        """Ends rows between two chunks: cancelled, or a stop string was found."""
+        """End rows between two chunks: they were cancelled, or a stop string was found."""
         ended = np.zeros(self.rows, bool)
         ended[list(rows)] = True
         if ended.any():
@@ -84,17 +84,18 @@ class Scheduler:
             self.state = dataclasses.replace(self.state, done=jnp.asarray(self.done), finish=finish)
 
     def release(self, rows: Iterable[int]) -> None:
-        """Makes rows free that are done."""
+        """Make rows that are done free."""
         self._taken.difference_update(rows)
 
     def take(self, row: int) -> DecodeState:
-        """What the host reads of a row that is done, as arrays of one row; the row is free afterwards."""
+        """The host's part of the state of a row that is done, as arrays of one row; the row is free afterwards."""
         seen = jax.tree.map(lambda x: x[row : row + 1], without_caches(self.state))
         self.release([row])
         return jax.device_get(seen)
 
     def run(self, batches: Iterable[Batch]) -> Iterator[tuple[int, DecodeState]]:
-        """One request a batch, first come, first served: (its number, its row) in the order in which they finish."""
+        """Results of requests, one a batch, first come, first served: (its number, its row) in the order in which they
+        finish."""
         waiting, number, of_row = iter(batches), 0, {}
         more = True
         while more or of_row:
@@ -117,7 +118,7 @@ class Scheduler:
 
 
 def without_caches(state: DecodeState) -> DecodeState:
-    """What the host reads of a state: a cache that is outgrown is freed, also where somebody holds on to this."""
+    """The host's part of a state, so that a cache that is outgrown is freed, also where somebody holds on to this."""
     return dataclasses.replace(state, cache=None, drafter=None, sampling=None, controller=None)
 
 

@@ -1,4 +1,4 @@
-"""Distillation losses: what the draft's prediction of one token costs, against the target's distribution or the text's
+"""Distillation losses: the cost of the draft's prediction of one token, against the target's distribution or the text's
 token.
 
 Each is a frozen dataclass that is its own configuration and gives one value a position, in nats (total variation: a
@@ -30,6 +30,7 @@ from pydantic import BeforeValidator, Field
 
 from specjax.distill.distributions import log_distributions, log_overlap, overlap
 from specjax.errors import ConfigError
+from specjax.metrics import negative_log_likelihood
 from specjax.registry import LOSSES, build
 from specjax.types import FullLogits, Loss, LossContext, Params, TopKLogits, Trainable
 
@@ -40,26 +41,20 @@ LOG_TINY = math.log(np.finfo(np.float32).tiny)
 """Log of the least probability that float32 holds, about -87."""
 
 
-def negative_log_likelihood(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """-log softmax(logits)[token], in nats."""
-    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    return -jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
-
-
 def expectation(probs: Float[Array, "B T W"], values: Float[Array, "B T W"]) -> Float[Array, "B T"]:
-    """sum probs * values, where an outcome of probability 0 adds nothing, to the gradient either."""
+    """The expectation sum probs * values, where an outcome of probability 0 adds nothing, to the gradient either."""
     possible = probs > 0
     return jnp.sum(probs * jnp.where(possible, values, 0.0), axis=-1)
 
 
 def kl(log_p: Float[Array, "B T W"], log_q: Float[Array, "B T W"]) -> Float[Array, "B T"]:
-    """KL(p || q)."""
+    """KL(p || q), in nats."""
     return expectation(jnp.exp(log_p), log_p - log_q)
 
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy:
-    """-log q(next token). dL/dz = q - onehot(token)."""
+    """Cross-entropy, -log q(next token). dL/dz = q - onehot(token)."""
 
     needs_target = needs_whole_distribution = False
     needs_labels = True
@@ -77,7 +72,7 @@ class CrossEntropy:
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """What the losses against the target's distribution share; each says what is ``between`` the two distributions."""
+    """A loss against the target's distribution; subclasses say what is ``between`` the two distributions."""
 
     needs_target = True
     needs_labels = False
@@ -85,7 +80,9 @@ class Divergence:
     """Whether the top k tokens and a stand-in for the rest will do: it is a sum of p times a function of q/p."""
     kind: str
     target_temperature: Positive = 1.0
+    """Divides the target's logits."""
     draft_temperature: Positive = 1.0
+    """Divides the draft's logits."""
 
     @property
     def needs_whole_distribution(self) -> bool:
@@ -98,7 +95,8 @@ class Divergence:
         tokens: Int[Array, "B T"],
         context: LossContext | None = None,
     ) -> Float[Array, "B T"]:
-        """Raises `ValueError` if the target's logits are missing, or cached and not enough."""
+        """The divergence at each position. Raises `ValueError` if the target's logits are missing, or cached and not
+        enough."""
         if teacher is None:
             raise ValueError(f"{self.kind} needs the target's logits; none were given")
         if self.needs_whole_distribution and isinstance(teacher, TopKLogits):
@@ -111,12 +109,14 @@ class Divergence:
     def between(
         self, log_p: Float[Array, "B T W"], log_q: Float[Array, "B T W"], context: LossContext | None
     ) -> Float[Array, "B T"]:
+        """The divergence of two distributions given by their logs, one value a position."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardKL(Divergence):
-    """KL(p || q) = sum p (log p - log q), the target's full distribution as the label. dL/dz = q - p."""
+    """Forward KL, KL(p || q) = sum p (log p - log q), the target's full distribution as the label (1503.02531). dL/dz =
+    q - p."""
 
     kind: Literal["forward_kl"] = "forward_kl"
 
@@ -126,7 +126,7 @@ class ForwardKL(Divergence):
 
 @dataclasses.dataclass(frozen=True)
 class ReverseKL(Divergence):
-    """KL(q || p) = sum q (log q - log p). dL/dz = q (log q/p - L).
+    """Reverse KL, KL(q || p) = sum q (log q - log p). dL/dz = q (log q/p - L).
 
     Finite where the target excludes a token (p = 0): probabilities below float32's least count as that, so a token
     costs at most 87 nats. What the draft puts where p is small is what this loss punishes: it needs the whole
@@ -142,15 +142,16 @@ class ReverseKL(Divergence):
 
 @dataclasses.dataclass(frozen=True)
 class JensenShannon(Divergence):
-    """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q (2306.13649). dL/dz = q (w - E_q w) with
-    w = (1 - beta) log q/m.
+    """Generalised Jensen-Shannon divergence (2306.13649), beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 -
+    beta) q. dL/dz = q (w - E_q w) with w = (1 - beta) log q/m.
 
-    As in that paper it is not rescaled: L / beta tends to forward KL as beta -> 0, L / (1 - beta) to reverse KL as
-    beta -> 1, so a beta near an end wants a larger learning rate.
+    As in that paper it is not rescaled: L / beta tends to forward KL as beta -> 0, L / (1 - beta) to reverse KL as beta
+    -> 1, so a beta near an end wants a larger learning rate.
     """
 
     coarse: ClassVar[bool] = False
     beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Weight of the target in m."""
     kind: Literal["jensen_shannon"] = "jensen_shannon"
 
     def between(self, log_p, log_q, context):
@@ -161,8 +162,8 @@ class JensenShannon(Divergence):
 
 @dataclasses.dataclass(frozen=True)
 class TotalVariation(Divergence):
-    """1 - alpha, the chance that a draft token is rejected. dL/dz = q (s - 1[q < p]) with s = q(q < p), at most q: it
-    vanishes where the distributions hardly overlap."""
+    """Total variation, 1 - alpha: the chance that a draft token is rejected. dL/dz = q (s - 1[q < p]) with s = q(q <
+    p), at most q: it vanishes where the distributions hardly overlap."""
 
     kind: Literal["total_variation"] = "total_variation"
 
@@ -172,9 +173,9 @@ class TotalVariation(Divergence):
 
 @dataclasses.dataclass(frozen=True)
 class LKAlpha(Divergence):
-    """-log alpha of each position: the gradient of total variation over alpha, so that little overlap pulls as hard as
-    any (2602.23881); a floor under alpha would end that where a large vocabulary begins. Cross-entropy where the target
-    is certain."""
+    """Negative log acceptance (2602.23881), -log alpha at each position: the gradient of total variation over alpha, so
+    that little overlap pulls as hard as any; a floor under alpha would end that where a large vocabulary begins.
+    Cross-entropy where the target is certain."""
 
     kind: Literal["lk_alpha"] = "lk_alpha"
 
@@ -184,17 +185,19 @@ class LKAlpha(Divergence):
 
 @dataclasses.dataclass(frozen=True)
 class LKLambda(Divergence):
-    """lambda KL(p || q) + (1 - lambda) (1 - alpha), lambda = exp(-eta A): KL while hardly anything is accepted, then
-    more and more the rejection itself (2602.23881).
+    """Blend of KL and rejection (2602.23881), lambda KL(p || q) + (1 - lambda) (1 - alpha), lambda = exp(-eta A): KL
+    while hardly anything is accepted, then more and more the rejection itself.
 
     A is the running alpha of the batches before this step (`specjax.types.LossContext`), one number for all positions,
     through which no gradient goes; the paper's is the batch's own, which would depend on the microbatch.
     """
 
     eta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3.0
+    """Decay of lambda in the running alpha; 0: KL alone."""
     kind: Literal["lk_lambda"] = "lk_lambda"
 
     def between(self, log_p, log_q, context):
+        """The blend at each position. Raises `ValueError` without a context."""
         if context is None:
             raise ValueError("lk_lambda needs the running alpha; no context was given")
         blend = jnp.exp(-self.eta * jax.lax.stop_gradient(context.alpha))
@@ -207,7 +210,7 @@ def _loss(spec: Any) -> Loss:
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """One loss of a `Sum`."""
+    """One loss of a `Sum`, and its weight."""
 
     loss: Loss
     weight: float
@@ -227,10 +230,11 @@ def _term(spec: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """Several losses added up: ``of: [{kind: forward_kl, weight: 0.9}, {kind: cross_entropy, weight: 0.1}]``; a weight
+    """A weighted sum of losses: ``of: [{kind: forward_kl, weight: 0.9}, {kind: cross_entropy, weight: 0.1}]``; a weight
     is 1 if it is not given, and they need not add up to 1."""
 
     of: Annotated[tuple[Annotated[Any, BeforeValidator(_term)], ...], Field(min_length=1)]
+    """The losses, each with its weight."""
     kind: Literal["sum"] = "sum"
 
     @property
@@ -246,6 +250,7 @@ class Sum:
         return any(term.loss.needs_labels for term in self.of)
 
     def bind(self, target: Any) -> References:
+        """The reference drafts of all its losses, by name."""
         return references_of((term.loss for term in self.of), target)
 
     def __call__(
@@ -261,9 +266,9 @@ class Sum:
 
 @dataclasses.dataclass(frozen=True)
 class AdaSPEC:
-    """The loss ``of`` the tokens that the draft can still learn (2510.19779): those of the largest KL(p || q) -
-    KL(p || q_ref), q_ref the distribution of ``reference``, a draft that was distilled before and stays as it is. The
-    hard tokens, where the reference is no better, are dropped.
+    """A loss over the tokens that the draft can still learn (2510.19779): those of the largest KL(p || q) - KL(p ||
+    q_ref), q_ref the distribution of ``reference``, a draft that was distilled before and stays as it is. The hard
+    tokens, where the reference is no better, are dropped.
 
     Kept are the first of each row, up to ``keep`` of what its predictions weigh; of the last one as much as that takes
     (ties: the earlier token). A kept value is divided by ``keep``, so that a row weighs what it weighs without a
@@ -276,7 +281,9 @@ class AdaSPEC:
     reference: Annotated[str, Field(min_length=1)]
     """A Hugging Face directory, such as the `draft` of another run."""
     keep: Annotated[float, Field(gt=0, le=1)] = 0.4
+    """Share of each row's weight that is kept."""
     of: Annotated[Any, BeforeValidator(_loss)] = ForwardKL()
+    """The loss of the tokens kept."""
     kind: Literal["adaspec"] = "adaspec"
 
     @property
@@ -304,6 +311,8 @@ class AdaSPEC:
         tokens: Int[Array, "B T"],
         context: LossContext | None = None,
     ) -> Float[Array, "B T"]:
+        """The loss at each position, 0 where it is dropped. Raises `ValueError` without the logits of its reference
+        draft."""
         if context is None or self.reference not in context.references:
             raise ValueError(f"adaspec needs the logits of its reference draft {self.reference!r}; none were given")
         reference = context.references[self.reference]
@@ -314,8 +323,8 @@ class AdaSPEC:
 
 
 def first_of_each_row(scores: Float[Array, "B T"], weight: Float[Array, "B T"], share: float) -> Float[Array, "B T"]:
-    """How much of each position is taken, 0 to 1, where the largest ``scores`` of a row are taken first until it adds
-    up to ``share`` of the row's ``weight``."""
+    """Share of each position that is taken, 0 to 1, where the largest ``scores`` of a row are taken first until they
+    add up to ``share`` of the row's ``weight``."""
     order = jnp.argsort(jnp.where(weight > 0, -scores, jnp.inf), axis=-1)
     sizes = jnp.take_along_axis(weight, order, axis=-1)
     before = jnp.cumsum(sizes, axis=-1) - sizes
@@ -325,7 +334,8 @@ def first_of_each_row(scores: Float[Array, "B T"], weight: Float[Array, "B T"], 
 
 
 def references_of(losses: Iterable[Loss], target: Any) -> References:
-    """What all those of ``losses`` that compare with reference drafts compare with, see `specjax.types.Loss`."""
+    """The reference drafts of all those of ``losses`` that compare with some, by name, see `specjax.types.Loss`. Raises
+    `ModelError` if one cannot be loaded or has another vocabulary than ``target``."""
     found: References = {}
     for loss in losses:
         bind = getattr(loss, "bind", None)

@@ -19,8 +19,8 @@ from jaxtyping import Array, Int
 from specjax import backend
 from specjax.distill.distributions import acceptance
 from specjax.distill.optimizer import Average
-from specjax.distill.teacher import target_output, with_shared_params
 from specjax.evaluation.evaluate import matched
+from specjax.evaluation.teacher import target_output, with_shared_params
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime.layout import ONE_DEVICE, Layout
 from specjax.types import Batch, FullLogits, Loss, LossContext, Params, Trainable, reads_of

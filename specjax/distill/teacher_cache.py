@@ -30,8 +30,8 @@ from jaxtyping import Array, Int
 
 from specjax.data.rows import Batches, Rows, take
 from specjax.distill.distributions import top_k_logits
-from specjax.distill.teacher import target_output
 from specjax.errors import ConfigError, TrainingError
+from specjax.evaluation.teacher import target_output
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime import fingerprint, lock, store
 from specjax.runtime.distributed import by_first, whole

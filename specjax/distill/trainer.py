@@ -20,12 +20,12 @@ from specjax.distill.optimizer import make_optimizer, make_schedule
 from specjax.distill.selection import Selector, fingerprint_of
 from specjax.distill.sources.on_policy import Sampler
 from specjax.distill.step import Update, microbatch_rows, start_state
-from specjax.distill.teacher import needs_target
 from specjax.distill.teacher_cache import cached_rows, numbers_of, shared_rows
 from specjax.drafters.base import in_training
 from specjax.errors import Stopped, TrainingError
 from specjax.evaluation.evaluate import evaluate
 from specjax.evaluation.held_out import DraftEvaluator
+from specjax.evaluation.teacher import needs_target
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime import fingerprint
 from specjax.runtime.checkpoint import Checkpoints, Restored, steps_taken

@@ -40,15 +40,29 @@ from specjax.types import (
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel:
-    """``model``: a path, of a model or of a run that left a draft, whose weights are cast to the target's dtype, or a
-    `LoadedModel`."""
+    """An autoregressive draft model: a small decoder proposes ``k`` tokens one by one from its own KV cache
+    (2211.17192)."""
 
     model: Any
+    """A `LoadedModel`, or the path of a model or of a run that left a draft, whose weights are cast to the target's
+    dtype."""
     k: Annotated[int, Field(ge=1, le=64)] = 5
+    """Tokens of a block, 1 to 64."""
     kind: Literal["draft_model"] = "draft_model"
+    """Name in the registry, in configs and in results."""
 
     def bind(self, target: Any) -> Bound:
-        """Raises `ModelError` if the vocabularies differ (`specjax.models.vocabulary`)."""
+        """The draft model over the target's token ids (`specjax.models.vocabulary`).
+
+        Args:
+            target: the `LoadedModel` to speculate for.
+
+        Returns:
+            What the engine runs, and the draft's weights laid out for decoding.
+
+        Raises:
+            ModelError: the vocabularies differ, or ``model`` is no model or cannot be read.
+        """
         from specjax.models import hf, vocabulary
         from specjax.models.files import check_model
 
@@ -61,8 +75,8 @@ class DraftModel:
 
 
 class Proposed(NamedTuple):
-    """Of a token: whether the draft's own logits are a distribution's, what it was drawn from (None without noise), and
-    the rows that stop before it (None: nobody)."""
+    """A draft token: whether the draft's own logits are a distribution's, what it was drawn from (None without noise),
+    and the rows that stop before it (None: nobody)."""
 
     finite: Bool[Array, " B"]
     logits: Float[Array, "B V"] | None

@@ -19,19 +19,39 @@ from specjax.types import Context, Draft, Params, TargetView
 
 @dataclasses.dataclass(frozen=True)
 class NGram(StatelessDrafter):
-    """The longest match of ``min_n`` to ``max_n`` tokens wins, the most recent among equals; no match, no proposal.
-    Only committed tokens are proposed, and the suffix never matches itself."""
+    """Prompt lookup (prompt lookup decoding, Saxena 2023; 2304.04487): propose what followed the latest earlier
+    occurrence of the newest tokens. The longest match of ``min_n`` to ``max_n`` tokens wins, the most recent among
+    equals; no match, no proposal. Only committed tokens are proposed, and the suffix never matches itself.
+
+    Raises:
+        ConfigError: ``min_n`` is above ``max_n``.
+    """
 
     k: Annotated[int, Field(ge=1, le=64)] = 5
+    """Tokens of the longest block, 1 to 64."""
     max_n: Annotated[int, Field(ge=1, le=16)] = 4
+    """Tokens of the longest match, 1 to 16."""
     min_n: Annotated[int, Field(ge=1, le=16)] = 2
+    """Tokens of the shortest match, 1 to ``max_n``."""
     kind: Literal["ngram"] = "ngram"
+    """Name in the registry, in configs and in results."""
 
     def __post_init__(self):
         if not 1 <= self.min_n <= self.max_n:
             raise ConfigError(f"ngram: min_n={self.min_n}, max_n={self.max_n}; need 1 <= min_n <= max_n")
 
     def draft(self, params: Params, target: TargetView, state: dict, context: Context) -> tuple[Draft, dict]:
+        """The tokens that followed the match, as far as they are committed.
+
+        Args:
+            params: not used.
+            target: not used.
+            state: the state, which is empty.
+            context: committed tokens and their lengths; nothing else of it is read.
+
+        Returns:
+            A deterministic block of ``k`` tokens (``logits`` None), and ``state``.
+        """
         tokens, lengths = context.tokens, context.lengths[:, None]
         end = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         # matched[b, e]: how many tokens, backwards from position e, equal the suffix, up to max_n.

@@ -93,7 +93,7 @@ class Bench:
         self.compile_seconds = 0.0
         # Made or measured once, and freed with the bench.
         self.decoder = functools.cache(self._decoder)
-        self._timer = functools.cache(self._step_timer)
+        self.timer = functools.cache(self._step_timer)
         self._prefill_seconds = functools.cache(self._measure_prefill)
 
     def _decoder(self, drafter: str, k: int) -> Decoder:
@@ -164,10 +164,10 @@ class Bench:
             engine_lib.free_programs()
         # Batch 1 is always measured, also where it is no part of the grid.
         self._compile([cell for cell in cells if cell.batch_size == 1] or self._needed(favourite), tick)
-        best, tunings = self._tune(favourite, tick)
+        best, tunings = self.tune(favourite, tick)
         pairs = [cell for t, k in best.items() for cell in (_plain(t), Cell(favourite, k, 1, t))]
         runs |= {cell: [] for cell in pairs if cell not in runs}
-        timers = [self._timer(name, k) for name, k in [(AUTOREGRESSIVE, 0), *((favourite, k) for k in settings.ks)]]
+        timers = [self.timer(name, k) for name, k in [(AUTOREGRESSIVE, 0), *((favourite, k) for k in settings.ks)]]
         for repeat in range(settings.repeats):
             if repeat:
                 for cell, run in self.run(pairs, self._prompts, tick).items():
@@ -176,16 +176,16 @@ class Bench:
                 self._once(runs, 1, tick)
             for timer in timers:
                 timer.turn()
-        rows = {cell: self._row(cell, runs) for cell in runs}
+        entries = {cell: self._entry(cell, runs) for cell in runs}
         for cell, run in tunings.items():
-            if cell in rows:
-                rows[cell]["predicted_speedup"] = self._predict(cell, run.stats)
+            if cell in entries:
+                entries[cell]["predicted_speedup"] = self._predict(cell, run.stats)
         headline = {
             t: self._headline(Cell(favourite, k, 1, t), runs, tunings[Cell(favourite, k, 1, t)])
             for t, k in best.items()
         }
         by_prompt = {cell: self._by_prompt(found) for cell, found in runs.items()}
-        return {"decoding": list(rows.values()), "best_k": best, "headline": headline, "by_prompt": by_prompt}
+        return {"decoding": list(entries.values()), "best_k": best, "headline": headline, "by_prompt": by_prompt}
 
     def _once(self, runs: dict[Cell, list[Run]], batch_size: int, tick: Tick) -> None:
         """Every cell of ``runs`` of that batch size, added there."""
@@ -193,7 +193,7 @@ class Bench:
         for cell, run in self.run(cells, self._prompts, tick).items():
             runs[cell].append(run)
 
-    def _tune(self, favourite: str, tick: Tick) -> tuple[dict[float, int], dict[Cell, Run]]:
+    def tune(self, favourite: str, tick: Tick = _silent) -> tuple[dict[float, int], dict[Cell, Run]]:
         """The fastest k by temperature, and what was run to find it. All k take turns over the tuning prompts, as many
         at a time as there are timed ones; after each part only those go on that are within a tenth of the fastest.
         A few prompts decide nothing: how many drafts are accepted varies by a quarter from one to the next."""
@@ -224,9 +224,9 @@ class Bench:
             found.append((seconds, stats))
         return found
 
-    def _row(self, cell: Cell, runs: Mapping[Cell, list[Run]]) -> dict:
+    def _entry(self, cell: Cell, runs: Mapping[Cell, list[Run]]) -> dict:
         run, speculative = runs[cell][0], cell.k > 0
-        differences = self._differences(run, runs[_plain(cell.temperature)][0]) if cell.temperature == 0 else []
+        differences = self.differences(run, runs[_plain(cell.temperature)][0]) if cell.temperature == 0 else []
         seconds, tokens = _seconds(runs[cell]), sum(map(len, run.tokens))
         price = self._settings.price_per_hour
         return {
@@ -253,8 +253,9 @@ class Bench:
         found = metrics.block_efficiency_interval([stats for _, stats in self._by_prompt([run])])
         return [found.low, found.high]
 
-    def _differences(self, run: Run, reference: Run) -> list[dict]:
-        """Places where greedy output departs from the autoregressive one, with the target's top-2 margin there."""
+    def differences(self, run: Run, reference: Run) -> list[dict]:
+        """Places where greedy output departs from the autoregressive ``reference``, with the target's top-2 margin
+        there: one a row at most, its first."""
         found = []
         for i, got in enumerate(run.tokens):
             prompt = i % len(self._prompts)
@@ -278,29 +279,27 @@ class Bench:
             "top_speedup": _speedup(top, runs),
             "ar_tokens_per_s": tokens / _seconds(runs[plain]),
             "spec_tokens_per_s": tokens / _seconds(runs[fast]),
-            "costs": dataclasses.asdict(costs_lib.median(self._costs(fast))),
-            "ar_costs": dataclasses.asdict(costs_lib.median(self._costs(plain))),
-            "step_overhead": float(np.median([cost.overhead for cost in self._costs(fast)])),
-            "step_overhead_apart": float(np.median([cost.overhead_apart for cost in self._costs(fast)])),
-            "ar_overhead": float(np.median([cost.overhead for cost in self._costs(plain)])),
+            "costs": dataclasses.asdict(costs_lib.median(self.costs(fast))),
+            "ar_costs": dataclasses.asdict(costs_lib.median(self.costs(plain))),
+            "step_overhead": float(np.median([cost.overhead for cost in self.costs(fast)])),
+            "step_overhead_apart": float(np.median([cost.overhead_apart for cost in self.costs(fast)])),
+            "ar_overhead": float(np.median([cost.overhead for cost in self.costs(plain)])),
             "speedup_predicted": self._predict(fast, tuning.stats),
             "speedup_predicted_in_sample": self._predict(fast, runs[fast][0].stats),
         }
 
     def _predict(self, cell: Cell, stats: metrics.DecodeStats) -> float:
-        """Seconds of plain decoding over those of speculation: the steps and the blocks that emit all tokens, each
-        timed alone, and on both sides the prefill. Blocks follow from the acceptance by position in ``stats``
-        (2211.17192, section 3.3, with a block's own cost in place of k draft passes and one target pass, and with the
-        last block cut at the budget). The median over the turns of the costs."""
-        plain, new = _plain(cell.temperature), self._settings.new_tokens
-        blocks = metrics.expected_blocks(stats.acceptance_at, new)
-        first = self._prefill_seconds(plain), self._prefill_seconds(cell)
-        turns = zip(self._costs(plain), self._costs(cell), strict=True)
-        return float(np.median([(first[0] + new * p.step) / (first[1] + blocks * c.step) for p, c in turns]))
+        plain = _plain(cell.temperature)
+        prefill, costs = (
+            (self._prefill_seconds(plain), self._prefill_seconds(cell)),
+            (self.costs(plain), self.costs(cell)),
+        )
+        return predicted_speedup(prefill, costs, stats.acceptance_at, self._settings.new_tokens)
 
-    def _costs(self, cell: Cell) -> list[costs_lib.StepCosts]:
+    def costs(self, cell: Cell) -> list[costs_lib.StepCosts]:
+        """Costs of the cell's step at batch 1, one a turn of its `timer` so far."""
         which = self._settings.temperatures.index(cell.temperature)
-        return self._timer(cell.drafter, cell.k).costs()[which]
+        return self.timer(cell.drafter, cell.k).costs()[which]
 
     def _step_timer(self, name: str, k: int) -> costs_lib.StepTimer:
         """For all temperatures, which change the step but none of its passes; in the largest cache of a generation."""
@@ -322,6 +321,24 @@ class Bench:
             return decoder.started(self._prompts[:1], max_new_tokens=new, **options)
 
         return costs_lib.median_seconds(start, 9)
+
+
+def predicted_speedup(
+    prefill: tuple[float, float],
+    costs: tuple[Sequence[costs_lib.StepCosts], Sequence[costs_lib.StepCosts]],
+    acceptance_at: Sequence[float],
+    new_tokens: int,
+) -> float:
+    """Seconds of plain decoding over those of speculation: the steps and the blocks that emit ``new_tokens`` tokens,
+    each timed alone, and on both sides the prefill.
+
+    ``prefill``, in seconds, and ``costs``, turn by turn: of plain decoding, then of speculation. Blocks follow from the
+    acceptance by position (2211.17192, section 3.3, with a block's own cost in place of k draft passes and one target
+    pass, and with the last block cut at the budget). The median over the turns of the costs.
+    """
+    blocks, turns = metrics.expected_blocks(acceptance_at, new_tokens), zip(*costs, strict=True)
+    ratios = [(prefill[0] + new_tokens * p.step) / (prefill[1] + blocks * c.step) for p, c in turns]
+    return float(np.median(ratios))
 
 
 def num_ticks(settings: config_lib.Bench, drafters: int, prompts: int, tuning_prompts: int) -> int:

@@ -78,10 +78,10 @@ class Certificate:
     def to_markdown(self) -> str:
         about = "\n".join(f"| {name} | {value} |" for name, value in self.subject.items())
         marks = {True: "pass", False: "**FAIL**", None: "measured"}
-        rows = "\n".join(f"| {c.name} | {marks[c.passed]} | {c.summary} |" for c in self.checks)
+        checks = "\n".join(f"| {c.name} | {marks[c.passed]} | {c.summary} |" for c in self.checks)
         return (
             f"# Certificate: {self.verdict}\n\n| | |\n|---|---|\n{about}\n\n"
-            f"| check | result | measured |\n|---|---|---|\n{rows}\n"
+            f"| check | result | measured |\n|---|---|---|\n{checks}\n"
         )
 
 
@@ -313,14 +313,14 @@ def sampled_distribution(context: Subject) -> Check:
     for call in range(20 * calls):  # more than planned where stop tokens end rows early
         if tokens >= size:
             break
-        rows = [
+        prompts = [
             context.prompts[(call * settings.batch_size + i) % len(context.prompts)] for i in range(settings.batch_size)
         ]
         options = {"temperature": settings.temperature, "seed": context.seed + 1 + call}
         if context.low is not None:  # what the program that draws says of its own distribution
             options["logprobs"] = "raw"
-        result = context.generate(context.fast, rows, **options)
-        found = zip(rows, result.tokens, context.logits(rows, result.tokens), strict=True)
+        result = context.generate(context.fast, prompts, **options)
+        found = zip(prompts, result.tokens, context.logits(prompts, result.tokens), strict=True)
         for i, (prompt, new, by_token) in enumerate(found):
             if result.logprobs is not None:
                 moved += _moved(context, by_token, new, result.logprobs[i])
@@ -330,7 +330,7 @@ def sampled_distribution(context: Subject) -> Check:
                 if p[new[j]] == 0:
                     gap = _outside_by(context, logits, distribution, prompt, new, j)
                     outside.append({"token": int(new[j]), "position": j, "gap": gap})
-                cell = _cells(p)
+                cell = cells_of(p)
                 mass = np.bincount(cell, p, CELLS)
                 observed[cell[new[j]]] += 1
                 expected += mass
@@ -385,8 +385,9 @@ def _calls(settings: Certify) -> int:
     return -(-sample_size(settings) // (settings.batch_size * settings.new_tokens))
 
 
-def _cells(p: np.ndarray) -> np.ndarray:
-    """The cell of every token of the vocabulary. The halves are by a mixed-up token id, so that no half is rare."""
+def cells_of(p: np.ndarray) -> np.ndarray:
+    """The cell of every token of the vocabulary, 0 .. CELLS - 1, under the distribution ``p``. The halves are by a
+    mixed-up token id, so that no half is rare."""
     rank = np.empty(len(p), np.int64)
     rank[np.argsort(-p, kind="stable")] = np.arange(len(p))
     half = (np.arange(len(p), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) & np.uint64(1)

@@ -17,10 +17,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax.data.rows import Rows, spread
-from specjax.distill.losses import negative_log_likelihood
-from specjax.distill.teacher import target_output, with_shared_params
 from specjax.drafters.base import in_training
-from specjax.metrics import alpha_per_position
+from specjax.evaluation.teacher import target_output, with_shared_params
+from specjax.metrics import alpha_per_position, negative_log_likelihood
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime.layout import ONE_DEVICE, Layout
 from specjax.runtime.progress import StepProgress

@@ -92,7 +92,7 @@ def compared(
     return ComparisonRow(source, temperature, drafter, len(by_prompt), k, *figures)
 
 
-def card_rows(decoded: Sequence[Decoded], chose: bool) -> dict[str, str]:
+def card_facts(decoded: Sequence[Decoded], chose: bool) -> dict[str, str]:
     """Rows of a draft's card, one a temperature. ``chose``: these prompts decided which draft it is."""
     found, by = {}, ", which chose this draft" if chose else ""
     for d in decoded:
@@ -112,7 +112,7 @@ def evaluate(
     """One evaluation a model, on held-out ``rows``."""
     chosen = spread(rows, config.eval.positions)
 
-    def measure(missing: list[int]) -> list[dict[str, Any]]:
+    def evaluated(missing: list[int]) -> list[dict[str, Any]]:
         settings = (target, rows, config.eval.positions, config.eval.batch_size)
         with bars("evaluation", -(-len(chosen.tokens) // config.eval.batch_size)) as progress:
             found = evaluate_all(drafter, [models[i] for i in missing], *settings, progress, make_layout(config.mesh))
@@ -120,7 +120,7 @@ def evaluate(
 
     measured_on = (*fingerprint.of_model(target), fingerprint.digest(chosen))
     keys = ["".join((fingerprint.digest(params), *measured_on)) for params in models]
-    return list(map(Evaluation.from_json, _kept(Path(config.out) / _FILE, keys, measure)))
+    return list(map(Evaluation.from_json, _kept(Path(config.out) / _FILE, keys, evaluated)))
 
 
 def decode(
@@ -135,7 +135,7 @@ def decode(
         return {name: [] for name in drafts}
     names = list(drafts)
 
-    def measure(missing: list[int]) -> list[list[dict[str, Any]]]:
+    def decoded(missing: list[int]) -> list[list[dict[str, Any]]]:
         turns: list[list[list[Decoded]]] = []
         with bars("held-out decoding", _TURNS) as progress:
             for turn in range(1, _TURNS + 1):
@@ -146,7 +146,7 @@ def decode(
 
     measured_on = (*fingerprint.of_model(target), decoding.identity)
     keys = ["".join((fingerprint.digest(params), *measured_on)) for params in drafts.values()]
-    found = _kept(Path(config.out) / _FILE, keys, measure)
+    found = _kept(Path(config.out) / _FILE, keys, decoded)
     return {name: list(map(Decoded.from_json, one)) for name, one in zip(names, found, strict=True)}
 
 
@@ -171,13 +171,13 @@ def alphas_by_source(
     }
 
 
-def _kept(file: Path, keys: list[str], measure: Callable[[list[int]], list[Any]]) -> list[Any]:
-    """JSON values, measured once: kept in ``file`` under what they depend on. ``measure``: of the missing ones, given
+def _kept(file: Path, keys: list[str], make: Callable[[list[int]], list[Any]]) -> list[Any]:
+    """JSON values, measured once: kept in ``file`` under what they depend on. ``make``: of the missing ones, given
     their places in ``keys``."""
     keys = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
     known = by_first(lambda: fingerprint.read_record(file, "what is asked of it is measured again")) or {}
     new = {key: i for i, key in reversed([*enumerate(keys)]) if key not in known}
     if new:
-        known |= dict(zip(new, measure(list(new.values())), strict=True))
+        known |= dict(zip(new, make(list(new.values())), strict=True))
         by_first(lambda: fingerprint.write_record(file, known))
     return [known[key] for key in keys]

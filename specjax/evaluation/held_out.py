@@ -20,9 +20,9 @@ from specjax.data.corpus import Document
 from specjax.data.prompts import PLACES, HeldOutPrompt, cut_prompts
 from specjax.decode.decoder import Decoder
 from specjax.decode.result import check_finite
-from specjax.distill.teacher import with_shared_params
 from specjax.drafters.base import TrainedDrafter
 from specjax.errors import ConfigError, DataError
+from specjax.evaluation.teacher import with_shared_params
 from specjax.metrics import DecodeStats, Interval, block_efficiency_interval, tokens_per_s
 from specjax.models.hf import LoadedModel
 from specjax.runtime.layout import make_layout
@@ -41,15 +41,7 @@ class Decoded:
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Decoded:
         """From `dataclasses.asdict`, through JSON."""
-        names = [field.name for field in dataclasses.fields(DecodeStats)]
-
-        def counts(row: Mapping[str, Any]) -> DecodeStats:
-            values: dict[str, Any] = {
-                n: tuple(row[n]) if isinstance(row[n], list) else row[n] for n in names if n in row
-            }
-            return DecodeStats(**values)
-
-        return cls(found["temperature"], list(map(counts, found["by_prompt"])), found["seconds"])
+        return cls(found["temperature"], list(map(DecodeStats.of, found["by_prompt"])), found["seconds"])
 
     @property
     def stats(self) -> DecodeStats:

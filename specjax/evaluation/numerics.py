@@ -88,10 +88,10 @@ def output_logits(
     count, fed = len(tokens), path.fed
     spec, params = (model.spec, model.params) if fed is None else decode_layout(model.spec, model.params)
 
-    def run(rows) -> Any:
+    def run(sequences) -> Any:
         if fed is None:
-            return np.asarray(model.logits(rows))[:, start - 1 : -1]
-        return forced.output_logits(spec, params, rows[:, :start], rows[:, start:], fed)
+            return np.asarray(model.logits(sequences))[:, start - 1 : -1]
+        return forced.output_logits(spec, params, sequences[:, :start], sequences[:, start:], fed)
 
     filled = np.stack([*tokens, *itertools.islice(itertools.cycle(tokens), -count % path.rows)])
     logits = np.concatenate([run(filled[i : i + path.rows]) for i in range(0, len(filled), path.rows)])[:count]
@@ -141,7 +141,9 @@ def greedy_output(target: LoadedModel, prompts: Int[np.ndarray, "P S"], count: i
     )
 
 
-def measure(target: LoadedModel, prompts: Int[np.ndarray, "P S"], count: int, k: int, rows: int) -> Iterator[Drift]:
+def compare_paths(
+    target: LoadedModel, prompts: Int[np.ndarray, "P S"], count: int, k: int, rows: int
+) -> Iterator[Drift]:
     """Every path against single tokens, on the ``count`` greedy tokens after ``prompts``; blocks are of ``k`` + 1
     tokens, batches of ``rows``. First that reference itself: does it choose what the loop chose? Last, in the other
     dtype, blocks against single tokens, on the same prefixes."""
@@ -162,7 +164,7 @@ def measure(target: LoadedModel, prompts: Int[np.ndarray, "P S"], count: int, k:
 
 
 COMPARISONS = 7
-"""How many `measure` yields."""
+"""How many comparisons `compare_paths` yields."""
 
 
 def _path_name(model: LoadedModel, path: ForwardPath) -> str:

@@ -60,7 +60,7 @@ def decoding_figures(
     prompts = [prompt.tokens for prompt in cut]
     timed, tuning = prompts[: settings.prompts], prompts[settings.prompts :]
     factories = {name: _of_length(draft) for name, draft in drafts.items()} | {
-        kind: _registered(kind) for kind in settings.drafters
+        kind: registered(kind) for kind in settings.drafters
     }
     favourite = list(drafts)[-1]
     verifier, sampling = registry.build(registry.VERIFIERS, config.verifier, "verifier"), config.sampling.options()
@@ -79,7 +79,7 @@ def decoding_figures(
         distance = {name: found[name] for name in ("total_variation", "total_variation_of_exact_sampling")}
     return {
         "decoding": measured["decoding"],
-        "comparison": _comparison(measured, [prompt.source for prompt in cut[: settings.prompts]]),
+        "comparison": comparison(measured, [prompt.source for prompt in cut[: settings.prompts]]),
         "figures": {**figures, "recompiles": recompiles, "peak_rss_gb": bench_lib.peak_rss_gb()},
         "compile_seconds": bench.compile_seconds,
         "verifier": {"kind": verifier.kind, "lossless": verifier.lossless, **distance},
@@ -128,7 +128,8 @@ def _of_length(drafter: Any) -> bench_lib.DrafterFactory:
     return lambda k: dataclasses.replace(drafter, k=k)
 
 
-def _registered(kind: str) -> bench_lib.DrafterFactory:
+def registered(kind: str) -> bench_lib.DrafterFactory:
+    """Drafters of a registered kind, by k. Raises `ConfigError` for a kind that is unknown."""
     drafter = registry.resolve(registry.DRAFTERS, kind, "bench.drafters")
     return lambda k: drafter(k=k)
 
@@ -178,7 +179,7 @@ def _figures(measured: Mapping[str, Any], target: LoadedModel) -> dict[str, Any]
     return figures
 
 
-def _comparison(measured: Mapping[str, Any], sources: Sequence[str]) -> list[dict[str, Any]]:
+def comparison(measured: Mapping[str, Any], sources: Sequence[str]) -> list[dict[str, Any]]:
     """Every drafter at the best k of the last draft, beside plain decoding: source by source, at the smallest batch at
     which all of them were decoded."""
     by_prompt: Mapping[bench_lib.Cell, Any] = measured["by_prompt"]

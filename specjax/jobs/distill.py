@@ -19,7 +19,6 @@ from specjax.config import RunConfig, Stage
 from specjax.distill.init import Initial, initial_draft
 from specjax.distill.sources.on_policy import draft_sampler
 from specjax.distill.sources.text import Proposer
-from specjax.distill.teacher import needs_target, with_shared_params
 from specjax.distill.trainer import StageData, Trainer
 from specjax.drafters.base import TrainedDrafter
 from specjax.evaluation import figures
@@ -31,6 +30,7 @@ from specjax.evaluation.held_out import (
     decoding_enabled,
     held_out_decoding,
 )
+from specjax.evaluation.teacher import needs_target, with_shared_params
 from specjax.jobs.exports import MADE_BY, WEIGHTS, card, export, parameter_count, refuse_foreign
 from specjax.jobs.inputs import Prepared, data_directory, naming_inputs, prepare, rows_of, source_context
 from specjax.models.hf import LoadedModel
@@ -223,16 +223,16 @@ def _draft_card(
         f"`{target.name}` ({parameter_count(target.params):,} parameters), "
         f"{'before distillation' if draft.name == 'draft-before' else 'distilled'} {MADE_BY}."
     )
-    rows = {
+    facts = {
         "alpha (E sum min(p, q), held out, temperature 1)": f"{evaluation.alpha:.4f}",
         "loss of the draft, nats a token, held out": f"{evaluation.nll:.4f}",
         "loss of the target": f"{evaluation.target_nll:.4f}",
         "positions measured": f"{evaluation.positions:,}",
-        **figures.card_rows(decoded, draft.name == "draft" and config.selection.select == "best"),
+        **figures.card_facts(decoded, draft.name == "draft" and config.selection.select == "best"),
         WEIGHTS: fingerprint.digest(draft.params),
         "SHA-256 of the target's weights": fingerprint.digest(target.params),
         "SHA-256 of the text": prepared.corpus.digest,
     }
     settings = dataclasses.asdict(config)
     stages = ("draft",) if draft.name == "draft-before" else ("draft", "distill", "selection")
-    return card(draft.name, title, rows, {name: settings[name] for name in ("target", "data", *stages, "seed")})
+    return card(draft.name, title, facts, {name: settings[name] for name in ("target", "data", *stages, "seed")})

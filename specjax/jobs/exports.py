@@ -66,8 +66,8 @@ def set_aside_if_damaged(directory: Path) -> bool:
     return True
 
 
-def card(name: str, title: str, rows: dict[str, str], training: dict) -> str:
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+def card(name: str, title: str, facts: dict[str, str], training: dict) -> str:
+    table = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     settings = yaml.safe_dump(training, sort_keys=False)
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- speculative-decoding\n---\n\n"

@@ -10,14 +10,14 @@ import numpy as np
 
 from specjax.config import RunConfig
 from specjax.errors import DataError
-from specjax.evaluation.numerics import COMPARISONS, measure
+from specjax.evaluation.numerics import COMPARISONS, compare_paths
 from specjax.jobs import inputs
 from specjax.jobs.bench import held_out_prompts
 from specjax.runtime.progress import Bars, no_bars
 
 
 def run_numerics(config: RunConfig, prompts: int, tokens: int, bars: Bars = no_bars) -> dict[str, Any]:
-    """`measure` on held-out prompts of the config, with the largest k and batch size of its benchmark: what
+    """`compare_paths` on held-out prompts of the config, with the largest k and batch size of its benchmark: what
     `specjax numerics --out` writes."""
     settings = config.bench
     k, rows = max(settings.ks), max(settings.batch_sizes)
@@ -39,7 +39,7 @@ def run_numerics(config: RunConfig, prompts: int, tokens: int, bars: Bars = no_b
         raise DataError(f"--prompts {prompts}: {error}") from error
     found = []
     with bars("numerics", COMPARISONS) as progress:
-        for drift in measure(target, texts, tokens, k, rows if rows > 1 else 8):
+        for drift in compare_paths(target, texts, tokens, k, rows if rows > 1 else 8):
             found.append(drift.to_json())
             if progress:
                 progress(len(found), {})

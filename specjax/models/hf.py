@@ -66,14 +66,18 @@ _HUB_FILES = (
 
 @dataclasses.dataclass(eq=False)
 class LoadedModel(LaidOut):
-    """A model ready to run: ``spec`` is static and hashable, ``params`` a nested dict of arrays (as `Model.init`)."""
+    """A model ready to run, in weights laid out as `Model.init` makes them."""
 
     spec: Model
+    """The static, hashable half: a function of its parameters."""
     params: Params
+    """A nested dict of arrays, as `Model.init` makes it."""
     tokenizer: Any = None
+    """A Hugging Face tokenizer; None: prompts are token ids, and there is no text."""
     eos_ids: tuple[int, ...] = ()
     """Token ids that end a generation."""
     name: str = "model"
+    """The directory's or hub id's last part, for messages and model cards."""
     family: str = "llama"
     """The Hugging Face model type it is saved as."""
     generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -81,14 +85,17 @@ class LoadedModel(LaidOut):
 
     @property
     def config(self) -> ModelConfig:
+        """The architecture."""
         return self.spec.config
 
     @property
     def vocab_size(self) -> int:
+        """Number of token ids that the embedding knows."""
         return self.config.vocab_size
 
     @property
     def parameter_count(self) -> int:
+        """Number of weights."""
         return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: self.params)))
 
     @property
@@ -97,8 +104,17 @@ class LoadedModel(LaidOut):
         return jnp.dtype(getattr(self.spec, "dtype", "float32"))
 
     def logits(self, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T V"]:
-        """float32 logits of the token after each position, without a cache. Compiled once a shape. Raises `DataError`
-        for anything else than token ids of the vocabulary, in one array, no longer than the learned positions."""
+        """float32 logits of the token after each position, without a cache. Compiled once a shape.
+
+        Args:
+            tokens: token ids of the vocabulary in one array, no longer than the learned positions.
+
+        Returns:
+            Logits ``[B, T, V]``.
+
+        Raises:
+            DataError: ``tokens`` is anything else.
+        """
         ids = jnp.asarray(_checked_tokens(tokens, self.config), jnp.int32)
         spec, params = (self.spec, self.params) if self.holds_originals else (self.layout().spec, self.layout().params)
         return _logits(spec, params, ids)
@@ -145,14 +161,24 @@ def load_model(
     mesh: Mesh | None = None,
     check_finite: bool = True,
 ) -> LoadedModel:
-    """A Hugging Face directory, or a hub id (downloaded to the hub's cache; without a network, what is there), with
-    weights cast to ``dtype``; None: float32 on CPU, bfloat16 on accelerators; "auto": as they are stored.
+    """Load a Hugging Face directory, or a hub id (downloaded to the hub's cache; without a network, what is there).
 
-    ``revision``: branch, tag or commit of a hub id. ``mesh``: with some of the axes ``data``, ``fsdp`` and ``tensor``,
-    over which `specjax.models.sharding` spreads the weights. NaN and infinite weights are refused, in one pass over
-    them where they lie; ``check_finite=False`` takes them. The host holds one parameter at a time beside what is
-    placed. A directory with a ``SHA256SUMS`` is checked against it first. Raises `ModelError` naming the file, setting
-    or tensor that cannot be read.
+    NaN and infinite weights are refused, in one pass over them where they lie. The host holds one parameter at a time
+    beside what is placed. A directory with a ``SHA256SUMS`` is checked against it first.
+
+    Args:
+        path_or_hub_id: a directory, or an id such as ``org/name``.
+        dtype: what weights are cast to; None: float32 on CPU, bfloat16 on accelerators; "auto": as they are stored.
+        revision: branch, tag or commit of a hub id.
+        mesh: with some of the axes ``data``, ``fsdp`` and ``tensor``, over which `specjax.models.sharding` spreads the
+            weights.
+        check_finite: False takes NaN and infinite weights.
+
+    Returns:
+        The model, with its tokenizer if it has one.
+
+    Raises:
+        ModelError: an argument cannot be used, or a file, setting or tensor cannot be read; the message names it.
     """
     dtype = backend.default_dtype() if dtype is None else dtype
     if dtype not in (*DTYPES, AS_STORED):
@@ -291,13 +317,20 @@ def save_model(
     card: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a Hugging Face directory that `load_model`, transformers and vLLM read, with a ``SHA256SUMS`` manifest.
+    """Write a Hugging Face directory that `load_model`, transformers and vLLM read, with a ``SHA256SUMS`` manifest. The
+    directory appears complete or not at all; with ``overwrite`` the old one is kept until the new one is in place.
 
-    ``dtype``: of the stored weights (default: the model's own). ``card``: the README.md. Weights of more than
-    ``max_shard_bytes`` go to several files, of which the host holds one at a time. The directory appears
-    complete or not at all; with ``overwrite`` the old one is kept until the new one is in place. Raises `ModelError`
-    if it exists and ``overwrite`` is not set, if what is there is not a model directory, or if other processes hold a
-    part of the weights.
+    Args:
+        model: the model.
+        directory: where to write it.
+        dtype: of the stored weights; None: the model's own.
+        overwrite: replace a model directory that is there.
+        card: the README.md; None: a short one.
+        max_shard_bytes: weights of more bytes go to several files, of which the host holds one at a time.
+
+    Raises:
+        ModelError: the directory exists and ``overwrite`` is not set, what is there is not a model directory, other
+            processes hold a part of the weights, an argument cannot be used, or the disk takes no more.
     """
     check_model(model, "save_model")
     dtype = dtype or str(model.dtype)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from markupsafe import Markup
 from specjax.errors import SpecjaxError
 from specjax.report import labels, palette, plots, results
 from specjax.report.results import Results
+from specjax.runtime.files import write_atomically
 
 _PNG_COLUMNS = {"training": 3, "speedup": 2}
 """Plots that are saved as PNG as well, for documents that cannot hold the page."""
@@ -51,11 +50,11 @@ def write(run_dir: Path) -> Path:
     directory = run_dir / "report"
     try:
         directory.mkdir(exist_ok=True)
-        _replace(directory / "summary.json", summary_json(run).encode())
+        write_atomically(directory / "summary.json", summary_json(run))
         for name, content in images.items():
-            _replace(directory / name, content)
-        _replace(directory / "report.md", markdown.encode())
-        _replace(directory / "report.html", html.encode())
+            write_atomically(directory / name, content)
+        write_atomically(directory / "report.md", markdown)
+        write_atomically(directory / "report.html", html)
     except OSError as error:
         raise SpecjaxError(
             f"{directory}: cannot write the report ({error}); free space or mend its permissions"
@@ -138,16 +137,3 @@ def _finite(value: Any) -> Any:
             return [_finite(item) for item in value]
         case _:
             return value
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Readers see the old file or the whole new one."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o644)  # mkstemp keeps it to the owner; a report is for others to read
-        os.replace(name, path)
-    except BaseException:  # Ctrl-C too must leave no partial file; raised again
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -18,6 +18,7 @@ import numpy as np
 
 from specjax.errors import TrainingError, unwritable
 from specjax.runtime.distributed import whole
+from specjax.runtime.files import write_atomically
 
 FILE = "fingerprint.json"
 _SECOND = f".{FILE}"
@@ -179,17 +180,8 @@ def read_record(file: Path, then: str) -> dict[str, Any] | None:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write so that a reader sees the old content or the new, whenever the writer is killed."""
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        with partial.open("w") as out:
-            json.dump(value, out, indent=1, sort_keys=True)
-            out.write("\n")
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
+    """Write JSON in place of what the file held, see `write_atomically`."""
+    write_atomically(file, json.dumps(value, indent=1, sort_keys=True) + "\n", alone=True)
 
 
 def of_record(record: Mapping[str, Any]) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 from specjax.errors import TrainingError, unwritable
 from specjax.runtime.distributed import is_first
+from specjax.runtime.files import write_atomically
 
 LOG = "log.jsonl"
 
@@ -25,10 +25,8 @@ class Log:
         if not is_first():
             return
         kept = [r for r in _parse(file) if r["step"] <= step]
-        partial = file.with_name(f".{file.name}.partial")
         try:
-            partial.write_text("".join(json.dumps(r) + "\n" for r in kept))
-            os.replace(partial, file)
+            write_atomically(file, "".join(json.dumps(r) + "\n" for r in kept), alone=True)
         except OSError as error:
             raise unwritable(self._file, error) from None
 

@@ -13,6 +13,7 @@ from typing import Any
 from specjax.errors import unwritable
 from specjax.models.files import sha256
 from specjax.runtime import fingerprint
+from specjax.runtime.files import write_atomically
 
 DAMAGED, REPLACED = ".damaged", ".replaced"
 """Of the name of what was set aside."""
@@ -21,20 +22,13 @@ _log = logging.getLogger(__name__)
 
 def write(file: Path, content: bytes, record: dict[str, Any]) -> dict[str, Any]:
     """Returns the record as written. Raises `TrainingError` if the disk takes no more; nothing half-written stays."""
-    partial = file.with_name(f".{file.name}.partial")
     record = {"sha256": hashlib.sha256(content).hexdigest(), **record}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(partial, file)
+        write_atomically(file, content, alone=True)
         fingerprint.write_json(_record_file(file), record)
     except OSError as error:
         raise unwritable(file, error) from None
-    finally:
-        partial.unlink(missing_ok=True)
     return record
 
 

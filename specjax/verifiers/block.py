@@ -18,7 +18,8 @@ from specjax.verifiers.chain import Acceptance, ChainVerifier, at, ratios
 
 @dataclasses.dataclass(frozen=True)
 class Block(ChainVerifier):
-    """Exact for sampled drafts and for deterministic ones (``draft.logits`` None: q is a point mass)."""
+    """Block verification (2403.10444), lossless: the drafts are judged together. Exact for sampled drafts and for
+    deterministic ones (``draft.logits`` None: q is a point mass)."""
 
     kind: Literal["block"] = "block"
     lossless: ClassVar[bool] = True
@@ -26,8 +27,9 @@ class Block(ChainVerifier):
     last_success: ClassVar[bool] = True
 
     def acceptance(self, draft, p, q) -> Acceptance:
-        """b_i = min(1, b_(i-1) p/q), b_0 = 1; what is left after i tokens is S_i = sum (b_i p - q)+ of position i + 1.
-        The last valid position succeeds with b, one before it with S_i / (S_i + 1 - b_i)."""
+        """The chance that each position succeeds, and the weight of the residual after it. b_i = min(1, b_(i-1) p/q),
+        b_0 = 1; what is left after i tokens is S_i = sum (b_i p - q)+ of position i + 1. The last valid position
+        succeeds with b, one before it with S_i / (S_i + 1 - b_i)."""
         ratio = ratios(draft, p, q)
         weights = [jnp.ones(len(ratio), ratio.dtype)]
         for i in range(ratio.shape[1]):  # the clamp acts on every factor, not on the product

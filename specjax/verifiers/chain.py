@@ -1,5 +1,6 @@
-"""What chain verifiers share. A rule gives the chance to keep each draft token and the unnormalised distribution of the
-token after them; counting, drawing and the exact `distribution` are here, so that what is proven is what is sampled.
+"""The common part of chain verifiers. A rule gives the chance to keep each draft token and the unnormalised
+distribution of the token after them; counting, drawing and the exact `distribution` are here, so that what is proven is
+what is sampled.
 
 Dims: B rows, K draft length, K1 = K + 1, V vocabulary.
 """
@@ -21,23 +22,25 @@ _TINY = 1e-12
 
 
 class Acceptance(NamedTuple):
-    """``accept_prob[b, i]``: the chance that position i succeeds. ``weight[b, n]``: w in the residual ``(w p - q)+``
-    after n tokens; None for 1. Positions that are not valid are ignored."""
+    """The chances that a rule gives to the positions of a draft; positions that are not valid are ignored."""
 
     accept_prob: Float[Array, "B K"]
+    """The chance that position i succeeds."""
     weight: Float[Array, "B K1"] | None = None
+    """w in the residual ``(w p - q)+`` after n tokens; None for 1."""
 
 
 class ChainVerifier:
-    """Keeps a prefix of the draft, then one token from the residual; the target's next distribution after the whole
-    draft."""
+    """A verifier of chains: keeps a prefix of the draft, then draws one token from the residual, or after the whole
+    draft from the target's next distribution."""
 
     noise: ClassVar[Literal["fresh", "coupled", "none"]] = "fresh"
     last_success: ClassVar[bool] = False
     """Keep up to the last position that succeeds, not up to the first that fails."""
 
     def acceptance(self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None) -> Acceptance:
-        """``q`` None: the draft is certain (a point mass at each token)."""
+        """The chance that each draft token is kept, given the probabilities of target and draft. ``q`` None: the draft
+        is certain (a point mass at each token)."""
         raise NotImplementedError
 
     def residual(
@@ -60,7 +63,8 @@ class ChainVerifier:
     def distribution(
         self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None
     ) -> VerdictDistribution:
-        """Exact, for any float type. ``p``, ``q``: the probabilities of target and draft."""
+        """The exact distribution of the verdict, for any float type. ``p``, ``q``: the probabilities of target and
+        draft."""
         acceptance = self.acceptance(draft, p, q)
         keep = jnp.where(draft.valid, acceptance.accept_prob, 0.0).astype(p.dtype)
         counts = last_success_distribution(keep) if self.last_success else leading_run_distribution(keep)
@@ -90,22 +94,22 @@ def last_success(success: Bool[Array, "B K"]) -> Int[Array, " B"]:
 
 
 def leading_run_distribution(keep: Float[Array, "B K"]) -> Float[Array, "B K1"]:
-    """Pr(`leading_run` = n) of independent successes."""
+    """Distribution of `leading_run` for independent successes."""
     one = jnp.ones((len(keep), 1), keep.dtype)
     reached = jnp.concatenate([one, jnp.cumprod(keep, axis=1)], axis=1)
     return reached * jnp.concatenate([1.0 - keep, one], axis=1)
 
 
 def last_success_distribution(keep: Float[Array, "B K"]) -> Float[Array, "B K1"]:
-    """Pr(`last_success` = n) of independent successes."""
+    """Distribution of `last_success` for independent successes."""
     one = jnp.ones((len(keep), 1), keep.dtype)
     failed_after = jnp.cumprod((1.0 - keep)[:, ::-1], axis=1)[:, ::-1]
     return jnp.concatenate([one, keep], axis=1) * jnp.concatenate([failed_after, one], axis=1)
 
 
 def ratios(draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None) -> Float[Array, "B K"]:
-    """p(x) / q(x) of every draft token, so that ``u < ratio`` is ``u q(x) < p(x)``: where q(x) = 0, which is never
-    drawn, 1 if p(x) > 0. What is not finite gives NaN, which nothing is below."""
+    """p(x) / q(x) for every draft token, so that ``u < ratio`` is ``u q(x) < p(x)``: where q(x) = 0, which is never
+    drawn, 1 if p(x) > 0. Values that are not finite give NaN, which nothing is below."""
     p_drafted = at(p[:, :-1], draft.tokens)
     if q is None:
         return p_drafted
@@ -115,9 +119,10 @@ def ratios(draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | N
 
 
 def at(probabilities: Float[Array, "B K V"], tokens: Int[Array, "B K"]) -> Float[Array, "B K"]:
+    """The probability of each token at its position."""
     return jnp.take_along_axis(probabilities, tokens[..., None], axis=-1)[..., 0]
 
 
 def row(values: Array, index: Int[Array, " B"]) -> Array:
-    """``values[b, index[b]]``."""
+    """The entry ``values[b, index[b]]`` of each row."""
     return jnp.take_along_axis(values, index.reshape(-1, *[1] * (values.ndim - 1)), axis=1)[:, 0]

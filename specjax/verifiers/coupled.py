@@ -23,7 +23,8 @@ from specjax.verifiers.matching import walk
 
 @dataclasses.dataclass(frozen=True)
 class Coupled:
-    """Keep draft tokens while they equal the target's choice. Needs no draft probabilities and no residual."""
+    """Drafter-invariant coupling (2408.07978), lossless: keep draft tokens while they equal the target's choice under
+    shared noise. Needs no draft probabilities and no residual."""
 
     kind: Literal["coupled"] = "coupled"
     lossless: ClassVar[bool] = True
@@ -42,7 +43,8 @@ class Coupled:
     def distribution(
         self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None
     ) -> VerdictDistribution:
-        """Over the noise, given the drafts it chose; exact for any float type, for small vocabularies (V^3 memory)."""
+        """The exact distribution of the verdict over the noise, given the drafts it chose, for any float type and small
+        vocabularies (V^3 memory)."""
         if q is None:
             chosen = p[:, :-1]
         else:

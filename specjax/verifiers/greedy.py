@@ -19,7 +19,8 @@ from specjax.verifiers.matching import walk
 
 @dataclasses.dataclass(frozen=True)
 class Greedy:
-    """Output equals greedy decoding token for token. Used for every all-greedy batch; needs no noise."""
+    """Greedy verification (2211.17192, temperature 0), lossless: keep draft tokens while they equal the target's
+    argmax. Output equals greedy decoding token for token. Used for every all-greedy batch; needs no noise."""
 
     kind: Literal["greedy"] = "greedy"
     lossless: ClassVar[bool] = True
@@ -34,7 +35,8 @@ class Greedy:
     def distribution(
         self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None
     ) -> VerdictDistribution:
-        """Exact, for any float type: of the distribution whose argmax it takes, not of ``p``."""
+        """The exact distribution of the verdict, for any float type: under the distribution whose argmax it takes, not
+        under ``p``."""
         best = sampling.argmax(p)
         keep = ((draft.tokens == best[:, :-1]) & draft.valid).astype(p.dtype)
         return VerdictDistribution(leading_run_distribution(keep), jax.nn.one_hot(best, p.shape[-1], dtype=p.dtype))

@@ -14,9 +14,11 @@ from specjax.verifiers.chain import Acceptance, ChainVerifier, ratios
 
 @dataclasses.dataclass(frozen=True)
 class Lenient(ChainVerifier):
-    """LOSSY below lenience 1: accept with probability min(1, p / (l q)), else draw from norm((p - l q)+)."""
+    """Lenience (2211.17192, appendix), LOSSY below 1: accept with probability min(1, p / (l q)), else draw from norm((p
+    - l q)+)."""
 
     lenience: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """l; at 1 the token rule."""
     kind: Literal["lenient"] = "lenient"
     lossless: ClassVar[bool] = False
     reference: ClassVar[str] = "2211.17192"

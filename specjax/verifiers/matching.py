@@ -1,4 +1,4 @@
-"""Rules that know the target's choice at every node before they look at the draft: they walk while it was drafted.
+"""Rules that know the target's choice at every node before they look at the draft: they walk down it while it agrees.
 
 Dims: B rows, N drafted tokens, N1 = N + 1, V vocabulary.
 """
@@ -14,8 +14,8 @@ from specjax.verifiers.chain import row
 
 
 def walk(draft: Draft, chosen: Int[Array, "B N1"], usable: Bool[Array, "B N1"]) -> Verdict:
-    """Keeps drafted tokens while they are what the target chose at the node before; where ``usable`` is not, it chose
-    nothing. Then its choice at the last node."""
+    """The verdict that keeps drafted tokens while they are what the target chose at the node before, then its choice at
+    the last node. Where ``usable`` is false, it chose nothing."""
     if draft.parents is None:
         count = leading_run((draft.tokens == chosen[:, :-1]) & usable[:, :-1] & draft.valid)
         return Verdict(count, row(chosen, count))

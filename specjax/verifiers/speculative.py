@@ -11,7 +11,8 @@ from specjax.verifiers.chain import Acceptance, ChainVerifier, ratios
 
 @dataclasses.dataclass(frozen=True)
 class Speculative(ChainVerifier):
-    """Exact for sampled drafts and for deterministic ones (``draft.logits`` None: q is a point mass)."""
+    """Speculative sampling, token by token (2211.17192, 2302.01318), lossless: keep x with probability min(1, p(x) /
+    q(x)). Exact for sampled drafts and for deterministic ones (``draft.logits`` None: q is a point mass)."""
 
     kind: Literal["speculative"] = "speculative"
     lossless: ClassVar[bool] = True

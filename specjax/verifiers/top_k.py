@@ -14,9 +14,11 @@ from specjax.verifiers.chain import Acceptance, ChainVerifier, at
 
 @dataclasses.dataclass(frozen=True)
 class TopK(ChainVerifier):
-    """LOSSY: no randomness in the acceptance, the target's own distribution after it. Ties with the k-th are kept."""
+    """Top-k acceptance (as in 1811.03115, section 5.1), LOSSY: keep a token among the target's k most likely; ties with
+    the k-th are kept. No randomness in the acceptance, the target's own distribution after it."""
 
     k: Annotated[int, Field(ge=1)] = 4
+    """The number of most likely tokens."""
     kind: Literal["top_k"] = "top_k"
     lossless: ClassVar[bool] = False
     reference: ClassVar[str] = "1811.03115"

@@ -14,11 +14,13 @@ from specjax.verifiers.chain import Acceptance, ChainVerifier, at
 
 @dataclasses.dataclass(frozen=True)
 class Typical(ChainVerifier):
-    """LOSSY: keep x while p(x) > min(epsilon, delta exp(-H(p))), H in nats; after that the target's own
-    distribution."""
+    """Typical acceptance (Medusa, 2401.10774), LOSSY: keep x while p(x) > min(epsilon, delta exp(-H(p))), H the entropy
+    in nats; after that the target's own distribution."""
 
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.09
+    """The probability that is always enough."""
     delta: Annotated[float, Field(gt=0)] = 0.3
+    """The share of exp(-H(p)) that is enough where the target is undecided."""
     kind: Literal["typical"] = "typical"
     lossless: ClassVar[bool] = False
     reference: ClassVar[str] = "2401.10774"

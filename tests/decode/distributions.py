@@ -11,6 +11,7 @@ import numpy as np
 from scipy import stats
 
 from specjax.decode.decoder import Decoder
+from tests import cases
 
 LAWS = 60
 """Bonferroni: there are no more distribution tests than this."""
@@ -18,14 +19,7 @@ LEVEL = 1e-3 / LAWS
 ROWS, CALLS = 2048, 36
 SMOKE_CALLS, SMOKE_LEVEL = 8, 1e-3
 NEUTRAL: dict[str, Any] = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_new_tokens": 0,
+    **cases.NEUTRAL,
     "logit_bias": {},
     "banned_tokens": [],
     "allowed_tokens": [],

@@ -19,7 +19,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -36,6 +35,7 @@ from specjax.distill.step import TrainState
 from specjax.runtime import checkpoint, fingerprint
 from specjax.runtime.checkpoint import Checkpoints
 from specjax.runtime.log import read_log
+from tests import processes
 from tests.distill import test_on_policy, toys
 
 PHASES = ("step", "save", "evaluation", "manifest")
@@ -122,7 +122,7 @@ def start(directory: Path, kill: Kill | None = None) -> int:
     cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     environment = {**os.environ, **cache, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.distill.faults", str(directory), *plan]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    done = processes.run(command, root, environment)
     if done.returncode not in (0, -signal.SIGKILL):
         raise RuntimeError(f"the training process failed by itself:\n{done.stderr}")
     return done.returncode

@@ -16,9 +16,9 @@ from specjax.distill import init
 from specjax.distill.init import SharedEnds, initial_draft
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import TrainState, Update
-from specjax.distill.teacher import with_shared_params
 from specjax.errors import ConfigError, TrainingError
 from specjax.evaluation.evaluate import evaluate
+from specjax.evaluation.teacher import with_shared_params
 from specjax.models.families import family_of
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.models.transformer import Model

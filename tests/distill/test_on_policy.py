@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -25,6 +24,7 @@ from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import TrainingError
 from specjax.runtime import fingerprint
 from specjax.runtime.layout import ONE_DEVICE
+from tests import processes
 from tests.distill import toys
 from tests.distill.toys import LENGTH, VOCAB, BigramDraft, Interrupt, assert_same, interrupt_after, train_stage
 
@@ -94,8 +94,8 @@ def test_an_interrupted_stage_resumes_to_the_same_weights(step, uninterrupted, t
 def test_a_stage_killed_by_the_system_resumes_to_the_same_weights(uninterrupted, tmp_path):
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", KILLED_AFTER_7, str(tmp_path / "stage")]
-    killed = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    killed = processes.run(command, root, {**os.environ, "PYTHONPATH": str(root)})
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert_same(train(tmp_path / "stage"), uninterrupted[1])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -9,9 +10,7 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from specjax.runtime.checkpoint import Checkpoints
 from specjax.runtime.layout import Layout, make_layout
 from specjax.runtime.log import read_log
 from specjax.types import Reads, TrainingForm
+from tests import processes
 from tests.cases import in_proof
 from tests.distill import scale, test_on_policy, toys
 from tests.distill.scale import FOUR, SHAPE, Trained
@@ -93,19 +93,18 @@ def test_fifty_steps_over_a_mesh_are_those_of_one_device(mesh):
     same_training(found.losses, found.gradient, expected)
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
-    """A process of two devices."""
+def start(*commands: list[str]) -> contextlib.AbstractContextManager[processes.Group]:
+    """Processes of two devices each."""
     flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
     environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    options: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen([sys.executable, *command], text=True, **options)
+    return processes.started(*([sys.executable, *command] for command in commands), cwd=ROOT, env=environment)
 
 
 def in_processes(*commands: list[str]) -> None:
-    """At once."""
-    for process in [start(command) for command in commands]:
-        output, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, output[-4000:]
+    """All at once, each to a good end."""
+    with start(*commands) as group:
+        for process in group.finish():
+            assert process.returncode == 0, process.output[-4000:]
 
 
 def free_port() -> str:
@@ -225,17 +224,16 @@ def test_sigterm_to_one_of_two_processes_saves_and_ends_both_at_one_step(tmp_pat
         commands = [
             ["train_draft.py", str(tmp_path / "run.yaml"), *settings, f"distributed.process_id={i}"] for i in (0, 1)
         ]
-        running = [start(command) for command in commands]
-        if stop:
-            log = tmp_path / out / "draft-distill" / "log.jsonl"
-            while not (log.exists() and log.read_text()):
-                assert all(process.poll() is None for process in running)
-                time.sleep(0.1)
-            running[1].terminate()
-        for process in running:
-            output, _ = process.communicate(timeout=600)
-            assert process.returncode == (143 if stop else 0), output[-4000:]
-            steps.update(re.findall(r"stopped by SIGTERM; step (\d+) is saved", output))
+        with start(*commands) as group:
+            if stop:
+                log = tmp_path / out / "draft-distill" / "log.jsonl"
+                running = group.processes
+                group.wait_until(lambda: any(p.ended for p in running) or (log.exists() and log.read_text() != ""))
+                assert not any(p.ended for p in running), [p.so_far.output[-4000:] for p in running]
+                running[1].terminate()
+            for process in group.finish():
+                assert process.returncode == (143 if stop else 0), process.output[-4000:]
+                steps.update(re.findall(r"stopped by SIGTERM; step (\d+) is saved", process.output))
 
     steps: set[str] = set()
     train("stopped", stop=True)

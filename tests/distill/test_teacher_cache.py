@@ -17,7 +17,6 @@ import pytest
 from specjax.data.rows import Batches, ConcatenatedRows, take
 from specjax.distill import teacher_cache
 from specjax.distill.distributions import acceptance, top_k_logits
-from specjax.distill.teacher import target_output
 from specjax.distill.teacher_cache import (
     cached_rows,
     from_records,
@@ -29,6 +28,7 @@ from specjax.distill.teacher_cache import (
     to_records,
 )
 from specjax.errors import ConfigError, TrainingError
+from specjax.evaluation.teacher import target_output
 from specjax.runtime.log import read_log
 from specjax.types import TopKLogits
 from tests.distill import toys

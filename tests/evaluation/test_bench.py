@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -44,10 +45,10 @@ def pair(k: int) -> list[tuple[str, int | None]]:
     return [(AUTOREGRESSIVE, None), ("draft_after", k)]
 
 
-def make(sampling=None, **changes) -> Bench:
+def make(sampling=None, prompts=PROMPTS, **changes) -> Bench:
     drafters = {"draft_after": lambda k: DraftModel(DRAFT, k), "ngram": lambda k: NGram(k, min_n=1)}
     settings = dataclasses.replace(SETTINGS, **changes)
-    return Bench(TARGET, drafters, settings, PROMPTS, TUNING, Speculative(), sampling or {}, seed=0)
+    return Bench(TARGET, drafters, settings, prompts, TUNING, Speculative(), sampling or {}, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +61,7 @@ def measured():
 
 def test_a_k_is_chosen_on_all_tuning_prompts_and_the_slow_ones_drop_out(monkeypatch):
     """Seconds are given: k = 2 looks best on the first prompts, k = 1 is within reach of it and best on all."""
-    bench, asked, ticks = make(ks=(1, 2, 3)), [], []
-    monkeypatch.setattr(bench, "_prompts", PROMPTS[:2])
+    bench, asked, ticks = make(prompts=PROMPTS[:2], ks=(1, 2, 3)), [], []
 
     def run(cells, prompts, tick):
         asked.append(([cell.k for cell in cells], list(prompts)))
@@ -72,7 +72,7 @@ def test_a_k_is_chosen_on_all_tuning_prompts_and_the_slow_ones_drop_out(monkeypa
         return {cell: Run(seconds[cell.k], [], DecodeStats(1, 1, (), (), ())) for cell in cells}
 
     monkeypatch.setattr(bench, "run", run)
-    best, found = bench._tune("draft_after", lambda: ticks.append(None))
+    best, found = bench.tune("draft_after", lambda: ticks.append(None))
     assert best == {0.0: 1, 1.0: 1}
     assert asked[:2] == [([1, 2, 3], TUNING[:2]), ([1, 2], TUNING[2:])]
     assert len(ticks) == 2 * 3 * 4, "those that dropped out are counted as done"
@@ -96,7 +96,7 @@ def test_every_point_of_the_grid_is_there_once_and_batch_1_for_the_headline(meas
 
 def test_the_comparison_by_source_is_of_the_prompts_of_that_source(measured):
     """Three prompts at batch 2 are four rows: the first prompt's two count as one prompt."""
-    rows = measure._comparison(measured, ["a", "b", "a"])
+    rows = measure.comparison(measured, ["a", "b", "a"])
     assert [(r["source"], r["prompts"]) for r in rows if r["drafter"] == AUTOREGRESSIVE and r["temperature"] == 0] == [
         ("a", 2),
         ("b", 1),
@@ -115,8 +115,9 @@ def test_the_comparison_by_source_is_of_the_prompts_of_that_source(measured):
 def test_speedups_are_ratios_of_wall_times_at_the_same_batch_and_temperature(monkeypatch):
     """Every batch takes 1, 2, 3, ... units in the order decoded, so each ratio tells which runs it compares."""
     bench, clock = make(batch_sizes=(1,), ks=(1,), temperatures=(0.0,)), itertools.count(1)
-    decode = Bench._decode
-    monkeypatch.setattr(Bench, "_decode", lambda *args: dataclasses.replace(decode(*args), seconds=float(next(clock))))
+    # The benchmark looks at the clock before and after each batch.
+    looks = (float(time) for n in clock for time in (0, n))
+    monkeypatch.setattr(bench_lib, "time", SimpleNamespace(perf_counter=lambda: next(looks)))
     measured = bench.measure("draft_after")
     seconds = {row["drafter"]: row["seconds"] for row in measured["decoding"]}
     # Four tuning prompts; then three prompts with three cells in turns; then the pair alone in turns.
@@ -141,24 +142,41 @@ def test_greedy_rows_are_compared_and_sampled_ones_are_not(measured):
 def test_a_token_that_differs_is_found_with_the_targets_margin_there():
     bench = make(sampling={"logit_bias": {3: 0.5}})
     [plain] = bench.run([Cell(AUTOREGRESSIVE, 0, 1, 0.0)], PROMPTS).values()
-    assert bench._differences(plain, plain) == []
+    assert bench.differences(plain, plain) == []
     changed = [list(tokens) for tokens in plain.tokens]
     changed[1][4] = (changed[1][4] + 1) % TARGET.config.vocab_size
-    [found] = bench._differences(dataclasses.replace(plain, tokens=changed), plain)
+    [found] = bench.differences(dataclasses.replace(plain, tokens=changed), plain)
     logits = TARGET.logits(np.asarray([[*PROMPTS[1], *plain.tokens[1][:4]]], np.int32))[0, -1]
     top = np.sort(np.asarray(logits) + np.where(np.arange(TARGET.config.vocab_size) == 3, 0.5, 0.0))
     assert (found["prompt"], found["position"]) == (1, 4)
     assert found["margin"] == pytest.approx(float(top[-1] - top[-2]), abs=1e-6)
 
 
-def test_the_prediction_is_the_ratio_of_the_parts(monkeypatch):
+def test_the_prediction_is_the_ratio_of_the_parts():
     """Both drafts are always accepted: 5 blocks of 2 units for 14 tokens, 14 steps of 1, prefill 3 and 4 units."""
-    bench = make(new_tokens=14)
-    stats = DecodeStats(blocks=4, emitted=12, drafted_at=(4, 4), reached_at=(4, 4), accepted_at=(4, 4))
-    steps = {0: [costs.StepCosts(1.0, 0.0, 1.0, 1.0)], 2: [costs.StepCosts(1.0, 0.5, 1.7, 2.0)]}
-    monkeypatch.setattr(bench, "_costs", lambda cell: steps[cell.k])
-    monkeypatch.setattr(bench, "_prefill_seconds", lambda cell: 4.0 if cell.k else 3.0)
-    assert bench._predict(Cell("draft_after", 2, 1, 1.0), stats) == pytest.approx((3 + 14) / (4 + 2 * 5))
+    plain, fast = costs.StepCosts(1.0, 0.0, 1.0, 1.0), costs.StepCosts(1.0, 0.5, 1.7, 2.0)
+    found = bench_lib.predicted_speedup((3.0, 4.0), ([plain], [fast]), (1.0, 1.0), 14)
+    assert found == pytest.approx((3 + 14) / (4 + 2 * 5))
+
+
+def test_the_headline_predicts_from_its_own_costs_and_the_acceptance_on_the_tuning_prompts(monkeypatch):
+    """As above, with one draft in four accepted on the timed prompts: 14 tokens then take other numbers of blocks."""
+    bench = make(new_tokens=14, batch_sizes=(1,), temperatures=(1.0,), drafters=())
+    steps = {0: costs.StepCosts(1.0, 0.0, 1.0, 1.0), 2: costs.StepCosts(1.0, 0.5, 1.7, 2.0)}
+
+    def run(cells, prompts, tick=None):
+        accepted = (4, 4) if prompts[0] in TUNING[:1] + TUNING[3:] else (1, 0)
+        stats = {0: DecodeStats(14, 14, (), (), ()), 2: DecodeStats(4, 12, (4, 4), (4, 4), accepted)}
+        return {c: Run(1.0, [[0] * 14] * len(prompts), stats[c.k], [(1.0, stats[c.k])] * len(prompts)) for c in cells}
+
+    monkeypatch.setattr(bench, "run", run)
+    monkeypatch.setattr(bench, "timer", lambda _, k: SimpleNamespace(turn=lambda: None, costs=lambda: [[steps[k]]]))
+    # A start gives the state after prefill, whose counters are as wide as its blocks are long.
+    monkeypatch.setattr(costs, "median_seconds", lambda start, _: 4.0 if start().counters.drafted_at.size else 3.0)
+    headline = bench.measure("draft_after")["headline"][1.0]
+    assert headline["speedup_predicted"] == pytest.approx((3 + 14) / (4 + 2 * 5))
+    in_sample = (3 + 14) / (4 + 2 * expected_blocks((0.25, 0.0), 14))
+    assert headline["speedup_predicted_in_sample"] == pytest.approx(in_sample)
 
 
 def test_the_expected_number_of_blocks_counts_the_one_that_the_budget_cuts():
@@ -184,7 +202,7 @@ def test_k_is_the_fastest_on_other_prompts_and_its_acceptance_is_counted_on_all_
         return {cell: bench_lib.Run({1: 3.0, 3: 2.0}[cell.k], [], stats) for cell in cells}
 
     monkeypatch.setattr(bench, "run", run)
-    best, runs = bench._tune("draft_after", lambda: None)
+    best, runs = bench.tune("draft_after")
     assert best == {0.0: 3, 1.0: 3}
     assert asked == [([1, 3], TUNING[:3]), ([3], TUNING[3:])] * 2
     assert {(cell.k, run.stats.blocks) for cell, run in runs.items()} == {(1, 1), (3, 2)}
@@ -192,9 +210,9 @@ def test_k_is_the_fastest_on_other_prompts_and_its_acceptance_is_counted_on_all_
 
 def test_costs_of_a_step_are_more_than_those_of_its_passes_and_a_lost_bench_is_freed():
     bench = make()
-    bench._timer("draft_after", 3).turn()
+    bench.timer("draft_after", 3).turn()
     for temperature in (0.0, 1.0):
-        [cost] = bench._costs(Cell("draft_after", 3, 1, temperature))
+        [cost] = bench.costs(Cell("draft_after", 3, 1, temperature))
         assert cost.target > 0
         assert cost.draft > 0
         assert cost.overhead == pytest.approx(cost.step / cost.passes)
@@ -279,7 +297,7 @@ def test_the_programs_of_a_large_batch_are_freed_before_the_next_ones(monkeypatc
             made.append(weakref.ref(engine_lib.compiled_chunk(engine)))
         return {cell: Run(1.0, [], DecodeStats(1, 1, (), (), ())) for cell in cells}
 
-    monkeypatch.setattr(bench, "_compile", lambda *_: None)
+    monkeypatch.setattr(Decoder, "compile", lambda *_, **__: None)
     monkeypatch.setattr(bench, "run", run)
     with pytest.raises(Tuned):
         bench.measure("draft_after")
@@ -315,7 +333,7 @@ def test_figures_of_a_lossy_rule_say_so_and_how_far_it_is(tiny_target, tiny_draf
 
 def test_a_registered_drafter_takes_part_by_its_name(monkeypatch):
     assert config.Bench(drafters=()).drafters == ()
-    assert measure._registered("ngram")(4) == NGram(k=4)
+    assert measure.registered("ngram")(4) == NGram(k=4)
     with pytest.raises(ConfigError, match="min_n=5"):
         NGram(min_n=5, max_n=2)
     with pytest.raises(ConfigError, match="greater than or equal to 1"):
@@ -329,5 +347,5 @@ def test_the_comparison_of_all_prompts_is_the_grids_own_number():
     stats = DecodeStats(blocks=10, emitted=10, drafted_at=(), reached_at=(), accepted_at=())
     by_prompt = [([turn[i] for turn in turns], stats) for i in range(2)]
     measured = {"by_prompt": {cell: by_prompt}, "best_k": {0.0: 3}}
-    [row] = measure._comparison(measured, ["text", "text"])
+    [row] = measure.comparison(measured, ["text", "text"])
     assert row["tokens_per_s"] == 20 / 5.0

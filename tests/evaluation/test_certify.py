@@ -225,7 +225,7 @@ def test_the_sample_size_has_its_power():
 
 def test_cells_are_a_partition_by_rank_and_half():
     p = np.random.default_rng(0).dirichlet(np.ones(2048))
-    cells = certify_lib._cells(p)
+    cells = certify_lib.cells_of(p)
     assert set(cells) <= set(range(CELLS))
     assert set(cells[np.argsort(-p)[:1]]) <= {0, 1}
     assert {len(np.flatnonzero(cells // 2 == g)) for g in range(8)} == {1, 2, 4, 8, 48, 192, 1792}

@@ -167,7 +167,7 @@ def test_a_fault_of_block_passes_is_found_at_its_position(tiny_target, decoded, 
 
 
 def test_measure_compares_every_path_and_bfloat16_drifts_most(tiny_target):
-    found = list(numerics.measure(tiny_target, PROMPTS, COUNT, K, ROWS))
+    found = list(numerics.compare_paths(tiny_target, PROMPTS, COUNT, K, ROWS))
     assert len(found) == numerics.COMPARISONS
     assert [(drift.name, drift.reference) for drift in found] == [
         ("float32", "the loop"),
@@ -206,12 +206,12 @@ def settings(**bench) -> config.RunConfig:
 def test_a_run_measures_held_out_prompts_of_the_config(prepared, monkeypatch):
     seen = []
 
-    def measure(target, prompts, count, k, rows):
+    def compare_paths(target, prompts, count, k, rows):
         seen.append((prompts.shape, count, k, rows))
         logits, chosen = random_logits()
         yield compare(NAMES, logits, logits, chosen)
 
-    monkeypatch.setattr(numerics_job, "measure", measure)
+    monkeypatch.setattr(numerics_job, "compare_paths", compare_paths)
     found = numerics_job.run_numerics(settings(), prompts=2, tokens=3)
     numerics_job.run_numerics(settings(batch_sizes=(1, 4), ks=(2, 5)), prompts=1, tokens=4)
     assert seen == [((2, 6), 3, 2, 8), ((1, 6), 4, 5, 4)]  # without a larger batch in the grid, of 8

@@ -14,9 +14,9 @@ import pytest
 
 import specjax
 from specjax import config
-from specjax.distill.teacher import target_output
 from specjax.errors import ConfigError, TrainingError
 from specjax.evaluation.certify import certify
+from specjax.evaluation.teacher import target_output
 from specjax.jobs import certify as certify_job
 from specjax.jobs import distill as job
 from specjax.runtime import fingerprint

@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import shutil
-import subprocess
 import sys
 from typing import Any
 
@@ -22,6 +21,7 @@ from specjax.errors import ModelError
 from specjax.models import hf
 from specjax.models.hf import load_model, save_model
 from specjax.models.transformer import Model
+from tests import processes
 from tests.models.directories import TOKENS, make_tokenizer, same_params
 
 # --- round trips --------------------------------------------------------------------------------------------------
@@ -239,7 +239,9 @@ def test_importing_transformers_hides_its_torch_notice_and_nothing_else():
         "import logging; from specjax.models import hf; import sys; assert 'transformers' not in sys.modules\n"
         "hf.import_transformers(); logging.getLogger('transformers').warning('a real warning')"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    done = processes.run([sys.executable, "-c", code])
+    shown = done.stderr
+    assert done.returncode == 0, shown
     assert "a real warning" in shown
     assert "PyTorch was not found" not in shown
     assert not logging.getLogger("transformers").filters

@@ -18,7 +18,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import DataError, ModelError
 from specjax.evaluation.bench import count_recompiles
-from specjax.evaluation.numerics import measure
+from specjax.evaluation.numerics import compare_paths
 from specjax.evaluation.target_distribution import TargetDistribution
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
@@ -134,7 +134,7 @@ def test_padding_compiles_nothing_anew(tiny_target, tiny_draft):
 def test_numerics_compare_what_the_loop_can_choose(tiny_target):
     target = padded_transformer(tiny_target, 320)
     prompts = np.asarray([target.tokenizer("def add(first")["input_ids"][:4]], np.int32)
-    first = next(iter(measure(target, prompts, count=4, k=2, rows=2)))
+    first = next(iter(compare_paths(target, prompts, count=4, k=2, rows=2)))
     assert first.differences == []
 
 

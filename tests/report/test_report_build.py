@@ -1,4 +1,5 @@
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -7,7 +8,6 @@ import pytest
 
 from specjax import report
 from specjax.errors import SpecjaxError
-from specjax.report import writer
 
 
 class Page(HTMLParser):
@@ -273,7 +273,7 @@ def test_failed_write_keeps_the_old_report_and_no_temporary_file(plotless, save,
     def full(*args):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(writer.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(SpecjaxError, match="No space left on device"):
         report.build(run_dir)
     assert [path.name for path in directory.iterdir()] == ["report.html"]

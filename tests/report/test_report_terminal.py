@@ -1,7 +1,6 @@
 import dataclasses
 import io
 import re
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ from specjax.errors import SpecjaxError
 from specjax.report import terminal
 from specjax.report.labels import format_against
 from specjax.report.palette import ORIGINS
+from tests import processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,4 +184,4 @@ def test_rows_may_be_objects_as_well_as_mappings(results):
 
 def test_terminal_views_do_not_load_matplotlib():
     code = "import sys, specjax.report.terminal; sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert processes.run([sys.executable, "-c", code]).returncode == 0

@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from specjax.errors import TrainingError
 from specjax.runtime import checkpoint
 from specjax.runtime.checkpoint import Checkpoints
+from tests import processes
 from tests.distill.toys import assert_same
 
 ROOT = Path(__file__).parents[2]
@@ -233,10 +233,10 @@ def fill(directory):
 def small_disk(tmp_path):
     """A file system of half a megabyte."""
     command = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(tmp_path)]
-    if subprocess.run(command, capture_output=True).returncode:
+    if processes.run(command).returncode:
         pytest.skip("needs the right to mount a file system")
     yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    assert processes.run(["umount", "-l", str(tmp_path)]).returncode == 0
 
 
 def test_a_full_disk_is_one_clear_error_and_the_step_before_stays_whole(small_disk, caplog):
@@ -274,7 +274,7 @@ with user_errors(), Checkpoints(Path(sys.argv[1]) / "checkpoints") as checkpoint
 
 def test_a_full_disk_says_one_line_and_nothing_else(small_disk):
     command = [sys.executable, "-c", SAVE_OF_MANY_ARRAYS, str(small_disk)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = processes.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")

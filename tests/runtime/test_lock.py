@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 
 import pytest
 
 from specjax.errors import TrainingError
 from specjax.runtime import lock
+from tests import processes
 
 HOLD = """
 import sys, time
@@ -41,15 +40,13 @@ def test_the_lock_is_free_after_the_run_even_if_it_failed(tmp_path):
 
 
 def test_a_kill_frees_the_lock(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
-        try:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == "held\n"
-            with pytest.raises(TrainingError, match=f"process {holder.pid}"), lock.exclusive(tmp_path):
-                pass
-        finally:
-            holder.send_signal(signal.SIGKILL)
-            holder.wait()
+    with processes.started([sys.executable, "-c", HOLD, str(tmp_path)]) as group:
+        [holder] = group.processes
+        group.wait_until(lambda: holder.ended or holder.so_far.stdout == "held\n")
+        assert not holder.ended, holder.so_far.output
+        with pytest.raises(TrainingError, match=f"process {holder.pid}"), lock.exclusive(tmp_path):
+            pass
+        holder.kill()
     with lock.exclusive(tmp_path):
         pass
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_a_full_disk_is_one_clear_error(call, tmp_path, monkeypatch):
 
     write = (lambda: Log(tmp_path / "log.jsonl", 1)) if call == "open" else (lambda: log.append({"step": 2}))
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text" if call == "open" else "open", full)
+        patch.setattr(*((os, "fsync") if call == "open" else (Path, "open")), full)
         with pytest.raises(TrainingError, match=r"log\.jsonl: .*no space.*stays valid"):
             write()
     assert read_log(tmp_path) == [{"step": 1}]

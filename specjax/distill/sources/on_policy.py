@@ -24,8 +24,8 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
 from specjax.distill.sources.continuations import Positive, Sampled, continue_prompts, prompts_of_text
 from specjax.distill.sources.text import SourceContext
-from specjax.distill.teacher import with_shared_params
 from specjax.errors import TrainingError
+from specjax.evaluation.teacher import with_shared_params
 from specjax.runtime import fingerprint, store
 from specjax.runtime.distributed import by_first, on_one_device
 from specjax.types import Batch, Params

@@ -137,6 +137,16 @@ def norm(ours: str, theirs: str) -> dict[str, Tensor]:
     return {f"{ours}.scale": Tensor(f"{theirs}.weight"), f"{ours}.bias": Tensor(f"{theirs}.bias")}
 
 
+def expert_tensors(block: str, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """The router and the experts of the stored module ``block``; ``names``: of an expert's projections, ours and
+    theirs."""
+    router = {"layers.{}.experts.router.kernel": Tensor(f"{block}.gate.weight", transpose=True)}
+    return router | {
+        f"layers.{{}}.experts.{ours}.kernel": Tensor(f"{block}.experts.{{}}.{theirs}.weight", True, stacked=True)
+        for ours, theirs in names.items()
+    }
+
+
 def fused(ours: tuple[str, ...], theirs: str, transpose: bool, widths, groups=lambda config: 1) -> dict[str, Tensor]:
     """Projections stored as one, see `Part`."""
     parts = {name: Part(i, widths, groups) for i, name in enumerate(ours)}

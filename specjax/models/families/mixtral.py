@@ -1,17 +1,15 @@
-"""Mixtral (2401.04088): Mistral with a mixture of experts in every layer."""
+"""Mixtral (2401.04088): Mistral with a experts of experts in every layer."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from specjax.models.config import Experts, LayerKind, ModelConfig, Norm
-from specjax.models.families.base import TENSORS, Family, Tensor
+from specjax.models.families.base import TENSORS, Family, expert_tensors
 from specjax.models.families.rope import read_rope, write_rope
 from specjax.models.families.settings import Settings, read_decoder, read_window, write_decoder
 
 _POSITIONS = 131_072
-_MOE = "model.layers.{}.block_sparse_moe"
-_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def _read(settings: Settings) -> ModelConfig:
@@ -48,13 +46,7 @@ MIXTRAL = Family(
     "MixtralForCausalLM",
     _read,
     _write,
-    {
-        **TENSORS,
-        "layers.{}.experts.router.kernel": Tensor(f"{_MOE}.gate.weight", transpose=True),
-        **{
-            f"layers.{{}}.experts.{ours}.kernel": Tensor(f"{_MOE}.experts.{{}}.{theirs}.weight", True, stacked=True)
-            for ours, theirs in _EXPERTS.items()
-        },
-    },
+    TENSORS
+    | expert_tensors("model.layers.{}.block_sparse_moe", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
     dense="mistral",
 )

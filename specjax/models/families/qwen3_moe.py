@@ -6,12 +6,10 @@ import dataclasses
 from typing import Any
 
 from specjax.models.config import Experts, LayerKind, ModelConfig, Norm
-from specjax.models.families.base import TENSORS, Family, Tensor
+from specjax.models.families.base import TENSORS, Family, expert_tensors
 from specjax.models.families.qwen2 import POSITIONS
 from specjax.models.families.rope import read_rope, write_rope
 from specjax.models.families.settings import Settings, layer_count, read_decoder, read_switched_window, write_decoder
-
-_MLP = "model.layers.{}.mlp"
 
 
 def _read(settings: Settings) -> ModelConfig:
@@ -61,13 +59,6 @@ QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     _read,
     _write,
-    {
-        **TENSORS,
-        "layers.{}.experts.router.kernel": Tensor(f"{_MLP}.gate.weight", transpose=True),
-        **{
-            f"layers.{{}}.experts.{name}.kernel": Tensor(f"{_MLP}.experts.{{}}.{name}.weight", True, stacked=True)
-            for name in ("gate_proj", "up_proj", "down_proj")
-        },
-    },
+    TENSORS | expert_tensors("model.layers.{}.mlp", {name: name for name in ("gate_proj", "up_proj", "down_proj")}),
     dense="qwen3",
 )
