@@ -27,6 +27,7 @@ from specjax.distill.trainer import StageData, Trainer
 from specjax.drafters.draft_model import BoundDraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.jobs.exports import WEIGHTS, card, export, parameter_count, set_aside_if_damaged
+from specjax.models import families
 from specjax.models.files import write_manifest
 from specjax.models.hf import LoadedModel, import_transformers, load_model
 from specjax.models.transformer import Model
@@ -93,6 +94,8 @@ def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
 def _load_target(config: RunConfig, path: str | Path) -> LoadedModel:
     layout = make_layout(config.mesh)
     mesh = layout.mesh if layout.target_sharded else None
+    if config.target.family is not None:
+        families.register(config.target.family)
     return load_model(path, dtype=config.target.dtype, revision=config.target.revision, mesh=mesh)
 
 
