@@ -84,17 +84,25 @@ def _builds(table, name: str) -> bool:
     return registry.resolve(table, name, "").__name__ == name.partition(":")[2]
 
 
-def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, tiny_target, tiny_draft, capsys):
-    (code,) = (code for language, code in _readme() if language == "python")
-    hub = re.findall(r"\"(\w+/[\w.-]+)\"", code)
-    assert len(hub) == 2
-    for name, model in zip(hub, (tiny_target, tiny_draft), strict=True):
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/decoding.md"])
+def test_the_python_that_decodes_a_pair_runs(page, tmp_path, monkeypatch, tiny_target, tiny_draft, capsys):
+    (code,) = (code for language, code in blocks_of(page) if language == "python")
+    names = re.findall(r"load_model\(\"([\w./-]+)\"\)", code)
+    for name, model in zip(names, (tiny_target, tiny_draft), strict=True):
         place = tmp_path / name.replace("/", "-")
         save_model(model, place)
         code = code.replace(f'"{name}"', repr(str(place)))
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {"__name__": "example"})
+    exec(compile(code, page, "exec"), {"__name__": "example"})
     assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/training.md"])
+def test_the_config_of_a_page_is_one(page, tmp_path):
+    (text,) = (code for language, code in blocks_of(page) if language == "yaml")
+    (tmp_path / "draft.yaml").write_text(text)
+    config = load_config(tmp_path / "draft.yaml")
+    assert config.draft.init["kind"] == "layers"
 
 
 def test_the_readme_is_short_and_shows_the_commands():
@@ -121,8 +129,8 @@ def test_pages_that_others_name_are_there():
         assert page.removeprefix("docs/") in navigation, page
 
 
-def _readme() -> list[tuple[str, str]]:
-    return [block for blocks in sections(ROOT / "README.md").values() for block in blocks]
+def blocks_of(page: str) -> list[tuple[str, str]]:
+    return [block for blocks in sections(ROOT / page).values() for block in blocks]
 
 
 def test_the_public_names_are_on_the_page_of_the_api():
