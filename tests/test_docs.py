@@ -14,6 +14,7 @@ from specjax import registry
 from specjax.config import load_config
 from specjax.models import families
 from specjax.models.hf import save_model
+from tests.cases import in_proof
 
 ROOT = Path(__file__).parents[1]
 FILE = re.compile(r"# (\w+)\.py\n")
@@ -84,7 +85,7 @@ def _builds(table, name: str) -> bool:
     return registry.resolve(table, name, "").__name__ == name.partition(":")[2]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/decoding.md"])
+@pytest.mark.parametrize("page", ["README.md", in_proof("docs/index.md"), in_proof("docs/decoding.md")])
 def test_the_python_that_decodes_a_pair_runs(page, tmp_path, monkeypatch, tiny_target, tiny_draft, capsys):
     (code,) = (code for language, code in blocks_of(page) if language == "python")
     names = re.findall(r"load_model\(\"([\w./-]+)\"\)", code)
