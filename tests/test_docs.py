@@ -3,6 +3,7 @@ hub's, and the settings that either writes in YAML."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 import specjax
 from specjax import registry
 from specjax.config import load_config
+from specjax.errors import ModelError
+from specjax.jobs import inputs
 from specjax.models import families
-from specjax.models.hf import save_model
+from specjax.models.hf import load_model, save_model
 from tests.cases import in_proof
 
 ROOT = Path(__file__).parents[1]
@@ -64,20 +67,31 @@ def test_the_code_of_a_section_does_what_it_asserts(heading, theirs):
             exec(compile(code, f"docs/extending.md, {heading}", "exec"), {"__name__": "example"})
 
 
-@pytest.mark.parametrize("heading", [h for h, blocks in EXTENDING.items() if blocks[-1][0] == "yaml"])
+WITH_YAML = [
+    heading for heading, blocks in EXTENDING.items() if blocks[-1][0] == "yaml" and heading != "A model family"
+]
+
+
+@pytest.mark.parametrize("heading", WITH_YAML)
 def test_a_config_takes_the_yaml_of_a_section(heading, theirs):
     text = EXTENDING[heading][-1][1]
-    beside = "" if text.startswith("target:") else "target: {path: somewhere}\n"
-    (theirs / "run.yaml").write_text(f"{beside}data: {{path: python-stdlib}}\n{text}")
+    (theirs / "run.yaml").write_text(f"target: {{path: somewhere}}\ndata: {{path: python-stdlib}}\n{text}")
+    load_config(theirs / "run.yaml")
+    (name,) = {*re.findall(r"\"(my_\w+:\w+)\"", text)}
+    assert any(_builds(table, name) for table in (registry.DRAFTERS, registry.VERIFIERS, registry.LOSSES))
+
+
+def test_the_target_of_a_config_is_of_the_family_that_it_names(theirs, tiny_target):
+    text = EXTENDING["A model family"][-1][1]
+    (theirs / "run.yaml").write_text(f"{text}data: {{path: python-stdlib}}\n")
     config = load_config(theirs / "run.yaml")
-    found = re.findall(r"\"(my_\w+:\w+)\"", text)
-    assert found
-    if config.target.family is not None:
-        assert families.register(config.target.family).model_type == "my_llama"
-        return
-    (name,) = {*found}
-    tables = (registry.DRAFTERS, registry.VERIFIERS, registry.LOSSES)
-    assert any(_builds(table, name) for table in tables)
+    assert config.target.family is not None
+    mine = families.register(config.target.family)
+    save_model(dataclasses.replace(tiny_target, family=mine.model_type), str(config.target.path))
+    del families.FAMILIES[mine.model_type]
+    with pytest.raises(ModelError, match="is not implemented"):
+        load_model(str(config.target.path))
+    assert inputs.load_target(config, str(config.target.path)).family == mine.model_type
 
 
 def _builds(table, name: str) -> bool:

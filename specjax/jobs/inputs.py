@@ -83,7 +83,7 @@ def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
         documents, train, held_out = _rows(config, documents, tokenizer, tokenizer.eos_token_id, bad)
         target = _target_from_scratch(config, documents, tokenizer, (train, held_out), bars)
         return Prepared(target, documents, train, held_out, bad)
-    target = _load_target(config, config.target.path)
+    target = load_target(config, config.target.path)
     if target.tokenizer is None or not target.eos_ids:
         missing = "tokenizer" if target.tokenizer is None else "end-of-sequence id"
         raise ConfigError(f"target.path: {config.target.path!r} has no {missing}, which the corpus needs; add it there")
@@ -91,7 +91,8 @@ def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
     return Prepared(target, *_rows(config, documents, target.tokenizer, target.eos_ids[0], bad), bad)
 
 
-def _load_target(config: RunConfig, path: str | Path) -> LoadedModel:
+def load_target(config: RunConfig, path: str | Path) -> LoadedModel:
+    """The target at ``path``, of the family and over the mesh that ``config`` says."""
     layout = make_layout(config.mesh)
     mesh = layout.mesh if layout.target_sharded else None
     if config.target.family is not None:
@@ -159,7 +160,7 @@ def _target_from_scratch(
     digests = {WEIGHTS: fingerprint.digest(params), "SHA-256 of the text": documents.digest}
     training = {"target": dataclasses.asdict(settings), "data": dataclasses.asdict(config.data), "seed": config.seed}
     export(target, out / "target", card("target", title, digests, training))
-    return _load_target(config, out / "target")
+    return load_target(config, out / "target")
 
 
 def _tokenizer(config: RunConfig, documents: Corpus) -> Any:
