@@ -1,12 +1,13 @@
-# The two commands of the README: `make demo` and `make test`. PYTHON=python3.12 make setup chooses the interpreter.
+# `make demo` and `make test` are the two to know. PYTHON=python3.12 make setup chooses the interpreter.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PARITY_STAMP := $(VENV)/.installed-parity
+DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: setup test proof mutants faults parity demo lint clean
+.PHONY: setup test proof mutants faults parity demo docs lint clean
 
 setup: $(STAMP)
 
@@ -27,6 +28,10 @@ $(DEV_STAMP): $(STAMP)
 
 $(PARITY_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[parity]'
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 # Not parity, also where torch is installed: what is tested must not depend on what else is there.
@@ -52,6 +57,10 @@ parity: $(PARITY_STAMP)
 demo: $(STAMP)
 	$(BIN)/python experiments/run.py configs/demo.yaml
 
+# Into site/: every link and name is checked, and nothing is fetched.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -59,5 +68,5 @@ lint: $(DEV_STAMP)
 
 # Leaves runs/ alone: it holds results.
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache
 	find specjax experiments tests -name __pycache__ -type d -prune -exec rm -rf {} +

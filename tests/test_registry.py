@@ -14,7 +14,7 @@ from specjax.decode.decoder import Decoder
 from specjax.errors import ConfigError
 from specjax.testing.toys import prefix_model
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs/extending.md"
 MODULE = """
 from specjax.verifiers.speculative import Speculative
 
@@ -34,10 +34,10 @@ number = 3
 
 @pytest.fixture
 def theirs(tmp_path, monkeypatch):
-    """The name of a module outside the package: the drafter that the README shows, and more."""
+    """The name of a module outside the package: the drafter that docs/extending.md shows, and more."""
     name = f"theirs_{abs(hash(tmp_path))}"
     (drafter,) = (
-        code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "class Repeat" in code
+        code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "class RepeatLast" in code
     )
     (tmp_path / f"{name}.py").write_text(drafter + MODULE)
     monkeypatch.syspath_prepend(tmp_path)

@@ -25,7 +25,7 @@ from specjax.config.fields import (
     path_or,
 )
 from specjax.errors import ConfigError
-from specjax.registry import DATA, DRAFTS, INITS, LOSSES, build
+from specjax.registry import DATA, DRAFTS, INITS, LOSSES, OUTSIDE, build
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -166,6 +166,8 @@ class Target:
     path: Name | None = None
     """A Hugging Face directory or hub id. None: train one from scratch on `data`, of the shape `architecture`."""
     revision: str | None = None
+    family: Annotated[str, Field(pattern=OUTSIDE)] | None = None
+    """Where a model family of yours is, `package.module:NAME`; None: it is one of specjax/models/families."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     architecture: Architecture | None = None
     vocab_size: Annotated[int, Field(ge=257)] = 2048

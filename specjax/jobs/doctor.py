@@ -13,7 +13,7 @@ from rich.table import Table
 
 PACKAGE = "specjax"
 SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "tokenizers", "grain", "numpy")
-NO_EXTRAS_OF_USERS = ("dev", "test")
+NO_EXTRAS_OF_USERS = ("dev", "docs", "test")
 
 
 def doctor(console: Console) -> bool:

@@ -27,6 +27,7 @@ from specjax.distill.trainer import StageData, Trainer
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.jobs.exports import WEIGHTS, card, export, parameter_count, set_aside_if_damaged
+from specjax.models import families
 from specjax.models.files import write_manifest
 from specjax.models.hf import LoadedModel, import_transformers, load_model
 from specjax.models.transformer import Model
@@ -82,7 +83,7 @@ def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
         documents, train, held_out = _rows(config, documents, tokenizer, tokenizer.eos_token_id, bad)
         target = _target_from_scratch(config, documents, tokenizer, (train, held_out), bars)
         return Prepared(target, documents, train, held_out, bad)
-    target = _load_target(config, config.target.path)
+    target = load_target(config, config.target.path)
     if target.tokenizer is None or not target.eos_ids:
         missing = "tokenizer" if target.tokenizer is None else "end-of-sequence id"
         raise ConfigError(f"target.path: {config.target.path!r} has no {missing}, which the corpus needs; add it there")
@@ -90,9 +91,12 @@ def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
     return Prepared(target, *_rows(config, documents, target.tokenizer, target.eos_ids[0], bad), bad)
 
 
-def _load_target(config: RunConfig, path: str | Path) -> LoadedModel:
+def load_target(config: RunConfig, path: str | Path) -> LoadedModel:
+    """The target at ``path``, of the family and over the mesh that ``config`` says."""
     layout = make_layout(config.mesh)
     mesh = layout.mesh if layout.target_sharded else None
+    if config.target.family is not None:
+        families.register(config.target.family)
     return load_model(path, dtype=config.target.dtype, revision=config.target.revision, mesh=mesh)
 
 
@@ -157,7 +161,7 @@ def _target_from_scratch(
     training = {"target": dataclasses.asdict(settings), "data": dataclasses.asdict(config.data), "seed": config.seed}
     own = card("target", title, digests, training)
     export(params, lambda params: drafter.save(params, target, name, name="target", card=own), name, own)
-    return _load_target(config, name)
+    return load_target(config, name)
 
 
 def _tokenizer(config: RunConfig, documents: Corpus) -> Any:

@@ -14,7 +14,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import specjax
-from specjax.errors import DataError, ModelError
+from specjax.errors import ConfigError, DataError, ModelError
+from specjax.models import families
 from specjax.models.cache import with_total
 from specjax.models.config import ModelConfig
 from specjax.models.decode_layout import decode_layout
@@ -282,6 +283,35 @@ def test_an_absent_setting_takes_the_default_of_its_family(name, absent, expecte
 def test_a_family_that_is_not_known_is_named_with_the_nearest():
     with pytest.raises(ModelError, match=r"model_type='gpt_neo' is not implemented \(nearest: gpt_neox\); known are "):
         family_of("gpt_neo", "config.json")
+
+
+def test_a_family_of_ones_own_is_named_where_one_is_missing():
+    with pytest.raises(ModelError, match=r"one of your own is added by specjax\.models\.families\.register"):
+        family_of("mine", "config.json")
+
+
+def test_a_family_of_ones_own_is_registered_once_and_takes_nobodys_place(monkeypatch):
+    monkeypatch.setattr(families, "FAMILIES", dict(FAMILIES))
+    mine = dataclasses.replace(FAMILIES["llama"], model_type="mine")
+    assert families.register(mine) is families.register(dataclasses.replace(mine)) is family_of("mine", "config.json")
+    with pytest.raises(ConfigError, match=r"model_type='mine' is LlamaForCausalLM already"):
+        families.register(dataclasses.replace(mine, prefix="other."))
+    with pytest.raises(ConfigError, match=r"model_type='gpt2' is GPT2LMHeadModel already"):
+        families.register(dataclasses.replace(mine, model_type="gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("nowhere_to_be_found:FAMILY", "no module 'nowhere_to_be_found'; install it, or put its folder"),
+        ("specjax.models.families.llama:MISSING", "specjax.models.families.llama has no MISSING"),
+        ("specjax.models.families.llama:TENSORS", "is no Family; make one with"),
+        ("specjax.models.families.llama", "should be package.module:NAME"),
+    ],
+)
+def test_what_is_no_family_is_named(where, said):
+    with pytest.raises(ConfigError, match=said):
+        families.register(where)
 
 
 def test_a_model_is_not_saved_as_a_family_that_cannot_say_what_it_computes(tmp_path):

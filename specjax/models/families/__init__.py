@@ -1,4 +1,5 @@
-"""Model families of Hugging Face. A module of this package that holds a `Family` adds it: nothing else is touched."""
+"""Model families of Hugging Face. A module of this package that holds a `Family` adds it, and `register` one that is
+elsewhere: nothing else is touched."""
 
 from __future__ import annotations
 
@@ -6,16 +7,43 @@ import difflib
 import importlib
 import pkgutil
 
-from specjax.errors import ModelError
+from specjax.errors import ConfigError, ModelError
 from specjax.models.families.base import Family, parameters_of
 from specjax.models.families.settings import Settings
 
-__all__ = ["FAMILIES", "Family", "Settings", "family_of", "parameters_of"]
+__all__ = ["FAMILIES", "Family", "Settings", "family_of", "parameters_of", "register"]
 
 _MODULES = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in _MODULES for family in vars(module).values() if isinstance(family, Family)
 }
+
+
+def register(family: Family | str) -> Family:
+    """Adds a family of yours, or the one that ``package.module:NAME`` is: `load_model` and `save_model` then know its
+    ``model_type`` until the process ends. Twice the same is as good as once. Raises `ConfigError` if there is no such
+    name, if it is no `Family`, or if another family has its ``model_type``."""
+    found = _named(family) if isinstance(family, str) else family
+    if not isinstance(found, Family):
+        raise ConfigError(f"family: {family!r} is no Family; make one with specjax.models.families.Family(...)")
+    known = FAMILIES.setdefault(found.model_type, found)
+    if known != found:
+        raise ConfigError(f"family: model_type={found.model_type!r} is {known.architecture} already; choose another")
+    return known
+
+
+def _named(where: str) -> object:
+    module, _, name = where.partition(":")
+    if not module or not name:
+        raise ConfigError(f"family: {where!r} should be package.module:NAME, where NAME is a Family")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"family: {where!r}: no module {error.name!r}; install it, or put its folder on PYTHONPATH"
+        ) from None
+    except AttributeError:
+        raise ConfigError(f"family: {where!r}: {module} has no {name}") from None
 
 
 def family_of(model_type: object, where: object) -> Family:
@@ -27,5 +55,6 @@ def family_of(model_type: object, where: object) -> Family:
     nearest = difflib.get_close_matches(str(model_type), FAMILIES, n=1)
     hint = f" (nearest: {nearest[0]})" if nearest else ""
     raise ModelError(
-        f"{where}: model_type={model_type!r} is not implemented{hint}; known are {', '.join(sorted(FAMILIES))}"
+        f"{where}: model_type={model_type!r} is not implemented{hint}; known are {', '.join(sorted(FAMILIES))}; one of "
+        "your own is added by specjax.models.families.register, in a config by target.family"
     )
