@@ -40,7 +40,7 @@ NOTHING = Reads()
 
 
 def reads_of(drafter: Any) -> Reads:
-    """Of a drafter or trainable; one that does not say reads nothing."""
+    """The parts of the target's forward pass that a drafter or trainable reads; none if it does not say."""
     return getattr(drafter, "reads", NOTHING)
 
 

@@ -83,7 +83,7 @@ class TrainedDrafter:
         return _only_plain(self, form)
 
     def parameter_sharding(self, path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> NamedSharding | None:
-        """Where the parameter at ``path`` lies on a mesh with the axes data, fsdp and tensor; None: whole on every
+        """The place of the parameter at ``path`` on a mesh with the axes data, fsdp and tensor; None: whole on every
         device. Asked for optimizer state of the same path as well."""
         return None
 

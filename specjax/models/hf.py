@@ -100,7 +100,7 @@ class LoadedModel(LaidOut):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """What it computes in."""
+        """The dtype that it computes in."""
         return jnp.dtype(getattr(self.spec, "dtype", "float32"))
 
     def logits(self, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T V"]:
