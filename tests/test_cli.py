@@ -20,10 +20,10 @@ import specjax
 from specjax import cli
 from specjax.config import shipped
 from specjax.decode.request import derive_seeds
-from specjax.distill import init
 from specjax.errors import ConfigError, ModelError, Stopped
 from specjax.jobs import demo, train
 from specjax.metrics import DecodeStats
+from specjax.models import hf
 from specjax.report import generation
 from specjax.runtime.files import write_atomically
 from tests import processes
@@ -78,7 +78,7 @@ def decoders(monkeypatch):
             pass
 
     monkeypatch.setattr(specjax, "load_model", lambda path, **options: Model(path))
-    monkeypatch.setattr(init, "load_model", lambda path, *args, **options: Model(path))
+    monkeypatch.setattr(hf, "load_model", lambda path, *args, **options: Model(path))
     monkeypatch.setattr(specjax, "Decoder", decoder)
     return made
 

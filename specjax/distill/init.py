@@ -88,9 +88,7 @@ class SeparateModel:
         return init.draft(config, target, rows)
 
     def load(self, directory: str | os.PathLike, target: LoadedModel, k: int, check_finite: bool = True) -> DraftModel:
-        model = load_model(directory, str(target.dtype), check_finite=check_finite)
-        model.free_originals()  # it only decodes
-        return DraftModel(model, k)
+        return DraftModel.load(directory, target, k, check_finite)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,6 +51,28 @@ class DraftModel:
     kind: Literal["draft_model"] = "draft_model"
     """Name in the registry, in configs and in results."""
 
+    @classmethod
+    def load(cls, directory: str | os.PathLike, target: Any, k: int, check_finite: bool = True) -> DraftModel:
+        """The model in a directory, for decoding only; see `specjax.drafters.loading.load_drafter`.
+
+        Args:
+            directory: a Hugging Face directory or hub id.
+            target: the `LoadedModel` whose dtype the weights are cast to.
+            k: draft tokens a block.
+            check_finite: refuse NaN and infinite weights.
+
+        Returns:
+            The drafter; its weights are in memory once, as decoding reads them.
+
+        Raises:
+            ModelError: for what cannot be read.
+        """
+        from specjax.models import hf
+
+        model = hf.load_model(directory, str(target.dtype), check_finite=check_finite)
+        model.free_originals()
+        return cls(model, k)
+
     def bind(self, target: Any) -> Bound:
         """The draft model over the target's token ids (`specjax.models.vocabulary`).
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specjax import registry
+from specjax.drafters.draft_model import DraftModel
 from specjax.models.hf import draft_of
 from specjax.types import Drafter
 
@@ -36,6 +37,7 @@ def load_drafter(
         ModelError: for a directory that cannot be read, or, once it is bound, a vocabulary that is not the target's.
         ConfigError: for an unknown kind.
     """
-    return registry.build(registry.DRAFTS, kind, "load_drafter: kind").load(
-        draft_of(path_or_hub_id), target, k, check_finite=check_finite
-    )
+    directory = draft_of(path_or_hub_id)
+    if kind == DraftModel.kind:  # without what trains one
+        return DraftModel.load(directory, target, k, check_finite)
+    return registry.build(registry.DRAFTS, kind, "load_drafter: kind").load(directory, target, k, check_finite)

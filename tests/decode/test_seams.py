@@ -4,7 +4,9 @@ proposes, the output is that of plain decoding."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+import re
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +14,15 @@ import numpy as np
 import pytest
 
 from specjax.decode.decoder import Decoder
+from specjax.decode.engine import compiled_chunk
+from specjax.drafters.base import StatelessDrafter
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError
 from specjax.models.config import LayerKind
 from specjax.proposal import Proposal
 from specjax.testing.inhabitants import CacheReader, Changing, HiddenReader, Tree
 from specjax.testing.toys import context, exact_distribution, neutral_sampling, prefix_model, related
-from specjax.types import Draft, TargetView, Verdict, reads_of
+from specjax.types import Draft, Reads, TargetView, Verdict, reads_of
 from tests.cases import in_proof, transformer
 from tests.decode import distributions, test_lossless
 
@@ -240,3 +244,58 @@ def test_a_prompt_that_comes_in_pieces_is_read_as_a_whole_one(name):
     np.testing.assert_array_equal(extended([4, 9]), whole)
     np.testing.assert_array_equal(extended([1, 2, 8, 9]), whole)
     assert len({tuple(row) for row in np.asarray(whole).tolist()}) > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Glance(StatelessDrafter):
+    """Three guesses from the target's keys and values of layer 0, or from nothing; each in a loop of its own."""
+
+    reads: Reads
+    k: int = 3
+    kind: Literal["glance"] = "glance"
+
+    def draft(self, params, target, state, context):
+        batch = len(context.lengths)
+
+        def guess(before, _):
+            lengths: Any = target.lengths
+            seen = before[:, None, None].astype(jnp.float32)
+            for keys, values in target.keys_values:
+                counts = jnp.repeat(lengths, len(keys) // batch)[:, None] > jnp.arange(values.shape[-2])[None]
+                weight = jnp.where(counts, jnp.max(keys, axis=-2) + jnp.repeat(seen[:, 0], len(keys) // batch, 0), 0.0)
+                seen = jnp.einsum("hs,hsc->hc", weight, values).reshape(batch, 1, -1)
+            found = jnp.sum(jnp.abs(seen), axis=(1, 2)).astype(jnp.int32) % 5
+            return found, found
+
+        _, tokens = jax.lax.scan(guess, jnp.zeros((batch,), jnp.int32), length=self.k)
+        return Draft(tokens.T, jnp.ones((batch, self.k), bool)), state
+
+
+class Hoards(Glance):
+    """Keeps what it may only look at."""
+
+    def init(self, batch, num_slots):
+        config = transformer(0).config
+        return jnp.zeros((batch * config.num_kv_heads, config.head_dim, num_slots))
+
+    def draft(self, params, target, state, context):
+        draft, _ = super().draft(params, target, state, context)
+        return draft, target.keys_values[0][0]
+
+
+def copies_of_a_cache(drafter: Glance, rows: int) -> int:
+    """Copies of an array of the size of the cache's in the compiled loop."""
+    decoder = Decoder(transformer(0), drafter, "greedy")
+    state = decoder.prefilled([[1, 2, 3]] * rows, max_new_tokens=20, temperature=0.0)
+    engine, params = decoder.engine(True)
+    text: Any = compiled_chunk(engine).lower(params, state, jnp.int32(100)).compile().as_text()
+    sizes = {x.size for layer in state.cache.layers for x in (layer.keys, layer.values)}
+    found = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", text)
+    return sum(math.prod(map(int, shape.split(","))) in sizes for shape in found)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_reader_of_keys_and_values_makes_no_copy_of_the_cache(rows):
+    reads = Reads(kv_layers=(0,))
+    assert copies_of_a_cache(Glance(reads), rows) == 0
+    assert copies_of_a_cache(Hoards(reads), rows) > 0, "the counter counts"

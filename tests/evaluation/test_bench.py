@@ -17,7 +17,6 @@ from specjax import config
 from specjax.data.corpus import Document
 from specjax.decode import engine as engine_lib
 from specjax.decode.decoder import Decoder
-from specjax.distill import init
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import ConfigError, DataError
@@ -27,6 +26,7 @@ from specjax.evaluation.bench import AUTOREGRESSIVE, Bench, Cell, Run
 from specjax.jobs import bench as measure
 from specjax.jobs import inputs
 from specjax.metrics import DecodeStats, expected_blocks
+from specjax.models import hf
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
 from specjax.testing.toys import prefix_model, related
@@ -272,7 +272,7 @@ def test_a_benchmark_of_trained_drafts_keeps_each_weight_once(monkeypatch, tmp_p
     unread: Any = None
     prepared = inputs.Prepared(next(models), inputs.Corpus([], []), unread, unread)
     monkeypatch.setattr(measure.inputs, "prepare", lambda *_: prepared)
-    monkeypatch.setattr(init, "load_model", lambda *_, **options: next(models))
+    monkeypatch.setattr(hf, "load_model", lambda *_, **options: next(models))
     monkeypatch.setattr(measure, "decoding_figures", lambda config, target, drafts, *_: [target, *drafts.values()])
     run = config.RunConfig(target=config.Target(path="x"), data=config.Data(path="x"), out=str(tmp_path))
     decoded: Any = measure.run_bench(run)
