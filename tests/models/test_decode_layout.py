@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax import backend
 from specjax.backend import FEW_ROWS, compiler_options
 from specjax.models.config import Experts, ModelConfig
 from specjax.models.decode_layout import DecodeLayout, decode_layout
@@ -81,6 +82,20 @@ def test_the_originals_come_back_from_a_layout_bit_for_bit(changes, rounded):
     again = DecodeLayout.of(model, params).originals()
     jax.tree.map(np.testing.assert_array_equal, again, params)
     assert {x.dtype for x in jax.tree.leaves(again)} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_where_kernels_are_not_turned_they_are_fused_and_stay_as_they_are(monkeypatch, tie):
+    monkeypatch.setattr(backend, "turns_kernels", lambda: False)
+    model = Model(dataclasses.replace(CONFIG, tie_embeddings=tie))
+    params = jax.jit(model.init)(jax.random.key(0))
+    layout = DecodeLayout.of(model, params)
+    assert {type(x) for x in kernels_of(layout.params)} == {Dense}
+    assert ("head" in layout.params) is not tie
+    fed = jnp.arange(3, dtype=jnp.int32)[None]
+    logits = jax.jit(layout.spec.__call__)(layout.params, fed, fed).logits
+    np.testing.assert_allclose(logits, jax.jit(model.__call__)(params, fed, fed).logits, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, layout.originals(), params)
 
 
 def test_a_layout_follows_what_is_replaced_in_a_model():
