@@ -61,7 +61,9 @@ def top_p_before_top_k(patch):
 
 @definition
 def drafts_not_counted_by_penalties(patch):
-    penalised(patch, lambda context, block, first: (context, replaced(block, drafted=0 * block.drafted - 1), first))
+    penalised(
+        patch, lambda context, block, first: (context, dataclasses.replace(block, drafted=0 * block.drafted - 1), first)
+    )
 
 
 @definition
