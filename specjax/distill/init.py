@@ -61,14 +61,10 @@ class DraftKind(Init, Protocol):
         ...
 
 
-def draft_kind(draft: config_lib.Draft) -> DraftKind:
-    """Raises `ConfigError` naming the field that is missing, unknown or out of range."""
-    return registry.build(registry.DRAFTS, {"kind": draft.kind, **draft.settings}, "draft")
-
-
 def initial_draft(config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
     """The draft that ``config.draft`` asks for."""
-    return draft_kind(config.draft).draft(config, target, rows)
+    kind: DraftKind = registry.build(registry.DRAFTS, {"kind": config.draft.kind, **config.draft.settings}, "draft")
+    return kind.draft(config, target, rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,7 +78,10 @@ def matched(
         logits = tokens.over(logits)
         if isinstance(teacher, FullLogits):
             teacher = FullLogits(tokens.over(teacher.logits))
-    return Matched(logits, jax.tree.map(take, teacher), take(labels), prediction.weight)
+    # Looked up in either case: XLA makes the sum over losses part of it, and would add them up in another order.
+    here = jnp.arange(labels.shape[1], dtype=jnp.int32)
+    labels = take(labels) if prediction.rows is not None else jnp.take(labels, here, axis=1, mode="clip")
+    return Matched(logits, jax.tree.map(take, teacher), labels, prediction.weight)
 
 
 def evaluate(
