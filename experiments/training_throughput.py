@@ -46,7 +46,6 @@ from specjax.distill.init import Initial, initial_draft
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import Update, microbatch_rows, start_state
 from specjax.distill.trainer import LOG_EVERY, StageData, Trainer
-from specjax.drafters.base import in_training
 from specjax.evaluation.held_out import held_out_decoding
 from specjax.jobs import inputs
 from specjax.models.transformer import Model
@@ -160,9 +159,12 @@ def bare(initial: Initial, stage: Stage, target: Any, batches: Sequence[Batch]) 
     state = start_state(initial.params, optimizer, stage.optimizer.ema is not None, ONE_DEVICE, initial.drafter)
     rows = microbatch_rows(stage.batch_size, batches[0].tokens.shape[1])
     loss = registry.build(registry.LOSSES, stage.loss, "distill.loss")
-    options = {"skip": stage.skip_non_finite > 0, "compute_dtype": stage.compute_dtype, "ema": stage.optimizer.ema}
-    drafter = in_training(initial.drafter, TrainingForm(dtype=stage.compute_dtype))
-    update = Update(drafter, loss, optimizer, target.spec, rows, **options).jitted()
+    options = {
+        "skip": stage.skip_non_finite > 0,
+        "form": TrainingForm(dtype=stage.compute_dtype),
+        "ema": stage.optimizer.ema,
+    }
+    update = Update(initial.drafter, loss, optimizer, target.spec, rows, **options).jitted()
     return Loop(update.lower(state, target.params, batches[0]).compile(), state, target.params, batches)
 
 

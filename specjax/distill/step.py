@@ -13,17 +13,17 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from specjax import backend
 from specjax.distill.distributions import acceptance
 from specjax.distill.optimizer import Average
+from specjax.drafters.base import in_training
 from specjax.evaluation.evaluate import matched
 from specjax.evaluation.teacher import target_output, with_shared_params
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime.layout import ONE_DEVICE, Layout
-from specjax.types import Batch, FullLogits, Loss, LossContext, Params, Trainable, reads_of
+from specjax.types import Batch, FullLogits, Loss, LossContext, Params, Trainable, TrainingForm, reads_of
 
 ALPHA_MEMORY = 0.9
 """What a step leaves of the running alpha: a mean over some ten steps."""
@@ -95,6 +95,9 @@ def start_state(
     return jax.jit(start, out_shardings=shardings)(params)
 
 
+PLAIN = TrainingForm()
+
+
 @dataclasses.dataclass(frozen=True)
 class Update:
     """The step of a stage, a function of arrays: ``(state, target_params, batch, frozen) -> (state, metrics)``.
@@ -106,8 +109,9 @@ class Update:
     sums over all predictions of the batch divided once by the sum of their weights, however it is cut up and wherever
     it lies.
     ``metrics["sound"]``: loss and gradient are finite. ``skip``: a step without that leaves parameters, optimizer,
-    averages and running alpha as they were. ``compute_dtype``: of the draft's forward and backward pass. ``ema``: decay
-    of ``state.average``. ``tokens``: the target's rows that distributions are compared over; None: all.
+    averages and running alpha as they were. ``form``: of the draft's forward and backward pass; where it lies is said
+    by ``layout``. ``ema``: decay of ``state.average``. ``tokens``: the target's rows that distributions are compared
+    over; None: all.
     """
 
     drafter: Trainable
@@ -117,7 +121,7 @@ class Update:
     rows: int
     references: Mapping[str, Trainable] = dataclasses.field(default_factory=dict)
     skip: bool = False
-    compute_dtype: DTypeLike = jnp.float32
+    form: TrainingForm = PLAIN
     ema: float | None = None
     layout: Layout = ONE_DEVICE
     tokens: TokenRows | None = None
@@ -132,7 +136,8 @@ class Update:
                 "in_shardings": (lies, None, layout.rows(), None),
                 "out_shardings": (lies, layout.everywhere()),
             }
-        placed = dataclasses.replace(self, spec=layout.model(self.spec))
+        form = dataclasses.replace(self.form, sharding=layout.rows())
+        placed = dataclasses.replace(self, drafter=in_training(self.drafter, form), spec=layout.model(self.spec))
 
         def update(state: TrainState, target_params: Params, batch: Batch, frozen: dict[str, Params] | None = None):
             given = _Given(target_params, frozen or {}, state.alpha)
@@ -203,7 +208,7 @@ class Update:
         return TrainState(params, opt, alpha, skipped, average), metrics
 
     def _cast(self, x: jax.Array) -> jax.Array:
-        return x.astype(self.compute_dtype) if x.dtype == jnp.float32 else x
+        return x.astype(self.form.dtype or x.dtype) if x.dtype == jnp.float32 else x
 
     def _sums(self, params: Params, given: _Given, batch: Batch) -> _Sums:
         (_, (weight, metrics)), grads = jax.value_and_grad(self.summed_loss, has_aux=True)(params, given, batch)

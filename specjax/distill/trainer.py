@@ -35,7 +35,7 @@ from specjax.runtime.log import LOG, Log, read_log
 from specjax.runtime.profile import Profile
 from specjax.runtime.progress import Bars, StepProgress, no_bars, waiting
 from specjax.runtime.signals import stop_requested
-from specjax.types import Batch, Loss, Params, Sharing, Trainable, reads_of
+from specjax.types import Batch, Loss, Params, Sharing, Trainable, TrainingForm, reads_of
 
 LOG_EVERY = 10
 """Steps between two looks at the metrics; in between, the host never waits for the device."""
@@ -94,8 +94,8 @@ class Trainer:
         self._check_reads(name)
         self._rows = _microbatch_rows(name, self.stage, data.train.length, self.layout)
         stage = self.stage
-        form = self.layout.form(remat=stage.remat, scan_layers=stage.scan_layers, dtype=stage.compute_dtype)
-        self._student = in_training(self.drafter, form)
+        self._form = TrainingForm(stage.remat, stage.scan_layers, dtype=stage.compute_dtype)
+        in_training(self.drafter, self._form)  # refuses before anything is made
         backend.keep_freed_memory()
         self._source = registry.build(registry.DATA, self.stage.data, f"{name}: data")
         batches = Batches(data.train, self.stage.batch_size, data.seed)
@@ -239,14 +239,14 @@ class Trainer:
         """Compile the step, before the clock starts."""
         spec = self._place_teacher()
         update = Update(
-            self._student,
+            self.drafter,
             self._loss,
             self._optimizer,
             spec,
             self._rows,
             self._references,
             skip=self.stage.skip_non_finite > 0,
-            compute_dtype=self.stage.compute_dtype,
+            form=self._form,
             ema=self.stage.optimizer.ema,
             layout=self.layout,
             tokens=TokenRows.of(self.target),

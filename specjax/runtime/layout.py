@@ -80,9 +80,9 @@ class Layout:
         """A model whose activations lie as the rows do."""
         return training_model(spec, self.form()) if isinstance(spec, Model) else spec
 
-    def form(self, **how: Any) -> TrainingForm:
-        """How a stage over these devices runs a forward pass; ``how``: other fields of `TrainingForm`."""
-        return TrainingForm(sharding=self.rows(), **how)
+    def form(self) -> TrainingForm:
+        """A forward pass whose activations lie as the rows do."""
+        return TrainingForm(sharding=self.rows())
 
     def put(self, tree: Any, shardings: Any) -> Any:
         """Copies of the arrays of ``tree`` where ``shardings`` says; what lies there already is not copied."""

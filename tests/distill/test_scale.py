@@ -452,7 +452,7 @@ def test_bfloat16_computes_in_it_and_keeps_float32_weights():
     losses = {}
     for dtype in ("float32", "bfloat16"):
         state = start_state(toys.bigram_params(1), optimizer, True, Layout(), Watched())
-        settings = {"compute_dtype": dtype, "ema": 0.9}
+        settings = {"form": TrainingForm(dtype=dtype), "ema": 0.9}
         update = Update(Watched(), ForwardKL(), optimizer, target.spec, 4, **settings).jitted()
         state, metrics = update(state, target.params, take(toys.rows(4), range(4)))
         assert SEEN[-1] == dtype
