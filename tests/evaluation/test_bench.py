@@ -324,7 +324,7 @@ def test_figures_of_a_lossy_rule_say_so_and_how_far_it_is(tiny_target, tiny_draf
         certify=config.Certify(total_variation=0.05),
         verifier={"kind": "top_k", "k": 40},
     )
-    figures = measure.decoding_figures(run, tiny_target, {"draft_after": tiny_draft}, documents(4, 60))
+    figures = measure.decoding_figures(run, tiny_target, {"draft_after": DraftModel(tiny_draft)}, documents(4, 60))
     rule = figures["verifier"]
     assert (rule["kind"], rule["lossless"]) == ("top_k", False)
     assert 0 < rule["total_variation"] < 1

@@ -30,6 +30,7 @@ from tests.jobs.conftest import LENGTH
 from tests.jobs.test_distill import Recorder
 
 KIND = "specjax.testing.heads:Heads"
+LOW = config.Certify(new_tokens=8, total_variation=0.06, power=0.95)
 PROMPTS = [[5, 6, 7, 8], [40, 41], [100, 7, 100, 7, 100, 7]]
 
 
@@ -168,5 +169,5 @@ def test_a_config_names_it_and_its_fields_beside_the_kind(tmp_path, target_direc
 def test_its_law_is_the_targets(trained):
     _, result = trained
     drafter = result.draft_after.of(2)
-    certificate = certify(result.target, drafter, Speculative(), PROMPTS, {}, config.Certify(new_tokens=8), 0)
+    certificate = certify(result.target, drafter, Speculative(), PROMPTS, {}, LOW, 0)
     assert all(check.passed for check in certificate.checks)
