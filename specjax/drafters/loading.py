@@ -37,7 +37,6 @@ def load_drafter(
         ModelError: for a directory that cannot be read, or, once it is bound, a vocabulary that is not the target's.
         ConfigError: for an unknown kind.
     """
-    directory = draft_of(path_or_hub_id)
-    if kind == DraftModel.kind:  # without what trains one
-        return DraftModel.load(directory, target, k, check_finite)
-    return registry.build(registry.DRAFTS, kind, "load_drafter: kind").load(directory, target, k, check_finite)
+    alone = kind == DraftModel.kind  # without what trains one
+    reader: Any = DraftModel if alone else registry.build(registry.DRAFTS, kind, "load_drafter: kind")
+    return reader.load(draft_of(path_or_hub_id), target, k, check_finite)
