@@ -35,7 +35,7 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 56, 192
 _WINDOW, _STEP_TOKENS = 10, 512  # steps whose metrics are looked at together; tokens of a step of configs/demo.yaml
 
 
-def serve(target: str, draft: str, k: int) -> None:
+def serve(target: Path, draft: Path, k: int) -> None:
     """Decode as asked on standard input, one JSON line an answer: seconds and tokens."""
     import specjax
 
@@ -151,8 +151,8 @@ def told(name: str, of_pair: int, pairs: list[tuple[dict, dict]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", nargs="?")
-    parser.add_argument("--target", default=str(ROOT / "models/demo-target"))
-    parser.add_argument("--draft", default=str(ROOT / "runs/demo/draft"))
+    parser.add_argument("--target", type=Path, default=ROOT / "models/demo-target")
+    parser.add_argument("--draft", type=Path, default=ROOT / "runs/demo/draft")
     parser.add_argument("--pairs", type=int)
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--training", action="store_true")
@@ -171,7 +171,7 @@ def main() -> None:
         workers = []
         for name, where in (("there", tree), ("here", ROOT)):
             own = ["--training", "--pairs", str(count), "--out", f"{scratch}/{name}"]
-            decoding = ["--target", args.target, "--draft", args.draft, "--k", str(args.k)]
+            decoding = ["--target", str(args.target.resolve()), "--draft", str(args.draft.resolve()), "--k", str(args.k)]
             workers.append(Worker(where, own if args.training else decoding))
         there, here = workers
         try:
