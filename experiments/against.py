@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def serve_training(pairs: int, out: str) -> None:
 class Worker:
     """A tree that decodes or trains, in its own process."""
 
-    def __init__(self, tree: Path, arguments: list[str]):
+    def __init__(self, tree: Path, arguments: Sequence[Any]):
         command = [sys.executable, str(Path(__file__).resolve()), "--serve", *arguments]
         environment = {**os.environ, "PYTHONPATH": str(tree)}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -171,7 +171,7 @@ def main() -> None:
         workers = []
         for name, where in (("there", tree), ("here", ROOT)):
             own = ["--training", "--pairs", str(count), "--out", f"{scratch}/{name}"]
-            decoding = ["--target", str(args.target.resolve()), "--draft", str(args.draft.resolve()), "--k", str(args.k)]
+            decoding = ["--target", args.target.resolve(), "--draft", args.draft.resolve(), "--k", str(args.k)]
             workers.append(Worker(where, own if args.training else decoding))
         there, here = workers
         try:
