@@ -19,6 +19,7 @@ from specjax.errors import ConfigError
 
 DRAFTERS = {
     "draft_model": "specjax.drafters.draft_model:DraftModel",
+    "glide": "specjax.drafters.glide:Glide",
     "ngram": "specjax.drafters.ngram:NGram",
 }
 CONTROLLERS = {
@@ -51,6 +52,7 @@ LOSSES = {
 }
 DRAFTS = {
     "draft_model": "specjax.distill.init:SeparateModel",
+    "glide": "specjax.drafters.glide:GlideDraft",
 }
 INITS = {
     "checkpoint": "specjax.distill.init:Checkpoint",

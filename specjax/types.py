@@ -513,6 +513,9 @@ class TrainingForm:
     dtype: str | None = None
 
 
+PLAIN = TrainingForm()
+
+
 @runtime_checkable
 class Trainable(Protocol):
     """A drafter that can be distilled: static and hashable; it owns the alignment of positions. One that reads the

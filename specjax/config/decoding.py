@@ -9,9 +9,9 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from specjax.config.fields import STRICT, Grid, NonNegative, Positive, buildable, distinct, kind_in
-from specjax.registry import CONTROLLERS, DRAFTERS
+from specjax.registry import CONTROLLERS, DRAFTERS, DRAFTS
 
-_WEIGHTLESS = {kind: where for kind, where in DRAFTERS.items() if kind != "draft_model"}
+_WEIGHTLESS = {kind: where for kind, where in DRAFTERS.items() if kind not in DRAFTS}
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -71,7 +71,7 @@ class RunConfig:
                 return section
             return dataclasses.replace(section, optimizer=dataclasses.replace(section.optimizer, learning_rate=rate))
 
-        start = start_of(self.draft.init)
+        start = start_of(self.draft.init, self.draft.kind)
         pretrain = rated(self.draft.pretrain, start.learning_rate)
         for name, section in {
             "target": rated(self.target, self.target.optimizer.peak),
@@ -113,7 +113,7 @@ def completed(raw: DictConfig) -> DictConfig:
     if not {"steps", "epochs"} & given.keys():
         init = select("draft.init")
         init = OmegaConf.to_container(init) if isinstance(init, DictConfig) else init
-        default["steps"] = start_of(init).pretrain_steps
+        default["steps"] = start_of(init, select("draft.kind")).pretrain_steps
     missing = {key: value for key, value in default.items() if key not in given}
     return typing.cast(DictConfig, OmegaConf.merge(raw, {"draft": {"pretrain": missing}}))
 

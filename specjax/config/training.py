@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from specjax.config.fields import (
@@ -36,13 +36,28 @@ class Architecture:
     hidden_size: Positive = 128
     intermediate_size: Positive = 384
     num_layers: Positive = 2
-    num_heads: Positive = 4
-    num_kv_heads: Positive = 4
+    num_heads: Positive | None = None
+    """None: of a draft that is cut from the target or reads it all of the target's, else 4."""
+    num_kv_heads: Positive | None = None
+    """None: as few for each of `num_heads` as the target has, of random weights one each."""
     head_dim: Positive | None = None
     """Features of a head; None: hidden_size / num_heads, of a draft cut from the target the target's."""
 
+    def filled(self, num_heads: int = 4, num_kv_heads: int = 4, head_dim: int | None = None) -> Architecture:
+        """With heads as these where it says nothing. Raises `ConfigError` for sizes that do not go together."""
+        heads = self.num_heads or num_heads
+        kv_heads = self.num_kv_heads or max(1, heads * num_kv_heads // num_heads)
+        features = self.head_dim or head_dim
+        try:
+            return dataclasses.replace(self, num_heads=heads, num_kv_heads=kv_heads, head_dim=features)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ConfigError(f"draft.architecture: {reason}") from None
+
     @model_validator(mode="after")
     def _heads_fit(self) -> Architecture:
+        if self.num_heads is None or self.num_kv_heads is None:
+            return self  # asked again when it is `filled`
         if self.hidden_size % self.num_heads:
             # With a head_dim of its own it need not be; but transformers would refuse to load the draft.
             raise ValueError(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
@@ -74,12 +89,16 @@ STARTS = {
     "checkpoint": Start(1e-4, 0),
 }
 """By kind of `draft.init`; another kind counts as trained weights."""
+GLIDE_START = Start(1e-3, 0)
+"""Cut from its target, it reads the target from the start."""
 INIT_WORDS = {"target": "pruned", "scratch": "scratch"}
 """Short for these kinds; a directory of such a name is ./target."""
 
 
-def start_of(init: Any) -> Start:
-    """The default learning rate of a draft with that `draft.init`."""
+def start_of(init: Any, kind: Any = None) -> Start:
+    """What is right for a draft of that `draft.init` and `draft.kind`, if nothing is said."""
+    if kind == "glide" and init in (None, "target"):
+        return GLIDE_START
     if isinstance(init, Mapping):
         return STARTS.get(str(init.get("kind")), STARTS["checkpoint"])
     return STARTS["scratch" if init is None else INIT_WORDS.get(init, "checkpoint")]
@@ -304,14 +323,17 @@ class Draft:
     (specjax/distill/prune.py); else a Hugging Face directory, whose shape replaces `architecture`. Or
     `{kind: layers, keep: [0, 2, 5]}`: layers of the target, whole, between its embedding and head, copied or with
     `share: true` the target's own, frozen (specjax/distill/init.py)."""
-    pretrain: Stage = Field(
-        default_factory=lambda given: Stage(loss="cross_entropy", steps=start_of(given.get("init")).pretrain_steps)
-    )
-    """Before distillation: cross-entropy on the data, 300 steps of it, or none where `init` names trained weights."""
-
     kind: kind_in(DRAFTS) = "draft_model"  # pyright: ignore[reportInvalidTypeForm]
-    """`draft_model`: a separate model, of the fields below. Another kind, `package.module:Class` too, has fields of its
-    own beside `pretrain`."""
+    """`draft_model`: a separate model, of the fields above. `glide`: one that reads the target's keys and values, with
+    `reads`, `depths` and `depth_decay` beside them (specjax/drafters/glide.py). Another kind, `package.module:Class`,
+    has fields of its own beside `pretrain`."""
+    pretrain: Stage = Field(
+        default_factory=lambda given: Stage(
+            loss="cross_entropy", steps=start_of(given.get("init"), given.get("kind")).pretrain_steps
+        )
+    )
+    """Before distillation: cross-entropy on the data, 300 steps of it, or none where `init` names trained weights and
+    for `glide`."""
     settings: Mapping[str, Any] = Field(default_factory=dict)
     """The fields of another kind: in a file they stand beside `kind`."""
 
@@ -327,6 +349,8 @@ class Draft:
     @model_validator(mode="after")
     def _kind_takes_them(self) -> Draft:
         try:
+            if self.kind == "draft_model" and self.init in (None, "scratch"):
+                self.architecture.filled()
             build(DRAFTS, {"kind": self.kind, **self.settings}, "")
         except ConfigError as error:
             raise ValueError(str(error).removeprefix(": ").removeprefix(".")) from None

@@ -21,7 +21,7 @@ from specjax import registry
 from specjax.config import RunConfig
 from specjax.data.rows import Rows, spread
 from specjax.distill.prune import check_cuttable, prune
-from specjax.distill.shape import resized
+from specjax.distill.shape import resized, sizes_of
 from specjax.drafters.draft_model import DraftModel, TrainedDraftModel
 from specjax.errors import ConfigError, ModelError
 from specjax.models.config import ModelConfig
@@ -124,9 +124,13 @@ class Pruned:
 
     def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
         check_cuttable(target.config)
-        shape, family = resized(target, config.draft.architecture, target.config.head_dim)
-        calibration = np.asarray(spread(rows, _CALIBRATION_TOKENS).tokens)
-        return Initial(TrainedDraftModel(Model(shape), family), prune(target, shape, calibration))
+        shape, family = resized(target, config.draft.architecture, cut=True)
+        return Initial(TrainedDraftModel(Model(shape), family), prune(target, shape, calibration(rows)))
+
+
+def calibration(rows: Rows) -> np.ndarray:
+    """Of the training text, what shows which part of a target matters, ``[B, T]``."""
+    return np.asarray(spread(rows, _CALIBRATION_TOKENS).tokens)
 
 
 def _ascending(keep: tuple[int, ...]) -> tuple[int, ...]:
@@ -188,9 +192,7 @@ class SharedEnds(TrainedDraftModel):
 
 def model_config(shape: config_lib.Architecture, vocab_size: int, max_positions: int) -> ModelConfig:
     """A Llama of that shape."""
-    sizes: dict[str, Any] = dataclasses.asdict(shape)
-    sizes["head_dim"] = shape.head_dim or shape.hidden_size // shape.num_heads
-    return ModelConfig(vocab_size, **sizes, max_positions=max_positions)
+    return ModelConfig(vocab_size, **sizes_of(shape.filled()), max_positions=max_positions)
 
 
 def check_length(config: RunConfig, model: ModelConfig, name: str) -> None:

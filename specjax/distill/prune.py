@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import flax.struct
@@ -55,9 +55,11 @@ class _Seen:
     keys: Any = None
 
 
-def prune(target: Any, shape: ModelConfig, tokens: Int[np.ndarray, "B T"]) -> Params:
+def prune(
+    target: Any, shape: ModelConfig, tokens: Int[np.ndarray, "B T"], layers: Sequence[int] | None = None
+) -> Params:
     """Parameters of a draft of ``shape`` (`specjax.distill.shape`) cut from ``target`` (a `LoadedModel`), calibrated on
-    ``tokens``.
+    ``tokens``. ``layers``: the target's that are cut; None: those of `spread`.
 
     Raises `ConfigError` where the target cannot be cut, where ``shape`` is larger than it, or where its heads cannot be
     a subset of the target's.
@@ -68,16 +70,17 @@ def prune(target: Any, shape: ModelConfig, tokens: Int[np.ndarray, "B T"]) -> Pa
     basis = _principal(target, tokens, shape.hidden_size)
     # RMS over d directions that keep a share of the energy, against RMS over all D.
     ratio = full.hidden_size / shape.hidden_size
-    wanted = {old: new for new, old in enumerate(spread(full.num_layers, shape.num_layers))}
-    layers, seen = {}, _Seen()
+    kept = spread(full.num_layers, shape.num_layers) if layers is None else layers
+    wanted = {old: new for new, old in enumerate(kept)}
+    cut, seen = {}, _Seen()
     for old, seen in enumerate(_seen(target, tokens, jnp.asarray(basis, jnp.float32))):
         if old in wanted:
-            layers[wanted[old]] = _cut_layer(whole(target.params["layers"][old]), seen, basis, full, shape)
+            cut[wanted[old]] = _cut_layer(whole(target.params["layers"][old]), seen, basis, full, shape)
     params = {name: whole(target.params[name]) for name in ("embedding", "norm", "head") if name in target.params}
     scale, of_norm = _scale(params["norm"], full.norm), np.sqrt(float(seen.kept[0]) * ratio)
     # A family may multiply its embedding by the root of the hidden size.
     multiplied = full.embedding_multiplier / shape.embedding_multiplier
-    pruned: dict[str, Any] = {"embedding": _times(params["embedding"], basis * multiplied), "layers": layers}
+    pruned: dict[str, Any] = {"embedding": _times(params["embedding"], basis * multiplied), "layers": cut}
     if full.tie_embeddings:
         diagonal = np.einsum("id,i,id->d", basis, scale, basis) / np.square(basis).sum(0)
         pruned["norm"] = _norm(of_norm * diagonal / multiplied, full.norm)

@@ -5,6 +5,7 @@ biases, tying and whatever else its layers are made of are the target's, so that
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from specjax import config as config_lib
@@ -18,19 +19,23 @@ _WHERE = "draft.architecture"
 
 
 def resized(
-    target: LoadedModel, shape: config_lib.Architecture, head_dim: int | None = None
+    target: LoadedModel,
+    shape: config_lib.Architecture,
+    cut: bool = False,
+    layers: Sequence[int] | None = None,
 ) -> tuple[ModelConfig, str]:
     """(the configuration, the Hugging Face model type it is saved as). A draft of a mixture of experts is of the family
-    whose layers are the same without them. ``head_dim``: where ``shape`` gives none; None: hidden_size / num_heads.
+    whose layers are the same without them. ``cut``: where ``shape`` says nothing of heads, they are the target's.
+    ``layers``: the target's whose kinds the draft's have; None: those of `spread`, one of which sees everything.
 
     Raises `ConfigError` for sizes that the family cannot have.
     """
     full, family = target.config, family_of(target.family, _WHERE)
     if full.experts is not None and family.dense is not None:
         family = family_of(family.dense, _WHERE)
-    sizes: dict[str, Any] = dataclasses.asdict(shape)
-    sizes["head_dim"] = shape.head_dim or head_dim or shape.hidden_size // shape.num_heads
-    kinds = [dataclasses.replace(kind, dense=False) for kind in _kinds(full, shape.num_layers)]
+    sizes = sizes_of(shape.filled(full.num_heads, full.num_kv_heads, full.head_dim) if cut else shape.filled())
+    own = _kinds(full, shape.num_layers) if layers is None else [full.layer(i) for i in layers]
+    kinds = [dataclasses.replace(kind, dense=False) for kind in own]
     scale = full.attention_scale and full.attention_scale * (full.head_dim / sizes["head_dim"]) ** 0.5
     changes = {**sizes, "layers": same_or_each(kinds), "attention_scale": scale, "experts": None}
     try:
@@ -47,6 +52,12 @@ def resized(
                 f"{name}={getattr(model, name)}; set that"
             )
     return model, family.model_type
+
+
+def sizes_of(shape: config_lib.Architecture) -> dict[str, Any]:
+    """Of a `filled` shape, by the names of `ModelConfig`."""
+    sizes: dict[str, Any] = dataclasses.asdict(shape)
+    return {**sizes, "head_dim": shape.head_dim or shape.hidden_size // sizes["num_heads"]}
 
 
 def spread(layers: int, kept: int) -> list[int]:

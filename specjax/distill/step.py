@@ -23,7 +23,7 @@ from specjax.evaluation.evaluate import matched
 from specjax.evaluation.teacher import target_output, with_shared_params
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime.layout import ONE_DEVICE, Layout
-from specjax.types import Batch, FullLogits, Loss, LossContext, Params, Trainable, TrainingForm, reads_of
+from specjax.types import PLAIN, Batch, FullLogits, Loss, LossContext, Params, Trainable, TrainingForm, reads_of
 
 ALPHA_MEMORY = 0.9
 """What a step leaves of the running alpha: a mean over some ten steps."""
@@ -93,9 +93,6 @@ def start_state(
     params = layout.put(params, layout.of_draft(params, drafter))
     shardings = layout.of_draft(jax.eval_shape(start, params), drafter)
     return jax.jit(start, out_shardings=shardings)(params)
-
-
-PLAIN = TrainingForm()
 
 
 @dataclasses.dataclass(frozen=True)

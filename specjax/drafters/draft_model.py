@@ -141,7 +141,7 @@ class BoundDraftModel:
         fed = jnp.take_along_axis(context.tokens, slots, axis=1)
         newest = (context.lengths - 1 - start)[:, None]
         out = self.model(params, fed, slots, slots, state, rows=newest)
-        tokens, first = self.propose(out, context, jnp.zeros((len(start), self.k), jnp.int32), 0)
+        tokens, first = propose(out.logits, context, jnp.zeros((len(start), self.k), jnp.int32), 0)
 
         def step(carry, _):
             cache, tokens, offset = carry
@@ -149,33 +149,18 @@ class BoundDraftModel:
             token = jnp.take_along_axis(tokens, newest, axis=1)
             slot = (context.lengths - 1)[:, None] + offset
             out = self.model(params, token, slot, slot, cache)
-            tokens, proposed = self.propose(out, context, tokens, offset)
+            tokens, proposed = propose(out.logits, context, tokens, offset)
             return (out.cache, tokens, offset + 1), proposed
 
         # The offset is carried: read from an array of offsets, its slice shared a fusion with one made of a gather, and
         # XLA on CPU (jax 0.10) gave both the same name when their numbers happened to be equal.
         carry = (out.cache, tokens, jnp.int32(1))
         (cache, tokens, _), rest = jax.lax.scan(step, carry, length=self.k - 1)
-        found = jax.tree.map(lambda a, b: jnp.concatenate([a[:, None], jnp.moveaxis(b, 0, 1)], 1), first, rest)
-        valid = jnp.ones(tokens.shape, bool) if found.stops is None else jnp.cumsum(found.stops, axis=1) == 0
-        return Draft(tokens, valid, logits=found.logits, finite=found.finite), cache
+        return chain(tokens, jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, rest)), cache
 
     def commit(self, params: Params, state: Any, outcome: Outcome) -> Any:
         # Slots past the accepted prefix are stale: masked by length, then overwritten.
         return state
-
-    def propose(
-        self, out: Output, context: Context, tokens: Int[Array, "B K"], offset: int | Int[Array, ""]
-    ) -> tuple[Int[Array, "B K"], Proposed]:
-        """``tokens`` with the one at ``offset`` drawn from the only row of ``out.logits``."""
-        raw = _over(out.logits, context.sampling.bias.shape[1])
-        transform = sampling.process if context.noise is None else sampling.transform
-        logits = transform(raw, context, tokens, offset)[:, 0]
-        noise = None if context.noise is None else context.noise.draft(offset)
-        drawn = sampling.draw(logits, noise)[:, None]
-        tokens = jax.lax.dynamic_update_slice_in_dim(tokens, drawn, offset, axis=1)
-        finite = sampling.has_distribution(out.logits)[:, 0]
-        return tokens, Proposed(finite, None if noise is None else logits, context.stop(logits, offset))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,6 +201,26 @@ class TrainedDraftModel(TrainedDrafter):
         from specjax.models.hf import save_model
 
         save_model(self.to_model(params, target, name), directory, overwrite=True, card=card)
+
+
+def propose(
+    raw: Float[Array, "B 1 W"], context: Context, tokens: Int[Array, "B K"], offset: int | Int[Array, ""]
+) -> tuple[Int[Array, "B K"], Proposed]:
+    """``tokens`` with the one at ``offset`` drawn from the draft's own logits ``raw``."""
+    transform = sampling.process if context.noise is None else sampling.transform
+    logits = transform(_over(raw, context.sampling.bias.shape[1]), context, tokens, offset)[:, 0]
+    noise = None if context.noise is None else context.noise.draft(offset)
+    drawn = sampling.draw(logits, noise)[:, None]
+    tokens = jax.lax.dynamic_update_slice_in_dim(tokens, drawn, offset, axis=1)
+    finite = sampling.has_distribution(raw)[:, 0]
+    return tokens, Proposed(finite, None if noise is None else logits, context.stop(logits, offset))
+
+
+def chain(tokens: Int[Array, "B K"], found: Proposed) -> Draft:
+    """The block of ``tokens``; ``found``: what `propose` said of each, ``[K, ...]``."""
+    found = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
+    valid = jnp.ones(tokens.shape, bool) if found.stops is None else jnp.cumsum(found.stops, axis=1) == 0
+    return Draft(tokens, valid, logits=found.logits, finite=found.finite)
 
 
 def _over(logits: Float[Array, "B R W"], size: int) -> Float[Array, "B R V"]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from specjax import registry
 from specjax.drafters.draft_model import DraftModel
-from specjax.models.hf import draft_of
+from specjax.models.files import read_json
+from specjax.models.hf import DRAFTER, draft_of, resolve
 from specjax.types import Drafter
 
 
@@ -16,7 +17,7 @@ def load_drafter(
     path_or_hub_id: str | os.PathLike,
     target: Any,
     k: int = 5,
-    kind: str | Mapping[str, Any] = "draft_model",
+    kind: str | Mapping[str, Any] | None = None,
     check_finite: bool = True,
 ) -> Drafter:
     """The drafter in a directory, ready for ``Decoder(target, drafter=...)``.
@@ -27,7 +28,7 @@ def load_drafter(
         target: the `LoadedModel` that it drafts for; weights are cast to its dtype.
         k: draft tokens a block.
         kind: as `draft.kind` of a config, ``package.module:Class`` of a drafter from outside; with fields of its own, a
-            mapping.
+            mapping. None: what the directory says it is, or else a separate model.
         check_finite: refuse NaN and infinite weights.
 
     Returns:
@@ -37,6 +38,16 @@ def load_drafter(
         ModelError: for a directory that cannot be read, or, once it is bound, a vocabulary that is not the target's.
         ConfigError: for an unknown kind.
     """
+    if kind is not None:
+        registry.build(registry.DRAFTS, kind, "load_drafter: kind")  # an unknown one before the directory is looked for
+    found = draft_of(path_or_hub_id)
+    kind = kind_of(found) if kind is None else kind
     alone = kind == DraftModel.kind  # without what trains one
     reader: Any = DraftModel if alone else registry.build(registry.DRAFTS, kind, "load_drafter: kind")
-    return reader.load(draft_of(path_or_hub_id), target, k, check_finite)
+    return reader.load(found, target, k, check_finite)
+
+
+def kind_of(path_or_hub_id: str | os.PathLike) -> str:
+    """The kind of drafter in a directory: what its config.json says, or else a model."""
+    file = resolve(path_or_hub_id) / "config.json"
+    return str(read_json(file).get(DRAFTER, DraftModel.kind)) if file.exists() else DraftModel.kind

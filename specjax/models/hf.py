@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 CARD, GENERATION = "README.md", "generation_config.json"
 DRAFT = "draft"
 """Where a run directory has its draft."""
+DRAFTER = "specjax_drafter"
+"""In config.json: the kind of a drafter that is no model by itself."""
 MAX_SHARD_BYTES = 5 * 10**9
 _TOKENIZER_DATA = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_JSON = (
@@ -193,6 +195,11 @@ def load_model(
     if (directory / DRAFT / "config.json").exists() and not config_file.exists():
         raise ModelError(f"{directory}: is a run, no model (no config.json); its draft is {directory / DRAFT}")
     settings = Settings(read_json(config_file), config_file)
+    if DRAFTER in settings.values:
+        kind = settings.values[DRAFTER]
+        raise ModelError(
+            f"{directory}: is a {kind!r} draft, no model; specjax.load_drafter(DIRECTORY, target) loads it"
+        )
     family = family_of(settings.values.get("model_type"), config_file)
     config = family.read_config(settings)
     # What may fail at once comes before what takes long.
@@ -343,12 +350,22 @@ def save_model(
             f"{directory}: other processes hold a part of the weights; gather them in all processes with "
             "jax.experimental.multihost_utils.process_allgather(params, tiled=True), and save in one"
         )
+    write_directory(directory, overwrite, lambda partial: _write_files(model, partial, dtype, card, max_shard_bytes))
+
+
+def write_directory(directory: str | os.PathLike, overwrite: bool, write: Callable[[Path], None]) -> None:
+    """What ``write`` puts into a new directory, with a ``SHA256SUMS``, in the place of ``directory``: complete or not
+    at all. Raises `ModelError` as `save_model` does."""
     final = check_replaceable(directory, overwrite)
     token = secrets.token_hex(4)
     partial, old = (final.with_name(f".{final.name}.{kind}-{token}") for kind in ("partial", "old"))
     try:
         partial.mkdir(parents=True)
-        _write_files(model, partial, dtype, card, max_shard_bytes)
+        write(partial)
+        mode = (partial / "config.json").stat().st_mode & 0o777
+        for file in partial.iterdir():  # safetensors keeps its files to the owner, whatever the umask
+            file.chmod(mode)
+        write_manifest(partial)
         flush(*partial.iterdir(), partial)  # or the name may outlive a power cut that the content does not
         try:
             if final.exists():
@@ -384,7 +401,7 @@ def check_replaceable(directory: str | os.PathLike, overwrite: bool) -> Path:
 
 def _write_files(model: LoadedModel, directory: Path, dtype: str, card: str | None, max_shard_bytes: int) -> None:
     family, config, tokenizer = family_of(model.family, directory), model.config, model.tokenizer
-    described = _describe(family, config)
+    settings = described(family, config)
     write_params(directory, model.params, family, config, dtype, max_shard_bytes)
     special = {
         # Written even when null: an absent id means the family's default there, not none.
@@ -392,9 +409,8 @@ def _write_files(model: LoadedModel, directory: Path, dtype: str, card: str | No
         "eos_token_id": model.eos_ids[0] if len(model.eos_ids) == 1 else list(model.eos_ids) or None,
         "pad_token_id": getattr(tokenizer, "pad_token_id", None),
     }
-    settings = {"architectures": [family.architecture], "model_type": family.model_type, "dtype": dtype}
-    settings |= {"torch_dtype": dtype, **described, **special}
-    write_json(directory / "config.json", settings)
+    named = {"architectures": [family.architecture], "model_type": family.model_type, "dtype": dtype}
+    write_json(directory / "config.json", {**named, "torch_dtype": dtype, **settings, **special})
     told = {name: value for name, value in special.items() if value is not None}
     inherited = {name: value for name, value in model.generation.items() if name != "eos_token_id"}
     write_json(directory / GENERATION, {**told, **inherited})
@@ -405,18 +421,14 @@ def _write_files(model: LoadedModel, directory: Path, dtype: str, card: str | No
             raise OSError(f"the tokenizer: {error}") from error
         _rename_tokenizer_class(directory / "tokenizer_config.json")
     (directory / CARD).write_text(card if card is not None else _default_card(model), encoding="utf-8")
-    mode = (directory / CARD).stat().st_mode & 0o777
-    for file in directory.iterdir():  # safetensors keeps its files to the owner, whatever the umask
-        file.chmod(mode)
-    write_manifest(directory)
 
 
 def check_saveable(family: str, config: ModelConfig) -> None:
     """Raises `ModelError` unless `save_model` can write a model of ``config`` as ``family``."""
-    _describe(family_of(family, "config.json"), config)
+    described(family_of(family, "config.json"), config)
 
 
-def _describe(family: Family, config: ModelConfig) -> dict[str, Any]:
+def described(family: Family, config: ModelConfig) -> dict[str, Any]:
     """config.json without its ids. Raises `ModelError` for a config that the family has no settings for."""
     described: dict[str, Any] = {}
     try:

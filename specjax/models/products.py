@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,16 +106,56 @@ def attend(
     batch, fed, heads, features = q.shape
     group = batch * heads // len(k)
     q = q.reshape(batch, fed, -1, group, features).transpose(0, 2, 3, 1, 4).reshape(len(k), group * fed, features)
-    product = functools.partial(jnp.einsum, precision=precision_of(q)) if is_float32(q) else wide_product
-    scores = jnp.asarray(product("hqc,hcs->hqs", q, k))
-    scores = scores * (features**-0.5 if scale is None else scale)
-    scores = soft_capped(scores, soft_cap)
+    scores = _scores(_product(q)("hqc,hcs->hqs", q, k), features, scale, soft_cap)
     scores = scores.reshape(batch, -1, group, fed, k.shape[2])
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(len(k), group * fed, -1)
-    out = jnp.asarray(product("hqs,hsc->hqc", weights, v), q.dtype)
+    out = jnp.asarray(_product(q)("hqs,hsc->hqc", weights, v), q.dtype)
     out = out.reshape(batch, -1, group, fed, features).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, fed, heads, features)
+
+
+def attend_to_both(
+    q: Float[Array, "B T H C"],
+    others: tuple[Float[Array, "BG C S"], Float[Array, "BG S C"]],
+    visible: Bool[Array, "#B T S"],
+    own: tuple[Float[Array, "B T D G C"], Float[Array, "B T D G C"]],
+    reached: Bool[Array, " D"],
+    scale: float | None = None,
+    soft_cap: float | None = None,
+) -> Float[Array, "B T H C"]:
+    """`attend` to S keys and values that all queries share, and to D that each query has of its own, under one
+    softmax."""
+    batch, fed, heads, features = q.shape
+    (k, v), (own_k, own_v) = ((x.astype(q.dtype) for x in pair) for pair in (others, own))
+    group = batch * heads // len(k)
+    product = _product(q)
+    of_own = q.reshape(batch, fed, -1, group, features)
+    q = of_own.transpose(0, 2, 3, 1, 4).reshape(len(k), group * fed, features)
+    scores = jnp.asarray(product("hqc,hcs->hqs", q, k)).reshape(batch, -1, group, fed, k.shape[2])
+    own_scores = product("btgnc,btdgc->bgntd", of_own, own_k)
+    lowest = jnp.finfo(jnp.float32).min
+    both = jnp.concatenate(
+        [
+            jnp.where(visible[:, None, None], _scores(scores, features, scale, soft_cap), lowest),
+            jnp.where(reached, _scores(own_scores, features, scale, soft_cap), lowest),
+        ],
+        axis=-1,
+    )
+    weights = jax.nn.softmax(both, axis=-1).astype(q.dtype)
+    shared, each = weights[..., : k.shape[2]], weights[..., k.shape[2] :]
+    out = jnp.asarray(product("hqs,hsc->hqc", shared.reshape(len(k), group * fed, -1), v))
+    out = out.reshape(batch, -1, group, fed, features).transpose(0, 3, 1, 2, 4)
+    out = out + jnp.asarray(product("bgntd,btdgc->btgnc", each, own_v))
+    return out.astype(q.dtype).reshape(batch, fed, heads, features)
+
+
+def _product(x: Array) -> Any:
+    return functools.partial(jnp.einsum, precision=precision_of(x)) if is_float32(x) else wide_product
+
+
+def _scores(products: Array, features: int, scale: float | None, soft_cap: float | None) -> Array:
+    return soft_capped(jnp.asarray(products) * (features**-0.5 if scale is None else scale), soft_cap)
 
 
 def soft_capped(x: Array, cap: float | None) -> Array:

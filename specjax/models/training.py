@@ -51,12 +51,10 @@ class TrainingModel(Model):
     ) -> Output:
         if cache is not None or rows is not None:
             return super().__call__(params, tokens, positions, slots, cache, mask, reads, rows)
-        if self.sharding is not None:  # whole rows of it, or what is looked up would lie as its columns do
-            wanted = NamedSharding(self.sharding.mesh, PartitionSpec(PartitionSpec.UNCONSTRAINED, None))
-            params = {**params, "embedding": jax.lax.with_sharding_constraint(params["embedding"], wanted)}
+        params = gathered(params, self.sharding)
         module = self.module(params)
         x, contexts = module.embed(tokens, positions, slots, None, mask)
-        x, streams, fed = self._through(params["layers"], self._placed(x), contexts, reads)
+        x, streams, fed = self._through(params["layers"], placed(x, self.sharding), contexts, reads)
         final = module.norm(x)
         hidden = tuple(streams[i] for i in reads.hidden_layers)
         keys_values = tuple(fed[i] for i in reads.kv_layers)
@@ -69,7 +67,7 @@ class TrainingModel(Model):
 
         def block(kind: LayerKind, wanted: bool, x, layer: Params):
             x, _, fed = block_of(self.config, kind, layer)(x, *contexts[kind])
-            return self._placed(x), fed if wanted else ()
+            return placed(x, self.sharding), fed if wanted else ()
 
         if self.remat:
             # Inside a loop, XLA does not find the same computation twice, and need not be kept from it.
@@ -107,8 +105,18 @@ class TrainingModel(Model):
         )
         return x, streams | {count: x}, keys_values
 
-    def _placed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return x if self.sharding is None else jax.lax.with_sharding_constraint(x, self.sharding)
+
+def placed(x: Float[Array, "B T D"], sharding: NamedSharding | None) -> Float[Array, "B T D"]:
+    """Where it should lie between layers."""
+    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+
+def gathered(params: Params, sharding: NamedSharding | None) -> Params:
+    """With whole rows of the embedding, or what is looked up would lie as its columns do."""
+    if sharding is None:
+        return params
+    wanted = NamedSharding(sharding.mesh, PartitionSpec(PartitionSpec.UNCONSTRAINED, None))
+    return {**params, "embedding": jax.lax.with_sharding_constraint(params["embedding"], wanted)}
 
 
 def training_model(model: Model, form: TrainingForm) -> Model:

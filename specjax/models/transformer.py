@@ -23,7 +23,7 @@ from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.kernels import Dense
 from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm
 from specjax.models.products import soft_capped
-from specjax.models.rotary import rotary_table
+from specjax.models.rotary import Total, rotary_table
 from specjax.types import NOTHING, Output, Params, Reads
 
 
@@ -111,17 +111,26 @@ class Transformer(nnx.Module):
 
     def embed(self, tokens, positions, slots, cache, mask):
         """What the first layer reads, and for each kind of layer (its rotary table, what it attends to)."""
+        tables = self.rotary(positions, tokens.shape[1] if cache is None else cache.total)
+        attended = memories(cache, positions, slots, mask, (kind.window for kind in self.config.layers))
+        contexts = {kind: (table, attended[kind.window]) for kind, table in tables.items()}
+        return self.embedded(tokens, positions), contexts
+
+    def embedded(self, tokens, positions):
+        """What the first layer reads."""
         config = self.config
         x = self.embedding[...][tokens].astype(self.dtype)
         if config.learned_positions:
             x = x + self.position_embedding[...][positions].astype(x.dtype)
         if config.embedding_multiplier != 1:
             x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
-        total = tokens.shape[1] if cache is None else cache.total
-        tables = {rope: rotary_table(positions, rope, config.head_dim, x.dtype, total) for rope in config.ropes}
-        attended = memories(cache, positions, slots, mask, (kind.window for kind in config.layers))
-        kinds = dict.fromkeys(config.layers)
-        return x, {k: (None if k.rope is None else tables[k.rope], attended[k.window]) for k in kinds}
+        return x
+
+    def rotary(self, positions, total: Total):
+        """For each kind of layer its rotary table, None without one."""
+        config = self.config
+        tables = {rope: rotary_table(positions, rope, config.head_dim, self.dtype, total) for rope in config.ropes}
+        return {kind: None if kind.rope is None else tables[kind.rope] for kind in config.layers}
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in float32, whatever the weights are in."""
