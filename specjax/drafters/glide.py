@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
@@ -71,7 +72,7 @@ class Own(NamedTuple):
     values: Float[Array, "B T D G C"]
 
 
-@dataclasses.dataclass(frozen=True)
+@flax.struct.dataclass
 class Reading:
     """What the tokens of one depth attend to in a layer: the ``visible`` part of the target's, and their block up to
     themselves."""
@@ -89,7 +90,7 @@ class Reading:
         scale: float | None = None,
         soft_cap: float | None = None,
     ) -> tuple[Float[Array, "B T H C"], Own]:
-        """See `specjax.models.cache.Memory.attend`; the block with their own keys and values."""
+        """See `specjax.models.cache.Attended`: the block, with their own keys and values."""
         own = Own(*(_put(old, new, self.depth) for old, new in zip(self.own, (k, v), strict=True)))
         reached = jnp.arange(own.keys.shape[2], dtype=jnp.int32) <= self.depth
         return attend_to_both(q, self.target, self.visible, own, reached, scale, soft_cap), own
@@ -136,11 +137,11 @@ class GlideModel:
         for i, reading in enumerate(readings):
             kind = config.layer(i)
 
-            def through(x, layer, table, reading, kind=kind):
+            def block(x, layer, table, reading, kind=kind):
                 x, own, _ = block_of(config, kind, layer)(x, table, reading)
                 return placed(x, form.sharding), own
 
-            run = jax.checkpoint(through) if form.remat else through
+            run = jax.checkpoint(block) if form.remat else block
             x, own = run(placed(x, form.sharding), params["layers"][i], tables[kind], reading)
             blocks.append(own)
         return module.norm(x), tuple(blocks)
@@ -174,7 +175,7 @@ class BoundGlide(StatelessDrafter):
         def step(carry, _):
             blocks, tokens, newest, depth = carry
             positions = root + depth
-            seen = {w: verified & _within(w, positions, slots) for w in dict.fromkeys(self.glide.windows)}
+            seen = _through(self.glide.windows, verified, positions, slots)
             each = zip(layers, self.glide.windows, blocks, strict=True)
             readings = [Reading(layer, seen[window], own, depth) for layer, window, own in each]
             final, blocks = self.glide(params, newest, positions, readings)
@@ -189,10 +190,15 @@ class BoundGlide(StatelessDrafter):
         return chain(tokens, found), state
 
 
-def _within(window: int | None, positions: Int[Array, "B T"], others: Int[Array, "#B #T S"]) -> Bool[Array, "B T S"]:
-    if window is None:
-        return jnp.ones((1, 1, 1), bool)
-    return positions[..., None] - others < window
+def _through(
+    windows: Sequence[int | None],
+    visible: Bool[Array, "#B #T S"],
+    positions: Int[Array, "B T"],
+    others: Int[Array, "#B #T S"],
+) -> dict[int | None, Bool[Array, "#B #T S"]]:
+    """What of ``visible``, which lies at the positions ``others``, each window shows."""
+    back = positions[..., None] - others
+    return {w: visible if w is None else visible & (back < w) for w in dict.fromkeys(windows)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +226,7 @@ class TrainedGlide(TrainedDrafter):
         positions, place = batch.token_positions, jnp.arange(fed, dtype=jnp.int32)
         layers = [Layer.of(*layer) for layer in target_out.keys_values]
         causal = jnp.tril(jnp.ones((fed, fed), bool))[None] if batch.attention_mask is None else batch.attention_mask
-        seen = {w: causal & _within(w, positions, positions[:, None]) for w in dict.fromkeys(self.glide.windows)}
+        seen = _through(self.glide.windows, causal, positions, positions[:, None])
         blocks = self.glide.blocks(rows, fed, self.depths)
         shares = [self.decay**depth for depth in range(self.depths)]
         for depth, share in enumerate(shares):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import flax.struct
 import jax
@@ -128,6 +128,22 @@ class KVCache:
 
     def _changed(self, change: Callable[..., Array], *others: tuple[Layer, ...]) -> KVCache:
         return dataclasses.replace(self, layers=jax.tree.map(change, self.layers, *others))
+
+
+@runtime_checkable
+class Attended(Protocol):
+    """What the tokens of a pass attend to in a layer: a `Memory`, or that of a drafter that reads another model's."""
+
+    def attend(
+        self,
+        q: Float[Array, "B T H C"],
+        k: Float[Array, "B T G C"],
+        v: Float[Array, "B T G C"],
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> tuple[Float[Array, "B T H C"], Any]:
+        """What the tokens read, and what is there once their own keys and values are."""
+        ...
 
 
 @flax.struct.dataclass

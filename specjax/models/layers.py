@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from specjax.models import kernels
-from specjax.models.cache import Memory
+from specjax.models.cache import Attended
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.products import precision_of, seen_only_where_visible
 from specjax.models.rotary import rotate
@@ -113,7 +113,7 @@ class Attention(nnx.Module):
             }[config.qk_norm]
             self.q_norm, self.k_norm = (make_norm(config, *shape, dtype=dtype) for shape in shapes)
 
-    def __call__(self, x, rotary, memory: Memory):
+    def __call__(self, x, rotary, memory: Attended):
         """``rotary``: the table of this layer, None without one. Returns (attended, the layer's keys and values with
         those of the tokens fed, the latter alone)."""
         batch, fed = x.shape[:2]

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models.cache import KVCache, Memory, memories
+from specjax.models.cache import Attended, KVCache, memories
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.kernels import Dense
 from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm
@@ -46,7 +46,7 @@ class Block(nnx.Module):
     def feed_forward(self) -> MLP | ExpertMLP:
         return self.mlp if hasattr(self, "mlp") else self.experts
 
-    def __call__(self, x, rotary, memory: Memory):
+    def __call__(self, x, rotary, memory: Attended):
         """Returns (x, the layer's keys and values with those of the tokens fed, the latter alone)."""
         read = normed(self.attention_norm, x)
         attended, layer, fed = self.attention(read, rotary, memory)
