@@ -32,12 +32,15 @@ def score(decoded: Sequence[Decoded]) -> float:
 
 def record_of(decoded: Sequence[Decoded]) -> dict[str, float]:
     """For a stage's log: ``block_efficiency``, the score; with a temperature in the name (``_t0``, ``_t1``) that of it
-    alone, its interval, and ``acceptance``, the share of blocks that accept so many draft tokens."""
+    alone, its interval, what the training forward says it should be (``simulated``), and ``acceptance``, the share of
+    blocks that accept so many draft tokens."""
     record = {"block_efficiency": score(decoded)}
     for d in decoded:
         name, interval = f"_t{d.temperature:g}", d.interval
         record |= {f"block_efficiency{name}": d.stats.block_efficiency}
         record |= {f"block_efficiency{name}_low": interval.low, f"block_efficiency{name}_high": interval.high}
+        if d.simulated is not None:
+            record |= {f"block_efficiency{name}_simulated": d.simulated}
         record |= {f"acceptance{name}_at_{j}": s for j, s in enumerate(d.stats.acceptance_at, 1)}
     return record
 

@@ -78,6 +78,11 @@ class TrainedDrafter:
         """See `Trainable`."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it predicts: define predictions")
 
+    def at_depths(self, depths: int) -> Trainable | None:
+        """The same with a prediction for each of the first ``depths`` places of a block, or with one that holds at all
+        of them; None: it has none for so many."""
+        return None
+
     def in_training(self, form: TrainingForm) -> Trainable:
         """The same, as a stage runs it. Raises `ConfigError` where it cannot be run so."""
         return _only_plain(self, form)
@@ -94,6 +99,12 @@ class TrainedDrafter:
     def save(self, params: Params, target: Any, directory: Path, *, name: str = "draft", card: str | None = None):
         """Write a directory with everything that decoding needs, in place of what is there; ``card``: its README.md."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it is saved: define save")
+
+
+def at_depths(drafter: Any, depths: int) -> Any:
+    """See `TrainedDrafter.at_depths`; None for one without."""
+    change = getattr(drafter, "at_depths", None)
+    return None if change is None else change(depths)
 
 
 def in_training(drafter: Any, form: TrainingForm) -> Any:

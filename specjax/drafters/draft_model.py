@@ -179,6 +179,10 @@ class TrainedDraftModel(TrainedDrafter):
         assert out.final is not None
         yield Prediction(out.final, functools.partial(self.model.head, params), batch.weight)
 
+    def at_depths(self, depths: int) -> Trainable:
+        """As it is: what it says of a token does not depend on where the block began."""
+        return self
+
     def in_training(self, form: TrainingForm) -> Trainable:
         if not isinstance(self.model, Model):
             return super().in_training(form)

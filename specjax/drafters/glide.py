@@ -241,6 +241,9 @@ class TrainedGlide(TrainedDrafter):
             # The block that ends at t continues the one that ends at t - 1.
             blocks = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), blocks)
 
+    def at_depths(self, depths: int) -> Trainable:
+        return dataclasses.replace(self, depths=depths)
+
     def in_training(self, form: TrainingForm) -> Trainable:
         if form.scan_layers:
             raise ConfigError("scan_layers: the layers of a glide draft read a layer of the target each; set it false")

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax.data.rows import Rows, spread
-from specjax.drafters.base import in_training
+from specjax.drafters.base import at_depths, in_training
 from specjax.evaluation.teacher import target_output, with_shared_params
 from specjax.metrics import alpha_per_position, negative_log_likelihood
 from specjax.models.vocabulary import TokenRows
@@ -25,17 +25,21 @@ from specjax.runtime.layout import ONE_DEVICE, Layout
 from specjax.runtime.progress import StepProgress
 from specjax.types import Batch, FullLogits, Output, Params, Prediction, TopKLogits, Trainable, reads_of
 
+DEPTHS = 5
+"""Acceptance is measured at so many places of a block, however many training unrolls."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Means over ``positions`` predicted tokens; nats a token. NaN without a target: ``target_nll`` and ``alpha``."""
+    """Means over ``positions`` predicted tokens; nats a token. NaN without a target: ``target_nll`` and ``alpha``. Of a
+    drafter that makes several predictions of every position these are of the first, of the token after the root."""
 
     nll: float
     target_nll: float
     alpha: float
     positions: int
     alpha_at: tuple[float, ...] = ()
-    """By depth, of drafters that make more than one prediction of every position."""
+    """By depth, of drafters that make several."""
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Evaluation:
@@ -119,7 +123,7 @@ def evaluate_all(
     if target is not None:
         spec, target_params = target.spec, layout.put(target.params, layout.of_target(target.params, target.spec))
     params = [layout.put(model, layout.of_draft(model, drafter)) for model in params]
-    drafter, spec, tokens = in_training(drafter, layout.form()), layout.model(spec), TokenRows.of(target)
+    drafter, spec, tokens = in_training(_deep(drafter), layout.form()), layout.model(spec), TokenRows.of(target)
     sums = []
     for start in range(0, len(chosen.tokens), batch_size):
         batch = jax.tree.map(lambda x, start=start: _filled_up(x[start : start + batch_size], batch_size), chosen)
@@ -143,6 +147,11 @@ def evaluate_all(
     ]
 
 
+def _deep(drafter: Trainable) -> Trainable:
+    """To the depth that figures are given to, if it goes so far."""
+    return at_depths(drafter, DEPTHS) or drafter
+
+
 def _filled_up(leaf: np.ndarray, size: int) -> np.ndarray:
     """The rows filled up with copies of the first one, so that one shape is compiled; they do not count."""
     return np.concatenate([leaf, np.repeat(leaf[:1], size - len(leaf), axis=0)])
@@ -159,7 +168,7 @@ def _sums_of(
     predictions: Iterable[Prediction], target_out: Output | None, labels: Int[Array, "B T"], tokens: TokenRows | None
 ) -> dict[str, Any]:
     """``sums["at"]``: of each depth by itself."""
-    sums: dict[str, Any] = {"at": []}
+    at: list[dict[str, Any]] = []
     teacher = None if target_out is None else FullLogits(target_out.logits)
     for prediction in predictions:
         m = matched(prediction, teacher, labels, tokens)
@@ -172,6 +181,5 @@ def _sums_of(
             measured["alpha"] = alpha_per_position(m.teacher.logits, m.draft_logits)
         # Every prediction that counts counts alike here, whatever its weight in training.
         totals = {name: jnp.sum(jnp.where(m.weight > 0, values, 0.0)) for name, values in measured.items()}
-        sums["at"].append(totals)
-        sums |= {name: sums[name] + total if name in sums else total for name, total in totals.items()}
-    return sums
+        at.append(totals)
+    return {**at[0], "at": at}

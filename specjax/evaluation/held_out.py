@@ -19,9 +19,10 @@ from specjax.config import RunConfig
 from specjax.data.corpus import Document
 from specjax.data.prompts import PLACES, HeldOutPrompt, cut_prompts
 from specjax.decode.decoder import Decoder
-from specjax.decode.result import check_finite
+from specjax.decode.result import GenerationResult, check_finite
 from specjax.drafters.base import TrainedDrafter
 from specjax.errors import ConfigError, DataError
+from specjax.evaluation.simulated import simulated_block_efficiency
 from specjax.evaluation.teacher import with_shared_params
 from specjax.metrics import DecodeStats, Interval, block_efficiency_interval, tokens_per_s
 from specjax.models.hf import LoadedModel
@@ -32,16 +33,20 @@ from specjax.types import Params
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """Prompts decoded at one temperature, in one batch that took ``seconds``; ``by_prompt``: the counts of each."""
+    """Prompts decoded at one temperature, in one batch that took ``seconds``; ``by_prompt``: the counts of each.
+    ``simulated``: the tokens a target call that the draft's training forward gives for the same texts; None where it
+    cannot tell."""
 
     temperature: float
     by_prompt: list[DecodeStats]
     seconds: float
+    simulated: float | None = None
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Decoded:
         """From `dataclasses.asdict`, through JSON."""
-        return cls(found["temperature"], list(map(DecodeStats.of, found["by_prompt"])), found["seconds"])
+        stats = list(map(DecodeStats.of, found["by_prompt"]))
+        return cls(found["temperature"], stats, found["seconds"], found.get("simulated"))
 
     @property
     def stats(self) -> DecodeStats:
@@ -93,9 +98,9 @@ class HeldOutDecoding:
         target = dataclasses.replace(self.target)
         verifier = registry.build(registry.VERIFIERS, self.verifier, "verifier")
         decoder = Decoder(target, self.drafter.to_drafter(params, target, self.rule.k), verifier)
-        return [self._decode(decoder, temperature) for temperature in self.temperatures]
+        return [self._decode(decoder, params, verifier.kind, temperature) for temperature in self.temperatures]
 
-    def _decode(self, decoder: Decoder, temperature: float) -> Decoded:
+    def _decode(self, decoder: Decoder, params: Params, rule: str, temperature: float) -> Decoded:
         prompts = [prompt.tokens for prompt in self.prompts]
         options = {**self.sampling, "stop_token_ids": (), "temperature": temperature}
         options |= {"max_new_tokens": self.rule.new_tokens}
@@ -104,7 +109,15 @@ class HeldOutDecoding:
         found = decoder.generate(prompts, seed=self.seed, ignore_eos=True, **options)
         seconds = time.perf_counter() - began
         check_finite(found, "the draft in training", f"target {self.target.name!r}")
-        return Decoded(temperature, found.stats, seconds)
+        return Decoded(temperature, found.stats, seconds, self._simulated(params, found, temperature, rule))
+
+    def _simulated(self, params: Params, found: GenerationResult, temperature: float, rule: str) -> float | None:
+        if dict(self.sampling) != config.Sampling().options():
+            return None  # of other parameters than the temperature it knows nothing
+        texts = [[*prompt.tokens, *row] for prompt, row in zip(self.prompts, found.tokens, strict=True)]
+        lengths = [len(prompt.tokens) for prompt in self.prompts]
+        how = (self.rule.k, temperature, rule)
+        return simulated_block_efficiency(self.drafter, params, self.target, texts, lengths, *how)
 
     @property
     def identity(self) -> str:

@@ -47,7 +47,8 @@ _EXPORTS: tuple[str, str] = ("draft-before", "draft")
 @dataclasses.dataclass(frozen=True)
 class Measures:
     """Held-out figures at temperature 1, over ``positions`` predicted tokens (fewer than asked for if the held-out text
-    is shorter); nats a token. ``alpha_ce_control`` is the best of ``alpha_ce_controls`` (learning rate -> alpha), None
+    is shorter); nats a token. ``alpha_at``: by place of a block, of drafters that differ in it; the other figures are
+    of the first. ``alpha_ce_control`` is the best of ``alpha_ce_controls`` (learning rate -> alpha), None
     without control runs."""
 
     target_nll: float
@@ -58,6 +59,8 @@ class Measures:
     alpha_ce_control: float | None
     alpha_ce_controls: dict[str, float]
     positions: int
+    alpha_at_before: tuple[float, ...] = ()
+    alpha_at_after: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +152,8 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
         alpha_ce_control=max(control_alphas.values(), default=None),
         alpha_ce_controls=control_alphas,
         positions=first.positions,
+        alpha_at_before=first.alpha_at,
+        alpha_at_after=last.alpha_at,
     )
     trained = dict(zip(_EXPORTS, (before, after), strict=True))
     decoded = figures.decode(config, bars, decoding, trained, target)
@@ -225,6 +230,11 @@ def _draft_card(
     )
     facts = {
         "alpha (E sum min(p, q), held out, temperature 1)": f"{evaluation.alpha:.4f}",
+        **(
+            {"alpha by place of a block": ", ".join(f"{a:.4f}" for a in evaluation.alpha_at)}
+            if evaluation.alpha_at
+            else {}
+        ),
         "loss of the draft, nats a token, held out": f"{evaluation.nll:.4f}",
         "loss of the target": f"{evaluation.target_nll:.4f}",
         "positions measured": f"{evaluation.positions:,}",

@@ -92,6 +92,9 @@ class TrainedHeads(TrainedDrafter):
             features = hidden_of(params, j, hidden, jnp.asarray(batch.labels))
             yield Prediction(features, functools.partial(jnp.matmul, b=params["head"]), weight, rows)
 
+    def at_depths(self, depths: int) -> TrainedHeads | None:
+        return self if depths <= self.depth else None
+
     def to_drafter(self, params: Params, target: Any, k: int) -> HeadsDrafter:
         return HeadsDrafter(params, self.layer, k)
 

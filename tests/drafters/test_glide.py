@@ -199,7 +199,7 @@ def test_it_comes_back_from_its_directory(tmp_path):
         assert again.tokens == wanted.tokens
         assert again.stats == wanted.stats
     assert (tmp_path / "draft" / "README.md").read_text() == "a card"
-    with pytest.raises(ModelError, match="is a 'glide' draft, no model; specjax.load_drafter"):
+    with pytest.raises(ModelError, match=r"is a 'glide' draft, no model; specjax\.load_drafter"):
         load_model(tmp_path / "draft")
 
 

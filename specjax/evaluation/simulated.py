@@ -1,0 +1,132 @@
+"""The block efficiency that a draft would have on given texts, from forward passes alone: what its decoding should
+reach, by its training forward.
+
+A lossless rule that writes a text accepts those drafts of a block that the text goes on with; given the text, at least
+i of them with a chance a_i that depends on it alone. With the ratio q/p of the text's own
+tokens: for the token rule (2211.17192) a_i is the product of min(1, q/p) up to i; for block verification (2403.10444)
+q/p up to i times w_i, where w_i = min(1, w_{i-1} p/q); greedy it is whether the draft's best tokens are the text's. The
+next root follows the first token that is not accepted, so the expected number of blocks comes from one sum over roots.
+
+Dims: B texts, L tokens of the longest, K tokens of a block.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from specjax.drafters.base import at_depths
+from specjax.evaluation.evaluate import matched
+from specjax.evaluation.teacher import target_output
+from specjax.models.vocabulary import TokenRows
+from specjax.types import Batch, FullLogits, Params, reads_of
+
+RULES = ("speculative", "block")
+"""The rules that can be simulated at temperatures above 0; at 0 all that are lossless are one."""
+
+
+def simulated_block_efficiency(
+    drafter: Any,
+    params: Params,
+    target: Any,
+    texts: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+    k: int,
+    temperature: float,
+    rule: str,
+) -> float | None:
+    """Expected tokens a target call.
+
+    Args:
+        drafter: a `TrainedDrafter`.
+        params: all that it computes with.
+        target: a `LoadedModel`, which wrote the texts at ``temperature``, or they mean nothing.
+        texts: token ids, prompts included.
+        prompt_lengths: how many of each text's tokens are its prompt, at least one.
+        k: draft tokens a block.
+        temperature: of target and draft, with no other sampling parameter.
+        rule: kind of the verifier.
+
+    Returns:
+        Tokens a block over all texts; None for a rule or drafter that this cannot tell of.
+    """
+    trainable = at_depths(drafter, k)
+    if trainable is None or (temperature > 0 and rule not in RULES):
+        return None
+    longest = -(-max(map(len, texts)) // 64) * 64
+    rows = np.zeros((len(texts), longest), np.int32)
+    for row, text in zip(rows, texts, strict=True):
+        row[: len(text)] = text
+    ratios = np.asarray(
+        _ratios(trainable, k, target.spec, TokenRows.of(target), params, target.params, jnp.asarray(rows), temperature),
+        np.float64,
+    )
+    emitted, blocks = 0, 0.0
+    for of_text, text, prompt in zip(ratios.transpose(1, 0, 2), texts, prompt_lengths, strict=True):
+        emitted += len(text) - prompt
+        blocks += expected_blocks(of_text, prompt, len(text), "speculative" if temperature == 0 else rule)
+    return emitted / blocks
+
+
+def expected_blocks(ratios: Float[np.ndarray, "K L"], prompt: int, length: int, rule: str) -> float:
+    """The expected number of blocks that a text of ``length`` tokens takes behind its first ``prompt``; ``ratios[j,
+    i]``: q/p of token i as the (j+1)-th of a block."""
+    depth = np.arange(len(ratios))
+    at = np.zeros(length + len(ratios) + 1)
+    at[prompt - 1] = 1.0
+    for root in range(prompt - 1, length - 1):
+        r = ratios[depth, np.minimum(root + 1 + depth, ratios.shape[1] - 1)]
+        least = _accepted(r, rule)
+        at[root + 1 : root + 2 + len(r)] += at[root] * (least - np.append(least[1:], 0.0))
+    return float(at[: length - 1].sum())
+
+
+def _accepted(ratios: Float[np.ndarray, " K"], rule: str) -> Float[np.ndarray, " K1"]:
+    """The chance that at least 0 .. K drafts are accepted, given the text."""
+    if rule == "speculative":
+        return np.cumprod(np.minimum(1.0, np.append(1.0, ratios)))
+    kept, weight, product = [1.0], 1.0, 1.0
+    for ratio in ratios:
+        weight = min(1.0, weight / ratio) if ratio > 0 else 1.0
+        product *= ratio
+        kept.append(weight * product)
+    return np.asarray(kept)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _ratios(
+    drafter: Any,
+    k: int,
+    spec: Any,
+    tokens: TokenRows | None,
+    params: Params,
+    target_params: Params,
+    texts: Int[jax.Array, "B L"],
+    temperature: float,
+) -> Float[jax.Array, "K B L"]:
+    """q/p of every token of the texts as each of a block's; greedy 1 where the draft's best is the token, else 0."""
+    labels = jnp.roll(texts, -1, axis=1)
+    batch = Batch(texts, labels, jnp.ones(texts.shape, jnp.float32))
+    out = target_output(spec, target_params, batch, reads_of(drafter))
+    found = []
+    for prediction in itertools.islice(drafter.predictions(params, batch, out), k):
+        m = matched(prediction, FullLogits(out.logits), labels, tokens)
+        p, q = m.teacher.logits, m.draft_logits
+        best = (jnp.argmax(q, axis=-1) == m.tokens).astype(jnp.float32)
+        p, q = (jax.nn.log_softmax(x / jnp.where(temperature > 0, temperature, 1.0), axis=-1) for x in (p, q))
+        chosen = jnp.take_along_axis(q - p, m.tokens[..., None], axis=-1)[..., 0]
+        ratio = jnp.where(temperature > 0, jnp.exp(chosen), best)
+        # The prediction of target row i is of token i + 1.
+        rows = prediction.rows
+        own = jnp.broadcast_to(jnp.arange(texts.shape[1], dtype=jnp.int32)[None], texts.shape) if rows is None else rows
+        at = jnp.where(prediction.weight > 0, own + 1, texts.shape[1])
+        scattered = jax.vmap(lambda at, ratio: jnp.zeros_like(ratio).at[at].set(ratio, mode="drop"))(at, ratio)
+        found.append(scattered)
+    return jnp.stack(found * (k if len(found) == 1 else 1))
