@@ -203,8 +203,9 @@ class TrainedDraftModel(TrainedDrafter):
     def save(self, params: Params, target: Any, directory: Path, *, name: str = "draft", card: str | None = None):
         """A Hugging Face directory, which transformers and vLLM read too."""
         from specjax.models.hf import save_model
+        from specjax.models.weights import narrowest
 
-        save_model(self.to_model(params, target, name), directory, overwrite=True, card=card)
+        save_model(self.to_model(params, target, name), directory, dtype=narrowest(params), overwrite=True, card=card)
 
 
 def propose(

@@ -40,7 +40,7 @@ from specjax.models.products import attend_to_both
 from specjax.models.sharding import sharding_of
 from specjax.models.training import block_of, gathered, placed
 from specjax.models.transformer import Model
-from specjax.models.weights import read_params, write_params
+from specjax.models.weights import narrowest, read_params, write_params
 from specjax.types import (
     PLAIN,
     Batch,
@@ -352,7 +352,7 @@ def save_glide(glide: LoadedGlide, directory: str | os.PathLike, card: str | Non
     """Write a directory that `load_glide` reads, in place of what is there. Raises `ModelError`."""
     family = family_of(glide.family, str(directory))
     described = {"model_type": family.model_type, **hf.described(family, glide.spec.config)}
-    dtype = str(jnp.dtype(glide.spec.dtype))
+    dtype = narrowest(glide.params) or str(jnp.dtype(glide.spec.dtype))
 
     def write(partial: Path) -> None:
         write_params(partial, glide.params, family, glide.spec.config, dtype, hf.MAX_SHARD_BYTES)

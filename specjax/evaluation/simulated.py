@@ -118,6 +118,7 @@ def _ratios(
     found = []
     for prediction in itertools.islice(drafter.predictions(params, batch, out), k):
         m = matched(prediction, FullLogits(out.logits), labels, tokens)
+        assert isinstance(m.teacher, FullLogits)
         p, q = m.teacher.logits, m.draft_logits
         best = (jnp.argmax(q, axis=-1) == m.tokens).astype(jnp.float32)
         p, q = (jax.nn.log_softmax(x / jnp.where(temperature > 0, temperature, 1.0), axis=-1) for x in (p, q))

@@ -34,6 +34,7 @@ from specjax.evaluation.teacher import needs_target, with_shared_params
 from specjax.jobs.exports import MADE_BY, WEIGHTS, card, export, parameter_count, refuse_foreign
 from specjax.jobs.inputs import Prepared, data_directory, naming_inputs, prepare, rows_of, source_context
 from specjax.models.hf import LoadedModel
+from specjax.models.weights import rounded
 from specjax.runtime import fingerprint, lock, sinks
 from specjax.runtime.distributed import by_first, is_first
 from specjax.runtime.layout import make_layout
@@ -140,6 +141,8 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
         f"{rate:g}": train(f"control-{rate:g}", _control(config.distill, rate, steps), *start)[0]
         for rate in config.control.learning_rates
     }
+    before, after = rounded(before, config.draft.dtype), rounded(after, config.draft.dtype)
+    controls = {rate: rounded(params, config.draft.dtype) for rate, params in controls.items()}
     evaluate = functools.partial(figures.evaluate, config, bars, drafter, target)
     first, last, *rivals = evaluate([before, after, *controls.values()], prepared.held_out_rows)
     control_alphas = {rate: control.alpha for rate, control in zip(controls, rivals, strict=True)}

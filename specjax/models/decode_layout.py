@@ -18,6 +18,7 @@ from specjax.models import kernels
 from specjax.models.kernels import Dense, Kernel, Narrow, Transposed
 from specjax.models.layers import Linear
 from specjax.models.transformer import Model
+from specjax.models.weights import is_bfloat16
 from specjax.types import Params
 
 _FUSED = {
@@ -149,7 +150,7 @@ def _stored(spec: Model, params: Params) -> Params:
     turned = [leaf for path, leaf in leaves if is_ours(path, leaf) and _turns(leaf)]
     # All or none: one draft after another of the same training then has at most two programs.
     known = not any(isinstance(leaf, Tracer) for leaf in turned)
-    narrow = known and all(map(_is_bfloat16, turned))
+    narrow = known and all(map(is_bfloat16, turned))
 
     def stored(path, leaf):
         if not is_ours(path, leaf):
@@ -167,9 +168,3 @@ def _turns(leaf: Any) -> bool:
 
 def _is_kernel(x: Any) -> bool:
     return isinstance(x, Kernel)
-
-
-@jax.jit
-def _is_bfloat16(x: Array) -> Array:
-    # By its bits: of a number turned into bfloat16 and back, XLA may keep more than bfloat16 holds.
-    return jnp.all(jax.lax.bitcast_convert_type(x, jnp.uint32) & 0xFFFF == 0)

@@ -36,6 +36,35 @@ AS_STORED = "auto"
 _STORED_FLOATS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """As the file calls them -> the dtype they are loaded as when none is asked for."""
 
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+
+def rounded(params: Params, dtype: str) -> Params:
+    """With numbers that ``dtype`` holds, in the dtype that they have."""
+    if dtype != "bfloat16":
+        return params
+    # A cast there and back, XLA may leave out.
+    return jax.tree.map(lambda x: jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7), params)
+
+
+def narrowest(params: Params) -> str | None:
+    """bfloat16 if it holds all the numbers, else None."""
+    return "bfloat16" if all(is_bfloat16(x) for x in jax.tree.leaves(params)) else None
+
+
+def is_bfloat16(x: jax.Array) -> jax.Array | bool:
+    """Whether all its numbers are bfloat16 numbers."""
+    if x.dtype == jnp.bfloat16:
+        return True
+    return _low_bits_unset(x) if x.dtype == jnp.float32 else False
+
+
+@jax.jit
+def _low_bits_unset(x: jax.Array) -> jax.Array:
+    # By its bits: of a number turned into bfloat16 and back, XLA may keep more than bfloat16 holds.
+    return jnp.all(jax.lax.bitcast_convert_type(x, jnp.uint32) & 0xFFFF == 0)
+
+
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
