@@ -20,6 +20,7 @@ import specjax
 from specjax import cli
 from specjax.config import shipped
 from specjax.decode.request import derive_seeds
+from specjax.drafters import loading
 from specjax.errors import ConfigError, ModelError, Stopped
 from specjax.jobs import demo, train
 from specjax.metrics import DecodeStats
@@ -79,6 +80,7 @@ def decoders(monkeypatch):
 
     monkeypatch.setattr(specjax, "load_model", lambda path, **options: Model(path))
     monkeypatch.setattr(hf, "load_model", lambda path, *args, **options: Model(path))
+    monkeypatch.setattr(loading, "kind_of", lambda path: "draft_model")
     monkeypatch.setattr(specjax, "Decoder", decoder)
     return made
 

@@ -52,7 +52,6 @@ from specjax.types import (
     Prediction,
     Reads,
     TargetView,
-    Trainable,
     TrainingForm,
 )
 
@@ -241,10 +240,10 @@ class TrainedGlide(TrainedDrafter):
             # The block that ends at t continues the one that ends at t - 1.
             blocks = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), blocks)
 
-    def at_depths(self, depths: int) -> Trainable:
+    def at_depths(self, depths: int) -> TrainedGlide:
         return dataclasses.replace(self, depths=depths)
 
-    def in_training(self, form: TrainingForm) -> Trainable:
+    def in_training(self, form: TrainingForm) -> TrainedGlide:
         if form.scan_layers:
             raise ConfigError("scan_layers: the layers of a glide draft read a layer of the target each; set it false")
         model = dataclasses.replace(self.glide.model, dtype=form.dtype or self.glide.model.dtype)

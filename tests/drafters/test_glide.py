@@ -38,7 +38,7 @@ ODD = {
     "qk_norm": "each_head",
     "attention_soft_cap": 20.0,
     "attention_scale": 0.2,
-    "norm": Norm(placement="both", offset=1.0),
+    "norm": Norm(placement="sandwich", offset=1.0),
     "qkv_bias": True,
 }
 KINDS: dict[str, dict[str, Any]] = {"llama": {"num_layers": 3}, "windows": WINDOWS, "odd": ODD}
@@ -106,7 +106,8 @@ def test_one_that_equals_its_target_predicts_what_it_predicts_at_every_depth(kin
     segments = np.repeat([[0, 1]], 2, 0).repeat(12, 1)
     positions = jnp.asarray(np.tile(np.arange(12), 2)[None].repeat(2, 0), jnp.int32)
     weight = jnp.asarray(np.arange(24)[None].repeat(2, 0) % 5 != 0, jnp.float32)
-    for more in ({}, {"segments": jnp.asarray(segments), "positions": positions}):
+    several: dict[str, Any] = {"segments": jnp.asarray(segments), "positions": positions}
+    for more in ({}, several):
         batch = Batch(jnp.asarray(text, jnp.int32), jnp.asarray(np.roll(text, -1, 1), jnp.int32), weight, **more)
         wanted = target_output(target.spec, target.params, batch).logits
         predictions = predicted(drafter, target.params, target, batch)

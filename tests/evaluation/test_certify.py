@@ -89,10 +89,11 @@ class ColdDraft(DraftModel):
 
 
 class BoundColdDraft(BoundDraftModel):
-    def propose(self, out, context, tokens, offset):
-        tokens, proposed = super().propose(out, context, tokens, offset)
-        logits = None if context.noise is None else out.logits[:, 0].astype(jnp.float32)
-        return tokens, proposed._replace(logits=logits)
+    def draft(self, params, target, state, context):
+        draft, state = super().draft(params, target, state, context)
+        if draft.logits is None:
+            return draft, state
+        return dataclasses.replace(draft, logits=draft.logits * context.sampling.temperature[:, None, None]), state
 
 
 def low_pair() -> tuple[LoadedModel, LoadedModel]:

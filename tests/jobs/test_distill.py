@@ -215,7 +215,7 @@ def test_a_draft_can_start_from_a_model_directory(settings, tiny_draft, tmp_path
     still = config.Stage(loss="cross_entropy", steps=0)
     run = settings(
         tmp_path / "run",
-        draft=config.Draft(init=str(tmp_path / "start"), pretrain=still),
+        draft=config.Draft(init=str(tmp_path / "start"), pretrain=still, dtype="float32"),
         distill=dataclasses.replace(still, loss="forward_kl"),
         control=config.Control(),
     )
@@ -289,7 +289,9 @@ def test_a_draft_cut_from_its_target_has_the_target_s_conventions(settings, tmp_
     names = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     whole = config.Architecture(**{name: getattr(shape, name) for name in names})
     skipped = dataclasses.replace(run.draft.pretrain, steps=0)
-    result = job.run(dataclasses.replace(run, draft=config.Draft(whole, init="target", pretrain=skipped)))
+    result = job.run(
+        dataclasses.replace(run, draft=config.Draft(whole, init="target", pretrain=skipped, dtype="float32"))
+    )
     # Nothing was cut and nothing trained yet: the target itself, in other directions.
     assert result.measures.alpha_before == pytest.approx(1, abs=1e-3)
     assert load_model(str(tmp_path / "cut" / "draft")).config == shape

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from specjax import sampling
+from specjax.drafters import draft_model
 from specjax.drafters.draft_model import BoundDraftModel
 from specjax.drafters.ngram import NGram
 from specjax.models.cache import Layer
@@ -24,15 +26,8 @@ PARAMETER_LAW = test_lossless.test_every_sampling_parameter_has_the_distribution
 
 
 def proposed(patch: Patch, change: Callable[..., tuple]) -> None:
-    """Replaces a proposal by ``change(real, out, context, tokens, offset)``."""
-
-    def make(real):
-        def mutated(self, out, context, tokens, offset):
-            return change(lambda *args: real(self, *args), out, context, tokens, offset)
-
-        return mutated
-
-    wrap(patch, BoundDraftModel, "propose", make)
+    """Replaces a proposal by ``change(real, raw, context, tokens, offset)``."""
+    patch.setattr(draft_model, "propose", functools.partial(change, draft_model.propose))
 
 
 def reported(proposed, logits):
@@ -49,7 +44,7 @@ def draft_cache_misses_the_last_accepted_token(patch):
         newest = jnp.take_along_axis(context.tokens, slot, axis=1)
         for offset in range(self.k):
             out = self.model(params, newest, slot + offset, slot + offset, state)
-            tokens, proposed = self.propose(out, context, tokens, offset)
+            tokens, proposed = draft_model.propose(out.logits, context, tokens, offset)
             newest, state = tokens[:, offset : offset + 1], out.cache
             distributions.append(proposed.logits)
         logits = None if context.noise is None else jnp.stack(distributions, axis=1)
@@ -99,48 +94,46 @@ def draft_takes_its_argmax_and_reports_its_distribution(patch):
 
 @mutant("drafter", PARAMETER_LAW, verifier="speculative", setting="temperature")
 def draft_reports_its_distribution_without_the_temperature(patch):
-    def change(real, out, context, tokens, offset):
-        tokens, proposed = real(out, context, tokens, offset)
+    def change(real, raw, context, tokens, offset):
+        tokens, proposed = real(raw, context, tokens, offset)
         warm = replaced(context, temperature=jnp.ones_like(context.sampling.temperature))
-        raw = sampling.transform(out.logits, warm, tokens, offset)
-        return tokens, reported(proposed, raw)
+        return tokens, reported(proposed, sampling.transform(raw, warm, tokens, offset))
 
     proposed(patch, change)
 
 
 @mutant("drafter", PARAMETER_LAW, verifier="block", setting="top_p")
 def draft_reports_its_distribution_before_the_cuts(patch):
-    def change(real, out, context, tokens, offset):
-        tokens, proposed = real(out, context, tokens, offset)
+    def change(real, raw, context, tokens, offset):
+        tokens, proposed = real(raw, context, tokens, offset)
         s = context.sampling
         uncut = replaced(context, top_k=0 * s.top_k, top_p=jnp.ones_like(s.top_p), min_p=0 * s.min_p)
-        raw = sampling.transform(out.logits, uncut, tokens, offset)
-        return tokens, reported(proposed, raw)
+        return tokens, reported(proposed, sampling.transform(raw, uncut, tokens, offset))
 
     proposed(patch, change)
 
 
 @mutant("drafter", SELF, k=2, lossless=True)
 def temperature_on_the_target_only(patch):
-    def change(real, out, context, tokens, offset):
+    def change(real, raw, context, tokens, offset):
         warm = replaced(context, temperature=jnp.ones_like(context.sampling.temperature))
-        return real(out, warm, tokens, offset)
+        return real(raw, warm, tokens, offset)
 
     proposed(patch, change)
 
 
 @mutant("drafter", SELF_WITH_ALL, verifier="speculative", lossless=True)
 def bias_on_the_target_only(patch):
-    def change(real, out, context, tokens, offset):
-        return real(out, replaced(context, bias=jnp.zeros_like(context.sampling.bias)), tokens, offset)
+    def change(real, raw, context, tokens, offset):
+        return real(raw, replaced(context, bias=jnp.zeros_like(context.sampling.bias)), tokens, offset)
 
     proposed(patch, change)
 
 
 @mutant("drafter", SELF_WITH_ALL, verifier="speculative", lossless=True)
 def penalties_of_the_draft_do_not_see_its_own_tokens(patch):
-    def change(real, out, context, tokens, offset):
-        new, proposed = real(out, context, 0 * tokens - 1, offset)
+    def change(real, raw, context, tokens, offset):
+        new, proposed = real(raw, context, 0 * tokens - 1, offset)
         drawn = jax.lax.dynamic_slice_in_dim(new, offset, 1, axis=1)
         return jax.lax.dynamic_update_slice_in_dim(tokens, drawn, offset, axis=1), proposed
 

@@ -214,7 +214,7 @@ def grown_cache_loses_what_it_held(patch):
 
 @mutant("weights", test_decode_layout.test_a_layout_keeps_the_logits, tokens=1, tie=True)
 def weights_rounded_to_bfloat16(patch):
-    wrap(patch, decode_layout, "_is_bfloat16", lambda real: lambda x: jnp.bool_(True))
+    wrap(patch, decode_layout, "is_bfloat16", lambda real: lambda x: jnp.bool_(True))
 
 
 @mutant("logprobs", test_options.test_logprobs_are_those_of_the_emitted_tokens, kind="raw")
