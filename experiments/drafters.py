@@ -1,0 +1,278 @@
+"""Which draft to distill: kinds, widths and depths for one target, at equal tokens and at equal time of training.
+
+    python experiments/drafters.py configs/demo.yaml [a.b=v]... [--seeds 3] [--results FILE]
+
+Every draft is cut from the target and distilled for ``distill`` of the config, without pretraining; `DRAFTS` says what
+they are. With the first seed all of them, with the others the four that decode fastest (two of each kind), and those
+once more for as long as the slowest of all took to train. Each run has its directory under ``out``/drafters, and what
+is finished is reused.
+
+Then all are decoded at batch 1, in turns prompt by prompt, with every k of ``bench`` at temperatures 0 and 1: on tuning
+prompts, which choose k, and on as many others, which are what is told. Speeds are over plain decoding of the same turns;
+intervals are 95%, bootstrapped over prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import shlex
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from block_against_token import bootstrap
+from pipeline import machine
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from specjax import registry
+from specjax.config import RunConfig, load_config
+from specjax.evaluation.bench import AUTOREGRESSIVE, Bench, Cell, Run
+from specjax.jobs import distill as job
+from specjax.jobs import inputs
+from specjax.jobs.bench import held_out_prompts
+from specjax.jobs.exports import parameter_count
+from specjax.metrics import block_efficiency_interval
+from specjax.runtime import fingerprint, lock
+from specjax.runtime.compile_cache import keep_programs
+from specjax.runtime.progress import console_bars
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A draft; ``heads``: query and key-value heads of a separate one, None: the target's."""
+
+    kind: str
+    layers: int
+    width: int
+    neurons: int
+    heads: tuple[int, int] | None = None
+    reads: tuple[int, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        more = "" if self.heads is None else f" {self.heads[0]}-{self.heads[1]} heads"
+        more += "" if self.reads is None else f" of {'-'.join(map(str, self.reads))}"
+        return f"{'glide' if self.kind == 'glide' else 'separate'} {self.layers}x{self.width}-{self.neurons}{more}"
+
+    def changes(self) -> list[str]:
+        sizes = {"hidden_size": self.width, "intermediate_size": self.neurons, "num_layers": self.layers}
+        heads = (None, None) if self.heads is None else self.heads
+        sizes |= {"num_heads": heads[0], "num_kv_heads": heads[1]}
+        told = [f"draft.architecture.{name}={'null' if x is None else x}" for name, x in sizes.items()]
+        told += [] if self.reads is None else [f"draft.reads={list(self.reads)}"]
+        return [f"draft.kind={self.kind}", "draft.init=target", "draft.pretrain.steps=0", *told]
+
+
+def _both(*sizes: tuple[int, int, int]) -> list[Shape]:
+    return [Shape(kind, *size) for size in sizes for kind in ("draft_model", "glide")]
+
+
+DRAFTS: list[Shape] = [
+    Shape("draft_model", 4, 160, 320, heads=(4, 2)),
+    *_both((4, 160, 320), (4, 192, 512), (4, 256, 640), (2, 256, 640)),
+    Shape("glide", 4, 256, 384),
+    Shape("glide", 3, 256, 640),
+    Shape("glide", 2, 256, 640, reads=(2, 3)),
+    Shape("glide", 2, 256, 640, reads=(1, 3)),
+    Shape("glide", 2, 384, 768),
+    Shape("glide", 1, 256, 640, reads=(3,)),
+]
+_AGAIN = 2
+"""Of each kind, the fastest: trained with every seed, and for equal time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    shape: Shape
+    seed: int
+    steps: int
+    equal_time: bool
+    draft: job.TrainedDraft
+    measures: job.Measures
+    tokens_per_s: float
+    """Of training, the median over the log."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape.name}, seed {self.seed}{', equal time' if self.equal_time else ''}"
+
+
+class Study:
+    def __init__(self, file: Path, overrides: Sequence[str], console: Console):
+        self._file, self._console = file, console
+        self._overrides = [*overrides, "selection.prompts=0", "control.learning_rates=[]"]
+        self.config = self._config(DRAFTS[0], 0, None)
+        self.prepared = inputs.prepare(self.config)
+
+    def _config(self, shape: Shape, seed: int, steps: int | None) -> RunConfig:
+        out = Path(load_config(self._file, self._overrides).out) / "drafters"
+        name = shape.name.replace(" ", "_") + ("" if steps is None else f"-{steps}")
+        of_time = [] if steps is None else [f"distill.steps={steps}", f"distill.eval_every={steps}"]
+        own = [*shape.changes(), *of_time, f"seed={seed}", f"out={out / f'{name}-{seed}'}"]
+        return load_config(self._file, [*self._overrides, *own])
+
+    def train(self, shape: Shape, seed: int, steps: int | None = None) -> Trained:
+        """``steps``: instead of the config's."""
+        config = self._config(shape, seed, steps)
+        with lock.exclusive(Path(config.out)):
+            found = job.distill(config, console_bars(self._console), self.prepared)
+        speed = statistics.median(r["tokens_per_s"] for r in found.logs["draft-distill"] if "tokens_per_s" in r)
+        steps_done = config.distill.num_steps
+        trained = Trained(shape, seed, steps_done, steps is not None, found.draft_after, found.measures, speed)
+        self._console.print(f"{trained.name}: alpha {_alpha(trained)}, {speed:,.0f} tokens/s of training")
+        return trained
+
+    def decode(self, drafts: Sequence[Trained], repeats: int) -> dict[str, dict[str, Any]]:
+        """Name -> temperature -> figures at the best k, with all of them beside."""
+        settings = dataclasses.replace(self.config.bench, batch_sizes=(1,))
+        count, target = settings.prompts, self.prepared.target
+        prompts = held_out_prompts(self.prepared.corpus.held_out, target, settings.prompt_tokens, 2 * count)
+        timed, tuning = prompts[:count], prompts[count:]
+        factories = {d.name: d.draft.of for d in drafts}
+        verifier = registry.build(registry.VERIFIERS, self.config.verifier, "verifier")
+        sampling = self.config.sampling.options()
+        bench = Bench(target, factories, settings, timed, tuning, verifier, sampling, self.config.seed)
+        found: dict[str, dict[str, Any]] = {d.name: {} for d in drafts}
+        with Progress(console=self._console) as progress:
+            for t in settings.temperatures:
+                cells = [cell for cell in bench.cells() if cell.temperature == t]
+                bar = progress.add_task(f"temperature {t:g}", total=len(cells) * (1 + (1 + repeats) * count))
+                for cell in cells:
+                    options = {"max_new_tokens": settings.new_tokens, "temperature": t, **sampling}
+                    bench.decoder(cell.drafter, cell.k).compile(timed[:1], **options)
+                    progress.advance(bar)
+
+                def tick(bar=bar):
+                    progress.advance(bar)
+
+                chosen = bench.run(cells, tuning, tick)
+                runs = [bench.run(cells, timed, tick) for _ in range(repeats)]
+                seconds = {c: np.median([[s for s, _ in run[c].by_row] for run in runs], axis=0) for c in cells}
+                plain = seconds[Cell(AUTOREGRESSIVE, 0, 1, t)]
+                for name in found:
+                    own = [cell for cell in cells if cell.drafter == name]
+                    best = min(own, key=lambda cell: chosen[cell].seconds)
+                    by_k = {c.k: _cell(runs[0][c], seconds[c], plain, settings.new_tokens) for c in own}
+                    found[name][f"{t:g}"] = {"k": best.k, **by_k[best.k], "by_k": by_k}
+        for draft in drafts:  # what a block's draft passes cost, in turn with the target's, in the middle of the grid
+            timer = bench.timer(draft.name, 3)
+            for _ in range(9):
+                timer.turn()
+            costs = [(c.draft, c.passes - c.target) for c in timer.costs()[0]]
+            apart, in_turn = (float(np.median(x)) / 3 for x in zip(*costs, strict=True))
+            found[draft.name]["pass_ms"] = {"apart": 1e3 * apart, "in_turn": 1e3 * in_turn}
+        return found
+
+
+def _cell(run: Run, seconds: np.ndarray, plain: np.ndarray, new_tokens: int) -> dict[str, Any]:
+    emitted = np.full(len(seconds), float(new_tokens))
+    ratio, low, high = bootstrap(np.stack([emitted, plain], axis=-1), np.stack([emitted, seconds], axis=-1))
+    stats = [stats for _, stats in run.by_row]
+    efficiency = {"value": run.stats.block_efficiency, **dataclasses.asdict(block_efficiency_interval(stats))}
+    speed = float(emitted.sum() / seconds.sum())
+    return {"tokens_per_s": speed, "speedup": {"value": ratio, "low": low, "high": high}, "tokens_a_call": efficiency}
+
+
+def _alpha(trained: Trained) -> str:
+    return " ".join(f"{a:.3f}" for a in _alphas(trained))
+
+
+def _alphas(trained: Trained) -> tuple[float, ...]:
+    """By place of a block; of a separate draft one, the same at each."""
+    return trained.measures.alpha_at_after or (trained.measures.alpha_after,)
+
+
+def _row(trained: Trained, decoded: Mapping[str, Any], tokens_a_step: int) -> dict[str, Any]:
+    count = parameter_count(trained.draft.params)
+    return {
+        "name": trained.shape.name,
+        "seed": trained.seed,
+        "equal_time": trained.equal_time,
+        **dataclasses.asdict(trained.shape),
+        "parameters": count,
+        "megabytes": 2 * count / 1e6,
+        "tokens": trained.steps * tokens_a_step,
+        "training_tokens_per_s": trained.tokens_per_s,
+        "alpha_at": list(_alphas(trained)),
+        "alpha_untrained": trained.measures.alpha_before,
+        "draft_nll": trained.measures.draft_nll_after,
+        **decoded,
+    }
+
+
+def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    table = Table(header_style="bold")
+    for name in ("draft", "seed", "MB", "k tokens", "alpha, place 1 / last", "pass ms"):
+        table.add_column(name)
+    for t in ("0", "1"):
+        table.add_column(f"T={t}: k, tokens a call, speedup")
+    for row in sorted(rows, key=lambda row: -row["0"]["speedup"]["value"]):
+        figures = [
+            "k={k}, {tokens_a_call[value]:.2f}, {speedup[value]:.2f} [{speedup[low]:.2f}, {speedup[high]:.2f}]".format(
+                **row[t]
+            )
+            for t in ("0", "1")
+        ]
+        alphas = f"{row['alpha_at'][0]:.3f} / {row['alpha_at'][-1]:.3f}"
+        cost = f"{row['pass_ms']['in_turn']:.2f} ({row['pass_ms']['apart']:.2f} apart)"
+        sizes = (f"{row['megabytes']:.1f}", f"{row['tokens'] / 1e3:.0f}")
+        seed = f"{row['seed']}{' (equal time)' if row['equal_time'] else ''}"
+        table.add_row(row["name"], seed, *sizes, alphas, cost, *figures)
+    console.print(table)
+
+
+def _fastest(drafts: Sequence[Trained], decoded: Mapping[str, Any]) -> list[Shape]:
+    """`_AGAIN` of each kind, by the two temperatures' speedups."""
+
+    def speed(draft: Trained) -> float:
+        return float(np.prod([decoded[draft.name][t]["speedup"]["value"] for t in ("0", "1")]))
+
+    kinds = dict.fromkeys(d.shape.kind for d in drafts)
+    ranked = {kind: sorted((d for d in drafts if d.shape.kind == kind), key=speed, reverse=True) for kind in kinds}
+    return [d.shape for best in ranked.values() for d in best[:_AGAIN]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--results", type=Path)
+    args = parser.parse_args()
+    console = Console()
+    study = Study(args.config, args.overrides, console)
+    keep_programs(study.config.compile_cache)
+    drafts = [study.train(shape, 0) for shape in DRAFTS]
+    slowest = min(drafts, key=lambda d: d.tokens_per_s)
+    best = _fastest(drafts, study.decode(drafts, 1))
+    jax.clear_caches()
+    of_best = {d.shape: d for d in drafts if d.shape in best}
+    drafts += [study.train(shape, seed) for shape in best for seed in range(1, args.seeds)]
+    steps = {s: round(d.steps * d.tokens_per_s / slowest.tokens_per_s) for s, d in of_best.items()}
+    drafts += [study.train(shape, 0, n) for shape, n in steps.items()]
+    decoded = study.decode(drafts, args.repeats)
+    distill, seq_len = study.config.distill, study.config.data.seq_len
+    rows = [_row(d, decoded[d.name], distill.batch_size * seq_len) for d in drafts]
+    show(rows, console)
+    if args.results is not None:
+        found = {
+            "command": shlex.join(["python", *sys.argv]),
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "machine": machine(),
+            "prompts": study.config.bench.prompts,
+            "drafts": rows,
+        }
+        fingerprint.write_json(args.results, found)
+
+
+if __name__ == "__main__":
+    main()
