@@ -8,8 +8,8 @@ once more for as long as the slowest of all took to train. Each run has its dire
 is finished is reused.
 
 Then all are decoded at batch 1, in turns prompt by prompt, with every k of ``bench`` at temperatures 0 and 1: on tuning
-prompts, which choose k, and on as many others, which are what is told. Speeds are over plain decoding of the same turns;
-intervals are 95%, bootstrapped over prompts.
+prompts, which choose k, and on as many others, which are what is told. Speeds are over plain decoding of the same
+turns; intervals are 95%, bootstrapped over prompts.
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ DRAFTS: list[Shape] = [
     Shape("glide", 4, 256, 384),
     Shape("glide", 3, 256, 640),
     Shape("glide", 2, 256, 640, reads=(2, 3)),
-    Shape("glide", 2, 256, 640, reads=(1, 3)),
     Shape("glide", 2, 384, 768),
-    Shape("glide", 1, 256, 640, reads=(3,)),
 ]
 _AGAIN = 2
 """Of each kind, the fastest: trained with every seed, and for equal time."""

@@ -445,7 +445,8 @@ def test_every_shipped_config_is_valid_and_says_how_to_run_it(path):
 def test_the_demo_draft_has_the_size_that_its_header_says():
     path = ROOT / "configs/demo.yaml"
     a = load_config(path).draft.architecture
-    assert a.head_dim and a.num_heads
+    assert a.head_dim
+    assert a.num_heads
     assert a.num_kv_heads
     attention = 2 * a.hidden_size * a.head_dim * (a.num_heads + a.num_kv_heads)
     size = 2048 * a.hidden_size + a.num_layers * (attention + 3 * a.hidden_size * a.intermediate_size)

@@ -28,7 +28,7 @@ from specjax.metrics import DecodeStats, Interval, block_efficiency_interval, to
 from specjax.models.hf import LoadedModel
 from specjax.runtime.layout import make_layout
 from specjax.runtime.log import note
-from specjax.types import Params
+from specjax.types import Drafter, Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +92,14 @@ class HeldOutDecoding:
     sampling: Mapping[str, Any]
     seed: int
 
-    def __call__(self, params: Params) -> list[Decoded]:
+    def __call__(self, params: Params, loaded: Drafter | None = None) -> list[Decoded]:
+        """``loaded``: the drafter that decodes, instead of the one that ``params`` make."""
         params = with_shared_params(self.drafter, params, self.target.params)
         # Another handle of the same weights: their copy laid out for decoding is freed with it, not kept by training.
         target = dataclasses.replace(self.target)
         verifier = registry.build(registry.VERIFIERS, self.verifier, "verifier")
-        decoder = Decoder(target, self.drafter.to_drafter(params, target, self.rule.k), verifier)
+        drafter = self.drafter.to_drafter(params, target, self.rule.k) if loaded is None else loaded
+        decoder = Decoder(target, drafter, verifier)
         return [self._decode(decoder, params, verifier.kind, temperature) for temperature in self.temperatures]
 
     def _decode(self, decoder: Decoder, params: Params, rule: str, temperature: float) -> Decoded:

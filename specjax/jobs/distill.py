@@ -11,8 +11,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from specjax import registry
 from specjax.config import RunConfig, Stage
@@ -21,6 +24,8 @@ from specjax.distill.sources.on_policy import draft_sampler
 from specjax.distill.sources.text import Proposer
 from specjax.distill.trainer import StageData, Trainer
 from specjax.drafters.base import TrainedDrafter
+from specjax.drafters.loading import load_drafter
+from specjax.errors import ModelError
 from specjax.evaluation import figures
 from specjax.evaluation.evaluate import Evaluation
 from specjax.evaluation.held_out import (
@@ -30,6 +35,7 @@ from specjax.evaluation.held_out import (
     decoding_enabled,
     held_out_decoding,
 )
+from specjax.evaluation.self_test import SelfTest, prompts_of, self_test
 from specjax.evaluation.teacher import needs_target, with_shared_params
 from specjax.jobs.exports import MADE_BY, WEIGHTS, card, export, parameter_count, refuse_foreign
 from specjax.jobs.inputs import Prepared, data_directory, naming_inputs, prepare, rows_of, source_context
@@ -43,6 +49,7 @@ from specjax.runtime.progress import Bars, no_bars
 from specjax.types import Drafter, Params
 
 _EXPORTS: tuple[str, str] = ("draft-before", "draft")
+_SELF_TESTS = "self_tests.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +71,7 @@ class Measures:
     alpha_at_after: tuple[float, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class TrainedDraft:
     """A draft that the job left, ``name`` its directory; ``params``: all that it computes with."""
 
@@ -77,11 +84,13 @@ class TrainedDraft:
         """The drafter that decodes with these weights, ``k`` tokens a block."""
         return self.drafter.to_drafter(self.params, self.target, k)
 
-    def save(self, directory: Path, card: str) -> None:
+    def save(self, directory: Path, card: str) -> bool:
+        """Whether it was not there."""
+
         def save(params: Params) -> None:
             self.drafter.save(params, self.target, directory, name=self.name, card=card)
 
-        export(self.params, save, directory, card)
+        return export(self.params, save, directory, card)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +106,8 @@ class Distilled:
     """Draft (`draft_before`, `draft_after`) -> source of the text -> alpha."""
     comparison: list[figures.ComparisonRow]
     """Before and after, decoded as ``config.selection`` says; empty if it says nothing."""
+    self_tests: dict[str, SelfTest]
+    """Directory -> how it compares with what was trained; empty with several processes."""
 
     @property
     def target(self) -> LoadedModel:
@@ -164,8 +175,11 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
         name: TrainedDraft(name, drafter, with_shared_params(drafter, params, target.params), target)
         for name, params in trained.items()
     }
-    for (name, model), evaluation in zip(models.items(), (first, last), strict=True):
+    exported = [
         model.save(Path(config.out) / name, _draft_card(config, model, prepared, evaluation, decoded[name]))
+        for (name, model), evaluation in zip(models.items(), (first, last), strict=True)
+    ]
+    tested = _tested(config, prepared, decoding, decoded, dict(zip(models.values(), exported, strict=True)))
     stages = ("target-train", "draft-pretrain", "draft-distill", *(f"control-{rate}" for rate in controls))
     logs = {name: read_log(Path(config.out) / name) for name in stages}
     logs = {name: log for name, log in logs.items() if log}
@@ -174,7 +188,8 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
     )
     both = dict(zip(figures.DRAFTS, decoded.values(), strict=True))
     comparison = [] if decoding is None else figures.comparison(decoding, both, alphas)
-    return Distilled(prepared, models["draft-before"], models["draft"], measures, logs, alphas, comparison)
+    both_drafts = (models["draft-before"], models["draft"])
+    return Distilled(prepared, *both_drafts, measures, logs, alphas, comparison, tested)
 
 
 def _control(distill: Stage, learning_rate: float, steps: int) -> Stage:
@@ -220,6 +235,37 @@ class _Stages:
             options = {"layout": make_layout(config.mesh), "decoding": decoding, "bars": bars}
             trainer = Trainer(Path(config.out) / name, stage, drafter, params, target, data, **options)
             return trainer.run(progress), steps
+
+
+def _tested(
+    config: RunConfig,
+    prepared: Prepared,
+    decoding: HeldOutDecoding | None,
+    decoded: Mapping[str, list[Decoded]],
+    exported: Mapping[TrainedDraft, bool],
+) -> dict[str, SelfTest]:
+    """Every export loaded again and compared, once; ``exported``: draft -> whether it was written just now. Raises
+    `ModelError`."""
+    if jax.process_count() > 1:
+        return {}
+    file = Path(config.out) / _SELF_TESTS
+    known = fingerprint.read_record(file, "the exported drafts are tested again") or {}
+    for draft, written in exported.items():
+        directory, weights = Path(config.out) / draft.name, fingerprint.digest(draft.params)
+        if not written and known.get(draft.name, {}).get("weights") == weights:
+            continue
+        kind = {"kind": config.draft.kind, **config.draft.settings}
+        try:
+            loaded = load_drafter(directory, draft.target, config.selection.k, kind)
+            found = self_test(draft.drafter, draft.params, draft.target, loaded, prompts_of(prepared.held_out_rows))
+            if decoding is not None:
+                found = found.counting(decoding(draft.params, loaded), decoded[draft.name])
+        except ModelError as error:
+            raise ModelError(f"{directory}: not the draft that was trained; do not use it. {error}") from None
+        note(f"{directory.name}: loaded again, it is the draft that was trained: {found}")
+        known[draft.name] = {"weights": weights, "found": dataclasses.asdict(found)}
+        fingerprint.write_record(file, known)
+    return {draft.name: SelfTest(**known[draft.name]["found"]) for draft in exported}
 
 
 def _draft_card(

@@ -28,10 +28,11 @@ def refuse_foreign(directory: Path) -> None:
         )
 
 
-def export(params: Params, save: Callable[[Params], None], directory: Path, card: str) -> None:
+def export(params: Params, save: Callable[[Params], None], directory: Path, card: str) -> bool:
     """What ``save`` writes to ``directory``, the ``card`` among it, given the weights ``params`` as arrays that one
     process has whole. The card names the weights by digest and is written with them, so the same card means the same
-    model, as long as the files are those that were written. A model of other weights is kept beside it."""
+    model, as long as the files are those that were written. A model of other weights is kept beside it. Returns whether
+    anything was written."""
     (weights,) = (line for line in card.splitlines() if line.startswith(f"| {WEIGHTS} |"))
 
     def missing() -> bool:
@@ -41,9 +42,11 @@ def export(params: Params, save: Callable[[Params], None], directory: Path, card
             _log.warning("%s: does not hold these weights; it is kept as %s", directory, aside.name)
         return known != card or set_aside_if_damaged(directory)
 
-    if by_first(missing):
-        params = whole(params)
-        by_first(lambda: save(params))
+    if not by_first(missing):
+        return False
+    params = whole(params)
+    by_first(lambda: save(params))
+    return True
 
 
 def _card_of(directory: Path) -> str:

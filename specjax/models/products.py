@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-
 SHORT_ROW = 512
 """Most features of a kernel's row that `few_rows_product` takes for short."""
 

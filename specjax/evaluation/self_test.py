@@ -1,0 +1,224 @@
+"""Whether an exported draft is the one that was trained: loaded again and held against it, setting by setting, weight
+by weight, and its first blocks against the training forward of the same text. A draft that came back otherwise still
+decodes exactly what its target says, only slower, so nothing else would show it.
+
+Dims: B prompts, T tokens, K tokens of a block, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from specjax.data.rows import Rows
+from specjax.decode.decoder import Decoder
+from specjax.decode.engine import Engine, EngineParams, looked_at, propose
+from specjax.drafters.base import at_depths
+from specjax.errors import ModelError
+from specjax.evaluation.held_out import Decoded
+from specjax.evaluation.teacher import target_output
+from specjax.types import Batch, DecodeState, Draft, Drafter, Params, TargetView, reads_of
+
+_PLACES = 3
+"""Of a block that are compared, if the drafter can be asked for so many."""
+_CLOSE = {"float32": 1e-3, "bfloat16": 0.1}
+"""Largest difference of two logits, in standard deviations of all of them, that rounding explains."""
+_NOT_OF_THE_DRAFT = ("dtype",)
+
+
+_LENGTHS = (3, 9, 21, 40)
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfTest:
+    """What was compared and agreed. ``largest_difference``: between logits, in their standard deviations; ``blocks``:
+    that were decoded and counted again."""
+
+    weights: int
+    positions: int
+    largest_difference: float
+    blocks: int = 0
+
+    def counting(self, again: Sequence[Decoded], before: Sequence[Decoded]) -> SelfTest:
+        """With what the same prompts gave ``again``, and ``before`` the export. Raises `ModelError` unless every prompt
+        has the same counts."""
+        for a, b in zip(again, before, strict=True):
+            for i, (found, wanted) in enumerate(zip(a.by_prompt, b.by_prompt, strict=True)):
+                if found != wanted:
+                    raise ModelError(
+                        f"self-test: prompt {i} takes {found.blocks} target calls at temperature {a.temperature:g}, "
+                        f"and took {wanted.blocks} before it was exported"
+                    )
+        return dataclasses.replace(self, blocks=sum(d.stats.blocks for d in again))
+
+    def __str__(self) -> str:
+        counted = f", counts of {self.blocks:,} blocks equal" if self.blocks else ""
+        return (
+            f"{self.weights} arrays and all settings equal, logits of {self.positions} drafts within "
+            f"{self.largest_difference:.0e} standard deviations{counted}"
+        )
+
+
+def prompts_of(rows: Rows) -> list[list[int]]:
+    """A few of different lengths, from the first rows."""
+    lengths = [min(length, rows.length - _PLACES) for length in _LENGTHS]
+    return [rows[i % len(rows)].tokens[:length].tolist() for i, length in enumerate(lengths)]
+
+
+def self_test(trained: Any, params: Params, target: Any, loaded: Drafter, prompts: Sequence[Sequence[int]]) -> SelfTest:
+    """Compare a draft with what was exported of it.
+
+    Args:
+        trained: a `TrainedDrafter`.
+        params: all that it computes with.
+        target: the `LoadedModel` that it drafts for.
+        loaded: the drafter that was read from the exported directory; its ``k`` does not matter.
+        prompts: token ids.
+
+    Returns:
+        What agreed.
+
+    Raises:
+        ModelError: for the first thing that differs, by name.
+    """
+    places, _ = _predictions(trained)
+    own, found = (dataclasses.replace(d, k=places) for d in (trained.to_drafter(params, target, 1), loaded))  # pyright: ignore
+    _same_tokenizer(getattr(found, "model", None), target)
+    bound, read = own.bind(target), found.bind(target)
+    if difference := _setting(bound.spec, read.spec, ""):
+        raise ModelError(f"self-test: {difference}")
+    count = _same_weights(bound.params, read.params)
+    close = _CLOSE.get(str(target.dtype), _CLOSE["bfloat16"])
+    differences = _differences(trained, params, target, found, prompts, 0)
+    if not differences.max() <= close:
+        raise ModelError(f"self-test: {_diagnosis(trained, params, target, found, prompts, differences, close)}")
+    return SelfTest(count, differences.size, float(differences.max()))
+
+
+def _predictions(trained: Any) -> tuple[int, Any]:
+    """(places that can be compared, the trainable that predicts them)."""
+    deeper = at_depths(trained, _PLACES)
+    return (1, trained) if deeper is None else (_PLACES, deeper)
+
+
+def _same_tokenizer(model: Any, target: Any) -> None:
+    """Of a draft that has one of its own."""
+    own, wanted = getattr(model, "tokenizer", None), target.tokenizer
+    if own is None or wanted is None:
+        return
+    for name, of in (("vocabulary", lambda t: t.get_vocab()), ("chat template", lambda t: t.chat_template)):
+        if of(own) != of(wanted):
+            raise ModelError(f"self-test: the {name} of its tokenizer is not the target's")
+
+
+def _setting(trained: Any, loaded: Any, path: str) -> str | None:
+    """The first setting that differs, by its path."""
+    if trained == loaded:
+        return None
+    if dataclasses.is_dataclass(trained) and type(trained) is type(loaded):
+        for field in dataclasses.fields(trained):
+            if field.name not in _NOT_OF_THE_DRAFT:
+                pair = getattr(trained, field.name), getattr(loaded, field.name)
+                if difference := _setting(*pair, f"{path}.{field.name}".lstrip(".")):
+                    return difference
+        return None
+    return f"{path} is {loaded!r}, and was {trained!r} in training"
+
+
+def _same_weights(trained: Params, loaded: Params) -> int:
+    """How many arrays there are. Raises `ModelError` for the first that is missing, or differs."""
+    before, after = ({_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)} for tree in (trained, loaded))
+    if missing := before.keys() ^ after.keys():
+        name = min(missing)
+        raise ModelError(f"self-test: {name} is {'missing' if name in before else 'new'}")
+    for name, x in before.items():
+        a, b = (np.asarray(leaf.astype(jnp.float32)) for leaf in (x.astype(after[name].dtype), after[name]))
+        if a.shape != b.shape or not np.array_equal(a, b):
+            how = (
+                f"shape {b.shape}, and {a.shape} in training"
+                if a.shape != b.shape
+                else f"by up to {abs(a - b).max():.2g}"
+            )
+            raise ModelError(f"self-test: {name} differs: {how}")
+    return len(before)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
+
+
+def _diagnosis(
+    trained: Any,
+    params: Params,
+    target: Any,
+    found: Drafter,
+    prompts: Sequence[Sequence[int]],
+    differences: Float[np.ndarray, "B K"],
+    close: float,
+) -> str:
+    """Settings and weights are the same, and the logits of decoding are not those of training."""
+    what = f"a logit of decoding is {differences.max():.2g} standard deviations from training's"
+    for shift, how in ((1, "one too few"), (-1, "one too many")):
+        if reads_of(trained).kv_layers and _differences(trained, params, target, found, prompts, shift).max() <= close:
+            return f"{what}: decoding reads {how} of the target's keys and values"
+    if differences[:, 0].max() > close:
+        return f"{what}, from a block's first place on: a norm, a rotary table, positions or slots"
+    return f"{what}, from a block's second place on: its own keys and values, or their mask"
+
+
+def _differences(
+    trained: Any, params: Params, target: Any, found: Drafter, prompts: Sequence[Sequence[int]], shift: int
+) -> Float[np.ndarray, "B K"]:
+    """Largest difference of two logits, by prompt and place, in standard deviations; ``shift``: how many more of the
+    target's slots the drafter is told of."""
+    decoder = Decoder(target, found)
+    engine, engine_params = decoder.engine(greedy=False)
+    state = decoder.prefilled(prompts, max_new_tokens=1, temperature=1.0)
+    draft = _drafted(engine, engine_params, state, shift)
+    assert draft.logits is not None
+    drawn, proposed = np.asarray(draft.tokens), np.asarray(draft.logits, np.float32)
+    places, trainable = _predictions(trained)
+    texts = np.zeros((len(prompts), -(-(max(map(len, prompts)) + places) // 8) * 8), np.int32)
+    for text, prompt, own in zip(texts, prompts, drawn, strict=False):
+        text[: len(prompt) + places] = [*prompt, *own[:places]]
+    roots = jnp.asarray([len(prompt) - 1 for prompt in prompts], jnp.int32)
+    forced = np.asarray(_forced(trainable, places, target.spec, params, target.params, jnp.asarray(texts), roots))
+    width = min(forced.shape[-1], proposed.shape[-1])
+    a, b = forced[..., :width], proposed[: len(prompts), :places, :width]
+    return np.where(np.isfinite(b), abs(a - b), 0.0).max(-1) / a.std()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _drafted(engine: Engine, params: EngineParams, state: DecodeState, shift: int) -> Draft:
+    context = looked_at(engine, state)
+    if not shift:
+        return propose(engine, params, state, context)[0]
+    view = TargetView(params.target, state.cache.view(engine.reads.kv_layers), context.lengths - 1 + shift)
+    return engine.drafter.draft(params.drafter, view, state.drafter, context)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _forced(
+    trainable: Any, places: int, spec: Any, params: Params, target_params: Params, texts: Array, roots: Array
+) -> Float[Array, "B K V"]:
+    """The training forward's logits for the ``places`` tokens that follow ``roots``."""
+    batch = Batch(texts, jnp.roll(texts, -1, axis=1), jnp.ones(texts.shape, jnp.float32))
+    out = target_output(spec, target_params, batch, reads_of(trainable))
+    found = []
+    for prediction in trainable.predictions(params, batch, out):
+        place = jnp.arange(texts.shape[1], dtype=jnp.int32)[None]
+        rows = jnp.broadcast_to(place, texts.shape) if prediction.rows is None else prediction.rows
+        found.append((rows, prediction.logits.astype(jnp.float32)))
+    chosen = []
+    for depth in range(places):
+        rows, logits = found[min(depth, len(found) - 1)]
+        at = jnp.argmax(rows == (roots + depth)[:, None], axis=1)
+        chosen.append(jnp.take_along_axis(logits, at[:, None, None], axis=1)[:, 0])
+    return jnp.stack(chosen, axis=1)
