@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int, Key
@@ -69,6 +69,9 @@ class TrainedDrafter:
     ``predictions``) and says how its weights are decoded with and saved. ``params`` are all that it computes with, also
     those that are the target's (`specjax.types.Sharing`).
     """
+
+    serving: ClassVar[str] = "`specjax.load_drafter` reads it."
+    """Who decodes with what `save` wrote, for its card."""
 
     def init_params(self, key: Key[Array, ""], target: Any) -> Params:
         """Random weights, for a draft of ``target``."""

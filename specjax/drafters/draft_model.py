@@ -10,7 +10,7 @@ import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -167,6 +167,7 @@ class BoundDraftModel:
 class TrainedDraftModel(TrainedDrafter):
     """A draft model in training. ``model``: a static spec; ``family``: the Hugging Face model type it is saved as."""
 
+    serving: ClassVar[str] = "A model of its own: transformers and vLLM load it too, as a draft or assistant model."
     model: Any
     family: str = "llama"
 

@@ -18,7 +18,7 @@ import functools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import flax.struct
 import jax
@@ -205,6 +205,10 @@ class TrainedGlide(TrainedDrafter):
     """In training. ``depths``: how many tokens of a block are unrolled; ``decay``: what a depth weighs beside the one
     before; ``family``: the Hugging Face model type its weights are named as."""
 
+    serving: ClassVar[str] = (
+        "It reads its target's keys and values, so neither vLLM nor transformers can serve it, only specjax "
+        "(`specjax.load_drafter`); a separate draft (`kind: draft_model`) they can."
+    )
     glide: GlideModel
     family: str = "llama"
     depths: int = 2

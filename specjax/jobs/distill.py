@@ -275,7 +275,8 @@ def _draft_card(
     title = (
         f"A draft of {parameter_count(draft.params):,} parameters for speculative decoding with the target "
         f"`{target.name}` ({parameter_count(target.params):,} parameters), "
-        f"{'before distillation' if draft.name == 'draft-before' else 'distilled'} {MADE_BY}."
+        f"{'before distillation' if draft.name == 'draft-before' else 'distilled'} {MADE_BY}. "
+        f"{getattr(draft.drafter, 'serving', TrainedDrafter.serving)}"
     )
     facts = {
         "alpha (E sum min(p, q), held out, temperature 1)": f"{evaluation.alpha:.4f}",

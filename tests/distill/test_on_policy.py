@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -24,9 +26,11 @@ from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import TrainingError
 from specjax.runtime import fingerprint
 from specjax.runtime.layout import ONE_DEVICE
+from specjax.types import Batch
 from tests import processes
 from tests.distill import toys
 from tests.distill.toys import LENGTH, VOCAB, BigramDraft, Interrupt, assert_same, interrupt_after, train_stage
+from tests.drafters.test_glide import glide_of, predicted, target_of
 
 STEPS, EVERY = 12, 4
 DATA = {"kind": "on_policy", "share": 0.5, "every": EVERY, "prompt_tokens": 2, "new_tokens": 6}
@@ -248,3 +252,23 @@ def test_other_data_in_the_same_directory_is_refused(uninterrupted):
     with pytest.raises(TrainingError, match=r"stage\.data"):
         train(uninterrupted[0], data={**DATA, "every": 3})
     assert fingerprint.FILE in {file.name for file in uninterrupted[0].iterdir()}
+
+
+def test_what_a_drafter_writes_alone_are_its_own_blocks():
+    """At temperature 0 every token is the best of the training forward over the text so far, by turns as the first and
+    as the second of a block."""
+    target = target_of(num_layers=2)
+    trained = glide_of(target, (0, 1), 2, hidden_size=16)
+    params = jax.tree.map(lambda x: x * 3.0, trained.init_params(jax.random.key(1), target))
+    prompts, new = [[1, 2, 3], [7, 8]], 12
+    sample = draft_sampler(trained, target)
+    assert sample is not None
+    settings = OnPolicy(prompt_tokens=4, new_tokens=new, temperature=0.0)
+    written = sample(params, prompts, [5, 6], settings)
+    assert written != Decoder(target).generate(prompts, max_new_tokens=new, ignore_eos=True).tokens
+    for prompt, tokens in zip(prompts, written, strict=True):
+        text = jnp.asarray([[*prompt, *tokens]], jnp.int32)
+        batch = Batch(text, jnp.roll(text, -1, axis=1), jnp.ones(text.shape))
+        places = [np.asarray(p.logits)[0].argmax(-1) for p in predicted(trained, params, target, batch)]
+        root = len(prompt) - 1
+        assert tokens == [int(places[i % 2][root + i]) for i in range(new)]

@@ -9,13 +9,16 @@ tokens; a restart before samples them again, from the same weights and seeds.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Float, Int
 from pydantic import Field
 
 from specjax.data import shards
@@ -24,11 +27,13 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
 from specjax.distill.sources.continuations import Positive, Sampled, continue_prompts, prompts_of_text
 from specjax.distill.sources.text import SourceContext
+from specjax.drafters.base import TrainedDrafter, at_depths
 from specjax.errors import TrainingError
 from specjax.evaluation.teacher import with_shared_params
+from specjax.proposal import leading_run
 from specjax.runtime import fingerprint, store
 from specjax.runtime.distributed import by_first, on_one_device
-from specjax.types import Batch, Params
+from specjax.types import Batch, Draft, Params, Verdict, VerdictDistribution
 
 _log = logging.getLogger(__name__)
 Sampler = Callable[[Params, Sequence[list[int]], Sequence[int], Sampled], list[list[int]]]
@@ -62,10 +67,12 @@ class OnPolicy(Sampled):
 
 
 def draft_sampler(drafter: Any, target: Any) -> Sampler | None:
-    """A sampler of the draft by itself, with the weights it is given, which end as the target does. None for a drafter
-    that is no model of its own (`TrainedDraftModel.to_model`)."""
+    """A sampler of the draft by itself, with the weights it is given, which end as the target does. One that is no
+    model of its own (`TrainedDraftModel.to_model`) writes block by block while its target reads; None for it where
+    several processes hold the target, or where it does not decode."""
     if not hasattr(drafter, "to_model"):
-        return None
+        alone = jax.process_count() == 1 and isinstance(drafter, TrainedDrafter)
+        return functools.partial(_written_in_blocks, drafter, target) if alone else None
 
     def sample(params: Params, prompts: Sequence[list[int]], seeds: Sequence[int], settings: Sampled):
         params = on_one_device(with_shared_params(drafter, params, target.params))
@@ -73,6 +80,42 @@ def draft_sampler(drafter: Any, target: Any) -> Sampler | None:
         return by_first(lambda: continue_prompts(decoder, prompts, seeds, settings).tokens)
 
     return sample
+
+
+def _written_in_blocks(
+    drafter: Any, target: Any, params: Params, prompts: Sequence[list[int]], seeds: Sequence[int], settings: Sampled
+) -> list[list[int]]:
+    params = with_shared_params(drafter, params, target.params)
+    # Two places where it has them: what it writes after a token of its own is what it will meet.
+    k = 1 if at_depths(drafter, 2) is None else 2
+    # At temperature 0 every lossless decoding is the target's; so near it the best token is as good as certain.
+    settings = dataclasses.replace(settings, temperature=max(settings.temperature, 1e-4))
+    decoder = Decoder(dataclasses.replace(target), drafter.to_drafter(params, target, k), DraftAlone())
+    return continue_prompts(decoder, prompts, seeds, settings).tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftAlone:
+    """Keeps the whole draft, its last token in place of the target's own: the text is the drafter's, and LOSSY. Where
+    nothing valid is proposed the target's best token follows."""
+
+    kind: ClassVar[str] = "draft_alone"
+    lossless: ClassVar[bool] = False
+    noise: ClassVar[Literal["fresh", "coupled", "none"]] = "fresh"
+    reference: ClassVar[str] = "2306.13649"
+
+    def __call__(self, draft: Draft, p_logits: Float[Array, "B K1 V"], noise: Any) -> Verdict:
+        proposed = leading_run(draft.valid)
+        kept = jnp.maximum(proposed - 1, 0)
+        last = jnp.take_along_axis(draft.tokens, kept[:, None], axis=1)[:, 0]
+        return Verdict(kept, jnp.where(proposed > 0, last, jnp.argmax(p_logits[:, 0], axis=-1).astype(jnp.int32)))
+
+    def distribution(self, draft: Draft, p: Float[Array, "B K1 V"], q: Any) -> VerdictDistribution:
+        """Certain, whatever the probabilities."""
+        verdict = self(draft, p, None)
+        counts = jax.nn.one_hot(verdict.num_accepted, p.shape[1], dtype=p.dtype)
+        following = jax.nn.one_hot(verdict.next_token, p.shape[2], dtype=p.dtype)
+        return VerdictDistribution(counts, jnp.broadcast_to(following[:, None], p.shape))
 
 
 class OnPolicyBatches(Batches):
