@@ -16,7 +16,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,7 @@ def _decoding(config: RunConfig, distilled: job.Distilled, file: Path, bars: Bar
         "seed": config.seed,
         "target": fingerprint.of_model(distilled.target),
         "drafts": [(fingerprint.digest(draft.params), repr(draft.drafter)) for draft in trained.values()],
+        "others": {name: _files_digest(Path(at).iterdir()) for name, at in config.bench.drafts.items()},
         "specjax": _source_digest(),
         "jax": jax.__version__,
     }
@@ -116,8 +117,11 @@ def _with_alpha(comparison: list[dict[str, Any]], alphas: dict[str, dict[str, fl
 
 def _source_digest() -> str:
     """Of every source file of specjax: timings are of one code."""
-    files = sorted(Path(specjax.__file__).parent.rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return _files_digest(Path(specjax.__file__).parent.rglob("*.py"))
+
+
+def _files_digest(files: Iterable[Path]) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files) if file.is_file())).hexdigest()
 
 
 _STEP_SECONDS = {"text": 0.08, "target": 0.3, "evaluation": 1.2, "held-out decoding": 1.8, "decoding": 0.52}

@@ -50,7 +50,7 @@ def test_the_plan_of_the_demo_has_every_stage_and_all_of_the_benchmark(tiny_targ
         assert seconds["draft-distill"] == rows / 4 * pipeline._STEP_SECONDS["target"]
         assert seconds["control-0.001"] == rows / 4 * pipeline._STEP_SECONDS["text"]
     prompts = [[0]] * config.bench.prompts
-    drafters = dict.fromkeys(["draft_before", "draft_after", *config.bench.drafters])
+    drafters = dict.fromkeys(["draft_before", "draft_after", *config.bench.drafts, *config.bench.drafters])
     args = (drafters, config.bench, prompts, prompts * measure._TUNING, None, {}, 0)
     assert bench.Bench(tiny_target, *args).num_ticks == measure.num_ticks(config)  # pyright: ignore
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
@@ -10,6 +11,15 @@ from pydantic.dataclasses import dataclass
 
 from specjax.config.fields import STRICT, Grid, NonNegative, Positive, buildable, distinct, kind_in
 from specjax.registry import CONTROLLERS, DRAFTERS, DRAFTS
+
+_OTHERS = ("autoregressive", "draft_before", "draft_after", *DRAFTERS)
+
+
+def _is_no_other(name: str) -> str:
+    if name in _OTHERS:
+        raise ValueError(f"{name!r} names another drafter of the results; give it a name of its own")
+    return name
+
 
 _WEIGHTLESS = {kind: where for kind, where in DRAFTERS.items() if kind not in DRAFTS}
 
@@ -38,6 +48,8 @@ class Bench:
     ks: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], *Grid] = (1, 2, 3, 5, 7)
     drafters: Annotated[tuple[kind_in(_WEIGHTLESS), ...], AfterValidator(distinct)] = ("ngram",)  # pyright: ignore
     """Registered drafters that need no weights, beside the trained draft; at their default settings."""
+    drafts: Mapping[Annotated[str, AfterValidator(_is_no_other)], str] = Field(default_factory=dict)
+    """Name in the results -> directory of a draft that is decoded beside the trained one, at batch 1."""
     controller: buildable(CONTROLLERS) = "fixed"  # pyright: ignore[reportInvalidTypeForm]
     """How much of k is proposed, `package.module:Class` from outside."""
     price_per_hour: Annotated[float, Field(gt=0)] | None = None
@@ -78,6 +90,8 @@ class Certify:
     """`{kind: draft_model, model: PATH, k: 5}`, `{kind: ngram, k: 5}`, ...; None: the draft trained in `out`."""
     k: Annotated[int, Field(ge=1, le=64)] = 5
     """Draft length of the trained draft."""
+    drafts: Mapping[Annotated[str, AfterValidator(_is_no_other)], str] = Field(default_factory=dict)
+    """Name in the results -> directory of a draft that is decoded beside the trained one, at batch 1."""
     controller: buildable(CONTROLLERS) = "fixed"  # pyright: ignore[reportInvalidTypeForm]
     """How much of k is proposed, `package.module:Class` from outside."""
     temperature: Annotated[float, Field(ge=1e-5)] = 1.0

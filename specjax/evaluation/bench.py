@@ -108,6 +108,7 @@ class Bench:
             for temperature in self._settings.temperatures
             for batch_size in self._settings.batch_sizes
             for name, k in kinds
+            if batch_size == 1 or name not in self._settings.drafts
         ]
 
     def _needed(self, favourite: str) -> list[Cell]:
@@ -342,11 +343,12 @@ def predicted_speedup(
 
 
 def num_ticks(settings: config_lib.Bench, drafters: int, prompts: int, tuning_prompts: int) -> int:
-    """`Bench.num_ticks`, known before there is a draft."""
-    temperatures, points = len(settings.temperatures), 1 + drafters * len(settings.ks)
+    """`Bench.num_ticks`, known before there is a draft; ``drafters``: of batch 1."""
+    temperatures, alone = len(settings.temperatures), len(settings.drafts)
+    points = {n: 1 + (drafters - (n > 1) * alone) * len(settings.ks) for n in settings.batch_sizes}
     tuning = temperatures * len(settings.ks) * tuning_prompts
-    compiled = temperatures * len(settings.batch_sizes) * points
-    once = temperatures * points * sum(-(-prompts // size) for size in settings.batch_sizes)
+    compiled = temperatures * sum(points.values())
+    once = temperatures * sum(count * -(-prompts // size) for size, count in points.items())
     if 1 not in settings.batch_sizes:
         once += 2 * temperatures * prompts
         compiled += temperatures * (1 + len(settings.ks))

@@ -49,7 +49,7 @@ def run_bench(config: RunConfig, bars: Bars = no_bars) -> dict[str, Any]:
 def decoding_figures(
     config: RunConfig,
     target: LoadedModel,
-    drafts: Mapping[str, Drafter],
+    drafts: dict[str, Drafter],
     held_out: Sequence[Document],
     bars: Bars = no_bars,
 ) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def decoding_figures(
     cut = _prompts(held_out, target, settings.prompt_tokens, (1 + _TUNING) * settings.prompts)
     prompts = [prompt.tokens for prompt in cut]
     timed, tuning = prompts[: settings.prompts], prompts[settings.prompts :]
-    factories = {name: _of_length(draft) for name, draft in drafts.items()} | {
+    factories = {name: _of_length(draft) for name, draft in (drafts | _from_disk(config, target)).items()} | {
         kind: registered(kind) for kind in settings.drafters
     }
     favourite = list(drafts)[-1]
@@ -91,13 +91,16 @@ def decoding_figures(
 
 def num_ticks(config: RunConfig) -> int:
     """How often `decoding_figures` reports progress for the two drafts of a run."""
-    drafters, prompts = 2 + len(config.bench.drafters), config.bench.prompts
+    settings, prompts = config.bench, config.bench.prompts
+    drafters = 2 + len(settings.drafts) + len(settings.drafters)
     return bench_lib.num_ticks(config.bench, drafters, prompts, _TUNING * prompts)
 
 
 def check(config: RunConfig, prepared: inputs.Prepared) -> None:
     """Refuse, before any training, what `decoding_figures` could not decode."""
     settings, target = config.bench, prepared.target
+    for drafter in _from_disk(config, target).values():
+        drafter.bind(target)
     held_out_prompts(prepared.corpus.held_out, target, settings.prompt_tokens, (1 + _TUNING) * settings.prompts)
     needed = settings.prompt_tokens + settings.new_tokens + max(settings.ks)
     if needed > target.config.max_positions:
@@ -122,6 +125,10 @@ def _prompts(documents: Sequence[Document], target: LoadedModel, length: int, co
             "a larger data.held_out, or a smaller bench.prompts or bench.prompt_tokens"
         )
     return found
+
+
+def _from_disk(config: RunConfig, target: LoadedModel) -> dict[str, Drafter]:
+    return {name: load_drafter(at, target) for name, at in config.bench.drafts.items()}
 
 
 def _of_length(drafter: Any) -> bench_lib.DrafterFactory:

@@ -79,6 +79,9 @@ ROWS = {
     "a drafter that needs weights in the grid": key(
         "bench: {drafters: [draft_model]}\n", "bench.drafters", "draft_model"
     ),
+    "a draft from disk under the name of another": key(
+        "bench: {drafts: {draft_after: here}}\n", "bench.drafts.draft_after", "names another drafter", "of its own"
+    ),
     "a greedy rule with samples": key("verifier: greedy\n", "'greedy'", "temperature 0", "bench.temperatures=[0]"),
     "a lossy rule where none may be": key(
         "verifier: top_k\nrequire_lossless: true\n", "'top_k'", "require_lossless", "use one of"

@@ -59,6 +59,18 @@ def measured():
     return found
 
 
+def test_drafts_from_disk_are_decoded_at_batch_1_alone():
+    drafters = {name: lambda k: DraftModel(DRAFT, k) for name in ("draft_after", "shipped")}
+    changes = {"batch_sizes": (1, 2), "drafts": {"shipped": "where"}, "temperatures": (0.0,), "repeats": 1}
+    settings, ticks = dataclasses.replace(SETTINGS, **changes), []
+    bench = Bench(TARGET, drafters, settings, PROMPTS, TUNING, Speculative(), {}, seed=0)
+    found = bench.measure("draft_after", lambda: ticks.append(None))
+    assert len(ticks) == bench.num_ticks
+    rows = {(row["drafter"], row["batch_size"]) for row in found["decoding"]}
+    assert ("shipped", 1) in rows
+    assert {drafter for drafter, size in rows if size == 2} == {"autoregressive", "draft_after"}
+
+
 def test_a_k_is_chosen_on_all_tuning_prompts_and_the_slow_ones_drop_out(monkeypatch):
     """Seconds are given: k = 2 looks best on the first prompts, k = 1 is within reach of it and best on all."""
     bench, asked, ticks = make(prompts=PROMPTS[:2], ks=(1, 2, 3)), [], []
