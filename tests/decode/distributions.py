@@ -13,7 +13,7 @@ from scipy import stats
 from specjax.decode.decoder import Decoder
 from tests import cases
 
-LAWS = 60
+LAWS = 64
 """Bonferroni: there are no more distribution tests than this."""
 LEVEL = 1e-3 / LAWS
 ROWS, CALLS = 2048, 36

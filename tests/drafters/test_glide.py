@@ -26,9 +26,10 @@ from specjax.models.hf import LoadedModel, load_model
 from specjax.models.rotary import LongRope, Rope
 from specjax.models.transformer import Model
 from specjax.sampling import fresh_noise
-from specjax.testing.toys import context, neutral_sampling
+from specjax.testing.toys import context, exact_distribution, neutral_sampling
 from specjax.types import Batch, TargetView, TrainingForm
 from tests.cases import in_proof, transformer
+from tests.decode import distributions
 
 PROMPTS = [[1, 2, 3], [7], list(range(20)), [5] * 11]
 WINDOWS = {"num_layers": 3, "layers": (LayerKind(window=6), LayerKind(), LayerKind(window=9))}
@@ -160,6 +161,19 @@ def test_a_row_does_not_depend_on_the_others():
         seeds = [1, together.seeds[i], 2, 3]
         again = decoder.generate(rows, seed=seeds, **options)
         assert again.tokens[1] == together.tokens[i]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("verifier", ["speculative", "block", "coupled"])
+def test_three_tokens_have_exactly_the_targets_joint_distribution(verifier):
+    """Through the jitted loop, of a draft that is accepted in part, by chi-square against the enumerated target."""
+    target = transformer(0, vocab_size=4, max_positions=64, num_layers=2)
+    loaded = LoadedModel(target.spec, target.params)
+    drafter = random_glide(loaded, k=2, reads=(0, 1))
+    counts = distributions.decode_counts(Decoder(loaded, drafter, verifier), [1, 2], 3)
+    assert distributions.p_value(counts, exact_distribution(target, [1, 2], 3)) > distributions.LEVEL
+    stats = Decoder(loaded, drafter, verifier).generate([[1, 2]] * 64, max_new_tokens=30, temperature=1.0).stats
+    assert 0.1 < sum(s.accepted for s in stats) / sum(s.drafted for s in stats) < 0.9
 
 
 @pytest.mark.parametrize("rows", [1, 3])
