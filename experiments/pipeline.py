@@ -60,7 +60,10 @@ def run(config: RunConfig) -> dict[str, Any]:
         distilled = job.distill(config, stopwatch.bars, prepared)
         decoding = _decoding(config, distilled, out / _DECODING, stopwatch.bars)
         measures = dataclasses.asdict(distilled.measures)
-        summary = {**measures, "alpha_positions": measures.pop("positions"), **decoding["figures"]}
+        at = measures["alpha_at_after"]
+        measures |= {"alpha_after_at_5": at[4] if len(at) > 4 else measures["alpha_after"]}
+        measures |= {"alpha_positions": measures.pop("positions"), **_tokens_a_call(decoding["decoding"])}
+        summary = {**measures, **decoding["figures"]}
         results = {
             "name": out.name,
             "date": decoding["date"],
@@ -71,6 +74,9 @@ def run(config: RunConfig) -> dict[str, Any]:
             "figures": [dataclasses.asdict(figure) for figure in check_figures(summary)],
             "training": _training(distilled.logs),
             "comparison": _with_alpha(decoding["comparison"], distilled.alphas),
+            "places": _places(distilled),
+            "simulated": [dataclasses.asdict(row) for row in distilled.comparison if row.simulated is not None],
+            "self_tests": {name: str(found) for name, found in distilled.self_tests.items()},
             "stage_seconds": stopwatch.seconds,
             **{key: decoding[key] for key in ("decoding", "verifier", "compile_seconds", "sample")},
         }
@@ -191,6 +197,24 @@ class Stopwatch:
         finally:
             self.seconds[name] = round(before + time.perf_counter() - began, 1)
             fingerprint.write_json(self._file, self.seconds)
+
+
+def _tokens_a_call(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Of the distilled draft at batch 1, at a k that every config shares, where the grid has it."""
+    keys = {(0.0, 5): "tokens_a_call_greedy_k5", (1.0, 3): "tokens_a_call_t1_k3"}
+    own = [row for row in rows if (row["drafter"], row["batch_size"]) == ("draft_after", 1)]
+    return {keys[at]: row["block_efficiency"] for row in own if (at := (row["temperature"], row["k"])) in keys}
+
+
+def _places(distilled: job.Distilled) -> list[dict[str, Any]]:
+    """Of a drafter whose places differ."""
+    measures, log = distilled.measures, distilled.logs.get("draft-distill", [])
+    losses = [record for record in log if "loss_at_1" in record][-1:] or [{}]
+    pairs = zip(measures.alpha_at_before, measures.alpha_at_after, strict=True)
+    return [
+        {"place": place, "alpha_before": before, "alpha_after": after, "loss": losses[0].get(f"loss_at_{place}")}
+        for place, (before, after) in enumerate(pairs, 1)
+    ]
 
 
 def _training(logs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:

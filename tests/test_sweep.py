@@ -16,6 +16,7 @@ from tests import processes
 BASE = "target: {path: models/target}\ndata: {path: python-stdlib}\n"
 GOOD = {
     "target_nll": 1.5, "draft_nll": 2.0, "alpha_before": 0.7, "alpha_after": 0.8, "alpha_ce_control": 0.72,
+    "alpha_after_at_5": 0.79,
     "alpha_positions": 50_000, "greedy_identical": True, "recompiles": 0, "peak_rss_gb": 3.2, "speedup_greedy": 1.2,
 }  # fmt: skip
 
@@ -154,7 +155,7 @@ def checked(tmp_path, **changes) -> int:
 
 
 def test_a_summary_that_meets_every_bound_passes_whatever_its_timings(tmp_path, capsys):
-    assert checked(tmp_path, speedup_greedy=0.3) == 0
+    assert checked(tmp_path, speedup_greedy=0.3, tokens_a_call_t1_k3=2.9) == 0
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.splitlines() if "speedup_greedy" in line] == ["missed"]
 
@@ -164,6 +165,8 @@ def test_a_summary_that_meets_every_bound_passes_whatever_its_timings(tmp_path, 
     [
         ({"draft_nll": 1.89}, "nll_gap"),
         ({"alpha_after": 0.77}, "alpha_after"),
+        ({"alpha_after": 0.799, "alpha_before": 0.6}, "alpha_after"),
+        ({"alpha_after_at_5": 0.77}, "alpha_after_at_5"),
         ({"alpha_ce_control": 0.76}, "alpha_after"),
         ({"alpha_after": float("nan")}, "alpha_after"),
         ({"alpha_positions": 49_999}, "alpha_positions"),

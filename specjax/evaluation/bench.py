@@ -186,7 +186,20 @@ class Bench:
             for t, k in best.items()
         }
         by_prompt = {cell: self._by_prompt(found) for cell, found in runs.items()}
-        return {"decoding": list(entries.values()), "best_k": best, "headline": headline, "by_prompt": by_prompt}
+        passes = {k + 1: self._pass_over_one(favourite, k) for k in settings.ks}
+        return {
+            "decoding": list(entries.values()),
+            "best_k": best,
+            "headline": headline,
+            "by_prompt": by_prompt,
+            "passes": passes,
+        }
+
+    def _pass_over_one(self, favourite: str, k: int) -> float:
+        """What a pass of the target over a block of ``k`` costs beside one over a token."""
+        t = self._settings.temperatures[0]
+        pairs = zip(self.costs(Cell(favourite, k, 1, t)), self.costs(_plain(t)), strict=True)
+        return float(np.median([block.target / one.target for block, one in pairs]))
 
     def _once(self, runs: dict[Cell, list[Run]], batch_size: int, tick: Tick) -> None:
         """Every cell of ``runs`` of that batch size, added there."""

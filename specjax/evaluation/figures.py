@@ -49,6 +49,8 @@ class ComparisonRow:
     low: float | None
     high: float | None
     tokens_per_s: float | None
+    simulated: float | None = None
+    """Block efficiency by the training forward on the same texts."""
 
 
 def comparison(
@@ -64,7 +66,9 @@ def comparison(
                 stats = [measured[i].by_prompt[j] for j in chosen]
                 speed = measured[i].tokens_per_s if len(chosen) == len(sources) else None
                 alpha = alphas[draft].get(source)
-                found.append(compared(source, temperature, draft, decoding.rule.k, stats, speed, alpha))
+                row = compared(source, temperature, draft, decoding.rule.k, stats, speed, alpha)
+                simulated = measured[i].simulated if len(chosen) == len(sources) else None
+                found.append(dataclasses.replace(row, simulated=simulated))
     return found
 
 

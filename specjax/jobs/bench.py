@@ -164,6 +164,7 @@ def _figures(measured: Mapping[str, Any], target: LoadedModel) -> dict[str, Any]
                     "speculative": _milliseconds(headline["costs"]),
                 },
             }
+    figures |= {f"pass_of_{tokens}": ratio for tokens, ratio in measured["passes"].items()}
     headlines = measured["headline"].values()
     figures["ar_overhead"] = max(h["ar_overhead"] for h in headlines)
     figures["step_overhead"] = max(h["step_overhead"] for h in headlines)

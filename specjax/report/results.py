@@ -89,6 +89,22 @@ class Comparison(_Record):
     tokens_per_s: float | None = None
 
 
+class Place(_Record):
+    """A place of a block, from 1: acceptance on held-out text of a block's token there, and its loss at the end of
+    training, if it was unrolled so far."""
+
+    place: int
+    alpha_before: float | None = None
+    alpha_after: float | None = None
+    loss: float | None = None
+
+
+class Simulated(Comparison):
+    """Beside what was decoded: what the training forward gives for the same texts."""
+
+    simulated: float
+
+
 class Piece(_Record):
     """Consecutive text of one origin."""
 
@@ -129,6 +145,10 @@ class Results(_Record):
     training: Training = Training()
     decoding: tuple[DecodingRow, ...] = ()
     comparison: tuple[Comparison, ...] = ()
+    places: tuple[Place, ...] = ()
+    simulated: tuple[Simulated, ...] = ()
+    self_tests: dict[str, str] = {}
+    """Exported draft -> what agreed with training when it was loaded again."""
     verifier: Verifier | None = None
     compile_seconds: float | None = None
     stage_seconds: dict[str, float] = {}

@@ -116,6 +116,16 @@ def make_results() -> dict:
         },
         "decoding": _decoding(),
         "comparison": _comparison(),
+        "places": [
+            {"place": 1, "alpha_before": 0.7012, "alpha_after": 0.8613, "loss": 0.212},
+            {"place": 2, "alpha_before": 0.69, "alpha_after": 0.8571, "loss": 0.231},
+            {"place": 3, "alpha_before": 0.68, "alpha_after": 0.8499, "loss": None},
+        ],
+        "simulated": [
+            {"source": "code", "temperature": 0.0, "drafter": "draft_after", "prompts": 4, "k": 5, "low": 4.1,
+             "high": 5.9, "block_efficiency": 5.012, "simulated": 4.987},
+        ],
+        "self_tests": {"draft": "38 arrays and all settings equal"},
         "compile_seconds": 41.7,
         "stage_seconds": {"corpus": 6.2, "pretrain": 71.0, "distill": 214.0, "control": 190.5, "bench": 301.9},
         "sample": {

@@ -89,6 +89,16 @@ def test_before_and_after_are_told_by_source_beside_plain_decoding(built):
     assert "3.61 to 4.16" in parsed.text
 
 
+def test_training_is_told_beside_decoding(built):
+    html, markdown = page(built)[0], (built / "report.md").read_text()
+    assert "| 2 | 0.690 | 0.857 | 0.231 | \n| 3 | 0.680 | 0.850 | – | \n" in markdown
+    assert "| draft after distillation | greedy | 5 | 5.012 | 4.10 to 5.90 | 4.987 |" in markdown
+    assert "- `draft`, loaded again after its export: 38 arrays and all settings equal." in markdown
+    assert '<tr><td>3</td><td class="number">0.680</td>' in html
+    assert "4.987" in html
+    assert "38 arrays and all settings equal" in html
+
+
 def test_page_loads_nothing_and_runs_nothing(built):
     html, parsed = page(built)
     assert "script" not in parsed.tags
