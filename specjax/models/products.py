@@ -68,17 +68,17 @@ wide_product.defvjp(_wide_product_forward, _wide_product_backward)
 def few_rows_product(x: Float[Array, "M I"], kernel: Float[Array, "O I"]) -> Float[Array, "M O"]:
     """``x @ kernel.T`` for few rows, as one reduction that reads each row of the kernel once. Each of its steps takes a
     row out of several distant parts of the kernel: what was read of x serves them all, and several streams from memory
-    are under way at once (1.4-2x for 3 to 8 tokens over one part)."""
+    are under way at once."""
     # XLA would compute what makes x anew for every row of the kernel; a division it takes to be too dear for that
     # (element by element: by a scalar, it would turn it into a product and fuse that).
     x = x / jnp.where(jnp.isinf(x), 2.0, 1.0).astype(x.dtype)
     if kernel.dtype != x.dtype:
         # XLA would move the conversion out of the loop over tokens, and read a wide copy in it.
         x, kernel = jax.lax.optimization_barrier((x, kernel))
-    # As many sums as there are vector registers, at most. Few tokens fit into the first cache with short rows, and two
-    # parts do (1.3-1.5x for 4 tokens and rows of 512; with longer rows, or more tokens, they are slower than four).
-    short = len(x) <= 4 and kernel.shape[1] <= SHORT_ROW
-    wanted = 4 if len(x) <= 8 and not short else 2
+    # Of long rows four parts, so that what was read of x, more than the first cache holds, serves them all. Of short ones
+    # as few as keep the adders busy: sums of single vectors close every row, and more of them than there are vector
+    # registers go through memory (1.14x for 4 tokens, 1.1x for 5 and 6, 1.05x for 7 and 8, over four parts throughout).
+    wanted = 4 if kernel.shape[1] > SHORT_ROW else 1 if len(x) in (7, 8) else 2
     parts = jnp.split(kernel, math.gcd(wanted, len(kernel)))
     zeros = (jnp.zeros((), x.dtype),) * (len(x) * len(parts))
     columns = jax.lax.reduce(

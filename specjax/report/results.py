@@ -26,13 +26,19 @@ class _Record(BaseModel):
 
 
 class Figure(_Record):
-    """One figure with what it must reach. ``timing`` figures depend on the machine."""
+    """One figure with what it must reach. ``timing`` figures depend on the machine, ``counted`` ones on which few
+    prompts were decoded."""
 
     key: str
     value: Any = None
     bound: str = ""
     ok: bool
     timing: bool = False
+    counted: bool = False
+
+    @property
+    def depends_on(self) -> str:
+        return "timing" if self.timing else "few prompts" if self.counted else ""
 
 
 class TrainingRecord(_Record):

@@ -82,7 +82,7 @@ def figures_table(figures: Sequence[Any]) -> Table:
         table.add_row(
             Text(visible(figure.key)),
             Text(format_against(figure.value, figure.bound)),
-            Text((visible(figure.bound) + (" (timing)" if figure.timing else "")).strip()),
+            Text((visible(figure.bound) + (f" ({figure.depends_on})" if figure.depends_on else "")).strip()),
             mark if figure.bound else Text(),
         )
     return table

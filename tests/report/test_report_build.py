@@ -71,7 +71,7 @@ def test_summary_json_is_the_summary_with_date_machine_and_figures(plotless, sav
     assert summary["draft_nll"] is None
     assert summary["date"] == plotless["date"]
     assert summary["machine"] == plotless["machine"]
-    assert summary["figures"] == plotless["figures"]
+    assert summary["figures"] == [{"counted": False, **figure} for figure in plotless["figures"]]
 
 
 def test_before_and_after_are_told_by_source_beside_plain_decoding(built):
