@@ -41,7 +41,7 @@ def serve(target: Path, draft: Path, k: int) -> None:
 
     model = specjax.load_model(target)
     decoders = {
-        True: specjax.Decoder(model, specjax.DraftModel(specjax.load_model(draft), k=k), "block"),
+        True: specjax.Decoder(model, specjax.load_drafter(draft, model, k), "block"),
         False: specjax.Decoder(model),
     }
     text = sorted(Path(os.__file__).parent.glob("*.py"))[:: 200 // PROMPTS][:PROMPTS]

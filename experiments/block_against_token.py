@@ -10,20 +10,22 @@ resamples), so what differs between prompts does not count for the rules. Needs 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from specjax import DraftModel, load_model
 from specjax.config import load_config
 from specjax.decode.decoder import Decoder
+from specjax.drafters.loading import load_drafter
 from specjax.jobs import inputs
 from specjax.jobs.bench import held_out_prompts
 
@@ -41,13 +43,13 @@ def main() -> None:
     args = parser.parse_args()
     config = load_config(args.config, args.overrides)
     prepared = inputs.prepare(config)
-    draft = load_model(str(Path(config.out) / "draft"), "float32")
+    draft: Any = load_drafter(Path(config.out) / "draft", prepared.target)
     settings = config.bench
     prompts = held_out_prompts(prepared.corpus.held_out, prepared.target, settings.prompt_tokens, args.prompts)
     rows = []
     for k in args.ks:
-        counts = {rule: tokens_and_calls(prepared.target, DraftModel(draft, k), rule, prompts, args.batch, config)
-                  for rule in RULES}  # fmt: skip
+        drafter = dataclasses.replace(draft, k=k)
+        counts = {rule: tokens_and_calls(prepared.target, drafter, rule, prompts, args.batch, config) for rule in RULES}
         ratio, low, high = bootstrap(counts["speculative"], counts["block"])
         tau = {rule: float(counts[rule][:, 0].sum() / counts[rule][:, 1].sum()) for rule in RULES}
         rows.append({"k": k, **tau, "ratio": ratio, "low": low, "high": high, "prompts": len(prompts)})

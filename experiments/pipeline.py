@@ -28,6 +28,7 @@ from rich.console import Console
 import specjax
 from specjax import registry, report
 from specjax.config import RunConfig
+from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError
 from specjax.jobs import distill as job
 from specjax.jobs import inputs
@@ -143,7 +144,8 @@ def plan(config: RunConfig, rows: int = 1000) -> dict[str, float]:
         "draft-pretrain": ("text", pretrain),
         "draft-distill": ("target", distill),
     }
-    trained |= {f"control-{rate:g}": ("text", distill) for rate in config.control.learning_rates}
+    control = "text" if config.draft.kind == DraftModel.kind else "target"  # which others may read
+    trained |= {f"control-{rate:g}": (control, distill) for rate in config.control.learning_rates}
     rows = -(-config.eval.positions // config.data.seq_len)
     trained |= {"evaluation": ("evaluation", -(-rows // config.eval.batch_size))}
     if config.selection.temperatures is not None or config.selection.prompts:

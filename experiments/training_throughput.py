@@ -7,7 +7,7 @@ Three loops take turns of ten steps in one run, on the same machine, shapes and 
 - **trainer**: `Trainer` as `make demo` calls it: rows cut and put together on the host, metrics fetched and logged
   every ten steps, checkpoints saved in the background, evaluations;
 - **bare**: the same compiled update (`Update`) over batches that lie on the device: no data, no log, no saves;
-- **hand-written**: twenty lines of JAX and optax for the same loss, without metrics, clipping or schedule.
+- **hand-written**: a few lines of JAX and optax for the same loss, without metrics, clipping or schedule.
 
 The trainer's step is the median over its turns without save or evaluation, plus what a save costs spread over
 `save_every` steps: what its turn, and the next one, which runs beside the writing, take beyond the median. Evaluation,
@@ -47,12 +47,12 @@ from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import Update, microbatch_rows, start_state
 from specjax.distill.trainer import LOG_EVERY, StageData, Trainer
 from specjax.evaluation.held_out import held_out_decoding
+from specjax.evaluation.teacher import target_output
 from specjax.jobs import inputs
-from specjax.models.transformer import Model
 from specjax.runtime.compile_cache import keep_programs
 from specjax.runtime.files import write_atomically
 from specjax.runtime.layout import ONE_DEVICE
-from specjax.types import Batch, TrainingForm
+from specjax.types import Batch, TrainingForm, reads_of
 
 CONFIG = Path("configs/demo.yaml")
 RESULTS = Path(__file__).parent / "results" / "training_throughput.json"
@@ -170,16 +170,17 @@ def bare(initial: Initial, stage: Stage, target: Any, batches: Sequence[Batch]) 
 
 def hand_written(initial: Initial, stage: Stage, target: Any, batches: Sequence[Batch]) -> Loop:
     """The same forward KL without anything of `specjax.distill`; the models are the project's."""
-    optimizer, draft, teacher = optax.adamw(stage.optimizer.peak), initial.drafter.model, target.spec
-
-    def logits(model: Model, params: Any, batch: Batch) -> jax.Array:
-        return model(params, batch.tokens, batch.token_positions, mask=batch.attention_mask).logits
+    optimizer, drafter = optax.adamw(stage.optimizer.peak), initial.drafter
 
     def kl(params: Any, target_params: Any, batch: Batch) -> jax.Array:
-        log_p = jax.nn.log_softmax(jax.lax.stop_gradient(logits(teacher, target_params, batch)))
-        log_q = jax.nn.log_softmax(logits(draft, params, batch))
-        each = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-        return jnp.sum(batch.weight * each) / jnp.sum(batch.weight)
+        out = target_output(target.spec, target_params, batch, reads_of(drafter))
+        log_p, total, weights = jax.nn.log_softmax(out.logits), jnp.float32(0), jnp.float32(0)
+        for prediction in drafter.predictions(params, batch, out):
+            assert prediction.rows is None  # position by position, as the target's
+            log_q, weight = jax.nn.log_softmax(prediction.logits), prediction.share * prediction.weight
+            total += jnp.sum(weight * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1))
+            weights += jnp.sum(weight)
+        return total / weights
 
     def step(state: tuple, target_params: Any, batch: Batch) -> tuple:
         params, opt = state

@@ -75,9 +75,9 @@ def few_rows_product(x: Float[Array, "M I"], kernel: Float[Array, "O I"]) -> Flo
     if kernel.dtype != x.dtype:
         # XLA would move the conversion out of the loop over tokens, and read a wide copy in it.
         x, kernel = jax.lax.optimization_barrier((x, kernel))
-    # Of long rows four parts, so that what was read of x, more than the first cache holds, serves them all. Of short ones
-    # as few as keep the adders busy: sums of single vectors close every row, and more of them than there are vector
-    # registers go through memory (1.14x for 4 tokens, 1.1x for 5 and 6, 1.05x for 7 and 8, over four parts throughout).
+    # Of long rows four parts, so that what was read of x, more than the first cache holds, serves them all. Of short
+    # ones as few as keep the adders busy: sums of single vectors close every row, and more of them than there are
+    # registers go through memory (1.14x for 4 tokens, 1.1x for 5 and 6, 1.05x for 7 and 8, over four throughout).
     wanted = 4 if kernel.shape[1] > SHORT_ROW else 1 if len(x) in (7, 8) else 2
     parts = jnp.split(kernel, math.gcd(wanted, len(kernel)))
     zeros = (jnp.zeros((), x.dtype),) * (len(x) * len(parts))

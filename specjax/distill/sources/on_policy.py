@@ -99,7 +99,7 @@ class DraftAlone:
     """Keeps the whole draft, its last token in place of the target's own: the text is the drafter's, and LOSSY. Where
     nothing valid is proposed the target's best token follows."""
 
-    kind: ClassVar[str] = "draft_alone"
+    kind: Literal["draft_alone"] = "draft_alone"
     lossless: ClassVar[bool] = False
     noise: ClassVar[Literal["fresh", "coupled", "none"]] = "fresh"
     reference: ClassVar[str] = "2306.13649"
