@@ -42,7 +42,7 @@ def figures(summary: Mapping[str, Any]) -> list[Figure]:
     """Every figure of a run, in the order of a report. A figure that was not measured misses its bound."""
     gap = _difference(summary, "draft_nll", "target_nll")
     return [
-        Figure("nll_gap", gap, "draft_nll - target_nll >= 0.4", gap is not None and gap >= 0.4),
+        Figure("nll_gap", gap, "draft_nll - target_nll >= 0.2", gap is not None and gap >= 0.2),
         _bounded(summary, "alpha_after", ">= 0.80"),
         _above(summary, "alpha_after", "alpha_before", 0.08),
         _above(summary, "alpha_after", "alpha_ce_control", 0.05),

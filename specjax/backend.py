@@ -15,6 +15,9 @@ from jaxtyping import Array, Float
 
 FEW_ROWS = 16
 """Most rows for which one reduction beats a matrix product on CPU (2 cores, float32: 12-16)."""
+FEW_NARROW_ROWS, SEVERAL_NARROW_ROWS = 8, 192
+"""The same of kernels in bfloat16: more than the first go a few at a time, which beats widening the kernel for the
+library's matrix product up to the second (the two are as fast at 256)."""
 UNROLLED_ROWS = 16
 """Most rows that are written into a cache one by one: each is an update in place, where the scatter over rows that
 `vmap` makes becomes a loop over single elements on CPU."""

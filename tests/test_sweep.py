@@ -163,7 +163,7 @@ def test_a_summary_that_meets_every_bound_passes_whatever_its_timings(tmp_path, 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"draft_nll": 1.89}, "nll_gap"),
+        ({"draft_nll": 1.69}, "nll_gap"),
         ({"alpha_after": 0.77}, "alpha_after"),
         ({"alpha_after": 0.799, "alpha_before": 0.6}, "alpha_after"),
         ({"alpha_after_at_5": 0.77}, "alpha_after_at_5"),

@@ -16,7 +16,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float
 
 from specjax import backend
-from specjax.models.products import few_rows_product, matrix_product, precision_of, wide_matrix_product
+from specjax.models.products import (
+    few_rows_product,
+    matrix_product,
+    precision_of,
+    several_rows_product,
+    wide_matrix_product,
+)
 
 
 @runtime_checkable
@@ -62,6 +68,11 @@ class Narrow(Transposed):
     """A float32 matrix whose numbers bfloat16 holds: half as much to read, multiplied in the dtype of the rows."""
 
     value: BFloat16[Array, "O I"]
+
+    def __call__(self, rows: Float[Array, "M I"], wide: bool = False) -> Float[Array, "M O"]:
+        if backend.FEW_NARROW_ROWS < len(rows) <= backend.SEVERAL_NARROW_ROWS:
+            return several_rows_product(rows.astype(jnp.float32) if wide else rows, self.value)
+        return super().__call__(rows, wide)
 
     def dense(self) -> Float[Array, "I O"]:
         return self.value.T.astype(jnp.float32)

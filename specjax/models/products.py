@@ -87,6 +87,15 @@ def few_rows_product(x: Float[Array, "M I"], kernel: Float[Array, "O I"]) -> Flo
     return jnp.stack(columns).reshape(len(x), -1)
 
 
+def several_rows_product(x: Float[Array, "M I"], kernel: Float[Array, "O I"], rows: int = 6) -> Float[Array, "M O"]:
+    """`few_rows_product` of ``rows`` of x at a time. Beside the library's matrix product of a kernel that is first
+    widened: 3-5x for 17 to 64 tokens, 2x for 128, as fast for 256 (8 and 16 at a time are slower)."""
+    blocks = -(-len(x) // rows)
+    padded = jnp.pad(x, ((0, blocks * rows - len(x)), (0, 0))).reshape(blocks, rows, -1)
+    found = jax.lax.map(lambda block: few_rows_product(block, kernel), padded)
+    return found.reshape(blocks * rows, -1)[: len(x)]
+
+
 def _add_all(totals, values):
     return tuple(total + value for total, value in zip(totals, values, strict=True))
 

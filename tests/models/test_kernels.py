@@ -55,7 +55,7 @@ def quantised(model: ToyModel, names: tuple[str, ...]) -> tuple[ToyModel, ToyMod
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17])
+@pytest.mark.parametrize("rows", [1, 7, 16, 17, 192, 193])
 @pytest.mark.parametrize("wide", [False, True])
 def test_every_kernel_is_its_dense_matrix(rows, wide):
     rng = np.random.default_rng(0)
