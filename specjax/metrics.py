@@ -16,6 +16,7 @@ that were proposed validly in it (padding is not drafted).
     conditional_acceptance_at[j] a_j = #(n >= j) / #(n >= j - 1 and k_r >= j)
     invalid_drafts     blocks whose proposal was cut because the drafter's distribution was not finite
     alpha              E sum_v min(p(v), q(v)) under teacher forcing on given text: 1 - total variation, per position
+    simulated          the block_efficiency that the training forward gives for given texts: evaluation/simulated.py
     alpha_mle          the alpha that explains the counts best if every proposal is accepted with the same chance
 
 Predicted from alpha or tau and from costs (`expected_emitted` and what follows it), and measured:
