@@ -96,7 +96,7 @@ def test_the_target_of_a_config_is_of_the_family_that_it_names(theirs, tiny_targ
 @pytest.mark.parametrize("page", ["README.md", in_proof("docs/index.md"), in_proof("docs/decoding.md")])
 def test_the_python_that_decodes_a_pair_runs(page, tmp_path, monkeypatch, tiny_target, tiny_draft, capsys):
     (code,) = (code for language, code in blocks_of(page) if language == "python")
-    names = re.findall(r"load_model\(\"([\w./-]+)\"\)", code)
+    names = re.findall(r"load_(?:model|drafter)\(\"([\w./-]+)\"", code)
     for name, model in zip(names, (tiny_target, tiny_draft), strict=True):
         place = tmp_path / name.replace("/", "-")
         save_model(model, place)

@@ -262,7 +262,6 @@ def _tested(
                 found = found.counting(decoding(draft.params, loaded), decoded[draft.name])
         except ModelError as error:
             raise ModelError(f"{directory}: not the draft that was trained; do not use it. {error}") from None
-        note(f"{directory.name}: loaded again, it is the draft that was trained: {found}")
         known[draft.name] = {"weights": weights, "found": dataclasses.asdict(found)}
         fingerprint.write_record(file, known)
     return {draft.name: SelfTest(**known[draft.name]["found"]) for draft in exported}

@@ -31,6 +31,8 @@ def train(config: Path, overrides: Sequence[str]) -> None:
     table.add_row("target", f"{measures.target_nll:.4f}", "")
     table.add_row("draft before", f"{measures.draft_nll:.4f}", f"{measures.alpha_before:.4f}")
     table.add_row("draft distilled", f"{measures.draft_nll_after:.4f}", f"{measures.alpha_after:.4f}")
+    for place, alpha in enumerate(measures.alpha_at_after[1:], 2):
+        table.add_row(f"  at place {place} of a block", "", f"{alpha:.4f}")
     if measures.alpha_ce_control is not None:
         table.add_row("cross-entropy control", "", f"{measures.alpha_ce_control:.4f}")
     console.print(table)
@@ -38,4 +40,6 @@ def train(config: Path, overrides: Sequence[str]) -> None:
         console.print(comparison_table(result.comparison))
     for cache in sorted(Path(settings.out).glob("*/teacher/provenance.json")):
         console.print(f"cached logits: {teacher_cache.summary(cache.parent)}", soft_wrap=True)
+    if "draft" in result.self_tests:
+        console.print(f"loaded again after its export: {result.self_tests['draft']}", soft_wrap=True)
     console.print(f"draft: {Path(settings.out) / 'draft'}", soft_wrap=True)
