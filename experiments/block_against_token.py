@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
+import record
 from rich.console import Console
 from rich.progress import track
 
@@ -56,13 +52,7 @@ def main() -> None:
         print(f"k = {k}: token {tau['speculative']:.3f}, block {tau['block']:.3f} tokens a target call; "
               f"block / token {ratio:.3f} [{low:.3f}, {high:.3f}]")  # fmt: skip
     if args.out is not None:
-        about = {
-            "command": shlex.join(["python", *sys.argv]),
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "device": jax.devices()[0].device_kind,
-            "new_tokens": settings.new_tokens,
-        }
-        args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        record.write(args.out, {"new_tokens": settings.new_tokens, "rows": rows})
 
 
 def tokens_and_calls(target, drafter, rule: str, prompts, batch: int, config) -> np.ndarray:

@@ -20,20 +20,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import operator
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import record
 from block_against_token import bootstrap
-from pipeline import machine
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -48,7 +45,7 @@ from specjax.jobs import distill as job
 from specjax.jobs import inputs
 from specjax.jobs.bench import held_out_prompts
 from specjax.metrics import Interval, block_efficiency_interval
-from specjax.runtime import fingerprint, lock
+from specjax.runtime import fingerprint, lock, memory
 from specjax.runtime.compile_cache import keep_programs
 from specjax.runtime.progress import console_bars
 
@@ -208,6 +205,7 @@ class Experiment:
 
 
 def main() -> None:
+    memory.one_heap()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
@@ -240,9 +238,6 @@ def main() -> None:
     long = experiment.run(control, 0, round(runs[control][0].steps * quicker))
     common, with_own_text = experiment.common, (*OTHER_DATA, *OWN_TEXT.keys() - RECIPES.keys())
     found = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": machine(),
         "tokens": common.distill.num_steps * common.distill.batch_size * common.data.seq_len,
         "prompts": len(experiment.decoding.prompts),
         "recipes": [row(recipe, runs[recipe]) for recipe in runs],
@@ -264,7 +259,7 @@ def main() -> None:
     show({**runs, f"{control}, equal time": [long]}, console)
     conclusions(found, console)
     if args.results is not None:
-        fingerprint.write_json(args.results, found)
+        record.write(args.results, found)
 
 
 def row(recipe: str, runs: Sequence[Run]) -> dict[str, Any]:

@@ -16,18 +16,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import shlex
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import record
 from block_against_token import bootstrap
-from pipeline import machine
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -40,7 +37,7 @@ from specjax.jobs import inputs
 from specjax.jobs.bench import held_out_prompts
 from specjax.jobs.exports import parameter_count
 from specjax.metrics import block_efficiency_interval
-from specjax.runtime import fingerprint, lock
+from specjax.runtime import lock, memory
 from specjax.runtime.compile_cache import keep_programs
 from specjax.runtime.progress import console_bars
 
@@ -239,6 +236,7 @@ def _fastest(drafts: Sequence[Trained], decoded: Mapping[str, Any]) -> list[Shap
 
 
 def main() -> None:
+    memory.one_heap()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
@@ -262,14 +260,7 @@ def main() -> None:
     rows = [_row(d, decoded[d.name], distill.batch_size * seq_len) for d in drafts]
     show(rows, console)
     if args.results is not None:
-        found = {
-            "command": shlex.join(["python", *sys.argv]),
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "machine": machine(),
-            "prompts": study.config.bench.prompts,
-            "drafts": rows,
-        }
-        fingerprint.write_json(args.results, found)
+        record.write(args.results, {"prompts": study.config.bench.prompts, "drafts": rows})
 
 
 if __name__ == "__main__":

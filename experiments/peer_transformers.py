@@ -15,13 +15,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import importlib
 import itertools
-import json
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -32,7 +29,7 @@ from typing import Any, Literal, Protocol, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pipeline import machine
+import record
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -47,7 +44,6 @@ from specjax.jobs.bench import held_out_prompts
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel, import_transformers
 from specjax.models.transformer import Model
-from specjax.runtime.files import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = {
@@ -276,16 +272,13 @@ def main() -> int:
     versions = {name: importlib.import_module(name).__version__ for name in ("jax", "torch", "transformers")}
     settings = {name: getattr(args, name) for name in ("prompts", "new_tokens", "repeats")}
     found = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": machine(),
         "versions": versions,
         **settings,
         **about,
         "rows": rows,
     }
     out = args.out or RESULTS / ("peer_shapes.json" if args.shapes else "peer_transformers.json")
-    write_atomically(out, json.dumps(found, indent=1) + "\n")
+    record.write(out, found)
     return 1 if any(row["met"] is False for row in rows) else 0
 
 

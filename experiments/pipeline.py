@@ -11,16 +11,13 @@ import dataclasses
 import datetime
 import hashlib
 import json
-import os
-import platform
-import shlex
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import record
 import yaml
 from check_summary import figures as check_figures
 from rich.console import Console
@@ -68,7 +65,7 @@ def run(config: RunConfig) -> dict[str, Any]:
         results = {
             "name": out.name,
             "date": decoding["date"],
-            "command": shlex.join(["python", *sys.argv]),
+            "command": record.command(),
             "config_yaml": yaml.safe_dump(dataclasses.asdict(config), sort_keys=False),
             "machine": {**decoding["machine"], "stream_gb_per_s": decoding["figures"].get("stream_gb_per_s")},
             "summary": summary,
@@ -112,7 +109,7 @@ def _decoding(config: RunConfig, distilled: job.Distilled, file: Path, bars: Bar
     drafts = {name: draft.of(1) for name, draft in trained.items()}
     measured = decoding_figures(config, distilled.target, drafts, distilled.prepared.corpus.held_out, bars)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    found = {**measured, "date": now, "machine": machine(), "measured_on": measured_on}
+    found = {**measured, "date": now, "machine": record.machine(), "measured_on": measured_on}
     fingerprint.write_record(file, found)
     return found
 
@@ -211,7 +208,7 @@ def _tokens_a_call(rows: list[dict[str, Any]]) -> dict[str, float]:
 def _places(distilled: job.Distilled) -> list[dict[str, Any]]:
     """Of a drafter whose places differ."""
     measures, log = distilled.measures, distilled.logs.get("draft-distill", [])
-    losses = [record for record in log if "loss_at_1" in record][-1:] or [{}]
+    losses = [entry for entry in log if "loss_at_1" in entry][-1:] or [{}]
     pairs = zip(measures.alpha_at_before, measures.alpha_at_after, strict=True)
     return [
         {"place": place, "alpha_before": before, "alpha_after": after, "loss": losses[0].get(f"loss_at_{place}")}
@@ -223,19 +220,3 @@ def _training(logs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     names = {"draft-pretrain": "pretrain", "draft-distill": "distill"}
     control = {name.removeprefix("control-"): log for name, log in logs.items() if name.startswith("control-")}
     return {**{short: logs[name] for name, short in names.items() if name in logs}, "control": control}
-
-
-def machine() -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "memory_gb": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "backend": jax.default_backend(),
-        "device": jax.devices()[0].device_kind,
-    }

@@ -10,15 +10,12 @@ one's expectation given the texts.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import operator
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
-from pipeline import machine
+import record
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -29,7 +26,7 @@ from specjax.evaluation.simulated import simulated_block_efficiency
 from specjax.jobs import distill as job
 from specjax.jobs.bench import held_out_prompts
 from specjax.metrics import block_efficiency_interval
-from specjax.runtime import fingerprint, lock
+from specjax.runtime import lock
 
 CASES = ((0.0, "speculative", 5), (1.0, "speculative", 3), (1.0, "block", 3), (1.0, "block", 5))
 _BATCH = 16
@@ -89,12 +86,7 @@ def main() -> None:
         table.add_row(f"{row['temperature']:g}", row["rule"], str(row["k"]), *figures, *ends)
     Console().print(table)
     if args.results is not None:
-        about = {
-            "command": shlex.join(["python", *sys.argv]),
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "machine": machine(),
-        }
-        fingerprint.write_json(args.results, {**about, "prompts": len(prompts), "rows": rows})
+        record.write(args.results, {"prompts": len(prompts), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -20,9 +20,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import json
-import shlex
 import sys
 import tempfile
 import time
@@ -34,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from pipeline import machine
+import record
 from rich.console import Console
 from rich.table import Table
 
@@ -49,8 +46,8 @@ from specjax.distill.trainer import LOG_EVERY, StageData, Trainer
 from specjax.evaluation.held_out import held_out_decoding
 from specjax.evaluation.teacher import target_output
 from specjax.jobs import inputs
+from specjax.runtime import memory
 from specjax.runtime.compile_cache import keep_programs
-from specjax.runtime.files import write_atomically
 from specjax.runtime.layout import ONE_DEVICE
 from specjax.types import Batch, TrainingForm, reads_of
 
@@ -228,6 +225,7 @@ def table_of(found: Mapping[str, Any]) -> Table:
 
 
 def main() -> int:
+    memory.one_heap()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=300, help="of the trainer; as many of each other loop")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -243,13 +241,7 @@ def main() -> int:
           f"{found['evaluation_share']:.0%} of the stage beside training")  # fmt: skip
     ratio = found["ratios"]["trainer / bare"][0]
     print(f"trainer / bare {ratio:.3f}, asked >= {REQUIRED}: {'met' if ratio >= REQUIRED else 'MISSED'}")
-    about = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": machine(),
-        "steps": args.steps,
-    }
-    write_atomically(args.out, json.dumps({**about, **found}, indent=1) + "\n")
+    record.write(args.out, {"steps": args.steps, **found})
     return 0 if ratio >= REQUIRED else 1
 
 

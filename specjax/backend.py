@@ -3,9 +3,6 @@ imports nothing of ours, and nothing here changes a result beyond the order of a
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,15 +65,3 @@ def compiler_options(*, decoding: bool = False) -> dict[str, str | bool | int]:
         return {}
     options: dict[str, str | bool | int] = {"xla_cpu_prefer_vector_width": 512}
     return options | ({"xla_cpu_enable_fast_math": True} if decoding else {})
-
-
-def keep_freed_memory() -> None:
-    """A training step on CPU allocates and frees its temporaries every time; glibc hands large ones back to the kernel,
-    which clears their pages anew. This keeps them in the heap of the process: 1.1-1.2x a step, for the same peak."""
-    if not _on_cpu() or sys.platform != "linux":
-        return
-    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
-    with contextlib.suppress(OSError, AttributeError):  # a C library without mallopt
-        libc = ctypes.CDLL(None)
-        libc.mallopt(mmap_threshold, 2**30)
-        libc.mallopt(trim_threshold, 2**31 - 1)

@@ -23,6 +23,7 @@ from typer.core import TyperCommand
 
 from specjax.errors import SpecjaxError, Stopped
 from specjax.report.labels import counted
+from specjax.runtime import memory
 from specjax.runtime.files import plain_json, write_atomically
 
 USER_ERROR, INTERRUPTED, TERMINATED = 2, 130, 143
@@ -125,6 +126,7 @@ def run_main(
             status = main(config, overrides or [])
         raise SystemExit(status or 0)
 
+    memory.one_heap()
     script = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     script.command(help=description)(command)
     script(args=argv)
@@ -441,6 +443,7 @@ def schema(debug: Debug = False) -> None:
 
 def main() -> None:
     """The `specjax` console script."""
+    memory.one_heap()
     app(prog_name="specjax")
 
 

@@ -27,7 +27,7 @@ from specjax.evaluation.evaluate import evaluate
 from specjax.evaluation.held_out import DraftEvaluator
 from specjax.evaluation.teacher import needs_target
 from specjax.models.vocabulary import TokenRows
-from specjax.runtime import fingerprint
+from specjax.runtime import fingerprint, memory
 from specjax.runtime.checkpoint import Checkpoints, Restored, steps_taken
 from specjax.runtime.distributed import by_first
 from specjax.runtime.layout import ONE_DEVICE, Layout
@@ -96,7 +96,8 @@ class Trainer:
         stage = self.stage
         self._form = TrainingForm(stage.remat, stage.scan_layers, dtype=stage.compute_dtype)
         in_training(self.drafter, self._form)  # refuses before anything is made
-        backend.keep_freed_memory()
+        if backend.is_host(jax.devices()[0]):
+            memory.keep_freed_memory()
         self._source = registry.build(registry.DATA, self.stage.data, f"{name}: data")
         batches = Batches(data.train, self.stage.batch_size, data.seed)
         self._batches = self._source.batches(batches, self.directory / "pools", data.sample, self._steps)

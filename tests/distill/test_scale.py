@@ -200,7 +200,7 @@ def test_the_whole_job_in_two_processes_is_that_of_one(tmp_path):
         }
         for out in ("one", "two")
     )
-    assert two == one
+    assert two == one - {("self_tests.json",)}  # several processes do not decode
     one, two = (load_model(tmp_path / out / "draft").params for out in ("one", "two"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), two, one)
     first, second = (
