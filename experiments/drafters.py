@@ -4,8 +4,8 @@
 
 Every draft is cut from the target and distilled for ``distill`` of the config, without pretraining; `DRAFTS` says what
 they are. With the first seed all of them, with the others the four that decode fastest (two of each kind), and those
-once more for as long as the slowest of all took to train. Each run has its directory under ``out``/drafters, and what
-is finished is reused.
+once more for as long as the slowest of all took to train. Each run has its directory in ``drafters`` beside ``out``, and
+what is finished is reused.
 
 Then all are decoded at batch 1, in turns prompt by prompt, with every k of ``bench`` at temperatures 0 and 1: on tuning
 prompts, which choose k, and on as many others, which are what is told. Speeds are over plain decoding of the same
@@ -74,11 +74,10 @@ def _both(*sizes: tuple[int, int, int]) -> list[Shape]:
 
 DRAFTS: list[Shape] = [
     Shape("draft_model", 4, 160, 320, heads=(4, 2)),
-    *_both((4, 160, 320), (4, 192, 512), (4, 256, 640), (2, 256, 640)),
-    Shape("glide", 4, 256, 384),
+    *_both((4, 160, 320), (4, 192, 512), (4, 256, 640)),
     Shape("glide", 3, 256, 640),
+    Shape("glide", 2, 256, 640),
     Shape("glide", 2, 256, 640, reads=(2, 3)),
-    Shape("glide", 2, 384, 768),
 ]
 _AGAIN = 2
 """Of each kind, the fastest: trained with every seed, and for equal time."""
@@ -108,7 +107,7 @@ class Study:
         self.prepared = inputs.prepare(self.config)
 
     def _config(self, shape: Shape, seed: int, steps: int | None) -> RunConfig:
-        out = Path(load_config(self._file, self._overrides).out) / "drafters"
+        out = Path(load_config(self._file, self._overrides).out).parent / "drafters"
         name = shape.name.replace(" ", "_") + ("" if steps is None else f"-{steps}")
         of_time = [] if steps is None else [f"distill.steps={steps}", f"distill.eval_every={steps}"]
         own = [*shape.changes(), *of_time, f"seed={seed}", f"out={out / f'{name}-{seed}'}"]
@@ -254,7 +253,7 @@ def main() -> None:
     of_best = {d.shape: d for d in drafts if d.shape in best}
     drafts += [study.train(shape, seed) for shape in best for seed in range(1, args.seeds)]
     steps = {s: round(d.steps * d.tokens_per_s / slowest.tokens_per_s) for s, d in of_best.items()}
-    drafts += [study.train(shape, 0, n) for shape, n in steps.items()]
+    drafts += [study.train(shape, 0, n) for shape, n in steps.items() if n > of_best[shape].steps]
     decoded = study.decode(drafts, args.repeats)
     distill, seq_len = study.config.distill, study.config.data.seq_len
     rows = [_row(d, decoded[d.name], distill.batch_size * seq_len) for d in drafts]
