@@ -4,7 +4,7 @@
 
 Every draft is cut from the target and distilled for ``distill`` of the config, without pretraining; `DRAFTS` says what
 they are. With the first seed all of them, with the others the four that decode fastest (two of each kind), and those
-once more for as long as the slowest of all took to train. Each run has its directory in ``drafters`` beside ``out``, and
+once more for as long as the slowest of all took to train. Each run has its directory in ``drafters`` beside ``out``;
 what is finished is reused.
 
 Then all are decoded at batch 1, in turns prompt by prompt, with every k of ``bench`` at temperatures 0 and 1: on tuning
@@ -137,7 +137,7 @@ class Study:
         found: dict[str, dict[str, Any]] = {d.name: {} for d in drafts}
         with Progress(console=self._console) as progress:
             for t in settings.temperatures:
-                cells = [cell for cell in bench.cells() if cell.temperature == t]
+                cells = [cell for cell in bench.cells(drafts[0].name) if cell.temperature == t]
                 bar = progress.add_task(f"temperature {t:g}", total=len(cells) * (1 + (1 + repeats) * count))
                 for cell in cells:
                     options = {"max_new_tokens": settings.new_tokens, "temperature": t, **sampling}

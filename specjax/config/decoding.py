@@ -44,6 +44,7 @@ class Bench:
     program. Of a plain text; a chat's prompt is what was said before an answer, of at most so many."""
     new_tokens: Positive = 192
     batch_sizes: Annotated[tuple[Positive, ...], *Grid] = (1, 8)
+    """Rows decoded at once; more than one by the distilled draft and ``drafters`` alone."""
     temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *Grid] = (0.0, 1.0)
     ks: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], *Grid] = (1, 2, 3, 5, 7)
     drafters: Annotated[tuple[kind_in(_WEIGHTLESS), ...], AfterValidator(distinct)] = ("ngram",)  # pyright: ignore

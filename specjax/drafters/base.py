@@ -72,6 +72,8 @@ class TrainedDrafter:
 
     serving: ClassVar[str] = "`specjax.load_drafter` reads it."
     """Who decodes with what `save` wrote, for its card."""
+    library: ClassVar[str] = "specjax"
+    """Which loads it, for hubs that read cards."""
 
     def init_params(self, key: Key[Array, ""], target: Any) -> Params:
         """Random weights, for a draft of ``target``."""

@@ -168,6 +168,7 @@ class TrainedDraftModel(TrainedDrafter):
     """A draft model in training. ``model``: a static spec; ``family``: the Hugging Face model type it is saved as."""
 
     serving: ClassVar[str] = "A model of its own: transformers and vLLM load it too, as a draft or assistant model."
+    library: ClassVar[str] = "transformers"
     model: Any
     family: str = "llama"
 

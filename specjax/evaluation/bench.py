@@ -34,6 +34,8 @@ from specjax.types import Drafter, Verifier
 AUTOREGRESSIVE = "autoregressive"
 _CLOSE = 1.1
 """Of the fastest k's seconds: a slower one is not tuned further."""
+_TURNS = 3
+"""Of the step timers, short ones, after each repeat."""
 _COMPILE_TICKS = 8
 """A point compiles for about as long as it decodes so many times; without that a bar's time left means nothing."""
 DrafterFactory = Callable[[int], Drafter]
@@ -93,7 +95,7 @@ class Bench:
         self.compile_seconds = 0.0
         # Made or measured once, and freed with the bench.
         self.decoder = functools.cache(self._decoder)
-        self.timer = functools.cache(self._step_timer)
+        self._timers: dict[tuple[str, int], costs_lib.StepTimer] = {}
         self._prefill_seconds = functools.cache(self._measure_prefill)
 
     def _decoder(self, drafter: str, k: int) -> Decoder:
@@ -101,14 +103,16 @@ class Bench:
             return Decoder(self._target)
         return Decoder(self._target, self._drafters[drafter](k), self._verifier, self._settings.controller)
 
-    def cells(self) -> list[Cell]:
+    def cells(self, favourite: str) -> list[Cell]:
+        """Batches larger than 1 of ``favourite`` and what needs no training: other drafts would say the same again."""
+        batched = {AUTOREGRESSIVE, favourite, *self._settings.drafters}
         kinds = [(AUTOREGRESSIVE, 0), *((name, k) for name in self._drafters for k in self._settings.ks)]
         return [
             Cell(name, k, batch_size, temperature)
             for temperature in self._settings.temperatures
             for batch_size in self._settings.batch_sizes
             for name, k in kinds
-            if batch_size == 1 or name not in self._settings.drafts
+            if batch_size == 1 or name in batched
         ]
 
     def _needed(self, favourite: str) -> list[Cell]:
@@ -157,7 +161,7 @@ class Bench:
         """The whole grid once; but the autoregressive loop and ``favourite`` at its best k, batch 1, ``repeats`` times:
         their seconds are medians. What a step costs is timed between the repeats. The larger batches come first, and
         their programs are freed: all of a grid together would be the most of this process's memory."""
-        settings, cells = self._settings, self.cells()
+        settings, cells = self._settings, self.cells(favourite)
         runs: dict[Cell, list[Run]] = {cell: [] for cell in cells}
         for size in set(settings.batch_sizes) - {1}:
             self._compile([cell for cell in cells if cell.batch_size == size], tick)
@@ -168,14 +172,14 @@ class Bench:
         best, tunings = self.tune(favourite, tick)
         pairs = [cell for t, k in best.items() for cell in (_plain(t), Cell(favourite, k, 1, t))]
         runs |= {cell: [] for cell in pairs if cell not in runs}
-        timers = [self.timer(name, k) for name, k in [(AUTOREGRESSIVE, 0), *((favourite, k) for k in settings.ks)]]
+        timers = [self.timer(AUTOREGRESSIVE, 0), *(self.timer(favourite, k, k in best.values()) for k in settings.ks)]
         for repeat in range(settings.repeats):
             if repeat:
                 for cell, run in self.run(pairs, self._prompts, tick).items():
                     runs[cell].append(run)
             else:
                 self._once(runs, 1, tick)
-            for timer in timers:
+            for timer in _TURNS * timers:
                 timer.turn()
         entries = {cell: self._entry(cell, runs) for cell in runs}
         for cell, run in tunings.items():
@@ -315,8 +319,14 @@ class Bench:
         which = self._settings.temperatures.index(cell.temperature)
         return self.timer(cell.drafter, cell.k).costs()[which]
 
-    def _step_timer(self, name: str, k: int) -> costs_lib.StepTimer:
-        """For all temperatures, which change the step but none of its passes; in the largest cache of a generation."""
+    def timer(self, name: str, k: int, draft: bool = True) -> costs_lib.StepTimer:
+        """For all temperatures, which change the step but none of its passes; in the largest cache of a generation.
+        ``draft``: when it is made, whether it times the draft's passes too, alone and in turn with the target's."""
+        if (name, k) not in self._timers:
+            self._timers[name, k] = self._made_timer(name, k, draft)
+        return self._timers[name, k]
+
+    def _made_timer(self, name: str, k: int, draft: bool) -> costs_lib.StepTimer:
         decoder, temperatures = self.decoder(name, k), self._settings.temperatures
         new = self._settings.new_tokens
         engines = [decoder.engine(t == 0) for t in temperatures]
@@ -324,7 +334,7 @@ class Bench:
             decoder.prefilled(self._prompts[:1], max_new_tokens=new, temperature=t, **self._sampling)
             for t in temperatures
         ]
-        return costs_lib.StepTimer([engine for engine, _ in engines], engines[0][1], states)
+        return costs_lib.StepTimer([engine for engine, _ in engines], engines[0][1], states, draft)
 
     def _measure_prefill(self, cell: Cell) -> float:
         """Prefill with the host's share of a generation: what a request costs before its first block."""
@@ -357,8 +367,8 @@ def predicted_speedup(
 
 def num_ticks(settings: config_lib.Bench, drafters: int, prompts: int, tuning_prompts: int) -> int:
     """`Bench.num_ticks`, known before there is a draft; ``drafters``: of batch 1."""
-    temperatures, alone = len(settings.temperatures), len(settings.drafts)
-    points = {n: 1 + (drafters - (n > 1) * alone) * len(settings.ks) for n in settings.batch_sizes}
+    temperatures, batched = len(settings.temperatures), 1 + len(settings.drafters)
+    points = {n: 1 + (drafters if n == 1 else batched) * len(settings.ks) for n in settings.batch_sizes}
     tuning = temperatures * len(settings.ks) * tuning_prompts
     compiled = temperatures * sum(points.values())
     once = temperatures * sum(count * -(-prompts // size) for size, count in points.items())

@@ -9,9 +9,10 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -95,58 +96,69 @@ def median(turns: Sequence[StepCosts]) -> StepCosts:
 
 class StepTimer:
     """Times the parts of a block at the shapes of ``states`` (which are copied, not consumed). ``engines`` differ in
-    how they sample, so they share their passes. Compiles when made; every `turn` runs each loop once, so that turns
-    can be spread over the measurement which the costs are to explain."""
+    how they sample, so they share their passes. Without ``draft`` only the target's passes and whole blocks are timed,
+    the rest is NaN. Compiles when made; every `turn` runs each loop once, so that turns can be spread over
+    the measurement which the costs are to explain."""
 
     def __init__(
-        self, engines: Sequence[Engine], params: EngineParams, states: Sequence[DecodeState], iterations: int = 100
+        self,
+        engines: Sequence[Engine],
+        params: EngineParams,
+        states: Sequence[DecodeState],
+        draft: bool = True,
+        iterations: int = 40,
     ):
         self._iterations, self._count = iterations, len(engines)
         nodes, lengths = engines[0].num_nodes, states[0].lengths
+        self._drafts = nodes > 0
         room = cache_lib.num_slots(states[0].cache) - nodes - jnp.max(lengths)
         self._loops = {
             name: functools.partial(_loop(body, nodes + 1), params=params, lengths=lengths, room=room, carry=carry)
-            for name, (body, carry) in _parts(engines, [cache_lib.fold(state) for state in states]).items()
+            for name, (body, carry) in _parts(engines, [cache_lib.fold(state) for state in states], draft).items()
         }
         self._turns: list[dict[str, float]] = []
-        self._run(iterations=1)
+        self._run(0, 1)
 
-    def _run(self, iterations: int) -> dict[str, float]:
+    def _run(self, first: int, iterations: int) -> dict[str, float]:
         seconds = {}
         for name, loop in self._loops.items():
             start = time.perf_counter()
-            jax.block_until_ready(loop(iterations))
+            jax.block_until_ready(loop(first, iterations))
             seconds[name] = (time.perf_counter() - start) / iterations
         return seconds
 
     def turn(self) -> None:
-        self._turns.append(self._run(self._iterations))
+        """Goes on in the context where the last one ended."""
+        self._turns.append(self._run(len(self._turns) * self._iterations, self._iterations))
 
     def costs(self) -> list[list[StepCosts]]:
         """Costs of each engine, one a turn."""
-        return [
-            [
-                StepCosts(t["target"], t.get("draft", 0.0), t.get("passes", t["target"]), t[f"step {i}"])
-                for t in self._turns
-            ]
-            for i in range(self._count)
-        ]
+        found = []
+        for i in range(self._count):
+            parts = [(t["target"], *self._of_draft(t), t[f"step {i}"]) for t in self._turns]
+            found.append([StepCosts(*seconds) for seconds in parts])
+        return found
+
+    def _of_draft(self, turn: Mapping[str, float]) -> tuple[float, float]:
+        if not self._drafts:
+            return 0.0, turn["target"]
+        return turn.get("draft", math.nan), turn.get("passes", math.nan)
 
 
 def _loop(body, stride: int):
-    """Jitted ``(iterations, ...) -> carry``. The context grows by a block an iteration, as in a generation, and starts
-    again when the cache is full (always at the same lengths, a block is 1.05x faster than in a generation)."""
+    """Jitted ``(first, iterations, ...) -> carry``. The context grows by a block an iteration, as in a generation, and
+    starts again when the cache is full (always at the same lengths, a block is 1.05x faster than in a generation)."""
 
-    def run(iterations, params, lengths, room, carry):
+    def run(first, iterations, params, lengths, room, carry):
         def iteration(i, carry):
             return body(params, lengths + i * stride % room, *carry)
 
-        return jax.lax.fori_loop(0, iterations, iteration, carry)
+        return jax.lax.fori_loop(first, first + iterations, iteration, carry)
 
     return jax.jit(run, compiler_options=backend.compiler_options(decoding=True))
 
 
-def _parts(engines: Sequence[Engine], states: Sequence[DecodeState]) -> dict[str, tuple[Callable, tuple]]:
+def _parts(engines: Sequence[Engine], states: Sequence[DecodeState], draft: bool) -> dict[str, tuple[Callable, tuple]]:
     """Name -> (one iteration ``(params, lengths, *carry) -> carry``, the first carry)."""
     engine, state = engines[0], states[0]
     nodes, batch = engine.num_nodes, state.lengths.shape[0]
@@ -174,7 +186,7 @@ def _parts(engines: Sequence[Engine], states: Sequence[DecodeState]) -> dict[str
 
     tokens = jnp.zeros((batch, nodes + 1), jnp.int32)
     parts: dict[str, tuple[Callable, tuple]] = {"target": (target_pass, (state.cache, tokens))}
-    if nodes:
+    if nodes and draft:
         parts["draft"] = draft_itself, (state,)
         parts["passes"] = both, ((state.cache, tokens), state)
     for i, carried in enumerate(states):

@@ -294,4 +294,5 @@ def _draft_card(
     }
     settings = dataclasses.asdict(config)
     stages = ("draft",) if draft.name == "draft-before" else ("draft", "distill", "selection")
-    return card(draft.name, title, facts, {name: settings[name] for name in ("target", "data", *stages, "seed")})
+    trained = {name: settings[name] for name in ("target", "data", *stages, "seed")}
+    return card(draft.name, title, facts, trained, getattr(draft.drafter, "library", TrainedDrafter.library))

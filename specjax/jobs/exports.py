@@ -69,11 +69,11 @@ def set_aside_if_damaged(directory: Path) -> bool:
     return True
 
 
-def card(name: str, title: str, facts: dict[str, str], training: dict) -> str:
+def card(name: str, title: str, facts: dict[str, str], training: dict, library: str = "transformers") -> str:
     table = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     settings = yaml.safe_dump(training, sort_keys=False)
     return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- speculative-decoding\n---\n\n"
+        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags:\n- speculative-decoding\n---\n\n"
         f"# {name}\n\n{title}\n\n| | |\n|---|---|\n{table}\n\n## Training\n\n```yaml\n{settings}```\n"
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import math
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -59,15 +60,15 @@ def measured():
     return found
 
 
-def test_drafts_from_disk_are_decoded_at_batch_1_alone():
-    drafters = {name: lambda k: DraftModel(DRAFT, k) for name in ("draft_after", "shipped")}
-    changes = {"batch_sizes": (1, 2), "drafts": {"shipped": "where"}, "temperatures": (0.0,), "repeats": 1}
-    settings, ticks = dataclasses.replace(SETTINGS, **changes), []
+def test_other_drafts_than_the_favourite_are_decoded_at_batch_1_alone():
+    drafters = {name: lambda k: DraftModel(DRAFT, k) for name in ("draft_before", "draft_after", "shipped")}
+    settings = dataclasses.replace(SETTINGS, batch_sizes=(1, 2), temperatures=(0.0,), repeats=1)
+    settings, ticks = dataclasses.replace(settings, drafts={"shipped": "where"}, drafters=()), []
     bench = Bench(TARGET, drafters, settings, PROMPTS, TUNING, Speculative(), {}, seed=0)
     found = bench.measure("draft_after", lambda: ticks.append(None))
     assert len(ticks) == bench.num_ticks
     rows = {(row["drafter"], row["batch_size"]) for row in found["decoding"]}
-    assert ("shipped", 1) in rows
+    assert {("shipped", 1), ("draft_before", 1)} <= rows
     assert {drafter for drafter, size in rows if size == 2} == {"autoregressive", "draft_after"}
 
 
@@ -182,7 +183,9 @@ def test_the_headline_predicts_from_its_own_costs_and_the_acceptance_on_the_tuni
         return {c: Run(1.0, [[0] * 14] * len(prompts), stats[c.k], [(1.0, stats[c.k])] * len(prompts)) for c in cells}
 
     monkeypatch.setattr(bench, "run", run)
-    monkeypatch.setattr(bench, "timer", lambda _, k: SimpleNamespace(turn=lambda: None, costs=lambda: [[steps[k]]]))
+    monkeypatch.setattr(
+        bench, "timer", lambda _, k, draft=True: SimpleNamespace(turn=lambda: None, costs=lambda: [[steps[k]]])
+    )
     # A start gives the state after prefill, whose counters are as wide as its blocks are long.
     monkeypatch.setattr(costs, "median_seconds", lambda start, _: 4.0 if start().counters.drafted_at.size else 3.0)
     headline = bench.measure("draft_after")["headline"][1.0]
@@ -229,6 +232,10 @@ def test_costs_of_a_step_are_more_than_those_of_its_passes_and_a_lost_bench_is_f
         assert cost.draft > 0
         assert cost.overhead == pytest.approx(cost.step / cost.passes)
         assert cost.overhead_apart == pytest.approx(cost.step / (cost.target + cost.draft))
+    bench.timer("draft_after", 2, draft=False).turn()
+    [short] = bench.costs(Cell("draft_after", 2, 1, 0.0))
+    assert min(short.target, short.step) > 0
+    assert all(map(math.isnan, (short.draft, short.overhead)))
     gone = weakref.ref(bench)
     del bench
     gc.collect()

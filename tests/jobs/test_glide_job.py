@@ -68,6 +68,7 @@ def test_its_export_is_tested_and_its_card_says_who_can_serve_it(trained):
     assert found.largest_difference < 1e-4
     assert found.blocks > 0
     card = (Path(settings.out) / "draft" / "README.md").read_text()
+    assert "library_name: specjax" in card
     assert "neither vLLM nor transformers" in card
     assert "| alpha by place of a block |" in card
     (Path(settings.out) / "self_tests.json").write_text("{}")
