@@ -30,6 +30,7 @@ from specjax.errors import ConfigError
 from specjax.jobs import distill as job
 from specjax.jobs import inputs
 from specjax.jobs.bench import check, decoding_figures, num_ticks
+from specjax.models.hf import draft_of, resolve
 from specjax.report.labels import format_duration
 from specjax.report.terminal import comparison_table
 from specjax.runtime import fingerprint, lock, sinks
@@ -97,7 +98,7 @@ def _decoding(config: RunConfig, distilled: job.Distilled, file: Path, bars: Bar
         "seed": config.seed,
         "target": fingerprint.of_model(distilled.target),
         "drafts": [(fingerprint.digest(draft.params), repr(draft.drafter)) for draft in trained.values()],
-        "others": {name: _files_digest(Path(at).iterdir()) for name, at in config.bench.drafts.items()},
+        "others": {name: _files_digest(resolve(draft_of(at)).iterdir()) for name, at in config.bench.drafts.items()},
         "specjax": _source_digest(),
         "jax": jax.__version__,
     }

@@ -44,13 +44,13 @@ class Bench:
     program. Of a plain text; a chat's prompt is what was said before an answer, of at most so many."""
     new_tokens: Positive = 192
     batch_sizes: Annotated[tuple[Positive, ...], *Grid] = (1, 8)
-    """Rows decoded at once; more than one by the distilled draft and ``drafters`` alone."""
+    """Rows decoded at once; larger batches than the smallest by the distilled draft and ``drafters`` alone."""
     temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *Grid] = (0.0, 1.0)
     ks: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], *Grid] = (1, 2, 3, 5, 7)
     drafters: Annotated[tuple[kind_in(_WEIGHTLESS), ...], AfterValidator(distinct)] = ("ngram",)  # pyright: ignore
     """Registered drafters that need no weights, beside the trained draft; at their default settings."""
     drafts: Mapping[Annotated[str, AfterValidator(_is_no_other)], str] = Field(default_factory=dict)
-    """Name in the results -> directory of a draft that is decoded beside the trained one, at batch 1."""
+    """Name in the results -> directory of a draft that is decoded beside the trained one, at the smallest batch."""
     controller: buildable(CONTROLLERS) = "fixed"  # pyright: ignore[reportInvalidTypeForm]
     """How much of k is proposed, `package.module:Class` from outside."""
     price_per_hour: Annotated[float, Field(gt=0)] | None = None
@@ -91,8 +91,6 @@ class Certify:
     """`{kind: draft_model, model: PATH, k: 5}`, `{kind: ngram, k: 5}`, ...; None: the draft trained in `out`."""
     k: Annotated[int, Field(ge=1, le=64)] = 5
     """Draft length of the trained draft."""
-    drafts: Mapping[Annotated[str, AfterValidator(_is_no_other)], str] = Field(default_factory=dict)
-    """Name in the results -> directory of a draft that is decoded beside the trained one, at batch 1."""
     controller: buildable(CONTROLLERS) = "fixed"  # pyright: ignore[reportInvalidTypeForm]
     """How much of k is proposed, `package.module:Class` from outside."""
     temperature: Annotated[float, Field(ge=1e-5)] = 1.0

@@ -278,7 +278,10 @@ def _written(norm: Norm, y: Float[Array, "B T D"], own: Params | None, basis: Fl
     return jnp.mean(jnp.square(jnp.einsum("btd,de->bte", scaled, basis)))
 
 
-def check_cuttable(full: ModelConfig) -> None:
+_REMEDY = "keep some of its layers ({kind: layers, keep: [...]}), drop draft.init, or give the path of a draft"
+
+
+def check_cuttable(full: ModelConfig, remedy: str = _REMEDY) -> None:
     """Raises `ConfigError` with the reason for a target that nothing can be cut from."""
     reasons = {
         "its MLPs are mixtures of experts": full.experts is not None,
@@ -289,10 +292,7 @@ def check_cuttable(full: ModelConfig) -> None:
         "it has LayerNorms of what attention and MLP give": full.norm.kind == "layer" and full.norm.placement != "pre",
     }
     for reason in (text for text, holds in reasons.items() if holds):
-        raise ConfigError(
-            f"draft.init: no draft can be cut from this target, {reason}; keep some of its layers "
-            "({kind: layers, keep: [...]}), drop draft.init, or give the path of a draft"
-        )
+        raise ConfigError(f"draft.init: no draft can be cut from this target, {reason}; {remedy}")
 
 
 def _check(full: ModelConfig, shape: ModelConfig) -> None:

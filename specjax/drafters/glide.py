@@ -417,9 +417,9 @@ class GlideDraft:
         drafter = TrainedGlide(GlideModel(Model(model), reads), family, self.depths, self.depth_decay)
         if init == "scratch":
             return Initial(drafter, drafter.init_params(jax.random.split(jax.random.key(config.seed))[1], target))
-        if init not in (None, "target"):
+        if init not in (None, "target", {"kind": "pruned"}):
             raise ConfigError(f"draft.init: {init!r}; a glide draft is cut from its target (`target`), or `scratch`")
-        check_cuttable(full)
+        check_cuttable(full, "set it to scratch, or train a separate draft (kind: draft_model)")
         return Initial(drafter, prune(target, model, calibration(rows), reads))
 
     def load(self, directory: str | os.PathLike, target: Any, k: int, check_finite: bool = True) -> Glide:

@@ -104,7 +104,7 @@ class Bench:
         return Decoder(self._target, self._drafters[drafter](k), self._verifier, self._settings.controller)
 
     def cells(self, favourite: str) -> list[Cell]:
-        """Batches larger than 1 of ``favourite`` and what needs no training: other drafts would say the same again."""
+        """Other drafts than ``favourite`` at the smallest batch alone: larger ones would say the same of them."""
         batched = {AUTOREGRESSIVE, favourite, *self._settings.drafters}
         kinds = [(AUTOREGRESSIVE, 0), *((name, k) for name in self._drafters for k in self._settings.ks)]
         return [
@@ -112,7 +112,7 @@ class Bench:
             for temperature in self._settings.temperatures
             for batch_size in self._settings.batch_sizes
             for name, k in kinds
-            if batch_size == 1 or name in batched
+            if batch_size == min(self._settings.batch_sizes) or name in batched
         ]
 
     def _needed(self, favourite: str) -> list[Cell]:
@@ -366,9 +366,10 @@ def predicted_speedup(
 
 
 def num_ticks(settings: config_lib.Bench, drafters: int, prompts: int, tuning_prompts: int) -> int:
-    """`Bench.num_ticks`, known before there is a draft; ``drafters``: of batch 1."""
+    """`Bench.num_ticks`, known before there is a draft; ``drafters``: of the smallest batch."""
     temperatures, batched = len(settings.temperatures), 1 + len(settings.drafters)
-    points = {n: 1 + (drafters if n == 1 else batched) * len(settings.ks) for n in settings.batch_sizes}
+    sizes = settings.batch_sizes
+    points = {n: 1 + (drafters if n == min(sizes) else batched) * len(settings.ks) for n in sizes}
     tuning = temperatures * len(settings.ks) * tuning_prompts
     compiled = temperatures * sum(points.values())
     once = temperatures * sum(count * -(-prompts // size) for size, count in points.items())

@@ -20,11 +20,11 @@ from jaxtyping import Array, Float
 from specjax.data.rows import Rows
 from specjax.decode.decoder import Decoder
 from specjax.decode.engine import Engine, EngineParams, looked_at, propose
-from specjax.drafters.base import at_depths
+from specjax.drafters.base import at_depths, in_training
 from specjax.errors import ModelError
 from specjax.evaluation.held_out import Decoded
 from specjax.evaluation.teacher import target_output
-from specjax.types import Batch, DecodeState, Draft, Drafter, Params, TargetView, reads_of
+from specjax.types import Batch, DecodeState, Draft, Drafter, Params, TargetView, TrainingForm, reads_of
 
 _PLACES = 3
 """Of a block that are compared, if the drafter can be asked for so many."""
@@ -88,6 +88,9 @@ def self_test(trained: Any, params: Params, target: Any, loaded: Drafter, prompt
     Raises:
         ModelError: for the first thing that differs, by name.
     """
+    # As it decodes: in the target's dtype, to which `load_drafter` casts.
+    params = jax.tree.map(lambda x: x.astype(target.dtype), params)
+    trained = in_training(trained, TrainingForm(dtype=str(target.dtype)))
     places, _ = _predictions(trained)
     own, found = (dataclasses.replace(d, k=places) for d in (trained.to_drafter(params, target, 1), loaded))  # pyright: ignore
     _same_tokenizer(getattr(found, "model", None), target)
@@ -192,7 +195,7 @@ def _differences(
     forced = np.asarray(_forced(trainable, places, target.spec, params, target.params, jnp.asarray(texts), roots))
     width = min(forced.shape[-1], proposed.shape[-1])
     a, b = forced[..., :width], proposed[: len(prompts), :places, :width]
-    return np.where(np.isfinite(b), abs(a - b), 0.0).max(-1) / a.std()
+    return np.where(np.isneginf(b), 0.0, abs(a - b)).max(-1) / a.std()  # of ids that are never drawn
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

@@ -1,7 +1,7 @@
 """The block efficiency that a draft would have on given texts, from forward passes alone: what its decoding should
 reach, by its training forward.
 
-A lossless rule that writes a text accepts those drafts of a block that the text goes on with; given the text, at least
+A lossless rule that writes a text accepts the drafts that agree with it; given the text, at least
 i of them with a chance a_i that depends on it alone. With the ratio q/p of the text's own
 tokens: for the token rule (2211.17192) a_i is the product of min(1, q/p) up to i; for block verification (2403.10444)
 q/p up to i times w_i, where w_i = min(1, w_{i-1} p/q); greedy it is whether the draft's best tokens are the text's. The

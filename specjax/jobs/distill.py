@@ -254,11 +254,13 @@ def _tested(
         directory, weights = Path(config.out) / draft.name, fingerprint.digest(draft.params)
         if not written and known.get(draft.name, {}).get("weights") == weights:
             continue
-        kind = {"kind": config.draft.kind, **config.draft.settings}
+        # The directory says which of ours it is.
+        kind = None if config.draft.kind in registry.DRAFTS else {"kind": config.draft.kind, **config.draft.settings}
+        same_dtype = all(x.dtype == draft.target.dtype for x in jax.tree.leaves(draft.params))
         try:
             loaded = load_drafter(directory, draft.target, config.selection.k, kind)
             found = self_test(draft.drafter, draft.params, draft.target, loaded, prompts_of(prepared.held_out_rows))
-            if decoding is not None:
+            if decoding is not None and same_dtype:  # else it was decoded in the dtype of training
                 found = found.counting(decoding(draft.params, loaded), decoded[draft.name])
         except ModelError as error:
             raise ModelError(f"{directory}: not the draft that was trained; do not use it. {error}") from None

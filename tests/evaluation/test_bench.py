@@ -60,7 +60,7 @@ def measured():
     return found
 
 
-def test_other_drafts_than_the_favourite_are_decoded_at_batch_1_alone():
+def test_other_drafts_than_the_favourite_are_decoded_at_the_smallest_batch_alone():
     drafters = {name: lambda k: DraftModel(DRAFT, k) for name in ("draft_before", "draft_after", "shipped")}
     settings = dataclasses.replace(SETTINGS, batch_sizes=(1, 2), temperatures=(0.0,), repeats=1)
     settings, ticks = dataclasses.replace(settings, drafts={"shipped": "where"}, drafters=()), []

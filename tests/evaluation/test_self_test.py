@@ -14,8 +14,9 @@ from specjax.drafters.draft_model import DraftModel, TrainedDraftModel
 from specjax.drafters.glide import BoundGlide, Own, Reading
 from specjax.errors import ModelError
 from specjax.evaluation.self_test import self_test
-from specjax.models.hf import LoadedModel
+from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.models.rotary import Rope
+from specjax.models.weights import rounded
 from specjax.testing.heads import TrainedHeads
 from specjax.types import Params
 from tests.drafters.test_glide import glide_of, target_of
@@ -72,6 +73,19 @@ def test_what_was_exported_is_what_was_trained(case, tmp_path):
     assert found.weights == len(jax.tree.leaves(changed(case).bind(case.target).params))
     assert found.positions == 3 * len(PROMPTS)
     assert found.largest_difference < 1e-4
+
+
+def test_a_target_in_bfloat16_has_its_draft_in_it_too(case, tmp_path):
+    """Trained in float32, and decoded in what the target is in."""
+    save_model(case.target, tmp_path / "target")
+    target = load_model(tmp_path / "target", dtype="bfloat16")
+    params = rounded(case.params, "bfloat16")
+    case.trained.save(params, target, tmp_path / "draft")
+    found = Case(case.trained, params, target).test(specjax.load_drafter(tmp_path / "draft", target))
+    assert 0 < found.largest_difference < 0.1
+    late = dataclasses.replace(case, params=jax.tree.map(lambda x: 1.01 * x, params), target=target)
+    with pytest.raises(ModelError, match="differs: by up to"):
+        late.test(specjax.load_drafter(tmp_path / "draft", target))
 
 
 def test_a_drafter_from_outside_is_tested_too(tiny_target):

@@ -124,6 +124,15 @@ def test_over_a_mesh_it_is_the_same_training(run, tmp_path):
     np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
+def test_for_a_target_in_bfloat16(run, tiny_target, tmp_path):
+    save_model(dataclasses.replace(tiny_target, eos_ids=(0,)), tmp_path / "target")
+    selection = config.Selection(prompts=2, prompt_tokens=8, new_tokens=8, k=2)
+    rest = {"target": config.Target(path=str(tmp_path / "target"), dtype="bfloat16"), "selection": selection}
+    found = job.run(run(tmp_path / "run", rest=rest, steps=3))
+    assert found.measures.alpha_after > 0
+    assert found.self_tests["draft"].positions > 0
+
+
 def test_a_chat_is_learnt_from(run, tiny_target, tmp_path):
     tokenizer = copy.deepcopy(tiny_target.tokenizer)
     tokenizer.chat_template = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 from specjax.decode import engine
@@ -12,6 +13,7 @@ from specjax.drafters.glide import BoundGlide, GlideModel, Own, Reading, Trained
 from tests.drafters import test_glide
 from tests.mutants.table import Patch, mutant, wrap
 
+in_place = mutant("glide", test_glide.test_no_copy_is_made_of_the_targets_cache, rows=3, lossless=True)
 decoding = mutant("glide", test_glide.test_decoding_is_the_training_forward, kind="llama", lossless=True)
 windows = mutant("glide", test_glide.test_decoding_is_the_training_forward, kind="windows", lossless=True)
 training = mutant(
@@ -34,6 +36,18 @@ def _told(patch: Patch, more: int) -> None:
     def make(real):
         def mutated(self, params, target, state, context):
             return real(self, params, dataclasses.replace(target, lengths=target.lengths + more), state, context)
+
+        return mutated
+
+    wrap(patch, BoundGlide, "draft", make)
+
+
+@in_place
+def the_targets_cache_is_copied(patch):
+    def make(real):
+        def mutated(self, params, target, state, context):
+            copied = jax.tree.map(lambda x: x + jnp.min(context.lengths) * 1e-30, target.keys_values)
+            return real(self, params, dataclasses.replace(target, keys_values=copied), state, context)
 
         return mutated
 
