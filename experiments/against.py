@@ -152,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", nargs="?")
     parser.add_argument("--target", type=Path, default=ROOT / "models/demo-target")
-    parser.add_argument("--draft", type=Path, default=ROOT / "runs/demo/draft")
+    parser.add_argument("--draft", type=Path, default=ROOT / "models/demo-drafts/separate")
     parser.add_argument("--pairs", type=int)
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--training", action="store_true")

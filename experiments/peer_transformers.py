@@ -255,7 +255,7 @@ def shapes(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, An
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", type=Path, default=Path("models/demo-target"))
-    parser.add_argument("--draft", type=Path, default=Path("runs/demo/draft"))
+    parser.add_argument("--draft", type=Path, default=Path("models/demo-drafts/separate"))
     parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"), help="whose held-out text is used")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--new-tokens", type=int, default=192)
