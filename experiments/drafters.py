@@ -74,9 +74,8 @@ def _both(*sizes: tuple[int, int, int]) -> list[Shape]:
 
 DRAFTS: list[Shape] = [
     Shape("draft_model", 4, 160, 320, heads=(4, 2)),
-    *_both((4, 160, 320), (4, 192, 512), (4, 256, 640)),
+    *_both((4, 160, 320), (4, 192, 512), (4, 256, 640), (2, 256, 640)),
     Shape("glide", 3, 256, 640),
-    Shape("glide", 2, 256, 640),
     Shape("glide", 2, 256, 640, reads=(2, 3)),
 ]
 _AGAIN = 2
@@ -106,11 +105,11 @@ class Study:
         self.config = self._config(DRAFTS[0], 0, None)
         self.prepared = inputs.prepare(self.config)
 
-    def _config(self, shape: Shape, seed: int, steps: int | None) -> RunConfig:
+    def _config(self, shape: Shape, seed: int, steps: int | None, *more: str) -> RunConfig:
         out = Path(load_config(self._file, self._overrides).out).parent / "drafters"
         name = shape.name.replace(" ", "_") + ("" if steps is None else f"-{steps}")
         of_time = [] if steps is None else [f"distill.steps={steps}", f"distill.eval_every={steps}"]
-        own = [*shape.changes(), *of_time, f"seed={seed}", f"out={out / f'{name}-{seed}'}"]
+        own = [*shape.changes(), *of_time, f"seed={seed}", f"out={out / f'{name}-{seed}'}", *more]
         return load_config(self._file, [*self._overrides, *own])
 
     def train(self, shape: Shape, seed: int, steps: int | None = None) -> Trained:
@@ -123,6 +122,17 @@ class Study:
         trained = Trained(shape, seed, steps_done, steps is not None, found.draft_after, found.measures, speed)
         self._console.print(f"{trained.name}: alpha {_alpha(trained)}, {speed:,.0f} tokens/s of training")
         return trained
+
+    def speeds(self, shapes: Sequence[Shape], turns: int = 3, steps: int = 30) -> dict[Shape, float]:
+        """Tokens a second of short trainings in turns: hours apart, the machine differs by more than the shapes."""
+        found: dict[Shape, list[float]] = {shape: [] for shape in shapes}
+        for turn in range(turns):
+            for shape, speeds in found.items():
+                config = self._config(shape, turn, steps, "eval.positions=512")
+                with lock.exclusive(Path(config.out)):
+                    log = job.distill(config, prepared=self.prepared).logs["draft-distill"]
+                speeds += [r["tokens_per_s"] for r in log if "tokens_per_s" in r][1:]
+        return {shape: statistics.median(speeds) for shape, speeds in found.items()}
 
     def decode(self, drafts: Sequence[Trained], repeats: int) -> dict[str, dict[str, Any]]:
         """Name -> temperature -> figures at the best k, with all of them beside."""
@@ -247,12 +257,12 @@ def main() -> None:
     study = Study(args.config, args.overrides, console)
     keep_programs(study.config.compile_cache)
     drafts = [study.train(shape, 0) for shape in DRAFTS]
-    slowest = min(drafts, key=lambda d: d.tokens_per_s)
     best = _fastest(drafts, study.decode(drafts, 1))
     jax.clear_caches()
     of_best = {d.shape: d for d in drafts if d.shape in best}
     drafts += [study.train(shape, seed) for shape in best for seed in range(1, args.seeds)]
-    steps = {s: round(d.steps * d.tokens_per_s / slowest.tokens_per_s) for s, d in of_best.items()}
+    speeds = study.speeds(list(dict.fromkeys([*best, min(drafts, key=lambda d: d.tokens_per_s).shape])))
+    steps = {s: round(d.steps * speeds[s] / min(speeds.values())) for s, d in of_best.items()}
     drafts += [study.train(shape, 0, n) for shape, n in steps.items() if n > of_best[shape].steps]
     decoded = study.decode(drafts, args.repeats)
     distill, seq_len = study.config.distill, study.config.data.seq_len

@@ -62,7 +62,7 @@ def run(config: RunConfig) -> dict[str, Any]:
         at = measures["alpha_at_after"]
         measures |= {"alpha_after_at_5": at[4] if len(at) > 4 else measures["alpha_after"]}
         measures |= {"alpha_positions": measures.pop("positions"), **_tokens_a_call(decoding["decoding"])}
-        summary = {**measures, **decoding["figures"]}
+        summary = {**measures, **decoding["figures"], "minutes": sum(stopwatch.seconds.values()) / 60}
         results = {
             "name": out.name,
             "date": decoding["date"],
@@ -208,12 +208,11 @@ def _tokens_a_call(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def _places(distilled: job.Distilled) -> list[dict[str, Any]]:
     """Of a drafter whose places differ."""
-    measures, log = distilled.measures, distilled.logs.get("draft-distill", [])
-    losses = [entry for entry in log if "loss_at_1" in entry][-1:] or [{}]
-    pairs = zip(measures.alpha_at_before, measures.alpha_at_after, strict=True)
+    measures = distilled.measures
+    each = zip(measures.alpha_at_before, measures.alpha_at_after, measures.nll_at_after, strict=True)
     return [
-        {"place": place, "alpha_before": before, "alpha_after": after, "loss": losses[0].get(f"loss_at_{place}")}
-        for place, (before, after) in enumerate(pairs, 1)
+        {"place": place, "alpha_before": before, "alpha_after": after, "loss": nll}
+        for place, (before, after, nll) in enumerate(each, 1)
     ]
 
 

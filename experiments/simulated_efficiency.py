@@ -4,7 +4,7 @@
 
 Of the distilled draft of a finished run, by rule, temperature and k, on the same held-out texts. Exact up to chance:
 greedy the two are the same number wherever rounding breaks no tie, at temperature 1 the simulated one is the decoded
-one's expectation given the texts.
+one's expectation given the texts. Exit status 1 if a case has too few blocks or the two are too far apart.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import operator
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,11 @@ def measure(found: job.Distilled, prompts: list[list[int]], new_tokens: int, cas
     }
 
 
-def main() -> None:
+BLOCKS, WITHIN = 5_000, 0.03
+"""Required of each case: at least so many blocks, and the two as close as that."""
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
@@ -87,7 +92,10 @@ def main() -> None:
     Console().print(table)
     if args.results is not None:
         record.write(args.results, {"prompts": len(prompts), "rows": rows})
+    missed = [row for row in rows if row["blocks"] < BLOCKS or abs(row["ratio"] - 1) > WITHIN]
+    print(f"asked: {BLOCKS:,} blocks a case, within {WITHIN:.0%}: {'MISSED' if missed else 'met'}")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

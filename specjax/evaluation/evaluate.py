@@ -40,13 +40,15 @@ class Evaluation:
     positions: int
     alpha_at: tuple[float, ...] = ()
     """By depth, of drafters that make several."""
+    nll_at: tuple[float, ...] = ()
+    """The same of the loss."""
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Evaluation:
-        return cls(**{**found, "alpha_at": tuple(found.get("alpha_at", ()))})
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
 
     def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "alpha_at" or value}
+        return {name: value for name, value in dataclasses.asdict(self).items() if value != ()}
 
 
 @flax.struct.dataclass
@@ -141,10 +143,15 @@ def evaluate_all(
             target_nll=float(t.get("target_nll", np.nan) / t["count"]),
             alpha=float(t.get("alpha", np.nan) / t["count"]),
             positions=int(t["count"]),
-            alpha_at=tuple(float(at["alpha"] / at["count"]) for at in t["at"] if "alpha" in at and len(t["at"]) > 1),
+            alpha_at=_by_depth(t["at"], "alpha"),
+            nll_at=_by_depth(t["at"], "nll"),
         )
         for t in totals
     ]
+
+
+def _by_depth(at: Sequence[Mapping[str, Any]], name: str) -> tuple[float, ...]:
+    return tuple(float(sums[name] / sums["count"]) for sums in at if name in sums and len(at) > 1)
 
 
 def _deep(drafter: Trainable) -> Trainable:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ _SELF_TESTS = "self_tests.json"
 @dataclasses.dataclass(frozen=True)
 class Measures:
     """Held-out figures at temperature 1, over ``positions`` predicted tokens (fewer than asked for if the held-out text
-    is shorter); nats a token. ``alpha_at``: by place of a block, of drafters that differ in it; the other figures are
-    of the first. ``alpha_ce_control`` is the best of ``alpha_ce_controls`` (learning rate -> alpha), None
+    is shorter); nats a token. ``alpha_at``, ``nll_at``: by place of a block, of drafters that differ in it; the other
+    figures are of the first. ``alpha_ce_control`` is the best of ``alpha_ce_controls`` (learning rate -> alpha), None
     without control runs."""
 
     target_nll: float
@@ -69,6 +69,7 @@ class Measures:
     positions: int
     alpha_at_before: tuple[float, ...] = ()
     alpha_at_after: tuple[float, ...] = ()
+    nll_at_after: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -168,6 +169,7 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
         positions=first.positions,
         alpha_at_before=first.alpha_at,
         alpha_at_after=last.alpha_at,
+        nll_at_after=last.nll_at,
     )
     trained = dict(zip(_EXPORTS, (before, after), strict=True))
     decoded = figures.decode(config, bars, decoding, trained, target)
@@ -269,6 +271,10 @@ def _tested(
     return {draft.name: SelfTest(**known[draft.name]["found"]) for draft in exported}
 
 
+def _by_place(what: str, values: Sequence[float]) -> dict[str, str]:
+    return {f"{what} by place of a block": ", ".join(f"{value:.4f}" for value in values)} if values else {}
+
+
 def _draft_card(
     config: RunConfig, draft: TrainedDraft, prepared: Prepared, evaluation: Evaluation, decoded: list[Decoded]
 ) -> str:
@@ -281,12 +287,9 @@ def _draft_card(
     )
     facts = {
         "alpha (E sum min(p, q), held out, temperature 1)": f"{evaluation.alpha:.4f}",
-        **(
-            {"alpha by place of a block": ", ".join(f"{a:.4f}" for a in evaluation.alpha_at)}
-            if evaluation.alpha_at
-            else {}
-        ),
+        **_by_place("alpha", evaluation.alpha_at),
         "loss of the draft, nats a token, held out": f"{evaluation.nll:.4f}",
+        **_by_place("loss of the draft", evaluation.nll_at),
         "loss of the target": f"{evaluation.target_nll:.4f}",
         "positions measured": f"{evaluation.positions:,}",
         **figures.card_facts(decoded, draft.name == "draft" and config.selection.select == "best"),

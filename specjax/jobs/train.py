@@ -31,8 +31,8 @@ def train(config: Path, overrides: Sequence[str]) -> None:
     table.add_row("target", f"{measures.target_nll:.4f}", "")
     table.add_row("draft before", f"{measures.draft_nll:.4f}", f"{measures.alpha_before:.4f}")
     table.add_row("draft distilled", f"{measures.draft_nll_after:.4f}", f"{measures.alpha_after:.4f}")
-    for place, alpha in enumerate(measures.alpha_at_after[1:], 2):
-        table.add_row(f"  at place {place} of a block", "", f"{alpha:.4f}")
+    for place, at in enumerate([*zip(measures.nll_at_after, measures.alpha_at_after, strict=True)][1:], 2):
+        table.add_row(f"  at place {place} of a block", *(f"{value:.4f}" for value in at))
     if measures.alpha_ce_control is not None:
         table.add_row("cross-entropy control", "", f"{measures.alpha_ce_control:.4f}")
     console.print(table)

@@ -45,6 +45,7 @@ FIGURES: Mapping[str, str] = {
     "speedup_predicted_error_in_sample": "the same with the acceptance of the timed prompts: the error of the costs",
     "recompiles": "programs compiled after every bucket was seen once",
     "peak_rss_gb": "peak memory of the run, GB",
+    "minutes": "training, evaluation and decoding, minutes",
 }
 
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

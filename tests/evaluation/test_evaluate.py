@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from specjax import config
 from specjax.data.rows import spread
 from specjax.evaluation import figures
-from specjax.evaluation.evaluate import evaluate, evaluate_all
+from specjax.evaluation.evaluate import Evaluation, evaluate, evaluate_all
 from specjax.runtime.progress import no_bars
 from tests.distill import toys
 from tests.distill.toys import LENGTH, BigramDraft, bigram_params
@@ -128,7 +129,10 @@ def test_alpha_is_told_by_depth_where_there_is_more_than_one():
     settings = (bigram_params(1), toys.target(), toys.rows(4), 10_000, 4)
     one, two = evaluate(BigramDraft(), *settings), evaluate(toys.TwoDepths(), *settings)
     assert one.alpha_at == ()
-    assert "alpha_at" not in one.to_json()
+    assert not {"alpha_at", "nll_at"} & one.to_json().keys()
+    assert Evaluation.from_json(json.loads(json.dumps(two.to_json()))) == two
+    assert two.nll_at[0] == pytest.approx(one.nll, rel=1e-6)
+    assert two.nll_at[1] != pytest.approx(one.nll, rel=1e-2)
     assert two.alpha_at[0] == pytest.approx(one.alpha, rel=1e-6)
     assert two.alpha_at[1] != pytest.approx(one.alpha, rel=1e-2)
     first, second = one.positions, two.positions - one.positions
