@@ -424,7 +424,7 @@ def test_the_demo_without_a_clone_says_what_to_do(monkeypatch, tmp_path):
 
 def test_the_configs_are_data_of_the_package():
     """As setup.py declares them: a wheel is built by nobody in a test."""
-    names = {file.name for file in (ROOT / "configs").iterdir()}
+    names = {file.name for file in (ROOT / "configs").iterdir() if file.is_file()}
     assert names == {file.name for file in (ROOT / "configs").glob("*.yaml")} | {"schema.json"}
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert settings["specjax.configs"] == ["*.yaml", "schema.json"]

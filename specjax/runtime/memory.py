@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import importlib.util
 import os
-import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 """Of malloc.h."""
@@ -33,7 +32,7 @@ def one_heap() -> None:
 
 
 def _set(parameter: int, value: int) -> None:
-    if sys.platform != "linux":
+    if os.name != "posix":
         return
     with contextlib.suppress(OSError, AttributeError):  # a C library without mallopt
         ctypes.CDLL(None).mallopt(parameter, value)

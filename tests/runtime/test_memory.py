@@ -36,7 +36,9 @@ def test_threads_share_a_heap_where_there_is_no_accelerator(call, platforms, one
 
 
 def test_without_glibc_nothing_happens(monkeypatch):
-    monkeypatch.setattr(memory.sys, "platform", "darwin")
-    monkeypatch.setattr(memory.ctypes, "CDLL", None)
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
     memory.keep_freed_memory()
     memory.one_heap()
+    monkeypatch.setattr(memory.ctypes, "CDLL", None)
+    monkeypatch.setattr(memory.os, "name", "nt")
+    memory.keep_freed_memory()
