@@ -164,8 +164,10 @@ target:
   steps: 4
   batch_size: 4
 data: {path: TEXT, held_out: 0.25, seq_len: 16}
+# Saved as it was trained: a sum in another order may turn the last bit of a bfloat16.
 draft:
   init: target
+  dtype: float32
   architecture: {hidden_size: 16, intermediate_size: 32, num_layers: 1, num_heads: 4, num_kv_heads: 4, head_dim: 8}
   pretrain: {loss: cross_entropy, steps: 0}
 distill: {steps: 6, batch_size: 4, eval_every: 3, save_every: 3, remat: true, optimizer: {ema: 0.9}}
