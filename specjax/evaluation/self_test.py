@@ -167,6 +167,8 @@ def _diagnosis(
     close: float,
 ) -> str:
     """Settings and weights are the same, and the logits of decoding are not those of training."""
+    if np.isnan(differences).any():
+        return "a logit of decoding is NaN, and none of training's is"
     what = f"a logit of decoding is {differences.max():.2g} standard deviations from training's"
     for shift, how in ((1, "one too few"), (-1, "one too many")):
         if reads_of(trained).kv_layers and _differences(trained, params, target, found, prompts, shift).max() <= close:

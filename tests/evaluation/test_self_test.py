@@ -143,6 +143,18 @@ def test_keys_and_values_of_another_slot_are_named(glide, planted, late, said):
         glide.test(changed(glide))
 
 
+def test_a_decoding_that_gives_nan_is_no_equal_one(glide, planted):
+    real = BoundGlide.draft
+
+    def broken(self, params, target, state, context):
+        draft, state = real(self, params, target, state, context)
+        return dataclasses.replace(draft, logits=draft.logits.at[:, 1, 0].set(float("nan"))), state
+
+    planted.setattr(BoundGlide, "draft", broken)
+    with pytest.raises(ModelError, match="a logit of decoding is NaN"):
+        glide.test(changed(glide))
+
+
 def test_a_mask_of_the_block_is_named(glide, planted):
     """Of decoding alone: the training forward, whose depths are numbers, keeps its own."""
     real = Reading.attend
