@@ -46,7 +46,8 @@ def _told(patch: Patch, more: int) -> None:
 def the_targets_cache_is_copied(patch):
     def make(real):
         def mutated(self, params, target, state, context):
-            copied = jax.tree.map(lambda x: x + jnp.min(context.lengths) * 1e-30, target.keys_values)
+            small = jnp.min(context.lengths).astype(jnp.float32) * 1e-30
+            copied = jax.tree.map(lambda x: x + small, target.keys_values)
             return real(self, params, dataclasses.replace(target, keys_values=copied), state, context)
 
         return mutated
