@@ -147,7 +147,7 @@ class Study:
         found: dict[str, dict[str, Any]] = {d.name: {} for d in drafts}
         with Progress(console=self._console) as progress:
             for t in settings.temperatures:
-                cells = [cell for cell in bench.cells(drafts[0].name) if cell.temperature == t]
+                cells = bench.cells_of([draft.name for draft in drafts], 1, t)
                 bar = progress.add_task(f"temperature {t:g}", total=len(cells) * (1 + (1 + repeats) * count))
                 for cell in cells:
                     options = {"max_new_tokens": settings.new_tokens, "temperature": t, **sampling}

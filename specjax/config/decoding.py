@@ -44,13 +44,13 @@ class Bench:
     program. Of a plain text; a chat's prompt is what was said before an answer, of at most so many."""
     new_tokens: Positive = 192
     batch_sizes: Annotated[tuple[Positive, ...], *Grid] = (1, 8)
-    """Rows decoded at once; larger batches than the smallest by the distilled draft and ``drafters`` alone."""
+    """Rows decoded at once, by the distilled draft and ``drafters``."""
     temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *Grid] = (0.0, 1.0)
     ks: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], *Grid] = (1, 2, 3, 5, 7)
     drafters: Annotated[tuple[kind_in(_WEIGHTLESS), ...], AfterValidator(distinct)] = ("ngram",)  # pyright: ignore
     """Registered drafters that need no weights, beside the trained draft; at their default settings."""
     drafts: Mapping[Annotated[str, AfterValidator(_is_no_other)], str] = Field(default_factory=dict)
-    """Name in the results -> directory of a draft that is decoded beside the trained one, at the smallest batch."""
+    """Name in the results -> directory of a draft that is decoded beside the trained one, at its best k and batch 1."""
     controller: buildable(CONTROLLERS) = "fixed"  # pyright: ignore[reportInvalidTypeForm]
     """How much of k is proposed, `package.module:Class` from outside."""
     price_per_hour: Annotated[float, Field(gt=0)] | None = None

@@ -34,7 +34,7 @@ from specjax.types import Drafter, Verifier
 AUTOREGRESSIVE = "autoregressive"
 _CLOSE = 1.1
 """Of the fastest k's seconds: a slower one is not tuned further."""
-_TURNS = 3
+_TURNS = 2
 """Of the step timers, short ones, after each repeat."""
 _COMPILE_TICKS = 8
 """A point compiles for about as long as it decodes so many times; without that a bar's time left means nothing."""
@@ -104,21 +104,19 @@ class Bench:
         return Decoder(self._target, self._drafters[drafter](k), self._verifier, self._settings.controller)
 
     def cells(self, favourite: str) -> list[Cell]:
-        """Other drafts than ``favourite`` at the smallest batch alone: larger ones would say the same of them."""
-        batched = {AUTOREGRESSIVE, favourite, *self._settings.drafters}
-        kinds = [(AUTOREGRESSIVE, 0), *((name, k) for name in self._drafters for k in self._settings.ks)]
+        """The grid; other drafts than ``favourite`` have no part in it, `measure` decodes them beside its best k."""
+        settings = self._settings
         return [
-            Cell(name, k, batch_size, temperature)
-            for temperature in self._settings.temperatures
-            for batch_size in self._settings.batch_sizes
-            for name, k in kinds
-            if batch_size == min(self._settings.batch_sizes) or name in batched
+            cell
+            for temperature in settings.temperatures
+            for batch_size in settings.batch_sizes
+            for cell in self.cells_of((favourite, *settings.drafters), batch_size, temperature)
         ]
 
-    def _needed(self, favourite: str) -> list[Cell]:
-        """The cells that batch 1 needs at least."""
-        kinds = [(AUTOREGRESSIVE, 0), *((favourite, k) for k in self._settings.ks)]
-        return [Cell(name, k, 1, temperature) for temperature in self._settings.temperatures for name, k in kinds]
+    def cells_of(self, names: Sequence[str], batch_size: int, temperature: float) -> list[Cell]:
+        """The autoregressive loop, and the drafters of those names at every k."""
+        kinds = [(AUTOREGRESSIVE, 0), *((name, k) for name in names for k in self._settings.ks)]
+        return [Cell(name, k, batch_size, temperature) for name, k in kinds]
 
     def _compile(self, cells: Sequence[Cell], tick: Tick) -> None:
         for cell in cells:
@@ -158,9 +156,10 @@ class Bench:
         return num_ticks(self._settings, len(self._drafters), len(self._prompts), len(self._tuning_prompts))
 
     def measure(self, favourite: str, tick: Tick = _silent) -> dict:
-        """The whole grid once; but the autoregressive loop and ``favourite`` at its best k, batch 1, ``repeats`` times:
-        their seconds are medians. What a step costs is timed between the repeats. The larger batches come first, and
-        their programs are freed: all of a grid together would be the most of this process's memory."""
+        """The whole grid once, and every draft at ``favourite``'s best k and batch 1; but the autoregressive loop and
+        ``favourite`` there ``repeats`` times: their seconds are medians. What a step costs is timed between the
+        repeats. The larger batches come first, and their programs are freed: all of a grid together would be the most
+        of this process's memory."""
         settings, cells = self._settings, self.cells(favourite)
         runs: dict[Cell, list[Run]] = {cell: [] for cell in cells}
         for size in set(settings.batch_sizes) - {1}:
@@ -168,10 +167,14 @@ class Bench:
             self._once(runs, size, tick)
             engine_lib.free_programs()
         # Batch 1 is always measured, also where it is no part of the grid.
-        self._compile([cell for cell in cells if cell.batch_size == 1] or self._needed(favourite), tick)
+        single = [cell for cell in cells if cell.batch_size == 1]
+        self._compile(single or [c for t in settings.temperatures for c in self.cells_of([favourite], 1, t)], tick)
         best, tunings = self.tune(favourite, tick)
         pairs = [cell for t, k in best.items() for cell in (_plain(t), Cell(favourite, k, 1, t))]
-        runs |= {cell: [] for cell in pairs if cell not in runs}
+        beside = [Cell(name, k, 1, t) for t, k in best.items() for name in self._drafters if name != favourite]
+        beside = [cell for cell in beside if cell not in runs]
+        self._compile(beside, tick)
+        runs |= {cell: [] for cell in (*pairs, *beside) if cell not in runs}
         timers = [self.timer(AUTOREGRESSIVE, 0), *(self.timer(favourite, k, k in best.values()) for k in settings.ks)]
         for repeat in range(settings.repeats):
             if repeat:
@@ -366,17 +369,17 @@ def predicted_speedup(
 
 
 def num_ticks(settings: config_lib.Bench, drafters: int, prompts: int, tuning_prompts: int) -> int:
-    """`Bench.num_ticks`, known before there is a draft; ``drafters``: of the smallest batch."""
-    temperatures, batched = len(settings.temperatures), 1 + len(settings.drafters)
-    sizes = settings.batch_sizes
-    points = {n: 1 + (drafters if n == min(sizes) else batched) * len(settings.ks) for n in sizes}
-    tuning = temperatures * len(settings.ks) * tuning_prompts
-    compiled = temperatures * sum(points.values())
-    once = temperatures * sum(count * -(-prompts // size) for size, count in points.items())
-    if 1 not in settings.batch_sizes:
-        once += 2 * temperatures * prompts
-        compiled += temperatures * (1 + len(settings.ks))
-    return _COMPILE_TICKS * compiled + tuning + once + 2 * temperatures * prompts * (settings.repeats - 1)
+    """`Bench.num_ticks`, known before there is a draft; ``drafters``: of all kinds."""
+    temperatures, ks, sizes = len(settings.temperatures), len(settings.ks), settings.batch_sizes
+    points = 1 + (1 + len(settings.drafters)) * ks  # of the grid, by batch size and temperature
+    if 1 in sizes:
+        beside = drafters - 1 - len(settings.drafters)
+        compiled, once = points * len(sizes) + beside, beside * prompts
+    else:
+        compiled, once = points * len(sizes) + ks + drafters, (1 + drafters) * prompts
+    once += sum(points * -(-prompts // size) for size in sizes)
+    tuned, repeated = ks * tuning_prompts, 2 * prompts * (settings.repeats - 1)
+    return temperatures * (_COMPILE_TICKS * compiled + once + tuned + repeated)
 
 
 def count_recompiles(target: Any, drafter: Drafter | None, verifier: Verifier, prompts: int = 50) -> int:

@@ -90,7 +90,7 @@ def decoding_figures(
 
 
 def num_ticks(config: RunConfig) -> int:
-    """How often `decoding_figures` reports progress for the two drafts of a run."""
+    """How often `decoding_figures` reports progress for the two drafts of a run and what is decoded beside them."""
     settings, prompts = config.bench, config.bench.prompts
     drafters = 2 + len(settings.drafts) + len(settings.drafters)
     return bench_lib.num_ticks(config.bench, drafters, prompts, _TUNING * prompts)
@@ -188,19 +188,14 @@ def _figures(measured: Mapping[str, Any], target: LoadedModel) -> dict[str, Any]
 
 
 def comparison(measured: Mapping[str, Any], sources: Sequence[str]) -> list[dict[str, Any]]:
-    """Every drafter at the best k of the last draft, beside plain decoding: source by source, at the smallest batch at
-    which all of them were decoded."""
+    """Every drafter at the best k of the last draft, beside plain decoding, at batch 1: source by source."""
     by_prompt: Mapping[bench_lib.Cell, Any] = measured["by_prompt"]
     found = []
     for source in figures_lib.shown(sources):
         chosen = [i for i, own in enumerate(sources) if source in (own, figures_lib.ALL)]
         for temperature, k in measured["best_k"].items():
-            cells = [cell for cell in by_prompt if cell.temperature == temperature and cell.k in (0, k)]
-            drafters = {cell.drafter for cell in cells}
-            sizes = {cell.batch_size for cell in cells}
-            whole = [n for n in sizes if drafters == {cell.drafter for cell in cells if cell.batch_size == n}]
-            for cell in cells:
-                if cell.batch_size == min(whole):
+            for cell in by_prompt:
+                if (cell.temperature, cell.batch_size) == (temperature, 1) and cell.k in (0, k):
                     seconds, stats = zip(*(by_prompt[cell][i] for i in chosen), strict=True)
                     # The median turn, as in the grid: of all prompts it is the grid's own number.
                     turn = float(np.median(np.sum(seconds, axis=0)))

@@ -6,6 +6,7 @@ stays readable on a phone, a PNG shows several side by side.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import io
 import math
@@ -97,14 +98,16 @@ def speedup_panels(rows: Sequence[DecodingRow]) -> list[Panel]:
 
 
 def acceptance_panels(rows: Sequence[DecodingRow]) -> list[Panel]:
-    """Acceptance by position before and after distillation (smallest batch, largest k), a panel a temperature."""
+    """Acceptance by position before and after distillation, a panel a temperature: of the cells (batch size and k) that
+    have both, if any, that of the smallest batch and then of the largest k."""
     rows = [row for row in rows if row.drafter in ("draft_before", "draft_after") and row.acceptance_at]
     panels = []
     for temperature in sorted({row.temperature for row in rows}):
         group = [row for row in rows if row.temperature == temperature]
-        cell = min((row.batch_size, -(row.k or 0)) for row in group)
-        chosen = [row for row in group if (row.batch_size, -(row.k or 0)) == cell]
-        title = f"{format_temperature(temperature).capitalize()}, k = {-cell[1]}, batch {cell[0]}"
+        cells = collections.Counter((row.batch_size, row.k or 0) for row in group)
+        batch_size, k = min(cells, key=lambda cell: (-cells[cell], cell[0], -cell[1]))
+        chosen = [row for row in group if (row.batch_size, row.k or 0) == (batch_size, k)]
+        title = f"{format_temperature(temperature).capitalize()}, k = {k}, batch {batch_size}"
         panels.append(Panel(title, lambda axes, chosen=chosen: _acceptance(axes, chosen)))
     return panels
 

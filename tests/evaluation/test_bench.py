@@ -60,16 +60,26 @@ def measured():
     return found
 
 
-def test_other_drafts_than_the_favourite_are_decoded_at_the_smallest_batch_alone():
+@pytest.mark.parametrize("batch_sizes", [(1, 2), (2,)])
+def test_other_drafts_than_the_favourite_are_decoded_at_its_best_k_and_batch_1_alone(batch_sizes):
     drafters = {name: lambda k: DraftModel(DRAFT, k) for name in ("draft_before", "draft_after", "shipped")}
-    settings = dataclasses.replace(SETTINGS, batch_sizes=(1, 2), temperatures=(0.0,), repeats=1)
-    settings, ticks = dataclasses.replace(settings, drafts={"shipped": "where"}, drafters=()), []
-    bench = Bench(TARGET, drafters, settings, PROMPTS, TUNING, Speculative(), {}, seed=0)
+    settings = dataclasses.replace(SETTINGS, batch_sizes=batch_sizes, ks=(1, 2), temperatures=(0.0,), repeats=1)
+    settings, ticks = dataclasses.replace(settings, drafts={"shipped": "where"}), []
+    bench = Bench(TARGET, drafters | {"ngram": NGram}, settings, PROMPTS, TUNING, Speculative(), {}, seed=0)
     found = bench.measure("draft_after", lambda: ticks.append(None))
     assert len(ticks) == bench.num_ticks
-    rows = {(row["drafter"], row["batch_size"]) for row in found["decoding"]}
-    assert {("shipped", 1), ("draft_before", 1)} <= rows
-    assert {drafter for drafter, size in rows if size == 2} == {"autoregressive", "draft_after"}
+    rows = {(row["drafter"], row["k"], row["batch_size"]) for row in found["decoding"]}
+    best = found["best_k"][0.0]
+    assert {row for row in rows if row[0] in ("shipped", "draft_before")} == {
+        ("shipped", best, 1),
+        ("draft_before", best, 1),
+    }
+    assert {(name, k) for name, k, size in rows if size == 2} == {
+        (AUTOREGRESSIVE, None),
+        *((name, k) for name in ("draft_after", "ngram") for k in (1, 2)),
+    }
+    compared = measure.comparison(found, ["text"] * len(PROMPTS))
+    assert {row["drafter"] for row in compared} == {AUTOREGRESSIVE, *drafters, "ngram"}
 
 
 def test_a_k_is_chosen_on_all_tuning_prompts_and_the_slow_ones_drop_out(monkeypatch):
@@ -98,24 +108,23 @@ def test_every_point_of_the_grid_is_there_once_and_batch_1_for_the_headline(meas
     asked = {
         (name, k, 2, t) for t in (0.0, 1.0) for name, k in [(AUTOREGRESSIVE, None), ("draft_after", 2), ("ngram", 2)]
     }
-    headline = {(name, k, 1, t) for t, best in measured["best_k"].items() for name, k in pair(best)}
+    headline = {(name, k, 1, t) for t, best in measured["best_k"].items() for name, k in [*pair(best), ("ngram", best)]}
     assert set(points) == asked | headline
     for row in measured["decoding"]:
-        assert row["repeats"] == (2 if row["batch_size"] == 1 else 1)
+        assert row["repeats"] == (2 if row["batch_size"] == 1 and row["drafter"] != "ngram" else 1)
         # Whole batches: three prompts at batch 2 are four rows.
         assert row["tokens"] == 12 * (3 if row["batch_size"] == 1 else 4)
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
 
 
 def test_the_comparison_by_source_is_of_the_prompts_of_that_source(measured):
-    """Three prompts at batch 2 are four rows: the first prompt's two count as one prompt."""
     rows = measure.comparison(measured, ["a", "b", "a"])
     assert [(r["source"], r["prompts"]) for r in rows if r["drafter"] == AUTOREGRESSIVE and r["temperature"] == 0] == [
         ("a", 2),
         ("b", 1),
         ("all", 3),
     ]
-    grid = {(r["drafter"], r["temperature"]): r for r in measured["decoding"] if r["batch_size"] == 2}
+    grid = {(r["drafter"], r["temperature"]): r for r in measured["decoding"] if r["batch_size"] == 1}
     assert {r["drafter"] for r in rows} == {AUTOREGRESSIVE, "draft_after", "ngram"}
     for row in (r for r in rows if r["source"] == "all"):
         whole = grid[row["drafter"], row["temperature"]]
