@@ -500,6 +500,13 @@ class Prediction:
         """Logits of all positions at once."""
         return self.head(self.hidden)
 
+    @property
+    def target_rows(self) -> Int[Array, "B T"]:
+        """`rows`, also where they are left out."""
+        if self.rows is not None:
+            return self.rows
+        return jnp.broadcast_to(jnp.arange(self.hidden.shape[1], dtype=jnp.int32)[None], self.hidden.shape[:2])
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainingForm:

@@ -89,16 +89,16 @@ STARTS = {
     "checkpoint": Start(1e-4, 0),
 }
 """By kind of `draft.init`; another kind counts as trained weights."""
-GLIDE_START = Start(1e-3, 0)
-"""Cut from its target, it reads the target from the start."""
+STARTS_OF_KINDS = {"glide": Start(1e-3, 0)}
+"""By `draft.kind`, of a draft that is cut from its target: one that reads the target has seen the text already."""
 INIT_WORDS = {"target": "pruned", "scratch": "scratch"}
 """Short for these kinds; a directory of such a name is ./target."""
 
 
 def start_of(init: Any, kind: Any = None) -> Start:
     """What is right for a draft of that `draft.init` and `draft.kind`, if nothing is said."""
-    if kind == "glide" and init in (None, "target"):
-        return GLIDE_START
+    if kind in STARTS_OF_KINDS and init in (None, "target"):
+        return STARTS_OF_KINDS[kind]
     if isinstance(init, Mapping):
         return STARTS.get(str(init.get("kind")), STARTS["checkpoint"])
     return STARTS["scratch" if init is None else INIT_WORDS.get(init, "checkpoint")]

@@ -216,11 +216,8 @@ def _forced(
     """The training forward's logits for the ``places`` tokens that follow ``roots``."""
     batch = Batch(texts, jnp.roll(texts, -1, axis=1), jnp.ones(texts.shape, jnp.float32))
     out = target_output(spec, target_params, batch, reads_of(trainable))
-    found = []
-    for prediction in trainable.predictions(params, batch, out):
-        place = jnp.arange(texts.shape[1], dtype=jnp.int32)[None]
-        rows = jnp.broadcast_to(place, texts.shape) if prediction.rows is None else prediction.rows
-        found.append((rows, prediction.logits.astype(jnp.float32)))
+    predictions = trainable.predictions(params, batch, out)
+    found = [(prediction.target_rows, prediction.logits.astype(jnp.float32)) for prediction in predictions]
     chosen = []
     for depth in range(places):
         rows, logits = found[min(depth, len(found) - 1)]

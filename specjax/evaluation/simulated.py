@@ -125,9 +125,7 @@ def _ratios(
         chosen = jnp.take_along_axis(q - p, m.tokens[..., None], axis=-1)[..., 0]
         ratio = jnp.where(temperature > 0, jnp.exp(chosen), best)
         # The prediction of target row i is of token i + 1.
-        rows = prediction.rows
-        own = jnp.broadcast_to(jnp.arange(texts.shape[1], dtype=jnp.int32)[None], texts.shape) if rows is None else rows
-        at = jnp.where(prediction.weight > 0, own + 1, texts.shape[1])
+        at = jnp.where(prediction.weight > 0, prediction.target_rows + 1, texts.shape[1])
         scattered = jax.vmap(lambda at, ratio: jnp.zeros_like(ratio).at[at].set(ratio, mode="drop"))(at, ratio)
         found.append(scattered)
     return jnp.stack(found * (k if len(found) == 1 else 1))
