@@ -1,11 +1,11 @@
 """Which draft to distill: kinds, widths and depths for one target, at equal tokens and at equal time of training.
 
-    python experiments/drafters.py configs/demo.yaml [a.b=v]... [--seeds 3] [--results FILE]
+    python experiments/drafters.py configs/demo.yaml [a.b=v]... [--seeds 3] [--best NAME...] [--results FILE]
 
 Every draft is cut from the target and distilled for ``distill`` of the config, without pretraining; `DRAFTS` says what
-they are. With the first seed all of them, with the others the four that decode fastest (two of each kind), and those
-once more for as long as the slowest of all took to train. Each run has its directory in ``drafters`` beside ``out``;
-what is finished is reused.
+they are. With the first seed all of them, with the others the four that decode fastest (two of each kind; ``--best``
+names them where it is known), and those once more for as long as the slowest of all took to train. Each run has its
+directory in ``drafters`` beside ``out``; what is finished is reused.
 
 Then all are decoded at batch 1, in turns prompt by prompt, with every k of ``bench`` at temperatures 0 and 1: on tuning
 prompts, which choose k, and on as many others, which are what is told. Speeds are over plain decoding of the same
@@ -166,14 +166,20 @@ class Study:
                     best = min(own, key=lambda cell: chosen[cell].seconds)
                     by_k = {c.k: _cell(runs[0][c], seconds[c], plain, settings.new_tokens) for c in own}
                     found[name][f"{t:g}"] = {"k": best.k, **by_k[best.k], "by_k": by_k}
-        for draft in drafts:  # what a block's draft passes cost, in turn with the target's, in the middle of the grid
-            timer = bench.timer(draft.name, 3)
-            for _ in range(9):
-                timer.turn()
-            costs = [(c.draft, c.passes - c.target) for c in timer.costs()[0]]
-            apart, in_turn = (float(np.median(x)) / 3 for x in zip(*costs, strict=True))
-            found[draft.name]["pass_ms"] = {"apart": 1e3 * apart, "in_turn": 1e3 * in_turn}
+        of_shape = {shape: _pass_ms(bench, name) for shape, name in {d.shape: d.name for d in drafts}.items()}
+        for draft in drafts:
+            found[draft.name]["pass_ms"] = of_shape[draft.shape]
         return found
+
+
+def _pass_ms(bench: Bench, name: str) -> dict[str, float]:
+    """What a draft's pass costs, in a block of 3: alone in a loop, and in turn with the target's."""
+    timer = bench.timer(name, 3)
+    for _ in range(9):
+        timer.turn()
+    costs = [(c.draft, c.passes - c.target) for c in timer.costs()[0]]
+    apart, in_turn = (1e3 * float(np.median(x)) / 3 for x in zip(*costs, strict=True))
+    return {"apart": apart, "in_turn": in_turn}
 
 
 def _cell(run: Run, seconds: np.ndarray, plain: np.ndarray, new_tokens: int) -> dict[str, Any]:
@@ -251,13 +257,15 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--best", nargs="+", choices=[shape.name for shape in DRAFTS], metavar="NAME")
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     console = Console()
     study = Study(args.config, args.overrides, console)
     keep_programs(study.config.compile_cache)
     drafts = [study.train(shape, 0) for shape in DRAFTS]
-    best = _fastest(drafts, study.decode(drafts, 1))
+    named = [shape for shape in DRAFTS if shape.name in (args.best or ())]
+    best = named or _fastest(drafts, study.decode(drafts, 1))
     jax.clear_caches()
     of_best = {d.shape: d for d in drafts if d.shape in best}
     drafts += [study.train(shape, seed) for shape in best for seed in range(1, args.seeds)]

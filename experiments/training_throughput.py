@@ -197,7 +197,6 @@ def measure(config: RunConfig, steps: int, out: Path) -> dict[str, Any]:
     initial = initial_draft(config, target, rows)
     order = Batches(rows, stage.batch_size, config.seed)
     batches = [jax.device_put(order[i]) for i in range(LOG_EVERY)]
-    backend.keep_freed_memory()
     makers = {"bare": bare, "hand-written": hand_written}
     loops = {name: make(initial, stage, target, batches) for name, make in makers.items()}
     losses = float(loops["bare"].first["loss"]), float(loops["hand-written"].first)

@@ -15,6 +15,8 @@ FEW_ROWS = 16
 FEW_NARROW_ROWS, SEVERAL_NARROW_ROWS = 8, 192
 """The same of kernels in bfloat16: more than the first go a few at a time, which beats widening the kernel for the
 library's matrix product up to the second (the two are as fast at 256)."""
+FEW_QUERIES = 16
+"""Most queries of a key-value head, of all tokens fed, for which attention on CPU is made of reductions."""
 UNROLLED_ROWS = 16
 """Most rows that are written into a cache one by one: each is an update in place, where the scatter over rows that
 `vmap` makes becomes a loop over single elements on CPU."""

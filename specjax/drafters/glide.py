@@ -168,7 +168,7 @@ class BoundGlide(StatelessDrafter):
         root = (context.lengths - 1)[:, None]
         newest = jnp.take_along_axis(context.tokens, root, axis=1)
         layers = [Layer(*(x.reshape(-1, *x.shape[-2:]) for x in layer)) for layer in target.keys_values]
-        slots = jnp.arange(layers[0].values.shape[-2], dtype=jnp.int32)[None, None]
+        slots = jnp.arange(layers[0].keys.shape[-2], dtype=jnp.int32)[None, None]
         verified = slots < target.lengths[:, None, None]
 
         def step(carry, _):

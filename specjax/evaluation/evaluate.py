@@ -45,7 +45,8 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Evaluation:
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+        values: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in found.items()}
+        return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
         return {name: value for name, value in dataclasses.asdict(self).items() if value != ()}

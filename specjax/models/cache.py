@@ -26,16 +26,16 @@ from specjax.models.products import attend
 class Layer(NamedTuple):
     """Keys and values of one layer, ``[B, G, ...]`` or folded, ``[BG, ...]``."""
 
-    keys: Float[Array, "*heads C S"]
-    values: Float[Array, "*heads S C"]
+    keys: Float[Array, "*heads S C"]
+    values: Float[Array, "*heads C S"]
 
     @classmethod
     def of(cls, keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> Layer:
         """A block of new keys and values, folded: a layer of T slots."""
         batch, fed, kv_heads, features = keys.shape
         return cls(
-            keys.transpose(0, 2, 3, 1).reshape(batch * kv_heads, features, fed),
-            values.transpose(0, 2, 1, 3).reshape(batch * kv_heads, fed, values.shape[3]),
+            keys.transpose(0, 2, 1, 3).reshape(batch * kv_heads, fed, features),
+            values.transpose(0, 2, 3, 1).reshape(batch * kv_heads, values.shape[3], fed),
         )
 
     def write(self, start: Int[Array, " B"], keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> Layer:
@@ -45,12 +45,13 @@ class Layer(NamedTuple):
         The engine keeps ``S >= start[b] + T``: `dynamic_update_slice` clamps its start and would overwrite valid slots.
         """
         new = Layer.of(keys, values)
-        return Layer(_write(self.keys, start, new.keys, axis=2), _write(self.values, start, new.values, axis=1))
+        return Layer(_write(self.keys, start, new.keys, axis=1), _write(self.values, start, new.values, axis=2))
 
 
 @flax.struct.dataclass
 class KVCache:
-    """Keys and values of every layer, keys ``[B, G, C, S]``, values ``[B, G, S, C]``; `fold` merges B and G.
+    """Keys and values of every layer, keys ``[B, G, S, C]``, values ``[B, G, C, S]``; `fold` merges B and G. So both
+    products of attention are with the rows of a matrix (`specjax.models.products.few_queries_product`).
 
     Kept as ``[B, S, G, C]``, XLA on CPU copied both in every pass: 1.5-2.3x the time of attention. And a loop over one
     row that carries a leading axis of 1 copies them again when it feeds a single token: hence the folded form.
@@ -64,12 +65,12 @@ class KVCache:
     def zeros(
         cls, num_layers: int, batch: int, num_slots: int, kv_heads: int, features: int, dtype: DTypeLike
     ) -> KVCache:
-        keys, values = (batch, kv_heads, features, num_slots), (batch, kv_heads, num_slots, features)
+        keys, values = (batch, kv_heads, num_slots, features), (batch, kv_heads, features, num_slots)
         return cls(tuple(Layer(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(num_layers)))
 
     @property
     def num_slots(self) -> int:
-        return self.layers[0].values.shape[-2]
+        return self.layers[0].keys.shape[-2]
 
     def has_room(self, lengths: Int[Array, " B"], fed: int) -> Bool[Array, ""]:
         """Whether ``fed`` more tokens fit behind the longest of ``lengths``: `Layer.write` would overwrite."""
@@ -88,12 +89,12 @@ class KVCache:
         sources = jnp.repeat(start[:, None] + path, per_row, axis=0).reshape(*heads, -1)
 
         def moved(layer: Layer) -> Layer:
-            chosen_keys = jnp.take_along_axis(layer.keys, sources[..., None, :], axis=-1)
-            chosen_values = jnp.take_along_axis(layer.values, sources[..., None], axis=-2)
+            chosen_keys = jnp.take_along_axis(layer.keys, sources[..., None], axis=-2)
+            chosen_values = jnp.take_along_axis(layer.values, sources[..., None, :], axis=-1)
             keys, values, chosen_keys, chosen_values = (
                 x.reshape(-1, *x.shape[-2:]) for x in (*layer, chosen_keys, chosen_values)
             )
-            written = _write(keys, start + 1, chosen_keys, axis=2), _write(values, start + 1, chosen_values, axis=1)
+            written = _write(keys, start + 1, chosen_keys, axis=1), _write(values, start + 1, chosen_values, axis=2)
             return Layer(*(x.reshape(old.shape) for x, old in zip(written, layer, strict=True)))
 
         return dataclasses.replace(self, layers=tuple(map(moved, self.layers)))
@@ -102,7 +103,7 @@ class KVCache:
         """With more slots, ``slots`` in all."""
         more, rest = (0, slots - self.num_slots), [(0, 0)] * (self.layers[0].keys.ndim - 2)
         layers = (
-            Layer(jnp.pad(keys, [*rest, (0, 0), more]), jnp.pad(values, [*rest, more, (0, 0)]))
+            Layer(jnp.pad(keys, [*rest, more, (0, 0)]), jnp.pad(values, [*rest, (0, 0), more]))
             for keys, values in self.layers
         )
         return dataclasses.replace(self, layers=tuple(layers))

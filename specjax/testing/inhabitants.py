@@ -178,10 +178,10 @@ class BoundCacheReader(_Chain, StatelessDrafter):
         ((keys, positions),) = target.keys_values
         assert target.lengths is not None
         keys, positions = (x.reshape(len(context.lengths), *x.shape[-2:]) for x in (keys, positions))
-        slot = jnp.arange(positions.shape[1], dtype=jnp.int32)[None]
+        slot = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
         counts = slot < target.lengths[:, None]
-        misplaced = jnp.sum(jnp.where(counts, jnp.abs(positions[..., 0] - slot.astype(jnp.float32)), 0.0), axis=1)
-        before = jnp.sum(jnp.where(counts[:, None], keys, 0.0), axis=2)
+        misplaced = jnp.sum(jnp.where(counts, jnp.abs(positions[:, 0] - slot.astype(jnp.float32)), 0.0), axis=1)
+        before = jnp.sum(jnp.where(counts[..., None], keys, 0.0), axis=1)
         before += misplaced[:, None] * jnp.arange(before.shape[1], dtype=jnp.float32)[None]
         return self.chain(params, before, context), state
 

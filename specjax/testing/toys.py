@@ -49,9 +49,9 @@ class PrefixModel:
         return {"table": table, "bias": jax.random.normal(b, (config.vocab_size,), jnp.float32)}
 
     def init_cache(self, batch: int, num_slots: int, dtype=jnp.float32) -> KVCache:
-        shape = (batch, 1, self.config.vocab_size, num_slots)
-        poison = POISON * jnp.broadcast_to(jnp.arange(1.0, self.config.vocab_size + 1, dtype=dtype)[:, None], shape)
-        return KVCache((Layer(poison, jnp.full((batch, 1, num_slots, 1), POISON, dtype)),))
+        shape = (batch, 1, num_slots, self.config.vocab_size)
+        poison = POISON * jnp.broadcast_to(jnp.arange(1.0, self.config.vocab_size + 1, dtype=dtype), shape)
+        return KVCache((Layer(poison, jnp.full((batch, 1, 1, num_slots), POISON, dtype)),))
 
     def __call__(
         self, params, tokens, positions, slots=None, cache=None, mask=None, reads=NOTHING, rows=None
@@ -60,7 +60,7 @@ class PrefixModel:
         where = positions.astype(jnp.float32)[:, :, None, None]
         slots = positions if slots is None else slots
         layer = Layer.of(new, where) if cache is None else cache.fold().layers[0].write(slots[:, 0], new, where)
-        keys, values = layer.keys.transpose(0, 2, 1), layer.values[..., 0]
+        keys, values = layer.keys, layer.values[:, 0]
         visible, misplaced = seen(positions, slots, values, mask)
         summed = jnp.sum(jnp.where(visible[..., None], keys[:, None], 0.0), axis=2)
         summed += misplaced[..., None] * jnp.arange(self.config.vocab_size, dtype=jnp.float32)[None, None]

@@ -261,9 +261,9 @@ class Glance(StatelessDrafter):
             lengths: Any = target.lengths
             seen = before[:, None, None].astype(jnp.float32)
             for keys, values in target.keys_values:
-                counts = jnp.repeat(lengths, len(keys) // batch)[:, None] > jnp.arange(values.shape[-2])[None]
-                weight = jnp.where(counts, jnp.max(keys, axis=-2) + jnp.repeat(seen[:, 0], len(keys) // batch, 0), 0.0)
-                seen = jnp.einsum("hs,hsc->hc", weight, values).reshape(batch, 1, -1)
+                counts = jnp.repeat(lengths, len(keys) // batch)[:, None] > jnp.arange(keys.shape[-2])[None]
+                weight = jnp.where(counts, jnp.max(keys, axis=-1) + jnp.repeat(seen[:, 0], len(keys) // batch, 0), 0.0)
+                seen = jnp.einsum("hs,hcs->hc", weight, values).reshape(batch, 1, -1)
             found = jnp.sum(jnp.abs(seen), axis=(1, 2)).astype(jnp.int32) % 5
             return found, found
 
@@ -276,7 +276,7 @@ class Hoards(Glance):
 
     def init(self, batch, num_slots):
         config = transformer(0).config
-        return jnp.zeros((batch * config.num_kv_heads, config.head_dim, num_slots))
+        return jnp.zeros((batch * config.num_kv_heads, num_slots, config.head_dim))
 
     def draft(self, params, target, state, context):
         draft, _ = super().draft(params, target, state, context)

@@ -148,6 +148,7 @@ def test_a_decoding_that_gives_nan_is_no_equal_one(glide, planted):
 
     def broken(self, params, target, state, context):
         draft, state = real(self, params, target, state, context)
+        assert draft.logits is not None
         return dataclasses.replace(draft, logits=draft.logits.at[:, 1, 0].set(float("nan"))), state
 
     planted.setattr(BoundGlide, "draft", broken)

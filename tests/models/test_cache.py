@@ -60,8 +60,8 @@ def test_a_block_attends_to_itself_as_it_does_at_the_start_of_a_cache(window):
     (out, layer), (other, written) = alone.attend(q, k, v), cached.attend(q, k, v)
     np.testing.assert_allclose(out, other, rtol=0, atol=1e-6)
     jax.tree.map(np.testing.assert_array_equal, layer, Layer.of(k, v))
-    np.testing.assert_array_equal(written.keys[..., :FED], layer.keys)
-    np.testing.assert_array_equal(written.keys[..., FED:], cache.fold().layers[0].keys[..., FED:])
+    np.testing.assert_array_equal(written.keys[:, :FED], layer.keys)
+    np.testing.assert_array_equal(written.keys[:, FED:], cache.fold().layers[0].keys[:, FED:])
 
 
 def test_a_block_attends_to_its_slots_and_to_those_before_it():
@@ -69,7 +69,7 @@ def test_a_block_attends_to_its_slots_and_to_those_before_it():
     start, cache = np.array([4, 1, 5]), random_cache(1)
     at = jnp.asarray(start[:, None] + np.arange(FED), jnp.int32)
     out, _ = memories(cache, at, at, None, (None,))[None].over(cache.fold().layers[1]).attend(q, k, v, scale=0.3)
-    keys, values = cache.layers[1].keys.transpose(0, 3, 1, 2), cache.layers[1].values.transpose(0, 2, 1, 3)
+    keys, values = cache.layers[1].keys.transpose(0, 2, 1, 3), cache.layers[1].values.transpose(0, 3, 1, 2)
     for row, first in enumerate(start):
         own = [jnp.concatenate([x[row, :first], y[row]])[None] for x, y in ((keys, k), (values, v))]
         visible = jnp.tril(jnp.ones((FED, first + FED), bool), int(first))[None]

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -15,7 +16,7 @@ from specjax.jobs.exports import WEIGHTS
 from specjax.runtime import fingerprint
 
 ROOT = Path(__file__).parents[2]
-DRAFTS = {"glide": Glide, "separate": DraftModel}
+DRAFTS = ("glide", "separate")
 PROMPTS = ["def read_config(path):\n    ", "class Queue:\n    def "]
 
 
@@ -35,14 +36,16 @@ def test_the_card_is_of_these_weights_and_of_the_config_in_the_tree(name, target
     directory = ROOT / "models" / "demo-drafts" / name
     card = (directory / "README.md").read_text()
     loaded = specjax.load_drafter(directory, target)
-    assert isinstance(loaded, DRAFTS[name])
-    weights = jax.tree.map(lambda x: x.astype("float32"), loaded.model.params)
+    assert isinstance(loaded, Glide if name == "glide" else DraftModel)
+    model: Any = loaded.model
+    weights = jax.tree.map(lambda x: x.astype("float32"), model.params)
     assert f"| {WEIGHTS} | {fingerprint.digest(weights)} |" in card
     settings = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
     config = dataclasses.asdict(load_config(ROOT / "configs" / "demo-drafts" / f"{name}.yaml", []))
     assert settings == yaml.safe_load(yaml.safe_dump({part: config[part] for part in settings}))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("name", "least"), [("glide", 4.0), ("separate", 3.0)])
 def test_it_is_accepted_and_changes_nothing(name, least, target):
     options = {"max_new_tokens": 64, "ignore_eos": True}

@@ -16,6 +16,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.models import kernels
 from specjax.models.kernels import Dense, Joined, Narrow, Transposed
 from specjax.models.layers import Linear
+from specjax.models.products import few_queries_product
 from specjax.testing.toys import ToyModel
 from tests.cases import in_proof, transformer
 
@@ -53,6 +54,16 @@ def quantised(model: ToyModel, names: tuple[str, ...]) -> tuple[ToyModel, ToyMod
         params = jax.tree_util.tree_map_with_path(replaced, model.params)
         found.append(dataclasses.replace(model, params=params))
     return found[0], found[1]
+
+
+@pytest.mark.parametrize("queries", [1, 2, 7, 8, 9, 16])
+def test_a_product_head_by_head_is_the_librarys(queries):
+    rng = np.random.default_rng(queries)
+    x, kernel = (rng.normal(size=(3, n, 24)).astype(np.float32) for n in (queries, 10))
+    x[0, 0, 3] = np.inf
+    found = few_queries_product(jnp.asarray(x), jnp.asarray(kernel))
+    np.testing.assert_allclose(found, np.einsum("hqi,hoi->hqo", x, kernel), rtol=1e-5, atol=1e-5)
+    assert not np.isfinite(found[0, 0]).any()
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16, 17, 192, 193])

@@ -261,8 +261,8 @@ def test_the_two_best_logits_of_a_bfloat16_model_never_tie(tied):
 def test_attention_in_bfloat16_keeps_the_digits_of_its_scores():
     """Scores reach 60 here, where bfloat16 has one number in four: its output would be off by 0.025."""
     rng = np.random.default_rng(0)
-    q, k = (jnp.asarray(4 * rng.normal(size=shape), jnp.bfloat16) for shape in ((1, 8, 2, 8), (2, 8, 16)))
-    v, visible = jnp.asarray(rng.normal(size=(2, 16, 8)), jnp.bfloat16), jnp.ones((1, 8, 16), bool)
+    q, k = (jnp.asarray(4 * rng.normal(size=shape), jnp.bfloat16) for shape in ((1, 8, 2, 8), (2, 16, 8)))
+    v, visible = jnp.asarray(rng.normal(size=(2, 8, 16)), jnp.bfloat16), jnp.ones((1, 8, 16), bool)
     low, exact = (
         attend(q, k, v, visible),
         attend(q.astype(jnp.float32), k.astype(jnp.float32), v.astype(jnp.float32), visible),

@@ -62,7 +62,7 @@ def draft_cache_keeps_rejected_drafts(patch):
             draft, new = real(self, params, target, state, context)
             (keys, positions), (new_keys, new_positions) = state.layers[0], new.layers[0]
             written = positions < 1e5
-            kept = jnp.where(written[..., 0][:, None], keys, new_keys), jnp.where(written, positions, new_positions)
+            kept = jnp.where(written[..., 0, :, None], keys, new_keys), jnp.where(written, positions, new_positions)
             return draft, dataclasses.replace(new, layers=(Layer(*kept),))
 
         return mutated
