@@ -47,6 +47,8 @@ class Bench:
     """Rows decoded at once, by the distilled draft and ``drafters``."""
     temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *Grid] = (0.0, 1.0)
     ks: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], *Grid] = (1, 2, 3, 5, 7)
+    batch_ks: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], *Grid] | None = None
+    """Of batches larger than 1; None: ``ks``."""
     drafters: Annotated[tuple[kind_in(_WEIGHTLESS), ...], AfterValidator(distinct)] = ("ngram",)  # pyright: ignore
     """Registered drafters that need no weights, beside the trained draft; at their default settings."""
     drafts: Mapping[Annotated[str, AfterValidator(_is_no_other)], str] = Field(default_factory=dict)
@@ -57,6 +59,14 @@ class Bench:
     """Of the machine, in any currency: adds the cost of a thousand tokens to every point."""
     repeats: Positive = 5
     """Timed repetitions of the autoregressive loop and of the best k; the rest of the grid is timed once."""
+
+    @property
+    def max_k(self) -> int:
+        return max((*self.ks, *(self.batch_ks or ())))
+
+    def ks_of(self, batch_size: int) -> tuple[int, ...]:
+        """The grid's lengths at a batch size."""
+        return self.ks if batch_size == 1 or self.batch_ks is None else self.batch_ks
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -115,7 +115,7 @@ class Bench:
 
     def cells_of(self, names: Sequence[str], batch_size: int, temperature: float) -> list[Cell]:
         """The autoregressive loop, and the drafters of those names at every k."""
-        kinds = [(AUTOREGRESSIVE, 0), *((name, k) for name in names for k in self._settings.ks)]
+        kinds = [(AUTOREGRESSIVE, 0), *((name, k) for name in names for k in self._settings.ks_of(batch_size))]
         return [Cell(name, k, batch_size, temperature) for name, k in kinds]
 
     def _compile(self, cells: Sequence[Cell], tick: Tick) -> None:
@@ -371,13 +371,14 @@ def predicted_speedup(
 def num_ticks(settings: config_lib.Bench, drafters: int, prompts: int, tuning_prompts: int) -> int:
     """`Bench.num_ticks`, known before there is a draft; ``drafters``: of all kinds."""
     temperatures, ks, sizes = len(settings.temperatures), len(settings.ks), settings.batch_sizes
-    points = 1 + (1 + len(settings.drafters)) * ks  # of the grid, by batch size and temperature
+    points = {size: 1 + (1 + len(settings.drafters)) * len(settings.ks_of(size)) for size in sizes}  # a temperature
     if 1 in sizes:
         beside = drafters - 1 - len(settings.drafters)
-        compiled, once = points * len(sizes) + beside, beside * prompts
+        compiled, once = beside, beside * prompts
     else:
-        compiled, once = points * len(sizes) + ks + drafters, (1 + drafters) * prompts
-    once += sum(points * -(-prompts // size) for size in sizes)
+        compiled, once = ks + drafters, (1 + drafters) * prompts
+    compiled += sum(points.values())
+    once += sum(count * -(-prompts // size) for size, count in points.items())
     tuned, repeated = ks * tuning_prompts, 2 * prompts * (settings.repeats - 1)
     return temperatures * (_COMPILE_TICKS * compiled + once + tuned + repeated)
 

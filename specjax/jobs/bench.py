@@ -102,13 +102,13 @@ def check(config: RunConfig, prepared: inputs.Prepared) -> None:
     for drafter in _from_disk(config, target).values():
         drafter.bind(target)
     held_out_prompts(prepared.corpus.held_out, target, settings.prompt_tokens, (1 + _TUNING) * settings.prompts)
-    needed = settings.prompt_tokens + settings.new_tokens + max(settings.ks)
+    needed = settings.prompt_tokens + settings.new_tokens + settings.max_k
     if needed > target.config.max_positions:
         raise DataError(
-            f"bench: prompt_tokens={settings.prompt_tokens}, new_tokens={settings.new_tokens} and k={max(settings.ks)} "
+            f"bench: prompt_tokens={settings.prompt_tokens}, new_tokens={settings.new_tokens} and k={settings.max_k} "
             f"need {needed} positions, the target has {target.config.max_positions}; lower one of them"
         )
-    request.prepare(target, max(settings.ks), [[0]], settings.new_tokens, 0, True, config.sampling.options())
+    request.prepare(target, settings.max_k, [[0]], settings.new_tokens, 0, True, config.sampling.options())
 
 
 def held_out_prompts(documents: Sequence[Document], target: LoadedModel, length: int, count: int) -> list[list[int]]:
