@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import io
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -168,14 +169,16 @@ def _line(
     *,
     dashed: bool = False,
     marked: bool = True,
+    marker: str = "o",
 ) -> None:
+    """``marker``: of a series that has none of its own."""
     color = SERIES[series].light if series in SERIES else _MUTED
     axes.plot(
         x,
         y,
         color=color,
         linestyle=_DASHED if dashed else "-",
-        marker=_MARKERS.get(series, "o") if marked and len(x) <= 16 else "",
+        marker=_MARKERS.get(series, marker) if marked and len(x) <= 16 else "",
         markersize=5,
         markerfacecolor=_SURFACE if dashed else color,
         label=label,
@@ -205,10 +208,11 @@ def _curves(y_label: str, field: str, curves: Iterable[tuple[str, str, int, Sequ
 
 def _speedup(axes: Axes, rows: Sequence[DecodingRow], limits: tuple[float, float]) -> None:
     axes.axhline(1.0, color=_MUTED, linewidth=1.2, label="autoregressive")
+    more = itertools.cycle("DvPX*h")  # drafts from disk share a colour
     for drafter in dict.fromkeys(row.drafter for row in rows):
         series = [row for row in rows if row.drafter == drafter]
         x, y = zip(*((row.k or 0, row.speedup or 0.0) for row in series), strict=True)
-        _line(axes, x, y, drafter, drafter_name(drafter))
+        _line(axes, x, y, drafter, drafter_name(drafter), marker="o" if drafter in _MARKERS else next(more))
         predicted = [(row.k or 0, row.predicted_speedup) for row in series if _finite(row.predicted_speedup)]
         if predicted:
             x, y = zip(*predicted, strict=True)
