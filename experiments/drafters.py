@@ -1,6 +1,6 @@
 """Which draft to distill: kinds, widths and depths for one target, at equal tokens and at equal time of training.
 
-    python experiments/drafters.py configs/demo.yaml [a.b=v]... [--seeds 3] [--best NAME...] [--results FILE]
+    python experiments/drafters.py configs/demo.yaml [a.b=v]... [--seeds 3] [--best NAME...] [--turns 3] [--results FILE]
 
 Every draft is cut from the target and distilled for ``distill`` of the config, without pretraining; `DRAFTS` says what
 they are. With the first seed all of them, with the others the four that decode fastest (two of each kind; ``--best``
@@ -123,7 +123,7 @@ class Study:
         self._console.print(f"{trained.name}: alpha {_alpha(trained)}, {speed:,.0f} tokens/s of training")
         return trained
 
-    def speeds(self, shapes: Sequence[Shape], turns: int = 3, steps: int = 30) -> dict[Shape, float]:
+    def speeds(self, shapes: Sequence[Shape], turns: int, steps: int = 30) -> dict[Shape, float]:
         """Tokens a second of short trainings in turns: hours apart, the machine differs by more than the shapes."""
         found: dict[Shape, list[float]] = {shape: [] for shape in shapes}
         for turn in range(turns):
@@ -257,6 +257,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=3, help="of the short trainings that tell equal times")
     parser.add_argument("--best", nargs="+", choices=[shape.name for shape in DRAFTS], metavar="NAME")
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
@@ -269,7 +270,8 @@ def main() -> None:
     jax.clear_caches()
     of_best = {d.shape: d for d in drafts if d.shape in best}
     drafts += [study.train(shape, seed) for shape in best for seed in range(1, args.seeds)]
-    speeds = study.speeds(list(dict.fromkeys([*best, min(drafts, key=lambda d: d.tokens_per_s).shape])))
+    slowest = min(drafts, key=lambda d: d.tokens_per_s).shape
+    speeds = study.speeds(list(dict.fromkeys([*best, slowest])), args.turns)
     steps = {s: round(d.steps * speeds[s] / min(speeds.values())) for s, d in of_best.items()}
     drafts += [study.train(shape, 0, n) for shape, n in steps.items() if n > of_best[shape].steps]
     decoded = study.decode(drafts, args.repeats)
