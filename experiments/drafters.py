@@ -1,6 +1,6 @@
 """Which draft to distill: kinds, widths and depths for one target, at equal tokens and at equal time of training.
 
-    python experiments/drafters.py configs/demo.yaml [a.b=v]... [--seeds 3] [--best NAME...] [--turns 3] [--results FILE]
+    python experiments/drafters.py configs/demo.yaml [a.b=v]... [--seeds 3] [--best NAME...] [--results FILE]
 
 Every draft is cut from the target and distilled for ``distill`` of the config, without pretraining; `DRAFTS` says what
 they are. With the first seed all of them, with the others the four that decode fastest (two of each kind; ``--best``
