@@ -23,7 +23,11 @@ DRAFTERS = {
     "ngram": "specjax.drafters.ngram:NGram",
 }
 CONTROLLERS = {
+    "budgeted": "specjax.controllers.budgeted:Budgeted",
+    "confidence": "specjax.controllers.confidence:Confidence",
     "fixed": "specjax.controllers.fixed:Fixed",
+    "ladder": "specjax.controllers.ladder:Ladder",
+    "survival": "specjax.controllers.survival:Survival",
 }
 VERIFIERS = {
     "block": "specjax.verifiers.block:Block",

@@ -116,6 +116,10 @@ class Noise:
         """The random words that draw the draft token at ``offset``, 0 .. K-1."""
         return self.draft_words[:, offset]
 
+    def first(self, k: int) -> Noise:
+        """That of a block of ``k`` drafts, which is the same: none depends on K."""
+        return Noise(self.draft_words[:, :k], self.accept[:, :k], self.next_words)
+
 
 @flax.struct.dataclass
 class CoupledNoise:
@@ -127,6 +131,20 @@ class CoupledNoise:
     def draft(self, offset: int | Int[Array, ""]) -> Float[Array, "B V"]:
         """The Gumbel noise that draws the draft token at ``offset``, 0 .. K-1."""
         return self.gumbel[:, offset]
+
+    def first(self, k: int) -> CoupledNoise:
+        """That of a block of ``k`` drafts."""
+        return CoupledNoise(self.gumbel[:, : k + 1])
+
+
+@flax.struct.dataclass
+class Calibration:
+    """What is known of a batch's blocks before there is one: what a controller weighs the first of them with."""
+
+    seconds: Float[Array, " K1"]
+    """Of a block of the whole batch with 0 .. K proposals in every row; only their ratios matter."""
+    acceptance: Float[Array, " K"]
+    """The chance that the proposal at place 1 .. K is kept if those before it are."""
 
 
 @flax.struct.dataclass
@@ -146,6 +164,11 @@ class Context:
     processor: LogitsProcessor | None = flax.struct.field(pytree_node=False, default=None)
     controller: Controller | None = flax.struct.field(pytree_node=False, default=None)
     controller_state: Any = None
+    limit: Int[Array, " B"] | None = None
+    """Most tokens that the controller lets a row propose, 0 in one that is done. None: as many as the drafter does."""
+    calibration: Calibration | None = None
+    active: Bool[Array, " B"] | None = None
+    """Rows that are not done; None: all."""
 
     def stop(self, logits: Float[Array, "B V"], offset: int | Int[Array, ""]) -> Bool[Array, " B"] | None:
         """The rows that propose no more, asked inside a drafter's loop before the token at ``offset`` is drawn from
@@ -376,8 +399,14 @@ class BoundDrafter(Protocol):
 
 @runtime_checkable
 class Controller(Protocol):
-    """A rule for how much is proposed; frozen and hashable, its fields are its configuration. Shapes are those of the
-    drafter's longest block whatever it chooses, so that no choice moves another row's noise."""
+    """A rule for how much is proposed; frozen and hashable, its fields are its configuration. No choice moves another
+    row's noise. What it decides with may depend on committed tokens and on earlier draws of the block alone, never on a
+    draw that it drops: then it changes no distribution, whatever it is.
+
+    One that has ``rungs``, ascending numbers of proposals, is compiled for blocks of these lengths alone: a block costs
+    what the lowest of them costs that holds its longest row, and 0 what plain decoding does. Without, it is as long as
+    the drafter's longest. One that has ``bind(depth)`` is asked for the controller of a drafter of that depth.
+    """
 
     @property
     def kind(self) -> str:
@@ -397,7 +426,7 @@ class Controller(Protocol):
         ...
 
     def adapt(self, state: Any, outcome: Outcome) -> Any:
-        """The state after a block."""
+        """The state after a block. One without proposals in any row has an `Outcome.draft` of no tokens."""
         ...
 
 

@@ -20,6 +20,15 @@ class Fixed:
     """The deepest proposal; None: as deep as the drafter goes."""
     kind: Literal["fixed"] = "fixed"
 
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        """``k`` alone; none: whatever the drafter proposes."""
+        return () if self.k is None else (self.k,)
+
+    def bind(self, depth: int) -> Fixed:
+        """With no more than ``depth``."""
+        return self if self.k is None else dataclasses.replace(self, k=min(self.k, depth))
+
     def init(self, batch: int) -> Any:
         """An empty state: nothing is adapted."""
         return {}

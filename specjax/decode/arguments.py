@@ -71,6 +71,14 @@ def controller_of(controller: Any) -> Controller:
     return registry.checked(registry.CONTROLLERS, controller, "controller")
 
 
+def controller_for(controller: Any, depth: int) -> Controller:
+    """`controller_of` for a drafter of that depth; one of depth 0 proposes nothing, and there is nothing to choose."""
+    found = controller_of(controller)
+    if depth == 0:
+        return registry.build(registry.CONTROLLERS, "fixed", "controller")
+    return found.bind(depth) if hasattr(found, "bind") else found
+
+
 def bound(drafter: Drafter, target: Any) -> Bound:
     """The drafter that knows its target. Raises `ConfigError` where what it binds to cannot be run."""
     spec, params = drafter.bind(target)

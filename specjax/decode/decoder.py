@@ -16,7 +16,8 @@ import numpy as np
 from specjax import registry
 from specjax.decode import request as request_lib
 from specjax.decode import stops as stops_lib
-from specjax.decode.arguments import bound, controller_of, drafter_of, verifier_of
+from specjax.decode.arguments import bound, controller_for, drafter_of, verifier_of
+from specjax.decode.calibration import guessed, measured
 from specjax.decode.engine import (
     NO_LIMIT,
     Engine,
@@ -26,6 +27,7 @@ from specjax.decode.engine import (
     compiled_chunk,
     compiled_prefill,
     grow,
+    max_depth,
     num_nodes,
 )
 from specjax.decode.request import Batch, Prompt, SamplingOptions
@@ -35,7 +37,7 @@ from specjax.decode.text import Cut, Detokenizer, RowText
 from specjax.errors import DataError
 from specjax.models.files import check_model
 from specjax.models.vocabulary import TokenRows
-from specjax.types import BoundDrafter, Controller, DecodeState, Drafter, LogitsProcessor, Verifier
+from specjax.types import BoundDrafter, Calibration, Controller, DecodeState, Drafter, LogitsProcessor, Verifier
 
 _STOP_STRING_STEPS = 8
 """Blocks between two looks for stop strings."""
@@ -67,7 +69,9 @@ class Decoder:
         check_model(target, "target")
         self.target = target
         self._drafter, self._drafter_params = bound(drafter_of(drafter) or NoDraft(), target)
-        self._verifier, self._controller = verifier_of(verifier), controller_of(controller)
+        self._verifier = verifier_of(verifier)
+        self._controller = controller_for(controller, max_depth(self._drafter))
+        self._calibrations: dict[tuple[bool, int], Calibration] = {}
         self._greedy_verifier: Verifier = registry.build(registry.VERIFIERS, "greedy", "verifier")
 
     @property
@@ -219,18 +223,52 @@ class Decoder:
         for slots in more:
             state = chunk(run.params, grow(state, slots), *limits)
 
-    def engine(self, greedy: bool) -> tuple[Engine, EngineParams]:
+    def engine(self, greedy: bool, rows: int = 1) -> tuple[Engine, EngineParams]:
         """The program of an all-greedy batch or of any other, and the weights that it takes.
 
         Args:
             greedy: whether all rows are at temperature 0.
+            rows: of the padded batch, for what is known of its costs.
 
         Returns:
             The engine, static and hashable, and its parameters.
         """
         layout, verifier = self.target.layout(), self._greedy_verifier if greedy else self._verifier
         engine = Engine(layout.spec, self._drafter, verifier, greedy, controller=self._controller)
-        return engine, EngineParams(layout.params, self._drafter_params)
+        calibration = None
+        if getattr(self._controller, "needs_calibration", False):
+            calibration = self._calibrations.get((greedy, rows))
+            calibration = calibration or guessed(layout.params, self._drafter_params, engine.max_depth)
+        return engine, EngineParams(layout.params, self._drafter_params, calibration)
+
+    def calibrate(
+        self, prompts: Sequence[Prompt], *, blocks: int = 24, turns: int = 3, **sampling: Unpack[SamplingOptions]
+    ) -> Calibration | None:
+        """Measure what blocks of every length cost in a batch of these prompts, and how often proposals are kept, for
+        the controller of all batches of as many rows, greedy or not as this one. It takes seconds beside compilation,
+        and compiles what `generate` does.
+
+        Args:
+            prompts: texts, or lists of token ids; not those that the decoder is judged by.
+            blocks: of each length in a turn.
+            turns: whose medians count.
+            sampling: `SamplingOptions`.
+
+        Returns:
+            What was measured; None if the controller does not weigh.
+
+        Raises:
+            DataError: an argument cannot be used; the message names argument, row and value.
+            TypeError: a keyword is none of `SamplingOptions`.
+        """
+        if not getattr(self._controller, "needs_calibration", False):
+            return None
+        run = self._run(prompts, blocks * (max_depth(self._drafter) + 1), 0, True, sampling=sampling)
+        found = measured(
+            run.engine, run.params, lambda params: self._prefill(run, run.batch.slots[-1], params), blocks, turns
+        )
+        self._calibrations[run.batch.greedy, run.batch.rows] = found
+        return found
 
     def prefilled(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int, **sampling: Unpack[SamplingOptions]
@@ -287,17 +325,17 @@ class Decoder:
             raise DataError(f"logprobs: {logprobs!r}; give 'raw' (or True), 'processed' or None")
         if processor is not None:
             request_lib.check_processor(processor, batch.request, batch.slots[-1])
-        engine, params = self.engine(batch.greedy)
+        engine, params = self.engine(batch.greedy, batch.rows)
         tokens = TokenRows.of(self.target) if logprobs == "raw" else None
         engine = dataclasses.replace(engine, processor=processor, logprobs=logprobs, tokens=tokens)
         stops = stops_lib.check(stop_strings, len(prompts), self.target.tokenizer is not None)
         return _Run(batch, engine, params, stops)
 
-    def _prefill(self, run: _Run, slots: int) -> DecodeState:
+    def _prefill(self, run: _Run, slots: int, params: EngineParams | None = None) -> DecodeState:
         engine = run.engine
         logprobs = engine.logprobs is not None
         prefill = compiled_prefill(engine.target, engine.drafter, slots, logprobs, engine.controller)
-        return prefill(run.params, run.batch.request)
+        return prefill(params or run.params, run.batch.request)
 
     def _detokenizer(self, skip_special_tokens: bool) -> Detokenizer | None:
         return None if self.target.tokenizer is None else Detokenizer(self.target.tokenizer, skip_special_tokens)

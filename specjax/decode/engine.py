@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.struct
@@ -41,6 +42,7 @@ from specjax.types import (
     STOP,
     UNFINISHED,
     BoundDrafter,
+    Calibration,
     Context,
     Controller,
     Counters,
@@ -79,6 +81,24 @@ class NoDraft(StatelessDrafter):
 
 
 @dataclasses.dataclass(frozen=True)
+class Idle(StatelessDrafter):
+    """A drafter that is not asked in this block: its state stays, and it sees what the block became."""
+
+    drafter: BoundDrafter
+    k: int = 0
+
+    @property
+    def reads(self) -> Reads:
+        return reads_of(self.drafter)
+
+    def draft(self, params: Params, target: TargetView, state: Any, context: Context) -> tuple[Draft, Any]:
+        return NoDraft().draft(params, target, state, context)
+
+    def commit(self, params: Params, state: Any, outcome: Outcome) -> Any:
+        return self.drafter.commit(params, state, outcome)
+
+
+@dataclasses.dataclass(frozen=True)
 class Engine:
     """The static half of a decoder: models, verifier and what else is compiled for."""
 
@@ -93,6 +113,14 @@ class Engine:
     tokens: TokenRows | None = None
     """The rows of the target's head that its own distribution is over; None: all."""
     controller: Controller | None = None
+
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        """The numbers of drafted tokens that a block is compiled for, ascending: what the controller asks for, or the
+        whole block alone. A tree is fed whole or not at all."""
+        rungs = getattr(self.controller, "rungs", ()) or (self.max_depth,)
+        chain = self.num_nodes == self.max_depth
+        return rungs if chain else tuple(sorted({min(rung, 1) * self.num_nodes for rung in rungs}))
 
     @property
     def num_nodes(self) -> int:
@@ -126,6 +154,7 @@ class EngineParams:
 
     target: Any
     drafter: Any
+    calibration: Calibration | None = None
 
 
 @flax.struct.dataclass
@@ -167,8 +196,52 @@ class Judged:
 
 def step(engine: Engine, params: EngineParams, state: DecodeState) -> DecodeState:
     """One block for every row: propose, feed, verify, commit (2211.17192, algorithm 1)."""
-    context = looked_at(engine, state)
+    block = plain_block if engine.rungs[-1] == 0 else drafted_block
+    return block(engine, params, state, chosen(engine, params, state))
+
+
+def drafted_block(
+    engine: Engine, params: EngineParams, state: DecodeState, limit: Int[Array, " B"] | None
+) -> DecodeState:
+    """A block with proposals, as long as the longest of them is: at the lowest of the engine's rungs that holds it."""
+    context = looked_at(engine, params, state, limit)
     draft, state = propose(engine, params, state, context)
+    rungs = engine.rungs
+
+    def judged(state: DecodeState, rung: int) -> DecodeState:
+        return judged_block(engine, params, state, *shortened(context, draft, rung))
+
+    if len(rungs) == 1:
+        return judged(state, rungs[0])
+    wanted = jnp.max(jnp.where(draft.valid & ~state.done[:, None], jnp.arange(1, engine.num_nodes + 1), 0))
+    for below, rung in zip((-1, *rungs), rungs, strict=False):
+        state = _if((below < wanted) & (wanted <= rung), functools.partial(judged, rung=rung), state)
+    return state
+
+
+def _if(condition: Bool[Array, ""], change: Callable[[DecodeState], DecodeState], state: DecodeState) -> DecodeState:
+    """``change(state)`` where the condition holds: a loop of one round or none, since a `cond` copies the caches."""
+
+    def once(carry):
+        return jnp.bool_(False), change(carry[1])
+
+    return jax.lax.while_loop(lambda carry: carry[0], once, (condition, state))[1]
+
+
+def plain_block(
+    engine: Engine, params: EngineParams, state: DecodeState, limit: Int[Array, " B"] | None
+) -> DecodeState:
+    """A block without proposals, which is a step of plain decoding."""
+    plain = dataclasses.replace(engine, drafter=Idle(engine.drafter))
+    context = looked_at(plain, params, state, limit)
+    draft, state = propose(plain, params, state, context)
+    return judged_block(plain, params, state, context, draft)
+
+
+def judged_block(
+    engine: Engine, params: EngineParams, state: DecodeState, context: Context, draft: Draft
+) -> DecodeState:
+    """The state after the target has seen what was drafted."""
     proposal = Proposal.of(context, draft)
     out = feed(engine.target, params.target, state.cache, proposal, engine.reads)
     judged = verify(engine, context, proposal, draft, out)
@@ -176,7 +249,31 @@ def step(engine: Engine, params: EngineParams, state: DecodeState) -> DecodeStat
     return observe(engine, params, state, context, out, judged, emitted)
 
 
-def looked_at(engine: Engine, state: DecodeState) -> Context:
+def shortened(context: Context, draft: Draft, nodes: int) -> tuple[Context, Draft]:
+    """The first ``nodes`` tokens of a chain, with their noise; a tree is as it is."""
+    if nodes == draft.tokens.shape[1] or draft.parents is not None:
+        return context, draft
+    if context.noise is not None:
+        context = dataclasses.replace(context, noise=context.noise.first(nodes))
+    # A rule that looks at the draft's distributions has nothing to look at in a block without tokens.
+    parts = {name: getattr(draft, name) for name in ("tokens", "valid", "logits", "finite")}
+    parts |= {} if nodes else {"logits": None, "finite": None}
+    return context, dataclasses.replace(draft, **{name: x if x is None else x[:, :nodes] for name, x in parts.items()})
+
+
+def chosen(engine: Engine, params: EngineParams, state: DecodeState) -> Int[Array, " B"] | None:
+    """The most tokens that the controller lets each row's next block propose, 0 in rows that are done."""
+    if engine.controller is None:
+        return None
+    context = looked_at(engine, params, state, None, noise=False)
+    limit = engine.controller.choose(state.controller, context)
+    deepest = min(engine.max_depth, engine.rungs[-1])  # a tree's rungs count nodes, of which there are more
+    return None if limit is None else jnp.where(state.done, 0, jnp.minimum(limit, deepest))
+
+
+def looked_at(
+    engine: Engine, params: EngineParams, state: DecodeState, limit: Int[Array, " B"] | None = None, noise: bool = True
+) -> Context:
     """The context of this block for draft, controller and transform."""
     return Context(
         state.tokens,
@@ -184,10 +281,13 @@ def looked_at(engine: Engine, state: DecodeState) -> Context:
         state.prompt_lengths,
         state.stop_ids,
         state.sampling,
-        None if engine.greedy else block_noise(engine, state),
+        block_noise(engine, state) if noise and not engine.greedy else None,
         engine.processor,
         engine.controller,
         state.controller,
+        limit,
+        params.calibration,
+        ~state.done,
     )
 
 
@@ -201,8 +301,7 @@ def block_noise(engine: Engine, state: DecodeState) -> Noise | CoupledNoise:
 def propose(engine: Engine, params: EngineParams, state: DecodeState, context: Context) -> tuple[Draft, DecodeState]:
     """The drafter's proposal, as deep as the controller lets it. Raises `ConfigError` for a tree that the verifier does
     not take: as a chain, it would be judged wrongly."""
-    controller, drafter = engine.controller, engine.drafter
-    limit = None if controller is None else controller.choose(state.controller, context)
+    drafter, limit = engine.drafter, context.limit
     keys_values = state.cache.view(engine.reads.kv_layers) if engine.reads.kv_layers else ()
     view = TargetView(params.target, keys_values, context.lengths - 1)
     draft, drafter_state = drafter.draft(params.drafter, view, state.drafter, context)
@@ -279,12 +378,17 @@ def commit(state: DecodeState, proposal: Proposal, judged: Judged, cache: Any) -
 
     position = jnp.arange(1, depth + 1, dtype=jnp.int32)[None]
     was_proposed = active[:, None] & (offered[:, None] >= position)
+    deepest = state.counters.drafted_at.shape[1]
+
+    def padded(counts: Bool[Array, "B D"]) -> Bool[Array, "B K"]:
+        return jnp.pad(counts, ((0, 0), (0, deepest - depth)))
+
     seen = Counters(
         blocks=active,
         emitted=emitted,
-        drafted_at=was_proposed,
-        reached_at=was_proposed & (n[:, None] >= position - 1),
-        accepted_at=active[:, None] & (n[:, None] >= position),
+        drafted_at=padded(was_proposed),
+        reached_at=padded(was_proposed & (n[:, None] >= position - 1)),
+        accepted_at=padded(active[:, None] & (n[:, None] >= position)),
         invalid_drafts=active & finite.drafter_failed,
     )
     if judged.verdict.path is not None:
@@ -396,7 +500,30 @@ def compiled_chunk(engine: Engine):
             count, state = carry
             return count + 1, step(engine, params, state)
 
-        final = jax.lax.while_loop(unfinished, body, (jnp.int32(0), cache_lib.fold(state)))[1]
+        def body_of_rungs(carry):
+            """Runs of plain blocks, and of others: apart, since what is not done must cost nothing."""
+
+            def going(plain):
+                return lambda carry: unfinished(carry[0]) & (jnp.all(carry[1] == 0) == plain)
+
+            def going_on(block):
+                def more(carry):
+                    (count, state), limit = carry
+                    state = block(engine, params, state, limit)
+                    return (count + 1, state), limit_of(state)
+
+                return more
+
+            carry = carry, limit_of(carry[1])
+            carry = jax.lax.while_loop(going(True), going_on(plain_block), carry)
+            return jax.lax.while_loop(going(False), going_on(drafted_block), carry)[0]
+
+        def limit_of(state):
+            return chosen(engine, params, state)
+
+        rungs = engine.rungs
+        loop = body_of_rungs if engine.rungs and rungs[0] == 0 else body
+        final = jax.lax.while_loop(unfinished, loop, (jnp.int32(0), cache_lib.fold(state)))[1]
         return cache_lib.unfold(final, len(state.lengths))
 
     return jax.jit(chunk, donate_argnames="state", compiler_options=backend.compiler_options(decoding=True))

@@ -15,11 +15,12 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Int, Key
 from pydantic import Field
 
-from specjax import sampling
 from specjax.drafters.base import TrainedDrafter
+from specjax.drafters.one_by_one import one_by_one
+from specjax.models import cache as cache_lib
 from specjax.models.sharding import sharding_of
 from specjax.models.training import training_model
 from specjax.models.transformer import Model
@@ -96,13 +97,15 @@ class DraftModel:
         return Bound(BoundDraftModel(spec, self.k), layout.params)
 
 
-class Proposed(NamedTuple):
-    """A draft token: whether the draft's own logits are a distribution's, what it was drawn from (None without noise),
-    and the rows that stop before it (None: nobody)."""
+_PIECE = 32
+"""Tokens that a draft which was not asked for a while reads at a time."""
 
-    finite: Bool[Array, " B"]
-    logits: Float[Array, "B V"] | None
-    stops: Bool[Array, " B"] | None
+
+class Consumed(NamedTuple):
+    """A draft's cache, and how many of each row's tokens it holds the right keys and values of."""
+
+    cache: Any
+    lengths: Int[Array, " B"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,51 +119,72 @@ class BoundDraftModel:
     def max_positions(self) -> int:
         return self.model.config.max_positions
 
-    def init(self, batch: int, num_slots: int) -> Any:
-        return self.model.init_cache(batch, num_slots)
+    def init(self, batch: int, num_slots: int) -> Consumed:
+        return Consumed(self.model.init_cache(batch, num_slots), jnp.zeros((batch,), jnp.int32))
 
     def extend(
         self,
         params: Params,
-        state: Any,
+        state: Consumed,
         tokens: Int[Array, "B T"],
         lengths: Int[Array, " B"],
         target_out: Output | None,
         start: Int[Array, " B"] | None = None,
-    ) -> Any:
+    ) -> Consumed:
         """``start``: where the tokens stand in their rows; None: at the beginning."""
         slots = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
         slots = slots if start is None else start[:, None] + slots
-        return self.model(params, tokens, slots, slots, state).cache
+        ends = lengths if start is None else start + lengths
+        cache = self.model(params, tokens, slots, slots, state.cache).cache
+        return Consumed(cache, jnp.where(lengths > 0, ends, state.lengths))
 
-    def draft(self, params: Params, target: TargetView, state: Any, context: Context) -> tuple[Draft, Any]:
+    def draft(self, params: Params, target: TargetView, state: Consumed, context: Context) -> tuple[Draft, Consumed]:
         """The first pass feeds the last two committed tokens: after a full acceptance the cache has not seen the last
-        accepted one (x_K was proposed, never fed), and feeding it again otherwise changes nothing."""
+        accepted one (x_K was proposed, never fed), and feeding it again otherwise changes nothing. Rows that were
+        longer without a draft are caught up with before."""
+        if context.limit is not None:
+            state = self._caught_up(params, state, context)
         start = jnp.maximum(context.lengths - 2, 0)
         slots = start[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
         fed = jnp.take_along_axis(context.tokens, slots, axis=1)
         newest = (context.lengths - 1 - start)[:, None]
-        out = self.model(params, fed, slots, slots, state, rows=newest)
-        tokens, first = propose(out.logits, context, jnp.zeros((len(start), self.k), jnp.int32), 0)
+        out = self.model(params, fed, slots, slots, state.cache, rows=newest)
 
-        def step(carry, _):
-            cache, tokens, offset = carry
-            newest = jnp.full((len(start), 1), offset - 1)
-            token = jnp.take_along_axis(tokens, newest, axis=1)
+        def feed(cache: Any, token: Int[Array, "B 1"], offset: Int[Array, ""]) -> tuple[Any, Any]:
             slot = (context.lengths - 1)[:, None] + offset
             out = self.model(params, token, slot, slot, cache)
-            tokens, proposed = propose(out.logits, context, tokens, offset)
-            return (out.cache, tokens, offset + 1), proposed
+            return out.logits, out.cache
 
-        # The offset is carried: read from an array of offsets, its slice shared a fusion with one made of a gather, and
-        # XLA on CPU (jax 0.10) gave both the same name when their numbers happened to be equal.
-        carry = (out.cache, tokens, jnp.int32(1))
-        (cache, tokens, _), rest = jax.lax.scan(step, carry, length=self.k - 1)
-        return chain(tokens, jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, rest)), cache
+        root = jnp.take_along_axis(fed, newest, axis=1)
+        draft, cache, passes = one_by_one(feed, out.cache, root, context, self.k, out.logits)
+        behind = _behind(state, context)
+        return draft, Consumed(cache, jnp.where(behind, state.lengths, context.lengths - 1 + passes))
 
-    def commit(self, params: Params, state: Any, outcome: Outcome) -> Any:
-        # Slots past the accepted prefix are stale: masked by length, then overwritten.
-        return state
+    def _caught_up(self, params: Params, state: Consumed, context: Context) -> Consumed:
+        """With what was committed without a draft, of the rows that want one."""
+        width = min(_PIECE, cache_lib.num_slots(state.cache))
+
+        def wanting(state: Consumed) -> Bool[Array, " B"]:
+            return (context.limit > 0) & _behind(state, context)
+
+        def piece(state: Consumed) -> Consumed:
+            # At the cache's end what is there is written once more, since a write is clamped to it.
+            start = jnp.minimum(state.lengths, cache_lib.num_slots(state.cache) - width)
+            tokens = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, width))(context.tokens, start)
+            counted = jnp.where(wanting(state), jnp.minimum(context.lengths - 1 - start, width), 0)
+            return self.extend(params, state, tokens, counted, None, start)
+
+        return jax.lax.while_loop(lambda state: jnp.any(wanting(state)), piece, state)
+
+    def commit(self, params: Params, state: Consumed, outcome: Outcome) -> Consumed:
+        """Slots past the accepted prefix are stale: masked by length, then overwritten."""
+        right = outcome.context.lengths + outcome.verdict.num_accepted
+        return state._replace(lengths=jnp.minimum(state.lengths, right))
+
+
+def _behind(state: Consumed, context: Context) -> Bool[Array, " B"]:
+    """Rows of which more is missing than the first pass of a block feeds."""
+    return state.lengths < context.lengths - 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,29 +232,3 @@ class TrainedDraftModel(TrainedDrafter):
         from specjax.models.weights import narrowest
 
         save_model(self.to_model(params, target, name), directory, dtype=narrowest(params), overwrite=True, card=card)
-
-
-def propose(
-    raw: Float[Array, "B 1 W"], context: Context, tokens: Int[Array, "B K"], offset: int | Int[Array, ""]
-) -> tuple[Int[Array, "B K"], Proposed]:
-    """``tokens`` with the one at ``offset`` drawn from the draft's own logits ``raw``."""
-    transform = sampling.process if context.noise is None else sampling.transform
-    logits = transform(_over(raw, context.sampling.bias.shape[1]), context, tokens, offset)[:, 0]
-    noise = None if context.noise is None else context.noise.draft(offset)
-    drawn = sampling.draw(logits, noise)[:, None]
-    tokens = jax.lax.dynamic_update_slice_in_dim(tokens, drawn, offset, axis=1)
-    finite = sampling.has_distribution(raw)[:, 0]
-    return tokens, Proposed(finite, None if noise is None else logits, context.stop(logits, offset))
-
-
-def chain(tokens: Int[Array, "B K"], found: Proposed) -> Draft:
-    """The block of ``tokens``; ``found``: what `propose` said of each, ``[K, ...]``."""
-    found = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
-    valid = jnp.ones(tokens.shape, bool) if found.stops is None else jnp.cumsum(found.stops, axis=1) == 0
-    return Draft(tokens, valid, logits=found.logits, finite=found.finite)
-
-
-def _over(logits: Float[Array, "B R W"], size: int) -> Float[Array, "B R V"]:
-    """Over the target's ``size`` ids: a row that only one of the two models has is padding, and is never drafted."""
-    missing = max(size - logits.shape[-1], 0)
-    return jnp.pad(logits[..., :size], ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)

@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from pydantic import Field
 
 from specjax.drafters.base import StatelessDrafter, TrainedDrafter
-from specjax.drafters.draft_model import chain, propose
+from specjax.drafters.one_by_one import one_by_one
 from specjax.errors import ConfigError, ModelError
 from specjax.models import hf
 from specjax.models.cache import Layer
@@ -171,22 +171,16 @@ class BoundGlide(StatelessDrafter):
         slots = jnp.arange(layers[0].keys.shape[-2], dtype=jnp.int32)[None, None]
         verified = slots < target.lengths[:, None, None]
 
-        def step(carry, _):
-            blocks, tokens, newest, depth = carry
+        def feed(blocks, newest, depth):
             positions = root + depth
             seen = _through(self.glide.windows, verified, positions, slots)
             each = zip(layers, self.glide.windows, blocks, strict=True)
             readings = [Reading(layer, seen[window], own, depth) for layer, window, own in each]
             final, blocks = self.glide(params, newest, positions, readings)
-            logits = self.glide.model.head(params, final)
-            tokens, proposed = propose(logits, context, tokens, depth)
-            newest = jax.lax.dynamic_slice_in_dim(tokens, depth, 1, axis=1)
-            return (blocks, tokens, newest, depth + 1), proposed
+            return self.glide.model.head(params, final), blocks
 
-        tokens = jnp.zeros((batch, self.k), jnp.int32)
-        carry = (self.glide.blocks(batch, 1, self.k), tokens, newest, jnp.int32(0))
-        (_, tokens, _, _), found = jax.lax.scan(step, carry, length=self.k)
-        return chain(tokens, found), state
+        draft, *_ = one_by_one(feed, self.glide.blocks(batch, 1, self.k), newest, context, self.k)
+        return draft, state
 
 
 def _through(

@@ -170,7 +170,7 @@ def _parts(engines: Sequence[Engine], states: Sequence[DecodeState], draft: bool
 
     def draft_itself(params, lengths, state):
         state = dataclasses.replace(state, lengths=lengths)
-        draft, state = propose(engine, params, state, looked_at(engine, state))
+        draft, state = propose(engine, params, state, looked_at(engine, params, state))
         drawn = draft.tokens.astype(jnp.float32) if draft.logits is None else draft.logits
         return (dataclasses.replace(state, tokens=_depend(state.tokens, drawn)),)
 

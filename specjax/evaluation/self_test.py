@@ -202,7 +202,7 @@ def _differences(
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _drafted(engine: Engine, params: EngineParams, state: DecodeState, shift: int) -> Draft:
-    context = looked_at(engine, state)
+    context = looked_at(engine, params, state)
     if not shift:
         return propose(engine, params, state, context)[0]
     view = TargetView(params.target, state.cache.view(engine.reads.kv_layers), context.lengths - 1 + shift)

@@ -336,7 +336,7 @@ def test_the_drafts_decode_path_gives_its_training_logits(pair):
         noise = sampling.fresh_noise(jnp.zeros((2, 2), jnp.uint32), lengths, 3)
         for start in range(1, length + 1):  # feed everything committed so far, as prefill and earlier blocks would
             at = jnp.full((2, 1), start - 1, jnp.int32)
-            state = feed(draft.params, tokens[:, start - 1 : start], at, at, state).cache
+            state = state._replace(cache=feed(draft.params, tokens[:, start - 1 : start], at, at, state.cache).cache)
         seen = context(tokens, lengths, neutral_sampling(2, 61), noise)
         block, state = propose(draft.params, TargetView({}), state, seen)
         want = train_logits(jnp.concatenate([tokens[:, :length], block.tokens], axis=1))

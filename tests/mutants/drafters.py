@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import sampling
-from specjax.drafters import draft_model
+from specjax.drafters import one_by_one
 from specjax.drafters.draft_model import BoundDraftModel
 from specjax.drafters.ngram import NGram
 from specjax.models.cache import Layer
@@ -27,7 +27,7 @@ PARAMETER_LAW = test_lossless.test_every_sampling_parameter_has_the_distribution
 
 def proposed(patch: Patch, change: Callable[..., tuple]) -> None:
     """Replaces a proposal by ``change(real, raw, context, tokens, offset)``."""
-    patch.setattr(draft_model, "propose", functools.partial(change, draft_model.propose))
+    patch.setattr(one_by_one, "propose", functools.partial(change, one_by_one.propose))
 
 
 def reported(proposed, logits):
@@ -41,14 +41,14 @@ def draft_cache_misses_the_last_accepted_token(patch):
     def mutated(self, params, target, state, context):
         slot, distributions = (context.lengths - 1)[:, None], []
         tokens = jnp.zeros((len(slot), self.k), jnp.int32)
-        newest = jnp.take_along_axis(context.tokens, slot, axis=1)
+        newest, cache = jnp.take_along_axis(context.tokens, slot, axis=1), state.cache
         for offset in range(self.k):
-            out = self.model(params, newest, slot + offset, slot + offset, state)
-            tokens, proposed = draft_model.propose(out.logits, context, tokens, offset)
-            newest, state = tokens[:, offset : offset + 1], out.cache
+            out = self.model(params, newest, slot + offset, slot + offset, cache)
+            tokens, proposed = one_by_one.propose(out.logits, context, tokens, offset)
+            newest, cache = tokens[:, offset : offset + 1], out.cache
             distributions.append(proposed.logits)
         logits = None if context.noise is None else jnp.stack(distributions, axis=1)
-        return Draft(tokens, jnp.ones(tokens.shape, bool), logits), state
+        return Draft(tokens, jnp.ones(tokens.shape, bool), logits), state._replace(cache=cache)
 
     patch.setattr(BoundDraftModel, "draft", mutated)
 
@@ -60,10 +60,10 @@ def draft_cache_keeps_rejected_drafts(patch):
     def make(real):
         def mutated(self, params, target, state, context):
             draft, new = real(self, params, target, state, context)
-            (keys, positions), (new_keys, new_positions) = state.layers[0], new.layers[0]
+            (keys, positions), (new_keys, new_positions) = state.cache.layers[0], new.cache.layers[0]
             written = positions < 1e5
             kept = jnp.where(written[..., 0, :, None], keys, new_keys), jnp.where(written, positions, new_positions)
-            return draft, dataclasses.replace(new, layers=(Layer(*kept),))
+            return draft, new._replace(cache=dataclasses.replace(new.cache, layers=(Layer(*kept),)))
 
         return mutated
 

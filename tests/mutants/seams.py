@@ -88,6 +88,7 @@ def the_view_of_the_cache_shows_the_root_too(patch):
 @mutant("length", test_seams.test_a_fixed_length_is_that_of_a_shorter_drafter, lossless=True)
 def the_chosen_length_is_ignored(patch):
     patch.setattr("specjax.controllers.fixed.Fixed.choose", lambda self, state, context: None)
+    patch.setattr("specjax.controllers.fixed.Fixed.rungs", ())
 
 
 @mutant("length", CHANGING, drafter="tree", mode="greedy", lossless=True)

@@ -1,0 +1,72 @@
+"""What a controller weighs with: measured, with the very program that decodes, or, before anything is, a guess from the
+bytes that a draft's pass and a target's read. The guess is the same in every run, so what it leads to can be repeated
+anywhere.
+
+Dims: K places, K1 = K + 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax import backend
+from specjax.decode.engine import NO_LIMIT, Engine, EngineParams, compiled_chunk
+from specjax.types import Calibration, DecodeState
+
+_ACCEPTANCE = 0.7
+"""Of a proposal, before there is evidence: about what an untuned draft reaches."""
+
+
+def guessed(target_params: Any, drafter_params: Any, depth: int) -> Calibration:
+    """Of blocks of up to ``depth`` proposals: in passes of the target over one token, what the drafts' passes read, and
+    what every token more is worth on this kind of device."""
+    draft = _read(drafter_params) / max(_read(target_params), 1)
+    seconds: Any = 1.0 + np.arange(depth + 1, dtype=np.float32) * np.float32(draft + backend.token_share())
+    acceptance: Any = np.full((depth,), _ACCEPTANCE, np.float32)
+    return Calibration(seconds, acceptance)
+
+
+def _read(params: Any) -> int:
+    """Bytes of all that a pass multiplies with: an embedding that is no head too is only looked up."""
+    looked_up = params["embedding"].nbytes if isinstance(params, dict) and {"embedding", "head"} <= params.keys() else 0
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - looked_up
+
+
+def measured(
+    engine: Engine, params: EngineParams, prefilled: Callable[[EngineParams], DecodeState], blocks: int, turns: int
+) -> Calibration:
+    """Of the engine's lengths, which take turns: medians over ``turns`` of ``blocks`` blocks after ``prefilled``, a
+    state with room for them; between the lengths, on straight lines. Nothing is compiled for it: a calibration in which
+    all lengths but one cost infinitely much makes the program keep to that one."""
+    chunk, depth, rungs = compiled_chunk(engine), engine.max_depth, engine.rungs
+    seconds: dict[int, list[float]] = {rung: [] for rung in rungs}
+    reached, accepted = np.zeros(depth), np.zeros(depth)
+    for turn in range(turns + 1):
+        for rung, found in seconds.items():
+            only = dataclasses.replace(params, calibration=_only(rung, depth))
+            state = jax.block_until_ready(prefilled(only))
+            start = time.perf_counter()
+            state = jax.block_until_ready(chunk(only, state, np.int32(blocks), np.int32(NO_LIMIT)))
+            counters = jax.device_get(state.counters)
+            if turn:  # the first one also compiles, or reads what is cold
+                found.append((time.perf_counter() - start) / max(int(counters.blocks.max()), 1))
+            reached += counters.reached_at.sum(0)
+            accepted += counters.accepted_at.sum(0)
+    medians = [float(np.median(found)) for found in seconds.values()]
+    at: Any = np.interp(np.arange(depth + 1), rungs, medians).astype(np.float32)
+    # A place that was seldom reached says what the others do.
+    overall = (accepted.sum() + 1) / (reached.sum() + 2)
+    chances: Any = ((accepted + 4 * overall) / (reached + 4)).astype(np.float32)
+    return Calibration(at, chances)
+
+
+def _only(rung: int, depth: int) -> Calibration:
+    seconds: Any = np.where(np.arange(depth + 1) == rung, 1.0, np.inf).astype(np.float32)
+    acceptance: Any = np.full((depth,), 0.5, np.float32)
+    return Calibration(seconds, acceptance)

@@ -1,0 +1,109 @@
+"""A block that is drafted one token after the other: the loop of every drafter whose next token depends on the one
+before. It makes as many passes as somebody may still want a token of, and no more.
+
+Dims: B rows, K draft length, V vocabulary, W logits of the draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax import sampling
+from specjax.types import Context, Draft
+
+Feed = Callable[[Any, Int[Array, "B 1"], Int[Array, ""]], tuple[Float[Array, "B 1 W"], Any]]
+"""``(state, newest, offset) -> (logits, state)``: the draft's pass over the newest token of each row, the root or the
+token drafted at ``offset - 1``; its logits are those of the token at ``offset``."""
+
+
+class Proposed(NamedTuple):
+    """A draft token: whether the draft's own logits are a distribution's, what it was drawn from (None without noise),
+    and the rows that stop before it (None: nobody)."""
+
+    finite: Bool[Array, " B"]
+    logits: Float[Array, "B V"] | None
+    stops: Bool[Array, " B"] | None
+
+
+def propose(
+    raw: Float[Array, "B 1 W"], context: Context, tokens: Int[Array, "B K"], offset: int | Int[Array, ""]
+) -> tuple[Int[Array, "B K"], Proposed]:
+    """``tokens`` with the one at ``offset`` drawn from the draft's own logits ``raw``."""
+    transform = sampling.process if context.noise is None else sampling.transform
+    logits = transform(_over(raw, context.sampling.bias.shape[1]), context, tokens, offset)[:, 0]
+    noise = None if context.noise is None else context.noise.draft(offset)
+    drawn = sampling.draw(logits, noise)[:, None]
+    tokens = jax.lax.dynamic_update_slice_in_dim(tokens, drawn, offset, axis=1)
+    finite = sampling.has_distribution(raw)[:, 0]
+    return tokens, Proposed(finite, None if noise is None else logits, context.stop(logits, offset))
+
+
+class Block(NamedTuple):
+    """A block in the making. ``newest``: the token to feed; ``going``: rows that may still propose; ``found``: what was
+    said of each token, ``[K, ...]``."""
+
+    offset: Int[Array, ""]
+    newest: Int[Array, "B 1"]
+    tokens: Int[Array, "B K"]
+    valid: Bool[Array, "K B"]
+    going: Bool[Array, " B"]
+    found: Proposed
+
+
+def one_by_one(
+    feed: Feed, state: Any, root: Int[Array, "B 1"], context: Context, k: int, first: Any = None
+) -> tuple[Draft, Any, Int[Array, ""]]:
+    """A block of ``k`` tokens after ``root``, as deep as `Context.limit` and `Context.stop` let each row go. ``first``:
+    the logits of the root's pass, where it is unlike the others and has been made.
+
+    Returns the block, the state after the last pass, and how many passes there were; the token that the last one gave
+    was not fed.
+    """
+    batch = len(context.lengths)
+    tokens = jnp.zeros((batch, k), jnp.int32)
+    raw = jax.eval_shape(feed, state, root, jnp.int32(0))[0] if first is None else first
+    kinds = jax.eval_shape(lambda raw: propose(raw, context, tokens, 0)[1], raw)
+    bounded = context.limit is not None or kinds.stops is not None
+    limit = jnp.full((batch,), k, jnp.int32) if context.limit is None else context.limit
+
+    def drawn(block: Block, raw: Float[Array, "B 1 W"]) -> Block:
+        offset = block.offset
+        tokens, proposed = propose(raw, context, block.tokens, offset)
+        going = block.going if proposed.stops is None else block.going & ~proposed.stops
+        valid = block.valid.at[offset].set(going) if bounded else block.valid
+        found = jax.tree.map(lambda old, new: old.at[offset].set(new), block.found, proposed._replace(stops=None))
+        newest = jax.lax.dynamic_slice_in_dim(tokens, offset, 1, axis=1)
+        return Block(offset + 1, newest, tokens, valid, going & (offset + 1 < limit) if bounded else going, found)
+
+    def unfinished(carry: tuple[Block, Any]) -> Bool[Array, ""]:
+        block, _ = carry
+        return (block.offset < k) & jnp.any(block.going) if bounded else block.offset < k
+
+    def step(carry: tuple[Block, Any]) -> tuple[Block, Any]:
+        block, state = carry
+        raw, state = feed(state, block.newest, block.offset)
+        return drawn(block, raw), state
+
+    found = jax.tree.map(lambda x: jnp.zeros((k, *x.shape), x.dtype), kinds._replace(stops=None))
+    valid = jnp.full((k, batch), not bounded)
+    # The offset is carried: read from an array of offsets, its slice shared a fusion with one made of a gather, and
+    # XLA on CPU (jax 0.10) gave both the same name when their numbers happened to be equal.
+    block = Block(jnp.int32(0), root, tokens, valid, limit > 0, found)
+    if first is not None:
+        block = drawn(block, first)
+    block, state = jax.lax.while_loop(unfinished, step, (block, state))
+    found, valid = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), (block.found, block.valid))
+    # What nobody drafted is missed by nobody.
+    finite = found.finite | ~valid if bounded else found.finite
+    return Draft(block.tokens, valid, logits=found.logits, finite=finite), state, block.offset
+
+
+def _over(logits: Float[Array, "B R W"], size: int) -> Float[Array, "B R V"]:
+    """Over the target's ``size`` ids: a row that only one of the two models has is padding, and is never drafted."""
+    missing = max(size - logits.shape[-1], 0)
+    return jnp.pad(logits[..., :size], ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)

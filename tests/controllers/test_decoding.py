@@ -1,0 +1,162 @@
+"""Each controller in the compiled loop: the output is that of plain decoding, whatever it chooses, and it chooses what
+its calibration makes the best."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import registry
+from specjax.controllers.confidence import Confidence
+from specjax.controllers.ladder import Ladder
+from specjax.controllers.survival import Survival
+from specjax.decode.decoder import Decoder
+from specjax.decode.engine import compiled_chunk
+from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.ngram import NGram
+from specjax.evaluation.costs import count_compiles
+from specjax.testing.inhabitants import HiddenReader
+from specjax.testing.toys import exact_distribution, prefix_model, related
+from specjax.types import Calibration
+from tests.cases import in_proof, transformer
+from tests.decode import distributions, test_lossless
+
+TARGET = prefix_model(0, vocab_size=5, eos_ids=(4,))
+DRAFT = related(TARGET, 1, 0.5)
+PROMPTS = [[1], [1, 2, 3], [3, 1, 2, 0, 2], [2] * 9]
+OPTIONS: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
+QUICK = {"decay": 0.6, "trust": 1.0, "margin": 0.0, "probe": 3}
+CONTROLLERS: dict[str, Any] = {
+    "ladder": Ladder(**QUICK),
+    "survival": Survival(**QUICK),
+    "budgeted": {"kind": "budgeted", **QUICK},
+    "confidence": Confidence(0.5),
+}
+DRAFTERS = {"draft": DraftModel(DRAFT, 5), "ngram": NGram(5, 3, 1), "hidden": HiddenReader(3)}
+MODES = {"greedy": ("speculative", 0.0), "coupled": ("coupled", 1.0)}
+
+
+def of(stats, name):
+    return np.asarray([getattr(row, name) for row in stats])
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("drafter", ["draft", "ngram", in_proof("hidden")])
+@pytest.mark.parametrize("controller", list(CONTROLLERS))
+def test_no_choice_of_a_length_changes_a_token(controller, drafter, mode):
+    verifier, temperature = MODES[mode]
+    decoder = Decoder(TARGET, DRAFTERS[drafter], verifier, CONTROLLERS[controller])
+    found = decoder.generate(PROMPTS, **OPTIONS, temperature=temperature)
+    plain = Decoder(TARGET, None, verifier).generate(PROMPTS, **OPTIONS, temperature=temperature)
+    assert found.tokens == plain.tokens
+    assert of(found.stats, "accepted").sum() > 0
+
+
+def forced(decoder: Decoder, greedy: bool, rows: int, seconds) -> None:
+    """As if blocks had been measured to cost so much."""
+    acceptance = np.full(len(seconds) - 1, 0.7, np.float32)
+    decoder._calibrations[greedy, rows] = Calibration(np.asarray(seconds, np.float32), acceptance)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 4, 5])
+def test_the_only_length_that_can_be_paid_is_chosen_and_drafted_no_further(k):
+    decoder = Decoder(TARGET, DRAFTERS["draft"], controller=Ladder(**QUICK))
+    seconds = np.where(np.arange(6) == k, 1.0, np.inf)
+    forced(decoder, True, 4, seconds)
+    found = decoder.generate(PROMPTS, **OPTIONS, temperature=0.0)
+    for stats in found.stats:
+        assert stats.drafted_at == (stats.blocks,) * k + (0,) * (5 - k)
+    short = Decoder(TARGET, DraftModel(DRAFT, k)) if k else Decoder(TARGET)
+    same = short.generate(PROMPTS, **OPTIONS, temperature=0.0)
+    assert [stats.blocks for stats in found.stats] == [stats.blocks for stats in same.stats]
+    assert [stats.accepted for stats in found.stats] == [stats.accepted for stats in same.stats]
+
+
+@pytest.mark.parametrize("controller", [Ladder(probe=4, longest_wait=8), Survival(probe=4, longest_wait=8)])
+def test_a_draft_that_does_not_pay_is_left_and_looked_at_rarely(controller):
+    """Even one that equals its target: each of its tokens costs more than the pass that it saves."""
+    decoder = Decoder(TARGET, DraftModel(TARGET, 3), controller=controller)
+    forced(decoder, True, 4, [1.0, 2.5, 4.0, 5.5])
+    found = decoder.generate(PROMPTS, **OPTIONS, temperature=0.0)
+    for stats in found.stats:
+        assert 0 < stats.drafted_at[0] < stats.blocks
+        assert stats.drafted_at[1] == 0
+
+
+def test_a_draft_that_was_left_has_read_everything_when_it_comes_back():
+    """A draft that equals its target is accepted after any pause, of which some are longer than a piece."""
+    decoder = Decoder(TARGET, DraftModel(TARGET, 2), controller=Ladder(ks=(0, 1, 2), probe=40, longest_wait=80))
+    forced(decoder, True, 4, [1.0, 1.99, 9.0])  # of one draft, kept or not
+    calibration = decoder._calibrations[True, 4]
+    doubtful = dataclasses.replace(calibration, acceptance=np.full(2, 0.2, np.float32))
+    decoder._calibrations[True, 4] = doubtful
+    found = decoder.generate(PROMPTS, max_new_tokens=150, ignore_eos=True, temperature=0.0)
+    for stats in found.stats:
+        assert stats.blocks > 40
+        assert stats.accepted == stats.drafted > 5
+
+
+def test_rows_of_survival_choose_for_themselves_and_replay_alone():
+    decoder = Decoder(TARGET, DRAFTERS["draft"], controller=CONTROLLERS["survival"])
+    together = decoder.generate(PROMPTS, **OPTIONS, temperature=1.0)
+    assert len({stats.drafted for stats in together.stats}) > 1
+    for i, prompt in enumerate(PROMPTS):
+        alone = decoder.generate([prompt], **OPTIONS, temperature=1.0, seed=[together.seeds[i]])
+        assert alone.tokens[0] == together.tokens[i]
+        assert alone.stats[0] == together.stats[i]
+
+
+def test_calibrating_compiles_nothing_that_decoding_does_not_and_decoding_nothing_after_it():
+    target = transformer(0)
+    draft = dataclasses.replace(target, params=target.params)
+    decoder = Decoder(target, DraftModel(draft, 4), controller="ladder")
+    prompts = [[1, 2, 3], [4, 5]]
+    decoder.compile(prompts, max_new_tokens=100, temperature=0.0)
+    with count_compiles() as count:
+        found = decoder.calibrate(prompts, blocks=8, turns=1, temperature=0.0)
+        decoder.generate(prompts, max_new_tokens=100, temperature=0.0)
+        decoder.generate([[7] * 9, [1]], max_new_tokens=30, temperature=0.0)
+    assert count.programs == 0
+    assert found is not None
+    assert found.seconds.shape == (5,)
+    assert np.all(np.isfinite(found.seconds))
+    assert np.all(np.asarray(found.seconds) > 0)
+    assert np.all(np.asarray(found.acceptance) > 0.8), "it equals its target"
+
+
+def test_no_cache_is_copied_by_the_choice_of_a_length():
+    target = transformer(0)
+    decoder = Decoder(target, DraftModel(transformer(1), 3), controller="ladder")
+    assert copies(decoder) == 0
+
+
+def copies(decoder: Decoder) -> int:
+    import math
+    import re
+
+    state = decoder.prefilled([[1, 2, 3]] * 3, max_new_tokens=20, temperature=0.0)
+    engine, params = decoder.engine(True, 4)
+    text: Any = compiled_chunk(engine).lower(params, state, jnp.int32(100)).compile().as_text()
+    sizes = {x.size for layer in state.cache.layers for x in (layer.keys, layer.values)}
+    found = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", text)
+    return sum(math.prod(map(int, shape.split(","))) in sizes for shape in found)
+
+
+@pytest.mark.parametrize("verifier", ["block", in_proof("speculative")])
+@pytest.mark.parametrize("controller", [in_proof("ladder"), "survival", in_proof("confidence"), in_proof("budgeted")])
+def test_the_distribution_of_three_tokens(controller, verifier):
+    """Of the compiled loop; every choice is enumerated in test_exact.py."""
+    decoder = Decoder(test_lossless.TARGET, test_lossless.DRAFTERS["k2"], verifier, CONTROLLERS[controller])
+    counts = distributions.decode_counts(decoder, test_lossless.PROMPT, 3, calls=distributions.SMOKE_CALLS)
+    distribution = exact_distribution(test_lossless.TARGET, test_lossless.PROMPT, 3)
+    assert distributions.p_value(counts, distribution) > distributions.SMOKE_LEVEL
+
+
+def test_every_registered_controller_is_decoded_with():
+    assert {c["kind"] if isinstance(c, dict) else c.kind for c in CONTROLLERS.values()} == {*registry.CONTROLLERS} - {
+        "fixed"
+    }
