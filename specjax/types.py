@@ -276,7 +276,7 @@ class DecodeState:
 
     tokens: Int[Array, "B L"]
     origin: Int[Array, "B L"]
-    """Origin of each token, an index into `ORIGINS`."""
+    """Where each token comes from: an index into `ORIGINS`, plus ``len(ORIGINS)`` times how much its block proposed."""
     lengths: Int[Array, " B"]
     prompt_lengths: Int[Array, " B"]
     budget: Int[Array, " B"]

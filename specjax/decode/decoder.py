@@ -31,7 +31,7 @@ from specjax.decode.engine import (
     num_nodes,
 )
 from specjax.decode.request import Batch, Prompt, SamplingOptions
-from specjax.decode.result import Event, GenerationResult, finish_reason, origin_names, pieces_of, stats_by_row
+from specjax.decode.result import Event, GenerationResult, finish_reason, origin_names, pieces_of, proposals, stats_by_row
 from specjax.decode.scheduler import Scheduler, without_caches
 from specjax.decode.text import Cut, Detokenizer, RowText
 from specjax.errors import DataError
@@ -365,6 +365,7 @@ class Decoder:
             tokens=tokens,
             text=texts,
             origins=[origin_names(host.origin[i, span]) for i, span in zip(rows, spans, strict=True)],
+            proposals=[proposals(host.origin[i, span]) for i, span in zip(rows, spans, strict=True)],
             stats=stats_by_row(host.counters)[: len(rows)],
             seeds=run.batch.seeds,
             verifier=run.engine.verifier.kind,

@@ -39,6 +39,7 @@ from specjax.types import (
     INVALID_LOGITS,
     LENGTH,
     NOTHING,
+    ORIGINS,
     STOP,
     UNFINISHED,
     BoundDrafter,
@@ -361,7 +362,7 @@ def commit(state: DecodeState, proposal: Proposal, judged: Judged, cache: Any) -
     index = jnp.arange(depth + 1, dtype=jnp.int32)[None]
     offered = proposal.offered(judged.draft.valid)
     own_origin = jnp.where(followed.rejected, jnp.int32(CORRECTED), BONUS)
-    origin = jnp.where(index == n[:, None], own_origin[:, None], ACCEPTED)
+    origin = jnp.where(index == n[:, None], own_origin[:, None], ACCEPTED) + len(ORIGINS) * offered[:, None]
 
     stops = jnp.any(followed.tokens[:, :, None] == state.stop_ids[:, None, :], axis=2) & (index <= n[:, None])
     first_stop = jnp.min(jnp.where(stops, index, depth + 1), axis=1)

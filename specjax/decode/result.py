@@ -13,7 +13,7 @@ import numpy as np
 from specjax.decode.text import Detokenizer
 from specjax.errors import ModelError
 from specjax.metrics import DecodeStats
-from specjax.types import FINISH_REASONS, ORIGINS, STOP_STRING, Counters
+from specjax.types import ACCEPTED, FINISH_REASONS, ORIGINS, STOP_STRING, Counters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +68,8 @@ class GenerationResult:
     finish_reasons: list[str]
     """`stop` (a stop token), `length` (the budget), `stop_string`, or `invalid_logits`: the next token had no finite
     distribution to come from."""
+    proposals: list[list[int]]
+    """How many tokens each block of a row proposed, in order: 0 in one without a draft."""
     logprobs: list[list[float]] | None = None
     """Log-probabilities of the tokens in nats, where asked for."""
     detokenize: Detokenizer | None = dataclasses.field(default=None, repr=False)
@@ -135,4 +137,13 @@ def stats_by_row(counters: Counters) -> list[DecodeStats]:
 
 def origin_names(codes: np.ndarray | jax.Array) -> list[str]:
     """The names of origin codes."""
-    return [ORIGINS[code] for code in codes.tolist()]
+    return [ORIGINS[code % len(ORIGINS)] for code in codes.tolist()]
+
+
+def proposals(codes: np.ndarray | jax.Array) -> list[int]:
+    """How many tokens each block proposed, from the origin codes of a row's new tokens: every block ends with a token
+    of the target's own, but for one that a stop token or the budget cut."""
+    found = np.asarray(codes)
+    ends = found % len(ORIGINS) != ACCEPTED
+    ends[-1:] = True
+    return (found[ends] // len(ORIGINS)).tolist()

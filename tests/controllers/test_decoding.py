@@ -160,3 +160,13 @@ def test_every_registered_controller_is_decoded_with():
     assert {c["kind"] if isinstance(c, dict) else c.kind for c in CONTROLLERS.values()} == {*registry.CONTROLLERS} - {
         "fixed"
     }
+
+
+def test_what_each_block_proposed_is_told():
+    decoder = Decoder(TARGET, DRAFTERS["draft"], controller=CONTROLLERS["survival"])
+    found = decoder.generate(PROMPTS, **OPTIONS, temperature=1.0)
+    for proposals, stats in zip(found.proposals, found.stats, strict=True):
+        assert len(proposals) == stats.blocks
+        assert len(set(proposals)) > 1
+        at = [sum(k >= place for k in proposals) for place in range(1, 6)]
+        assert tuple(at) == stats.drafted_at
