@@ -23,6 +23,7 @@ DRAFTERS = {
     "ngram": "specjax.drafters.ngram:NGram",
 }
 CONTROLLERS = {
+    "adaptive": "specjax.controllers.adaptive:Adaptive",
     "budgeted": "specjax.controllers.budgeted:Budgeted",
     "confidence": "specjax.controllers.confidence:Confidence",
     "fixed": "specjax.controllers.fixed:Fixed",

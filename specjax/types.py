@@ -145,6 +145,8 @@ class Calibration:
     """Of a block of the whole batch with 0 .. K proposals in every row; only their ratios matter."""
     acceptance: Float[Array, " K"]
     """The chance that the proposal at place 1 .. K is kept if those before it are."""
+    least: int | Int[Array, ""] = 0
+    """Every block with a draft is verified as if it had so many proposals, while its cost is measured; else 0."""
 
 
 @flax.struct.dataclass
@@ -169,6 +171,8 @@ class Context:
     calibration: Calibration | None = None
     active: Bool[Array, " B"] | None = None
     """Rows that are not done; None: all."""
+    remaining: Int[Array, " B"] | None = None
+    """Tokens that each row may still add; None: not known."""
 
     def stop(self, logits: Float[Array, "B V"], offset: int | Int[Array, ""]) -> Bool[Array, " B"] | None:
         """The rows that propose no more, asked inside a drafter's loop before the token at ``offset`` is drawn from
@@ -208,6 +212,9 @@ class Draft:
     from where they are not. None: as ``logits`` are."""
     max_depth: int | None = flax.struct.field(pytree_node=False, default=None)
     """Most tokens on one way down a tree; None: a chain."""
+    grade: Int[Array, " B"] | None = None
+    """How good each row's proposal looks, below the drafter's ``grades``, of one that is deterministic; None: as all
+    others."""
 
 
 @flax.struct.dataclass

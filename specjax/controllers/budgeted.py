@@ -6,15 +6,15 @@ import dataclasses
 from typing import Annotated, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 from pydantic import Field
 
-from specjax.controllers.adaptive import Adapted, Adaptive
-from specjax.types import Context
+from specjax.controllers.weighing import Weighed, Weighing, calibration_of
+from specjax.types import Context, Draft
 
 
 @dataclasses.dataclass(frozen=True)
-class Budgeted(Adaptive):
+class Budgeted(Weighing):
     """A total of proposals for the batch, given to the rows and places whose chance of being kept is largest; as many
     as pay, or ``tokens`` of them.
 
@@ -26,18 +26,26 @@ class Budgeted(Adaptive):
     """Most proposals of a block, of all rows together; None: those that pay."""
     kind: Literal["budgeted"] = "budgeted"
 
-    def choose(self, state: Adapted, context: Context) -> Int[Array, " B"]:
+    def choose(self, state: Weighed, context: Context) -> Int[Array, " B"]:
         """Of each row the places that are among the best ones of all."""
+        return self._allotted(state, context, jnp.cumprod(self.chances(state, context), axis=1))
+
+    def decide(self, state: Weighed, context: Context, draft: Draft) -> Int[Array, " B"]:
+        """The same, of what was found."""
+        kept = jnp.cumprod(self.chances(state, context, draft.grade), axis=1)
+        return self._allotted(state, context, jnp.where(draft.valid, kept, 0.0))
+
+    def _allotted(self, state: Weighed, context: Context, kept: Float[Array, "B K"]) -> Int[Array, " B"]:
         active = jnp.ones_like(state.blocks, bool) if context.active is None else context.active
-        kept = jnp.cumprod(self._chances(state, context), axis=1)
         kept = jnp.where(active[:, None], kept, 0.0)
         best = jnp.sort(kept.reshape(-1))[::-1]
         rows = jnp.maximum(jnp.sum(active, dtype=jnp.float32), 1)
         emitted = rows + jnp.pad(jnp.cumsum(best), (1, 0))
-        seconds, places = self._seconds(context), jnp.arange(len(best) + 1, dtype=jnp.float32)
+        seconds = calibration_of(context, self).seconds
+        places = jnp.arange(len(best) + 1, dtype=jnp.float32)
         rates = emitted / jnp.interp(places / rows, jnp.arange(len(seconds), dtype=jnp.float32), seconds)
         total = jnp.argmax(rates) if self.tokens is None else jnp.int32(min(self.tokens, len(best)))
         least = jnp.where(total > 0, best[jnp.maximum(total - 1, 0)], jnp.inf)
         wanted = jnp.sum(kept >= jnp.maximum(least, 1e-6), axis=1, dtype=jnp.int32)
-        looking = active & (state.blocks > 0) & (state.waited >= state.interval)
+        looking = active & (state.blocks > 0) & self.due(state, state.waited, context)
         return jnp.where(looking, jnp.maximum(wanted, self.rungs[1]), wanted)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field
 
-from specjax.controllers.adaptive import lengths
+from specjax.controllers.weighing import lengths
 from specjax.types import Context, Outcome
 
 

@@ -3,31 +3,72 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from pydantic import Field
 
-from specjax.controllers.adaptive import Adapted, Adaptive
-from specjax.types import Context
+from specjax.controllers.weighing import Weighed, Weighing, calibration_of, estimated, of_grade
+from specjax.types import Context, Draft
 
 
 @dataclasses.dataclass(frozen=True)
-class Ladder(Adaptive):
-    """One length for the whole batch, that of the most tokens for its cost by what all rows kept together. Which sample
-    of its distribution a row gets then depends on the rows beside it: a batch replays with the same prompts, seeds and
-    calibration; a row alone does so only greedily or with the `coupled` rule, where lengths change nothing."""
+class Pooled(Weighing):
+    """A `Weighing` of which all rows choose the same."""
 
-    kind: Literal["ladder"] = "ladder"
+    row_trust: Annotated[float, Field(gt=0)] = 16.0
+    """Blocks of a row that what all rows kept counts for, in what is expected of that row."""
 
-    def pooled(self, counts: Float[Array, "B K"], active: Bool[Array, " B"]) -> Float[Array, "1 K"]:
-        """That of all rows that are not done. Old evidence fades for each row, so a batch has more of it."""
-        return jnp.sum(jnp.where(active[:, None], counts, 0.0), axis=0, keepdims=True)
+    def chances(
+        self, state: Weighed, context: Context, grade: Int[Array, " B"] | None = None
+    ) -> Float[Array, "B K"]:
+        """By what the row's own proposals became and those of all rows that are not done; old evidence fades for each
+        row, so a batch has more of it."""
+        counts, active = (state.reached, state.accepted), _active(state, context)[:, None, None]
+        pooled = (jnp.sum(jnp.where(active, x, 0.0), axis=0, keepdims=True) for x in counts)
+        of_all = estimated(
+            *(of_grade(x, grade) for x in pooled), calibration_of(context, self).acceptance[None], self.trust
+        )
+        return estimated(*(of_grade(x, grade) for x in counts), of_all, self.row_trust)
 
-    def choose(self, state: Adapted, context: Context) -> Int[Array, " B"]:
+    def rates(
+        self, chances: Float[Array, "B K"], context: Context, valid: Bool[Array, "B K"] | None = None
+    ) -> Float[Array, "1 N"]:
+        """How fast the batch gets to its end. Of a block that is in view, by the tokens that it gives, those of rows
+        that are ahead of the slowest for less."""
+        emitted, left = self.emitted(chances, valid), jnp.ones((len(chances), 1), jnp.float32)
+        if context.remaining is not None:
+            left = jnp.maximum(context.remaining, 0).astype(jnp.float32)[:, None]
+        if context.active is not None:
+            left = jnp.where(context.active[:, None], left, 0.0)
+        if valid is None:
+            return 1.0 / (jnp.max(left / emitted, axis=0, keepdims=True) * self.seconds(context)[None] + 1e-9)
+        weight = (left / jnp.maximum(jnp.max(left), 1.0)) ** 8
+        return jnp.sum(weight * emitted, axis=0, keepdims=True) / self.seconds(context)[None]
+
+    def choose(self, state: Weighed, context: Context) -> Int[Array, " B"]:
         """The same for all rows: what those chose that have decoded before, since rows come and go."""
-        chosen = super().choose(state, context)
-        active = jnp.ones_like(chosen, bool) if context.active is None else context.active
+        chosen, active = super().choose(state, context), _active(state, context)
         known = active & (state.blocks > 0)
         voters = jnp.where(jnp.any(known), known, active)
         return jnp.broadcast_to(jnp.max(jnp.where(voters, chosen, 0)), chosen.shape)
+
+    def decide(self, state: Weighed, context: Context, draft: Draft) -> Int[Array, " B"]:
+        """The same for all rows."""
+        decided = super().decide(state, context, draft)
+        return jnp.broadcast_to(jnp.max(jnp.where(_active(state, context), decided, 0)), decided.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder(Pooled):
+    """One length for the whole batch: the one by which its slowest row is expected to end first, since a batch takes as
+    long as that row does. Which sample of its distribution a row gets then depends on the rows beside it: a batch
+    replays with the same prompts, seeds and calibration; a row alone does so only greedily or with the `coupled` rule,
+    where lengths change nothing."""
+
+    kind: Literal["ladder"] = "ladder"
+
+
+def _active(state: Weighed, context: Context) -> Bool[Array, " B"]:
+    return jnp.ones_like(state.blocks, bool) if context.active is None else context.active

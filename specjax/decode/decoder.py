@@ -17,7 +17,7 @@ from specjax import registry
 from specjax.decode import request as request_lib
 from specjax.decode import stops as stops_lib
 from specjax.decode.arguments import bound, controller_for, drafter_of, verifier_of
-from specjax.decode.calibration import guessed, measured
+from specjax.decode.calibration import guessed, held_to, measured
 from specjax.decode.engine import (
     NO_LIMIT,
     Engine,
@@ -64,14 +64,16 @@ class Decoder:
         target: Any,
         drafter: Drafter | str | Mapping[str, Any] | None = None,
         verifier: Verifier | str | Mapping[str, Any] = "speculative",
-        controller: Controller | str | Mapping[str, Any] = "fixed",
+        controller: Controller | str | Mapping[str, Any] = "adaptive",
     ):
         check_model(target, "target")
         self.target = target
         self._drafter, self._drafter_params = bound(drafter_of(drafter) or NoDraft(), target)
         self._verifier = verifier_of(verifier)
         self._controller = controller_for(controller, max_depth(self._drafter))
-        self._calibrations: dict[tuple[bool, int], Calibration] = {}
+        self.calibrations: dict[tuple[bool, int], Calibration] = {}
+        """What blocks cost, by whether all rows are greedy and by the rows of the padded batch: from `calibrate`, or set
+        to what another decoder measured, so that it chooses as that one did."""
         self._greedy_verifier: Verifier = registry.build(registry.VERIFIERS, "greedy", "verifier")
 
     @property
@@ -234,15 +236,16 @@ class Decoder:
             The engine, static and hashable, and its parameters.
         """
         layout, verifier = self.target.layout(), self._greedy_verifier if greedy else self._verifier
-        engine = Engine(layout.spec, self._drafter, verifier, greedy, controller=self._controller)
-        calibration = None
-        if getattr(self._controller, "needs_calibration", False):
-            calibration = self._calibrations.get((greedy, rows))
-            calibration = calibration or guessed(layout.params, self._drafter_params, engine.max_depth)
+        controller, calibration = self._controller, self.calibrations.get((greedy, rows))
+        if calibration is None and getattr(controller, "needs_calibration", False):
+            controller = getattr(controller, "uncalibrated", controller)
+            if controller is self._controller:
+                calibration = guessed(layout.params, self._drafter_params, max_depth(self._drafter))
+        engine = Engine(layout.spec, self._drafter, verifier, greedy, controller=controller)
         return engine, EngineParams(layout.params, self._drafter_params, calibration)
 
     def calibrate(
-        self, prompts: Sequence[Prompt], *, blocks: int = 24, turns: int = 3, **sampling: Unpack[SamplingOptions]
+        self, prompts: Sequence[Prompt], *, blocks: int = 24, turns: int = 5, **sampling: Unpack[SamplingOptions]
     ) -> Calibration | None:
         """Measure what blocks of every length cost in a batch of these prompts, and how often proposals are kept, for
         the controller of all batches of as many rows, greedy or not as this one. It takes seconds beside compilation,
@@ -264,10 +267,14 @@ class Decoder:
         if not getattr(self._controller, "needs_calibration", False):
             return None
         run = self._run(prompts, blocks * (max_depth(self._drafter) + 1), 0, True, sampling=sampling)
+        where = run.batch.greedy, run.batch.rows
+        # Whatever it is, so that the program is the one that chooses.
+        self.calibrations.setdefault(where, held_to(0, max_depth(self._drafter)))
+        run.engine, run.params = self.engine(*where)
         found = measured(
             run.engine, run.params, lambda params: self._prefill(run, run.batch.slots[-1], params), blocks, turns
         )
-        self._calibrations[run.batch.greedy, run.batch.rows] = found
+        self.calibrations[where] = found
         return found
 
     def prefilled(

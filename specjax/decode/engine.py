@@ -124,6 +124,11 @@ class Engine:
         return rungs if chain else tuple(sorted({min(rung, 1) * self.num_nodes for rung in rungs}))
 
     @property
+    def decides_after(self) -> bool:
+        """Whether the controller is asked once the draft is there: one that is no chance and cost nothing."""
+        return hasattr(self.controller, "decide") and getattr(self.drafter, "free", False)
+
+    @property
     def num_nodes(self) -> int:
         """Drafted tokens in a block, all branches of a tree together."""
         return num_nodes(self.drafter)
@@ -207,6 +212,8 @@ def drafted_block(
     """A block with proposals, as long as the longest of them is: at the lowest of the engine's rungs that holds it."""
     context = looked_at(engine, params, state, limit)
     draft, state = propose(engine, params, state, context)
+    if engine.decides_after:
+        context, draft = decided(engine, state, context, draft)
     rungs = engine.rungs
 
     def judged(state: DecodeState, rung: int) -> DecodeState:
@@ -215,6 +222,8 @@ def drafted_block(
     if len(rungs) == 1:
         return judged(state, rungs[0])
     wanted = jnp.max(jnp.where(draft.valid & ~state.done[:, None], jnp.arange(1, engine.num_nodes + 1), 0))
+    if params.calibration is not None:
+        wanted = jnp.maximum(wanted, params.calibration.least)
     for below, rung in zip((-1, *rungs), rungs, strict=False):
         state = _if((below < wanted) & (wanted <= rung), functools.partial(judged, rung=rung), state)
     return state
@@ -257,7 +266,7 @@ def shortened(context: Context, draft: Draft, nodes: int) -> tuple[Context, Draf
     if context.noise is not None:
         context = dataclasses.replace(context, noise=context.noise.first(nodes))
     # A rule that looks at the draft's distributions has nothing to look at in a block without tokens.
-    parts = {name: getattr(draft, name) for name in ("tokens", "valid", "logits", "finite")}
+    parts = {name: getattr(draft, name) for name in ("tokens", "valid", "logits", "finite")}  # and the grade is the row's
     parts |= {} if nodes else {"logits": None, "finite": None}
     return context, dataclasses.replace(draft, **{name: x if x is None else x[:, :nodes] for name, x in parts.items()})
 
@@ -267,9 +276,18 @@ def chosen(engine: Engine, params: EngineParams, state: DecodeState) -> Int[Arra
     if engine.controller is None:
         return None
     context = looked_at(engine, params, state, None, noise=False)
-    limit = engine.controller.choose(state.controller, context)
     deepest = min(engine.max_depth, engine.rungs[-1])  # a tree's rungs count nodes, of which there are more
+    limit = deepest if engine.decides_after else engine.controller.choose(state.controller, context)
     return None if limit is None else jnp.where(state.done, 0, jnp.minimum(limit, deepest))
+
+
+def decided(engine: Engine, state: DecodeState, context: Context, draft: Draft) -> tuple[Context, Draft]:
+    """What is left of a draft that cost nothing, once the controller has seen it."""
+    assert engine.controller is not None
+    limit = jnp.where(state.done, 0, engine.controller.decide(state.controller, context, draft))  # type: ignore[attr-defined]
+    place = jnp.arange(1, draft.valid.shape[1] + 1, dtype=jnp.int32)[None]
+    draft = dataclasses.replace(draft, valid=draft.valid & (place <= limit[:, None]))
+    return dataclasses.replace(context, limit=limit), draft
 
 
 def looked_at(
@@ -289,6 +307,7 @@ def looked_at(
         limit,
         params.calibration,
         ~state.done,
+        state.budget - state.lengths,
     )
 
 
@@ -444,6 +463,12 @@ def keep_logprobs(
     return dataclasses.replace(state, logprobs=write_rows(state.logprobs, start, logprobs))
 
 
+def controller_state(controller: Controller, drafter: BoundDrafter, batch: int) -> Any:
+    """Of rows before their first block; a controller that decides after the draft tells its grades apart."""
+    grades = (getattr(drafter, "grades", 1),) if hasattr(controller, "decide") else ()
+    return controller.init(batch, *grades)
+
+
 @functools.lru_cache(maxsize=256)
 def compiled_prefill(
     target: Model, drafter: BoundDrafter, num_slots: int, logprobs: bool = False, controller: Controller | None = None
@@ -475,7 +500,7 @@ def compiled_prefill(
             logprobs=jnp.zeros((batch, num_slots + depth + 1), jnp.float32) if logprobs else None,
             cache=out.cache,
             drafter=drafter.extend(params.drafter, drafter_state, request.prompt, request.lengths - 1, out),
-            controller=None if controller is None else controller.init(batch),
+            controller=None if controller is None else controller_state(controller, drafter, batch),
         )
 
     return jax.jit(prefill, compiler_options=backend.compiler_options(decoding=True))
@@ -523,7 +548,7 @@ def compiled_chunk(engine: Engine):
             return chosen(engine, params, state)
 
         rungs = engine.rungs
-        loop = body_of_rungs if engine.rungs and rungs[0] == 0 else body
+        loop = body if len(rungs) == 1 or rungs[0] or engine.decides_after else body_of_rungs
         final = jax.lax.while_loop(unfinished, loop, (jnp.int32(0), cache_lib.fold(state)))[1]
         return cache_lib.unfold(final, len(state.lengths))
 

@@ -7,7 +7,7 @@ Dims: B rows, L token buffer, K draft length.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import jax.numpy as jnp
 from pydantic import Field
@@ -35,6 +35,13 @@ class NGram(StatelessDrafter):
     """Tokens of the shortest match, 1 to ``max_n``."""
     kind: Literal["ngram"] = "ngram"
     """Name in the registry, in configs and in results."""
+    free: ClassVar[bool] = True
+    """A proposal costs nothing beside its verification, and is no chance: it may be dropped after a look at it."""
+
+    @property
+    def grades(self) -> int:
+        """Kinds of proposals that are told apart: a longer match is kept more often."""
+        return self.max_n - self.min_n + 1
 
     def __post_init__(self):
         if not 1 <= self.min_n <= self.max_n:
@@ -66,4 +73,5 @@ class NGram(StatelessDrafter):
         source = best + 1 + jnp.arange(self.k, dtype=jnp.int32)[None]
         valid = (jnp.max(rank, axis=1, keepdims=True) >= 0) & (source < lengths)
         proposed = jnp.take_along_axis(tokens, jnp.minimum(source, tokens.shape[1] - 1), axis=1)
-        return Draft(tokens=jnp.where(valid, proposed, 0), valid=valid), state
+        grade = jnp.maximum(jnp.max(matched, axis=1) - self.min_n, 0)
+        return Draft(tokens=jnp.where(valid, proposed, 0), valid=valid, grade=grade), state

@@ -35,9 +35,24 @@ CONTROLLERS: dict[str, Any] = {
     "survival": Survival(**QUICK),
     "budgeted": {"kind": "budgeted", **QUICK},
     "confidence": Confidence(0.5),
+    "adaptive": {"kind": "adaptive", **QUICK},
 }
 DRAFTERS = {"draft": DraftModel(DRAFT, 5), "ngram": NGram(5, 3, 1), "hidden": HiddenReader(3)}
 MODES = {"greedy": ("speculative", 0.0), "coupled": ("coupled", 1.0)}
+
+
+CHEAP = Calibration(np.asarray([1.0, 1.1, 1.3, 1.4, 1.6, 1.9], np.float32), np.full(5, 0.6, np.float32))  # type: ignore[arg-type]
+"""Of blocks that pay as soon as half of their tokens are kept."""
+
+
+def adaptive(drafter: str, verifier: str, controller: Any) -> Decoder:
+    """To which blocks are cheap."""
+    decoder = Decoder(TARGET, DRAFTERS[drafter], verifier, controller)
+    depth = DRAFTERS[drafter].k
+    for greedy in (True, False):
+        for rows in (1, 4):
+            decoder.calibrations[greedy, rows] = Calibration(CHEAP.seconds[: depth + 1], CHEAP.acceptance[:depth])
+    return decoder
 
 
 def of(stats, name):
@@ -49,7 +64,7 @@ def of(stats, name):
 @pytest.mark.parametrize("controller", list(CONTROLLERS))
 def test_no_choice_of_a_length_changes_a_token(controller, drafter, mode):
     verifier, temperature = MODES[mode]
-    decoder = Decoder(TARGET, DRAFTERS[drafter], verifier, CONTROLLERS[controller])
+    decoder = adaptive(drafter, verifier, CONTROLLERS[controller])
     found = decoder.generate(PROMPTS, **OPTIONS, temperature=temperature)
     plain = Decoder(TARGET, None, verifier).generate(PROMPTS, **OPTIONS, temperature=temperature)
     assert found.tokens == plain.tokens
@@ -59,7 +74,7 @@ def test_no_choice_of_a_length_changes_a_token(controller, drafter, mode):
 def forced(decoder: Decoder, greedy: bool, rows: int, seconds) -> None:
     """As if blocks had been measured to cost so much."""
     acceptance = np.full(len(seconds) - 1, 0.7, np.float32)
-    decoder._calibrations[greedy, rows] = Calibration(np.asarray(seconds, np.float32), acceptance)  # type: ignore[arg-type]
+    decoder.calibrations[greedy, rows] = Calibration(np.asarray(seconds, np.float32), acceptance)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 4, 5])
@@ -78,22 +93,30 @@ def test_the_only_length_that_can_be_paid_is_chosen_and_drafted_no_further(k):
 
 @pytest.mark.parametrize("controller", [Ladder(probe=4, longest_wait=8), Survival(probe=4, longest_wait=8)])
 def test_a_draft_that_does_not_pay_is_left_and_looked_at_rarely(controller):
-    """Even one that equals its target: each of its tokens costs more than the pass that it saves."""
     decoder = Decoder(TARGET, DraftModel(TARGET, 3), controller=controller)
-    forced(decoder, True, 4, [1.0, 2.5, 4.0, 5.5])
+    forced(decoder, True, 4, [1.0, 1.9, 3.5, 5.5])
     found = decoder.generate(PROMPTS, **OPTIONS, temperature=0.0)
     for stats in found.stats:
         assert 0 < stats.drafted_at[0] < stats.blocks
         assert stats.drafted_at[1] == 0
 
 
+@pytest.mark.parametrize("controller", ["ladder", "survival", "budgeted", "adaptive"])
+def test_nobody_looks_at_a_draft_that_cannot_pay(controller):
+    """Not even one that equals its target: each of its tokens costs more than the pass that it saves."""
+    decoder = Decoder(TARGET, DraftModel(TARGET, 3), controller=controller)
+    forced(decoder, True, 4, [1.0, 2.05, 3.1, 4.1])
+    found = decoder.generate(PROMPTS, **OPTIONS, temperature=0.0)
+    assert [stats.drafted for stats in found.stats] == [0] * 4
+
+
 def test_a_draft_that_was_left_has_read_everything_when_it_comes_back():
     """A draft that equals its target is accepted after any pause, of which some are longer than a piece."""
-    decoder = Decoder(TARGET, DraftModel(TARGET, 2), controller=Ladder(ks=(0, 1, 2), probe=40, longest_wait=80))
+    decoder = Decoder(TARGET, DraftModel(TARGET, 2), controller=Ladder(ks=(0, 1, 2), probe=40, longest_wait=80, margin=0.0, looks_cost=1.0))
     forced(decoder, True, 4, [1.0, 1.99, 9.0])  # of one draft, kept or not
-    calibration = decoder._calibrations[True, 4]
+    calibration = decoder.calibrations[True, 4]
     doubtful = dataclasses.replace(calibration, acceptance=np.full(2, 0.2, np.float32))
-    decoder._calibrations[True, 4] = doubtful
+    decoder.calibrations[True, 4] = doubtful
     found = decoder.generate(PROMPTS, max_new_tokens=150, ignore_eos=True, temperature=0.0)
     for stats in found.stats:
         assert stats.blocks > 40
@@ -101,7 +124,7 @@ def test_a_draft_that_was_left_has_read_everything_when_it_comes_back():
 
 
 def test_rows_of_survival_choose_for_themselves_and_replay_alone():
-    decoder = Decoder(TARGET, DRAFTERS["draft"], controller=CONTROLLERS["survival"])
+    decoder = adaptive("draft", "speculative", CONTROLLERS["survival"])
     together = decoder.generate(PROMPTS, **OPTIONS, temperature=1.0)
     assert len({stats.drafted for stats in together.stats}) > 1
     for i, prompt in enumerate(PROMPTS):
@@ -126,6 +149,17 @@ def test_calibrating_compiles_nothing_that_decoding_does_not_and_decoding_nothin
     assert np.all(np.isfinite(found.seconds))
     assert np.all(np.asarray(found.seconds) > 0)
     assert np.all(np.asarray(found.acceptance) > 0.8), "it equals its target"
+
+
+def test_before_anything_is_measured_the_default_keeps_to_the_drafters_length():
+    default = Decoder(TARGET, DRAFTERS["draft"])
+    fixed = Decoder(TARGET, DRAFTERS["draft"], controller="fixed")
+    found, same = (decoder.generate(PROMPTS, **OPTIONS, temperature=1.0) for decoder in (default, fixed))
+    assert found.tokens == same.tokens
+    assert found.stats == same.stats
+    default.calibrate(PROMPTS, blocks=4, turns=1, temperature=1.0)
+    assert default.engine(False, 4)[0].controller.kind == "adaptive"
+    assert default.engine(False, 1)[0].controller.kind == "fixed", "a batch of another size"
 
 
 def test_no_cache_is_copied_by_the_choice_of_a_length():
@@ -163,7 +197,7 @@ def test_every_registered_controller_is_decoded_with():
 
 
 def test_what_each_block_proposed_is_told():
-    decoder = Decoder(TARGET, DRAFTERS["draft"], controller=CONTROLLERS["survival"])
+    decoder = adaptive("draft", "speculative", CONTROLLERS["survival"])
     found = decoder.generate(PROMPTS, **OPTIONS, temperature=1.0)
     for proposals, stats in zip(found.proposals, found.stats, strict=True):
         assert len(proposals) == stats.blocks
