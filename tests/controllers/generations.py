@@ -1,9 +1,10 @@
-"""Whole generations with lengths chosen by a controller, enumerated in float64: every draft, every verdict, every choice
-of a length by what the blocks before became.
+"""Whole generations with lengths chosen by a controller, enumerated in float64: every draft, every verdict, every
+choice of a length by what the blocks before became.
 
 Breadth first, a block at a time: a node is where a generation can be between two blocks (what is committed, and the
-controller's state), and all of them are rows of a few calls of fixed sizes. What a rule does with a block depends on
-the prefix, the draft and how much of it is proposed, and is asked once.
+controller's state), and all of them are rows of a few calls of one size. What a rule does with a block depends on the
+prefix, the draft and how much of it is proposed, and is asked once. Every block has noise of its own, with `coupled`
+too, whose engine gives a place the same noise again: there no choice could show at all.
 
 Dims: N nodes, R rows of a batch, K draft length, D drafts of K tokens, V vocabulary, M transitions.
 """
@@ -23,7 +24,7 @@ from specjax.testing.toys import context, neutral_sampling
 from specjax.types import Calibration, Context, Draft, Outcome, Output, Verdict
 
 NODES = 2048
-"""Of one call: what is less is padded, so that each function is compiled once."""
+"""Of one call, the last of them repeated, so that each function is compiled once."""
 SECONDS, ACCEPTANCE = [1.0, 1.25, 1.6], [0.6, 0.5]
 """Of the calibration; no length is the best whatever was kept."""
 
@@ -74,7 +75,9 @@ class Toy:
         found = self.child(self.along[..., None], np.arange(self.size))
         for _ in range(self.k):  # what a block has too much is cut
             found = np.where(self.depth[found] > self.length, (found - 1) // self.size, found)
-        stays = np.broadcast_to(np.arange(self.open, self.ends)[:, None, None, None], (self.ends - self.open, *found.shape[1:]))
+        stays = np.broadcast_to(
+            np.arange(self.open, self.ends)[:, None, None, None], (self.ends - self.open, *found.shape[1:])
+        )
         return np.concatenate([found, stays])
 
     def chances(self, rule: Any, certain: bool = False, masked: bool = True) -> np.ndarray:
@@ -156,7 +159,10 @@ class Choices:
 
     def _looked(self, tables: Any, state: Any, prefix: Any) -> tuple[Any, Any]:
         seen = self._seen(tables, state, prefix, None)
-        limit = jnp.where(seen.active, jnp.minimum(self.controller.choose(state, seen), self.toy.k), 0)
+        chosen = self.controller.choose(state, seen)
+        limit = jnp.where(
+            jnp.asarray(seen.active), self.toy.k if chosen is None else jnp.minimum(chosen, self.toy.k), 0
+        )
 
         def proposed(way):
             going, count = limit > 0, jnp.zeros_like(limit)
@@ -191,13 +197,9 @@ def in_calls(function: Any, *columns: Any) -> Any:
     """``function`` of all rows, `NODES` at a time."""
     count, found = len(columns[-1]), []
     for start in range(0, count, NODES):
-        piece = jax.tree.map(lambda x, at=start: padded(x[at : at + NODES]), columns)
-        found.append(jax.tree.map(np.asarray, function(*piece)))
+        rows = np.minimum(np.arange(start, start + NODES), count - 1)
+        found.append(jax.tree.map(np.asarray, function(*at(columns, rows))))
     return jax.tree.map(lambda *parts: np.concatenate(parts)[:count], *found)
-
-
-def padded(rows: np.ndarray) -> np.ndarray:
-    return np.concatenate([rows, np.repeat(rows[:1], NODES - len(rows), axis=0)])
 
 
 class Generations:
@@ -206,7 +208,14 @@ class Generations:
     proposes its most likely tokens, as a drafter without a distribution does."""
 
     def __init__(
-        self, toy: Toy, controller: Any, rule: Any, *, rows: int = 1, most: np.ndarray | None = None, certain: bool = False
+        self,
+        toy: Toy,
+        controller: Any,
+        rule: Any,
+        *,
+        rows: int = 1,
+        most: np.ndarray | None = None,
+        certain: bool = False,
     ):
         self.toy, self.rows = toy, rows
         self.most = np.full((toy.open, len(toy.drafts)), toy.k) if most is None else most
@@ -225,49 +234,52 @@ class Generations:
         return float(np.abs(self.output - joint).sum() / 2)
 
     def _run(self) -> None:
-        toy, drafts = self.toy, np.arange(len(self.toy.drafts))
         prefix, weight = np.zeros((1, self.rows), np.int32), np.ones(1)
         state = jax.tree.map(lambda x: np.asarray(x)[None], self.choices.controller.init(self.rows))
         while len(prefix):
-            limit, proposed = self.choices.look(state, prefix)
-            proposed = np.minimum(proposed, self.most[prefix]).astype(np.int32)
-            chance = self.chances[prefix[..., None], proposed, drafts]
-            self.lengths |= set(proposed[(chance.sum((3, 4)) > 0) & (prefix < toy.open)[..., None]].tolist())
-            at, row = joint(weight, chance.reshape(*prefix.shape, -1))
-            mass, node = row, at[0]
-            which, n, token = (x.astype(np.int32) for x in np.unravel_index(at[1], chance.shape[2:]))
-            before = prefix[node]
-            proposed = np.take_along_axis(proposed[node], which[..., None], 2)[..., 0]
-            after = toy.following[before, which, n, token].astype(np.int32)
-            ended = (after >= toy.open).all(1)
-            np.add.at(self.output, tuple((after[ended] - toy.open).T), mass[ended])
-            blocks = [x[~ended] for x in (before, limit[node], which, proposed, n, token, after)]
-            states = jax.tree.map(lambda x: x[node[~ended]], state)
-            prefix, state, weight = self._after(states, blocks, mass[~ended])
+            prefix, state, weight = self._block(prefix, state, weight)
 
-    def _after(self, state: Any, blocks: list[np.ndarray], mass: np.ndarray) -> tuple[np.ndarray, Any, np.ndarray]:
-        """The nodes that the blocks lead to. Those that nothing tells apart from here on are one."""
-        fed, following, found = self.choices.fed(blocks[3]), blocks[-1], []
+    def _block(self, prefix: np.ndarray, state: Any, weight: np.ndarray) -> tuple[np.ndarray, Any, np.ndarray]:
+        """The nodes a block later; what has ended is added to the output."""
+        toy, drafts = self.toy, np.arange(len(self.toy.drafts))
+        limit, proposed = self.choices.look(state, prefix)
+        proposed = np.minimum(proposed, self.most[prefix]).astype(np.int32)
+        chance = self.chances[prefix[..., None], proposed, drafts]
+        self.lengths |= set(proposed[(chance.sum((3, 4)) > 0) & (prefix < toy.open)[..., None]].tolist())
+        node, what, mass = joint(weight, chance.reshape(*prefix.shape, -1))
+        which, n, token = (x.astype(np.int32) for x in np.unravel_index(what, chance.shape[2:]))
+        after = toy.following[prefix[node], which, n, token].astype(np.int32)
+        ended = np.all(after >= toy.open, axis=1)
+        np.add.at(self.output, tuple((after[ended] - toy.open).T), mass[ended])
+        proposed = np.take_along_axis(proposed[node], which[..., None], 2)[..., 0]
+        blocks = prefix[node], limit[node], which, proposed, n, token, after
+        return self._merged(*at((at(state, node), blocks, mass), ~ended))
+
+    def _merged(self, state: Any, blocks: tuple, mass: np.ndarray) -> tuple[np.ndarray, Any, np.ndarray]:
+        """Where the blocks lead. Nodes that nothing tells apart from here on are one."""
+        after, fed = blocks[-1], self.choices.fed(blocks[3])
         order = np.argsort(fed, kind="stable")
-        for depth in np.unique(fed):
-            those = fed == depth
-            found.append(self.choices.learn(int(depth), *jax.tree.map(lambda x: x[those], (state, *blocks))))
-        if not found:
-            return following, state, mass
-        state = jax.tree.map(lambda *parts: np.concatenate(parts), *found)
-        following, mass = following[order], mass[order]
-        columns = [np.ascontiguousarray(x).reshape(len(mass), -1) for x in (following, *jax.tree.leaves(state))]
+        lengths = np.unique(fed).tolist()
+        learnt = [self.choices.learn(depth, *at((state, *blocks), fed == depth)) for depth in lengths]
+        if not learnt:
+            return after, state, mass
+        state, after, mass = jax.tree.map(lambda *parts: np.concatenate(parts), *learnt), after[order], mass[order]
+        columns = [np.ascontiguousarray(x).reshape(len(mass), -1) for x in (after, *jax.tree.leaves(state))]
         bits = np.concatenate([x.view(np.uint8) for x in columns], axis=1)
         _, first, of = np.unique(bits.view(f"V{bits.shape[1]}")[:, 0], return_index=True, return_inverse=True)
-        return following[first], jax.tree.map(lambda x: x[first], state), np.bincount(of, mass, len(first))
+        return after[first], at(state, first), np.bincount(of, mass, len(first))
 
 
-def joint(weight: np.ndarray, chance: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-    """What can happen in the rows of each node, ``chance [N, R, T]``: the node and what happens in each of its rows
-    ``[M, R]``, and how likely that is."""
+def joint(weight: np.ndarray, chance: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All that can happen, if T things can in each row of each node, ``chance [N, R, T]``: the node ``[M]``, what in
+    its rows ``[M, R]``, and how likely it is ``[M]``."""
     count, rows, kinds = chance.shape
-    both = weight[:, None]
+    together = weight[:, None]
     for row in range(rows):
-        both = (both[:, :, None] * chance[:, row, None]).reshape(count, -1)
-    node, at = np.nonzero(both)
-    return (node, np.stack(np.unravel_index(at, (kinds,) * rows), axis=1)), both[node, at]
+        together = (together[:, :, None] * chance[:, row, None]).reshape(count, -1)
+    node, what = np.nonzero(together)
+    return node, np.stack(np.unravel_index(what, (kinds,) * rows), axis=1), together[node, what]
+
+
+def at(tree: Any, rows: Any) -> Any:
+    return jax.tree.map(lambda x: x[rows], tree)

@@ -110,9 +110,10 @@ def the_length_is_chosen_by_what_was_drawn(patch):
             if draft.logits is None:
                 return draft, state
             kept = jnp.cumprod(chain.at(jax.nn.softmax(draft.logits, axis=-1), draft.tokens), axis=1)
-            place = jnp.arange(1, kept.shape[1] + 1, dtype=jnp.float32)[None]
-            best = jnp.argmax((1 + jnp.cumsum(kept, axis=1)) / (1 + 0.2 * place), axis=1, keepdims=True)
-            return dataclasses.replace(draft, valid=draft.valid & (place <= 1 + best)), state
+            place = jnp.arange(kept.shape[1], dtype=jnp.int32)[None]
+            rates = (1 + jnp.cumsum(kept, axis=1)) / (6 + place).astype(jnp.float32)
+            best = jnp.argmax(rates, axis=1).astype(jnp.int32)[:, None]
+            return dataclasses.replace(draft, valid=draft.valid & (place <= best)), state
 
         return mutated
 
