@@ -10,18 +10,20 @@ import jax
 import jax.numpy as jnp
 
 from specjax import sampling
-from specjax.drafters import one_by_one
+from specjax.drafters import draft_model, one_by_one
 from specjax.drafters.draft_model import BoundDraftModel
 from specjax.drafters.ngram import NGram
 from specjax.models.cache import Layer
 from specjax.types import Draft
 from specjax.verifiers import chain
+from tests.controllers import test_anticipation
 from tests.decode import test_blocks, test_decoder, test_lossless, test_options
 from tests.mutants.table import Patch, mutant, replaced, wrap
 
 SELF = test_lossless.test_draft_equal_to_target_is_always_accepted
 SELF_WITH_ALL = test_options.test_a_draft_equal_to_its_target_is_always_accepted_with_every_parameter
 short_distribution = mutant("drafter", test_lossless.test_the_distribution_of_three_tokens_in_short)
+CUT_BEFORE_DRAWN = test_anticipation.test_whether_a_token_is_proposed_is_known_before_it_is_drawn
 PARAMETER_LAW = test_lossless.test_every_sampling_parameter_has_the_distribution_of_its_definition
 
 
@@ -85,6 +87,37 @@ def unlikely_draws_are_dropped(patch):
         return mutated
 
     wrap(patch, BoundDraftModel, "draft", make)
+
+
+@mutant("drafter", CUT_BEFORE_DRAWN, controller="confidence")
+def a_draw_is_dropped_for_its_own_probability(patch):
+    """The threshold is asked for the token that was drawn, not for what it is about to be drawn from."""
+
+    def change(real, raw, context, tokens, offset):
+        tokens, proposed = real(raw, context, tokens, offset)
+        if proposed.logits is None or proposed.stops is None:
+            return tokens, proposed
+        drawn = jax.lax.dynamic_slice_in_dim(tokens, offset, 1, axis=1)
+        own = jnp.take_along_axis(jax.nn.softmax(proposed.logits, axis=-1), drawn, axis=1)[:, 0]
+        return tokens, proposed._replace(stops=own < context.controller.threshold)
+
+    proposed(patch, change)
+
+
+@mutant("drafter", CUT_BEFORE_DRAWN, controller="confidence")
+def a_draw_is_dropped_for_what_would_follow_it(patch):
+    """Asked a pass too late, with the distribution after a token, whether that token is proposed."""
+
+    def make(real):
+        def mutated(*args):
+            draft, *rest = real(*args)
+            after = jnp.pad(draft.valid[:, 1:], ((0, 0), (0, 1)))
+            last = jnp.all(draft.valid, axis=1, keepdims=True)
+            return dataclasses.replace(draft, valid=after | last), *rest
+
+        return mutated
+
+    wrap(patch, draft_model, "one_by_one", make)
 
 
 @short_distribution

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 from specjax.decode import engine, scheduler
 from specjax.models.cache import KVCache
 from specjax.proposal import Proposal
 from specjax.testing.inhabitants import BoundHiddenReader, Changing
+from specjax.verifiers import chain
+from tests.controllers import test_anticipation
 from tests.decode import test_scheduler, test_seams
 from tests.mutants.table import mutant, wrap
 
 SELF = test_seams.test_a_drafter_that_equals_its_target_has_every_token_accepted
 CHANGING = test_seams.test_a_length_that_changes_with_every_block_changes_no_token
 ALONE = test_scheduler.test_twenty_requests_through_four_rows_are_bit_for_bit_those_that_run_alone
+CUT_BEFORE_DRAWN = test_anticipation.test_whether_a_token_is_proposed_is_known_before_it_is_drawn
 in_a_tree = mutant("tree", SELF, name="tree", mode="greedy")
 hidden = mutant("reads", SELF, name="hidden", mode="greedy", lossless=True)
 
@@ -94,6 +98,43 @@ def the_chosen_length_is_ignored(patch):
 @mutant("length", CHANGING, drafter="tree", mode="greedy", lossless=True)
 def the_controller_learns_nothing_of_a_block(patch):
     patch.setattr(Changing, "adapt", lambda self, state, outcome: state)
+
+
+@mutant("length", CUT_BEFORE_DRAWN, controller="survival")
+def the_length_is_chosen_by_what_was_drawn(patch):
+    """The best for its time, by the probabilities of the block's own tokens."""
+
+    def make(real):
+        def mutated(*args):
+            draft, state = real(*args)
+            if draft.logits is None:
+                return draft, state
+            kept = jnp.cumprod(chain.at(jax.nn.softmax(draft.logits, axis=-1), draft.tokens), axis=1)
+            place = jnp.arange(kept.shape[1], dtype=jnp.int32)[None]
+            rates = (1 + jnp.cumsum(kept, axis=1)) / (6 + place).astype(jnp.float32)
+            best = jnp.argmax(rates, axis=1).astype(jnp.int32)[:, None]
+            return dataclasses.replace(draft, valid=draft.valid & (place <= best)), state
+
+        return mutated
+
+    wrap(patch, engine, "propose", make)
+
+
+@mutant("length", CUT_BEFORE_DRAWN, controller="survival")
+def a_block_is_cut_behind_its_last_likely_token(patch):
+    """So that nothing is fed that is hardly kept."""
+
+    def make(real):
+        def mutated(context, draft, nodes):
+            if draft.logits is not None:
+                likely = draft.valid & (draft.tokens == jnp.argmax(draft.logits, axis=-1).astype(jnp.int32))
+                later = jnp.cumsum(likely[:, ::-1].astype(jnp.int32), axis=1)[:, ::-1] > 0
+                draft = dataclasses.replace(draft, valid=draft.valid & later)
+            return real(context, draft, nodes)
+
+        return mutated
+
+    wrap(patch, engine, "shortened", make)
 
 
 @mutant("rows", test_scheduler.test_no_finished_row_sizes_a_bucket, lossless=True)
