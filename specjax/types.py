@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkab
 
 import flax.struct
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
@@ -117,7 +118,7 @@ class Noise:
         return self.draft_words[:, offset]
 
     def first(self, k: int) -> Noise:
-        """That of a block of ``k`` drafts, which is the same: none depends on K."""
+        """The noise of a block of ``k`` drafts, which is the same: none depends on K."""
         return Noise(self.draft_words[:, :k], self.accept[:, :k], self.next_words)
 
 
@@ -133,19 +134,19 @@ class CoupledNoise:
         return self.gumbel[:, offset]
 
     def first(self, k: int) -> CoupledNoise:
-        """That of a block of ``k`` drafts."""
+        """The noise of a block of ``k`` drafts."""
         return CoupledNoise(self.gumbel[:, : k + 1])
 
 
 @flax.struct.dataclass
 class Calibration:
-    """What is known of a batch's blocks before there is one: what a controller weighs the first of them with."""
+    """Costs and acceptance of a batch's blocks, known before there is one: a controller weighs with them."""
 
     seconds: Float[Array, " K1"]
     """Of a block of the whole batch with 0 .. K proposals in every row; only their ratios matter."""
     acceptance: Float[Array, " K"]
     """The chance that the proposal at place 1 .. K is kept if those before it are."""
-    least: int | Int[Array, ""] = 0
+    least: Int[Array, ""] = np.int32(0)  # pyright: ignore[reportAssignmentType]
     """Every block with a draft is verified as if it had so many proposals, while its cost is measured; else 0."""
 
 

@@ -11,9 +11,9 @@ from specjax.controllers.ladder import Pooled
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive(Pooled):
-    """`Ladder` wherever a `Decoder` knows what blocks cost (`Decoder.calibrate`; jobs and commands do that by
-    themselves). Where it does not, every block is as long as the drafter's: a row then replays alone from its seed, and
-    nothing depends on a clock."""
+    """`Ladder` (2406.14066) wherever a `Decoder` knows what blocks cost (`Decoder.calibrate`; jobs and commands do that
+    by themselves). Where it does not, every block is as long as the drafter's: a row then replays alone from its seed,
+    and nothing depends on a clock."""
 
     uncalibrated: ClassVar[Fixed] = Fixed()
     """Decodes where nothing was measured."""

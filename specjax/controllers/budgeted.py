@@ -15,12 +15,11 @@ from specjax.types import Context, Draft
 
 @dataclasses.dataclass(frozen=True)
 class Budgeted(Weighing):
-    """A total of proposals for the batch, given to the rows and places whose chance of being kept is largest; as many
-    as pay, or ``tokens`` of them.
+    """A total of proposals for the batch, given to the rows and places whose chance of being kept is largest
+    (2501.12162, without trees); as many as pay, or ``tokens`` of them.
 
     A pass here is padded to its longest row, so a total saves arithmetic only where that row is shorter for it;
-    `ladder` and `survival` count what this engine pays. Rows depend on each other as in `ladder`.
-    """
+    `ladder` and `survival` count what this engine pays. Rows depend on each other as in `ladder`."""
 
     tokens: Annotated[int, Field(ge=1)] | None = None
     """Most proposals of a block, of all rows together; None: those that pay."""

@@ -17,9 +17,9 @@ from specjax.types import Context, Outcome
 
 @dataclasses.dataclass(frozen=True)
 class Confidence:
-    """A row proposes until its draft's distribution is less sure than ``threshold``, judged before a token is drawn
-    from it, which keeps the output's distribution: dropping a token for its own probability (as a threshold on the
-    drawn token would) does not. For drafters with a distribution; others are proposed whole."""
+    """A row proposes until its draft's distribution is less sure than ``threshold`` (2410.18351), judged before a token
+    is drawn from it, which keeps the output's distribution: dropping a token for its own probability (as a threshold on
+    the drawn token would) does not. For drafters with a distribution; others are proposed whole."""
 
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.4
     """Least largest probability; with ``by`` entropy, the most entropy as a share of that of a uniform distribution."""

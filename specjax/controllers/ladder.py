@@ -12,6 +12,9 @@ from pydantic import Field
 from specjax.controllers.weighing import Weighed, Weighing, calibration_of, estimated, of_grade
 from specjax.types import Context, Draft
 
+_BEHIND = 32
+"""The power of a row's share of the longest way to go that it counts with: one that has a tenth less hardly does."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Pooled(Weighing):
@@ -20,17 +23,17 @@ class Pooled(Weighing):
     row_trust: Annotated[float, Field(gt=0)] = 16.0
     """Blocks of a row that what all rows kept counts for, in what is expected of that row."""
 
-    def chances(
-        self, state: Weighed, context: Context, grade: Int[Array, " B"] | None = None
-    ) -> Float[Array, "B K"]:
+    def chances(self, state: Weighed, context: Context, grade: Int[Array, " B"] | None = None) -> Float[Array, "B K"]:
         """By what the row's own proposals became and those of all rows that are not done; old evidence fades for each
         row, so a batch has more of it."""
         counts, active = (state.reached, state.accepted), _active(state, context)[:, None, None]
-        pooled = (jnp.sum(jnp.where(active, x, 0.0), axis=0, keepdims=True) for x in counts)
-        of_all = estimated(
-            *(of_grade(x, grade) for x in pooled), calibration_of(context, self).acceptance[None], self.trust
+        prior = calibration_of(context, self).acceptance[None]
+        own, pooled = (
+            [of_grade(x, grade) for x in found]
+            for found in (counts, [jnp.sum(jnp.where(active, x, 0.0), axis=0, keepdims=True) for x in counts])
         )
-        return estimated(*(of_grade(x, grade) for x in counts), of_all, self.row_trust)
+        of_all = estimated(pooled[0], pooled[1], prior, self.trust)
+        return estimated(own[0], own[1], of_all, self.row_trust)
 
     def rates(
         self, chances: Float[Array, "B K"], context: Context, valid: Bool[Array, "B K"] | None = None
@@ -44,7 +47,7 @@ class Pooled(Weighing):
             left = jnp.where(context.active[:, None], left, 0.0)
         if valid is None:
             return 1.0 / (jnp.max(left / emitted, axis=0, keepdims=True) * self.seconds(context)[None] + 1e-9)
-        weight = (left / jnp.maximum(jnp.max(left), 1.0)) ** 8
+        weight = (left / jnp.maximum(jnp.max(left), 1.0)) ** _BEHIND
         return jnp.sum(weight * emitted, axis=0, keepdims=True) / self.seconds(context)[None]
 
     def choose(self, state: Weighed, context: Context) -> Int[Array, " B"]:
@@ -62,10 +65,10 @@ class Pooled(Weighing):
 
 @dataclasses.dataclass(frozen=True)
 class Ladder(Pooled):
-    """One length for the whole batch: the one by which its slowest row is expected to end first, since a batch takes as
-    long as that row does. Which sample of its distribution a row gets then depends on the rows beside it: a batch
-    replays with the same prompts, seeds and calibration; a row alone does so only greedily or with the `coupled` rule,
-    where lengths change nothing."""
+    """One length for the whole batch (the goodput of 2406.14066, for batches that end together): the one by which its
+    slowest row is expected to end first, since a batch takes as long as that row does. Which sample of its distribution
+    a row gets then depends on the rows beside it: a batch replays with the same prompts, seeds and calibration; a row
+    alone does so only greedily or with the `coupled` rule, where lengths change nothing."""
 
     kind: Literal["ladder"] = "ladder"
 

@@ -97,19 +97,18 @@ class Weighing:
     def decide(self, state: Weighed, context: Context, draft: Draft) -> Int[Array, " B"]:
         """How much to verify of a deterministic draft that cost nothing, which may be looked at."""
         rates = self.rates(self.chances(state, context, draft.grade), context, draft.valid)
-        best = self._lengths()[jnp.argmax(rates, axis=1)]
+        # Nothing is lost by a change here, but no draft is worth what it is not expected to give back for certain.
+        best = self._lengths()[jnp.argmax(rates.at[:, 0].mul(1 + self.margin), axis=1)]
         return jnp.where(self.due(state, state.waited, context), jnp.maximum(best, self.rungs[1]), best)
 
     def stop(self, state: Weighed, logits: Float[Array, "B V"], offset: int | Int[Array, ""]) -> Any:
         """No row stops early."""
         return None
 
-    def chances(
-        self, state: Weighed, context: Context, grade: Int[Array, " B"] | None = None
-    ) -> Float[Array, "B K"]:
+    def chances(self, state: Weighed, context: Context, grade: Int[Array, " B"] | None = None) -> Float[Array, "B K"]:
         """That each place is kept if those before it are, by what the row's own proposals of that grade became."""
-        own = (of_grade(x, grade) for x in (state.reached, state.accepted))
-        return estimated(*own, calibration_of(context, self).acceptance[None], self.trust)
+        reached, accepted = (of_grade(x, grade) for x in (state.reached, state.accepted))
+        return estimated(reached, accepted, calibration_of(context, self).acceptance[None], self.trust)
 
     def rates(
         self, chances: Float[Array, "B K"], context: Context, valid: Bool[Array, "B K"] | None = None
@@ -131,12 +130,12 @@ class Weighing:
         """The state with one more block, and the choice for the next one."""
         active, limit = outcome.emitted > 0, outcome.context.limit
         assert limit is not None
-        state = state.replace(blocks=state.blocks + active.astype(jnp.int32))
+        state = dataclasses.replace(state, blocks=state.blocks + active.astype(jnp.int32))
         waited = state.waited + active.astype(jnp.int32)
         due = self.due(state, waited, outcome.context)
-        waiting = state.replace(waited=waited, next=jnp.where(due, self.rungs[1], 0))
+        waiting = dataclasses.replace(state, waited=waited, next=jnp.where(due, self.rungs[1], 0))
         # Where nothing was found to propose, nothing is learnt.
-        found = state.replace(next=limit)
+        found = dataclasses.replace(state, next=limit)
         if outcome.draft.tokens.shape[1]:
             proposed = self._after_proposing(self._with_evidence(state, outcome, active), outcome, active)
             found = _chosen(jnp.any(outcome.draft.valid, axis=1), proposed, found)
@@ -162,7 +161,8 @@ class Weighing:
         lost = (seconds[1] / seconds[0] - self.emitted(chances, None)[:, 1]) / self.looks_cost
         interval = jnp.where(looked, jnp.minimum(2 * state.interval, self.longest_wait), self.probe)
         interval = jnp.maximum(interval, jnp.clip(lost, 0, 1e6).astype(jnp.int32))
-        return state.replace(
+        return dataclasses.replace(
+            state,
             next=jnp.where(again, self.rungs[1], chosen),
             waited=jnp.where(again, state.waited, 0),
             interval=jnp.where(again, state.interval, jnp.where(chosen > 0, self.probe, interval)),
@@ -183,10 +183,9 @@ class Weighing:
         decay = jnp.where(concerned & jnp.any(reached, axis=1, keepdims=True), decay, 1.0)[..., None]
         pairs = ((state.reached, reached), (state.accepted, kept))
         counts = [
-            decay * old + (concerned[..., None] & jnp.pad(new, more)[:, None]).astype(jnp.float32)
-            for old, new in pairs
+            decay * old + (concerned[..., None] & jnp.pad(new, more)[:, None]).astype(jnp.float32) for old, new in pairs
         ]
-        return state.replace(reached=counts[0], accepted=counts[1])
+        return dataclasses.replace(state, reached=counts[0], accepted=counts[1])
 
     def _rung_of(self, looked: Bool[Array, " B"], context: Context) -> Int[Array, " B"]:
         """Which of ``ks`` the block had; of a look, nothing, since it is what would go on without."""

@@ -76,7 +76,8 @@ def controller_for(controller: Any, depth: int) -> Controller:
     found = controller_of(controller)
     if depth == 0:
         return registry.build(registry.CONTROLLERS, "fixed", "controller")
-    return found.bind(depth) if hasattr(found, "bind") else found
+    bind = getattr(found, "bind", None)
+    return found if bind is None else bind(depth)
 
 
 def bound(drafter: Drafter, target: Any) -> Bound:

@@ -29,7 +29,7 @@ def guessed(target_params: Any, drafter_params: Any, depth: int) -> Calibration:
     draft = _read(drafter_params) / max(_read(target_params), 1)
     seconds: Any = 1.0 + np.arange(depth + 1, dtype=np.float32) * np.float32(draft + backend.token_share())
     acceptance: Any = np.full((depth,), _ACCEPTANCE, np.float32)
-    return Calibration(seconds, acceptance, np.int32(0))
+    return Calibration(seconds, acceptance)
 
 
 def _read(params: Any) -> int:
@@ -63,11 +63,12 @@ def measured(
     # A place that was seldom reached says what the others do.
     overall = (accepted.sum() + 1) / (reached.sum() + 2)
     chances: Any = ((accepted + 4 * overall) / (reached + 4)).astype(np.float32)
-    return Calibration(at, chances, np.int32(0))
+    return Calibration(at, chances)
 
 
 def held_to(rung: int, depth: int) -> Calibration:
     """That keeps to one length."""
     seconds: Any = np.where(np.arange(depth + 1) == rung, 1.0, np.inf).astype(np.float32)
     acceptance: Any = np.full((depth,), 0.5, np.float32)
-    return Calibration(seconds, acceptance, np.int32(rung))
+    least: Any = np.int32(rung)
+    return Calibration(seconds, acceptance, least)

@@ -31,7 +31,15 @@ from specjax.decode.engine import (
     num_nodes,
 )
 from specjax.decode.request import Batch, Prompt, SamplingOptions
-from specjax.decode.result import Event, GenerationResult, finish_reason, origin_names, pieces_of, proposals, stats_by_row
+from specjax.decode.result import (
+    Event,
+    GenerationResult,
+    finish_reason,
+    origin_names,
+    pieces_of,
+    proposals,
+    stats_by_row,
+)
 from specjax.decode.scheduler import Scheduler, without_caches
 from specjax.decode.text import Cut, Detokenizer, RowText
 from specjax.errors import DataError
@@ -72,8 +80,8 @@ class Decoder:
         self._verifier = verifier_of(verifier)
         self._controller = controller_for(controller, max_depth(self._drafter))
         self.calibrations: dict[tuple[bool, int], Calibration] = {}
-        """What blocks cost, by whether all rows are greedy and by the rows of the padded batch: from `calibrate`, or set
-        to what another decoder measured, so that it chooses as that one did."""
+        """What blocks cost, by whether all rows are greedy and by the rows of the padded batch: from `calibrate`, or
+        set to what another decoder measured, so that it chooses as that one did."""
         self._greedy_verifier: Verifier = registry.build(registry.VERIFIERS, "greedy", "verifier")
 
     @property

@@ -90,12 +90,15 @@ class Idle(StatelessDrafter):
 
     @property
     def reads(self) -> Reads:
+        """The parts of the target that the drafter reads."""
         return reads_of(self.drafter)
 
     def draft(self, params: Params, target: TargetView, state: Any, context: Context) -> tuple[Draft, Any]:
+        """An empty block."""
         return NoDraft().draft(params, target, state, context)
 
     def commit(self, params: Params, state: Any, outcome: Outcome) -> Any:
+        """The drafter's state after verification."""
         return self.drafter.commit(params, state, outcome)
 
 
@@ -266,7 +269,9 @@ def shortened(context: Context, draft: Draft, nodes: int) -> tuple[Context, Draf
     if context.noise is not None:
         context = dataclasses.replace(context, noise=context.noise.first(nodes))
     # A rule that looks at the draft's distributions has nothing to look at in a block without tokens.
-    parts = {name: getattr(draft, name) for name in ("tokens", "valid", "logits", "finite")}  # and the grade is the row's
+    parts = {
+        name: getattr(draft, name) for name in ("tokens", "valid", "logits", "finite")
+    }  # and the grade is the row's
     parts |= {} if nodes else {"logits": None, "finite": None}
     return context, dataclasses.replace(draft, **{name: x if x is None else x[:, :nodes] for name, x in parts.items()})
 
@@ -282,7 +287,7 @@ def chosen(engine: Engine, params: EngineParams, state: DecodeState) -> Int[Arra
 
 
 def decided(engine: Engine, state: DecodeState, context: Context, draft: Draft) -> tuple[Context, Draft]:
-    """What is left of a draft that cost nothing, once the controller has seen it."""
+    """The rest of a draft that cost nothing, once the controller has seen it."""
     assert engine.controller is not None
     limit = jnp.where(state.done, 0, engine.controller.decide(state.controller, context, draft))  # type: ignore[attr-defined]
     place = jnp.arange(1, draft.valid.shape[1] + 1, dtype=jnp.int32)[None]
@@ -464,7 +469,7 @@ def keep_logprobs(
 
 
 def controller_state(controller: Controller, drafter: BoundDrafter, batch: int) -> Any:
-    """Of rows before their first block; a controller that decides after the draft tells its grades apart."""
+    """The controller's state before the first block; one that decides after the draft tells its grades apart."""
     grades = (getattr(drafter, "grades", 1),) if hasattr(controller, "decide") else ()
     return controller.init(batch, *grades)
 

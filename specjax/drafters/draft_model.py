@@ -165,6 +165,7 @@ class BoundDraftModel:
         width = min(_PIECE, cache_lib.num_slots(state.cache))
 
         def wanting(state: Consumed) -> Bool[Array, " B"]:
+            assert context.limit is not None
             return (context.limit > 0) & _behind(state, context)
 
         def piece(state: Consumed) -> Consumed:

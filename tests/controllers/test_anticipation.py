@@ -36,7 +36,7 @@ CONTROLLERS: dict[str, Any] = {
 def test_whether_a_token_is_proposed_is_known_before_it_is_drawn(controller):
     decoder = Decoder(TARGET, DraftModel(DRAFT, K), "speculative", CONTROLLERS[controller])
     costs = 1.0 + 0.2 * np.arange(K + 1, dtype=np.float32), np.full(K, 0.7, np.float32)
-    decoder._calibrations[False, ROWS] = Calibration(*costs)  # type: ignore[arg-type]
+    decoder.calibrations[False, ROWS] = Calibration(*costs)  # type: ignore[arg-type]
     state = decoder.prefilled(PROMPTS, max_new_tokens=100, temperature=1.0)
     static, params = decoder.engine(False, ROWS)
 

@@ -112,7 +112,11 @@ def test_nobody_looks_at_a_draft_that_cannot_pay(controller):
 
 def test_a_draft_that_was_left_has_read_everything_when_it_comes_back():
     """A draft that equals its target is accepted after any pause, of which some are longer than a piece."""
-    decoder = Decoder(TARGET, DraftModel(TARGET, 2), controller=Ladder(ks=(0, 1, 2), probe=40, longest_wait=80, margin=0.0, looks_cost=1.0))
+    decoder = Decoder(
+        TARGET,
+        DraftModel(TARGET, 2),
+        controller=Ladder(ks=(0, 1, 2), probe=40, longest_wait=80, margin=0.0, looks_cost=1.0),
+    )
     forced(decoder, True, 4, [1.0, 1.99, 9.0])  # of one draft, kept or not
     calibration = decoder.calibrations[True, 4]
     doubtful = dataclasses.replace(calibration, acceptance=np.full(2, 0.2, np.float32))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from specjax import registry
+from specjax.controllers.adaptive import Adaptive
 from specjax.controllers.budgeted import Budgeted
 from specjax.controllers.confidence import Confidence
 from specjax.controllers.fixed import Fixed
@@ -53,6 +54,7 @@ QUICK = {"decay": 0.5, "trust": 0.5, "margin": 0.0, "probe": 1}
 """Changes its mind after every block."""
 CONTROLLERS: dict[str, Any] = {
     "fixed": Fixed(1),
+    "adaptive": Adaptive(**QUICK),
     "ladder": Ladder(**QUICK),
     "survival": Survival(**QUICK),
     "budgeted": Budgeted(**QUICK),
