@@ -136,7 +136,9 @@ class Decoder:
         detokenize = self._detokenizer(skip_special_tokens)
         if detokenize is not None and any(run.stops):
             run.texts = [RowText(detokenize, stops) for stops in run.stops]
-        last = collections.deque(self._chunks(run, _STOP_STRING_STEPS if any(run.stops) else NO_LIMIT), maxlen=1)
+        # The first chunk is of one block, so that the time to the first token is seen.
+        chunks = self._chunks(run, _STOP_STRING_STEPS if any(run.stops) else NO_LIMIT, first=1)
+        last = collections.deque(chunks, maxlen=1)
         return self._result(run, jax.device_get(last.pop()), detokenize)
 
     def stream(
@@ -353,13 +355,13 @@ class Decoder:
     def _detokenizer(self, skip_special_tokens: bool) -> Detokenizer | None:
         return None if self.target.tokenizer is None else Detokenizer(self.target.tokenizer, skip_special_tokens)
 
-    def _chunks(self, run: _Run, max_steps: int) -> Iterator[DecodeState]:
-        """What the host reads of the states at chunk ends; the last one has every row done. The first chunk is of one
-        block, so that the time to the first token is seen."""
+    def _chunks(self, run: _Run, max_steps: int, first: int | None = None) -> Iterator[DecodeState]:
+        """What the host reads of the states at chunk ends; the last one has every row done. ``first``: most steps of
+        the first chunk, if they are others."""
         scheduler = Scheduler(run.engine, run.params, run.batch.rows)
         scheduler.insert(run.batch)
         while True:
-            scheduler.chunk(max_steps if run.looks else min(max_steps, 1))
+            scheduler.chunk(max_steps if run.looks or first is None else first)
             run.looks.append(Look(time.perf_counter() - run.start, scheduler.lengths))
             if run.texts:
                 scheduler.stop(_ended(run, scheduler))
@@ -373,7 +375,7 @@ class Decoder:
         cuts = [run.cut(i) for i in rows]
         spans = [slice(starts[i], ends[i] if (c := cuts[i]) is None else starts[i] + c.tokens) for i in rows]
         tokens = [host.tokens[i, span].tolist() for i, span in zip(rows, spans, strict=True)]
-        every = [host.origin[i, starts[i] : ends[i]] for i in rows]
+        every = [np.asarray(host.origin[i, starts[i] : ends[i]]) for i in rows]
         times = commit_times(every, starts[: len(rows)].tolist(), run.looks)
         texts = [""] * len(rows)
         if detokenize is not None:
