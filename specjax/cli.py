@@ -189,8 +189,14 @@ def generate(
     ] = None,
     check_finite: CheckFinite = True,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of text; of one prompt with its latencies.")
+        bool, typer.Option("--json", help="Print one JSON object instead of text, with the metrics of each request.")
     ] = False,
+    metrics: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write metrics, as JSON lines: of each request and in sum.")
+    ] = None,
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0, help="Of the machine, in any currency, for what a request costs.")
+    ] = None,
     logprobs: Annotated[
         Literal["raw", "processed"] | None, typer.Option(help="Of the tokens, with --json: before or after sampling.")
     ] = None,
@@ -208,10 +214,13 @@ def generate(
         raise typer.BadParameter("--system is a message of a chat; add --chat")
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs are printed with --json only; add it")
+    if price_per_hour is not None and not price_per_hour < float("inf"):
+        raise typer.BadParameter(f"--price-per-hour {price_per_hour}: give a number")
     given = context.get_parameter_source
     with user_errors(debug), _programs_kept():
         from specjax.jobs import generate as job
 
+        _check_file(metrics, "--metrics")
         named = [(f"--prompt {i}", text) for i, text in enumerate(prompt or [], 1)]
         named += [(f"--prompt-file {file}", job.read_prompt(file)) for file in prompt_file or []]
         loading = {"dtype": dtype, "check_finite": check_finite}
@@ -239,7 +248,7 @@ def generate(
             own = [name for name in options if (source := given(name)) is not None and source.name == "COMMANDLINE"]
             options |= job.defaults(own, target)
         prompts = job.Prompts([text for _, text in named], chat, system)
-        job.generate(decoder, prompts, options, verifier, as_json, no_color)
+        job.generate(decoder, prompts, options, verifier, job.Shown(as_json, no_color, metrics, price_per_hour))
 
 
 @app.command(cls=_Command)
@@ -447,10 +456,10 @@ def main() -> None:
     app(prog_name="specjax")
 
 
-def _check_file(out: Path | None) -> None:
-    """Refuse an ``--out`` that cannot be written, before anything is measured."""
+def _check_file(out: Path | None, option: str = "--out") -> None:
+    """Refuse a file of an ``option`` that cannot be written, before anything is measured."""
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
-        raise SpecjaxError(f"--out {out}: not a file in an existing directory; nothing could be written there")
+        raise SpecjaxError(f"{option} {out}: not a file in an existing directory; nothing could be written there")
 
 
 def _message(error: Exception) -> str:

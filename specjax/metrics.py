@@ -14,6 +14,8 @@ that were proposed validly in it (padding is not drafted).
     acceptance_rate    accepted / drafted; depends on k, is not alpha
     acceptance_at[j]             s_j = #(n >= j) / #(k_r >= j), unconditional, j = 1..k
     conditional_acceptance_at[j] a_j = #(n >= j) / #(n >= j - 1 and k_r >= j)
+    k_used[k]          #(k_r = k), blocks that proposed k tokens, k = 0..K; of a tree, k levels
+    blocks_without_draft         k_used[0]
     invalid_drafts     blocks whose proposal was cut because the drafter's distribution was not finite
     alpha              E sum_v min(p(v), q(v)) under teacher forcing on given text: 1 - total variation, per position
     simulated          the block_efficiency that the training forward gives for given texts: evaluation/simulated.py
@@ -28,15 +30,21 @@ Predicted from alpha or tau and from costs (`expected_emitted` and what follows 
     operations_factor  arithmetic for a token, over plain decoding
     best_k             the k of the largest walltime_speedup
     ttft, tpot, itl    of a request, see `Latencies`
-    tokens_per_s       emitted / wall seconds, all rows together
-    cost_per_1k_tokens money, at a price per hour of the machine
+    tokens             of a request, as it got them: emitted, without what was decoded behind a stop string
+    seconds            from handing a request in to its last token; of several, that all of them took together
+    tokens_per_s       tokens / seconds, of several requests all tokens over the seconds of all together
+    cost               money, at a price per hour of the machine; a batch's is shared by the blocks of its rows
+    cost_per_1k_tokens 1000 cost / tokens
+    interpolated       tokens whose commit was between two looks of the host, which has its time from theirs
     speedup            wall time of the autoregressive loop / of speculation, equal emitted tokens: evaluation/bench.py
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -138,6 +146,17 @@ class DecodeStats:
         return self.accepted / max(sum(self.reached_at), 1)
 
     @property
+    def k_used(self) -> tuple[int, ...]:
+        """#(k_r = k), the blocks that proposed k tokens (of a tree: k levels), for k = 0 .. K."""
+        at_least = (self.blocks, *self.drafted_at, 0)
+        return tuple(more - deeper for more, deeper in itertools.pairwise(at_least))
+
+    @property
+    def blocks_without_draft(self) -> int:
+        """Blocks without a valid proposal, each a step of plain decoding."""
+        return self.k_used[0]
+
+    @property
     def acceptance_at(self) -> tuple[float, ...]:
         """s_j, the share of blocks proposing j tokens that keep j, for j = 1 .. k."""
         return tuple(a / max(d, 1) for a, d in zip(self.accepted_at, self.drafted_at, strict=True))
@@ -160,6 +179,8 @@ class DecodeStats:
             "alpha_mle",
             "acceptance_at",
             "conditional_acceptance_at",
+            "k_used",
+            "blocks_without_draft",
         )
         return {name: getattr(self, name) for name in names}
 
@@ -233,7 +254,7 @@ class Latencies:
 
     commit_times: Sequence[Sequence[float]]
     """For each request, the seconds from handing it in to the commit of each of its tokens; the tokens of one block
-    share theirs. Compilation is not part of it."""
+    share theirs. Compilation belongs before: what a request waits for it is in them."""
 
     def __post_init__(self):
         for i, times in enumerate(self.commit_times):
@@ -258,12 +279,12 @@ class Latencies:
         return [b - a for times in self.commit_times for a, b in itertools.pairwise(times) if b > a]
 
     def to_json(self) -> dict[str, float | None]:
-        """P50 and P99 over all requests pooled, in seconds (percentiles of several runs are not to be averaged); None
-        without a value."""
+        """P50, P90 and P99 over all requests pooled, in seconds (percentiles of several runs are not to be averaged);
+        None without a value."""
         return {
             f"{name}_p{percent}": float(np.percentile(values, percent)) if values else None
             for name in ("ttft", "tpot", "itl")
-            for percent in (50, 99)
+            for percent in (50, 90, 99)
             for values in [getattr(self, name)]
         }
 
@@ -273,6 +294,81 @@ def tokens_per_s(emitted: int, seconds: float) -> float:
     return emitted / seconds
 
 
+def cost(price_per_hour: float, seconds: float) -> float:
+    """Price, in the currency of ``price_per_hour``, of the machine for so many seconds."""
+    return price_per_hour / 3600 * seconds
+
+
 def cost_per_1k_tokens(price_per_hour: float, tokens_per_s: float) -> float:
     """Price, in the currency of ``price_per_hour``, of the machine while it emits a thousand tokens at that rate."""
-    return price_per_hour / 3600 * 1000 / tokens_per_s
+    return cost(price_per_hour, 1000 / tokens_per_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestMetrics:
+    """All that is measured of a request, or of several pooled."""
+
+    stats: DecodeStats
+    """Counts of its blocks, of several requests added up."""
+    commit_times: Sequence[Sequence[float]]
+    """As in `Latencies`, one entry a request; empty for a request that ended before its first token."""
+    seconds: float
+    """Wall seconds from handing the request in to its last token; of several, those that all took together."""
+    interpolated: int = 0
+    """Tokens whose commit time is not measured: their block ended between two looks of the host, and the blocks between
+    two looks are taken to be equally long."""
+    cost: float | None = None
+    """Its share of the machine's price for the time that the batch took; None without a price."""
+
+    @classmethod
+    def pooled(cls, several: Sequence[RequestMetrics], seconds: float) -> RequestMetrics:
+        """Requests that took ``seconds`` together: counts and costs are added, ratios and percentiles are of all.
+        Raises `ValueError` for none, and for requests at different k."""
+        if not several:
+            raise ValueError("no requests, of which there are no metrics")
+        costs = [one.cost for one in several if one.cost is not None]
+        return cls(
+            stats=functools.reduce(operator.add, (one.stats for one in several)),
+            commit_times=[times for one in several for times in one.commit_times],
+            seconds=seconds,
+            interpolated=sum(one.interpolated for one in several),
+            cost=sum(costs) if len(costs) == len(several) else None,
+        )
+
+    @property
+    def requests(self) -> int:
+        """How many requests these are of."""
+        return len(self.commit_times)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the requests got."""
+        return sum(len(times) for times in self.commit_times)
+
+    @property
+    def latencies(self) -> Latencies:
+        """Those of the requests that got a token."""
+        return Latencies([times for times in self.commit_times if times])
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all requests over the wall seconds that all took together."""
+        return tokens_per_s(self.tokens, self.seconds)
+
+    @property
+    def cost_per_1k_tokens(self) -> float | None:
+        """Cost of a thousand tokens as these were; None without a price or a token."""
+        return None if self.cost is None or not self.tokens else 1000 * self.cost / self.tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """All by their names: counts and ratios, seconds, and money where there is a price. Latencies as percentiles
+        over the requests; of one request ``ttft`` and ``tpot`` (None with one token) too."""
+        latencies = self.latencies
+        found: dict[str, Any] = {"requests": self.requests, "tokens": self.tokens, "seconds": self.seconds}
+        found["tokens_per_s"] = self.tokens_per_s
+        if self.requests == 1:
+            found |= {name: next(iter(getattr(latencies, name)), None) for name in ("ttft", "tpot")}
+        found |= latencies.to_json() | {"interpolated": self.interpolated} | self.stats.to_json()
+        if self.cost is not None:
+            found |= {"cost": self.cost, "cost_per_1k_tokens": self.cost_per_1k_tokens}
+        return found

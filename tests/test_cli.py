@@ -23,7 +23,7 @@ from specjax.decode.request import derive_seeds
 from specjax.drafters import loading
 from specjax.errors import ConfigError, ModelError, Stopped
 from specjax.jobs import demo, train
-from specjax.metrics import DecodeStats
+from specjax.metrics import DecodeStats, RequestMetrics, cost
 from specjax.models import hf
 from specjax.report import generation
 from specjax.runtime.files import write_atomically
@@ -31,6 +31,13 @@ from tests import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 STATS = DecodeStats(blocks=2, emitted=5, drafted_at=(2, 2), reached_at=(2, 2), accepted_at=(2, 1))
+
+
+def of_result(row=None, price_per_hour=None) -> RequestMetrics:
+    """Two rows of 2 tokens: after 0.1 s, and 0.2 s or 0.3 s."""
+    price = None if price_per_hour is None else cost(price_per_hour, 0.3)
+    rows = [RequestMetrics(STATS, [[0.1, end]], end, 1, None if price is None else price / 2) for end in (0.2, 0.3)]
+    return RequestMetrics.pooled(rows, 0.3) if row is None else rows[row]
 
 
 class Decoder:
@@ -48,6 +55,8 @@ class Decoder:
             seeds=list(range(len(prompts))),
             stats=[STATS] * len(prompts),
             logprobs=[[-1.0, -2.0]] * len(prompts) if options["logprobs"] else None,
+            finish_reasons=["length"] * len(prompts),
+            metrics=of_result,
             pieces=lambda row: [types.SimpleNamespace(text=f"<{prompts[row]}>", origin="accepted")],
         )
 
@@ -59,7 +68,14 @@ class Decoder:
             piece = types.SimpleNamespace(text=f"{origin}!{prompt if i else ''}", origin=origin)
             logprobs = [-1.0 - i] if options["logprobs"] else None
             yield types.SimpleNamespace(
-                tokens=[i], text=piece.text, pieces=[piece], stats=STATS, done=i == 1, logprobs=logprobs
+                tokens=[i],
+                text=piece.text,
+                pieces=[piece],
+                stats=STATS,
+                done=i == 1,
+                seconds=0.25 + 0.5 * i,
+                logprobs=logprobs,
+                finish_reason="length" if i else None,
             )
 
 
@@ -85,6 +101,10 @@ def decoders(monkeypatch):
     return made
 
 
+def as_json(metrics: RequestMetrics) -> dict:
+    return json.loads(json.dumps(metrics.to_json()))
+
+
 def call(*arguments: str):
     return CliRunner().invoke(cli.app, list(arguments))
 
@@ -94,6 +114,7 @@ def test_one_prompt_is_streamed_with_its_statistics_apart(decoders):
     assert result.exit_code == 0
     assert result.stdout == "accepted!bonus!x\n"
     assert "5 tokens, 2 target calls, block efficiency 2.50, acceptance rate 0.75" in result.stderr
+    assert "TTFT 250.0 ms, TPOT 500.0 ms, 3 tokens/s, k used 2.0, 0 blocks without a draft\n" in result.stderr
     assert decoders[0].k == 3
 
 
@@ -112,12 +133,18 @@ def test_several_prompts_are_decoded_as_a_batch(decoders, tmp_path):
     assert isinstance(decoders[0], specjax.NGram)
     twice = call("generate", "--target", "t", *["--prompt-file", str(file)] * 2).stdout
     assert twice.count("<from a file>") == 2
+    assert "TTFT 100.0 ms, TPOT 200.0 ms, 7 tokens/s, k used 2.0" in twice
+    assert "all 2: 10 tokens, 4 target calls" in twice
+    assert "TTFT P50 100.0 ms, TPOT P50 150.0 ms, 13 tokens/s, k used 2.0" in twice
 
 
 def test_json_output_is_json_and_nothing_else(decoders):
     result = call("generate", "--target", "t", "--prompt", "x", "--prompt", "y", "--json")
-    _, row = json.loads(result.stdout)["rows"]
-    assert (row["text"], row["tokens"], row["stats"]["block_efficiency"]) == ("<y>", [1, 2], 2.5)
+    found = json.loads(result.stdout)
+    _, row = found["rows"]
+    assert (row["text"], row["tokens"], row["finish_reason"]) == ("<y>", [1, 2], "length")
+    assert row["metrics"] == as_json(of_result(1))
+    assert found["metrics"] == as_json(of_result())
 
 
 @pytest.mark.parametrize("prompts", [["--prompt", "x"], ["--prompt", "x", "--prompt", "y"]])
@@ -129,7 +156,10 @@ def test_json_has_logprobs_where_asked_for(decoders, prompts):
 
 def test_token_options_reach_the_decoder(decoders, monkeypatch):
     given = {}
-    monkeypatch.setattr(Decoder, "stream", lambda self, prompt, **options: given.update(options) or iter(()))
+    stream = Decoder.stream
+    monkeypatch.setattr(
+        Decoder, "stream", lambda self, *args, **all_: given.update(all_) or stream(self, *args, **all_)
+    )
     options = ["--logit-bias", "42=-1.5", "--logit-bias", "7=2", "--ban", "3", "--ban", "4"]
     assert call("generate", "--target", "t", "--prompt", "x", *options).exit_code == 0
     assert (given["logit_bias"], given["banned_tokens"]) == ({42: -1.5, 7: 2.0}, [3, 4])
@@ -143,10 +173,27 @@ def test_token_options_reach_the_decoder(decoders, monkeypatch):
 def test_json_of_one_prompt_tells_when_its_tokens_came(decoders):
     found = json.loads(call("generate", "--target", "t", "--prompt", "x", "--seed", "3", "--json").stdout)
     [row] = found["rows"]
-    assert (row["text"], row["tokens"], row["stats"]["block_efficiency"]) == ("accepted!bonus!x", [0, 1], 2.5)
+    assert (row["text"], row["tokens"], row["finish_reason"]) == ("accepted!bonus!x", [0, 1], "length")
     assert row["seed"] == derive_seeds(3, 1)[0]
-    assert 0 < found["latency_s"]["ttft_p50"] < 1
-    assert found["latency_s"]["tpot_p50"] == found["latency_s"]["itl_p99"] > 0
+    assert row["metrics"] == found["metrics"] == as_json(RequestMetrics(STATS, [[0.25, 0.75]], 0.75))
+    assert (row["metrics"]["ttft"], row["metrics"]["tpot"], row["metrics"]["interpolated"]) == (0.25, 0.5, 0)
+
+
+@pytest.mark.parametrize("prompts", [["--prompt", "x"], ["--prompt", "x", "--prompt", "y"]])
+def test_metrics_are_written_a_line_a_request_and_one_of_the_sum(decoders, tmp_path, prompts):
+    file = tmp_path / "metrics.jsonl"
+    options = ["--metrics", str(file), "--price-per-hour", "3.6"]
+    result = call("generate", "--target", "t", *prompts, *options, "--json")
+    found, count = json.loads(result.stdout), len(prompts) // 2
+    *requests, total = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line.pop("kind") for line in (*requests, total)] == ["request"] * count + ["sum"]
+    assert total == found["metrics"]
+    for i, (line, row) in enumerate(zip(requests, found["rows"], strict=True)):
+        named = {"request": i, "seed": row["seed"], "finish_reason": "length"}
+        assert line == named | row["metrics"]
+    assert total["cost"] == pytest.approx(sum(line["cost"] for line in requests))
+    assert total["cost_per_1k_tokens"] == pytest.approx(cost(3.6, 1000 / total["tokens_per_s"]))
+    assert ", cost 0.00" in call("generate", "--target", "t", *prompts, *options).output
 
 
 @pytest.mark.parametrize(
@@ -158,6 +205,9 @@ def test_json_of_one_prompt_tells_when_its_tokens_came(decoders):
         (["--prompt", "x", "--max-new-tokens", "0"], "greater than or equal to 1"),
         (["--prompt", "x", "--dtype", "int4"], "int4"),
         (["--prompt", "x", "--logprobs", "raw"], "with --json only"),
+        (["--prompt", "x", "--price-per-hour", "-1"], "-1"),
+        (["--prompt", "x", "--price-per-hour", "inf"], "give a number"),
+        (["--prompt", "x", "--metrics", "no/such/directory/m.jsonl"], "--metrics no/such/directory/m.jsonl"),
         ([], "no prompt"),
         (["--nonsense"], "--nonsense"),
     ],
@@ -439,7 +489,7 @@ def test_a_terminal_gets_the_prompt_before_the_text_and_a_pipe_does_not(monkeypa
     for stream, expected in ((Terminal(), "xaccepted!bonus!x\n"), (io.StringIO(), "accepted!bonus!x\n")):
         monkeypatch.setattr(sys, "stdout", stream)
         monkeypatch.setenv("TERM", "dumb" if not stream.isatty() else "xterm")
-        generation.stream(Decoder(None), "x", {"logprobs": None}, no_color=True, shown="x")
+        generation.stream(Decoder(None), "x", "x", {"logprobs": None, "seed": 0}, None, no_color=True)
         assert re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()) == expected
 
 

@@ -14,6 +14,7 @@ from specjax import metrics
 from specjax.metrics import (
     DecodeStats,
     Latencies,
+    RequestMetrics,
     best_k,
     cost_per_1k_tokens,
     expected_blocks,
@@ -120,7 +121,10 @@ def test_without_cuts_tau_follows_from_acceptance_at_a_common_k():
 
 def test_stats_add_up_by_their_counts():
     both = EXAMPLE + EXAMPLE
-    assert both.to_json() | {"drafted": 18, "accepted": 10, "emitted": 15, "target_calls": 6} == EXAMPLE.to_json()
+    counts = {"drafted": 18, "accepted": 10, "emitted": 15, "target_calls": 6}
+    counts |= {"k_used": (1, 0, 1, 0, 4), "blocks_without_draft": 1}
+    assert both.to_json() | counts == EXAMPLE.to_json()
+    assert (both.k_used, both.blocks_without_draft) == ((2, 0, 2, 0, 8), 2)
     with pytest.raises(ValueError, match="do not add"):
         _ = EXAMPLE + counted([(1, 1)], k=1)
 
@@ -193,14 +197,12 @@ def test_percentiles_are_pooled_over_requests():
     found = latencies.to_json()
     assert found["ttft_p50"] == 3.0
     assert found["tpot_p50"] == 2.0
-    assert found["itl_p99"] == pytest.approx(2 + 0.98 * 2)  # between the second and third of 1, 2, 4
+    assert found["itl_p90"] == pytest.approx(2 + 0.8 * 2)  # between the second and third of 1, 2, 4
+    assert found["itl_p99"] == pytest.approx(2 + 0.98 * 2)
     assert Latencies([[1.0]]).to_json() == {
-        "ttft_p50": 1.0,
-        "ttft_p99": 1.0,
-        "tpot_p50": None,
-        "tpot_p99": None,
-        "itl_p50": None,
-        "itl_p99": None,
+        f"{name}_p{percent}": value
+        for name, value in (("ttft", 1.0), ("tpot", None), ("itl", None))
+        for percent in (50, 90, 99)
     }
 
 
@@ -216,6 +218,58 @@ def test_cost_of_a_thousand_tokens():
     assert cost_per_1k_tokens(3.6, 250) == pytest.approx(0.004)
 
 
+def test_lengths_used_of_the_example_and_of_plain_decoding():
+    assert (EXAMPLE.k_used, EXAMPLE.blocks_without_draft) == ((1, 0, 1, 0, 4), 1)
+    plain = counted([(0, 0)] * 3, k=0)
+    assert (plain.k_used, plain.blocks_without_draft) == ((3,), 3)
+
+
+def one_request(**changes) -> RequestMetrics:
+    """The example at 0.1 s (5 tokens), 0.2 s (2) and so on: one block every 0.1 s."""
+    tokens = (5, 2, 1, 3, 1, 3)
+    times = [round(0.1 * (i + 1), 1) for i, count in enumerate(tokens) for _ in range(count)]
+    return RequestMetrics(EXAMPLE, [times], seconds=0.6, **changes)
+
+
+def test_metrics_of_one_request():
+    found = one_request(interpolated=4, cost=0.0006).to_json()
+    assert (found["requests"], found["tokens"], found["seconds"], found["interpolated"]) == (1, 15, 0.6, 4)
+    assert found["ttft"] == found["ttft_p50"] == found["ttft_p99"] == 0.1
+    assert found["tpot"] == found["tpot_p90"] == pytest.approx(0.5 / 14)
+    assert found["itl_p50"] == pytest.approx(0.1)
+    assert found["tokens_per_s"] == pytest.approx(25)
+    assert found["cost_per_1k_tokens"] == pytest.approx(0.04)
+    assert {name: found[name] for name in EXAMPLE.to_json()} == EXAMPLE.to_json()
+    assert "cost" not in one_request().to_json()
+
+
+def test_metrics_of_several_requests_are_pooled_not_averaged():
+    short = RequestMetrics(counted([(4, 0)], k=4), [[0.3]], seconds=0.3, cost=0.001)
+    none = RequestMetrics(counted([(0, 0)], k=4, cut=1), [[]], seconds=0.1, cost=0.002)
+    total = RequestMetrics.pooled([one_request(interpolated=2, cost=0.003), short, none], seconds=0.8)
+    found = total.to_json()
+    assert (found["requests"], found["tokens"], found["emitted"], found["interpolated"]) == (3, 16, 16, 2)
+    assert found["ttft_p50"] == pytest.approx(0.2), "of the two that got a token"
+    assert found["tpot_p50"] == pytest.approx(0.5 / 14), "of the one that got two"
+    assert found["tokens_per_s"] == pytest.approx(20), "not the mean of 25 and 1 / 0.3"
+    assert (found["k_used"], found["blocks_without_draft"]) == ((2, 0, 1, 0, 5), 2)
+    assert found["cost"] == pytest.approx(0.006)
+    assert found["cost_per_1k_tokens"] == pytest.approx(0.006 / 16 * 1000)
+    assert "ttft" not in found
+    assert RequestMetrics.pooled([one_request(), short], seconds=1.0).cost is None
+    with pytest.raises(ValueError, match="no requests"):
+        RequestMetrics.pooled([], seconds=1.0)
+
+
+def test_cost_of_a_request_and_of_a_thousand_tokens_are_one():
+    request = one_request(cost=metrics.cost(3.6, 0.6))
+    assert request.cost == pytest.approx(0.0006)
+    assert request.cost_per_1k_tokens == pytest.approx(cost_per_1k_tokens(3.6, request.tokens_per_s))
+    nothing = RequestMetrics(counted([(0, 0)], k=0, cut=1), [[]], seconds=0.1, cost=0.1)
+    assert nothing.cost_per_1k_tokens is None
+    assert nothing.to_json()["ttft"] is nothing.to_json()["ttft_p50"] is None
+
+
 def documented_names() -> list[str]:
     table = DOCUMENT.read_text(encoding="utf-8").split("## Our metrics")[1].split("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
@@ -225,7 +279,8 @@ def documented_names() -> list[str]:
 def test_every_metric_of_the_document_is_one_of_ours():
     names = documented_names()
     assert len(names) > 15
-    text, known = inspect.getdoc(metrics) or "", {*vars(metrics), *vars(DecodeStats), *vars(Latencies)}
+    text, known = inspect.getdoc(metrics) or "", {*vars(metrics)}
+    known |= {name for thing in (DecodeStats, Latencies, RequestMetrics) for name in vars(thing)}
     assert [name for name in names if name not in known and not re.search(rf"\b{name}\b", text)] == []
 
 
@@ -234,7 +289,7 @@ def test_every_metric_of_the_code_is_in_the_document():
         "alpha_per_position",  # alpha and the losses, position by position
         "negative_log_likelihood",
     }
-    own = functions | set(EXAMPLE.to_json()) | {"ttft", "tpot", "itl"}
+    own = functions | {re.sub(r"_p\d+$", "", name) for name in one_request(cost=1.0).to_json()}
     assert own - set(documented_names()) == set()
 
 

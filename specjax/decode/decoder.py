@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
@@ -34,6 +35,8 @@ from specjax.decode.request import Batch, Prompt, SamplingOptions
 from specjax.decode.result import (
     Event,
     GenerationResult,
+    Look,
+    commit_times,
     finish_reason,
     origin_names,
     pieces_of,
@@ -135,7 +138,9 @@ class Decoder:
         detokenize = self._detokenizer(skip_special_tokens)
         if detokenize is not None and any(run.stops):
             run.texts = [RowText(detokenize, stops) for stops in run.stops]
-        last = collections.deque(self._chunks(run, _STOP_STRING_STEPS if any(run.stops) else NO_LIMIT), maxlen=1)
+        # The first chunk is of one block, so that the time to the first token is seen.
+        chunks = self._chunks(run, _STOP_STRING_STEPS if any(run.stops) else NO_LIMIT, first=1)
+        last = collections.deque(chunks, maxlen=1)
         return self._result(run, jax.device_get(last.pop()), detokenize)
 
     def stream(
@@ -201,7 +206,8 @@ class Decoder:
             sent = length
             done = bool(host.done[0])
             reason = finish_reason(host.finish[0], run.cut(0)) if done else None
-            yield Event(tokens, text, pieces, stats_by_row(host.counters)[0], done, values, reason)
+            stats, seconds = stats_by_row(host.counters)[0], run.looks[-1].seconds
+            yield Event(tokens, text, pieces, stats, done, seconds, values, reason)
 
     def compile(
         self,
@@ -327,6 +333,7 @@ class Decoder:
     def _run(
         self, prompts, max_new_tokens, seed, ignore_eos, stop_strings=None, logprobs=None, processor=None, sampling=None
     ) -> _Run:
+        start = time.perf_counter()
         args = (self.target, num_nodes(self._drafter), prompts, max_new_tokens, seed, ignore_eos, sampling or {})
         batch = request_lib.prepare(*args)
         _warn_of_a_short_draft(self._drafter, batch)
@@ -344,7 +351,7 @@ class Decoder:
         tokens = TokenRows.of(self.target) if logprobs == "raw" else None
         engine = dataclasses.replace(engine, processor=processor, logprobs=logprobs, tokens=tokens)
         stops = stops_lib.check(stop_strings, len(prompts), self.target.tokenizer is not None)
-        return _Run(batch, engine, params, stops)
+        return _Run(batch, engine, params, stops, start)
 
     def _prefill(self, run: _Run, slots: int, params: EngineParams | None = None) -> DecodeState:
         engine = run.engine
@@ -355,12 +362,14 @@ class Decoder:
     def _detokenizer(self, skip_special_tokens: bool) -> Detokenizer | None:
         return None if self.target.tokenizer is None else Detokenizer(self.target.tokenizer, skip_special_tokens)
 
-    def _chunks(self, run: _Run, max_steps: int) -> Iterator[DecodeState]:
-        """What the host reads of the states at chunk ends; the last one has every row done."""
+    def _chunks(self, run: _Run, max_steps: int, first: int | None = None) -> Iterator[DecodeState]:
+        """What the host reads of the states at chunk ends; the last one has every row done. ``first``: most steps of
+        the first chunk, if they are others."""
         scheduler = Scheduler(run.engine, run.params, run.batch.rows)
         scheduler.insert(run.batch)
         while True:
-            scheduler.chunk(max_steps)
+            scheduler.chunk(max_steps if run.looks or first is None else first)
+            run.looks.append(Look(time.perf_counter() - run.start, scheduler.lengths))
             if run.texts:
                 scheduler.stop(_ended(run, scheduler))
             yield without_caches(scheduler.state)
@@ -373,6 +382,8 @@ class Decoder:
         cuts = [run.cut(i) for i in rows]
         spans = [slice(starts[i], ends[i] if (c := cuts[i]) is None else starts[i] + c.tokens) for i in rows]
         tokens = [host.tokens[i, span].tolist() for i, span in zip(rows, spans, strict=True)]
+        every = [np.asarray(host.origin[i, starts[i] : ends[i]]) for i in rows]
+        times = commit_times(every, starts[: len(rows)].tolist(), run.looks)
         texts = [""] * len(rows)
         if detokenize is not None:
             texts = [detokenize(tokens[i]) if cuts[i] is None else run.texts[i].text for i in rows]
@@ -381,6 +392,9 @@ class Decoder:
             text=texts,
             origins=[origin_names(host.origin[i, span]) for i, span in zip(rows, spans, strict=True)],
             proposals=[proposals(host.origin[i, span]) for i, span in zip(rows, spans, strict=True)],
+            commit_times=[row[: len(new)] for row, new in zip(times, tokens, strict=True)],
+            looks=[look.seconds for look in run.looks],
+            seconds=time.perf_counter() - run.start,
             stats=stats_by_row(host.counters)[: len(rows)],
             seeds=run.batch.seeds,
             verifier=run.engine.verifier.kind,
@@ -395,12 +409,15 @@ class Decoder:
 
 @dataclasses.dataclass
 class _Run:
-    """One generation. ``texts``: of the rows, where text is read as it comes."""
+    """One generation. ``start``: of the call, by `time.perf_counter`; ``texts``: of the rows, where text is read as it
+    comes; ``looks``: one a chunk so far."""
 
     batch: Batch
     engine: Engine
     params: EngineParams
     stops: list[tuple[str, ...]]
+    start: float
+    looks: list[Look] = dataclasses.field(default_factory=list)
     texts: list[RowText] = dataclasses.field(default_factory=list)
 
     def cut(self, row: int) -> Cut | None:

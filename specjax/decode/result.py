@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from specjax.decode.text import Detokenizer
-from specjax.errors import ModelError
-from specjax.metrics import DecodeStats
+from specjax.errors import DataError, ModelError
+from specjax.metrics import DecodeStats, RequestMetrics, cost
 from specjax.types import ACCEPTED, FINISH_REASONS, ORIGINS, STOP_STRING, Counters
 
 
@@ -40,10 +40,22 @@ class Event:
     """Counts from the start of the generation."""
     done: bool
     """Whether this is the last event."""
+    seconds: float
+    """Wall seconds from the call to the commit of ``tokens``, as the host saw it."""
     logprobs: list[float] | None = None
     """Log-probabilities of ``tokens`` in nats, where asked for."""
     finish_reason: str | None = None
     """Reason of the end, as in `GenerationResult.finish_reasons`; None before the last event."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """The host's view of a batch between two chunks of blocks."""
+
+    seconds: float
+    """Wall seconds since the call."""
+    lengths: np.ndarray
+    """Tokens of each row, ``[B]``, its prompt among them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +82,15 @@ class GenerationResult:
     distribution to come from."""
     proposals: list[list[int]]
     """How many tokens each block of a row proposed, in order: 0 in one without a draft."""
+    commit_times: list[list[float]]
+    """Wall seconds from the call to the commit of each token; those of a block share theirs. Measured at the ``looks``,
+    so after the first block and at the end; the blocks between two looks are taken to be equally long. A call of new
+    sizes compiles, and its times hold that: `Decoder.compile` before."""
+    looks: list[float]
+    """Wall seconds from the call to each look of the host, at the end of a chunk of blocks. A commit time that is among
+    them is measured, any other interpolated."""
+    seconds: float
+    """Wall seconds of the whole call, with the text."""
     logprobs: list[list[float]] | None = None
     """Log-probabilities of the tokens in nats, where asked for."""
     detokenize: Detokenizer | None = dataclasses.field(default=None, repr=False)
@@ -91,6 +112,39 @@ class GenerationResult:
             raise ValueError("pieces need a tokenizer, and the target has none")
         pieces = pieces_of(self.detokenize.shares(self.tokens[row]), self.origins[row])
         return cut_text(pieces, len(self.text[row]))
+
+    def metrics(self, row: int | None = None, price_per_hour: float | None = None) -> RequestMetrics:
+        """Latencies, throughput, acceptance and cost, under the names of `specjax.metrics`.
+
+        Args:
+            row: the row; None for all rows pooled.
+            price_per_hour: of the machine, in any currency; without it there is no cost.
+
+        Returns:
+            Metrics of the request, up to its last token. The machine's price until the last token of all is shared by
+            the rows' blocks, so that their costs add up.
+
+        Raises:
+            DataError: the price is negative or not finite.
+        """
+        if price_per_hour is not None and not 0 <= price_per_hour < float("inf"):
+            raise DataError(f"price_per_hour: {price_per_hour!r}; give a price of at least 0")
+        seconds = max((times[-1] for times in self.commit_times if times), default=self.looks[-1])
+        price = None if price_per_hour is None else cost(price_per_hour, seconds)
+        rows = range(len(self.tokens)) if row is None else [row]
+        of_rows = [self._metrics(i, price) for i in rows]
+        return RequestMetrics.pooled(of_rows, seconds) if row is None else of_rows[0]
+
+    def _metrics(self, row: int, price: float | None) -> RequestMetrics:
+        """``price``: of the whole batch."""
+        times, stats, measured = self.commit_times[row], self.stats[row], set(self.looks)
+        return RequestMetrics(
+            stats=stats,
+            commit_times=[times],
+            seconds=times[-1] if times else self.looks[-1],
+            interpolated=sum(time not in measured for time in times),
+            cost=None if price is None else price * stats.blocks / sum(each.blocks for each in self.stats),
+        )
 
 
 def cut_text(pieces: Sequence[Piece], length: int) -> list[Piece]:
@@ -141,9 +195,33 @@ def origin_names(codes: np.ndarray | jax.Array) -> list[str]:
 
 
 def proposals(codes: np.ndarray | jax.Array) -> list[int]:
-    """How many tokens each block proposed, from the origin codes of a row's new tokens: every block ends with a token
-    of the target's own, but for one that a stop token or the budget cut."""
+    """How many tokens each block proposed, from the origin codes of a row's new tokens."""
     found = np.asarray(codes)
-    ends = found % len(ORIGINS) != ACCEPTED
+    return (found[_ends(found)] // len(ORIGINS)).tolist()
+
+
+def _ends(codes: np.ndarray) -> np.ndarray:
+    """Whether each token is the last of its block: every block ends with a token of the target's own, but for one that
+    a stop token or the budget cut, which is a row's last."""
+    ends = codes % len(ORIGINS) != ACCEPTED
     ends[-1:] = True
-    return (found[ends] // len(ORIGINS)).tolist()
+    return ends
+
+
+def commit_times(codes: Sequence[np.ndarray], starts: Sequence[int], looks: Sequence[Look]) -> list[list[float]]:
+    """Seconds from the call to the commit of each new token, row by row: those of the looks where a block ended at one,
+    and between two of them as if their blocks were equally long. The first look is after one block.
+
+    ``codes``: origin codes of all new tokens of a row; ``starts``: lengths of the prompts.
+    """
+    # From the first block on, a row takes part in every block of the batch until it is done: numbers are the batch's.
+    blocks = [np.cumsum(ends) - ends + 1 for ends in map(_ends, codes)]
+    counts = [
+        max(int(block[length - start - 1]) if length > start else 0 for block, start, length in seen)
+        for look in looks
+        for seen in [zip(blocks, starts, look.lengths, strict=False)]
+    ]
+    # The first of several looks at as many blocks: in those after it rows ended without a token.
+    counts, first = np.unique(counts, return_index=True)
+    seconds = np.asarray([look.seconds for look in looks])[first]
+    return [np.interp(block, counts, seconds).tolist() for block in blocks]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.errors import DataError, ModelError
-from specjax.runtime.files import plain_json
+from specjax.runtime.files import plain_json, write_atomically
 
 
 def read_prompt(path: Path) -> str:
@@ -82,24 +82,39 @@ class Prompts:
         return [encode(decoder.target.tokenizer, text, self.system) for text in self.texts]
 
 
-def generate(
-    decoder: Any, prompts: Prompts, options: dict[str, Any], verifier: str, as_json: bool, no_color: bool
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """How it is shown: as text or JSON, and where the metrics go besides. ``price_per_hour``: of the machine."""
+
+    as_json: bool = False
+    no_color: bool = False
+    metrics: Path | None = None
+    price_per_hour: float | None = None
+
+
+def generate(decoder: Any, prompts: Prompts, options: dict[str, Any], verifier: str, shown: Shown) -> None:
     """Print what the prompts are continued with: one is streamed. ``verifier``: as it was asked for."""
     from specjax.report import generation
 
-    greedy, texts = options["temperature"] == 0, prompts.texts
+    greedy, texts, price = options["temperature"] == 0, prompts.texts, shown.price_per_hour
     if not decoder.lossless and not greedy:
         print(f"note: verifier {verifier!r} is lossy, this is not the target's distribution", file=sys.stderr)
     given = prompts.encoded(decoder)
-    if as_json:
-        if len(texts) == 1:
-            results = generation.timed_json(decoder, texts[0], given[0], options)
-        else:
-            results = generation.as_json(texts, decoder.generate(given, **options))
+    # No request waits for a compiler, whose seconds would be in the metrics.
+    decoder.compile(given, **{name: options[name] for name in ("max_new_tokens", "temperature", "logprobs")})
+    if len(texts) > 1:
+        result = decoder.generate(given, **options)
+        found, total = generation.answers(texts, result, price), result.metrics(price_per_hour=price)
+        if not shown.as_json:
+            generation.print_rows(found, result, total, shown.no_color)
+    else:
+        one = (decoder, texts[0], given[0], options, price)
+        answer = generation.streamed(*one) if shown.as_json else generation.stream(*one, shown.no_color)
+        found, total = [answer], answer.metrics
+    if shown.as_json:
+        results = generation.as_json(found, total)
         results["verifier"] = {"kind": verifier, "lossless": decoder.lossless or greedy}
         print(json.dumps(results, default=plain_json))
-    elif len(texts) == 1:
-        generation.stream(decoder, given[0], options, no_color, texts[0])
-    else:
-        generation.print_rows(texts, decoder.generate(given, **options), no_color)
+    if shown.metrics is not None:
+        lines = generation.metrics_lines(found, total)
+        write_atomically(shown.metrics, "".join(json.dumps(line, default=plain_json) + "\n" for line in lines))

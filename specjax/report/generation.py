@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specjax.decode.request import derive_seeds
-from specjax.metrics import Latencies
+from specjax.metrics import RequestMetrics, cost
 from specjax.report.labels import counted
 from specjax.report.terminal import legend, render_pieces
 
@@ -25,59 +24,117 @@ class _Given:
     origin: str = "prompt"
 
 
-def stream(decoder: Any, prompt: Any, options: dict[str, Any], no_color: bool, shown: str) -> None:
-    """Text to stdout as it is committed; legend and statistics to stderr. A terminal also gets the prompt as ``shown``
-    before it, a pipe the new text alone."""
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a prompt was continued with, and its metrics."""
+
+    prompt: str
+    text: str
+    tokens: Sequence[int]
+    seed: int
+    finish_reason: str | None
+    metrics: RequestMetrics
+    logprobs: Sequence[float] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields by their names; log-probabilities where there are any."""
+        names = ("prompt", "text", "tokens", "seed", "finish_reason")
+        found = {name: getattr(self, name) for name in names} | {
+            "stats": self.metrics.stats.to_json(),
+            "metrics": self.metrics.to_json(),
+        }
+        return found if self.logprobs is None else {**found, "logprobs": self.logprobs}
+
+
+def streamed(
+    decoder: Any, prompt: str, given: Any, options: dict[str, Any], price: float | None, show: Any = None
+) -> Answer:
+    """One prompt, decoded from ``given`` (text or ids) as a stream, every block's time measured; ``show`` gets each
+    event. ``price``: of an hour."""
+    events = []
+    for event in decoder.stream(given, **options):
+        events.append(event)
+        if show is not None:
+            show(event)
+    last, times = events[-1], [event.seconds for event in events for _ in event.tokens]
+    seconds = times[-1] if times else last.seconds
+    return Answer(
+        prompt=prompt,
+        text="".join(event.text for event in events),
+        tokens=[token for event in events for token in event.tokens],
+        seed=derive_seeds(options["seed"], 1)[0],
+        finish_reason=last.finish_reason,
+        metrics=RequestMetrics(last.stats, [times], seconds, cost=None if price is None else cost(price, seconds)),
+        logprobs=None if options["logprobs"] is None else [value for event in events for value in event.logprobs],
+    )
+
+
+def answers(prompts: Sequence[str], result: Any, price: float | None) -> list[Answer]:
+    """A generation's rows. ``price``: of an hour of the machine."""
+    logprobs = result.logprobs or [None] * len(prompts)
+    metrics = [result.metrics(row, price) for row in range(len(prompts))]
+    rows = zip(
+        *(prompts, result.text, result.tokens, result.seeds, result.finish_reasons, metrics, logprobs), strict=True
+    )
+    return list(itertools.starmap(Answer, rows))
+
+
+def stream(
+    decoder: Any, prompt: str, given: Any, options: dict[str, Any], price: float | None, no_color: bool
+) -> Answer:
+    """Text to stdout as it is committed; legend and metrics to stderr. A terminal also gets the prompt before it, a
+    pipe the new text alone."""
     console, notes = _console(no_color), _console(no_color, stderr=True)
-    first, count, last, event = None, 0, time.perf_counter(), None
-    for event in decoder.stream(prompt, **options):
-        last = time.perf_counter()
-        if first is None and console.is_terminal:
-            given = shown if prompt is shown else f"{shown}\n"  # of a chat, whose template has more around it
-            console.print(render_pieces([_Given(given)]), end="", soft_wrap=True)
-        # The first event waits for compilation, so the rate counts from there.
-        first, count = (last, 0) if first is None else (first, count + len(event.tokens))
+    begun = False
+
+    def show(event: Any) -> None:
+        nonlocal begun
+        if console.is_terminal and not begun:
+            shown = prompt if given is prompt else f"{prompt}\n"  # of a chat, whose template has more around it
+            console.print(render_pieces([_Given(shown)]), end="", soft_wrap=True)
+        begun = True
         _print_pieces(console, event.pieces, event.text)
+
+    answer = streamed(decoder, prompt, given, options, price, show)
     console.print()
-    if event is None:
-        return
-    rate = f"\n{count / (last - first):,.0f} tokens/s after the first block" if first is not None and count else ""
     if console.is_terminal:
         notes.print("\n", legend(), sep="")
-    notes.print(f"{_describe(event.stats)}{rate}")
+    notes.print(f"{_describe(answer.metrics.stats)}\n{_timed(answer.metrics)}", soft_wrap=True)
+    return answer
 
 
-def print_rows(prompts: Sequence[str], result: Any, no_color: bool) -> None:
-    """Every prompt's start, its text, and how it was decoded, to stdout."""
+def print_rows(found: Sequence[Answer], result: Any, total: RequestMetrics, no_color: bool) -> None:
+    """Every prompt's start, its text, and how it was decoded, to stdout; at the end the metrics of all."""
     console = _console(no_color)
-    for row, (prompt, text, stats) in enumerate(zip(prompts, result.text, result.stats, strict=True)):
+    for row, answer in enumerate(found):
+        prompt = answer.prompt
         start = prompt if len(prompt) <= 60 else f"...{prompt[-57:]}"
         console.print(render_pieces([_Given(start.replace("\n", " "))]), soft_wrap=True)
-        _print_pieces(console, result.pieces(row), text)
+        _print_pieces(console, result.pieces(row), answer.text)
         console.print()
-        console.print(Text(_describe(stats), style="dim"), soft_wrap=True)
+        said = f"{_describe(answer.metrics.stats)}\n{_timed(answer.metrics)}"
+        console.print(Text(said, style="dim"), soft_wrap=True)
+    said = f"all {len(found)}: {_describe(total.stats)}\n{_timed(total)}"
+    console.print(Text(said, style="dim"), soft_wrap=True)
 
 
-def as_json(prompts: Sequence[str], result: Any) -> dict[str, Any]:
-    """``{"rows": [...]}``, a row a prompt: text, tokens, seed, statistics, and log-probabilities if there are any."""
-    logprobs = result.logprobs or [None] * len(prompts)
-    rows = zip(prompts, result.text, result.tokens, result.seeds, result.stats, logprobs, strict=True)
-    return {"rows": list(itertools.starmap(_row_json, rows))}
+def as_json(found: Sequence[Answer], total: RequestMetrics) -> dict[str, Any]:
+    """``{"rows": [...], "metrics": {...}, "latency_s": {...}}``: a row a prompt with text, tokens, seed, metrics, and
+    log-probabilities if there are any; and the metrics of all."""
+    return {
+        "rows": [answer.to_json() for answer in found],
+        "metrics": total.to_json(),
+        "latency_s": total.latencies.to_json(),
+    }
 
 
-def timed_json(decoder: Any, prompt: str, given: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The same for one prompt, decoded from ``given`` (text or ids) as a stream after compiling, with times."""
-    shaping = ("max_new_tokens", "temperature", "logprobs")
-    decoder.compile([given], **{name: options[name] for name in shaping})
-    events, times, start = [], [], time.perf_counter()
-    for event in decoder.stream(given, **options):
-        times += [time.perf_counter() - start] * len(event.tokens)
-        events.append(event)
-    text, tokens = "".join(event.text for event in events), [token for event in events for token in event.tokens]
-    [seed] = derive_seeds(options["seed"], 1)
-    values = None if options["logprobs"] is None else [value for event in events for value in event.logprobs]
-    row = _row_json(prompt, text, tokens, seed, events[-1].stats, values)
-    return {"rows": [row], "latency_s": Latencies([times]).to_json()}
+def metrics_lines(found: Sequence[Answer], total: RequestMetrics) -> list[dict[str, Any]]:
+    """The metrics alone, flat: a line a request, of kind ``request``, and the last one of kind ``sum``."""
+    lines = [
+        {"kind": "request", "request": i, "seed": one.seed, "finish_reason": one.finish_reason, **one.metrics.to_json()}
+        for i, one in enumerate(found)
+    ]
+    return [*lines, {"kind": "sum", **total.to_json()}]
 
 
 def _console(no_color: bool, stderr: bool = False) -> Console:
@@ -104,6 +161,23 @@ def _describe(stats: Any) -> str:
     return text
 
 
-def _row_json(prompt: str, text: str, tokens: Sequence[int], seed: int, stats: Any, logprobs: Any) -> dict[str, Any]:
-    row = {"prompt": prompt, "text": text, "tokens": tokens, "seed": seed, "stats": stats.to_json()}
-    return row if logprobs is None else {**row, "logprobs": logprobs}
+def _timed(metrics: RequestMetrics) -> str:
+    """A line of times, lengths and, where there is a price, money."""
+    found = metrics.latencies.to_json()
+    which = " P50" if metrics.requests > 1 else ""
+    parts = [
+        f"{name.upper()}{which} {1000 * value:,.1f} ms"
+        for name in ("ttft", "tpot")
+        for value in [found[f"{name}_p50"]]
+        if value is not None
+    ]
+    parts.append(f"{metrics.tokens_per_s:,.0f} tokens/s")
+    stats = metrics.stats
+    if stats.drafted:
+        used = [k for k, blocks in enumerate(stats.k_used) if blocks]
+        few = f" ({used[0]} to {used[-1]})" if len(used) > 1 else ""
+        parts.append(f"k used {stats.drafted / stats.blocks:.1f}{few}")
+        parts.append(f"{counted(stats.blocks_without_draft, 'block')} without a draft")
+    if metrics.cost is not None:
+        parts.append(f"cost {metrics.cost:.3g}")
+    return ", ".join(parts)

@@ -155,6 +155,8 @@ def test_a_stop_string_cuts_where_it_is_completed():
     rows = [[stops[0]], [stops[1], "zz"], [stops[2]], [stops[3]]]
     for drafter in (None, DraftModel(draft, 4)):
         result = Decoder(target, drafter, verifier="coupled").generate(PROMPTS, stop_strings=rows, **options)
+        assert [len(times) for times in result.commit_times] == [len(row) for row in result.tokens]
+        assert result.metrics().tokens < result.metrics().stats.emitted, "blocks were decoded behind a stop"
         for i, text in enumerate(free.text):
             at = min((text.find(s) for s in rows[i] if s in text), default=len(text))
             assert result.text[i] == text[:at]
