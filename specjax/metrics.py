@@ -16,6 +16,7 @@ that were proposed validly in it (padding is not drafted).
     conditional_acceptance_at[j] a_j = #(n >= j) / #(n >= j - 1 and k_r >= j)
     k_used[k]          #(k_r = k), blocks that proposed k tokens, k = 0..K; of a tree, k levels
     blocks_without_draft         k_used[0]
+    probes             blocks in which a controller that had stopped drafting looked whether proposals pay again
     invalid_drafts     blocks whose proposal was cut because the drafter's distribution was not finite
     alpha              E sum_v min(p(v), q(v)) under teacher forcing on given text: 1 - total variation, per position
     simulated          the block_efficiency that the training forward gives for given texts: evaluation/simulated.py
@@ -85,6 +86,8 @@ class DecodeStats:
     """#(n >= j): blocks that kept at least j draft tokens."""
     invalid_drafts: int = 0
     """Blocks whose proposal was cut because the drafter's distribution was not finite (NaN or infinite logits)."""
+    probes: int = 0
+    """Blocks in which a controller looked whether proposals pay again."""
 
     @classmethod
     def of(cls, counts: Mapping[str, Any]) -> DecodeStats:
@@ -181,6 +184,7 @@ class DecodeStats:
             "conditional_acceptance_at",
             "k_used",
             "blocks_without_draft",
+            "probes",
         )
         return {name: getattr(self, name) for name in names}
 

@@ -55,6 +55,8 @@ class Bench:
     """Name in the results -> directory of a draft that is decoded beside the trained one, at its best k and batch 1."""
     controller: buildable(CONTROLLERS) = "fixed"  # pyright: ignore[reportInvalidTypeForm]
     """How much of k is proposed, `package.module:Class` from outside."""
+    adaptive: bool = True
+    """Also decode with lengths chosen by measured costs, up to the longest k, at every batch size and temperature."""
     price_per_hour: Annotated[float, Field(gt=0)] | None = None
     """Of the machine, in any currency: adds the cost of a thousand tokens to every point."""
     repeats: Positive = 5

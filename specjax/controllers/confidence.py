@@ -25,7 +25,7 @@ class Confidence:
     """Least largest probability; with ``by`` entropy, the most entropy as a share of that of a uniform distribution."""
     by: Literal["max_prob", "entropy"] = "max_prob"
     ks: tuple[Annotated[int, Field(ge=0, le=64)], ...] | None = None
-    """Lengths that blocks are compiled for; None: 0, 1, 2, 4, ... and the drafter's longest."""
+    """Lengths that blocks are compiled for; None: 0, 1, 2, 3, 5, 8, ... and the drafter's longest."""
     kind: Literal["confidence"] = "confidence"
 
     @property

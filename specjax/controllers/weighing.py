@@ -57,7 +57,7 @@ class Weighing:
 
     needs_calibration: ClassVar[bool] = True
     ks: tuple[Annotated[int, Field(ge=0, le=64)], ...] | None = None
-    """Lengths to choose from, ascending from 0; None: 0, 1, 2, 4, ... and the drafter's longest."""
+    """Lengths to choose from, ascending from 0; None: 0, 1, 2, 3, 5, 8, ... and the drafter's longest."""
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.93
     """What a block counts beside the one after it."""
     trust: Annotated[float, Field(gt=0)] = 4.0
@@ -227,9 +227,12 @@ def _chosen(rows: Bool[Array, " B"], those: Weighed, others: Weighed) -> Weighed
 
 
 def lengths(ks: tuple[int, ...] | None, depth: int) -> tuple[int, ...]:
-    """``ks`` cut at ``depth``; None: 0, 1, 2, 4, ... and ``depth``."""
-    found = (0, *(2**i for i in range(depth.bit_length())), depth) if ks is None else ks
-    return tuple(sorted({min(k, depth) for k in found}))
+    """``ks`` cut at ``depth``; None: 0, 1, 2, 3, 5, 8, ... and ``depth``: the best of them is near the best of all, as
+    the tokens for the time of a block change little around it."""
+    found = [0, 1, 2]
+    while ks is None and found[-1] < depth:
+        found.append(found[-2] + found[-1])
+    return tuple(sorted({min(k, depth) for k in (ks or found)}))
 
 
 def calibration_of(context: Context, controller: Any) -> Calibration:

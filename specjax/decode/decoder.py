@@ -206,7 +206,7 @@ class Decoder:
             sent = length
             done = bool(host.done[0])
             reason = finish_reason(host.finish[0], run.cut(0)) if done else None
-            stats, seconds = stats_by_row(host.counters)[0], run.looks[-1].seconds
+            stats, seconds = stats_by_row(host)[0], run.looks[-1].seconds
             yield Event(tokens, text, pieces, stats, done, seconds, values, reason)
 
     def compile(
@@ -395,7 +395,7 @@ class Decoder:
             commit_times=[row[: len(new)] for row, new in zip(times, tokens, strict=True)],
             looks=[look.seconds for look in run.looks],
             seconds=time.perf_counter() - run.start,
-            stats=stats_by_row(host.counters)[: len(rows)],
+            stats=stats_by_row(host)[: len(rows)],
             seeds=run.batch.seeds,
             verifier=run.engine.verifier.kind,
             lossless=run.engine.verifier.lossless,

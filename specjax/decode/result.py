@@ -13,7 +13,7 @@ import numpy as np
 from specjax.decode.text import Detokenizer
 from specjax.errors import DataError, ModelError
 from specjax.metrics import DecodeStats, RequestMetrics, cost
-from specjax.types import ACCEPTED, FINISH_REASONS, ORIGINS, STOP_STRING, Counters
+from specjax.types import ACCEPTED, FINISH_REASONS, ORIGINS, STOP_STRING, Counters, DecodeState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,9 +183,11 @@ def check_finite(result: GenerationResult, drafter: str, target: str) -> None:
         raise ModelError(f"{target}: its logits are NaN or infinite at new token {new} of prompt {row}; {remedy}")
 
 
-def stats_by_row(counters: Counters) -> list[DecodeStats]:
-    """The stats of each row. The counters are host arrays here."""
-    columns = {field.name: getattr(counters, field.name).tolist() for field in dataclasses.fields(DecodeStats)}
+def stats_by_row(state: DecodeState) -> list[DecodeStats]:
+    """The stats of each row, from the host's part of a state (`specjax.decode.scheduler.without_caches`)."""
+    counts = {field.name: getattr(state.counters, field.name) for field in dataclasses.fields(Counters)}
+    counts |= {} if state.controller is None else {"probes": state.controller}
+    columns = {name: column.tolist() for name, column in counts.items()}
     return [DecodeStats.of(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 

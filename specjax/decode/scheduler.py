@@ -118,8 +118,10 @@ class Scheduler:
 
 
 def without_caches(state: DecodeState) -> DecodeState:
-    """The host's part of a state, so that a cache that is outgrown is freed, also where somebody holds on to this."""
-    return dataclasses.replace(state, cache=None, drafter=None, sampling=None, controller=None)
+    """The host's part of a state (of a controller's, its probes), so that a cache that is outgrown is freed, also where
+    somebody holds on to this."""
+    probes = getattr(state.controller, "probes", None)
+    return dataclasses.replace(state, cache=None, drafter=None, sampling=None, controller=probes)
 
 
 @functools.partial(jax.jit, static_argnames="rows")

@@ -32,6 +32,10 @@ from specjax.models.vocabulary import unused_ids
 from specjax.types import Drafter, Verifier
 
 AUTOREGRESSIVE = "autoregressive"
+ADAPTIVE = "adaptive"
+"""The favourite again, with lengths chosen by what was measured on tuning prompts."""
+_SHOWN_ROWS = 8
+"""Rows whose lengths are kept, block by block."""
 _CLOSE = 1.1
 """Of the fastest k's seconds: a slower one is not tuned further."""
 _TURNS = 2
@@ -65,10 +69,12 @@ class Run:
     tokens: list[list[int]]
     stats: metrics.DecodeStats
     by_row: list[tuple[float, metrics.DecodeStats]] = dataclasses.field(default_factory=list)
+    proposals: list[list[int]] = dataclasses.field(default_factory=list)
+    """How much each block proposed, row by row."""
 
     def __add__(self, other: Run) -> Run:
         sums = (self.seconds + other.seconds, self.tokens + other.tokens, self.stats + other.stats)
-        return Run(*sums, self.by_row + other.by_row)
+        return Run(*sums, self.by_row + other.by_row, self.proposals + other.proposals)
 
 
 class Bench:
@@ -93,6 +99,7 @@ class Bench:
         self._sampling = {**sampling, "stop_token_ids": ()}
         self._distribution = TargetDistribution(target, self._sampling, settings.new_tokens)
         self.compile_seconds = 0.0
+        self._favourite = ""
         # Made or measured once, and freed with the bench.
         self.decoder = functools.cache(self._decoder)
         self._timers: dict[tuple[str, int], costs_lib.StepTimer] = {}
@@ -101,6 +108,8 @@ class Bench:
     def _decoder(self, drafter: str, k: int) -> Decoder:
         if drafter == AUTOREGRESSIVE:  # with the cheapest noise, whatever the verifier
             return Decoder(self._target)
+        if drafter == ADAPTIVE:
+            return Decoder(self._target, self._drafters[self._favourite](k), self._verifier)
         return Decoder(self._target, self._drafters[drafter](k), self._verifier, self._settings.controller)
 
     def cells(self, favourite: str) -> list[Cell]:
@@ -110,7 +119,10 @@ class Bench:
             cell
             for temperature in settings.temperatures
             for batch_size in settings.batch_sizes
-            for cell in self.cells_of((favourite, *settings.drafters), batch_size, temperature)
+            for cell in (
+                *self.cells_of((favourite, *settings.drafters), batch_size, temperature),
+                *[Cell(ADAPTIVE, max(settings.ks_of(batch_size)), batch_size, temperature)] * settings.adaptive,
+            )
         ]
 
     def cells_of(self, names: Sequence[str], batch_size: int, temperature: float) -> list[Cell]:
@@ -122,8 +134,12 @@ class Bench:
         for cell in cells:
             options = {"temperature": cell.temperature, **self._sampling}
             batch, new = [self._prompts[0]] * cell.batch_size, self._settings.new_tokens
+            decoder = self.decoder(cell.drafter, cell.k)
             with costs_lib.count_compiles() as count:
-                self.decoder(cell.drafter, cell.k).compile(batch, max_new_tokens=new, **options)
+                if cell.drafter == ADAPTIVE:
+                    tuning = itertools.islice(itertools.cycle(self._tuning_prompts), cell.batch_size)
+                    decoder.calibrate(list(tuning), **options)
+                decoder.compile(batch, max_new_tokens=new, **options)
             self.compile_seconds += count.seconds
             for _ in range(_COMPILE_TICKS):
                 tick()
@@ -148,7 +164,7 @@ class Bench:
         seconds = time.perf_counter() - start
         check_finite(result, f"drafter {cell.drafter!r}", f"target {self._target.name!r}")
         by_row = [(seconds / len(batch), stats) for stats in result.stats]
-        return Run(seconds, result.tokens, functools.reduce(operator.add, result.stats), by_row)
+        return Run(seconds, result.tokens, functools.reduce(operator.add, result.stats), by_row, result.proposals)
 
     @property
     def num_ticks(self) -> int:
@@ -160,6 +176,7 @@ class Bench:
         ``favourite`` there ``repeats`` times: their seconds are medians. What a step costs is timed between the
         repeats. The larger batches come first, and their programs are freed: all of a grid together would be the most
         of this process's memory."""
+        self._favourite = favourite
         settings, cells = self._settings, self.cells(favourite)
         runs: dict[Cell, list[Run]] = {cell: [] for cell in cells}
         for size in set(settings.batch_sizes) - {1}:
@@ -264,6 +281,9 @@ class Bench:
             "acceptance_rate": run.stats.acceptance_rate if speculative else None,
             "acceptance_at": list(run.stats.acceptance_at) if speculative else None,
             "conditional_acceptance_at": list(run.stats.conditional_acceptance_at) if speculative else None,
+            "k_used": list(run.stats.k_used) if speculative else None,
+            "probes": run.stats.probes if speculative else None,
+            "proposals": run.proposals[:_SHOWN_ROWS] if cell.drafter == ADAPTIVE else None,
             "repeats": len(runs[cell]),
             "identical": not differences if cell.temperature == 0 else None,
             "differences": differences,
@@ -371,7 +391,9 @@ def predicted_speedup(
 def num_ticks(settings: config_lib.Bench, drafters: int, prompts: int, tuning_prompts: int) -> int:
     """`Bench.num_ticks`, known before there is a draft; ``drafters``: of all kinds."""
     temperatures, ks, sizes = len(settings.temperatures), len(settings.ks), settings.batch_sizes
-    points = {size: 1 + (1 + len(settings.drafters)) * len(settings.ks_of(size)) for size in sizes}  # a temperature
+    points = {
+        size: 1 + settings.adaptive + (1 + len(settings.drafters)) * len(settings.ks_of(size)) for size in sizes
+    }  # a temperature
     if 1 in sizes:
         beside = drafters - 1 - len(settings.drafters)
         compiled, once = beside, beside * prompts

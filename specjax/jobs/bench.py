@@ -195,12 +195,15 @@ def comparison(measured: Mapping[str, Any], sources: Sequence[str]) -> list[dict
         chosen = [i for i, own in enumerate(sources) if source in (own, figures_lib.ALL)]
         for temperature, k in measured["best_k"].items():
             for cell in by_prompt:
-                if (cell.temperature, cell.batch_size) == (temperature, 1) and cell.k in (0, k):
+                adaptive = cell.drafter == bench_lib.ADAPTIVE
+                if (cell.temperature, cell.batch_size) == (temperature, 1) and (cell.k in (0, k) or adaptive):
                     seconds, stats = zip(*(by_prompt[cell][i] for i in chosen), strict=True)
                     # The median turn, as in the grid: of all prompts it is the grid's own number.
                     turn = float(np.median(np.sum(seconds, axis=0)))
                     speed = metrics.tokens_per_s(sum(s.emitted for s in stats), turn)
-                    row = figures_lib.compared(source, temperature, cell.drafter, cell.k or None, stats, speed, None)
+                    row = figures_lib.compared(
+                        source, temperature, cell.drafter, None if adaptive else cell.k or None, stats, speed, None
+                    )
                     found.append(dataclasses.asdict(row))
     return found
 

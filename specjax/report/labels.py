@@ -14,6 +14,7 @@ DRAFTERS: Mapping[str, str] = {
     "autoregressive": "autoregressive",
     "draft_before": "draft before distillation",
     "draft_after": "draft after distillation",
+    "adaptive": "the same, lengths chosen",
     "ngram": "n-gram lookup",
 }
 

@@ -113,6 +113,16 @@ def acceptance_panels(rows: Sequence[DecodingRow]) -> list[Panel]:
     return panels
 
 
+def length_panels(rows: Sequence[DecodingRow]) -> list[Panel]:
+    """Lengths that were chosen, block by block, a panel a batch size and temperature, a line a row of the batch."""
+    panels = []
+    for row in rows:
+        if row.proposals:
+            title = f"Batch {row.batch_size}, {format_temperature(row.temperature)}"
+            panels.append(Panel(title, lambda axes, chosen=row.proposals: _lengths(axes, chosen)))
+    return panels
+
+
 def svg(panel: Panel) -> Markup:
     """The panel as an `<svg>` element for a page that defines `palette.css_variables`."""
     with matplotlib.rc_context({**_RC, "svg.hashsalt": panel.title}):
@@ -211,6 +221,9 @@ def _speedup(axes: Axes, rows: Sequence[DecodingRow], limits: tuple[float, float
     more = itertools.cycle("DvPX*h")  # drafts from disk share a colour
     for drafter in dict.fromkeys(row.drafter for row in rows):
         series = [row for row in rows if row.drafter == drafter]
+        if drafter == "adaptive":  # it has no one k
+            axes.axhline(series[0].speedup or 0.0, color=_INK, linestyle=(0, (1, 1)), label=drafter_name(drafter))
+            continue
         x, y = zip(*((row.k or 0, row.speedup or 0.0) for row in series), strict=True)
         _line(axes, x, y, drafter, drafter_name(drafter), marker="o" if drafter in _MARKERS else next(more))
         predicted = [(row.k or 0, row.predicted_speedup) for row in series if _finite(row.predicted_speedup)]
@@ -222,6 +235,16 @@ def _speedup(axes: Axes, rows: Sequence[DecodingRow], limits: tuple[float, float
     axes.set_xticks(sorted({row.k or 0 for row in rows}))
     axes.set_xlabel("draft length k")
     axes.set_ylabel("speedup")
+
+
+def _lengths(axes: Axes, chosen: Sequence[Sequence[int]]) -> None:
+    for row, proposals in enumerate(chosen):
+        # A little apart, or rows that are treated alike hide one another.
+        y = [k + 0.5 * (row / len(chosen) - 0.5) for k in proposals]
+        axes.step(range(1, len(y) + 1), y, where="mid", linewidth=1, label=f"_{row}")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("block")
+    axes.set_ylabel("proposals")
 
 
 def _acceptance(axes: Axes, rows: Sequence[DecodingRow]) -> None:

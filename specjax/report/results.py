@@ -59,7 +59,8 @@ class Training(_Record):
 
 
 class DecodingRow(_Record):
-    """One cell of the grid: wall time summed over prompts; ``acceptance_at`` is by draft position, from 1."""
+    """One cell of the grid: wall time summed over prompts; ``acceptance_at`` is by draft position, from 1;
+    ``k_used`` by k, from 0; ``proposals`` of some rows, block by block, where they were chosen."""
 
     drafter: str
     k: int | None = None
@@ -76,6 +77,9 @@ class DecodingRow(_Record):
     acceptance_rate: float | None = None
     acceptance_at: tuple[float, ...] | None = None
     conditional_acceptance_at: tuple[float, ...] | None = None
+    k_used: tuple[int, ...] | None = None
+    probes: int | None = None
+    proposals: tuple[tuple[int, ...], ...] | None = None
     repeats: int | None = None
     identical: bool | None = None
 

@@ -16,7 +16,7 @@ from specjax.report import labels, palette, plots, results
 from specjax.report.results import Results
 from specjax.runtime.files import write_atomically
 
-_PNG_COLUMNS = {"training": 3, "speedup": 2}
+_PNG_COLUMNS = {"training": 3, "speedup": 2, "lengths": 2}
 """Plots that are saved as PNG as well, for documents that cannot hold the page."""
 
 
@@ -27,6 +27,7 @@ def write(run_dir: Path) -> Path:
         "training": plots.training_panels(run.training),
         "speedup": plots.speedup_panels(run.decoding),
         "acceptance": plots.acceptance_panels(run.decoding),
+        "lengths": plots.length_panels(run.decoding),
     }
     images = {f"{name}.png": plots.png(panels[name], columns) for name, columns in _PNG_COLUMNS.items() if panels[name]}
     context = {

@@ -77,7 +77,7 @@ def forced(decoder: Decoder, greedy: bool, rows: int, seconds) -> None:
     decoder.calibrations[greedy, rows] = Calibration(np.asarray(seconds, np.float32), acceptance)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 4, 5])
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 5])
 def test_the_only_length_that_can_be_paid_is_chosen_and_drafted_no_further(k):
     decoder = Decoder(TARGET, DRAFTERS["draft"], controller=Ladder(**QUICK))
     seconds = np.where(np.arange(6) == k, 1.0, np.inf)
