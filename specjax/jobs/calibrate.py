@@ -1,0 +1,173 @@
+"""`specjax calibrate`: the costs of a config's target and drafters on this device (`specjax.planning`), measured once
+and kept. Jobs that decode adaptively call `cost_model`, which measures only what is not known yet."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from specjax import registry
+from specjax.config import RunConfig
+from specjax.drafters.loading import load_drafter
+from specjax.errors import ConfigError
+from specjax.evaluation.bench import AUTOREGRESSIVE, Bench, DrafterFactory
+from specjax.evaluation.costs import count_compiles
+from specjax.jobs import inputs
+from specjax.jobs.bench import held_out_prompts, registered
+from specjax.models.hf import LoadedModel
+from specjax.planning import store
+from specjax.planning.cost_model import BatchCosts, CostModel, fit
+from specjax.planning.measuring import CostTimer, Wanted, spread_lengths, temperatures_of
+from specjax.runtime.progress import Bars, no_bars
+from specjax.types import Drafter
+
+_TURNS = 5
+"""Whose medians count."""
+TRAINED = "draft_after"
+"""The draft that training left in the run's directory, as the benchmark calls it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subject:
+    """A target with the drafters that a config names, and prompts that nothing else is measured on."""
+
+    config: RunConfig
+    prepared: inputs.Prepared
+    bench: Bench
+    drafters: tuple[str, ...]
+    timed: Sequence[Sequence[int]]
+    """Prompts to measure decoding on, `bench.prompts` of them."""
+    tuning: Sequence[Sequence[int]]
+    """Others, three times as many, for acceptance and costs."""
+
+    @property
+    def target(self) -> LoadedModel:
+        return self.prepared.target
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Buckets of rows, ascending."""
+        return tuple(sorted({1 << (size - 1).bit_length() for size in self.config.bench.batch_sizes}))
+
+    def ks(self) -> tuple[int, ...]:
+        """Every length that the config's benchmark has, in whichever batch."""
+        return tuple(sorted({*self.config.bench.ks, *(self.config.bench.batch_ks or ())}))
+
+    @classmethod
+    def of(cls, config: RunConfig, bars: Bars = no_bars) -> Subject:
+        """The target, the drafts in `bench.drafts`, what training left in `out`, if anything, and `bench.drafters`."""
+        prepared, settings = inputs.prepare(config, bars), config.bench
+        target, trained = prepared.target, Path(config.out) / "draft"
+        drafts: dict[str, Drafter] = {name: load_drafter(at, target) for name, at in settings.drafts.items()}
+        if trained.is_dir():
+            kind = {"kind": config.draft.kind, **config.draft.settings}
+            drafts = {TRAINED: load_drafter(trained, target, kind=kind), **drafts}
+        factories: dict[str, DrafterFactory] = {name: _of_length(draft) for name, draft in drafts.items()}
+        factories |= {kind: registered(kind) for kind in settings.drafters}
+        if not factories:
+            raise ConfigError(
+                "bench: no drafter to calibrate; give bench.drafts={name: DIRECTORY} or bench.drafters=[ngram], or "
+                "train one with `specjax train`"
+            )
+        count = settings.prompts
+        prompts = held_out_prompts(prepared.corpus.held_out, target, settings.prompt_tokens, 4 * count)
+        verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")
+        timed, tuning = prompts[:count], prompts[count:]
+        options = (settings, timed, tuning, verifier, config.sampling.options(), config.seed)
+        return cls(config, prepared, Bench(target, factories, *options), tuple(factories), timed, tuning)
+
+    def wanted(self, rows: int) -> Wanted:
+        """What is measured of a bucket of rows."""
+        settings, tuning = self.config.bench, self.tuning
+        shortest = min(map(len, tuning))
+        prompts = [tuning[i % len(tuning)][:shortest] for i in range(rows)]
+        lengths = {name: spread_lengths(self.ks()) for name in self.drafters}
+        sampling = {**self.config.sampling.options(), "stop_token_ids": ()}
+        return Wanted(prompts, settings.new_tokens, lengths, temperatures_of(settings.temperatures), sampling)
+
+    def key(self, rows: int) -> dict[str, Any]:
+        """What the costs of a bucket are kept under."""
+        wanted, longest = self.wanted(rows), max(self.ks())
+        decoders = {name: self.bench.decoder(name, longest) for name in self.drafters}
+        decoders[AUTOREGRESSIVE] = self.bench.decoder(AUTOREGRESSIVE, 0)
+        settings = {
+            "lengths": wanted.lengths,
+            "temperatures": [*wanted.temperatures],
+            "sampling": wanted.sampling,
+            "prompt": len(wanted.prompts[0]),
+            "new_tokens": wanted.new_tokens,
+            "verifier": self.config.verifier,
+        }
+        return store.key_of(rows, str(self.target.dtype), decoders, settings)
+
+
+def _of_length(drafter: Any) -> DrafterFactory:
+    return lambda k: dataclasses.replace(drafter, k=k)
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibrated:
+    """Costs, and what it took to know them."""
+
+    model: CostModel
+    kept: Mapping[int, bool]
+    """By rows: whether the costs were read, not measured."""
+    seconds: float
+    """Of measuring, beside compilation."""
+    compile_seconds: float
+    directory: Path | None
+    """Where the costs are kept; None: nowhere, it cannot be written."""
+
+
+def cost_model(subject: Subject, again: bool = False, bars: Bars = no_bars) -> Calibrated:
+    """The costs of every batch of the config: as they were kept, or measured now and kept. ``again``: measured in any
+    case."""
+    batches, kept, place = {}, {}, None
+    measuring = compiling = 0.0
+    keys = {rows: subject.key(rows) for rows in subject.batches}
+    known: dict[int, BatchCosts | None] = {rows: None if again else store.read(key) for rows, key in keys.items()}
+    new = [rows for rows, costs in known.items() if costs is None]
+    with bars("calibrate", len(new) * (_TURNS + 1)) as progress:
+        done = 0
+        for rows, key in keys.items():
+            costs, kept[rows] = known[rows], known[rows] is not None
+            if costs is None:
+
+                def tick() -> None:
+                    nonlocal done
+                    done += 1
+                    if progress is not None:
+                        progress(done, {})
+
+                costs, seconds, compile_seconds = _measured(subject, rows, tick)
+                measuring, compiling = measuring + seconds, compiling + compile_seconds
+                store.write(key, costs)
+            batches[rows] = costs
+            place = store.file_of(key).parent if store.file_of(key).exists() else None
+    device = jax.devices()[0].device_kind
+    model = CostModel(device, str(subject.target.dtype), True, batches)
+    return Calibrated(model, kept, measuring, compiling, place)
+
+
+def _measured(subject: Subject, rows: int, tick: Callable[[], None]) -> tuple[BatchCosts, float, float]:
+    """Costs of a bucket, seconds of measuring and of compiling."""
+    start, wanted = time.perf_counter(), subject.wanted(rows)
+    with count_compiles() as count:
+        timer = CostTimer(subject.bench.decoder, wanted)
+        tick()
+        for _ in range(_TURNS):
+            timer.turn()
+            tick()
+    costs = fit(timer.points(), wanted.left_out)
+    return costs, max(time.perf_counter() - start - count.seconds, 0.0), count.seconds
+
+
+def run_calibrate(config: RunConfig, again: bool = False, bars: Bars = no_bars) -> Calibrated:
+    """`cost_model` of a config. Raises `SpecjaxError` for what the user can mend."""
+    subject = Subject.of(config, bars)
+    return cost_model(subject, again, bars)
