@@ -123,6 +123,25 @@ class Calibrated:
     directory: Path | None
     """Where the costs are kept; None: nowhere, it cannot be written."""
 
+    @property
+    def summary(self) -> str:
+        """A sentence: what was measured, how long it took, how far off the fit is, where the costs are."""
+        error = self.model.error
+        off = "no point left out of the fit" if error is None else f"median {error[0]:.1%}, worst {error[1]:.1%}"
+        took = f"measured in {self.seconds:.1f} s, beside {self.compile_seconds:.1f} s of compilation"
+        place = "not kept" if self.directory is None else f"kept in {self.directory}"
+        return f"{'read' if all(self.kept.values()) else took}; error at points left out: {off}; {place}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Costs, errors of the fit and seconds, as a JSON object."""
+        checks = [
+            {"batch": rows, "point": c.name, "predicted": c.predicted, "measured": c.measured, "error": c.error}
+            for rows, c in self.model.checks
+        ]
+        more = {"kept": list(map(int, filter(self.kept.get, self.kept))), "left_out": checks}
+        more |= {"seconds": self.seconds, "compile_seconds": self.compile_seconds, "directory": self.directory}
+        return {**self.model.to_json(), **more}
+
 
 def cost_model(subject: Subject, again: bool = False, bars: Bars = no_bars) -> Calibrated:
     """The costs of every batch of the config: as they were kept, or measured now and kept. ``again``: measured in any

@@ -142,7 +142,7 @@ def test_a_file_describes_a_device(tmp_path):
         ("xyz", None, "--device xyz: unknown; presets are"),
         ("none.yaml", None, "none.yaml: no such config file"),
         ("a.yaml", "bandwith: 1e12\nflops: {float32: 1e12}\nmemory: 1e9", "bandwith: unknown key; did you mean"),
-        ("a.yaml", "bandwidth: -1\nflops: {float32: 1e12}\nmemory: 1e9", "bandwidth: found -1, expected greater than 0"),
+        ("a.yaml", "bandwidth: -1\nflops: {float32: 1e12}\nmemory: 1e9", "bandwidth: found -1, expected"),
         ("a.yaml", "bandwidth: 1e12\nflops: {}\nmemory: 1e9", "flops"),
     ],
 )
