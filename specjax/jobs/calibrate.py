@@ -15,19 +15,22 @@ from specjax import registry
 from specjax.config import RunConfig
 from specjax.drafters.loading import load_drafter
 from specjax.errors import ConfigError
-from specjax.evaluation.bench import AUTOREGRESSIVE, Bench, DrafterFactory
+from specjax.evaluation.bench import AUTOREGRESSIVE, Bench, Cell, DrafterFactory
 from specjax.evaluation.costs import count_compiles
 from specjax.jobs import inputs
 from specjax.jobs.bench import held_out_prompts, registered
 from specjax.models.hf import LoadedModel
 from specjax.planning import store
+from specjax.planning.acceptance import Acceptance
 from specjax.planning.cost_model import BatchCosts, CostModel, fit
 from specjax.planning.measuring import CostTimer, Wanted, spread_lengths, temperatures_of
-from specjax.runtime.progress import Bars, no_bars
-from specjax.types import Drafter
+from specjax.runtime.progress import Bars, StepProgress, no_bars
+from specjax.types import Calibration, Drafter
 
 _TURNS = 5
 """Whose medians count."""
+_LOOKS_AT_WHOLE_BLOCKS = "block"
+"""The rule by which what is kept of a block depends on its length."""
 TRAINED = "draft_after"
 """The draft that training left in the run's directory, as the benchmark calls it."""
 
@@ -61,19 +64,20 @@ class Subject:
     @classmethod
     def of(cls, config: RunConfig, bars: Bars = no_bars) -> Subject:
         """The target, the drafts in `bench.drafts`, what training left in `out`, if anything, and `bench.drafters`."""
-        prepared, settings = inputs.prepare(config, bars), config.bench
-        target, trained = prepared.target, Path(config.out) / "draft"
+        settings, trained = config.bench, Path(config.out) / "draft"
+        if not (settings.drafts or settings.drafters or trained.is_dir()):
+            raise ConfigError(
+                "bench: no drafter to calibrate; give bench.drafts={name: DIRECTORY} or bench.drafters=[ngram], or "
+                "train one with `specjax train`"
+            )
+        prepared = inputs.prepare(config, bars)
+        target = prepared.target
         drafts: dict[str, Drafter] = {name: load_drafter(at, target) for name, at in settings.drafts.items()}
         if trained.is_dir():
             kind = {"kind": config.draft.kind, **config.draft.settings}
             drafts = {TRAINED: load_drafter(trained, target, kind=kind), **drafts}
         factories: dict[str, DrafterFactory] = {name: _of_length(draft) for name, draft in drafts.items()}
         factories |= {kind: registered(kind) for kind in settings.drafters}
-        if not factories:
-            raise ConfigError(
-                "bench: no drafter to calibrate; give bench.drafts={name: DIRECTORY} or bench.drafters=[ngram], or "
-                "train one with `specjax train`"
-            )
         count = settings.prompts
         prompts = held_out_prompts(prepared.corpus.held_out, target, settings.prompt_tokens, 4 * count)
         verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")
@@ -152,17 +156,10 @@ def cost_model(subject: Subject, again: bool = False, bars: Bars = no_bars) -> C
     known: dict[int, BatchCosts | None] = {rows: None if again else store.read(key) for rows, key in keys.items()}
     new = [rows for rows, costs in known.items() if costs is None]
     with bars("calibrate", len(new) * (_TURNS + 1)) as progress:
-        done = 0
+        tick = counting(progress)
         for rows, key in keys.items():
             costs, kept[rows] = known[rows], known[rows] is not None
             if costs is None:
-
-                def tick() -> None:
-                    nonlocal done
-                    done += 1
-                    if progress is not None:
-                        progress(done, {})
-
                 costs, seconds, compile_seconds = _measured(subject, rows, tick)
                 measuring, compiling = measuring + seconds, compiling + compile_seconds
                 store.write(key, costs)
@@ -184,6 +181,56 @@ def _measured(subject: Subject, rows: int, tick: Callable[[], None]) -> tuple[Ba
             tick()
     costs = fit(timer.points(), wanted.left_out)
     return costs, max(time.perf_counter() - start - count.seconds, 0.0), count.seconds
+
+
+def acceptances(
+    subject: Subject, alpha: float | None = None, bars: Bars = no_bars, only: tuple[str, float] | None = None
+) -> dict[tuple[str, int, float], Acceptance]:
+    """Acceptance of every drafter, length and temperature of the config, counted on the tuning prompts in the largest
+    batch: it is the same in all. Under a rule that judges a token by those before it, blocks of the largest length tell
+    the others'. ``alpha``: assumed instead. ``only``: of this drafter at this temperature."""
+    settings, ks = subject.config.bench, subject.ks()
+    names, temperatures = (subject.drafters, settings.temperatures) if only is None else ((only[0],), (only[1],))
+    if alpha is not None:
+        return {(name, k, t): Acceptance.of_alpha(alpha, k) for name in names for k in ks for t in temperatures}
+    verifier = subject.config.verifier
+    kind = verifier if isinstance(verifier, str) else verifier["kind"]
+    size, found = max(settings.batch_sizes), {}
+    wanted = {t: ks if t > 0 and kind == _LOOKS_AT_WHOLE_BLOCKS else ks[-1:] for t in temperatures}
+    batches = -(-len(subject.tuning) // size)
+    with bars("acceptance", batches * len(names) * sum(map(len, wanted.values()))) as progress:
+        tick = counting(progress)
+        for t, lengths in wanted.items():
+            for name in names:
+                for k in lengths:
+                    [run] = subject.bench.run([Cell(name, k, size, t)], subject.tuning, tick).values()
+                    rows = [stats for _, stats in run.by_row[: len(subject.tuning)]]
+                    found[name, k, t] = Acceptance.counted(rows)
+                found |= {(name, k, t): found[name, lengths[-1], t].first(k) for k in ks if k not in lengths}
+    return {(name, k, t): found[name, k, t] for t in temperatures for name in names for k in ks}
+
+
+def counting(progress: StepProgress | None) -> Callable[[], None]:
+    """A tick that tells ``progress`` how many there were."""
+    done = 0
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, {})
+
+    return tick
+
+
+def calibration_for(
+    subject: Subject, drafter: str, batch: int, temperature: float, bars: Bars = no_bars
+) -> Calibration:
+    """What a controller weighs the lengths of a drafter with, up to the longest of the config: costs as they are kept,
+    or measured now, and acceptance counted on the tuning prompts."""
+    model = cost_model(subject, bars=bars).model
+    known = acceptances(subject, bars=bars, only=(drafter, temperature))
+    return model.calibration(batch, drafter, known[drafter, max(subject.ks()), temperature], sampled=temperature > 0)
 
 
 def run_calibrate(config: RunConfig, again: bool = False, bars: Bars = no_bars) -> Calibrated:

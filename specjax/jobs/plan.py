@@ -9,22 +9,19 @@ from typing import Any
 
 from specjax.config import RunConfig
 from specjax.evaluation.bench import Cell
-from specjax.jobs.calibrate import Subject, cost_model
+from specjax.jobs.calibrate import Subject, acceptances, cost_model, counting
 from specjax.jobs.training_cost import training_cost
 from specjax.metrics import tokens_per_s
 from specjax.models.config import ModelConfig
-from specjax.planning.acceptance import Acceptance
 from specjax.planning.cost_model import PLAIN, CostModel
 from specjax.planning.devices import Device, device_of, this_device
 from specjax.planning.prediction import DraftEconomics, Known, Prediction, Shape, computed, predict
 from specjax.planning.roofline import Pass, Storage, storage_of, work_of_weights
 from specjax.planning.training import TrainingCost
-from specjax.runtime.progress import Bars, StepProgress, no_bars
+from specjax.runtime.progress import Bars, no_bars
 
 _LEAST_SLOTS = 256
 _PROMPT_BUCKET = 16
-_LOOKS_AT_WHOLE_BLOCKS = "block"
-"""The rule by which what is kept of a block depends on its length."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,46 +144,6 @@ def run_plan(
     )
 
 
-def acceptances(
-    subject: Subject, alpha: float | None = None, bars: Bars = no_bars
-) -> dict[tuple[str, int, float], Any]:
-    """Acceptance of every drafter, length and temperature of the config, counted on the tuning prompts in the largest
-    batch: it is the same in all. Under a rule that judges a token by those before it, blocks of the largest length tell
-    the others'. ``alpha``: assumed instead."""
-    settings, names, ks = subject.config.bench, subject.drafters, subject.ks()
-    if alpha is not None:
-        return {
-            (name, k, t): Acceptance.of_alpha(alpha, k) for name in names for k in ks for t in settings.temperatures
-        }
-    verifier = subject.config.verifier
-    kind = verifier if isinstance(verifier, str) else verifier["kind"]
-    size, found = max(settings.batch_sizes), {}
-    wanted = {t: ks if t > 0 and kind == _LOOKS_AT_WHOLE_BLOCKS else ks[-1:] for t in settings.temperatures}
-    batches = -(-len(subject.tuning) // size)
-    with bars("acceptance", batches * len(names) * sum(map(len, wanted.values()))) as progress:
-        tick = _counting(progress)
-        for t, lengths in wanted.items():
-            for name in names:
-                for k in lengths:
-                    [run] = subject.bench.run([Cell(name, k, size, t)], subject.tuning, tick).values()
-                    rows = [stats for _, stats in run.by_row[: len(subject.tuning)]]
-                    found[name, k, t] = Acceptance.counted(rows)
-                found |= {(name, k, t): found[name, lengths[-1], t].first(k) for k in ks if k not in lengths}
-    return {(name, k, t): found[name, k, t] for t in settings.temperatures for name in names for k in ks}
-
-
-def _counting(progress: StepProgress | None):
-    done = 0
-
-    def tick() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, {})
-
-    return tick
-
-
 def _predicted(subject: Subject, model: CostModel, known: Known) -> list[Prediction]:
     settings, found = subject.config.bench, []
     for batch in settings.batch_sizes:
@@ -200,7 +157,7 @@ def measured_beside(subject: Subject, predictions: Sequence[Prediction], bars: B
     found, groups = [], list(dict.fromkeys((p.batch, p.temperature) for p in predictions))
     count, prompts = len(subject.timed), subject.timed
     with bars("decoding", sum(-(-count // p.batch) for p in predictions)) as progress:
-        tick = _counting(progress)
+        tick = counting(progress)
         for group in groups:
             own = [p for p in predictions if (p.batch, p.temperature) == group]
             cells = {p: Cell(p.drafter, p.k, p.batch, p.temperature) for p in own}

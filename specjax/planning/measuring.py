@@ -25,7 +25,7 @@ from specjax.planning.cost_model import GREEDY, PLAIN, SAMPLED, Points
 
 Decoders = Callable[[str, int], Decoder]
 """By the name of a drafter, `PLAIN` among them, and k."""
-_SECONDS = 0.08
+_SECONDS = 0.1
 """Of one timing, about: as many passes or blocks as that takes."""
 _MOST = 24
 """Blocks of one timing."""
@@ -170,16 +170,20 @@ class CostTimer:
         chunk = compiled_chunk(engine)
         most = max(1, min(_MOST, self._wanted.new_tokens // (engine.max_depth + 1)))  # no row is done before
 
-        def seconds(blocks: int) -> float:
-            state = jax.block_until_ready(self._prefilled(name, k, mode=mode))
-            start = time.perf_counter()
-            state = chunk(params, state, np.int32(blocks), np.int32(NO_LIMIT))
-            jax.device_get((state.lengths, state.done))
-            return (time.perf_counter() - start) / blocks
+        def seconds(calls: int, blocks: int = most) -> float:
+            total = 0.0
+            for _ in range(calls):
+                state = jax.block_until_ready(self._prefilled(name, k, mode=mode))
+                start = time.perf_counter()
+                state = chunk(params, state, np.int32(blocks), np.int32(NO_LIMIT))
+                jax.device_get((state.lengths, state.done))
+                total += time.perf_counter() - start
+            return total / calls / blocks
 
-        seconds(1)
-        blocks = _as_many(seconds(most), most)
-        return functools.partial(seconds, blocks)
+        seconds(1, 1)
+        one = seconds(1)
+        blocks = _as_many(one, most)
+        return functools.partial(seconds, _as_many(blocks * one, _MOST), blocks)
 
     # --- prefill and host
 

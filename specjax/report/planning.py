@@ -97,7 +97,7 @@ def predictions_table(predictions: Sequence[Prediction], measured: bool) -> Tabl
     with_measured = any(p.measured is not None for p in predictions)
     headers = ["k", "tokens/s\npredicted", "speedup", *(["measured", "error"] if with_measured else [])]
     source = "from times measured here" if measured else f"times {_COMPUTED}"
-    table = _columns(plain_table(f"Plan, {source}"), "drafter", headers)
+    table = _columns(plain_table(f"Plan,\n{source}"), "drafter", headers)
     group = None
     for p in sorted(predictions, key=lambda p: (p.batch, p.temperature)):
         if group != (group := (p.batch, p.temperature)):
@@ -116,10 +116,10 @@ def passes_table(passes: Sequence[Pass]) -> Table:
     device = passes[0].device
     told = "measured" if device.measured else "datasheet"
     title = (
-        f"Roofline of {device.name} ({told}): {device.bandwidth / 1e9:,.0f} GB/s, {device.flops / 1e12:,.2f} TFLOP/s "
-        f"in {device.dtype}, ridge {device.ridge:,.1f} FLOP/byte"
+        f"Roofline of {device.name} ({told}): {device.bandwidth / 1e9:,.0f} GB/s,\n"
+        f"{device.flops / 1e12:,.2f} TFLOP/s in {device.dtype}, ridge {device.ridge:,.1f} FLOP/byte"
     )
-    headers = ("batch", "GFLOP", "MB", "FLOP/byte", "bound by", "least ms", "ms", "share")
+    headers = ("batch", "GFLOP", "MB", "FLOP\n/byte", "bound\nby", "least\nms", "ms", "share")
     table = _columns(plain_table(title), "pass", headers)
     for found in passes:
         work = found.work
