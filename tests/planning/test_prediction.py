@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import jax
 import pytest
@@ -133,6 +135,15 @@ def test_a_file_describes_a_device(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("bandwidth: 1e12\nflops: {float32: 2e13}\nmemory: 8e9\n")
     assert device_of(str(file)) == Device("mine", 1e12, 2e13, "float32", False, 8e9)
+
+
+def test_the_page_names_every_preset_and_describes_a_device(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/planning.md").read_text(encoding="utf-8")
+    assert [name for name in presets() if f"`{name}`" not in page] == []
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(text)
+    described, preset = device_of(str(tmp_path / "mine.yaml")), device_of("h100-sxm")
+    assert dataclasses.replace(described, name="h100-sxm") == preset
 
 
 @pytest.mark.parametrize(
