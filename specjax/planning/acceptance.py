@@ -17,6 +17,22 @@ from specjax.metrics import DecodeStats, expected_blocks
 
 
 @dataclasses.dataclass(frozen=True)
+class Row:
+    """One row that was decoded, or what it would have been with shorter blocks."""
+
+    at: tuple[float, ...]
+    """As `Acceptance.at`, of its own blocks."""
+    blocks: float
+    tokens: int
+    """That it emitted."""
+
+    def first(self, k: int) -> Row:
+        """The row in blocks of ``k`` proposals, where what is kept of a longer block does not depend on its end."""
+        more = expected_blocks(self.at[:k], self.tokens) / expected_blocks(self.at, self.tokens)
+        return Row(self.at[:k], self.blocks * more, self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
 class Acceptance:
     """The acceptance of one drafter at one temperature."""
 
@@ -25,8 +41,8 @@ class Acceptance:
     them. Empty: no drafter."""
     alpha: float = 0.0
     """The chance of one proposal: `metrics.DecodeStats.alpha_mle`, or what was assumed."""
-    row_blocks: tuple[int, ...] = ()
-    """Blocks of single rows that all emitted as many tokens; empty: not known, rows are alike."""
+    rows: tuple[Row, ...] = ()
+    """Those that were counted, all of as many tokens; empty: none was, and rows are alike."""
 
     @classmethod
     def of_alpha(cls, alpha: float, k: int) -> Acceptance:
@@ -34,17 +50,19 @@ class Acceptance:
         return cls(tuple(alpha**j for j in range(1, k + 1)), alpha)
 
     @classmethod
-    def counted(cls, rows: Sequence[DecodeStats]) -> Acceptance:
+    def counted(cls, stats: Sequence[DecodeStats]) -> Acceptance:
         """What rows of the same budget say, added up."""
-        blocks = max(sum(row.blocks for row in rows), 1)
-        kept = np.sum([row.accepted_at for row in rows], axis=0)
-        reached = sum(sum(row.reached_at) for row in rows)
-        alpha = float(kept.sum()) / max(reached, 1)
-        return cls(tuple(float(n) / blocks for n in kept), alpha, tuple(row.blocks for row in rows))
+        rows = [
+            Row(tuple(float(n) / max(own.blocks, 1) for n in own.accepted_at), own.blocks, own.emitted) for own in stats
+        ]
+        accepted, reached = (sum(sum(counts) for counts in x) for x in zip(*map(_counts, stats), strict=True))
+        return cls(_pooled(rows), accepted / max(reached, 1), tuple(rows))
 
     def first(self, k: int) -> Acceptance:
-        """Of blocks of ``k`` proposals, where what is kept of a longer block does not depend on its end."""
-        return dataclasses.replace(self, at=self.at[:k])
+        """Of blocks of ``k`` proposals, row by row: one that keeps much has a larger share of the blocks when they are
+        short."""
+        rows = tuple(row.first(k) for row in self.rows)
+        return dataclasses.replace(self, at=_pooled(rows) if rows else self.at[:k], rows=rows)
 
     def conditional(self) -> tuple[float, ...]:
         """The chance of the proposal at each place, given that those before it are kept."""
@@ -52,22 +70,28 @@ class Acceptance:
         return tuple(a / b if b else 0.0 for a, b in zip(self.at, before, strict=False))
 
     def blocks(self, tokens: int, batch: int = 1) -> float:
-        """Expected blocks until all of ``batch`` rows have emitted ``tokens`` tokens each. Without rows that were
-        counted, all are alike and differ by chance alone."""
+        """Expected blocks until all of ``batch`` rows have emitted ``tokens`` tokens each: those of the slowest of as
+        many rows, drawn among the counted ones. Without any, all are alike and differ by chance alone."""
         if not self.at or tokens == 0:
             return float(tokens)
-        if self.row_blocks or batch == 1:
-            return expected_blocks(self.at, tokens) * self._slowest(batch)
+        if self.rows:
+            ordered, ranks = np.sort([row.blocks for row in self.rows]), np.arange(len(self.rows) + 1) / len(self.rows)
+            longer = expected_blocks(self.at, tokens) / expected_blocks(self.at, self.rows[0].tokens)
+            return float(ordered @ np.diff(ranks**batch)) * longer
+        if batch == 1:
+            return expected_blocks(self.at, tokens)
         within = np.cumsum(blocks_distribution(self.at, tokens))
         return float(np.sum(1.0 - within**batch))
 
-    def _slowest(self, batch: int) -> float:
-        """Blocks of the slowest of ``batch`` rows over those of the mean one, rows drawn among the counted ones."""
-        if not self.row_blocks:
-            return 1.0
-        ordered = np.sort(self.row_blocks)
-        ranks = np.arange(len(ordered) + 1) / len(ordered)
-        return float(ordered @ np.diff(ranks**batch) / ordered.mean())
+
+def _counts(stats: DecodeStats) -> tuple[Sequence[int], Sequence[int]]:
+    return stats.accepted_at, stats.reached_at
+
+
+def _pooled(rows: Sequence[Row]) -> tuple[float, ...]:
+    """Of all blocks of the rows together."""
+    weights = np.array([row.blocks for row in rows])
+    return tuple(map(float, weights @ np.array([row.at for row in rows]) / max(weights.sum(), 1.0)))
 
 
 def blocks_distribution(at: Sequence[float], tokens: int) -> Float[np.ndarray, " N"]:

@@ -97,8 +97,8 @@ def test_acceptance_of_a_shorter_block_is_that_of_the_longest(measured):
     known = calibrate_job.acceptances(subject)
     assert list(known) == [(name, k, 0.0) for name in ("small", "ngram") for k in (1, 2)]
     for name in ("small", "ngram"):
-        assert known[name, 1, 0.0].at == known[name, 2, 0.0].at[:1]
-    assert len(known["small", 2, 0.0].row_blocks) == len(subject.tuning)
+        assert known[name, 1, 0.0] == known[name, 2, 0.0].first(1)
+    assert len(known["small", 2, 0.0].rows) == len(subject.tuning)
 
 
 def test_a_controller_weighs_with_what_was_kept(measured, monkeypatch):

@@ -13,7 +13,7 @@ from specjax.drafters.ngram import NGram
 from specjax.errors import SpecjaxError
 from specjax.metrics import DecodeStats, expected_blocks
 from specjax.planning import store
-from specjax.planning.acceptance import Acceptance, blocks_distribution
+from specjax.planning.acceptance import Acceptance, Row, blocks_distribution
 from specjax.planning.cost_model import GREEDY, PLAIN, SAMPLED, CostModel, Line, Points, Workload, fit
 from specjax.planning.measuring import CostTimer, Wanted, spread_lengths, temperatures_of
 from specjax.testing.toys import prefix_model, related
@@ -144,19 +144,34 @@ def test_blocks_of_a_batch_are_those_of_its_slowest_row():
     within = np.cumsum(chances)
     assert alike.blocks(20, 8) == pytest.approx(np.sum(1 - within**8))
     # Of two rows that take 4 and 6 blocks, the slower of two drawn takes 4 once in four times.
-    counted = Acceptance(at, row_blocks=(6, 4))
-    assert counted.blocks(20, 2) == pytest.approx(expected_blocks(at, 20) * (0.25 * 4 + 0.75 * 6) / 5)
+    counted = Acceptance(at, rows=(Row(at, 6, 20), Row(at, 4, 20)))
+    assert counted.blocks(20) == pytest.approx(5)
+    assert counted.blocks(20, 2) == pytest.approx(0.25 * 4 + 0.75 * 6)
+    assert counted.blocks(40) == pytest.approx(5 * expected_blocks(at, 40) / expected_blocks(at, 20))
 
 
 def test_acceptance_counts_blocks_that_proposed_less():
     rows = [DecodeStats(4, 8, (2, 1), (2, 1), (2, 1)), DecodeStats(6, 8, (2, 2), (2, 2), (2, 0))]
     found = Acceptance.counted(rows)
     assert found.at == (0.4, 0.1)
-    assert found.row_blocks == (4, 6)
+    assert [row.blocks for row in found.rows] == [4, 6]
     assert found.alpha == pytest.approx(5 / 7)
     assert Acceptance.of_alpha(0.5, 3).at == (0.5, 0.25, 0.125)
     assert Acceptance.of_alpha(0.5, 3).conditional() == (0.5, 0.5, 0.5)
-    assert found.first(1).at == (0.4,)
+    assert Acceptance.of_alpha(0.5, 3).first(1).at == (0.5,)
+
+
+def test_shorter_blocks_are_worked_out_row_by_row():
+    """12 tokens: one row keeps both drafts of every block, the other none. In blocks of one draft the first takes 6."""
+    rows = [DecodeStats(4, 12, (4, 4), (4, 4), (4, 4)), DecodeStats(12, 12, (12, 12), (12, 0), (0, 0))]
+    found = Acceptance.counted(rows)
+    assert found.at == (0.25, 0.25)
+    assert found.blocks(12) == pytest.approx(8)
+    short = found.first(1)
+    assert [row.blocks for row in short.rows] == pytest.approx([6, 12])
+    assert short.at == pytest.approx((6 / 18,))
+    assert short.blocks(12) == pytest.approx(9)
+    assert short.blocks(12, 2) == pytest.approx(0.25 * 6 + 0.75 * 12)
 
 
 def test_lengths_that_are_measured():
