@@ -304,6 +304,71 @@ def bench(
 
 
 @app.command(cls=_Command)
+def calibrate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure also what is known.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the costs as JSON instead of a table.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure what passes of target and drafters cost here, and keep it for plans and adaptive runs."""
+    with user_errors(debug):
+        from specjax.config.shipped import load
+
+        settings = load(config, overrides or [])
+        from specjax.jobs.calibrate import run_calibrate
+        from specjax.report.planning import calibration_table
+        from specjax.runtime.progress import console_bars
+
+        with _programs_kept(settings.compile_cache):
+            found = run_calibrate(settings, again, console_bars(Console(stderr=True)))
+        if as_json:
+            print(json.dumps(found.to_json(), indent=1, default=plain_json))
+            return
+        console = Console(highlight=False)
+        console.print(calibration_table(found.model, found.kept))
+        console.print(found.summary, soft_wrap=True)
+
+
+@app.command(cls=_Command)
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE.yaml", help="Preset or description.", show_default="this one")
+    ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Also decode the grid, and train a few steps.")] = False,
+    alpha: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Assume this acceptance.", show_default="counted by decoding")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Also write plan.json and plan.png there.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Predict which drafter and length are fastest, and what a draft must be to pay, on this device or another."""
+    if measure and device is not None:
+        raise typer.BadParameter(f"--measure decodes here, not on --device {device}; leave one of them out")
+    with user_errors(debug):
+        from specjax.config.shipped import load
+
+        settings = load(config, overrides or [])
+        if out is not None and out.exists() and not out.is_dir():
+            raise SpecjaxError(f"--out {out}: not a directory; the plan goes there, give another")
+        from specjax.jobs.plan import run_plan
+        from specjax.report.planning import print_plan, write_plan
+        from specjax.runtime.progress import console_bars
+
+        with _programs_kept(settings.compile_cache):
+            found = run_plan(settings, device, measure, alpha, console_bars(Console(stderr=True)))
+        if as_json:
+            print(json.dumps(found.to_json(), indent=1, default=plain_json))
+        else:
+            print_plan(found, Console(highlight=False))
+        if out is not None:
+            write_plan(found, out)
+
+
+@app.command(cls=_Command)
 def numerics(
     config: ConfigPath,
     overrides: Overrides = None,

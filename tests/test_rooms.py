@@ -24,8 +24,9 @@ NEVER = {
     "drafters": ("decode", "verifiers", "evaluation", "jobs"),
     "decode": ("distill", "evaluation", "jobs", "report", "drafters.draft_model", "drafters.ngram", "controllers"),
     "data": ("distill", "evaluation", "jobs", "report"),
-    "evaluation": ("distill", "jobs", "report"),
-    "distill": ("jobs", "report"),
+    "evaluation": ("distill", "jobs", "report", "planning"),
+    "planning": ("distill", "jobs", "report"),
+    "distill": ("jobs", "report", "planning"),
     "report": ("jobs", "distill"),
 }
 """Of a room (its files): what it does not import; '*': anything of ours."""

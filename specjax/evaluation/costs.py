@@ -113,7 +113,7 @@ class StepTimer:
         self._drafts = nodes > 0
         room = cache_lib.num_slots(states[0].cache) - nodes - jnp.max(lengths)
         self._loops = {
-            name: functools.partial(_loop(body, nodes + 1), params=params, lengths=lengths, room=room, carry=carry)
+            name: functools.partial(looped(body, nodes + 1), params=params, lengths=lengths, room=room, carry=carry)
             for name, (body, carry) in _parts(engines, [cache_lib.fold(state) for state in states], draft).items()
         }
         self._turns: list[dict[str, float]] = []
@@ -145,7 +145,7 @@ class StepTimer:
         return turn.get("draft", math.nan), turn.get("passes", math.nan)
 
 
-def _loop(body, stride: int):
+def looped(body, stride: int):
     """Jitted ``(first, iterations, ...) -> carry``. The context grows by a block an iteration, as in a generation, and
     starts again when the cache is full (always at the same lengths, a block is 1.05x faster than in a generation)."""
 
@@ -166,19 +166,19 @@ def _parts(engines: Sequence[Engine], states: Sequence[DecodeState], draft: bool
     def target_pass(params, lengths, cache, tokens):
         slots = (lengths - 1)[:, None] + jnp.arange(nodes + 1, dtype=jnp.int32)[None]
         out = engine.target(params.target, tokens, slots, slots, cache)
-        return out.cache, _depend(tokens, out.logits)
+        return out.cache, depending(tokens, out.logits)
 
     def draft_itself(params, lengths, state):
         state = dataclasses.replace(state, lengths=lengths)
         draft, state = propose(engine, params, state, looked_at(engine, params, state))
         drawn = draft.tokens.astype(jnp.float32) if draft.logits is None else draft.logits
-        return (dataclasses.replace(state, tokens=_depend(state.tokens, drawn)),)
+        return (dataclasses.replace(state, tokens=depending(state.tokens, drawn)),)
 
     def both(params, lengths, target_carry, state):
         (state,) = draft_itself(params, lengths, state)
         cache, fed = target_carry
-        cache, fed = target_pass(params, lengths, cache, _depend(fed, state.tokens[:, :1].astype(jnp.float32)))
-        return (cache, fed), dataclasses.replace(state, tokens=_depend(state.tokens, fed[:, :1].astype(jnp.float32)))
+        cache, fed = target_pass(params, lengths, cache, depending(fed, state.tokens[:, :1].astype(jnp.float32)))
+        return (cache, fed), dataclasses.replace(state, tokens=depending(state.tokens, fed[:, :1].astype(jnp.float32)))
 
     def whole_step(engine, params, lengths, state):
         state = dataclasses.replace(state, lengths=lengths)
@@ -194,8 +194,8 @@ def _parts(engines: Sequence[Engine], states: Sequence[DecodeState], draft: bool
     return parts
 
 
-def _depend(tokens, values):
-    # Ties the next pass to all of this one's values without changing the tokens: no pass is hoisted or cut down.
+def depending(tokens, values):
+    """``tokens`` as they are, tied to all of ``values``: no pass is hoisted out of a loop, or cut down."""
     return jnp.where(jnp.max(values) == jnp.inf, 1, tokens)
 
 

@@ -33,7 +33,7 @@ def keep_programs(wanted: bool = True) -> Path | None:
     if not wanted or os.environ.get(SWITCH) == "0" or given is not None:
         return None
     try:
-        directory = _user_cache() / "specjax" / f"programs-{_machine()}"
+        directory = user_cache() / "specjax" / f"programs-{machine()}"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_oldest(directory)
     except (OSError, RuntimeError):  # no home, or a read-only one: compiling takes its time, nothing else
@@ -115,12 +115,13 @@ jax.monitoring.register_event_duration_secs_listener(_on_duration)
 jax.monitoring.register_event_listener(_on_event)
 
 
-def _user_cache() -> Path:
+def user_cache() -> Path:
+    """The directory in which programs of this user keep what can be made again."""
     default = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
     return Path(os.environ.get("XDG_CACHE_HOME") or default)
 
 
-def _machine() -> str:
+def machine() -> str:
     """A name of the processor: a home may be shared by machines that differ, and XLA's programs for CPU are made for
     one."""
     features = platform.machine()

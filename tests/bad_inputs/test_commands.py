@@ -113,6 +113,26 @@ ROWS = {
     "a certificate into a file": command(
         "certify {tmp}/c.yaml --out {tmp}/c.yaml", "--out {tmp}/c.yaml", "not a directory", c_yaml=BASE
     ),
+    "a calibration without a drafter": command(
+        "calibrate {tmp}/c.yaml target.path={saved} out={tmp}/out bench.drafters=[]",
+        "bench",
+        "no drafter",
+        "bench.drafts",
+        c_yaml=BASE,
+    ),
+    "a plan for a device of no name": command(
+        "plan {tmp}/c.yaml --device h100", "--device h100", "'h100-sxm'?", "rtx-4090", "FILE.yaml", c_yaml=BASE
+    ),
+    "a plan for a device that is not there": command(
+        "plan {tmp}/c.yaml --device {tmp}/d.yaml", "{tmp}/d.yaml", "no such", c_yaml=BASE
+    ),
+    "a plan that measures elsewhere": command(
+        "plan {tmp}/c.yaml --device l4 --measure", "--measure", "--device l4", "leave one", c_yaml=BASE
+    ),
+    "a plan with an alpha above 1": command("plan {tmp}/c.yaml --alpha 1.5", "--alpha", "1.5", c_yaml=BASE),
+    "a plan into a file": command(
+        "plan {tmp}/c.yaml --out {tmp}/c.yaml", "--out {tmp}/c.yaml", "not a directory", c_yaml=BASE
+    ),
     "data without a kind that makes it": command(
         "generate-data {tmp}/c.yaml", "distill.data", "'text'", "kind: generated", c_yaml=BASE
     ),

@@ -1,0 +1,319 @@
+"""What a generation costs, from a few measured points: a pass of the target over m tokens, of a draft over one, what a
+block takes beyond its passes, prefill, and the host.
+
+Of every bucket of rows its own costs, since the kind of product and what bounds it change with the rows. In the tokens
+fed straight lines between measured points; in the cache's slots, all of which a pass reads, one slope. What a block
+takes beyond its passes is measured from whole blocks of the program that decodes, at the shortest and the longest
+length, and on a straight line between them; other lengths are measured too and left out, and tell the error.
+
+Times are seconds. Dims: B rows, m tokens fed to each, k proposals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax.errors import SpecjaxError
+from specjax.planning.acceptance import Acceptance
+from specjax.types import Calibration
+
+GREEDY, SAMPLED = "greedy", "sampled"
+PLAIN = "autoregressive"
+"""The name of decoding without a drafter."""
+_LEAST_PROMPT = 16
+"""Tokens that the shortest prompt is padded to, as `specjax.decode.request` does."""
+
+
+def mode_of(temperature: float) -> str:
+    """The kind of program that decodes at a temperature."""
+    return GREEDY if temperature == 0 else SAMPLED
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Seconds on straight lines between measured points, and on in the same direction beyond them."""
+
+    at: tuple[float, ...]
+    """Ascending."""
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def through(cls, points: Mapping[int, float]) -> Line:
+        """The line through such points, at least one."""
+        at, seconds = zip(*sorted(points.items()), strict=True)
+        return cls(tuple(map(float, at)), tuple(map(float, seconds)))
+
+    def __call__(self, x: float) -> float:
+        at, seconds = self.at, self.seconds
+        if len(at) == 1:
+            return seconds[0]
+        i = int(np.clip(np.searchsorted(at, x), 1, len(at) - 1))
+        slope = (seconds[i] - seconds[i - 1]) / (at[i] - at[i - 1])
+        return float(seconds[i - 1] + slope * (x - at[i - 1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterCosts:
+    """One drafter in a batch."""
+
+    each: float
+    """Seconds of a pass, which proposes a token to every row."""
+    once: float
+    """Seconds of proposing that do not depend on how much is proposed."""
+    per_slot: float
+    """Seconds a pass takes longer for a slot of cache more."""
+    beyond: Mapping[str, Line]
+    """By `GREEDY` or `SAMPLED`, over k: seconds of a block beyond its passes."""
+    prefill_each: float
+    """Seconds that a prompt token takes beyond the target's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A point that was measured and not fitted."""
+
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Relative to what was measured."""
+        return abs(self.predicted / self.measured - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchCosts:
+    """All costs of a bucket of rows."""
+
+    context: int
+    """Slots of the cache in which the costs were measured."""
+    target: Line
+    """Over the tokens fed to each row: seconds of a pass."""
+    target_per_slot: Line
+    """The same, seconds more for a slot more."""
+    plain: Mapping[str, float]
+    """By `GREEDY` or `SAMPLED`: seconds of a step of plain decoding beyond its pass."""
+    drafters: Mapping[str, DrafterCosts]
+    prefill: Line
+    """Over the padded length of the prompts: seconds from handing a request in to its first block."""
+    host: float
+    """Seconds a generation beside prefill and blocks: the call, reading back, text."""
+    checks: tuple[Check, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Points:
+    """What was measured of a bucket of rows: medians, in seconds. Names of drafters as in `CostModel`."""
+
+    context: int
+    """Slots of the cache."""
+    wide: int
+    """Slots of the larger cache of ``wide_target`` and ``wide_draft``."""
+    target: Mapping[int, float]
+    """By tokens fed to each row."""
+    wide_target: Mapping[int, float]
+    """The same in a larger cache; empty for a target without positions for one."""
+    draft: Mapping[tuple[str, int], float]
+    """By drafter and k: all that it does for a block."""
+    wide_draft: Mapping[tuple[str, int], float]
+    block: Mapping[tuple[str, int, str], float]
+    """By drafter, k and `GREEDY` or `SAMPLED`; of plain decoding k is 0."""
+    prefill: Mapping[tuple[str, int], float]
+    """By drafter and padded length."""
+    single: float
+    """A whole generation of one token, plain and greedy, with prompts of the longest length."""
+
+
+def fit(points: Points, left_out: Sequence[int] = ()) -> BatchCosts:
+    """The costs that go through the points, but for those that check it: passes of the target over ``left_out``
+    tokens, and blocks of lengths between the shortest and the longest of their drafter."""
+    wider = max(points.wide - points.context, 1)
+    target = Line.through({m: s for m, s in points.target.items() if m not in left_out})
+    slopes = {m: max(s - points.target[m], 0.0) / wider for m, s in points.wide_target.items()}
+    per_slot = Line.through(slopes or {1: 0.0})
+    plain = {mode: s - points.target[1] for (name, _, mode), s in points.block.items() if name == PLAIN}
+    prefill = Line.through({width: s for (name, width), s in points.prefill.items() if name == PLAIN})
+    names = dict.fromkeys(name for name, _ in points.draft)
+    drafters = {name: _drafter(name, points, target, prefill, wider) for name in names}
+    longest = max(width for name, width in points.prefill if name == PLAIN)
+    host = max(points.single - prefill(longest) - points.block[PLAIN, 0, GREEDY], 0.0)
+    found = BatchCosts(points.context, target, per_slot, plain, drafters, prefill, host)
+    return dataclasses.replace(found, checks=tuple(_checks(points, found, left_out)))
+
+
+def _drafter(name: str, points: Points, target: Line, prefill: Line, wider: int) -> DrafterCosts:
+    own = {k: s for (of, k), s in points.draft.items() if of == name}
+    low, high = min(own), max(own)
+    each = max((own[high] - own[low]) / (high - low), 0.0) if high > low else own[low] / low
+    once = max(own[low] - low * each, 0.0)
+    wide = [(s - own[k]) / k / wider for (of, k), s in points.wide_draft.items() if of == name]
+    beyond: dict[str, dict[int, float]] = {}
+    for (of, k, mode), seconds in points.block.items():
+        if of == name and k in (low, high):
+            beyond.setdefault(mode, {})[k] = seconds - target(k + 1) - once - k * each
+    more = [(s - prefill(width)) / width for (of, width), s in points.prefill.items() if of == name]
+    lines = {mode: Line.through(found) for mode, found in beyond.items()}
+    return DrafterCosts(each, once, max([*wide, 0.0]), lines, max([*more, 0.0]))
+
+
+def _checks(points: Points, found: BatchCosts, left_out: Sequence[int]):
+    for m in left_out:
+        yield Check(f"target, {m} tokens", found.target(m), points.target[m])
+    for (name, k, mode), seconds in points.block.items():
+        lengths = [length for of, length, _ in points.block if of == name]
+        if name != PLAIN and min(lengths) < k < max(lengths):
+            yield Check(f"{name}, k = {k}, {mode}", _block(found, name, k, mode, found.context), seconds)
+
+
+def _block(costs: BatchCosts, name: str, k: int, mode: str, context: int) -> float:
+    """Seconds of a block in a cache of ``context`` slots."""
+    further = context - costs.context
+    seconds = costs.target(k + 1) + further * costs.target_per_slot(k + 1)
+    if name == PLAIN or k == 0:
+        return seconds + costs.plain[mode]
+    drafter = costs.drafters[name]
+    return seconds + drafter.once + k * (drafter.each + further * drafter.per_slot) + drafter.beyond[mode](k)
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """The generations that are asked about: ``batch`` rows with prompts of ``prompt`` tokens, which emit ``tokens``
+    tokens each."""
+
+    batch: int
+    prompt: int
+    tokens: int
+    sampled: bool
+    """At a temperature above 0."""
+
+    @property
+    def mode(self) -> str:
+        return SAMPLED if self.sampled else GREEDY
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+    """The costs of a target and its drafters on a device. Raises `SpecjaxError` for rows, a drafter or a kind of
+    sampling that it knows no costs of."""
+
+    device: str
+    dtype: str
+    measured: bool
+    """Else computed: from the device's bandwidth and FLOP/s, and no better than those."""
+    batches: Mapping[int, BatchCosts]
+    """By rows, powers of two: fewer rows are padded to as many."""
+
+    def of_batch(self, batch: int) -> BatchCosts:
+        """The costs of the bucket that ``batch`` rows are padded to."""
+        rows = 1 << (batch - 1).bit_length()
+        if rows not in self.batches:
+            known = ", ".join(map(str, sorted(self.batches)))
+            raise SpecjaxError(
+                f"cost model: batch {batch} is decoded as {rows} rows, and only {known} are known; calibrate with "
+                f"bench.batch_sizes=[{rows}]"
+            )
+        return self.batches[rows]
+
+    def target_seconds(self, batch: int, tokens: int, context: int | None = None) -> float:
+        """Seconds of a pass of the target over ``tokens`` tokens a row, in a cache of ``context`` slots; None: as
+        measured."""
+        costs = self.of_batch(batch)
+        further = 0 if context is None else context - costs.context
+        return costs.target(tokens) + further * costs.target_per_slot(tokens)
+
+    def draft_seconds(self, batch: int, drafter: str, context: int | None = None) -> float:
+        """Seconds of a pass of the draft, which proposes a token to every row."""
+        costs = self.of_batch(batch)
+        found = self._drafter(costs, drafter)
+        return found.each + (0 if context is None else context - costs.context) * found.per_slot
+
+    def prefill_seconds(self, batch: int, prompt: int, drafter: str = PLAIN) -> float:
+        """Seconds from handing in prompts of ``prompt`` tokens to the first block."""
+        costs, width = self.of_batch(batch), max(1 << (prompt - 1).bit_length(), _LEAST_PROMPT)
+        more = 0.0 if drafter == PLAIN else width * self._drafter(costs, drafter).prefill_each
+        return costs.prefill(width) + more
+
+    def block_seconds(
+        self, batch: int, drafter: str, k: int, *, sampled: bool = False, context: int | None = None
+    ) -> float:
+        """Seconds of a block of ``k`` proposals by ``drafter`` in every row; 0: a step of plain decoding."""
+        costs, mode = self.of_batch(batch), SAMPLED if sampled else GREEDY
+        known = costs.plain if drafter == PLAIN or k == 0 else self._drafter(costs, drafter).beyond
+        if mode not in known:
+            raise SpecjaxError(
+                f"cost model: {mode} blocks of {drafter} were not measured, only {', '.join(known)} ones; calibrate "
+                f"with bench.temperatures=[0, 1]"
+            )
+        return _block(costs, drafter, k, mode, costs.context if context is None else context)
+
+    def generation_seconds(
+        self, work: Workload, drafter: str, k: int, acceptance: Acceptance, context: int | None = None
+    ) -> float:
+        """Seconds of one batch, from handing it in to its text. ``acceptance``: of blocks of ``k``."""
+        costs = self.of_batch(work.batch)
+        block = self.block_seconds(work.batch, drafter, k, sampled=work.sampled, context=context)
+        blocks = acceptance.blocks(work.tokens, work.batch) if k else work.tokens
+        return costs.host + self.prefill_seconds(work.batch, work.prompt, drafter) + blocks * block
+
+    def tokens_per_s(
+        self, work: Workload, drafter: str, k: int, acceptance: Acceptance, context: int | None = None
+    ) -> float:
+        """Tokens of all rows over the seconds of the batch."""
+        return work.batch * work.tokens / self.generation_seconds(work, drafter, k, acceptance, context)
+
+    def calibration(
+        self, batch: int, drafter: str, acceptance: Acceptance, *, sampled: bool = False, context: int | None = None
+    ) -> Calibration:
+        """What a controller weighs lengths 0 .. k with, for blocks of as many proposals as ``acceptance`` knows."""
+        lengths, options = range(len(acceptance.at) + 1), {"sampled": sampled, "context": context}
+        seconds: Any = np.array([self.block_seconds(batch, drafter, k, **options) for k in lengths], np.float32)
+        chances: Any = np.array(acceptance.conditional(), np.float32)
+        return Calibration(seconds, chances)
+
+    @property
+    def checks(self) -> list[tuple[int, Check]]:
+        """(rows, point) of all that was measured and left out of the fit."""
+        return [(rows, check) for rows, costs in self.batches.items() for check in costs.checks]
+
+    @property
+    def error(self) -> tuple[float, float] | None:
+        """(median, worst) relative error at the points left out; None without any."""
+        errors = [check.error for _, check in self.checks]
+        return (float(np.median(errors)), max(errors)) if errors else None
+
+    def _drafter(self, costs: BatchCosts, name: str) -> DrafterCosts:
+        if name not in costs.drafters:
+            known = ", ".join(costs.drafters) or "none"
+            raise SpecjaxError(f"cost model: drafter {name!r} was not calibrated, known here are {known}; calibrate it")
+        return costs.drafters[name]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads."""
+        batches = {str(rows): dataclasses.asdict(costs) for rows, costs in self.batches.items()}
+        return {"device": self.device, "dtype": self.dtype, "measured": self.measured, "batches": batches}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> CostModel:
+        """The model of which `to_json` made ``value``. Raises `KeyError` or `TypeError` for anything else."""
+        batches = {int(rows): _batch_costs(costs) for rows, costs in value["batches"].items()}
+        return cls(value["device"], value["dtype"], value["measured"], batches)
+
+
+def _batch_costs(value: Mapping[str, Any]) -> BatchCosts:
+    drafters = {name: _drafter_costs(costs) for name, costs in value["drafters"].items()}
+    lines = {name: _line(value[name]) for name in ("target", "target_per_slot", "prefill")}
+    checks = tuple(Check(**check) for check in value["checks"])
+    return BatchCosts(**{**value, **lines, "drafters": drafters, "checks": checks, "plain": dict(value["plain"])})
+
+
+def _drafter_costs(value: Mapping[str, Any]) -> DrafterCosts:
+    return DrafterCosts(**{**value, "beyond": {mode: _line(line) for mode, line in value["beyond"].items()}})
+
+
+def _line(value: Mapping[str, Any]) -> Line:
+    return Line(tuple(map(float, value["at"])), tuple(map(float, value["seconds"])))

@@ -1,0 +1,130 @@
+"""What bounds a pass: its arithmetic and its bytes, by the shapes of the model, against the device's (roofline model,
+Williams, Waterman and Patterson 2009). Every weight is read once, and the keys and values of every slot; activations
+count for nothing.
+
+Dims: B rows, m tokens fed to each, S slots of the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+
+from specjax.models.config import ModelConfig
+from specjax.planning.devices import Device
+from specjax.types import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The arithmetic and the memory traffic of a pass."""
+
+    flops: float
+    num_bytes: float
+
+    @property
+    def intensity(self) -> float:
+        """FLOP a byte."""
+        return self.flops / self.num_bytes if self.num_bytes else 0.0
+
+    def bound(self, device: Device) -> Literal["memory", "compute"]:
+        """The part of ``device`` that the pass waits for."""
+        return "memory" if self.intensity < device.ridge else "compute"
+
+    def least_seconds(self, device: Device) -> float:
+        """Seconds below which no such pass can be on ``device``."""
+        return max(self.flops / device.flops, self.num_bytes / device.bandwidth)
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """Bytes of an element."""
+
+    weights: float
+    cache: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A pass beside the roofline of a device."""
+
+    name: str
+    batch: int
+    work: Work
+    device: Device
+    seconds: float | None = None
+    """As measured; None: computed only."""
+
+    @property
+    def share(self) -> float | None:
+        """Least over measured seconds."""
+        return None if self.seconds is None else self.work.least_seconds(self.device) / self.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """Figures by name."""
+        return {
+            "pass": self.name,
+            "batch": self.batch,
+            "flops": self.work.flops,
+            "bytes": self.work.num_bytes,
+            "intensity": self.work.intensity,
+            "ridge": self.device.ridge,
+            "bound": self.work.bound(self.device),
+            "least_seconds": self.work.least_seconds(self.device),
+            "seconds": self.seconds,
+            "share_of_roofline": self.share,
+        }
+
+
+def pass_work(config: ModelConfig, batch: int, tokens: int, slots: int, storage: Storage) -> Work:
+    """The work of one pass of a decoder over ``tokens`` tokens in each of ``batch`` rows, whose caches have ``slots``
+    slots. Of experts each token multiplies with those that it is sent to, and as many are read as the tokens can
+    reach."""
+    rows, flops, weights, cached = batch * tokens, 0.0, 0.0, 0.0
+    heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    for i in range(config.num_layers):
+        layer = config.layer(i)
+        attention = config.hidden_size * (heads + 2 * kv) + heads * config.hidden_size
+        used, read = _mlp(config, rows, layer.dense)
+        seen = slots if layer.window is None else min(slots, layer.window)
+        flops += 2 * rows * (attention + used) + 4 * rows * seen * heads
+        weights += attention + read
+        cached += 2 * kv * (batch * seen + rows)
+    head = config.hidden_size * config.vocab_size
+    flops += 2 * rows * head
+    return Work(flops, (weights + head) * storage.weights + cached * storage.cache)
+
+
+def _mlp(config: ModelConfig, rows: int, dense: bool) -> tuple[float, float]:
+    """Weights that a token multiplies with, and that ``rows`` tokens read."""
+    kernels = (3 if config.gated else 2) * config.hidden_size
+    if config.experts is None or dense:
+        size = kernels * config.intermediate_size
+        return size, size
+    experts, size = config.experts, kernels * config.experts.intermediate_size
+    router = config.hidden_size * experts.count
+    return router + experts.top_k * size, router + min(experts.count, rows * experts.top_k) * size
+
+
+def work_of_weights(params: Params, rows: int, itemsize: float | None = None) -> Work:
+    """The work of a pass of which nothing is known but its weights, each of them multiplied with by each of ``rows``
+    tokens; an embedding that is no head too is only looked up. ``itemsize``: of a weight; None: as it is."""
+    looked_up = params["embedding"] if isinstance(params, dict) and {"embedding", "head"} <= params.keys() else None
+    leaves = jax.tree.leaves(params)
+    count = sum(leaf.size for leaf in leaves) - (0 if looked_up is None else looked_up.size)
+    num_bytes = sum(leaf.nbytes for leaf in leaves) - (0 if looked_up is None else looked_up.nbytes)
+    return Work(2.0 * rows * count, float(num_bytes if itemsize is None else itemsize * count))
+
+
+def storage_of(params: Params, cache: Any) -> Storage:
+    """Bytes of an element as the weights and a cache lie here."""
+
+    def mean(tree: Any, default: float) -> float:
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if getattr(leaf, "ndim", 0) > 1]
+        size = sum(leaf.size for leaf in leaves)
+        return sum(leaf.nbytes for leaf in leaves) / size if size else default
+
+    weights = mean({k: v for k, v in params.items() if k != "embedding"} if isinstance(params, dict) else params, 4.0)
+    return Storage(weights, mean(cache, weights))

@@ -1,0 +1,93 @@
+"""Costs that were measured, kept in the user's cache directory: a file for each device, version of JAX, shape of target
+and drafters, dtype and bucket of rows. What a pass costs depends on the shapes of the weights and not on their values,
+so a draft that is trained further keeps its costs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from specjax.decode.decoder import Decoder
+from specjax.planning.cost_model import BatchCosts, CostModel
+from specjax.runtime.compile_cache import machine, user_cache
+from specjax.runtime.files import plain_json, write_atomically
+
+_log = logging.getLogger(__name__)
+_FORMAT = 1
+"""Of the files: another one is not read."""
+
+
+def shape_of(decoder: Decoder) -> str:
+    """Digest of all that decides what the programs of a decoder cost: specs, and shapes and dtypes of weights."""
+    engine, params = decoder.engine(True)
+    leaves = jax.tree_util.tree_leaves_with_path((params.target, params.drafter))
+    told = [f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}" for path, leaf in leaves]
+    return hashlib.sha256("\n".join([repr(engine), *told]).encode()).hexdigest()
+
+
+def key_of(rows: int, dtype: str, decoders: Mapping[str, Decoder], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What the costs of a bucket of rows depend on.
+
+    Args:
+        rows: of the bucket.
+        dtype: of the target.
+        decoders: by the name of the drafter, at its longest length; plain decoding among them.
+        settings: of the measurement, as JSON: lengths, sizes of prompts and generations, sampling.
+
+    Returns:
+        A JSON object: costs with another one are others.
+    """
+    key = {
+        "format": _FORMAT,
+        "device": jax.devices()[0].device_kind,
+        "machine": machine(),
+        "cores": os.cpu_count(),
+        "jax": jax.__version__,
+        "dtype": dtype,
+        "rows": rows,
+        "shapes": {name: shape_of(decoder) for name, decoder in decoders.items()},
+        "settings": settings,
+    }
+    return json.loads(json.dumps(key, default=plain_json))
+
+
+def file_of(key: Mapping[str, Any]) -> Path:
+    """Where the costs of a key are kept."""
+    device = "".join(c if c.isalnum() else "-" for c in str(key["device"]).lower())
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return user_cache() / "specjax" / "costs" / f"{device}-jax-{key['jax']}" / f"{digest[:16]}.json"
+
+
+def read(key: Mapping[str, Any]) -> BatchCosts | None:
+    """The costs that were kept for ``key``; None if there are none, or none that can be read."""
+    try:
+        file = file_of(key)
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found["key"] != key:
+            return None
+        return CostModel.from_json(found["costs"]).batches[key["rows"]]
+    except (OSError, RuntimeError):  # not measured yet; no home
+        return None
+    except (ValueError, KeyError, TypeError):
+        _log.warning("%s: damaged; the costs are measured again", file_of(key))
+        return None
+
+
+def write(key: Mapping[str, Any], costs: BatchCosts) -> Path | None:
+    """Keep the costs; None where the directory cannot be written, which costs the next run another measurement."""
+    model = CostModel(key["device"], key["dtype"], True, {key["rows"]: costs})
+    try:
+        file = file_of(key)
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(file, json.dumps({"key": key, "costs": model.to_json()}, indent=1) + "\n")
+    except (OSError, RuntimeError) as error:
+        _log.warning("the costs that were measured are not kept: %s", error)
+        return None
+    return file

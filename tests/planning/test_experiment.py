@@ -1,0 +1,37 @@
+"""The bookkeeping of experiments/cost_model.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import cost_model
+import pytest
+
+from specjax.evaluation.bench import Run
+from specjax.metrics import DecodeStats
+from specjax.planning.cost_model import CostModel
+from specjax.planning.prediction import Prediction
+
+from . import test_cost_model as law
+
+
+def test_errors_are_medians_and_worst_of_both_signs():
+    points = [
+        cost_model.Point("d", 1, batch, 0.0, 1.0, 1.0, error, error / 2, 1.0)
+        for batch, error in ((1, -0.3), (1, 0.1), (4, 0.02))
+    ]
+    found = cost_model.figures(points)
+    assert found["error"] == pytest.approx([0.1, 0.3])
+    assert found["costs_error"] == pytest.approx([0.05, 0.15])
+    assert found["by_batch"]["4"]["error"] == pytest.approx([0.02, 0.02])
+
+
+def test_the_costs_alone_are_those_of_the_slowest_row_of_each_batch():
+    model: CostModel = law.model()
+    rows = [(0.0, DecodeStats(blocks, 8, (), (), ())) for blocks in (3, 5, 4, 2)]
+    subject: Any = SimpleNamespace(config=SimpleNamespace(bench=SimpleNamespace(prompt_tokens=40)))
+    cell = Prediction("d", 3, 2, 1.0, 1.0, 1.0, False)
+    found = cost_model.seconds_of(subject, model, cell, Run(1.0, [], rows[0][1], rows))
+    start = 0.125 + law.prefill(64) + 0.32
+    assert found == pytest.approx(2 * start + (5 + 4) * law.block(3, law.SAMPLED))
