@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -12,14 +12,15 @@ from pydantic import Field
 from specjax.controllers.weighing import Weighed, Weighing, calibration_of, estimated, of_grade
 from specjax.types import Context, Draft
 
-_BEHIND = 32
-"""The power of a row's share of the longest way to go that it counts with: one that has a tenth less hardly does."""
+_AHEAD = 4.0
+"""Tokens; a row that is so much ahead of the slowest counts for a third of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pooled(Weighing):
     """A `Weighing` of which all rows choose the same."""
 
+    together: ClassVar[bool] = True
     row_trust: Annotated[float, Field(gt=0)] = 16.0
     """Blocks of a row that what all rows kept counts for, in what is expected of that row."""
 
@@ -47,8 +48,15 @@ class Pooled(Weighing):
             left = jnp.where(context.active[:, None], left, 0.0)
         if valid is None:
             return 1.0 / (jnp.max(left / emitted, axis=0, keepdims=True) * self.seconds(context)[None] + 1e-9)
-        weight = (left / jnp.maximum(jnp.max(left), 1.0)) ** _BEHIND
+        weight = jnp.where(left > 0, jnp.exp((left - jnp.max(left)) / _AHEAD), 0.0)
         return jnp.sum(weight * emitted, axis=0, keepdims=True) / self.seconds(context)[None]
+
+    def due(self, state: Weighed, waited: Int[Array, " B"], context: Context) -> Bool[Array, " B"]:
+        """All rows at once, when the most patient of them is."""
+        longest = jnp.max(jnp.where(_active(state, context), state.interval, 0))
+        return super().due(
+            dataclasses.replace(state, interval=jnp.broadcast_to(longest, waited.shape)), waited, context
+        )
 
     def choose(self, state: Weighed, context: Context) -> Int[Array, " B"]:
         """The same for all rows: what those chose that have decoded before, since rows come and go."""

@@ -56,6 +56,8 @@ class Weighing:
     """A controller that chooses one of ``ks`` for each block, by what is expected of it."""
 
     needs_calibration: ClassVar[bool] = True
+    together: ClassVar[bool] = False
+    """Whether all rows choose the same."""
     ks: tuple[Annotated[int, Field(ge=0, le=64)], ...] | None = None
     """Lengths to choose from, ascending from 0; None: 0, 1, 2, 3, 5, 8, ... and the drafter's longest."""
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.93
@@ -99,7 +101,8 @@ class Weighing:
         rates = self.rates(self.chances(state, context, draft.grade), context, draft.valid)
         # Nothing is lost by a change here, but no draft is worth what it is not expected to give back for certain.
         best = self._lengths()[jnp.argmax(rates.at[:, 0].mul(1 + self.margin), axis=1)]
-        return jnp.where(self.due(state, state.waited, context), jnp.maximum(best, self.rungs[1]), best)
+        due = draft.valid[:, 0] & self.due(state, state.waited, context)
+        return jnp.where(due, jnp.maximum(best, self.rungs[1]), best)
 
     def stop(self, state: Weighed, logits: Float[Array, "B V"], offset: int | Int[Array, ""]) -> Any:
         """No row stops early."""
@@ -134,8 +137,8 @@ class Weighing:
         waited = state.waited + active.astype(jnp.int32)
         due = self.due(state, waited, outcome.context)
         waiting = dataclasses.replace(state, waited=waited, next=jnp.where(due, self.rungs[1], 0))
-        # Where nothing was found to propose, nothing is learnt.
-        found = dataclasses.replace(state, next=limit)
+        # Where nothing was found to propose, nothing is learnt; but what others look at, nobody has to look at again.
+        found = dataclasses.replace(state, next=limit, waited=jnp.zeros_like(waited) if self.together else state.waited)
         if outcome.draft.tokens.shape[1]:
             proposed = self._after_proposing(self._with_evidence(state, outcome, active), outcome, active)
             found = _chosen(jnp.any(outcome.draft.valid, axis=1), proposed, found)

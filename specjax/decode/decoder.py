@@ -259,7 +259,7 @@ class Decoder:
         return engine, EngineParams(layout.params, self._drafter_params, calibration)
 
     def calibrate(
-        self, prompts: Sequence[Prompt], *, blocks: int = 24, turns: int = 5, **sampling: Unpack[SamplingOptions]
+        self, prompts: Sequence[Prompt], *, blocks: int = 24, turns: int = 8, **sampling: Unpack[SamplingOptions]
     ) -> Calibration | None:
         """Measure what blocks of every length cost in a batch of these prompts, and how often proposals are kept, for
         the controller of all batches of as many rows, greedy or not as this one. It takes seconds beside compilation,
@@ -268,7 +268,7 @@ class Decoder:
         Args:
             prompts: texts, or lists of token ids; not those that the decoder is judged by.
             blocks: of each length in a turn.
-            turns: whose medians count.
+            turns: the fastest of which counts.
             sampling: `SamplingOptions`.
 
         Returns:
