@@ -226,7 +226,12 @@ def drafted_block(
         return judged(state, rungs[0])
     wanted = jnp.max(jnp.where(draft.valid & ~state.done[:, None], jnp.arange(1, engine.num_nodes + 1), 0))
     if params.calibration is not None:
-        wanted = jnp.maximum(wanted, params.calibration.least)
+        least = params.calibration.least
+        if engine.decides_after:  # such blocks come one by one, and cost more than in a row
+            rest = (least > 0) & (jnp.max(state.counters.blocks) % 2 == 0)
+            draft = dataclasses.replace(draft, valid=draft.valid & ~rest)
+            wanted, least = jnp.where(rest, 0, wanted), jnp.where(rest, 0, least)
+        wanted = jnp.maximum(wanted, least)
     for below, rung in zip((-1, *rungs), rungs, strict=False):
         state = _if((below < wanted) & (wanted <= rung), functools.partial(judged, rung=rung), state)
     return state
