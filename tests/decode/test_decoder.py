@@ -307,7 +307,7 @@ def test_a_cache_keeps_numbers_of_the_models_type(pair):
     half = dataclasses.replace(target, spec=dataclasses.replace(target.spec, dtype="bfloat16"))
     state = Decoder(half, DraftModel(draft, 2)).prefilled([[1, 2]], max_new_tokens=4, temperature=1.0)
     assert {x.dtype for x in jax.tree.leaves(state.cache)} == {jnp.dtype(jnp.bfloat16)}
-    assert {x.dtype for x in jax.tree.leaves(state.drafter)} == {jnp.dtype(jnp.float32)}
+    assert {x.dtype for x in jax.tree.leaves(state.drafter.cache)} == {jnp.dtype(jnp.float32)}
 
 
 def test_every_leaf_of_the_state_has_the_row_first(pair):

@@ -36,7 +36,14 @@ from specjax.verifiers.speculative import Speculative
 TARGET = prefix_model(0, scale=1.2)
 DRAFT = related(TARGET, 1)
 SETTINGS = config.Bench(
-    prompts=3, prompt_tokens=2, new_tokens=12, batch_sizes=(2,), temperatures=(0.0, 1.0), ks=(2,), repeats=2
+    prompts=3,
+    prompt_tokens=2,
+    new_tokens=12,
+    batch_sizes=(2,),
+    temperatures=(0.0, 1.0),
+    ks=(2,),
+    repeats=2,
+    adaptive=False,
 )
 PROMPTS, TUNING = [[1, 2], [3], [0, 1]], [[2], [1, 3], [0], [3, 1]]
 
@@ -54,7 +61,7 @@ def make(sampling=None, prompts=PROMPTS, **changes) -> Bench:
 
 @pytest.fixture(scope="module")
 def measured():
-    bench, ticks = make(), []
+    bench, ticks = make(adaptive=True), []
     found = bench.measure("draft_after", lambda: ticks.append(None))
     assert len(ticks) == bench.num_ticks
     return found
@@ -107,7 +114,9 @@ def test_every_point_of_the_grid_is_there_once_and_batch_1_for_the_headline(meas
     points = [(r["drafter"], r["k"], r["batch_size"], r["temperature"]) for r in measured["decoding"]]
     assert len(set(points)) == len(points)
     asked = {
-        (name, k, 2, t) for t in (0.0, 1.0) for name, k in [(AUTOREGRESSIVE, None), ("draft_after", 2), ("ngram", 2)]
+        (name, k, 2, t)
+        for t in (0.0, 1.0)
+        for name, k in [(AUTOREGRESSIVE, None), ("draft_after", 2), ("ngram", 2), ("adaptive", 2)]
     }
     headline = {(name, k, 1, t) for t, best in measured["best_k"].items() for name, k in [*pair(best), ("ngram", best)]}
     assert set(points) == asked | headline
