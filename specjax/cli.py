@@ -182,6 +182,9 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     verifier: Annotated[str, typer.Option(help="Which part of a block is kept.")] = "speculative",
+    controller: Annotated[
+        str, typer.Option(help="How much is drafted: adaptive, by measured costs; fixed, always k; others in docs.")
+    ] = "adaptive",
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = False,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
@@ -241,7 +244,7 @@ def generate(
             "seed": seed,
             "ignore_eos": ignore_eos,
         }
-        decoder = job.decoder(target, draft, ngram, k or 5, verifier, loading)
+        decoder = job.decoder(target, draft, ngram, k or 5, verifier, controller, loading)
         if not chat:
             job.refuse_empty(named, decoder)
         if defaults:

@@ -92,6 +92,33 @@ class Decoder:
         """Whether sampled output has the target's distribution."""
         return self._verifier.lossless
 
+    @property
+    def controller(self) -> Controller:
+        """How much of the drafter's ``k`` is proposed."""
+        return self._controller
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the controller chooses by what blocks cost: see `calibrate`."""
+        return getattr(self._controller, "needs_calibration", False)
+
+    def program_of(self, prompts: Sequence[Prompt], **sampling: Unpack[SamplingOptions]) -> tuple[bool, int]:
+        """Which of `calibrations` a batch of these prompts is decoded with.
+
+        Args:
+            prompts: texts, or lists of token ids.
+            sampling: `SamplingOptions`.
+
+        Returns:
+            Whether all rows are greedy, and the rows of the padded batch.
+
+        Raises:
+            DataError: an argument cannot be used; the message names argument, row and value.
+            TypeError: a keyword is none of `SamplingOptions`.
+        """
+        batch = self._run(prompts, 1, 0, True, sampling=sampling).batch
+        return batch.greedy, batch.rows
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -251,7 +278,7 @@ class Decoder:
         """
         layout, verifier = self.target.layout(), self._greedy_verifier if greedy else self._verifier
         controller, calibration = self._controller, self.calibrations.get((greedy, rows))
-        if calibration is None and getattr(controller, "needs_calibration", False):
+        if calibration is None and self.weighs:
             controller = getattr(controller, "uncalibrated", controller)
             if controller is self._controller:
                 calibration = guessed(layout.params, self._drafter_params, max_depth(self._drafter))
@@ -278,7 +305,7 @@ class Decoder:
             DataError: an argument cannot be used; the message names argument, row and value.
             TypeError: a keyword is none of `SamplingOptions`.
         """
-        if not getattr(self._controller, "needs_calibration", False):
+        if not self.weighs:
             return None
         run = self._run(prompts, blocks * (max_depth(self._drafter) + 1), 0, True, sampling=sampling)
         where = run.batch.greedy, run.batch.rows

@@ -109,8 +109,12 @@ class Bench:
         if drafter == AUTOREGRESSIVE:  # with the cheapest noise, whatever the verifier
             return Decoder(self._target)
         if drafter == ADAPTIVE:
-            return Decoder(self._target, self._drafters[self._favourite](k), self._verifier)
+            return self.adaptive(self._favourite, k)
         return Decoder(self._target, self._drafters[drafter](k), self._verifier, self._settings.controller)
+
+    def adaptive(self, drafter: str, k: int) -> Decoder:
+        """With the controller that is the default everywhere."""
+        return Decoder(self._target, self._drafters[drafter](k), self._verifier)
 
     def cells(self, favourite: str) -> list[Cell]:
         """The grid; other drafts than ``favourite`` have no part in it, `measure` decodes them beside its best k."""
@@ -136,7 +140,7 @@ class Bench:
             batch, new = [self._prompts[0]] * cell.batch_size, self._settings.new_tokens
             decoder = self.decoder(cell.drafter, cell.k)
             with costs_lib.count_compiles() as count:
-                if cell.drafter == ADAPTIVE:
+                if decoder.weighs:
                     tuning = itertools.islice(itertools.cycle(self._tuning_prompts), cell.batch_size)
                     decoder.calibrate(list(tuning), **options)
                 decoder.compile(batch, max_new_tokens=new, **options)

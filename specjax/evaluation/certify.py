@@ -181,6 +181,12 @@ class Subject:
         return map(self.distribution.logits, prompts, outputs)
 
     def generate(self, decoder: Decoder, prompts: Sequence[list[int]], **options: Any) -> Any:
+        if decoder.weighs:  # one that was not calibrated may decode without its controller
+            asked = (
+                {**self.sampling, "temperature": options["temperature"]} if "temperature" in options else self.sampling
+            )
+            if decoder.program_of(prompts, **asked) not in decoder.calibrations:
+                decoder.calibrate(prompts, blocks=8, turns=1, **asked)
         options = {"max_new_tokens": self.settings.new_tokens, "ignore_eos": True, **self.sampling, **options}
         result = decoder.generate(prompts, **options)
         check_finite(result, f"drafter {self.drafter.kind!r}", f"target {self.target.name!r}")

@@ -20,12 +20,13 @@ from specjax.evaluation.costs import count_compiles
 from specjax.jobs import inputs
 from specjax.jobs.bench import held_out_prompts, registered
 from specjax.models.hf import LoadedModel
-from specjax.planning import store
+from specjax.planning import calibrations, store
 from specjax.planning.acceptance import Acceptance
-from specjax.planning.cost_model import BatchCosts, CostModel, fit
+from specjax.planning.calibrations import Kept
+from specjax.planning.cost_model import BatchCosts, CostModel, batch_costs, fit
 from specjax.planning.measuring import CostTimer, Wanted, spread_lengths, temperatures_of
 from specjax.runtime.progress import Bars, StepProgress, no_bars
-from specjax.types import Calibration, Drafter
+from specjax.types import Drafter
 
 _TURNS = 5
 """Whose medians count."""
@@ -126,6 +127,8 @@ class Calibrated:
     compile_seconds: float
     directory: Path | None
     """Where the costs are kept; None: nowhere, it cannot be written."""
+    lengths: Mapping[tuple[str, int, str], Kept] = dataclasses.field(default_factory=dict)
+    """What the default controller weighs with, by drafter, rows and kind of program; empty: not asked for."""
 
     @property
     def summary(self) -> str:
@@ -143,6 +146,10 @@ class Calibrated:
             for rows, c in self.model.checks
         ]
         more = {"kept": list(map(int, filter(self.kept.get, self.kept))), "left_out": checks}
+        more["lengths"] = [
+            {"drafter": name, "batch": rows, "mode": mode, "seconds": kept.calibration.seconds.tolist()}
+            for (name, rows, mode), kept in self.lengths.items()
+        ]
         more |= {"seconds": self.seconds, "compile_seconds": self.compile_seconds, "directory": self.directory}
         return {**self.model.to_json(), **more}
 
@@ -153,7 +160,9 @@ def cost_model(subject: Subject, again: bool = False, bars: Bars = no_bars) -> C
     batches, kept, place = {}, {}, None
     measuring = compiling = 0.0
     keys = {rows: subject.key(rows) for rows in subject.batches}
-    known: dict[int, BatchCosts | None] = {rows: None if again else store.read(key) for rows, key in keys.items()}
+    known: dict[int, BatchCosts | None] = {
+        rows: None if again else store.read(key, batch_costs) for rows, key in keys.items()
+    }
     new = [rows for rows, costs in known.items() if costs is None]
     with bars("calibrate", len(new) * (_TURNS + 1)) as progress:
         tick = counting(progress)
@@ -162,7 +171,7 @@ def cost_model(subject: Subject, again: bool = False, bars: Bars = no_bars) -> C
             if costs is None:
                 costs, seconds, compile_seconds = _measured(subject, rows, tick)
                 measuring, compiling = measuring + seconds, compiling + compile_seconds
-                store.write(key, costs)
+                store.write(key, dataclasses.asdict(costs))
             batches[rows] = costs
             place = store.file_of(key).parent if store.file_of(key).exists() else None
     device = jax.devices()[0].device_kind
@@ -223,17 +232,23 @@ def counting(progress: StepProgress | None) -> Callable[[], None]:
     return tick
 
 
-def calibration_for(
-    subject: Subject, drafter: str, batch: int, temperature: float, bars: Bars = no_bars
-) -> Calibration:
-    """What a controller weighs the lengths of a drafter with, up to the longest of the config: costs as they are kept,
-    or measured now, and acceptance counted on the tuning prompts."""
-    model = cost_model(subject, bars=bars).model
-    known = acceptances(subject, bars=bars, only=(drafter, temperature))
-    return model.calibration(batch, drafter, known[drafter, max(subject.ks()), temperature], sampled=temperature > 0)
-
-
 def run_calibrate(config: RunConfig, again: bool = False, bars: Bars = no_bars) -> Calibrated:
-    """`cost_model` of a config. Raises `SpecjaxError` for what the user can mend."""
+    """`cost_model` of a config, and what the default controller weighs the lengths of its drafters with. Raises
+    `SpecjaxError` for what the user can mend."""
     subject = Subject.of(config, bars)
-    return cost_model(subject, again, bars)
+    found, lengths = cost_model(subject, again, bars), {}
+    longest = max(subject.ks())
+    with bars("lengths", sum(len(subject.wanted(rows).temperatures) for rows in subject.batches)) as progress:
+        tick = counting(progress)
+        for rows in subject.batches:
+            wanted = subject.wanted(rows)
+            for mode, temperature in wanted.temperatures.items():
+                for name in subject.drafters:
+                    decoder = subject.bench.adaptive(name, longest)
+                    options = {**wanted.sampling, "temperature": temperature}
+                    kept = calibrations.calibrate(decoder, wanted.prompts, again, **options)
+                    assert kept is not None
+                    lengths[name, rows, mode] = kept
+                tick()
+    more = [kept.seconds for kept in lengths.values()]
+    return dataclasses.replace(found, lengths=lengths, seconds=found.seconds + sum(more))

@@ -36,7 +36,9 @@ def biases(given: Sequence[str]) -> dict[int, float]:
         raise DataError(f"--logit-bias {' '.join(given)}: give ID=VALUE, as in --logit-bias 42=-1.5") from None
 
 
-def decoder(target: str, draft: str | None, ngram: bool, k: int, verifier: str, loading: dict[str, Any]) -> Any:
+def decoder(
+    target: str, draft: str | None, ngram: bool, k: int, verifier: str, controller: str, loading: dict[str, Any]
+) -> Any:
     """For prompts of text; ``loading``: options of `specjax.load_model`."""
     import specjax
 
@@ -50,7 +52,7 @@ def decoder(target: str, draft: str | None, ngram: bool, k: int, verifier: str, 
     drafter: Any = specjax.NGram(k=k) if ngram else None
     if draft is not None:
         drafter = specjax.load_drafter(draft, model, k, check_finite=loading["check_finite"])
-    return specjax.Decoder(model, drafter=drafter, verifier=verifier)
+    return specjax.Decoder(model, drafter=drafter, verifier=verifier, controller=controller)
 
 
 def defaults(own: Sequence[str], target: str) -> dict[str, Any]:
@@ -92,6 +94,17 @@ class Shown:
     price_per_hour: float | None = None
 
 
+def _prepare(decoder: Any, prompts: Sequence[Any], options: dict[str, Any]) -> None:
+    """Compile, and measure what the controller weighs with: no request waits for either, whose seconds would be in the
+    metrics."""
+    from specjax.planning.calibrations import calibrate
+
+    kept = calibrate(decoder, prompts, temperature=options["temperature"])
+    if kept is not None:
+        print(f"note: {kept.summary}", file=sys.stderr)
+    decoder.compile(prompts, **{name: options[name] for name in ("max_new_tokens", "temperature", "logprobs")})
+
+
 def generate(decoder: Any, prompts: Prompts, options: dict[str, Any], verifier: str, shown: Shown) -> None:
     """Print what the prompts are continued with: one is streamed. ``verifier``: as it was asked for."""
     from specjax.report import generation
@@ -100,8 +113,7 @@ def generate(decoder: Any, prompts: Prompts, options: dict[str, Any], verifier: 
     if not decoder.lossless and not greedy:
         print(f"note: verifier {verifier!r} is lossy, this is not the target's distribution", file=sys.stderr)
     given = prompts.encoded(decoder)
-    # No request waits for a compiler, whose seconds would be in the metrics.
-    decoder.compile(given, **{name: options[name] for name in ("max_new_tokens", "temperature", "logprobs")})
+    _prepare(decoder, given, options)
     if len(texts) > 1:
         result = decoder.generate(given, **options)
         found, total = generation.answers(texts, result, price), result.metrics(price_per_hour=price)

@@ -19,7 +19,6 @@ import numpy as np
 
 from specjax.errors import SpecjaxError
 from specjax.planning.acceptance import Acceptance
-from specjax.types import Calibration
 
 GREEDY, SAMPLED = "greedy", "sampled"
 PLAIN = "autoregressive"
@@ -266,15 +265,6 @@ class CostModel:
         """Tokens of all rows over the seconds of the batch."""
         return work.batch * work.tokens / self.generation_seconds(work, drafter, k, acceptance, context)
 
-    def calibration(
-        self, batch: int, drafter: str, acceptance: Acceptance, *, sampled: bool = False, context: int | None = None
-    ) -> Calibration:
-        """What a controller weighs lengths 0 .. k with, for blocks of as many proposals as ``acceptance`` knows."""
-        lengths, options = range(len(acceptance.at) + 1), {"sampled": sampled, "context": context}
-        seconds: Any = np.array([self.block_seconds(batch, drafter, k, **options) for k in lengths], np.float32)
-        chances: Any = np.array(acceptance.conditional(), np.float32)
-        return Calibration(seconds, chances)
-
     @property
     def checks(self) -> list[tuple[int, Check]]:
         """(rows, point) of all that was measured and left out of the fit."""
@@ -293,18 +283,13 @@ class CostModel:
         return costs.drafters[name]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads."""
+        """A JSON object."""
         batches = {str(rows): dataclasses.asdict(costs) for rows, costs in self.batches.items()}
         return {"device": self.device, "dtype": self.dtype, "measured": self.measured, "batches": batches}
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> CostModel:
-        """The model of which `to_json` made ``value``. Raises `KeyError` or `TypeError` for anything else."""
-        batches = {int(rows): _batch_costs(costs) for rows, costs in value["batches"].items()}
-        return cls(value["device"], value["dtype"], value["measured"], batches)
 
-
-def _batch_costs(value: Mapping[str, Any]) -> BatchCosts:
+def batch_costs(value: Mapping[str, Any]) -> BatchCosts:
+    """Those of which `dataclasses.asdict` made ``value``. Raises `KeyError` or `TypeError` for anything else."""
     drafters = {name: _drafter_costs(costs) for name, costs in value["drafters"].items()}
     lines = {name: _line(value[name]) for name in ("target", "target_per_slot", "prefill")}
     checks = tuple(Check(**check) for check in value["checks"])

@@ -1,6 +1,6 @@
-"""Costs that were measured, kept in the user's cache directory: a file for each device, version of JAX, shape of target
-and drafters, dtype and bucket of rows. What a pass costs depends on the shapes of the weights and not on their values,
-so a draft that is trained further keeps its costs."""
+"""What was measured, kept in the user's cache directory: a file for each device, version of JAX, shape of target and
+drafters, dtype and bucket of rows. What a pass costs depends on the shapes of the weights and not on their values, so a
+draft that is trained further keeps its costs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from specjax.decode.decoder import Decoder
-from specjax.planning.cost_model import BatchCosts, CostModel
 from specjax.runtime.compile_cache import machine, user_cache
 from specjax.runtime.files import plain_json, write_atomically
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _FORMAT = 1
 """Of the files: another one is not read."""
@@ -27,9 +27,10 @@ _FORMAT = 1
 def shape_of(decoder: Decoder) -> str:
     """Digest of all that decides what the programs of a decoder cost: specs, and shapes and dtypes of weights."""
     engine, params = decoder.engine(True)
+    parts = [engine.target, engine.drafter, engine.verifier, decoder.controller]
     leaves = jax.tree_util.tree_leaves_with_path((params.target, params.drafter))
     told = [f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}" for path, leaf in leaves]
-    return hashlib.sha256("\n".join([repr(engine), *told]).encode()).hexdigest()
+    return hashlib.sha256("\n".join([*map(repr, parts), *told]).encode()).hexdigest()
 
 
 def key_of(rows: int, dtype: str, decoders: Mapping[str, Decoder], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,14 +66,11 @@ def file_of(key: Mapping[str, Any]) -> Path:
     return user_cache() / "specjax" / "costs" / f"{device}-jax-{key['jax']}" / f"{digest[:16]}.json"
 
 
-def read(key: Mapping[str, Any]) -> BatchCosts | None:
-    """The costs that were kept for ``key``; None if there are none, or none that can be read."""
+def read(key: Mapping[str, Any], of: Callable[[Any], _T]) -> _T | None:
+    """What was kept for ``key``, made by ``of`` from JSON; None if there is nothing, or nothing that can be read."""
     try:
-        file = file_of(key)
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if found["key"] != key:
-            return None
-        return CostModel.from_json(found["costs"]).batches[key["rows"]]
+        found = json.loads(file_of(key).read_text(encoding="utf-8"))
+        return of(found["costs"]) if found["key"] == key else None
     except (OSError, RuntimeError):  # not measured yet; no home
         return None
     except (ValueError, KeyError, TypeError):
@@ -80,13 +78,13 @@ def read(key: Mapping[str, Any]) -> BatchCosts | None:
         return None
 
 
-def write(key: Mapping[str, Any], costs: BatchCosts) -> Path | None:
-    """Keep the costs; None where the directory cannot be written, which costs the next run another measurement."""
-    model = CostModel(key["device"], key["dtype"], True, {key["rows"]: costs})
+def write(key: Mapping[str, Any], costs: Any) -> Path | None:
+    """Keep ``costs``, as JSON; None where the directory cannot be written, which costs the next run another
+    measurement."""
     try:
         file = file_of(key)
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(file, json.dumps({"key": key, "costs": model.to_json()}, indent=1) + "\n")
+        write_atomically(file, json.dumps({"key": key, "costs": costs}, indent=1, default=plain_json) + "\n")
     except (OSError, RuntimeError) as error:
         _log.warning("the costs that were measured are not kept: %s", error)
         return None

@@ -73,9 +73,9 @@ def test_defaults_without_a_file_or_with_a_broken_one(tmp_path):
 class Decoder:
     """Stands for `specjax.Decoder`: keeps what it was given."""
 
-    lossless = True
+    lossless, weighs = True, False
 
-    def __init__(self, target, drafter=None, verifier="speculative"):
+    def __init__(self, target, drafter=None, verifier="speculative", controller="adaptive"):
         self.target = target
 
     def compile(self, prompts, **options):

@@ -101,15 +101,6 @@ def test_acceptance_of_a_shorter_block_is_that_of_the_longest(measured):
     assert len(known["small", 2, 0.0].rows) == len(subject.tuning)
 
 
-def test_a_controller_weighs_with_what_was_kept(measured, monkeypatch):
-    subject, first = measured
-    monkeypatch.setattr(calibrate_job, "_measured", lambda *_: pytest.fail("measured again"))
-    found = calibrate_job.calibration_for(subject, "small", 1, 0.0)
-    asked = [first.model.block_seconds(1, "small", k) for k in range(3)]
-    assert found.seconds.tolist() == pytest.approx(asked)
-    assert found.acceptance.shape == (2,)
-
-
 def test_a_preset_is_marked_as_computed_and_measures_nothing(config, caches, monkeypatch):
     for module, name in ((plan_job, "cost_model"), (plan_job, "this_device"), (plan_job, "measured_beside")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("measured"))

@@ -1,0 +1,71 @@
+"""What controllers weigh with, kept from one program to the next."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specjax.decode.decoder import Decoder
+from specjax.drafters.draft_model import DraftModel
+from specjax.planning.calibrations import calibrate
+from specjax.testing.toys import prefix_model, related
+
+TARGET = prefix_model(0)
+PROMPTS = [[1], [2, 3]]
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def decoder(seed=1, **changes):
+    return Decoder(TARGET, DraftModel(related(TARGET, seed), k=2), **changes)
+
+
+def test_it_is_measured_once_and_read_by_the_next_program(monkeypatch):
+    first = decoder()
+    found = calibrate(first, PROMPTS, temperature=0.0)
+    assert found is not None
+    assert found.measured
+    assert found.summary == f"costs of blocks measured in {found.seconds:.1f} s, kept in {found.file}"
+    monkeypatch.setattr(Decoder, "calibrate", lambda *_, **__: pytest.fail("measured again"))
+    # The weights of the second draft are others, the shapes are not.
+    for program in (first, decoder(seed=2)):
+        again = calibrate(program, PROMPTS, temperature=0.0)
+        assert again is not None
+        assert (again.measured, again.summary) == (False, f"costs of blocks read from {found.file}")
+        for name in ("seconds", "acceptance", "least"):
+            np.testing.assert_array_equal(getattr(again.calibration, name), getattr(found.calibration, name))
+    assert decoder().calibrations == {}
+    assert list(program.calibrations) == [(True, 2)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "prompts", "temperature"),
+    [({}, PROMPTS, 1.0), ({}, [*PROMPTS, [1]], 0.0), ({"controller": "survival"}, PROMPTS, 0.0)],
+)
+def test_other_programs_batches_and_controllers_measure_their_own(changes, prompts, temperature, monkeypatch):
+    calibrate(decoder(), PROMPTS, temperature=0.0)
+    other = decoder(**changes)
+    found = calibrate(other, prompts, temperature=temperature)
+    assert found is not None
+    assert found.measured
+
+
+def test_what_is_damaged_is_measured_again_and_so_is_what_is_asked_for():
+    found = calibrate(decoder(), PROMPTS, temperature=0.0)
+    assert found is not None
+    assert found.file is not None
+    again = calibrate(decoder(), PROMPTS, again=True, temperature=0.0)
+    found.file.write_text(found.file.read_text().replace("acceptance", "acceptances"))
+    damaged = calibrate(decoder(), PROMPTS, temperature=0.0)
+    assert again is not None
+    assert damaged is not None
+    assert (again.measured, damaged.measured) == (True, True)
+
+
+def test_what_does_not_weigh_is_left_alone():
+    for program in (decoder(controller="fixed"), Decoder(TARGET)):
+        assert calibrate(program, PROMPTS) is None
+        assert program.calibrations == {}
