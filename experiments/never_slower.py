@@ -95,7 +95,7 @@ class Study:
         tuning = self.tuning[: cell.batch_size]
         adaptive = Decoder(self.target, self.drafter(cell.drafter, max(ks)), self.rule)
         fixed = {k: Decoder(self.target, self.drafter(cell.drafter, k), self.rule, "fixed") for k in ks}
-        adaptive.calibrate(tuning, blocks=4, turns=1, **how)  # so that the program that chooses is the one compiled
+        adaptive.calibrate(tuning, blocks=4, seconds=0, **how)  # so that the program that chooses is the one compiled
         decoders: dict[Any, Decoder] = {PLAIN: Decoder(self.target), ADAPTIVE: adaptive, **fixed}
         for decoder in decoders.values():
             decoder.compile(tuning, max_new_tokens=self.new_tokens, **how)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,8 +16,9 @@ import numpy as np
 
 from specjax import backend
 from specjax.decode.engine import NO_LIMIT, Engine, EngineParams, compiled_chunk
-from specjax.types import Calibration, DecodeState
+from specjax.types import Calibration, Counters, DecodeState
 
+_LEAST_TURNS = 3
 _ACCEPTANCE = 0.7
 """Of a proposal, before there is evidence: about what an untuned draft reaches."""
 
@@ -38,24 +38,21 @@ def _read(params: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - looked_up
 
 
-def measured(
-    engine: Engine, params: EngineParams, prefilled: Callable[[EngineParams], DecodeState], blocks: int, turns: int
-) -> Calibration:
-    """Of the engine's lengths, which take turns: the fastest of ``turns`` of ``blocks`` blocks after ``prefilled``, a
-    state with room for them; between the lengths, on straight lines. Nothing is compiled for it: a calibration in which
-    all lengths but one cost infinitely much makes the program keep to that one."""
+def measured(engine: Engine, params: EngineParams, start: DecodeState, blocks: int, budget: float) -> Calibration:
+    """Of the engine's lengths, which take turns for ``budget`` seconds: the fastest turn of ``blocks`` blocks from
+    ``start``, a state with room for them; between the lengths, on straight lines. Nothing is compiled for it: a
+    calibration in which all lengths but one cost infinitely much makes the program keep to that one."""
     chunk, depth, rungs = compiled_chunk(engine), engine.max_depth, engine.rungs
     seconds: dict[int, list[float]] = {rung: [] for rung in rungs}
     reached, accepted = np.zeros(depth), np.zeros(depth)
-    for turn in range(turns + 1):
+    for rung in rungs:  # the first one also compiles, and reads what is cold
+        _timed(chunk, dataclasses.replace(params, calibration=held_to(rung, depth)), start, 2)
+    begun = time.perf_counter()
+    while len(seconds[rungs[0]]) < _LEAST_TURNS or time.perf_counter() - begun < budget:
         for rung, found in seconds.items():
             only = dataclasses.replace(params, calibration=held_to(rung, depth))
-            state = jax.block_until_ready(prefilled(only))
-            start = time.perf_counter()
-            state = jax.block_until_ready(chunk(only, state, np.int32(blocks), np.int32(NO_LIMIT)))
-            counters = jax.device_get(state.counters)
-            if turn:  # the first one also compiles, or reads what is cold
-                found.append((time.perf_counter() - start) / max(int(counters.blocks.max()), 1))
+            taken, counters = _timed(chunk, only, start, blocks)
+            found.append(taken)
             reached += counters.reached_at.sum(0)
             accepted += counters.accepted_at.sum(0)
     # What disturbs a machine only ever adds time.
@@ -67,6 +64,17 @@ def measured(
     overall = (accepted.sum() + 1) / (reached.sum() + 2)
     chances: Any = ((accepted + 4 * overall) / (reached + 4)).astype(np.float32)
     return Calibration(at, chances)
+
+
+def _timed(chunk: Any, params: EngineParams, start: DecodeState, blocks: int) -> tuple[float, Counters]:
+    """Seconds of a block, and what became of all of them."""
+    state = jax.block_until_ready(
+        jax.device_put(start, may_alias=False)
+    )  # a chunk takes over the state that it is given
+    begun = time.perf_counter()
+    state = jax.block_until_ready(chunk(params, state, np.int32(blocks), np.int32(NO_LIMIT)))
+    taken, counters = time.perf_counter() - begun, jax.device_get(state.counters)
+    return taken / max(int(counters.blocks.max()), 1), counters
 
 
 def held_to(rung: int, depth: int) -> Calibration:

@@ -286,16 +286,16 @@ class Decoder:
         return engine, EngineParams(layout.params, self._drafter_params, calibration)
 
     def calibrate(
-        self, prompts: Sequence[Prompt], *, blocks: int = 24, turns: int = 8, **sampling: Unpack[SamplingOptions]
+        self, prompts: Sequence[Prompt], *, blocks: int = 12, seconds: float = 3.0, **sampling: Unpack[SamplingOptions]
     ) -> Calibration | None:
         """Measure what blocks of every length cost in a batch of these prompts, and how often proposals are kept, for
-        the controller of all batches of as many rows, greedy or not as this one. It takes seconds beside compilation,
-        and compiles what `generate` does.
+        the controller of all batches of as many rows, greedy or not as this one. Beside its seconds, it compiles what
+        `generate` does.
 
         Args:
             prompts: texts, or lists of token ids; not those that the decoder is judged by.
-            blocks: of each length in a turn.
-            turns: the fastest of which counts.
+            blocks: of each length in a turn, the fastest of which counts.
+            seconds: of turns, of which there are at least three.
             sampling: `SamplingOptions`.
 
         Returns:
@@ -312,9 +312,7 @@ class Decoder:
         # Whatever it is, so that the program is the one that chooses.
         self.calibrations.setdefault(where, held_to(0, max_depth(self._drafter)))
         run.engine, run.params = self.engine(*where)
-        found = measured(
-            run.engine, run.params, lambda params: self._prefill(run, run.batch.slots[-1], params), blocks, turns
-        )
+        found = measured(run.engine, run.params, self._prefill(run, run.batch.slots[-1]), blocks, seconds)
         self.calibrations[where] = found
         return found
 
@@ -380,11 +378,11 @@ class Decoder:
         stops = stops_lib.check(stop_strings, len(prompts), self.target.tokenizer is not None)
         return _Run(batch, engine, params, stops, start)
 
-    def _prefill(self, run: _Run, slots: int, params: EngineParams | None = None) -> DecodeState:
+    def _prefill(self, run: _Run, slots: int) -> DecodeState:
         engine = run.engine
         logprobs = engine.logprobs is not None
         prefill = compiled_prefill(engine.target, engine.drafter, slots, logprobs, engine.controller)
-        return prefill(params or run.params, run.batch.request)
+        return prefill(run.params, run.batch.request)
 
     def _detokenizer(self, skip_special_tokens: bool) -> Detokenizer | None:
         return None if self.target.tokenizer is None else Detokenizer(self.target.tokenizer, skip_special_tokens)

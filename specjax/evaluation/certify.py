@@ -186,7 +186,7 @@ class Subject:
                 {**self.sampling, "temperature": options["temperature"]} if "temperature" in options else self.sampling
             )
             if decoder.program_of(prompts, **asked) not in decoder.calibrations:
-                decoder.calibrate(prompts, blocks=8, turns=1, **asked)
+                decoder.calibrate(prompts, blocks=8, seconds=0, **asked)
         options = {"max_new_tokens": self.settings.new_tokens, "ignore_eos": True, **self.sampling, **options}
         result = decoder.generate(prompts, **options)
         check_finite(result, f"drafter {self.drafter.kind!r}", f"target {self.target.name!r}")

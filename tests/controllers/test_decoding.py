@@ -144,7 +144,7 @@ def test_calibrating_compiles_nothing_that_decoding_does_not_and_decoding_nothin
     prompts = [[1, 2, 3], [4, 5]]
     decoder.compile(prompts, max_new_tokens=100, temperature=0.0)
     with count_compiles() as count:
-        found = decoder.calibrate(prompts, blocks=8, turns=1, temperature=0.0)
+        found = decoder.calibrate(prompts, blocks=8, seconds=0, temperature=0.0)
         decoder.generate(prompts, max_new_tokens=100, temperature=0.0)
         decoder.generate([[7] * 9, [1]], max_new_tokens=30, temperature=0.0)
     assert count.programs == 0
@@ -161,7 +161,7 @@ def test_before_anything_is_measured_the_default_keeps_to_the_drafters_length():
     found, same = (decoder.generate(PROMPTS, **OPTIONS, temperature=1.0) for decoder in (default, fixed))
     assert found.tokens == same.tokens
     assert found.stats == same.stats
-    default.calibrate(PROMPTS, blocks=4, turns=1, temperature=1.0)
+    default.calibrate(PROMPTS, blocks=4, seconds=0, temperature=1.0)
     assert default.engine(False, 4)[0].controller.kind == "adaptive"
     assert default.engine(False, 1)[0].controller.kind == "fixed", "a batch of another size"
 

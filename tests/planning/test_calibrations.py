@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ PROMPTS = [[1], [2, 3]]
 @pytest.fixture(autouse=True)
 def caches(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Decoder, "calibrate", functools.partialmethod(Decoder.calibrate, blocks=2, seconds=0.0))
 
 
 def decoder(seed=1, **changes):
