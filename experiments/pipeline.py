@@ -77,7 +77,7 @@ def run(config: RunConfig) -> dict[str, Any]:
             "simulated": [dataclasses.asdict(row) for row in distilled.comparison if row.simulated is not None],
             "self_tests": {name: str(found) for name, found in distilled.self_tests.items()},
             "stage_seconds": stopwatch.seconds,
-            **{key: decoding[key] for key in ("decoding", "verifier", "compile_seconds", "sample")},
+            **{key: decoding[key] for key in ("decoding", "verifier", "compile_seconds", "roofline", "sample")},
         }
         fingerprint.write_json(out / _RESULTS, results)
         where = report.build(out)

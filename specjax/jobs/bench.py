@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from specjax import metrics, registry
-from specjax.config import RunConfig
+from specjax.config import Bench, RunConfig
 from specjax.data.corpus import Document
 from specjax.data.prompts import HeldOutPrompt, cut_prompts
 from specjax.decode import request
@@ -24,6 +24,9 @@ from specjax.evaluation import certify as certify_lib
 from specjax.evaluation import figures as figures_lib
 from specjax.jobs import inputs
 from specjax.models.hf import LoadedModel
+from specjax.planning.devices import this_device
+from specjax.planning.prediction import Shape
+from specjax.planning.roofline import Pass, Work, padded, storage_of
 from specjax.runtime.progress import Bars, no_bars
 from specjax.types import Drafter
 
@@ -82,11 +85,45 @@ def decoding_figures(
         "comparison": comparison(measured, [prompt.source for prompt in cut[: settings.prompts]]),
         "figures": {**figures, "recompiles": recompiles, "peak_rss_gb": bench_lib.peak_rss_gb()},
         "compile_seconds": bench.compile_seconds,
+        "roofline": [found.to_json() for found in passes(bench, settings, favourite, measured["headline"], target)],
         "verifier": {"kind": verifier.kind, "lossless": verifier.lossless, **distance},
         "sample": _sample(
             bench, favourite, measured["best_k"], timed[0], target, settings.new_tokens, sampling, config.seed
         ),
     }
+
+
+def passes(
+    bench: bench_lib.Bench,
+    settings: Bench,
+    favourite: str,
+    headlines: Mapping[float, Mapping[str, Any]],
+    target: LoadedModel,
+) -> Iterator[Pass]:
+    """What bounds the passes of batch 1, at the first temperature, and whole blocks of every batch that was decoded
+    with lengths chosen."""
+    temperature, headline = next(iter(headlines.items()))
+    device, own = this_device(target), Shape(target.config)
+    longest = {size: max(settings.ks_of(size)) for size in settings.batch_sizes}
+    k = headline["k"]
+    engine, params = bench.decoder(favourite, k).engine(temperature == 0)
+    draft, storage = Shape.of_drafter(engine, params), storage_of(params.target, engine.target.init_cache(1, 16))
+
+    def work(batch: int, k: int) -> tuple[Work, Work]:
+        slots = padded(settings.prompt_tokens + settings.new_tokens + k + 1)
+        return own.work(batch, k + 1, slots, storage), draft.work(batch, 1, slots, storage) * k
+
+    yield Pass("target, 1 token", 1, work(1, 0)[0], device, headline["ar_costs"]["target"])
+    of_target, of_draft = work(1, k)
+    yield Pass(f"target, {k + 1} tokens", 1, of_target, device, headline["costs"]["target"])
+    yield Pass(f"draft of {k}", 1, of_draft, device, headline["costs"]["draft"])
+    for size, most in longest.items() if settings.adaptive else ():
+        rows = 1 << (size - 1).bit_length()
+        known = bench.decoder(bench_lib.ADAPTIVE, most).calibrations[temperature == 0, rows]
+        for k in (0, most):
+            of_target, of_draft = work(rows, k)
+            name = f"block of {k}" if k else "block without a draft"
+            yield Pass(name, size, of_target + of_draft, device, float(known.seconds[k]))
 
 
 def num_ticks(config: RunConfig) -> int:

@@ -12,15 +12,13 @@ from specjax.evaluation.bench import Cell
 from specjax.jobs.calibrate import Subject, acceptances, cost_model, counting
 from specjax.jobs.training_cost import training_cost
 from specjax.metrics import tokens_per_s
-from specjax.models.config import ModelConfig
 from specjax.planning.cost_model import PLAIN, CostModel
 from specjax.planning.devices import Device, device_of, this_device
 from specjax.planning.prediction import DraftEconomics, Known, Prediction, Shape, computed, predict
-from specjax.planning.roofline import Pass, Storage, storage_of, work_of_weights
+from specjax.planning.roofline import Pass, Storage, padded, storage_of, work_of_weights
 from specjax.planning.training import TrainingCost
 from specjax.runtime.progress import Bars, no_bars
 
-_LEAST_SLOTS = 256
 _PROMPT_BUCKET = 16
 
 
@@ -120,11 +118,12 @@ def run_plan(
     elsewhere = None if device is None else device_of(device)
     subject = Subject.of(config, bars)
     target, settings = subject.target, config.bench
-    shapes = {name: _shape(subject, name) for name in subject.drafters}
+    longest = max(subject.ks())
+    shapes = {name: Shape.of_drafter(*subject.bench.decoder(name, longest).engine(True)) for name in subject.drafters}
     if elsewhere is None:
         model, machine = cost_model(subject, bars=bars).model, this_device(target)
     else:
-        slots = _slots(settings.prompt_tokens + settings.new_tokens + settings.max_k + 1)
+        slots = padded(settings.prompt_tokens + settings.new_tokens + settings.max_k + 1)
         model, machine = computed(elsewhere, Shape(target.config), shapes, settings.batch_sizes, slots), elsewhere
     known = acceptances(subject, alpha, bars)
     predictions = _predicted(subject, model, known)
@@ -184,7 +183,7 @@ def _passes(subject: Subject, model: CostModel, device: Device, shapes: Mapping[
     engine, params = subject.bench.decoder(PLAIN, 0).engine(True)
     size = 2.0 if device.dtype in ("bfloat16", "float16") else 4.0
     storage = storage_of(params.target, engine.target.init_cache(1, 16)) if model.measured else Storage(size, size)
-    width = _slots(settings.prompt_tokens, _PROMPT_BUCKET)
+    width = padded(settings.prompt_tokens, _PROMPT_BUCKET)
     for batch in settings.batch_sizes:
         rows, slots = 1 << (batch - 1).bit_length(), model.of_batch(batch).context
         own = Shape(target.config)
@@ -198,16 +197,3 @@ def _passes(subject: Subject, model: CostModel, device: Device, shapes: Mapping[
                 yield Pass(name, batch, shape.work(rows, 1, slots, storage), device, seconds or None)
         seconds = model.prefill_seconds(batch, settings.prompt_tokens) if model.measured else None
         yield Pass(f"prefill, {width} tokens", batch, own.work(rows, width, slots, storage), device, seconds)
-
-
-def _shape(subject: Subject, name: str) -> Shape:
-    """A drafter that a `Model` makes its passes has its shapes; of another one the weights are known."""
-    engine, params = subject.bench.decoder(name, max(subject.ks())).engine(True)
-    model = getattr(engine.drafter, "model", None) or getattr(getattr(engine.drafter, "glide", None), "model", None)
-    config = getattr(model, "config", None)
-    weights = int(work_of_weights(params.drafter, 1).flops) // 2
-    return Shape(config if isinstance(config, ModelConfig) else None, weights)
-
-
-def _slots(needed: int, least: int = _LEAST_SLOTS) -> int:
-    return max(least, 1 << (needed - 1).bit_length())

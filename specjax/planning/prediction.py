@@ -7,12 +7,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specjax.decode.engine import Engine, EngineParams
 from specjax.metrics import expected_emitted
 from specjax.models.config import ModelConfig
 from specjax.planning.acceptance import Acceptance
 from specjax.planning.cost_model import GREEDY, PLAIN, SAMPLED, BatchCosts, CostModel, DrafterCosts, Line, Workload
 from specjax.planning.devices import Device
-from specjax.planning.roofline import Storage, Work, pass_work
+from specjax.planning.roofline import Storage, Work, pass_work, work_of_weights
 
 MOST_K = 16
 """The longest block that a draft which does not exist yet may propose."""
@@ -132,6 +133,14 @@ class Shape:
     """None: nothing is known but ``weights``."""
     weights: int = 0
     """Weights that a pass multiplies with; 0 for a drafter without any, whose passes cost nothing that is counted."""
+
+    @classmethod
+    def of_drafter(cls, engine: Engine, params: EngineParams) -> Shape:
+        """A drafter that a `Model` makes its passes has its shapes; of another one the weights are known."""
+        model = getattr(engine.drafter, "model", None) or getattr(getattr(engine.drafter, "glide", None), "model", None)
+        config = getattr(model, "config", None)
+        weights = int(work_of_weights(params.drafter, 1).flops) // 2
+        return cls(config if isinstance(config, ModelConfig) else None, weights)
 
     def work(self, batch: int, tokens: int, slots: int, storage: Storage) -> Work:
         """Of one pass over ``tokens`` tokens in each row."""

@@ -24,6 +24,12 @@ class Work:
     flops: float
     num_bytes: float
 
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.num_bytes + other.num_bytes)
+
+    def __mul__(self, times: int) -> Work:
+        return Work(times * self.flops, times * self.num_bytes)
+
     @property
     def intensity(self) -> float:
         """FLOP a byte."""
@@ -128,3 +134,8 @@ def storage_of(params: Params, cache: Any) -> Storage:
 
     weights = mean({k: v for k, v in params.items() if k != "embedding"} if isinstance(params, dict) else params, 4.0)
     return Storage(weights, mean(cache, weights))
+
+
+def padded(needed: int, least: int = 256) -> int:
+    """Slots of a cache that holds as many tokens, or with another ``least`` the tokens of a prompt as it is padded."""
+    return max(least, 1 << (needed - 1).bit_length())

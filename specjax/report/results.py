@@ -84,6 +84,21 @@ class DecodingRow(_Record):
     identical: bool | None = None
 
 
+class Pass(_Record):
+    """A pass, or a whole block, beside the roofline of the device; ``ridge`` and ``intensity`` in FLOP a byte."""
+
+    name: str = Field(alias="pass")
+    batch: int
+    flops: float
+    bytes: float
+    intensity: float
+    ridge: float
+    bound: str
+    least_seconds: float
+    seconds: float | None = None
+    share_of_roofline: float | None = None
+
+
 class Comparison(_Record):
     """A drafter on the text of one source; ``low`` .. ``high``: 95% interval of its block efficiency, over prompts."""
 
@@ -161,6 +176,7 @@ class Results(_Record):
     """Exported draft -> what agreed with training when it was loaded again."""
     verifier: Verifier | None = None
     compile_seconds: float | None = None
+    roofline: tuple[Pass, ...] = ()
     stage_seconds: dict[str, float] = {}
     sample: Sample | None = None
 
