@@ -26,10 +26,10 @@ from specjax.decode.engine import (
     Logprobs,
     NoDraft,
     compiled_chunk,
-    compiled_prefill,
     grow,
     max_depth,
     num_nodes,
+    prefilled,
 )
 from specjax.decode.request import Batch, Prompt, SamplingOptions
 from specjax.decode.result import (
@@ -379,10 +379,7 @@ class Decoder:
         return _Run(batch, engine, params, stops, start)
 
     def _prefill(self, run: _Run, slots: int) -> DecodeState:
-        engine = run.engine
-        logprobs = engine.logprobs is not None
-        prefill = compiled_prefill(engine.target, engine.drafter, slots, logprobs, engine.controller)
-        return prefill(run.params, run.batch.request)
+        return prefilled(run.engine, run.params, run.batch.request, slots)
 
     def _detokenizer(self, skip_special_tokens: bool) -> Detokenizer | None:
         return None if self.target.tokenizer is None else Detokenizer(self.target.tokenizer, skip_special_tokens)

@@ -516,6 +516,19 @@ def compiled_prefill(
     return jax.jit(prefill, compiler_options=backend.compiler_options(decoding=True))
 
 
+def prefilled(engine: Engine, params: EngineParams, request: Request, num_slots: int) -> DecodeState:
+    """The state of a request, with the prompts fed and no token emitted."""
+    logprobs = engine.logprobs is not None
+    prefill = compiled_prefill(engine.target, engine.drafter, num_slots, logprobs, engine.controller)
+    for leaf in jax.tree.leaves((params.target, params.drafter)):
+        # Weights that are committed to their device commit all that a chunk gives. A first state that is not would be
+        # another signature, for which the chunk is compiled once more.
+        if getattr(leaf, "committed", False) and isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
+            request = jax.device_put(request, leaf.sharding)
+            break
+    return prefill(params, request)
+
+
 @functools.lru_cache(maxsize=256)
 def compiled_chunk(engine: Engine):
     """Jitted ``(params, state, max_steps, stop_after) -> state``, which runs blocks until all rows are done, until the

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from specjax.decode.engine import NO_LIMIT, Engine, EngineParams, compiled_chunk, compiled_prefill, grow
+from specjax.decode.engine import NO_LIMIT, Engine, EngineParams, compiled_chunk, grow, prefilled
 from specjax.decode.request import Batch
 from specjax.errors import DataError
 from specjax.models.cache import insert, num_slots
@@ -49,16 +49,18 @@ class Scheduler:
         rows = self.free[:wanted]
         self._buckets = tuple(sorted({*self._buckets, *batch.slots}))
         if self.state is None and len(batch.request.lengths) == self.rows:
-            self.state = self._prefilled(batch, batch.slots[0])
+            self.state = prefilled(self.engine, self._params, batch.request, batch.slots[0])
         else:
             if self.state is None:
-                self.state = _vacant(self._prefilled(batch, batch.slots[0]), self.rows)
+                self.state = _vacant(prefilled(self.engine, self._params, batch.request, batch.slots[0]), self.rows)
             elif batch.slots[0] > num_slots(self.state.cache):
                 self.state = grow(self.state, batch.slots[0])
             # Rows that only pad the batch go nowhere.
             at = np.full(len(batch.request.lengths), self.rows, np.int32)
             at[:wanted] = rows
-            self.state = _inserted(self.state, self._prefilled(batch, num_slots(self.state.cache)), at)
+            self.state = _inserted(
+                self.state, prefilled(self.engine, self._params, batch.request, num_slots(self.state.cache)), at
+            )
         self._taken.update(rows)
         self.done[rows], self.lengths[rows] = False, batch.request.lengths[:wanted]
         return rows
@@ -109,12 +111,6 @@ class Scheduler:
                 self.chunk(stop_after=1)
             for row in [row for row in of_row if self.done[row]]:
                 yield of_row.pop(row), self.take(row)
-
-    def _prefilled(self, batch: Batch, slots: int) -> DecodeState:
-        engine = self.engine
-        logprobs = engine.logprobs is not None
-        prefill = compiled_prefill(engine.target, engine.drafter, slots, logprobs, engine.controller)
-        return prefill(self._params, batch.request)
 
 
 def without_caches(state: DecodeState) -> DecodeState:

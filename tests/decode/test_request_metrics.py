@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import types
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -127,8 +129,13 @@ def test_a_single_request_is_its_own_sum():
     assert result.metrics(0, 2.0).to_json() == result.metrics(price_per_hour=2.0).to_json()
 
 
-def test_looking_after_the_first_block_compiles_nothing():
-    decoder = Decoder(TARGET, DraftModel(DRAFT, 2))
+@pytest.mark.parametrize("committed", [False, True])
+def test_looking_after_the_first_block_compiles_nothing(committed):
+    """Nor where training left the draft's weights committed to a device, and so all that comes of them."""
+    draft = DRAFT
+    if committed:
+        draft = dataclasses.replace(DRAFT, params=jax.device_put(DRAFT.params, jax.devices()[0]))
+    decoder = Decoder(TARGET, DraftModel(draft, 2))
     decoder.compile([[1] * 9], max_new_tokens=300, temperature=1.0)
     with count_compiles() as count:
         result = decoder.generate([[2] * 8], max_new_tokens=300, temperature=1.0)
