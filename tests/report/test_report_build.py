@@ -53,6 +53,7 @@ def page(directory: Path) -> tuple[str, Page]:
 def test_build_writes_every_file_and_leaves_no_temporary_one(built):
     assert built.name == "report"
     assert sorted(path.name for path in built.iterdir()) == [
+        "lengths.png",
         "report.html",
         "report.md",
         "speedup.png",
@@ -89,6 +90,26 @@ def test_before_and_after_are_told_by_source_beside_plain_decoding(built):
     assert "3.61 to 4.16" in parsed.text
 
 
+def test_lengths_that_were_chosen_are_told_and_drawn(built):
+    markdown = (built / "report.md").read_text(encoding="utf-8")
+    section = markdown.split("## Lengths that were chosen")[1].split("\n## ")[0]
+    assert "| 8 | greedy | 0.991 | 40, 2, 0, 4 | 2 |" in section
+    assert "lengths.png" in section
+    assert "Lengths that were chosen" in page(built)[1].text
+
+
+def test_what_bounds_each_pass_is_told(built):
+    markdown = (built / "report.md").read_text(encoding="utf-8")
+    section = markdown.split("## What bounds a pass")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if "batch" not in line]
+    rows = [row for row in rows if len(row) == 7 and "-" not in row[1]]
+    assert [(row[0], row[3], row[6]) for row in rows] == [
+        ("target, 1 token", "memory", "69%"),
+        ("block of 3", "compute", "50%"),
+    ]
+    assert "Below 9.300 FLOP a byte" in page(built)[1].text
+
+
 def test_training_is_told_beside_decoding(built):
     html, markdown = page(built)[0], (built / "report.md").read_text()
     assert "| 2 | 0.690 | 0.857 | 0.231 | \n| 3 | 0.680 | 0.850 | – | \n" in markdown
@@ -110,7 +131,7 @@ def test_page_loads_nothing_and_runs_nothing(built):
 
 def test_page_has_all_plots_inline_and_they_follow_the_theme(built):
     html, parsed = page(built)
-    assert parsed.tags.count("svg") == 3 + 4 + 2  # training, speedup by batch and temperature, acceptance
+    assert parsed.tags.count("svg") == 3 + 4 + 1 + 2  # training, speedup by batch and temperature, lengths, acceptance
     assert parsed.open == []
     assert "var(--draft-after)" in html
     drawings = "".join(re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL))
@@ -227,7 +248,7 @@ def test_cells_that_were_not_measured_leave_the_others_alone(results, save):
         for name in ("predicted_speedup", "acceptance_at", "conditional_acceptance_at", "identical"):
             row.pop(name, None)
     _, parsed = page(report.build(save(results)))
-    assert parsed.tags.count("svg") == 4
+    assert parsed.tags.count("svg") == 4 + 1  # speedup, lengths
 
 
 def test_curves_that_are_not_finite_are_left_out(results, save):
