@@ -238,10 +238,11 @@ def _speedup(axes: Axes, rows: Sequence[DecodingRow], limits: tuple[float, float
 
 
 def _lengths(axes: Axes, chosen: Sequence[Sequence[int]]) -> None:
+    colors = [SERIES[name].light for name in SERIES]
     for row, proposals in enumerate(chosen):
         # A little apart, or rows that are treated alike hide one another.
         y = [k + 0.5 * (row / len(chosen) - 0.5) for k in proposals]
-        axes.step(range(1, len(y) + 1), y, where="mid", linewidth=1, label=f"_{row}")
+        axes.step(range(1, len(y) + 1), y, where="mid", linewidth=1, color=colors[row % len(colors)], label=f"_{row}")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("block")
     axes.set_ylabel("proposals")
