@@ -19,6 +19,9 @@ from specjax.decode.engine import NO_LIMIT, Engine, EngineParams, compiled_chunk
 from specjax.types import Calibration, Counters, DecodeState
 
 _LEAST_TURNS = 3
+_ALIKE = 16
+"""Blocks that all places together count for at each of them: they differ little, and a place that looks bad by a few
+blocks of one text would never be tried again."""
 _ACCEPTANCE = 0.7
 """Of a proposal, before there is evidence: about what an untuned draft reaches."""
 
@@ -43,38 +46,33 @@ def measured(engine: Engine, params: EngineParams, start: DecodeState, blocks: i
     ``start``, a state with room for them; between the lengths, on straight lines. Nothing is compiled for it: a
     calibration in which all lengths but one cost infinitely much makes the program keep to that one."""
     chunk, depth, rungs = compiled_chunk(engine), engine.max_depth, engine.rungs
+
+    def run(rung: int, blocks: int) -> tuple[float, Counters]:
+        """Seconds of a block, and what became of all of them."""
+        only = dataclasses.replace(params, calibration=held_to(rung, depth))
+        state = jax.block_until_ready(jax.device_put(start, may_alias=False))  # which the chunk takes over
+        begun = time.perf_counter()
+        state = jax.block_until_ready(chunk(only, state, np.int32(blocks), np.int32(NO_LIMIT)))
+        taken, counters = time.perf_counter() - begun, jax.device_get(state.counters)
+        return taken / max(int(counters.blocks.max()), 1), counters
+
+    for rung in rungs[:-1]:  # the first one also compiles, and reads what is cold
+        run(rung, 2)
+    counters = run(rungs[-1], NO_LIMIT)[1]
     seconds: dict[int, list[float]] = {rung: [] for rung in rungs}
-    reached, accepted = np.zeros(depth), np.zeros(depth)
-    for rung in rungs:  # the first one also compiles, and reads what is cold
-        _timed(chunk, dataclasses.replace(params, calibration=held_to(rung, depth)), start, 2)
     begun = time.perf_counter()
     while len(seconds[rungs[0]]) < _LEAST_TURNS or time.perf_counter() - begun < budget:
         for rung, found in seconds.items():
-            only = dataclasses.replace(params, calibration=held_to(rung, depth))
-            taken, counters = _timed(chunk, only, start, blocks)
-            found.append(taken)
-            reached += counters.reached_at.sum(0)
-            accepted += counters.accepted_at.sum(0)
+            found.append(run(rung, blocks)[0])
     # What disturbs a machine only ever adds time.
     least = [min(found) for found in seconds.values()]
     if engine.decides_after:  # every other block was one without a draft
         least[1:] = [2 * found - least[0] for found in least[1:]]
     at: Any = np.interp(np.arange(depth + 1), rungs, least).astype(np.float32)
-    # A place that was seldom reached says what the others do.
+    reached, accepted = counters.reached_at.sum(0), counters.accepted_at.sum(0)
     overall = (accepted.sum() + 1) / (reached.sum() + 2)
-    chances: Any = ((accepted + 4 * overall) / (reached + 4)).astype(np.float32)
+    chances: Any = ((accepted + _ALIKE * overall) / (reached + _ALIKE)).astype(np.float32)
     return Calibration(at, chances)
-
-
-def _timed(chunk: Any, params: EngineParams, start: DecodeState, blocks: int) -> tuple[float, Counters]:
-    """Seconds of a block, and what became of all of them."""
-    state = jax.block_until_ready(
-        jax.device_put(start, may_alias=False)
-    )  # a chunk takes over the state that it is given
-    begun = time.perf_counter()
-    state = jax.block_until_ready(chunk(params, state, np.int32(blocks), np.int32(NO_LIMIT)))
-    taken, counters = time.perf_counter() - begun, jax.device_get(state.counters)
-    return taken / max(int(counters.blocks.max()), 1), counters
 
 
 def held_to(rung: int, depth: int) -> Calibration:
