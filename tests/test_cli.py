@@ -25,6 +25,7 @@ from specjax.errors import ConfigError, ModelError, Stopped
 from specjax.jobs import demo, train
 from specjax.metrics import DecodeStats, RequestMetrics, cost
 from specjax.models import hf
+from specjax.planning import calibrations
 from specjax.report import generation
 from specjax.runtime.files import write_atomically
 from tests import processes
@@ -43,10 +44,10 @@ def of_result(row=None, price_per_hour=None) -> RequestMetrics:
 class Decoder:
     """Stands for `specjax.Decoder`: says what it was given."""
 
-    lossless = True
+    lossless, weighs = True, False
 
-    def __init__(self, target, drafter=None, verifier="speculative"):
-        self.drafter = drafter
+    def __init__(self, target, drafter=None, verifier="speculative", controller="adaptive"):
+        self.drafter, self.controller = drafter, controller
 
     def generate(self, prompts, **options):
         return types.SimpleNamespace(
@@ -84,9 +85,9 @@ def decoders(monkeypatch):
     """Replaces models and decoder; returns the drafters that were asked for."""
     made = []
 
-    def decoder(target, drafter=None, verifier="speculative"):
+    def decoder(target, drafter=None, verifier="speculative", controller="adaptive"):
         made.append(drafter)
-        return Decoder(target, drafter, verifier)
+        return Decoder(target, drafter, verifier, controller)
 
     class Model(str):
         tokenizer, dtype = "a tokenizer", "float32"
@@ -498,3 +499,20 @@ def test_generate_takes_a_run_for_its_draft(decoders, tmp_path):
     (tmp_path / "run/draft/config.json").write_text("{}")
     assert call("generate", "--target", "t", "--draft", str(tmp_path / "run"), "--prompt", "x").exit_code == 0
     assert decoders[0].model == str(tmp_path / "run/draft")
+
+
+def test_generate_says_where_the_costs_are_from_that_its_controller_weighs_with(decoders, monkeypatch):
+    asked = []
+
+    def calibrate(decoder, prompts, **sampling):
+        asked.append((decoder.controller, prompts, sampling))
+        return (
+            types.SimpleNamespace(summary="costs of blocks read from FILE") if decoder.controller != "fixed" else None
+        )
+
+    monkeypatch.setattr(calibrations, "calibrate", calibrate)
+    options = ("generate", "--target", "t", "--ngram", "--prompt", "x", "--temperature", "0.5")
+    found = [call(*options, *more) for more in ((), ("--controller", "survival"), ("--controller", "fixed"))]
+    assert asked == [(name, ["x"], {"temperature": 0.5}) for name in ("adaptive", "survival", "fixed")]
+    told = "note: costs of blocks read from FILE\n"
+    assert [result.stderr.startswith(told) for result in found] == [True, True, False]
