@@ -26,7 +26,7 @@ _FORMAT = 1
 
 def shape_of(decoder: Decoder) -> str:
     """Digest of all that decides what the programs of a decoder cost: specs, and shapes and dtypes of weights."""
-    engine, params = decoder.engine(True)
+    engine, params = decoder.engine(False)  # of which the rule is the decoder's own
     parts = [engine.target, engine.drafter, engine.verifier, decoder.controller]
     leaves = jax.tree_util.tree_leaves_with_path((params.target, params.drafter))
     told = [f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}" for path, leaf in leaves]

@@ -9,6 +9,7 @@ import pytest
 
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
+from specjax.planning import store
 from specjax.planning.calibrations import calibrate
 from specjax.testing.toys import prefix_model, related
 
@@ -72,3 +73,9 @@ def test_what_does_not_weigh_is_left_alone():
     for program in (decoder(controller="fixed"), Decoder(TARGET)):
         assert calibrate(program, PROMPTS) is None
         assert program.calibrations == {}
+
+
+def test_another_rule_or_controller_is_another_program():
+    programs = [decoder(), decoder(verifier="block"), decoder(controller="survival")]
+    assert len({store.shape_of(program) for program in programs}) == 3
+    assert store.shape_of(decoder(seed=2)) == store.shape_of(decoder())
