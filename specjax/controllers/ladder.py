@@ -51,6 +51,12 @@ class Pooled(Weighing):
         weight = jnp.where(left > 0, jnp.exp((left - jnp.max(left)) / _AHEAD), 0.0)
         return jnp.sum(weight * emitted, axis=0, keepdims=True) / self.seconds(context)[None]
 
+    def gained(self, outcome: Outcome, chances: Float[Array, "B K"]) -> Float[Array, "1"]:
+        """Tokens that the first proposals were expected to give, in the mean of all rows that are not done."""
+        active = (outcome.emitted > 0).astype(jnp.float32)
+        of_all = jnp.sum(active * super().gained(outcome, chances), keepdims=True)
+        return of_all / jnp.maximum(jnp.sum(active), 1.0)
+
     def due(self, state: Weighed, waited: Int[Array, " B"], context: Context) -> Bool[Array, " B"]:
         """All rows at once, when the most patient of them is."""
         longest = jnp.max(jnp.where(_active(state, context), state.interval, 0))

@@ -101,7 +101,10 @@ class Weighing:
         rates = self.rates(self.chances(state, context, draft.grade), context, draft.valid)
         # Nothing is lost by a change here, but no draft is worth what it is not expected to give back for certain.
         best = self._lengths()[jnp.argmax(rates.at[:, 0].mul(1 + self.margin), axis=1)]
-        due = draft.valid[:, 0] & self.due(state, state.waited, context)
+        # A look costs time too: it is taken where this very draft would pay if all of it were kept.
+        hoped = self.rates(jnp.ones(draft.valid.shape, jnp.float32), context, draft.valid)
+        hopeful = jnp.max(hoped, axis=1) > (1 + self.margin) * hoped[:, 0]
+        due = draft.valid[:, 0] & hopeful & self.due(state, state.waited, context)
         return jnp.where(due, jnp.maximum(best, self.rungs[1]), best)
 
     def stop(self, state: Weighed, logits: Float[Array, "B V"], offset: int | Int[Array, ""]) -> Any:
@@ -121,9 +124,11 @@ class Weighing:
 
     def emitted(self, chances: Float[Array, "B K"], valid: Bool[Array, "B K"] | None) -> Float[Array, "B N"]:
         """Tokens of a block of each of ``ks``."""
-        kept = jnp.cumprod(chances, axis=1)
+        # Sums and products over masks, which a compiler fuses; of a cumulative one XLA makes several pieces on CPU.
+        places = jnp.arange(chances.shape[1])
+        kept = jnp.prod(jnp.where(places[:, None] >= places, chances[:, None], 1.0), axis=2)
         kept = kept if valid is None else jnp.where(valid, kept, 0.0)
-        return 1.0 + jnp.pad(jnp.cumsum(kept, axis=1), ((0, 0), (1, 0)))[:, jnp.asarray(self.rungs)]
+        return 1.0 + jnp.sum(jnp.where(places < self._lengths()[:, None], kept[:, None], 0.0), axis=2)
 
     def seconds(self, context: Context) -> Float[Array, " N"]:
         """Those of a block of each of ``ks``."""
@@ -161,7 +166,7 @@ class Weighing:
         worth_it = outcome.verdict.num_accepted >= self.rungs[1]
         again = (chosen == 0) & looked & worth_it & (state.looks + 1 < _LOOKS)
         seconds = self.seconds(context)
-        lost = (seconds[1] / seconds[0] - self.emitted(chances, None)[:, 1]) / self.looks_cost
+        lost = (seconds[1] / seconds[0] - 1 - self.gained(outcome, chances)) / self.looks_cost
         interval = jnp.where(looked, jnp.minimum(2 * state.interval, self.longest_wait), self.probe)
         interval = jnp.maximum(interval, jnp.clip(lost, 0, 1e6).astype(jnp.int32))
         return dataclasses.replace(
@@ -172,6 +177,10 @@ class Weighing:
             looks=jnp.where(again, state.looks + 1, 0),
             probes=state.probes + (looked & active).astype(jnp.int32),
         )
+
+    def gained(self, outcome: Outcome, chances: Float[Array, "B K"]) -> Float[Array, " R"]:
+        """Tokens that the first proposals were expected to give, a row."""
+        return jnp.where(outcome.draft.valid[:, 0], chances[:, 0], 0.0)
 
     def _with_evidence(self, state: Weighed, outcome: Outcome, active: Bool[Array, " B"]) -> Weighed:
         valid, n = outcome.draft.valid, outcome.verdict.num_accepted[:, None]

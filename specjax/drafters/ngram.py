@@ -68,10 +68,11 @@ class NGram(StatelessDrafter):
             shifted = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, : tokens.shape[1]]
             alive &= (shifted == last) & (back < lengths)
             matched += alive.astype(jnp.int32)
-        rank = jnp.where(matched >= self.min_n, matched * tokens.shape[1] + end, -1)
-        best = jnp.argmax(rank, axis=1)[:, None].astype(jnp.int32)
-        source = best + 1 + jnp.arange(self.k, dtype=jnp.int32)[None]
-        valid = (jnp.max(rank, axis=1, keepdims=True) >= 0) & (source < lengths)
+        # Of the longest matches the latest, in one number: how many tokens match, and where.
+        best = jnp.max(jnp.where(matched >= self.min_n, matched * tokens.shape[1] + end, -1), axis=1, keepdims=True)
+        found, longest = best >= 0, best[:, 0] // tokens.shape[1]
+        source = best % tokens.shape[1] + 1 + jnp.arange(self.k, dtype=jnp.int32)[None]
+        valid = found & (source < lengths)
         proposed = jnp.take_along_axis(tokens, jnp.minimum(source, tokens.shape[1] - 1), axis=1)
-        grade = jnp.maximum(jnp.max(matched, axis=1) - self.min_n, 0)
+        grade = jnp.maximum(longest - self.min_n, 0)
         return Draft(tokens=jnp.where(valid, proposed, 0), valid=valid, grade=grade), state
