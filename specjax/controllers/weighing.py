@@ -28,6 +28,9 @@ from specjax.types import Calibration, Context, Draft, Outcome
 
 _LOOKS = 4
 """Blocks of one look, at most."""
+_QUIET, _NAP = 16, 4
+"""After so many blocks without proposals, a drafter that costs nothing is asked before every fourth block only: what is
+asked in vain does cost a little."""
 
 
 @flax.struct.dataclass
@@ -95,6 +98,11 @@ class Weighing:
         """What was chosen after the block before; for the first one, what is best by the calibration alone."""
         first = jnp.argmax(self.rates(self.chances(state, context), context), axis=1)
         return jnp.where(state.blocks == 0, self._lengths()[first], state.next)
+
+    def rests(self, state: Weighed, context: Context) -> Bool[Array, " B"]:
+        """The rows that not even a drafter that costs nothing is asked for: nothing of it was of use for long."""
+        measuring = calibration_of(context, self).least > 0
+        return (state.waited >= _QUIET) & (state.waited % _NAP != 0) & ~measuring
 
     def decide(self, state: Weighed, context: Context, draft: Draft) -> Int[Array, " B"]:
         """How much to verify of a deterministic draft that cost nothing, which may be looked at."""
