@@ -133,10 +133,11 @@ class Weighing:
     def emitted(self, chances: Float[Array, "B K"], valid: Bool[Array, "B K"] | None) -> Float[Array, "B N"]:
         """Tokens of a block of each of ``ks``."""
         # Sums and products over masks, which a compiler fuses; of a cumulative one XLA makes several pieces on CPU.
-        places = jnp.arange(chances.shape[1])
-        kept = jnp.prod(jnp.where(places[:, None] >= places, chances[:, None], 1.0), axis=2)
+        places = jnp.arange(chances.shape[1])[None]
+        before = places.T >= places
+        kept = jnp.prod(jnp.where(before[None], chances[:, None], 1.0), axis=2)
         kept = kept if valid is None else jnp.where(valid, kept, 0.0)
-        return 1.0 + jnp.sum(jnp.where(places < self._lengths()[:, None], kept[:, None], 0.0), axis=2)
+        return 1.0 + jnp.sum(jnp.where((places < self._lengths()[:, None])[None], kept[:, None], 0.0), axis=2)
 
     def seconds(self, context: Context) -> Float[Array, " N"]:
         """Those of a block of each of ``ks``."""
