@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field
 
 from specjax.controllers.weighing import Weighed, Weighing, calibration_of, estimated, of_grade
-from specjax.types import Context, Draft
+from specjax.types import Context, Draft, Outcome
 
 _AHEAD = 4.0
 """Tokens; a row that is so much ahead of the slowest counts for a third of it."""

@@ -134,7 +134,7 @@ class Weighing:
         """Tokens of a block of each of ``ks``."""
         # Sums and products over masks, which a compiler fuses; of a cumulative one XLA makes several pieces on CPU.
         places = jnp.arange(chances.shape[1])[None]
-        before = places.T >= places
+        before = places <= places.T
         kept = jnp.prod(jnp.where(before[None], chances[:, None], 1.0), axis=2)
         kept = kept if valid is None else jnp.where(valid, kept, 0.0)
         return 1.0 + jnp.sum(jnp.where((places < self._lengths()[:, None])[None], kept[:, None], 0.0), axis=2)

@@ -288,8 +288,8 @@ def chosen(engine: Engine, params: EngineParams, state: DecodeState) -> Int[Arra
     context = looked_at(engine, params, state, None, noise=False)
     deepest = min(engine.max_depth, engine.rungs[-1])  # a tree's rungs count nodes, of which there are more
     if engine.decides_after:
-        resting = engine.controller.rests(state.controller, context)  # type: ignore[attr-defined]
-        limit = jnp.where(resting, 0, deepest)
+        rests = getattr(engine.controller, "rests", None)
+        limit = deepest if rests is None else jnp.where(rests(state.controller, context), 0, deepest)
     else:
         limit = engine.controller.choose(state.controller, context)
     return None if limit is None else jnp.where(state.done, 0, jnp.minimum(limit, deepest))

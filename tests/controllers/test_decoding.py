@@ -20,8 +20,8 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.evaluation.costs import count_compiles
 from specjax.testing.inhabitants import HiddenReader
-from specjax.testing.toys import exact_distribution, prefix_model, related
-from specjax.types import Calibration
+from specjax.testing.toys import context, exact_distribution, neutral_sampling, prefix_model, related
+from specjax.types import Calibration, Draft
 from tests.cases import in_proof, transformer
 from tests.decode import distributions, test_lossless
 
@@ -208,3 +208,31 @@ def test_what_each_block_proposed_is_told():
         assert len(set(proposals)) > 1
         at = [sum(k >= place for k in proposals) for place in range(1, 6)]
         assert tuple(at) == stats.drafted_at
+
+
+def weighing(controller, waited: int, **calibration: Any):
+    """A controller of up to 3 proposals, the state of four rows after so many blocks without, and what it sees."""
+    controller = controller.bind(3)
+    found = Calibration(np.asarray([1.0, 1.9, 2.6, 3.1], np.float32), np.full(3, 0.1, np.float32), **calibration)  # type: ignore[arg-type]
+    seen = dataclasses.replace(
+        context([[1, 2]] * 4, [2] * 4, neutral_sampling(4, 5)), controller=controller, calibration=found
+    )
+    state = controller.init(4, 3)
+    return controller, dataclasses.replace(state, waited=state.waited + waited, blocks=state.blocks + waited), seen
+
+
+@pytest.mark.parametrize(("rows", "looks"), [(1, 0), (2, 0), (3, 1), (4, 1)])
+def test_a_batch_looks_at_what_would_pay_if_all_of_it_were_kept(rows, looks):
+    controller, state, seen = weighing(Ladder(probe=4), waited=100)
+    valid = jnp.broadcast_to(jnp.arange(4)[:, None] < rows, (4, 3))
+    draft = Draft(jnp.zeros((4, 3), jnp.int32), valid, grade=jnp.zeros((4,), jnp.int32))
+    assert controller.decide(state, seen, draft).tolist() == [looks] * 4
+
+
+@pytest.mark.parametrize("waited", [3, 15, 16, 17, 18, 19, 20, 41])
+def test_what_was_in_vain_for_long_is_asked_for_before_every_fourth_block(waited):
+    for controller in (Ladder(), Survival()):
+        rests = controller.bind(3).rests(*weighing(controller, waited)[1:])
+        assert rests.tolist() == [waited > 16 and waited % 4 > 0] * 4
+        measuring = weighing(controller, waited, least=np.int32(1))[1:]
+        assert not controller.bind(3).rests(*measuring).any()
