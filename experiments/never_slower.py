@@ -6,8 +6,9 @@
 Costs and acceptance are measured on tuning prompts (`Decoder.calibrate`), the rest on others. A ratio is the time of
 plain decoding over that of the same tokens decoded adaptively, pair by pair, of which the median is told with its 95%
 interval (bootstrap over pairs); `over_best_fixed` is against the fixed length that turned out to be the fastest, plain
-decoding among them. --varied: batch 1, one pair is code, then prose, then repetition. Cells are added to what the file
-has, so that a part can be measured again.
+decoding among them. --varied: batch 1, one pair is code, then prose, then repetition. Pairs are added to those that the
+file has of the same cell: where a process happens to place things is worth a few percent, so a few of 5 pairs say more
+than one of 15.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class Study:
         unit = self.code(pair + 1)[:24]
         return list(itertools.islice(itertools.cycle(unit), self.length))
 
-    def measure(self, cell: Cell) -> dict[str, Any]:
+    def measure(self, cell: Cell, first: int) -> dict[str, Any]:
+        """Pairs from number ``first`` on."""
         how: dict[str, Any] = {"temperature": cell.temperature}
         ks = self.ks if cell.batch_size == 1 else self.batch_ks
         tuning = self.tuning[: cell.batch_size]
@@ -108,7 +110,7 @@ class Study:
         seconds: dict[Any, list[float]] = {name: [] for name in decoders}
         counts = np.zeros(4)
         with count_compiles() as compiled:
-            for pair in track(range(self.pairs), str(dataclasses.astuple(cell)), console=_CONSOLE):
+            for pair in track(range(first, first + self.pairs), str(dataclasses.astuple(cell)), console=_CONSOLE):
                 names = list(decoders)
                 for name in names[pair % len(names) :] + names[: pair % len(names)]:
                     spent, found = self.decode(decoders[name], self.requests(cell, pair), pair, how)
@@ -116,7 +118,8 @@ class Study:
                     counts += found * (name == ADAPTIVE)
         return {
             **dataclasses.asdict(cell),
-            **figures({name: np.asarray(times) for name, times in seconds.items()}),
+            "seconds": {str(name): [round(x, 5) for x in times] for name, times in seconds.items()},
+            "processes": 1,
             "tokens_per_call": counts[1] / counts[0],
             "drafted_per_block": counts[2] / counts[0],
             "blocks_without_draft": counts[3] / counts[0],
@@ -137,8 +140,9 @@ class Study:
         return spent, counts
 
 
-def figures(seconds: dict[Any, np.ndarray]) -> dict[str, Any]:
+def figures(row: dict[str, Any]) -> dict[str, Any]:
     """Medians of pairs, and intervals."""
+    seconds = {name: np.asarray(times) for name, times in row["seconds"].items()}
     plain, adaptive = seconds[PLAIN], seconds[ADAPTIVE]
     ratio, low, high = told(plain / adaptive)
     fixed = {name: np.median(plain / times) for name, times in seconds.items() if name not in (PLAIN, ADAPTIVE)}
@@ -151,8 +155,8 @@ def figures(seconds: dict[Any, np.ndarray]) -> dict[str, Any]:
         "high": high,
         "half_width": (high - low) / 2,
         "pairs": len(plain),
-        "fixed": {str(k): float(x) for k, x in fixed.items()},
-        "best_fixed_k": 0 if rival is PLAIN else rival,
+        "fixed": {k: float(x) for k, x in fixed.items()},
+        "best_fixed_k": 0 if rival is PLAIN else int(rival),
         "over_best_fixed": over,
         "over_best_fixed_low": over_low,
         "over_best_fixed_high": over_high,
@@ -196,7 +200,7 @@ def main() -> None:
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--ks", nargs="+", type=int, default=list(KS))
     parser.add_argument("--batch-ks", nargs="+", type=int, default=list(BATCH_KS))
-    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=15, help="of this process")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--varied", action="store_true")
     parser.add_argument("--results", type=Path)
@@ -205,21 +209,33 @@ def main() -> None:
     study = Study(args)
     batches, text = ([1], "varied") if args.varied else (args.batches, "held-out")
     grid = itertools.product(args.drafters, batches, args.temperatures)
-    rows = []
+    earlier = [] if args.results is None or not args.results.exists() else json.loads(args.results.read_text())["rows"]
+    found = []
     for drafter, batch_size, temperature in grid:
-        rows.append(study.measure(Cell(drafter, batch_size, temperature, text)))
+        cell = Cell(drafter, batch_size, temperature, text)
+        same = [old for old in earlier if is_of(old, cell)]
+        earlier = [old for old in earlier if not is_of(old, cell)]
+        row = study.measure(cell, sum(len(old["seconds"][PLAIN]) for old in same))
+        for old in same:
+            row = added(old, row)
+        found.append(row | figures(row))
         if args.results is not None:
-            merge(args.results, rows[-1])
-    show(rows)
-    sys.exit(int(any(row["programs_after_warm_up"] for row in rows)))
+            record.write(args.results, {"rows": [*earlier, *found]})
+    show(found)
+    sys.exit(int(any(row["programs_after_warm_up"] for row in found)))
 
 
-def merge(file: Path, row: dict[str, Any]) -> None:
-    """The file with this row in place of the one of the same cell."""
-    names = [field.name for field in dataclasses.fields(Cell)]
-    rows = json.loads(file.read_text())["rows"] if file.exists() else []
-    kept = [old for old in rows if any(old[name] != row[name] for name in names)]
-    record.write(file, {"rows": [*kept, row]})
+def is_of(row: dict[str, Any], cell: Cell) -> bool:
+    return all(row[name] == value for name, value in dataclasses.asdict(cell).items())
+
+
+def added(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """With the pairs of both; what was counted is that of the new ones, programs compiled are summed."""
+    return new | {
+        "seconds": {name: old["seconds"][name] + times for name, times in new["seconds"].items()},
+        "processes": old["processes"] + new["processes"],
+        "programs_after_warm_up": old["programs_after_warm_up"] + new["programs_after_warm_up"],
+    }
 
 
 if __name__ == "__main__":
