@@ -146,6 +146,8 @@ class Calibration:
     """Of a block of the whole batch with 0 .. K proposals in every row; only their ratios matter."""
     acceptance: Float[Array, " K"]
     """The chance that the proposal at place 1 .. K is kept if those before it are."""
+    catch_up: Float[Array, ""] = np.float32(0)  # pyright: ignore[reportAssignmentType]
+    """Seconds that a draft takes when it comes back, for each block that it was not asked in, to read what it missed."""
     least: Int[Array, ""] = np.int32(0)  # pyright: ignore[reportAssignmentType]
     """Every block with a draft is verified as if it had so many proposals, while its cost is measured; else 0."""
 

@@ -28,6 +28,8 @@ from specjax.types import Calibration, Context, Draft, Outcome
 
 _LOOKS = 4
 """Blocks of one look, at most."""
+_HOPED = 10.0
+"""Times what it takes to read what was missed, as a share of plain blocks: what a look must be able to find."""
 _QUIET, _NAP = 16, 4
 """After so many blocks without proposals, a drafter that costs nothing is asked before every fourth block only: what is
 asked in vain does cost a little."""
@@ -96,7 +98,9 @@ class Weighing:
 
     def choose(self, state: Weighed, context: Context) -> Int[Array, " B"]:
         """What was chosen after the block before; for the first one, what is best by the calibration alone."""
-        first = jnp.argmax(self.rates(self.chances(state, context), context), axis=1)
+        known = calibration_of(context, self).acceptance[None]
+        # Of the calibration alone, so that a compiler takes it out of the loop.
+        first = jnp.argmax(self.emitted(known, None)[0] / self.seconds(context))
         return jnp.where(state.blocks == 0, self._lengths()[first], state.next)
 
     def rests(self, state: Weighed, context: Context) -> Bool[Array, " B"]:
@@ -159,10 +163,12 @@ class Weighing:
         return _chosen(limit == 0, waiting, found)
 
     def due(self, state: Weighed, waited: Int[Array, " B"], context: Context) -> Bool[Array, " B"]:
-        """The rows that are to look again: never where not even a draft that is always kept would pay."""
+        """The rows that are to look again: never where not even a draft that is always kept would pay, also for what it
+        has to read after each pause."""
         seconds = self.seconds(context)
-        best = jnp.max((1.0 + self._lengths().astype(jnp.float32)) / seconds)
-        return (waited >= state.interval) & (best > (1 + self.margin) / seconds[0])
+        gain = jnp.max((1.0 + self._lengths().astype(jnp.float32)) / seconds) * seconds[0] - 1.0
+        least = jnp.maximum(self.margin, _HOPED * calibration_of(context, self).catch_up / seconds[0])
+        return (waited >= state.interval) & (gain > least)
 
     def _after_proposing(self, state: Weighed, outcome: Outcome, active: Bool[Array, " B"]) -> Weighed:
         context, looked = outcome.context, state.waited > 0

@@ -12,11 +12,12 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax import backend
 from specjax.decode.engine import NO_LIMIT, Engine, EngineParams, compiled_chunk
-from specjax.types import Calibration, Counters, DecodeState
+from specjax.types import Calibration, DecodeState
 
 _LEAST_TURNS = 3
 _ALIKE = 16
@@ -42,28 +43,37 @@ def _read(params: Any) -> int:
 
 
 def measured(engine: Engine, params: EngineParams, start: DecodeState, blocks: int, budget: float) -> Calibration:
-    """Of the engine's lengths, which take turns for ``budget`` seconds: the fastest turn of ``blocks`` blocks from
-    ``start``, a state with room for them; between the lengths, on straight lines. Nothing is compiled for it: a
-    calibration in which all lengths but one cost infinitely much makes the program keep to that one."""
+    """Of the engine's lengths, which take turns for ``budget`` seconds: the fastest turn from ``start``, a state with
+    room for ``blocks`` of the longest blocks, and for more of the others; between the lengths, on straight lines.
+    Nothing is compiled for it: a calibration in which all lengths but one cost infinitely much makes the program keep
+    to that one."""
     chunk, depth, rungs = compiled_chunk(engine), engine.max_depth, engine.rungs
 
-    def run(rung: int, blocks: int) -> tuple[float, Counters]:
-        """Seconds of a block, and what became of all of them."""
+    def run(rung: int, blocks: int, since: DecodeState) -> tuple[float, DecodeState]:
+        """Seconds, and the state after so many blocks."""
         only = dataclasses.replace(params, calibration=held_to(rung, depth))
-        state = jax.block_until_ready(jax.device_put(start, may_alias=False))  # which the chunk takes over
+        state = jax.block_until_ready(jax.device_put(since, may_alias=False))  # which the chunk takes over
         begun = time.perf_counter()
         state = jax.block_until_ready(chunk(only, state, np.int32(blocks), np.int32(NO_LIMIT)))
-        taken, counters = time.perf_counter() - begun, jax.device_get(state.counters)
-        return taken / max(int(counters.blocks.max()), 1), counters
+        return time.perf_counter() - begun, state
 
     for rung in rungs[:-1]:  # the first one also compiles, and reads what is cold
-        run(rung, 2)
-    counters = run(rungs[-1], NO_LIMIT)[1]
+        run(rung, 2, start)
+    counters = jax.device_get(run(rungs[-1], NO_LIMIT, start)[1].counters)
+    paused = None
+    if rungs[0] == 0 and not engine.decides_after:
+        # Its controller is to choose anew, by the length that it is held to then.
+        paused = dataclasses.replace(run(0, blocks, start)[1], controller=jax.tree.map(jnp.copy, start.controller))
     seconds: dict[int, list[float]] = {rung: [] for rung in rungs}
+    late: list[tuple[float, float]] = []
     begun = time.perf_counter()
     while len(seconds[rungs[0]]) < _LEAST_TURNS or time.perf_counter() - begun < budget:
         for rung, found in seconds.items():
-            found.append(run(rung, blocks)[0])
+            # The first blocks of a run are slower, so short ones are given more.
+            taken, state = run(rung, blocks * (depth + 1) // (min(rung, depth) + 1), start)
+            found.append(taken / max(int(np.max(state.counters.blocks)), 1))
+        if paused is not None:
+            late.append((run(rungs[1], 1, paused)[0], run(rungs[1], 1, start)[0]))
     # What disturbs a machine only ever adds time.
     least = [min(found) for found in seconds.values()]
     if engine.decides_after:  # every other block was one without a draft
@@ -72,7 +82,8 @@ def measured(engine: Engine, params: EngineParams, start: DecodeState, blocks: i
     reached, accepted = counters.reached_at.sum(0), counters.accepted_at.sum(0)
     overall = (accepted.sum() + 1) / (reached.sum() + 2)
     chances: Any = ((accepted + _ALIKE * overall) / (reached + _ALIKE)).astype(np.float32)
-    return Calibration(at, chances)
+    catch_up: Any = np.float32(max(np.min(late, axis=0) @ (1, -1), 0) / blocks if late else 0)
+    return Calibration(at, chances, catch_up)
 
 
 def held_to(rung: int, depth: int) -> Calibration:
@@ -80,4 +91,4 @@ def held_to(rung: int, depth: int) -> Calibration:
     seconds: Any = np.where(np.arange(depth + 1) == rung, 1.0, np.inf).astype(np.float32)
     acceptance: Any = np.full((depth,), 0.5, np.float32)
     least: Any = np.int32(rung)
-    return Calibration(seconds, acceptance, least)
+    return Calibration(seconds, acceptance, least=least)

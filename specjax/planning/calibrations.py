@@ -72,11 +72,11 @@ def calibrate(decoder: Decoder, prompts: Sequence[Any], again: bool = False, **s
 
 
 def _to_json(found: Calibration) -> dict[str, Any]:
-    return {name: np.asarray(getattr(found, name)).tolist() for name in ("seconds", "acceptance")}
+    return {name: np.asarray(getattr(found, name)).tolist() for name in ("seconds", "acceptance", "catch_up")}
 
 
 def _of_json(found: Mapping[str, Any]) -> Calibration:
-    seconds, acceptance = (np.asarray(found[name], np.float32) for name in ("seconds", "acceptance"))
+    seconds, acceptance, late = (np.asarray(found[name], np.float32) for name in ("seconds", "acceptance", "catch_up"))
     if len(seconds) != len(acceptance) + 1 or not (seconds > 0).all():
         raise ValueError("no costs of blocks")
-    return Calibration(seconds, acceptance)  # type: ignore[arg-type]
+    return Calibration(seconds, acceptance, late)  # type: ignore[arg-type]
