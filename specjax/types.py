@@ -147,7 +147,7 @@ class Calibration:
     acceptance: Float[Array, " K"]
     """The chance that the proposal at place 1 .. K is kept if those before it are."""
     catch_up: Float[Array, ""] = np.float32(0)  # pyright: ignore[reportAssignmentType]
-    """Seconds that a draft takes when it comes back, for each block that it was not asked in, to read what it missed."""
+    """Seconds that a draft which comes back takes to read what it missed, for each block that it was not asked in."""
     least: Int[Array, ""] = np.int32(0)  # pyright: ignore[reportAssignmentType]
     """Every block with a draft is verified as if it had so many proposals, while its cost is measured; else 0."""
 
@@ -371,6 +371,7 @@ class Drafter(Protocol):
 class BoundDrafter(Protocol):
     """The proposer of blocks as the engine runs it; static and hashable. A drafter of trees also has ``num_nodes`` and
     ``max_depth``, one that reads the target ``reads``; without them, a block is a chain of ``k`` and nothing is read.
+    One that has ``reads_late = True`` is not given a prompt where its controller begins without it.
 
     `specjax.models.cache.KVCache` leaves of the state grow with the target's.
     """

@@ -12,7 +12,6 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax import backend
@@ -60,10 +59,10 @@ def measured(engine: Engine, params: EngineParams, start: DecodeState, blocks: i
     for rung in rungs[:-1]:  # the first one also compiles, and reads what is cold
         run(rung, 2, start)
     counters = jax.device_get(run(rungs[-1], NO_LIMIT, start)[1].counters)
-    paused = None
+    paused, missed = None, blocks * depth
     if rungs[0] == 0 and not engine.decides_after:
         # Its controller is to choose anew, by the length that it is held to then.
-        paused = dataclasses.replace(run(0, blocks, start)[1], controller=jax.tree.map(jnp.copy, start.controller))
+        paused = dataclasses.replace(run(0, missed, start)[1], controller=start.controller)
     seconds: dict[int, list[float]] = {rung: [] for rung in rungs}
     late: list[tuple[float, float]] = []
     begun = time.perf_counter()
@@ -71,7 +70,7 @@ def measured(engine: Engine, params: EngineParams, start: DecodeState, blocks: i
         for rung, found in seconds.items():
             # The first blocks of a run are slower, so short ones are given more.
             taken, state = run(rung, blocks * (depth + 1) // (min(rung, depth) + 1), start)
-            found.append(taken / max(int(np.max(state.counters.blocks)), 1))
+            found.append(taken / max(int(jax.device_get(state.counters.blocks).max()), 1))
         if paused is not None:
             late.append((run(rungs[1], 1, paused)[0], run(rungs[1], 1, start)[0]))
     # What disturbs a machine only ever adds time.
@@ -82,7 +81,7 @@ def measured(engine: Engine, params: EngineParams, start: DecodeState, blocks: i
     reached, accepted = counters.reached_at.sum(0), counters.accepted_at.sum(0)
     overall = (accepted.sum() + 1) / (reached.sum() + 2)
     chances: Any = ((accepted + _ALIKE * overall) / (reached + _ALIKE)).astype(np.float32)
-    catch_up: Any = np.float32(max(np.min(late, axis=0) @ (1, -1), 0) / blocks if late else 0)
+    catch_up: Any = np.float32(max(np.min(late, axis=0) @ (1, -1), 0) / missed if late else 0)
     return Calibration(at, chances, catch_up)
 
 

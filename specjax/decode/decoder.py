@@ -309,9 +309,11 @@ class Decoder:
             return None
         run = self._run(prompts, blocks * (max_depth(self._drafter) + 1), 0, True, sampling=sampling)
         where = run.batch.greedy, run.batch.rows
-        # Whatever it is, so that the program is the one that chooses.
-        self.calibrations.setdefault(where, held_to(0, max_depth(self._drafter)))
+        # Whatever it is, so that the program is the one that chooses, and the draft reads the prompts.
+        depth = max_depth(self._drafter)
+        self.calibrations.setdefault(where, held_to(depth, depth))
         run.engine, run.params = self.engine(*where)
+        run.params = dataclasses.replace(run.params, calibration=held_to(depth, depth))
         found = measured(run.engine, run.params, self._prefill(run, run.batch.slots[-1]), blocks, seconds)
         self.calibrations[where] = found
         return found

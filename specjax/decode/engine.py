@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import flax.struct
 import jax
@@ -66,6 +66,7 @@ from specjax.types import (
 
 Logprobs = Literal["raw", "processed"]
 NO_LIMIT = 2**31 - 1
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +238,7 @@ def drafted_block(
     return state
 
 
-def _if(condition: Bool[Array, ""], change: Callable[[DecodeState], DecodeState], state: DecodeState) -> DecodeState:
+def _if(condition: Bool[Array, ""], change: Callable[[_T], _T], state: _T) -> _T:
     """``change(state)`` where the condition holds: a loop of one round or none, since a `cond` copies the caches."""
 
     def once(carry):
@@ -308,15 +309,28 @@ def looked_at(
     engine: Engine, params: EngineParams, state: DecodeState, limit: Int[Array, " B"] | None = None, noise: bool = True
 ) -> Context:
     """The context of this block for draft, controller and transform."""
+    found = block_noise(engine, state) if noise and not engine.greedy else None
+    return context_of(params, state, engine.controller, engine.processor, limit, found)
+
+
+def context_of(
+    params: EngineParams,
+    state: DecodeState,
+    controller: Controller | None,
+    processor: LogitsProcessor | None = None,
+    limit: Int[Array, " B"] | None = None,
+    noise: Noise | CoupledNoise | None = None,
+) -> Context:
+    """What a block begins with."""
     return Context(
         state.tokens,
         state.lengths,
         state.prompt_lengths,
         state.stop_ids,
         state.sampling,
-        block_noise(engine, state) if noise and not engine.greedy else None,
-        engine.processor,
-        engine.controller,
+        noise,
+        processor,
+        controller,
         state.controller,
         limit,
         params.calibration,
@@ -499,7 +513,7 @@ def compiled_prefill(
         out = target(params.target, request.prompt, positions, positions, cache, **more)
         drafter_state = cache_lib.with_total(drafter.init(batch, num_slots), ends)
         zeros, zeros_k = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, depth), jnp.int32)
-        return DecodeState(
+        state = DecodeState(
             tokens=jnp.pad(request.prompt, ((0, 0), (0, num_slots + depth + 1 - width))),
             origin=jnp.zeros((batch, num_slots + depth + 1), jnp.int32),
             lengths=request.lengths,
@@ -513,9 +527,19 @@ def compiled_prefill(
             finish=zeros,
             logprobs=jnp.zeros((batch, num_slots + depth + 1), jnp.float32) if logprobs else None,
             cache=out.cache,
-            drafter=drafter.extend(params.drafter, drafter_state, request.prompt, request.lengths - 1, out),
+            drafter=drafter_state,
             controller=None if controller is None else controller_state(controller, drafter, batch),
         )
+
+        def read(drafter_state: Any) -> Any:
+            return drafter.extend(params.drafter, drafter_state, request.prompt, request.lengths - 1, out)
+
+        asked = None
+        if controller is not None and getattr(drafter, "reads_late", False):
+            asked = controller.choose(state.controller, context_of(params, state, controller))
+        # A draft that is not asked at first may never be, and reads the prompt when it is.
+        has_read = read(drafter_state) if asked is None else _if(jnp.any(asked > 0), read, drafter_state)
+        return dataclasses.replace(state, drafter=has_read)
 
     return jax.jit(prefill, compiler_options=backend.compiler_options(decoding=True))
 

@@ -114,6 +114,8 @@ class BoundDraftModel:
 
     model: Any
     k: int = 5
+    reads_late: ClassVar[bool] = True
+    """It reads for itself what it missed, so that a prompt need not be read before it is asked."""
 
     @property
     def max_positions(self) -> int:

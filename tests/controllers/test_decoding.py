@@ -110,6 +110,27 @@ def test_nobody_looks_at_a_draft_that_cannot_pay(controller):
     assert [stats.drafted for stats in found.stats] == [0] * 4
 
 
+@pytest.mark.parametrize("controller", ["ladder", "survival", "adaptive"])
+def test_nobody_looks_where_reading_what_was_missed_takes_more_than_could_be_found(controller):
+    for catch_up, looks in ((0.0, True), (0.2, False)):
+        decoder = Decoder(TARGET, DraftModel(TARGET, 3), controller={"kind": controller, "probe": 4, "looks_cost": 1.0})
+        forced(decoder, True, 4, [1.0, 1.9, 2.5, 3.0])  # a third more for what is always kept
+        cost = decoder.calibrations[True, 4]
+        doubtful, catch_up = np.full(3, 0.1, np.float32), np.float32(catch_up)
+        decoder.calibrations[True, 4] = dataclasses.replace(cost, acceptance=doubtful, catch_up=catch_up)
+        found = decoder.generate(PROMPTS, **OPTIONS, temperature=0.0)
+        assert all((stats.drafted > 0) == looks for stats in found.stats)
+
+
+@pytest.mark.parametrize(("seconds", "read"), [([1.0, 1.2, 1.4], True), ([1.0, 2.9, 4.9], False)])
+def test_a_draft_that_is_not_asked_at_first_does_not_read_the_prompts(seconds, read):
+    decoder = Decoder(TARGET, DraftModel(DRAFT, 2), controller="ladder")
+    forced(decoder, True, 4, seconds)
+    state = decoder.prefilled(PROMPTS, max_new_tokens=8, temperature=0.0)
+    held = [len(prompt) - 1 for prompt in PROMPTS]
+    assert state.drafter.lengths.tolist() == (held if read else [0] * 4)
+
+
 def test_a_draft_that_was_left_has_read_everything_when_it_comes_back():
     """A draft that equals its target is accepted after any pause, of which some are longer than a piece."""
     decoder = Decoder(
