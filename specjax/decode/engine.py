@@ -321,7 +321,7 @@ def context_of(
     limit: Int[Array, " B"] | None = None,
     noise: Noise | CoupledNoise | None = None,
 ) -> Context:
-    """What a block begins with."""
+    """Gather everything a block begins with, which is also all a choice of length may look at."""
     return Context(
         state.tokens,
         state.lengths,
