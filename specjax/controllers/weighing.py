@@ -67,7 +67,7 @@ class Weighing:
     """Lengths to choose from, ascending from 0; None: 0, 1, 2, 3, 5, 8, ... and the drafter's longest."""
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.93
     """What a block counts beside the one after it."""
-    trust: Annotated[float, Field(gt=0)] = 4.0
+    trust: Annotated[float, Field(gt=0)] = 12.0
     """Blocks that the calibration counts for."""
     margin: Annotated[float, Field(ge=0)] = 0.03
     """How much better another length has to be to be changed to, so that nothing flaps."""
