@@ -30,9 +30,6 @@ _LOOKS = 4
 """Blocks of one look, at most."""
 _HOPED = 10.0
 """Times what it takes to read what was missed, as a share of plain blocks: what a look must be able to find."""
-_QUIET, _NAP = 16, 4
-"""After so many blocks without proposals, a drafter that costs nothing is asked before every fourth block only: what is
-asked in vain does cost a little."""
 
 
 @flax.struct.dataclass
@@ -102,11 +99,6 @@ class Weighing:
         # Of the calibration alone, so that a compiler takes it out of the loop.
         first = jnp.argmax(self.emitted(known, None)[0] / self.seconds(context))
         return jnp.where(state.blocks == 0, self._lengths()[first], state.next)
-
-    def rests(self, state: Weighed, context: Context) -> Bool[Array, " B"]:
-        """The rows that not even a drafter that costs nothing is asked for: nothing of it was of use for long."""
-        measuring = calibration_of(context, self).least > 0
-        return (state.waited >= _QUIET) & (state.waited % _NAP != 0) & ~measuring
 
     def decide(self, state: Weighed, context: Context, draft: Draft) -> Int[Array, " B"]:
         """How much to verify of a deterministic draft that cost nothing, which may be looked at."""

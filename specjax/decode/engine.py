@@ -288,11 +288,7 @@ def chosen(engine: Engine, params: EngineParams, state: DecodeState) -> Int[Arra
         return None
     context = looked_at(engine, params, state, None, noise=False)
     deepest = min(engine.max_depth, engine.rungs[-1])  # a tree's rungs count nodes, of which there are more
-    if engine.decides_after:
-        rests = getattr(engine.controller, "rests", None)
-        limit = deepest if rests is None else jnp.where(rests(state.controller, context), 0, deepest)
-    else:
-        limit = engine.controller.choose(state.controller, context)
+    limit = deepest if engine.decides_after else engine.controller.choose(state.controller, context)
     return None if limit is None else jnp.where(state.done, 0, jnp.minimum(limit, deepest))
 
 
@@ -599,7 +595,7 @@ def compiled_chunk(engine: Engine):
             return chosen(engine, params, state)
 
         rungs = engine.rungs
-        loop = body if len(rungs) == 1 or rungs[0] else body_of_rungs
+        loop = body if len(rungs) == 1 or rungs[0] or engine.decides_after else body_of_rungs
         final = jax.lax.while_loop(unfinished, loop, (jnp.int32(0), cache_lib.fold(state)))[1]
         return cache_lib.unfold(final, len(state.lengths))
 

@@ -248,12 +248,3 @@ def test_a_batch_looks_at_what_would_pay_if_all_of_it_were_kept(rows, looks):
     valid = jnp.broadcast_to(jnp.arange(4)[:, None] < rows, (4, 3))
     draft = Draft(jnp.zeros((4, 3), jnp.int32), valid, grade=jnp.zeros((4,), jnp.int32))
     assert controller.decide(state, seen, draft).tolist() == [looks] * 4
-
-
-@pytest.mark.parametrize("waited", [3, 15, 16, 17, 18, 19, 20, 41])
-def test_what_was_in_vain_for_long_is_asked_for_before_every_fourth_block(waited):
-    for controller in (Ladder(), Survival()):
-        rests = controller.bind(3).rests(*weighing(controller, waited)[1:])
-        assert rests.tolist() == [waited > 16 and waited % 4 > 0] * 4
-        measuring = weighing(controller, waited, least=np.int32(1))[1:]
-        assert not controller.bind(3).rests(*measuring).any()
