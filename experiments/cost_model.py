@@ -1,6 +1,6 @@
 """How well the cost model predicts tokens a second: over drafters, lengths, batches and temperatures.
 
-    python experiments/cost_model.py [--prompts 32] [--new-tokens 96] [--batches 1 4 16] [-k 1 3 5] [--results FILE]
+    python experiments/cost_model.py [--prompts 64] [--new-tokens 96] [--batches 1 4 16] [-k 1 3 5] [--results FILE]
 
 The demo's target with its two shipped drafts and n-gram lookup. In every batch the points that the model is fitted to
 (`specjax.planning.measuring`) are timed in turn with the decoding that it is to predict, so that a slow spell of the
@@ -9,7 +9,7 @@ machine meets both. Predicted twice:
 - from the acceptance on three times as many other prompts: what `specjax plan` says before anything is decoded;
 - from the blocks that were in fact decoded: the error of the costs alone.
 
-Exit status 1 if the first is off by more than 5% in the median or 12% at worst. About 8 minutes on 2 cores, half of
+Exit status 1 if the first is off by more than 5% in the median or 12% at worst. About 15 minutes on 2 cores, a third of
 them compiling, which a second run is spared. The machine should have nothing else to do.
 """
 
@@ -145,7 +145,7 @@ def table_of(points: Sequence[Point]) -> Table:
 def main() -> int:
     memory.one_heap()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16], help="powers of two")
     parser.add_argument("-k", type=int, nargs="+", default=[1, 3, 5])

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field
 
 from specjax.controllers.weighing import Weighed, Weighing, calibration_of
-from specjax.types import Context, Draft
+from specjax.types import Calibration, Context, Draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,10 @@ class Budgeted(Weighing):
         """The same, of what was found."""
         kept = jnp.cumprod(self.chances(state, context, draft.grade), axis=1)
         return self._allotted(state, context, jnp.where(draft.valid, kept, 0.0))
+
+    def never_proposes(self, calibration: Calibration) -> bool:
+        """No: a total of proposals is spent, and its costs are between those of ``ks``."""
+        return False
 
     def _allotted(self, state: Weighed, context: Context, kept: Float[Array, "B K"]) -> Int[Array, " B"]:
         active = jnp.ones_like(state.blocks, bool) if context.active is None else context.active

@@ -20,6 +20,7 @@ from typing import Annotated, Any, ClassVar, Self
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field
 
@@ -95,9 +96,7 @@ class Weighing:
 
     def choose(self, state: Weighed, context: Context) -> Int[Array, " B"]:
         """What was chosen after the block before; for the first one, what is best by the calibration alone."""
-        known = calibration_of(context, self).acceptance[None]
-        # Of the calibration alone, so that a compiler takes it out of the loop.
-        first = jnp.argmax(self.emitted(known, None)[0] / self.seconds(context))
+        first = self._first(calibration_of(context, self))
         return jnp.where(state.blocks == 0, self._lengths()[first], state.next)
 
     def decide(self, state: Weighed, context: Context, draft: Draft) -> Int[Array, " B"]:
@@ -157,10 +156,23 @@ class Weighing:
     def due(self, state: Weighed, waited: Int[Array, " B"], context: Context) -> Bool[Array, " B"]:
         """The rows that are to look again: never where not even a draft that is always kept would pay, also for what it
         has to read after each pause."""
-        seconds = self.seconds(context)
-        gain = jnp.max((1.0 + self._lengths().astype(jnp.float32)) / seconds) * seconds[0] - 1.0
-        least = jnp.maximum(self.margin, _HOPED * calibration_of(context, self).catch_up / seconds[0])
-        return (waited >= state.interval) & (gain > least)
+        return (waited >= state.interval) & self._could_pay(calibration_of(context, self))
+
+    def never_proposes(self, calibration: Calibration) -> bool:
+        """Whether no block will have proposals, whatever comes: not the first one, and nobody looks again."""
+        return not (self._could_pay(calibration) or self._first(calibration))
+
+    # Of the calibration alone: a compiler takes them out of the loop, and of NumPy's arrays they are made at once.
+    def _first(self, calibration: Calibration) -> Int[Array, ""]:
+        """Which of ``ks`` is the best before there is evidence."""
+        ks, kept = np.asarray(self.rungs), calibration.acceptance.cumprod().cumsum()
+        return ((1.0 + np.float32(ks > 0) * kept[ks - 1]) / calibration.seconds[ks]).argmax()
+
+    def _could_pay(self, calibration: Calibration) -> Bool[Array, ""]:
+        """Whether a draft that is always kept would."""
+        ks, plain = np.asarray(self.rungs), calibration.seconds[0]
+        gain = (np.float32(1 + ks) / calibration.seconds[ks]).max() * plain - 1.0
+        return (gain > self.margin) & (gain > _HOPED * calibration.catch_up / plain)
 
     def _after_proposing(self, state: Weighed, outcome: Outcome, active: Bool[Array, " B"]) -> Weighed:
         context, looked = outcome.context, state.waited > 0

@@ -233,7 +233,7 @@ class Decoder:
             sent = length
             done = bool(host.done[0])
             reason = finish_reason(host.finish[0], run.cut(0)) if done else None
-            stats, seconds = stats_by_row(host)[0], run.looks[-1].seconds
+            stats, seconds = stats_by_row(host, max_depth(self._drafter))[0], run.looks[-1].seconds
             yield Event(tokens, text, pieces, stats, done, seconds, values, reason)
 
     def compile(
@@ -307,15 +307,18 @@ class Decoder:
         """
         if not self.weighs:
             return None
-        run = self._run(prompts, blocks * (max_depth(self._drafter) + 1), 0, True, sampling=sampling)
+        depth = max_depth(self._drafter)
+        new = blocks * (depth + 1)
+        run = self._run(prompts, new, 0, True, sampling=sampling)
         where = run.batch.greedy, run.batch.rows
         # Whatever it is, so that the program is the one that chooses, and the draft reads the prompts.
-        depth = max_depth(self._drafter)
         self.calibrations.setdefault(where, held_to(depth, depth))
         run.engine, run.params = self.engine(*where)
         run.params = dataclasses.replace(run.params, calibration=held_to(depth, depth))
         found = measured(run.engine, run.params, self._prefill(run, run.batch.slots[-1]), blocks, seconds)
         self.calibrations[where] = found
+        if self._program(*where)[0] != run.engine:
+            self.compile(prompts, max_new_tokens=new, **sampling)
         return found
 
     def prefilled(
@@ -336,6 +339,7 @@ class Decoder:
             TypeError: a keyword is none of `SamplingOptions`.
         """
         run = self._run(prompts, max_new_tokens, 0, True, sampling=sampling)
+        run.engine, run.params = self.engine(run.batch.greedy, run.batch.rows)
         return self._prefill(run, run.batch.slots[-1])
 
     def started(
@@ -374,11 +378,21 @@ class Decoder:
             raise DataError(f"logprobs: {logprobs!r}; give 'raw' (or True), 'processed' or None")
         if processor is not None:
             request_lib.check_processor(processor, batch.request, batch.slots[-1])
-        engine, params = self.engine(batch.greedy, batch.rows)
+        engine, params = self._program(batch.greedy, batch.rows)
         tokens = TokenRows.of(self.target) if logprobs == "raw" else None
         engine = dataclasses.replace(engine, processor=processor, logprobs=logprobs, tokens=tokens)
         stops = stops_lib.check(stop_strings, len(prompts), self.target.tokenizer is not None)
         return _Run(batch, engine, params, stops, start)
+
+    def _program(self, greedy: bool, rows: int) -> tuple[Engine, EngineParams]:
+        """`engine`, or that of plain decoding where its controller would never propose anything."""
+        engine, params = self.engine(greedy, rows)
+        known, never = self.calibrations.get((greedy, rows)), getattr(engine.controller, "never_proposes", None)
+        if known is None or never is None or not never(known):
+            return engine, params
+        spec, nothing = bound(NoDraft(), self.target)
+        engine = dataclasses.replace(engine, drafter=spec, controller=controller_for("fixed", 0))
+        return engine, dataclasses.replace(params, drafter=nothing, calibration=None)
 
     def _prefill(self, run: _Run, slots: int) -> DecodeState:
         return prefilled(run.engine, run.params, run.batch.request, slots)
@@ -419,7 +433,7 @@ class Decoder:
             commit_times=[row[: len(new)] for row, new in zip(times, tokens, strict=True)],
             looks=[look.seconds for look in run.looks],
             seconds=time.perf_counter() - run.start,
-            stats=stats_by_row(host)[: len(rows)],
+            stats=stats_by_row(host, max_depth(self._drafter))[: len(rows)],
             seeds=run.batch.seeds,
             verifier=run.engine.verifier.kind,
             lossless=run.engine.verifier.lossless,

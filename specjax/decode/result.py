@@ -183,10 +183,12 @@ def check_finite(result: GenerationResult, drafter: str, target: str) -> None:
         raise ModelError(f"{target}: its logits are NaN or infinite at new token {new} of prompt {row}; {remedy}")
 
 
-def stats_by_row(state: DecodeState) -> list[DecodeStats]:
-    """The stats of each row, from the host's part of a state (`specjax.decode.scheduler.without_caches`)."""
+def stats_by_row(state: DecodeState, depth: int) -> list[DecodeStats]:
+    """The stats of each row, from the host's part of a state (`specjax.decode.scheduler.without_caches`). ``depth``:
+    places of the drafter, which a program that never asks it does not count."""
     counts = {field.name: getattr(state.counters, field.name) for field in dataclasses.fields(Counters)}
     counts |= {} if state.controller is None else {"probes": state.controller}
+    counts = {name: np.pad(x, [(0, 0), (0, depth - x.shape[1])]) if x.ndim == 2 else x for name, x in counts.items()}
     columns = {name: column.tolist() for name, column in counts.items()}
     return [DecodeStats.of(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 

@@ -124,8 +124,9 @@ class Points:
     """By drafter, k and `GREEDY` or `SAMPLED`; of plain decoding k is 0."""
     prefill: Mapping[tuple[str, int], float]
     """By drafter and padded length."""
-    single: float
-    """A whole generation of one token, plain and greedy, with prompts of the longest length."""
+    shortest: float
+    """A whole generation of two tokens, which like all longer ones calls its program twice: plain and greedy, with
+    prompts of the longest length."""
 
 
 def fit(points: Points, left_out: Sequence[int] = ()) -> BatchCosts:
@@ -140,7 +141,7 @@ def fit(points: Points, left_out: Sequence[int] = ()) -> BatchCosts:
     names = dict.fromkeys(name for name, _ in points.draft)
     drafters = {name: _drafter(name, points, target, prefill, wider) for name in names}
     longest = max(width for name, width in points.prefill if name == PLAIN)
-    host = max(points.single - prefill(longest) - points.block[PLAIN, 0, GREEDY], 0.0)
+    host = max(points.shortest - prefill(longest) - 2 * points.block[PLAIN, 0, GREEDY], 0.0)
     found = BatchCosts(points.context, target, per_slot, plain, drafters, prefill, host)
     return dataclasses.replace(found, checks=tuple(_checks(points, found, left_out)))
 

@@ -110,6 +110,25 @@ def test_nobody_looks_at_a_draft_that_cannot_pay(controller):
     assert [stats.drafted for stats in found.stats] == [0] * 4
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", ["draft", "ngram"])
+def test_a_batch_that_would_never_be_drafted_for_is_decoded_by_the_plain_program(drafter, temperature, monkeypatch):
+    """And gets what the program of all lengths would give it, stats and all."""
+    options: dict[str, Any] = {**OPTIONS, "temperature": temperature}
+    decoder = Decoder(TARGET, DRAFTERS[drafter], controller="ladder")
+    forced(decoder, temperature == 0, 4, [1.0, 2.05, 3.1, 4.1, 5.1, 6.1])
+    with monkeypatch.context() as patch:
+        patch.setattr(Ladder, "never_proposes", lambda self, calibration: False)
+        slow = decoder.generate(PROMPTS, **options)
+    plain = Decoder(TARGET).generate(PROMPTS, **options)
+    with count_compiles() as count:
+        fast = decoder.generate(PROMPTS, **options)
+    assert count.programs == 0
+    assert fast.tokens == slow.tokens == plain.tokens
+    assert fast.stats == slow.stats
+    assert fast.proposals == slow.proposals
+
+
 @pytest.mark.parametrize("controller", ["ladder", "survival", "adaptive"])
 def test_nobody_looks_where_reading_what_was_missed_takes_more_than_could_be_found(controller):
     for catch_up, looks in ((0.0, True), (0.2, False)):
@@ -158,7 +177,8 @@ def test_rows_of_survival_choose_for_themselves_and_replay_alone():
         assert alone.stats[0] == together.stats[i]
 
 
-def test_calibrating_compiles_nothing_that_decoding_does_not_and_decoding_nothing_after_it():
+def test_calibrating_compiles_nothing_that_decoding_does_not_and_decoding_nothing_after_it(monkeypatch):
+    monkeypatch.setattr(Ladder, "never_proposes", lambda self, calibration: False)  # of a toy, chance would decide
     target = transformer(0)
     draft = dataclasses.replace(target, params=target.params)
     decoder = Decoder(target, DraftModel(draft, 4), controller="ladder")

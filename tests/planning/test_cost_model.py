@@ -51,7 +51,7 @@ def points(**changes) -> Points:
             **{("d", k, mode): block(k, mode) for k in lengths for mode in BEYOND},
         },
         "prefill": {(PLAIN, 16): prefill(16), (PLAIN, 64): prefill(64), ("d", 64): prefill(64) + 0.32},
-        "single": prefill(64) + block(0, GREEDY) + 0.125,
+        "shortest": prefill(64) + 2 * block(0, GREEDY) + 0.125,
     }
     return Points(CONTEXT, WIDE, **{**found, **changes})
 
