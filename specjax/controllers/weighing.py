@@ -73,7 +73,7 @@ class Weighing:
     """Blocks without proposals before one of the shortest length looks whether they pay again; more where a look costs
     more, and twice as many after each look in vain, up to ``longest_wait``."""
     longest_wait: Annotated[int, Field(ge=1)] = 256
-    looks_cost: Annotated[float, Field(gt=0, le=1)] = 0.01
+    looks_cost: Annotated[float, Field(gt=0, le=1)] = 0.005
     """Most of the time of plain blocks that looks may be expected to cost, as a share."""
 
     def __post_init__(self):
