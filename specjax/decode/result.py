@@ -188,7 +188,9 @@ def stats_by_row(state: DecodeState, depth: int) -> list[DecodeStats]:
     places of the drafter, which a program that never asks it does not count."""
     counts = {field.name: getattr(state.counters, field.name) for field in dataclasses.fields(Counters)}
     counts |= {} if state.controller is None else {"probes": state.controller}
-    counts = {name: np.pad(x, [(0, 0), (0, depth - x.shape[1])]) if x.ndim == 2 else x for name, x in counts.items()}
+    if state.counters.accepted_at.shape[1] < depth:
+        at = ("drafted_at", "reached_at", "accepted_at")
+        counts |= {name: np.zeros((len(counts[name]), depth), np.int32) for name in at}
     columns = {name: column.tolist() for name, column in counts.items()}
     return [DecodeStats.of(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
