@@ -317,7 +317,7 @@ class Decoder:
         run.params = dataclasses.replace(run.params, calibration=held_to(depth, depth))
         found = measured(run.engine, run.params, self._prefill(run, run.batch.slots[-1]), blocks, seconds)
         self.calibrations[where] = found
-        if self._program(*where)[0] != run.engine:
+        if self._program(*where)[0] != run.engine:  # what was timed is not what will decode
             self.compile(prompts, max_new_tokens=new, **sampling)
         return found
 

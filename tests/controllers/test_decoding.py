@@ -177,6 +177,18 @@ def test_rows_of_survival_choose_for_themselves_and_replay_alone():
         assert alone.stats[0] == together.stats[i]
 
 
+@pytest.mark.parametrize("never", [False, True])
+def test_decoding_compiles_nothing_after_calibrating(never, monkeypatch):
+    monkeypatch.setattr(Ladder, "never_proposes", lambda self, calibration: never)  # of a toy, chance would decide
+    decoder = Decoder(transformer(0), DraftModel(transformer(1), 3), controller="ladder")
+    decoder.calibrate([[1, 2, 3], [4, 5]], blocks=8, seconds=0, temperature=0.0)
+    with count_compiles() as count:
+        found = decoder.generate([[7] * 9, [1]], max_new_tokens=30, ignore_eos=True, temperature=0.0)
+    assert count.programs == 0
+    if never:
+        assert [stats.blocks for stats in found.stats] == [30, 30]
+
+
 def test_calibrating_compiles_nothing_that_decoding_does_not_and_decoding_nothing_after_it(monkeypatch):
     monkeypatch.setattr(Ladder, "never_proposes", lambda self, calibration: False)  # of a toy, chance would decide
     target = transformer(0)
