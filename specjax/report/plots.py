@@ -243,7 +243,7 @@ def _lengths(axes: Axes, chosen: Sequence[Sequence[int]]) -> None:
         # A little apart, or rows that are treated alike hide one another.
         y = [k + 0.5 * (row / len(chosen) - 0.5) for k in proposals]
         axes.step(range(1, len(y) + 1), y, where="mid", linewidth=1, color=colors[row % len(colors)], label=f"_{row}")
-    axes.set_ylim(-0.5, max((k for proposals in chosen for k in proposals), default=0) + 0.5)
+    axes.set_ylim(-0.5, max((1, *(k for proposals in chosen for k in proposals))) + 0.5)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("block")
     axes.set_ylabel("proposals")
