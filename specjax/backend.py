@@ -24,6 +24,16 @@ MICRO_TOKENS_CPU = 512
 """Tokens of a microbatch on CPU: its activations stay in cache, 1.35x over the whole batch at once on 2 cores."""
 
 
+PREFILL_TOKENS_CPU, PREFILL_TOKENS = 2048, 8192
+"""Prompt tokens of a pass, on CPU and elsewhere: enough that reading the weights is no matter."""
+LOGIT_BYTES_CPU, LOGIT_BYTES = 2**26, 2**30
+"""Of the float32 logits that training and evaluation make at a time, on CPU and elsewhere: a loss makes several arrays
+as large, and an accelerator reads the whole head for each."""
+
+SCORE_BYTES_CPU, SCORE_BYTES = 2**26, 2**29
+"""Of the float32 scores of attention that exist at a time, likewise."""
+
+
 def _on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
@@ -50,6 +60,21 @@ def token_share() -> float:
 def microbatch_tokens() -> int | None:
     """Most tokens of one microbatch of training; None: the whole batch at once."""
     return MICRO_TOKENS_CPU if _on_cpu() else None
+
+
+def prefill_tokens() -> int:
+    """Most prompt tokens of all rows that are fed at a time."""
+    return PREFILL_TOKENS_CPU if _on_cpu() else PREFILL_TOKENS
+
+
+def logit_tokens(vocab_size: int) -> int:
+    """Most positions whose logits exist at a time where none is fed back: at least one."""
+    return max(1, (LOGIT_BYTES_CPU if _on_cpu() else LOGIT_BYTES) // (4 * vocab_size))
+
+
+def score_count() -> int:
+    """Most scores of attention, of all rows, heads, queries and keys, that exist at a time."""
+    return (SCORE_BYTES_CPU if _on_cpu() else SCORE_BYTES) // 4
 
 
 def is_host(device: Any) -> bool:

@@ -314,6 +314,20 @@ left by a logits processor); a stop string, which the host finds."""
 UNFINISHED, STOP, LENGTH, INVALID_LOGITS, STOP_STRING = range(5)
 
 
+@flax.struct.dataclass
+class Documents:
+    """Rows of several documents: a token sees those before it in its own, and itself."""
+
+    segments: Int[Array, "B T"]
+    """The document that each token belongs to."""
+
+    @property
+    def mask(self) -> Bool[Array, "B T T"]:
+        """Which tokens each one sees, an entry a pair."""
+        size = self.segments.shape[1]
+        return (self.segments[:, :, None] == self.segments[:, None]) & jnp.tril(jnp.ones((size, size), bool))[None]
+
+
 @runtime_checkable
 class Model(Protocol):
     """A decoder as a pure function of its parameters; static and hashable. A fed block is contiguous in ``slots``, row
@@ -326,13 +340,13 @@ class Model(Protocol):
         positions: Int[Array, "B T"],
         slots: Int[Array, "B T"] | None = None,
         cache: Any = None,
-        mask: Bool[Array, "B T T"] | None = None,
+        mask: Bool[Array, "B T T"] | Documents | None = None,
         reads: Reads = NOTHING,
         rows: Int[Array, "B R"] | None = None,
     ) -> Output:
         """Logits after each token fed, or after the ``rows`` of them that are named. ``positions`` are those of rotary
         or learned embeddings, ``slots`` the places in the cache (None: no cache), ``mask`` the tokens of the block that
-        each one sees (None: those before it and itself)."""
+        each one sees (None: those before it and itself; `Documents`: without a cache alone)."""
         ...
 
     def init_cache(self, batch: int, num_slots: int, dtype: DTypeLike = ...) -> Any:
@@ -514,12 +528,9 @@ class Batch:
         return jnp.broadcast_to(jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None], self.tokens.shape)
 
     @property
-    def attention_mask(self) -> Bool[Array, "B T T"] | None:
-        """Which tokens each one sees: those before it in its document, and itself. None: all before it."""
-        if self.segments is None:
-            return None
-        segments, size = jnp.asarray(self.segments), self.tokens.shape[1]
-        return (segments[:, :, None] == segments[:, None]) & jnp.tril(jnp.ones((size, size), bool))[None]
+    def documents(self) -> Documents | None:
+        """Which tokens each one sees. None: all before it, and itself."""
+        return None if self.segments is None else Documents(jnp.asarray(self.segments))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -589,6 +600,8 @@ class LossContext:
     """How much each prediction counts; 0: not at all."""
     references: Mapping[str, Float[Array, "B T V"]] = dataclasses.field(default_factory=dict)
     """Logits of the frozen drafts that the loss compares with, by its names for them."""
+    chosen: Any = None
+    """What the loss chose among the positions of whole rows, see `Loss`; None: it takes these for whole rows."""
 
 
 @runtime_checkable
@@ -604,8 +617,13 @@ class Sharing(Protocol):
 class Loss(Protocol):
     """The cost of a prediction: one value a predicted token, in float32, without a mean: the trainer adds up ``weight *
     value`` and ``weight`` over microbatches and devices and divides once. ``tokens`` are the next tokens, for losses
-    that need labels. A loss that compares with frozen reference drafts has a ``bind(target)`` that gives them by name,
-    each as (`Trainable`, its parameters)."""
+    that need labels. It is asked about some positions of the rows at a time. A loss that compares with frozen reference
+    drafts has a ``bind(target)`` that gives them by name, each as (`Trainable`, its parameters).
+
+    One that weighs the positions of a row against each other has ``scores``, called as the loss is, which gives arrays
+    ``[B, T]``, and ``choose(scores, weight)``, which is given those of whole rows; what it returns, arrays ``[B, T]``
+    as well, comes back in `LossContext.chosen`. No gradient goes through either.
+    """
 
     @property
     def kind(self) -> str:

@@ -45,7 +45,7 @@ from specjax.decode.result import (
 )
 from specjax.decode.scheduler import Scheduler, without_caches
 from specjax.decode.text import Cut, Detokenizer, RowText
-from specjax.errors import DataError
+from specjax.errors import ConfigError, DataError
 from specjax.models.files import check_model
 from specjax.models.vocabulary import TokenRows
 from specjax.types import BoundDrafter, Calibration, Controller, DecodeState, Drafter, LogitsProcessor, Verifier
@@ -63,10 +63,12 @@ class Decoder:
             field: value}``; None decodes autoregressively through the same engine.
         verifier: a registered kind, a mapping or an instance; an all-greedy batch uses `greedy`.
         controller: how much of the drafter's ``k`` is proposed: a registered kind, a mapping or an instance.
+        prefill_chunk: most tokens of each prompt that are fed at a time, for what memory a pass may take; None: as many
+            as are worth it, fewer in a larger batch.
 
     Raises:
-        ConfigError: a drafter, verifier or controller is unknown or has a field out of range, or a drafter of trees
-            meets a verifier of chains.
+        ConfigError: a drafter, verifier or controller is unknown or has a field out of range, a drafter of trees meets
+            a verifier of chains, or ``prefill_chunk`` is no token.
         ModelError: something given as a model is none, or the vocabularies differ.
     """
 
@@ -76,12 +78,16 @@ class Decoder:
         drafter: Drafter | str | Mapping[str, Any] | None = None,
         verifier: Verifier | str | Mapping[str, Any] = "speculative",
         controller: Controller | str | Mapping[str, Any] = "adaptive",
+        prefill_chunk: int | None = None,
     ):
         check_model(target, "target")
         self.target = target
         self._drafter, self._drafter_params = bound(drafter_of(drafter) or NoDraft(), target)
         self._verifier = verifier_of(verifier)
         self._controller = controller_for(controller, max_depth(self._drafter))
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk: {prefill_chunk}; give at least 1 token, or None")
+        self._prefill_chunk = prefill_chunk
         self.calibrations: dict[tuple[bool, int], Calibration] = {}
         """What blocks cost, by whether all rows are greedy and by the rows of the padded batch: from `calibrate`, or
         set to what another decoder measured, so that it chooses as that one did."""
@@ -282,7 +288,8 @@ class Decoder:
             controller = getattr(controller, "uncalibrated", controller)
             if controller is self._controller:
                 calibration = guessed(layout.params, self._drafter_params, max_depth(self._drafter))
-        engine = Engine(layout.spec, self._drafter, verifier, greedy, controller=controller)
+        how = {"controller": controller, "prefill_chunk": self._prefill_chunk}
+        engine = Engine(layout.spec, self._drafter, verifier, greedy, **how)
         return engine, EngineParams(layout.params, self._drafter_params, calibration)
 
     def calibrate(

@@ -118,6 +118,8 @@ class Engine:
     tokens: TokenRows | None = None
     """The rows of the target's head that its own distribution is over; None: all."""
     controller: Controller | None = None
+    prefill_chunk: int | None = None
+    """Most tokens of each prompt that are fed at a time; None: by the rows of the batch."""
 
     @property
     def rungs(self) -> tuple[int, ...]:
@@ -495,55 +497,95 @@ def controller_state(controller: Controller, drafter: BoundDrafter, batch: int) 
 
 @functools.lru_cache(maxsize=256)
 def compiled_prefill(
-    target: Model, drafter: BoundDrafter, num_slots: int, logprobs: bool = False, controller: Controller | None = None
+    target: Model,
+    drafter: BoundDrafter,
+    num_slots: int,
+    logprobs: bool = False,
+    controller: Controller | None = None,
+    piece: int | None = None,
 ):
-    """Jitted ``(params, request) -> DecodeState``, which feeds the prompts and emits nothing. (The last prompt token is
-    fed with them and once more as the root: its slot is past what the invariant counts, so that is harmless.)"""
+    """Jitted ``(params, request) -> DecodeState``, which feeds the prompts and emits nothing, at most ``piece`` tokens
+    of each at a time (None: as many as fit `backend.prefill_tokens`). (The last prompt token is fed with them and once
+    more as the root: its slot is past what the invariant counts, so that is harmless.)"""
 
     def prefill(params: EngineParams, request: Request) -> DecodeState:
-        batch, width = request.prompt.shape
-        reads, depth, ends = reads_of(drafter), max_depth(drafter), request.lengths + request.budget
-        positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
-        cache = cache_lib.with_total(target.init_cache(batch, num_slots), ends)
-        more: dict[str, Any] = {"reads": reads} if reads else {}
-        out = target(params.target, request.prompt, positions, positions, cache, **more)
-        drafter_state = cache_lib.with_total(drafter.init(batch, num_slots), ends)
-        zeros, zeros_k = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, depth), jnp.int32)
-        state = DecodeState(
-            tokens=jnp.pad(request.prompt, ((0, 0), (0, num_slots + depth + 1 - width))),
-            origin=jnp.zeros((batch, num_slots + depth + 1), jnp.int32),
-            lengths=request.lengths,
-            prompt_lengths=request.lengths,
-            budget=ends,
-            done=request.budget <= 0,
-            sampling=request.sampling,
-            seeds=request.seeds,
-            stop_ids=request.stop_ids,
-            counters=Counters(zeros, zeros, zeros_k, zeros_k, zeros_k, zeros),
-            finish=zeros,
-            logprobs=jnp.zeros((batch, num_slots + depth + 1), jnp.float32) if logprobs else None,
-            cache=out.cache,
-            drafter=drafter_state,
-            controller=None if controller is None else controller_state(controller, drafter, batch),
-        )
-
-        def read(drafter_state: Any) -> Any:
-            return drafter.extend(params.drafter, drafter_state, request.prompt, request.lengths - 1, out)
-
+        state = _unread(target, drafter, num_slots, logprobs, controller, request)
         asked = None
         if controller is not None and getattr(drafter, "reads_late", False):
             asked = controller.choose(state.controller, context_of(params, state, controller))
-        # A draft that is not asked at first may never be, and reads the prompt when it is.
-        has_read = read(drafter_state) if asked is None else _if(jnp.any(asked > 0), read, drafter_state)
-        return dataclasses.replace(state, drafter=has_read)
+        more: dict[str, Any] = {"reads": reads_of(drafter)} if reads_of(drafter) else {}
+
+        def fed(state: DecodeState, tokens: Int[Array, "B T"], start: Int[Array, ""] | None = None) -> DecodeState:
+            """The state after the next tokens of the prompts."""
+            at = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+            at = at if start is None else at + start
+            out = target(params.target, tokens, at, at, state.cache, **more)
+            lengths = request.lengths - 1
+            where = () if start is None else (at[:, 0],)
+            lengths = lengths if start is None else jnp.clip(lengths - start, 0, tokens.shape[1])
+
+            def read(drafter_state: Any) -> Any:
+                return drafter.extend(params.drafter, drafter_state, tokens, lengths, out, *where)
+
+            # A draft that is not asked at first may never be, and reads the prompt when it is.
+            has_read = read(state.drafter) if asked is None else _if(jnp.any(asked > 0), read, state.drafter)
+            return dataclasses.replace(state, cache=out.cache, drafter=has_read)
+
+        batch, width = request.prompt.shape
+        size = min(width, max(1, backend.prefill_tokens() // batch) if piece is None else piece)
+        if size == width:
+            return fed(state, request.prompt)
+
+        def next_piece(i: Int[Array, ""], state: DecodeState) -> DecodeState:
+            return fed(state, jax.lax.dynamic_slice_in_dim(request.prompt, i * size, size, axis=1), i * size)
+
+        whole, rest = divmod(width, size)
+        longest = jnp.max(request.lengths)  # the prompts are padded to twice what they are, at worst
+        count = jnp.minimum(-(-longest // size), whole)
+        state = jax.lax.fori_loop(0, count, next_piece, cache_lib.fold(state))
+        if rest:
+            state = fed(state, request.prompt[:, whole * size :], jnp.int32(whole * size))
+        return cache_lib.unfold(state, batch)
 
     return jax.jit(prefill, compiler_options=backend.compiler_options(decoding=True))
+
+
+def _unread(
+    target: Model,
+    drafter: BoundDrafter,
+    num_slots: int,
+    logprobs: bool,
+    controller: Controller | None,
+    request: Request,
+) -> DecodeState:
+    """The state of a request before its prompts are fed."""
+    batch, width = request.prompt.shape
+    depth, ends = max_depth(drafter), request.lengths + request.budget
+    zeros, zeros_k = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, depth), jnp.int32)
+    return DecodeState(
+        tokens=jnp.pad(request.prompt, ((0, 0), (0, num_slots + depth + 1 - width))),
+        origin=jnp.zeros((batch, num_slots + depth + 1), jnp.int32),
+        lengths=request.lengths,
+        prompt_lengths=request.lengths,
+        budget=ends,
+        done=request.budget <= 0,
+        sampling=request.sampling,
+        seeds=request.seeds,
+        stop_ids=request.stop_ids,
+        counters=Counters(zeros, zeros, zeros_k, zeros_k, zeros_k, zeros),
+        finish=zeros,
+        logprobs=jnp.zeros((batch, num_slots + depth + 1), jnp.float32) if logprobs else None,
+        cache=cache_lib.with_total(target.init_cache(batch, num_slots), ends),
+        drafter=cache_lib.with_total(drafter.init(batch, num_slots), ends),
+        controller=None if controller is None else controller_state(controller, drafter, batch),
+    )
 
 
 def prefilled(engine: Engine, params: EngineParams, request: Request, num_slots: int) -> DecodeState:
     """The state of a request, with the prompts fed and no token emitted."""
     logprobs = engine.logprobs is not None
-    prefill = compiled_prefill(engine.target, engine.drafter, num_slots, logprobs, engine.controller)
+    how = (logprobs, engine.controller, engine.prefill_chunk)
+    prefill = compiled_prefill(engine.target, engine.drafter, num_slots, *how)
     for leaf in jax.tree.leaves((params.target, params.drafter)):
         # Weights that are committed to their device commit all that a chunk gives. A first state that is not would be
         # another signature, for which the chunk is compiled once more.

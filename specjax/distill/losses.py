@@ -253,6 +253,20 @@ class Sum:
         """The reference drafts of all its losses, by name."""
         return references_of((term.loss for term in self.of), target)
 
+    def scores(
+        self,
+        draft_logits: Float[Array, "B T V"],
+        teacher: FullLogits | TopKLogits | None,
+        tokens: Int[Array, "B T"],
+        context: LossContext | None = None,
+    ) -> Any:
+        """The scores of each of its losses, see `scores_of`."""
+        return tuple(scores_of(term.loss, draft_logits, teacher, tokens, context) for term in self.of)
+
+    def choose(self, scores: Any, weight: Float[Array, "B T"]) -> Any:
+        """The choice of each of its losses, see `choice_of`."""
+        return tuple(choice_of(term.loss, found, weight) for term, found in zip(self.of, scores, strict=True))
+
     def __call__(
         self,
         draft_logits: Float[Array, "B T V"],
@@ -260,7 +274,11 @@ class Sum:
         tokens: Int[Array, "B T"],
         context: LossContext | None = None,
     ) -> Float[Array, "B T"]:
-        values = [term.weight * term.loss(draft_logits, teacher, tokens, context) for term in self.of]
+        chosen = [None] * len(self.of) if context is None or context.chosen is None else context.chosen
+        values = [
+            term.weight * term.loss(draft_logits, teacher, tokens, with_choice(context, own))
+            for term, own in zip(self.of, chosen, strict=True)
+        ]
         return functools.reduce(operator.add, values)
 
 
@@ -304,6 +322,26 @@ class AdaSPEC:
         vocabulary.check_same_vocabulary(target, draft)
         return {**references_of([self.of], target), self.reference: (TrainedDraftModel(draft.spec), draft.params)}
 
+    def scores(
+        self,
+        draft_logits: Float[Array, "B T V"],
+        teacher: FullLogits | TopKLogits | None,
+        tokens: Int[Array, "B T"],
+        context: LossContext | None = None,
+    ) -> Any:
+        """KL(p || q) - KL(p || q_ref) at each position, and the scores of the loss ``of``. Raises `ValueError` without
+        the logits of its reference draft."""
+        if context is None or self.reference not in context.references:
+            raise ValueError(f"adaspec needs the logits of its reference draft {self.reference!r}; none were given")
+        reference = context.references[self.reference]
+        gap = ForwardKL()(draft_logits, teacher, tokens) - ForwardKL()(reference, teacher, tokens)
+        return gap, scores_of(self.of, draft_logits, teacher, tokens, context)
+
+    def choose(self, scores: Any, weight: Float[Array, "B T"]) -> Any:
+        """How much of each position is kept, and the choice of the loss ``of``."""
+        gap, inner = scores
+        return first_of_each_row(jax.lax.stop_gradient(gap), weight, self.keep), choice_of(self.of, inner, weight)
+
     def __call__(
         self,
         draft_logits: Float[Array, "B T V"],
@@ -311,15 +349,34 @@ class AdaSPEC:
         tokens: Int[Array, "B T"],
         context: LossContext | None = None,
     ) -> Float[Array, "B T"]:
-        """The loss at each position, 0 where it is dropped. Raises `ValueError` without the logits of its reference
-        draft."""
-        if context is None or self.reference not in context.references:
-            raise ValueError(f"adaspec needs the logits of its reference draft {self.reference!r}; none were given")
-        reference = context.references[self.reference]
-        gap = ForwardKL()(draft_logits, teacher, tokens) - ForwardKL()(reference, teacher, tokens)
-        kept = first_of_each_row(jax.lax.stop_gradient(gap), context.weight, self.keep)
-        values = self.of(draft_logits, teacher, tokens, context)
+        """The loss at each position, 0 where it is dropped. Raises `ValueError` as `scores` does, where nothing is
+        chosen yet."""
+        if context is None or context.chosen is None:
+            scores = self.scores(draft_logits, teacher, tokens, context)
+            assert context is not None
+            context = with_choice(context, self.choose(scores, context.weight))
+        assert context is not None
+        kept, inner = context.chosen
+        values = self.of(draft_logits, teacher, tokens, with_choice(context, inner))
         return jnp.where(kept > 0, kept / self.keep * values, 0.0)
+
+
+def scores_of(loss: Loss, *given: Any) -> Any:
+    """The numbers that ``loss`` chooses by, of each position; None: it takes every position as it is."""
+    scores = getattr(loss, "scores", None)
+    return None if scores is None else scores(*given)
+
+
+def choice_of(loss: Loss, scores: Any, weight: Float[Array, "B T"]) -> Any:
+    """The choice that ``loss`` makes among the positions of whole rows, for `LossContext.chosen`; None: it makes
+    none."""
+    choose = getattr(loss, "choose", None)
+    return None if choose is None else choose(scores, weight)
+
+
+def with_choice(context: LossContext | None, chosen: Any) -> LossContext | None:
+    """The context of a loss that another one is made of."""
+    return None if context is None else dataclasses.replace(context, chosen=chosen)
 
 
 def first_of_each_row(scores: Float[Array, "B T"], weight: Float[Array, "B T"], share: float) -> Float[Array, "B T"]:

@@ -17,13 +17,14 @@ from jaxtyping import Array, Int
 
 from specjax import backend
 from specjax.distill.distributions import acceptance
+from specjax.distill.losses import choice_of, scores_of
 from specjax.distill.optimizer import Average
 from specjax.drafters.base import in_training
-from specjax.evaluation.evaluate import matched
+from specjax.evaluation.matching import Matched, Matching, Positions, Teacher
 from specjax.evaluation.teacher import target_output, with_shared_params
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime.layout import ONE_DEVICE, Layout
-from specjax.types import PLAIN, Batch, FullLogits, Loss, LossContext, Params, Trainable, TrainingForm, reads_of
+from specjax.types import PLAIN, Batch, Loss, LossContext, Params, Trainable, TrainingForm, reads_of
 
 ALPHA_MEMORY = 0.9
 """What a step leaves of the running alpha: a mean over some ten steps."""
@@ -147,25 +148,45 @@ class Update:
         target_out = (
             None if self.spec is None else target_output(self.spec, given.target, batch, reads_of(self.drafter))
         )
-        teacher = batch.teacher if target_out is None else FullLogits(target_out.logits)
+        if target_out is None:
+            teacher = None if batch.teacher is None else Teacher(batch.teacher)
+        else:
+            teacher = Teacher.of(self.spec, given.target, target_out)
         # Cast before the shared ones come in: what is the target's then takes the same dtype, without one in between.
         whole = with_shared_params(self.drafter, jax.tree.map(self._cast, params), given.target)
-        others = {n: other.predictions(given.references[n], batch, target_out) for n, other in self.references.items()}
+        # What a draft model of its own says of a token does not depend on where a block began.
+        others = {
+            n: next(iter(other.predictions(given.references[n], batch, target_out)))
+            for n, other in self.references.items()
+        }
         total, weights, overlaps, by_depth = jnp.float32(0), jnp.float32(0), {}, []
         for prediction in self.drafter.predictions(whole, batch, target_out):
-            m = matched(prediction, teacher, batch.labels, self.tokens)
-            weight = prediction.share * m.weight
-            theirs = {n: matched(next(o), teacher, batch.labels, self.tokens).draft_logits for n, o in others.items()}
-            context = LossContext(given.alpha, weight, theirs)
-            values = self.loss(m.draft_logits, m.teacher, m.tokens, context)
-            # A prediction that does not count may have no finite loss.
-            measured = {} if m.teacher is None else acceptance(*jax.lax.stop_gradient((m.draft_logits, m.teacher)))
-            sums = {n: jnp.sum(jnp.where(weight > 0, weight * x, 0.0)) for n, x in {"loss": values, **measured}.items()}
-            total, weights = total + sums["loss"], weights + jnp.sum(weight)
-            overlaps |= {name: overlaps.get(name, 0.0) + sums[name] for name in measured}
-            by_depth.append({**sums, "weight": jnp.sum(weight)})
+            matching = Matching.of(prediction, teacher, batch.labels, self.tokens, others)
+            loss, sums = self._compared(matching, prediction.share, given.alpha)
+            total, weights = total + loss, weights + sums["weight"]
+            overlaps |= {n: overlaps.get(n, 0.0) + x for n, x in sums.items() if n != "weight"}
+            by_depth.append({"loss": loss, **sums})
         depths = {"by_depth": by_depth} if len(by_depth) > 1 else {}
         return total, (weights, {"loss": total, **overlaps, **depths})
+
+    def _compared(self, matching: Matching, share: float, alpha: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(loss, weight and overlaps) of a prediction, summed over its positions."""
+
+        def given(m: Matched, chosen: Any) -> tuple[Any, ...]:
+            return m.draft_logits, m.teacher, m.tokens, LossContext(alpha, share * m.weight, m.references, chosen)
+
+        scores = jax.lax.stop_gradient(matching.mapped(lambda m, _: scores_of(self.loss, *given(m, None))))
+        chosen = choice_of(self.loss, scores, share * matching.positions.weight)
+
+        def measure(m: Matched, some: Positions) -> tuple[jax.Array, dict[str, jax.Array]]:
+            weight = share * m.weight
+            values = self.loss(*given(m, some.more))
+            measured = {} if m.teacher is None else acceptance(*jax.lax.stop_gradient((m.draft_logits, m.teacher)))
+            # A prediction that does not count may have no finite loss.
+            sums = {n: jnp.sum(jnp.where(weight > 0, weight * x, 0.0)) for n, x in {"loss": values, **measured}.items()}
+            return sums.pop("loss"), {**sums, "weight": jnp.sum(weight)}
+
+        return matching.summed(measure, chosen)
 
     def accumulate(self, params: Params, given: _Given, batch: Batch) -> _Sums:
         """Gradient and metrics of the batch, microbatch by microbatch."""

@@ -31,6 +31,7 @@ from jaxtyping import Array, Int
 from specjax.data.rows import Batches, Rows, take
 from specjax.distill.distributions import top_k_logits
 from specjax.errors import ConfigError, TrainingError
+from specjax.evaluation.matching import Teacher, mapped
 from specjax.evaluation.teacher import target_output
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime import fingerprint, lock, store
@@ -284,11 +285,16 @@ def _best(
     spec: Any, tokens: TokenRows | None, params: Params, batch: Batch, numbers: Int[Array, " B"], k: int
 ) -> TopKLogits:
     """The noise is the row's own, so that a shard made again is the same one."""
-    logits = target_output(spec, params, batch).logits
-    logits = logits if tokens is None else tokens.over(logits)
+    teacher = Teacher.of(spec, params, target_output(spec, params, batch))
     keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(0)))(numbers)
-    uniform = jax.vmap(lambda key: jax.random.uniform(key, (logits.shape[1],), np.float32))(keys)
-    return top_k_logits(logits, k, uniform, TAIL_TOKENS)
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (batch.tokens.shape[1],), np.float32))(keys)
+
+    def best(some: Any) -> TopKLogits:
+        logits = teacher.logits(some[0]).logits
+        logits = logits if tokens is None else tokens.over(logits)
+        return top_k_logits(logits, k, some[1], TAIL_TOKENS)
+
+    return mapped(best, (teacher.values, uniform), teacher.chunk)
 
 
 def _rounding(exact: TopKLogits, stored: TopKLogits) -> np.ndarray:

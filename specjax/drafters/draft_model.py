@@ -204,7 +204,7 @@ class TrainedDraftModel(TrainedDrafter):
 
     def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
         """Position t predicts what the target predicts there: one prediction a position, no shift."""
-        out = self.model(params, batch.tokens, batch.token_positions, mask=batch.attention_mask)
+        out = self.model(params, batch.tokens, batch.token_positions, mask=batch.documents)
         assert out.final is not None
         yield Prediction(out.final, functools.partial(self.model.head, params), batch.weight)
 

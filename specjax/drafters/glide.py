@@ -24,19 +24,19 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 from pydantic import Field
 
 from specjax.drafters.base import StatelessDrafter, TrainedDrafter
 from specjax.drafters.one_by_one import one_by_one
 from specjax.errors import ConfigError, ModelError
 from specjax.models import hf
+from specjax.models.attention import Sight, attend_to_both
 from specjax.models.cache import Layer
 from specjax.models.config import ModelConfig
 from specjax.models.decode_layout import LaidOut
 from specjax.models.families import Settings, family_of
 from specjax.models.files import read_json, verify_manifest, write_json
-from specjax.models.products import attend_to_both
 from specjax.models.sharding import sharding_of
 from specjax.models.training import block_of, gathered, placed
 from specjax.models.transformer import Model
@@ -73,11 +73,11 @@ class Own(NamedTuple):
 
 @flax.struct.dataclass
 class Reading:
-    """What the tokens of one depth attend to in a layer: the ``visible`` part of the target's, and their block up to
-    themselves."""
+    """What the tokens of one depth attend to in a layer: what they have ``sight`` of in the target's, and their block
+    up to themselves."""
 
     target: Layer
-    visible: Bool[Array, "B T S"]
+    sight: Sight
     own: Own
     depth: int | Int[Array, ""]
 
@@ -92,7 +92,7 @@ class Reading:
         """See `specjax.models.cache.Attended`: the block, with their own keys and values."""
         own = Own(*(_put(old, new, self.depth) for old, new in zip(self.own, (k, v), strict=True)))
         reached = jnp.arange(own.keys.shape[2], dtype=jnp.int32) <= self.depth
-        return attend_to_both(q, self.target, self.visible, own, reached, scale, soft_cap), own
+        return attend_to_both(q, self.target, self.sight, own, reached, scale, soft_cap), own
 
 
 def _put(own: Float[Array, "B T D G C"], new: Float[Array, "B T G C"], depth: Any) -> Array:
@@ -168,30 +168,18 @@ class BoundGlide(StatelessDrafter):
         root = (context.lengths - 1)[:, None]
         newest = jnp.take_along_axis(context.tokens, root, axis=1)
         layers = [Layer(*(x.reshape(-1, *x.shape[-2:]) for x in layer)) for layer in target.keys_values]
-        slots = jnp.arange(layers[0].keys.shape[-2], dtype=jnp.int32)[None, None]
-        verified = slots < target.lengths[:, None, None]
+
+        verified = Sight(target.lengths[:, None] - 1)
 
         def feed(blocks, newest, depth):
             positions = root + depth
-            seen = _through(self.glide.windows, verified, positions, slots)
             each = zip(layers, self.glide.windows, blocks, strict=True)
-            readings = [Reading(layer, seen[window], own, depth) for layer, window, own in each]
+            readings = [Reading(layer, verified.within(window, positions), own, depth) for layer, window, own in each]
             final, blocks = self.glide(params, newest, positions, readings)
             return self.glide.model.head(params, final), blocks
 
         draft, *_ = one_by_one(feed, self.glide.blocks(batch, 1, self.k), newest, context, self.k)
         return draft, state
-
-
-def _through(
-    windows: Sequence[int | None],
-    visible: Bool[Array, "#B #T S"],
-    positions: Int[Array, "B T"],
-    others: Int[Array, "#B #T S"],
-) -> dict[int | None, Bool[Array, "#B #T S"]]:
-    """What of ``visible``, which lies at the positions ``others``, each window shows."""
-    back = positions[..., None] - others
-    return {w: visible if w is None else visible & (back < w) for w in dict.fromkeys(windows)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,18 +210,22 @@ class TrainedGlide(TrainedDrafter):
         rows, fed = batch.tokens.shape
         positions, place = batch.token_positions, jnp.arange(fed, dtype=jnp.int32)
         layers = [Layer.of(*layer) for layer in target_out.keys_values]
-        causal = jnp.tril(jnp.ones((fed, fed), bool))[None] if batch.attention_mask is None else batch.attention_mask
-        seen = _through(self.glide.windows, causal, positions, positions[:, None])
+        documents = batch.documents
+        segments = None if documents is None else (documents.segments, documents.segments)
         blocks = self.glide.blocks(rows, fed, self.depths)
         shares = [self.decay**depth for depth in range(self.depths)]
         for depth, share in enumerate(shares):
             root = place - depth
-            verified = (place[None] < root[:, None])[None]
+            verified = Sight((root - 1)[None], segments=segments)
             each = zip(layers, self.glide.windows, blocks, strict=True)
-            readings = [Reading(layer, seen[window] & verified, own, depth) for layer, window, own in each]
+            readings = [
+                Reading(layer, verified.within(window, positions, positions), own, depth) for layer, window, own in each
+            ]
             final, blocks = self.glide(params, jnp.asarray(batch.tokens), positions, readings, self.form)
-            inside = jnp.take_along_axis(causal, jnp.maximum(root, 0)[None, :, None], axis=2)[..., 0]
-            weight = jnp.where(inside & (root >= 0)[None], jnp.asarray(batch.weight), 0.0)
+            inside = (root >= 0)[None]
+            if documents is not None:
+                inside &= documents.segments == documents.segments[:, jnp.maximum(root, 0)]
+            weight = jnp.where(inside, jnp.asarray(batch.weight), 0.0)
             yield Prediction(final, functools.partial(self.glide.model.head, params), weight, None, share / sum(shares))
             # The block that ends at t continues the one that ends at t - 1.
             blocks = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), blocks)

@@ -1,29 +1,29 @@
 """Held-out rows in, per-position losses and acceptance out, under teacher forcing at temperature 1.
 
-Dims: B rows, T predicted positions, V vocabulary, M models.
+Dims: B rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from specjax.data.rows import Rows, spread
 from specjax.drafters.base import at_depths, in_training
+from specjax.evaluation.matching import Matched, Matching, Positions, Teacher
 from specjax.evaluation.teacher import target_output, with_shared_params
 from specjax.metrics import alpha_per_position, negative_log_likelihood
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime.layout import ONE_DEVICE, Layout
 from specjax.runtime.progress import StepProgress
-from specjax.types import Batch, FullLogits, Output, Params, Prediction, TopKLogits, Trainable, reads_of
+from specjax.types import Batch, FullLogits, Output, Params, Reads, Trainable, reads_of
 
 DEPTHS = 5
 """Acceptance is measured at so many places of a block, however many training unrolls."""
@@ -50,45 +50,6 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         return {name: value for name, value in dataclasses.asdict(self).items() if value != ()}
-
-
-@flax.struct.dataclass
-class Matched:
-    """One prediction of every position beside what it is compared with."""
-
-    draft_logits: Float[Array, "B T V"]
-    teacher: FullLogits | TopKLogits | None
-    tokens: Int[Array, "B T"]
-    weight: Float[Array, "B T"]
-
-
-def matched(
-    prediction: Prediction,
-    teacher: FullLogits | TopKLogits | None,
-    labels: Int[Array, "B T"],
-    tokens: TokenRows | None = None,
-) -> Matched:
-    """A prediction beside the target's distribution and the text's next token at the rows that it names.
-
-    Distributions that are compared are over ``tokens``, both of them, as in decoding. Without a teacher the draft's is
-    over all its rows: that teaches it not to choose padding, for those who decode it elsewhere.
-    """
-
-    def take(values):
-        rows = prediction.rows
-        if rows is None:
-            return values
-        return jnp.take_along_axis(values, rows.reshape(*rows.shape, *[1] * (values.ndim - 2)), axis=1, mode="clip")
-
-    logits = prediction.logits
-    if tokens is not None and teacher is not None:
-        logits = tokens.over(logits)
-        if isinstance(teacher, FullLogits):
-            teacher = FullLogits(tokens.over(teacher.logits))
-    # Looked up in either case: XLA makes the sum over losses part of it, and would add them up in another order.
-    here = jnp.arange(labels.shape[1], dtype=jnp.int32)
-    labels = take(labels) if prediction.rows is not None else jnp.take(labels, here, axis=1, mode="clip")
-    return Matched(logits, jax.tree.map(take, teacher), labels, prediction.weight)
 
 
 def evaluate(
@@ -132,7 +93,7 @@ def evaluate_all(
         batch = jax.tree.map(lambda x, start=start: _filled_up(x[start : start + batch_size], batch_size), chosen)
         real = (np.arange(batch_size) < len(chosen.tokens) - start).astype(np.float32)
         batch = batch.replace(weight=batch.weight * real[:, None])
-        sums.append(_sums(drafter, spec, tokens, tuple(params), target_params, layout.place_batch(batch)))
+        sums.append(_sums_of_all(drafter, spec, tokens, params, target_params, layout.place_batch(batch)))
         if progress is not None:
             jax.block_until_ready(sums[-1])
             progress(len(sums), {})
@@ -165,29 +126,41 @@ def _filled_up(leaf: np.ndarray, size: int) -> np.ndarray:
     return np.concatenate([leaf, np.repeat(leaf[:1], size - len(leaf), axis=0)])
 
 
+def _sums_of_all(
+    drafter, spec, tokens: TokenRows | None, params: Sequence[Params], target_params, batch: Batch
+) -> list:
+    """One model after the other, beside one forward pass of the target."""
+    target_out = None if spec is None else _target_output(spec, reads_of(drafter), target_params, batch)
+    return [_sums(drafter, spec, tokens, one, target_params, target_out, batch) for one in params]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _target_output(spec: Any, reads: Reads, params: Params, batch: Batch) -> Output:
+    out = target_output(spec, params, batch, reads)
+    return out if out.final is None else dataclasses.replace(out, logits=out.logits[:, :0])
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _sums(drafter, spec, tokens: TokenRows | None, params: tuple, target_params, batch: Batch) -> list:
-    target_out = None if spec is None else target_output(spec, target_params, batch, reads_of(drafter))
-    wholes = [with_shared_params(drafter, p, target_params) for p in params]
-    return [_sums_of(drafter.predictions(p, batch, target_out), target_out, batch.labels, tokens) for p in wholes]
-
-
-def _sums_of(
-    predictions: Iterable[Prediction], target_out: Output | None, labels: Int[Array, "B T"], tokens: TokenRows | None
+def _sums(
+    drafter, spec, tokens: TokenRows | None, params: Params, target_params, target_out: Output | None, batch: Batch
 ) -> dict[str, Any]:
     """``sums["at"]``: of each depth by itself."""
-    at: list[dict[str, Any]] = []
-    teacher = None if target_out is None else FullLogits(target_out.logits)
-    for prediction in predictions:
-        m = matched(prediction, teacher, labels, tokens)
-        measured = {
-            "nll": negative_log_likelihood(m.draft_logits, m.tokens),
-            "count": jnp.ones(m.tokens.shape, jnp.float32),
-        }
-        if isinstance(m.teacher, FullLogits):
-            measured["target_nll"] = negative_log_likelihood(m.teacher.logits, m.tokens)
-            measured["alpha"] = alpha_per_position(m.teacher.logits, m.draft_logits)
-        # Every prediction that counts counts alike here, whatever its weight in training.
-        totals = {name: jnp.sum(jnp.where(m.weight > 0, values, 0.0)) for name, values in measured.items()}
-        at.append(totals)
+    teacher = None if target_out is None else Teacher.of(spec, target_params, target_out)
+    whole = with_shared_params(drafter, params, target_params)
+    predictions = drafter.predictions(whole, batch, target_out)
+    matchings = [Matching.of(prediction, teacher, batch.labels, tokens) for prediction in predictions]
+    at = [matching.summed(_measured)[1] for matching in matchings]
     return {**at[0], "at": at}
+
+
+def _measured(m: Matched, some: Positions) -> tuple[Array, dict[str, Array]]:
+    measured = {
+        "nll": negative_log_likelihood(m.draft_logits, m.tokens),
+        "count": jnp.ones(m.tokens.shape, jnp.float32),
+    }
+    if isinstance(m.teacher, FullLogits):
+        measured["target_nll"] = negative_log_likelihood(m.teacher.logits, m.tokens)
+        measured["alpha"] = alpha_per_position(m.teacher.logits, m.draft_logits)
+    # Every prediction that counts counts alike here, whatever its weight in training.
+    sums = {name: jnp.sum(jnp.where(m.weight > 0, values, 0.0)) for name, values in measured.items()}
+    return sums["nll"], sums

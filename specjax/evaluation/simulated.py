@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from specjax.drafters.base import at_depths
-from specjax.evaluation.evaluate import matched
+from specjax.evaluation.matching import Matched, Matching, Positions, Teacher
 from specjax.evaluation.teacher import target_output
 from specjax.models.vocabulary import TokenRows
 from specjax.types import Batch, FullLogits, Params, reads_of
@@ -115,15 +115,19 @@ def _ratios(
     labels = jnp.roll(texts, -1, axis=1)
     batch = Batch(texts, labels, jnp.ones(texts.shape, jnp.float32))
     out = target_output(spec, target_params, batch, reads_of(drafter))
-    found = []
-    for prediction in itertools.islice(drafter.predictions(params, batch, out), k):
-        m = matched(prediction, FullLogits(out.logits), labels, tokens)
+    teacher = Teacher.of(spec, target_params, out)
+
+    def ratios(m: Matched, _: Positions) -> Float[jax.Array, "B L"]:
         assert isinstance(m.teacher, FullLogits)
         p, q = m.teacher.logits, m.draft_logits
         best = (jnp.argmax(q, axis=-1) == m.tokens).astype(jnp.float32)
         p, q = (jax.nn.log_softmax(x / jnp.where(temperature > 0, temperature, 1.0), axis=-1) for x in (p, q))
         chosen = jnp.take_along_axis(q - p, m.tokens[..., None], axis=-1)[..., 0]
-        ratio = jnp.where(temperature > 0, jnp.exp(chosen), best)
+        return jnp.where(temperature > 0, jnp.exp(chosen), best)
+
+    found = []
+    for prediction in itertools.islice(drafter.predictions(params, batch, out), k):
+        ratio = Matching.of(prediction, teacher, labels, tokens).mapped(ratios)
         # The prediction of target row i is of token i + 1.
         at = jnp.where(prediction.weight > 0, prediction.target_rows + 1, texts.shape[1])
         scattered = jax.vmap(lambda at, ratio: jnp.zeros_like(ratio).at[at].set(ratio, mode="drop"))(at, ratio)

@@ -20,7 +20,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specjax import backend
-from specjax.models.products import attend
+from specjax.models.attention import Sight, Tree, attend
+from specjax.types import Documents
 
 
 class Layer(NamedTuple):
@@ -150,10 +151,10 @@ class Attended(Protocol):
 @flax.struct.dataclass
 class Memory:
     """What the tokens of a pass attend to in a layer: the slots of a cache, among which their own are written; or,
-    without a cache, each other. ``visible`` says which of them each token reads, ``start`` is where a row's block is
+    without a cache, each other. ``sight`` says which of them each token reads, ``start`` is where a row's block is
     written."""
 
-    visible: Bool[Array, "#B T S"]
+    sight: Sight
     start: Int[Array, " B"] | None = None
     cached: Layer | None = None
 
@@ -175,48 +176,46 @@ class Memory:
         else:
             layer = self.cached.write(self.start, k, v)
         keys, values = (x.astype(q.dtype) for x in layer)
-        return attend(q, keys, values, self.visible, scale, soft_cap), layer
+        return attend(q, keys, values, self.sight, scale, soft_cap), layer
 
 
 def memories(
     cache: KVCache | None,
     positions: Int[Array, "B T"],
     slots: Int[Array, "B T"] | None,
-    mask: Bool[Array, "B T T"] | None,
+    mask: Bool[Array, "B T T"] | Documents | None,
     windows: Iterable[int | None],
 ) -> dict[int | None, Memory]:
-    """What a pass attends to, for each window of its layers: masks are made once a pass, not once a layer. Without a
-    cache there are no ``slots``."""
-    everything = _visible(cache, positions, slots, mask)
+    """What a pass attends to, for each window of its layers. Without a cache there are no ``slots``."""
     start = None if cache is None or slots is None else slots[:, 0]
-    return {
-        window: Memory(everything if window is None else everything & _within(window, cache, positions, slots), start)
-        for window in dict.fromkeys(windows)
-    }
+    everything = _sight(positions, None if start is None else slots, start, mask)
+    of_keys = _key_positions(cache, positions, start, mask)
+    return {window: Memory(everything.within(window, positions, of_keys), start) for window in dict.fromkeys(windows)}
 
 
-def _visible(cache: KVCache | None, positions: Array, slots: Any, mask: Array | None) -> Bool[Array, "#B T S"]:
-    """Every query reads the slots before its block, and inside the block what ``mask`` says (default: causal)."""
-    fed = positions.shape[1]
-    if cache is None:
-        causal = jnp.tril(jnp.ones((fed, fed), bool))[None]
-        return causal if mask is None else mask
-    key_slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
+def _sight(positions: Array, slots: Any, start: Any, mask: Any) -> Sight:
+    """Every query sees the slots before its block, and inside the block what ``mask`` says (default: causal)."""
+    if slots is None:
+        slots = jnp.arange(positions.shape[1], dtype=jnp.int32)[None]
     if mask is None:
-        return key_slot <= slots[..., None]
-    inside = key_slot - slots[:, :1, None]
-    in_block = jnp.take_along_axis(mask, jnp.clip(inside, 0, fed - 1).astype(jnp.int32), axis=2)
-    return (inside < 0) | ((inside < fed) & in_block)
+        return Sight(slots)
+    if isinstance(mask, Documents):
+        if start is not None:
+            raise TypeError("a pass over a cache feeds each row one document")
+        return Sight(slots, segments=(mask.segments, mask.segments))
+    return Sight(slots, Tree(jnp.zeros(len(positions), jnp.int32) if start is None else start, mask))
 
 
-def _within(window: int, cache: KVCache | None, positions: Array, slots: Any) -> Bool[Array, "B T S"]:
-    """Keys fewer than ``window`` positions back. Before the block, a key's position is its slot."""
-    keys = positions
-    if cache is not None:
-        inside = jnp.arange(cache.num_slots, dtype=jnp.int32)[None] - slots[:, :1]
-        fed = jnp.take_along_axis(positions, jnp.clip(inside, 0, positions.shape[1] - 1).astype(jnp.int32), axis=1)
-        keys = jnp.where(inside < 0, jnp.arange(cache.num_slots, dtype=positions.dtype)[None], fed)
-    return positions[..., None] - keys[:, None] < window
+def _key_positions(cache: KVCache | None, positions: Array, start: Any, mask: Any) -> Int[Array, "B S"] | None:
+    """None: those of the keys are their slots. They are in a chain, and in a tree before the block."""
+    if cache is None or start is None:
+        return positions
+    if mask is None:
+        return None
+    slots = jnp.arange(cache.num_slots, dtype=positions.dtype)[None]
+    inside = slots - start[:, None]
+    fed = jnp.take_along_axis(positions, jnp.clip(inside, 0, positions.shape[1] - 1).astype(jnp.int32), axis=1)
+    return jnp.where(inside < 0, slots, fed)
 
 
 # --- every cache in a tree, a drafter's too -------------------------------------------------------------------------

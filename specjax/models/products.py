@@ -128,7 +128,7 @@ def _by_head(x: Float[Array, "BG Q I"], kernel: Float[Array, "BG O I"]) -> Float
     """``x @ kernel.T``, head by head, added up in float32."""
 
     def library(x: Array, kernel: Array) -> Array:
-        return _product(x)("hqi,hoi->hqo", x, kernel)
+        return einsum_of(x)("hqi,hoi->hqo", x, kernel)
 
     if x.shape[1] > backend.FEW_QUERIES or not is_float32(x):
         return library(x, kernel)
@@ -179,7 +179,7 @@ def attend_to_both(
         own_k, own_v = (x.reshape(len(k), *x.shape[2:]) for x in (own_k, own_v))
         own_scores = _by_head(q, own_k).reshape(batch, -1, group, 1, own_k.shape[1])
     else:
-        own_scores = _product(q)("btgnc,btdgc->bgntd", apart, own_k)
+        own_scores = einsum_of(q)("btgnc,btdgc->bgntd", apart, own_k)
     lowest = jnp.finfo(jnp.float32).min
     both = jnp.concatenate(
         [
@@ -195,11 +195,31 @@ def attend_to_both(
         out = out + _by_head(each.reshape(len(k), group, -1), own_v)
     out = out.reshape(batch, -1, group, fed, features).transpose(0, 3, 1, 2, 4)
     if fed > 1:
-        out = out + jnp.asarray(_product(q)("bgntd,btdgc->btgnc", each, own_v))
+        out = out + jnp.asarray(einsum_of(q)("bgntd,btdgc->btgnc", each, own_v))
     return out.astype(q.dtype).reshape(batch, fed, heads, features)
 
 
-def _product(x: Array) -> Any:
+def attend_to_own(
+    q: Float[Array, "B T H C"],
+    own: tuple[Float[Array, "B T D G C"], Float[Array, "B T D G C"]],
+    reached: Bool[Array, " D"],
+    scale: float | None = None,
+    soft_cap: float | None = None,
+) -> tuple[Float[Array, "B T H C"], Float[Array, "B T H"]]:
+    """What each query reads of D keys and values of its own, in float32, and the logarithm of what its softmax is
+    divided by."""
+    batch, fed, heads, features = q.shape
+    own_k, own_v = (x.astype(q.dtype) for x in own)
+    apart = q.reshape(batch, fed, own_k.shape[3], -1, features)
+    scores = _scores(einsum_of(q)("btgnc,btdgc->btgnd", apart, own_k), features, scale, soft_cap)
+    scores = jnp.where(reached, scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    out = jnp.asarray(einsum_of(q)("btgnd,btdgc->btgnc", weights, own_v)).reshape(q.shape)
+    return out, jax.nn.logsumexp(scores, axis=-1).reshape(batch, fed, heads)
+
+
+def einsum_of(x: Array) -> Any:
+    """The einsum of arrays of the dtype of ``x``, added up in float32."""
     return functools.partial(jnp.einsum, precision=precision_of(x)) if is_float32(x) else wide_product
 
 

@@ -24,7 +24,7 @@ from specjax.models.kernels import Dense
 from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm
 from specjax.models.products import soft_capped
 from specjax.models.rotary import Total, rotary_table
-from specjax.types import NOTHING, Output, Params, Reads
+from specjax.types import NOTHING, Documents, Output, Params, Reads
 
 
 class Block(nnx.Module):
@@ -185,7 +185,7 @@ class Model:
         positions: Int[Array, "B T"],
         slots: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
-        mask: Bool[Array, "B T T"] | None = None,
+        mask: Bool[Array, "B T T"] | Documents | None = None,
         reads: Reads = NOTHING,
         rows: Int[Array, "B R"] | None = None,
     ) -> Output:

@@ -52,7 +52,7 @@ def test_a_model_sees_a_packed_document_as_it_sees_it_alone():
     run = jax.jit(lambda tokens, positions, mask=None: model(params, tokens, positions, mask=mask).logits)
     rows = ConcatenatedRows(np.arange(41, dtype=np.int32), np.array([0, 10, 20]), 40)
     batch = jax.tree.map(jnp.asarray, take(rows, [0]))
-    logits = run(batch.tokens, batch.token_positions, batch.attention_mask)
+    logits = run(batch.tokens, batch.token_positions, batch.documents)
     for start in (0, 10):
         alone = run(batch.tokens[:, start : start + 10], jnp.arange(10)[None])
         np.testing.assert_allclose(logits[:, start : start + 10], alone, atol=2e-6)

@@ -17,7 +17,8 @@ from specjax.data.rows import take
 from specjax.distill.step import TrainState, Update
 from specjax.distill.teacher_cache import cached_rows
 from specjax.errors import ConfigError
-from specjax.evaluation.evaluate import evaluate, matched
+from specjax.evaluation.evaluate import evaluate
+from specjax.evaluation.matching import Matching, Teacher
 from specjax.models.vocabulary import TokenRows
 from specjax.types import FullLogits, LossContext
 from tests.distill import toys
@@ -61,7 +62,7 @@ def test_every_comparison_is_over_tokens_alone():
         def values(draft):
             (prediction,) = BigramDraft().predictions(draft, batch, None)
             teacher = FullLogits(BigramTarget()(target_params, batch.tokens, None).logits)
-            m = matched(prediction, teacher, batch.labels, tokens)
+            m = Matching.of(prediction, Teacher(teacher), batch.labels, tokens).whole
             return jnp.stack([loss(m.draft_logits, m.teacher, m.tokens, context).sum() for loss in every])
 
         return values(draft), jax.jacrev(values)(draft)

@@ -392,7 +392,7 @@ def loss_and_gradient(model):
     params = Model(model.config).init(jax.random.key(1))
 
     def loss(params):
-        out = model(params, batch.tokens, batch.token_positions, mask=batch.attention_mask, reads=READS)
+        out = model(params, batch.tokens, batch.token_positions, mask=batch.documents, reads=READS)
         assert (len(out.hidden), len(out.keys_values)) == (4, 2)
         read = sum(
             jnp.sum(jnp.square(x) * (i + 1)) for i, x in enumerate(jax.tree.leaves((out.hidden, out.keys_values)))

@@ -82,12 +82,8 @@ def training_reads_the_root_from_the_target(patch):
     """A slot early: the root's, and with it what the target knows of it."""
 
     def make(real):
-        def mutated(q, others, visible, own, reached, *rest):
-            fed = visible.shape[1]
-            wider = (
-                jnp.concatenate([visible[:, 1:], visible[:, -1:]], axis=1) & jnp.tril(jnp.ones((fed, fed), bool))[None]
-            )
-            return real(q, others, wider, own, reached, *rest)
+        def mutated(q, others, sight, own, reached, *rest):
+            return real(q, others, sight.replace(last=sight.last + 1), own, reached, *rest)
 
         return mutated
 
@@ -96,8 +92,8 @@ def training_reads_the_root_from_the_target(patch):
 
 def _reached(patch: Patch, more: int) -> None:
     def make(real):
-        def mutated(q, others, visible, own, reached, *rest):
-            return real(q, others, visible, own, jnp.arange(len(reached)) < jnp.sum(reached) + more, *rest)
+        def mutated(q, others, sight, own, reached, *rest):
+            return real(q, others, sight, own, jnp.arange(len(reached)) < jnp.sum(reached) + more, *rest)
 
         return mutated
 

@@ -14,6 +14,7 @@ from specjax import metrics
 from specjax.data import rows
 from specjax.distill import distributions, init, losses, optimizer, selection, step, teacher_cache
 from specjax.distill.sources import on_policy
+from specjax.evaluation import matching
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime import checkpoint, fingerprint, progress_lines, store
 from specjax.runtime.checkpoint import Checkpoints
@@ -166,13 +167,14 @@ def running_alpha_never_moves(patch):
 @mutant("loss", test_step.test_uneven_weights_give_the_weighted_mean_and_its_gradient)
 def predictions_weigh_alike(patch):
     def make(real):
-        def alike(*args):
+        def mutated(*args):
             found = real(*args)
-            return found.replace(weight=(found.weight > 0).astype(jnp.float32))
+            alike = (found.positions.weight > 0).astype(jnp.float32)
+            return dataclasses.replace(found, positions=found.positions.replace(weight=alike))
 
-        return alike
+        return mutated
 
-    wrap(patch, step, "matched", make)
+    wrap(patch, matching.Matching, "of", make)
 
 
 @mutant("teacher cache", test_teacher_cache.test_what_is_stored_comes_back, vocab_size=70_000)
@@ -473,7 +475,7 @@ def a_depth_is_compared_with_the_rows_of_the_first_one(patch):
     def make(real):
         return lambda prediction, *rest: real(dataclasses.replace(prediction, rows=None), *rest)
 
-    wrap(patch, step, "matched", make)
+    wrap(patch, matching.Matching, "of", make)
 
 
 @mutant("loss", DEPTHS, rows=4)
@@ -486,7 +488,7 @@ def all_rows_of_a_batch_are_aligned_as_its_first_one(patch):
 
         return mutated
 
-    wrap(patch, step, "matched", make)
+    wrap(patch, matching.Matching, "of", make)
 
 
 @mutant("loss", DEPTHS, rows=4)

@@ -1,0 +1,257 @@
+"""A drafter's predictions beside what they are compared with, logits a few positions at a time: of a vocabulary of
+150,000 those of 4,096 positions take 2.5 GB, and a loss makes several such arrays of draft and target each.
+
+Dims: B rows, T predicted positions, C of them at a time, V vocabulary, D/E hidden of draft and target.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float, Int
+
+from specjax import backend
+from specjax.models.vocabulary import TokenRows
+from specjax.types import FullLogits, Output, Params, Prediction, TopKLogits
+
+Head = Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """The target's distribution after every position: ``values`` are what ``head`` makes logits of, or (without one)
+    logits themselves."""
+
+    values: Any
+    head: Head | None = None
+
+    @classmethod
+    def of(cls, spec: Any, params: Params, out: Output) -> Teacher:
+        """Of a forward pass of the target; logits are made where they are needed, if it gives what they are made of."""
+        if out.final is None:
+            return cls(FullLogits(out.logits))
+        return cls(out.final, functools.partial(spec.head, params))
+
+    def logits(self, values: Any) -> Any:
+        """`FullLogits` of some positions (cached ones: as they are), of which ``values`` are some; no gradient goes
+        through."""
+        return values if self.head is None else FullLogits(jax.lax.stop_gradient(self.head(values)))
+
+    @property
+    def chunk(self) -> int:
+        """Most positions of a row whose logits are made at a time."""
+        return 2**31 if self.head is None else chunk_of(self.head, self.values)
+
+
+@flax.struct.dataclass
+class Positions:
+    """What is compared at each of some positions, all of it with the axes ``[B, T, ...]``."""
+
+    hidden: Float[Array, "B T D"]
+    tokens: Int[Array, "B T"]
+    """The text's next token."""
+    weight: Float[Array, "B T"]
+    teacher: Any
+    """`Teacher.values` at the target's row of each; None without a teacher."""
+    references: dict[str, Float[Array, "B T D"]] = dataclasses.field(default_factory=dict)
+    """Hidden states of other drafts, by name."""
+    more: Any = None
+    """Whatever else belongs to a position."""
+
+
+@flax.struct.dataclass
+class Matched:
+    """Predictions of some positions beside what they are compared with."""
+
+    draft_logits: Float[Array, "B C V"]
+    teacher: FullLogits | TopKLogits | None
+    tokens: Int[Array, "B C"]
+    weight: Float[Array, "B C"]
+    references: dict[str, Float[Array, "B C V"]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Matching:
+    """One prediction of every position, to be compared a few positions at a time.
+
+    Distributions that are compared are over ``rows`` of the vocabulary, both of them, as in decoding. Without a teacher
+    the draft's is over all its rows: that teaches it not to choose padding, for those who decode it elsewhere.
+    """
+
+    positions: Positions
+    head: Head
+    teacher: Teacher | None = None
+    reference_heads: Mapping[str, Head] = dataclasses.field(default_factory=dict)
+    rows: TokenRows | None = None
+
+    @classmethod
+    def of(
+        cls,
+        prediction: Prediction,
+        teacher: Teacher | None,
+        labels: Int[Array, "B T"],
+        rows: TokenRows | None = None,
+        references: Mapping[str, Prediction] | None = None,
+    ) -> Matching:
+        """A prediction beside the target's distribution, the text's next token and what other drafts predict (of the
+        target's rows, one after the other) at the rows that it names."""
+
+        def take(values):
+            at = prediction.rows
+            if at is None:
+                return values
+            return jnp.take_along_axis(values, at.reshape(*at.shape, *[1] * (values.ndim - 2)), axis=1, mode="clip")
+
+        # Looked up in either case: XLA makes the sum over losses part of it, and would add them up in another order.
+        here = jnp.arange(labels.shape[1], dtype=jnp.int32)
+        labels = take(labels) if prediction.rows is not None else jnp.take(labels, here, axis=1, mode="clip")
+        others = references or {}
+        positions = Positions(
+            prediction.hidden,
+            labels,
+            prediction.weight,
+            None if teacher is None else jax.tree.map(take, teacher.values),
+            {name: take(other.hidden) for name, other in others.items()},
+        )
+        heads = {name: other.head for name, other in others.items()}
+        return cls(positions, prediction.head, teacher, heads, rows)
+
+    def at(self, positions: Positions) -> Matched:
+        """Logits of ``positions``, some or all of its own."""
+        teacher = None if self.teacher is None else self.teacher.logits(positions.teacher)
+        heads = {name: head(positions.references[name]) for name, head in self.reference_heads.items()}
+        logits = self.head(positions.hidden)
+        if self.rows is not None and teacher is not None:
+            over = self.rows.over
+            logits, heads = over(logits), {name: over(of_other) for name, of_other in heads.items()}
+            teacher = FullLogits(over(teacher.logits)) if isinstance(teacher, FullLogits) else teacher
+        return Matched(logits, teacher, positions.tokens, positions.weight, heads)
+
+    @property
+    def whole(self) -> Matched:
+        """Of all positions at once."""
+        return self.at(self.positions)
+
+    @property
+    def chunk(self) -> int:
+        """Most positions of a row whose logits are made at a time."""
+        return chunk_of(self.head, self.positions.hidden)
+
+    def mapped(self, measure: Callable[[Matched, Positions], Any], more: Any = None) -> Any:
+        """What ``measure`` makes of each position, ``[B, T, ...]``. ``more``: of each, see `Positions`."""
+        return mapped(lambda some: measure(self.at(some), some), self._with(more), self.chunk)
+
+    def summed(self, measure: Callable[[Matched, Positions], tuple[Array, Any]], more: Any = None) -> tuple[Array, Any]:
+        """The sum over positions of what ``measure`` adds up of some of them: (a number to be differentiated, others
+        that are not)."""
+        return summed(lambda some: measure(self.at(some), some), self._with(more), self.chunk)
+
+    def _with(self, more: Any) -> Positions:
+        return dataclasses.replace(self.positions, more=more)
+
+
+# --- chunks of positions --------------------------------------------------------------------------------------------
+
+
+def chunk_of(head: Head, hidden: Float[Array, "B T D"]) -> int:
+    """Most positions of each of B rows whose logits are made at a time."""
+    return max(1, backend.logit_tokens(jax.eval_shape(head, hidden).shape[-1]) // len(hidden))
+
+
+def mapped(fn: Callable[[Any], Any], positions: Any, chunk: int) -> Any:
+    """``fn(positions)`` for a function of each position by itself, ``chunk`` of them at a time."""
+    length = _length(positions)
+    if length <= chunk:
+        return fn(positions)
+    found = jax.lax.map(fn, _chunks(positions, chunk))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length], found)
+
+
+def summed(fn: Callable[[Positions], tuple[Array, Any]], positions: Positions, chunk: int) -> tuple[Array, Any]:
+    """``fn(positions)`` for a function that adds up over positions what it makes of each, ``chunk`` of them at a time:
+    (a number, others). Gradients of the number reach what ``fn`` closes over, and ``hidden``; nothing else moves.
+
+    They are computed chunk by chunk beside it, so that no logits are kept or made twice for the backward pass.
+    """
+    if _length(positions) <= chunk:
+        return fn(positions)
+    chunks = _chunks(positions, chunk)
+    count, _, size = chunks.weight.shape
+    real = jnp.arange(count * size, dtype=jnp.int32).reshape(count, 1, size) < _length(positions)
+    chunks = dataclasses.replace(chunks, weight=jnp.where(real, chunks.weight, 0.0))
+    fn, closed = jax.closure_convert(fn, jax.tree.map(lambda x: x[0], chunks))
+    return _summed(fn, tuple(closed), chunks.hidden, dataclasses.replace(chunks, hidden=None))
+
+
+def _length(positions: Any) -> int:
+    return jax.tree.leaves(positions)[0].shape[1]
+
+
+def _chunks(positions: Any, chunk: int) -> Any:
+    """``[N, B, C, ...]``, of as equal sizes as can be; the last one filled up with its last position."""
+    length = _length(positions)
+    count = -(-length // chunk)
+    size = -(-length // count)
+
+    def split(x: Array) -> Array:
+        x = jnp.pad(x, [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2), mode="edge")
+        return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
+
+    return jax.tree.map(split, positions)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed(fn, closed: tuple[Array, ...], hidden: Float[Array, "N B C D"], rest: Positions) -> tuple[Array, Any]:
+    def add(total, some):
+        return jax.tree.map(jnp.add, total, fn(_with_hidden(*some), *closed)), None
+
+    return jax.lax.scan(add, _zeros(fn, closed, hidden, rest), (hidden, rest))[0]
+
+
+def _summed_forward(fn, closed, hidden, rest):
+    """Which weights are trained is known here: of others no gradient is made. Those of all chunks are added up in
+    float32."""
+    moves = [x.perturbed for x in closed]
+    closed, hidden, rest = jax.tree.map(lambda x: x.value, (closed, hidden, rest))
+    trained = [x for x, moved in zip(closed, moves, strict=True) if moved]
+
+    def of(trained, hidden, rest):
+        own = iter(trained)
+        return fn(_with_hidden(hidden, rest), *(next(own) if m else x for x, m in zip(closed, moves, strict=True)))
+
+    def add(total, some):
+        found, (of_trained, of_hidden) = jax.value_and_grad(of, (0, 1), has_aux=True)(trained, *some)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (found, of_trained)), of_hidden
+
+    start = _zeros(fn, closed, hidden, rest), [jnp.zeros(x.shape, jnp.float32) for x in trained]
+    (sums, of_trained), of_hidden = jax.lax.scan(add, start, (hidden, rest))
+    grads = iter(of_trained)
+    of_closed = tuple(next(grads).astype(x.dtype) if m else None for x, m in zip(closed, moves, strict=True))
+    return sums, (of_closed, of_hidden)
+
+
+def _summed_backward(fn, grads, cotangents):
+    of_sum = cotangents[0]
+    if isinstance(of_sum, SymbolicZero):
+        of_sum = jnp.float32(0)
+    return *jax.tree.map(lambda x: of_sum.astype(x.dtype) * x, grads), None
+
+
+_summed.defvjp(_summed_forward, _summed_backward, symbolic_zeros=True)
+
+
+def _with_hidden(hidden: Array, rest: Positions) -> Positions:
+    return dataclasses.replace(rest, hidden=hidden)
+
+
+def _zeros(fn, closed, hidden, rest) -> Any:
+    first = jax.tree.map(lambda x: x[0], (hidden, rest))
+    shapes = jax.eval_shape(lambda hidden, rest: fn(_with_hidden(hidden, rest), *closed), *first)
+    return jax.tree.map(jnp.zeros_like, shapes)

@@ -1,0 +1,294 @@
+"""Attention over many keys in little memory: who sees whom is said by a few numbers a token, scores are made a block of
+keys at a time and forgotten (2205.14135), forward and backward. A prompt of 32,000 tokens has 4 GB of scores a head.
+
+Dims: B rows, T tokens fed, S keys, H query heads, G key-value heads, C head features, BG = B * G heads, Q queries of a
+key-value head, of all tokens fed, K keys at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax import backend
+from specjax.models import products
+
+
+class Tree(NamedTuple):
+    """A block of which every token sees what ``mask`` says, and of the keys before ``start`` all."""
+
+    start: Int[Array, " B"]
+    mask: Bool[Array, "B T T"]
+
+
+@flax.struct.dataclass
+class Sight:
+    """The keys that each query sees: those up to ``last``, unless something else is said. Keys are numbered 0 .. S-1;
+    whatever has no row is the same in all of them."""
+
+    last: Int[Array, "#B T"]
+    tree: Tree | None = None
+    segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None
+    """Documents of queries and keys: a query sees those of its own."""
+    positions: tuple[Int[Array, "B T"], Int[Array, "B S"] | None] | None = None
+    """Of queries and keys (None: their numbers), where there is a window."""
+    window: int | None = flax.struct.field(pytree_node=False, default=None)
+    """Keys so many positions back, and further, are not seen."""
+
+    def within(self, window: int | None, queries: Int[Array, "B T"], keys: Int[Array, "B S"] | None = None) -> Sight:
+        """The same through a window; positions of queries and of keys (None: their numbers)."""
+        return self if window is None else dataclasses.replace(self, window=window, positions=(queries, keys))
+
+    def of(self, keys: Int[Array, " K"]) -> Bool[Array, "#B T K"]:
+        """Whether each query sees each of these keys."""
+        keys = keys[None, None]
+        seen = keys <= self.last[..., None]
+        if self.tree is not None:
+            start, mask = self.tree
+            inside = keys - start[:, None, None]
+            clipped = jnp.clip(inside, 0, mask.shape[2] - 1)
+            seen = (inside < 0) | ((inside < mask.shape[2]) & jnp.take_along_axis(mask, clipped, axis=2))
+        if self.segments is not None:
+            of_queries, of_keys = self.segments
+            seen &= of_queries[..., None] == jnp.take(of_keys, keys[0, 0], axis=1)[:, None]
+        if self.window is not None and self.positions is not None:
+            of_queries, of_keys = self.positions
+            at = keys if of_keys is None else jnp.take(of_keys, keys[0, 0], axis=1)[:, None]
+            seen &= of_queries[..., None] - at < self.window
+        return seen
+
+    def all(self, count: int) -> Bool[Array, "#B T S"]:
+        """Of all ``count`` keys."""
+        return self.of(jnp.arange(count, dtype=jnp.int32))
+
+    def ends(self, count: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        """The first of ``count`` keys that some query may see, and the one behind the last."""
+        last = self.last if self.tree is None else self.tree.start[:, None] + self.tree.mask.shape[2] - 1
+        first = jnp.zeros((), jnp.int32)
+        if self.window is not None and self.positions is not None and self.positions[1] is None:
+            first = jnp.min(self.positions[0]) - self.window + 1
+        return jnp.clip(first, 0, count), jnp.clip(jnp.max(last) + 1, 0, count)
+
+    def queries(self, start: Int[Array, ""], count: int) -> Sight:
+        """Of so many of the queries."""
+
+        def some(x: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(x, start, count, axis=1)
+
+        return dataclasses.replace(
+            self,
+            last=some(self.last),
+            tree=None if self.tree is None else Tree(self.tree.start, some(self.tree.mask)),
+            segments=None if self.segments is None else (some(self.segments[0]), self.segments[1]),
+            positions=None if self.positions is None else (some(self.positions[0]), self.positions[1]),
+        )
+
+
+def attend(
+    q: Float[Array, "B T H C"],
+    k: Float[Array, "BG S C"],
+    v: Float[Array, "BG C S"],
+    sight: Sight,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+) -> Float[Array, "B T H C"]:
+    """Grouped-query attention: all scores at once where they are few, else block by block."""
+    batch, fed, heads, _ = q.shape
+    if batch * heads * fed * k.shape[1] <= backend.score_count():
+        return products.attend(q, k, v, sight.all(k.shape[1]), scale, soft_cap)
+    return in_blocks(q, k, v, sight, scale, soft_cap)[0].astype(q.dtype)
+
+
+def attend_to_both(
+    q: Float[Array, "B T H C"],
+    others: tuple[Float[Array, "BG S C"], Float[Array, "BG C S"]],
+    sight: Sight,
+    own: tuple[Float[Array, "B T D G C"], Float[Array, "B T D G C"]],
+    reached: Bool[Array, " D"],
+    scale: float | None = None,
+    soft_cap: float | None = None,
+) -> Float[Array, "B T H C"]:
+    """`attend` to S keys and values that all queries share, and to D that each query has of its own, under one
+    softmax."""
+    batch, fed, heads, _ = q.shape
+    count = others[0].shape[1]
+    if batch * heads * fed * count <= backend.score_count():
+        return products.attend_to_both(q, others, sight.all(count), own, reached, scale, soft_cap)
+    k, v = (x.astype(q.dtype) for x in others)
+    of_own = products.attend_to_own(q, own, reached, scale, soft_cap)
+    return merged(in_blocks(q, k, v, sight, scale, soft_cap), of_own).astype(q.dtype)
+
+
+def in_blocks(
+    q: Float[Array, "B T H C"],
+    k: Float[Array, "BG S C"],
+    v: Float[Array, "BG C S"],
+    sight: Sight,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+) -> tuple[Float[Array, "B T H C"], Float[Array, "B T H"]]:
+    """What the queries read, in float32, and the logarithm of what their softmax is divided by: with it, what two parts
+    of the keys give is merged. 0 and -inf for a query that sees no key."""
+    batch, fed, heads, features = q.shape
+    scale = float(features**-0.5) if scale is None else scale
+    count = -(-fed // QUERIES)
+    some = -(-fed // count)  # of as equal sizes as can be
+    keys = max(LEAST_KEYS, backend.score_count() // (batch * heads * some))
+    walk = Walk(min(k.shape[1], keys), batch, scale, soft_cap)
+
+    def block(start: Int[Array, ""]) -> tuple[Array, Array]:
+        own = jax.lax.dynamic_slice_in_dim(q, start, some, axis=1)
+        return _of_queries(walk, own, k, v, sight.queries(start, some))
+
+    if count == 1:
+        return _of_queries(walk, q, k, v, sight)
+    # The last block begins so that it ends with the queries; what it makes again is left out.
+    starts = jnp.minimum(jnp.arange(count, dtype=jnp.int32) * some, fed - some)
+    out, logsumexp = jax.lax.map(block, starts)
+    left = count * some - fed
+
+    def together(x: Array) -> Array:
+        return jnp.concatenate([*x[:-1], x[-1, :, left:]], axis=1)
+
+    return together(out), together(logsumexp)
+
+
+QUERIES = 512
+"""Tokens of a block of queries: causal ones see half as much the more blocks there are."""
+LEAST_KEYS = 256
+"""Keys of a block, at least."""
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+def _of_queries(walk: Walk, q: Float[Array, "B T H C"], k, v, sight: Sight) -> tuple[Array, Array]:
+    """The queries that share a key-value head are laid side by side, as in `products.attend`."""
+    batch, fed, heads, features = q.shape
+    group = batch * heads // len(k)
+    folded = q.reshape(batch, fed, -1, group, features).transpose(0, 2, 3, 1, 4).reshape(len(k), group * fed, features)
+    found: Any = _walked(walk, folded, k, v, sight)
+    out, logsumexp = found
+    out = out.reshape(batch, -1, group, fed, features).transpose(0, 3, 1, 2, 4).reshape(batch, fed, heads, features)
+    return out, logsumexp.reshape(batch, -1, group, fed).transpose(0, 3, 1, 2).reshape(batch, fed, heads)
+
+
+class Walk(NamedTuple):
+    """How keys are gone through: so many ``keys`` of ``batch`` rows at a time."""
+
+    keys: int
+    batch: int
+    scale: float
+    soft_cap: float | None
+
+    def over(self, sight: Sight, count: int, body: Callable[[Block, Any], Any], start: Any) -> Any:
+        """``body`` of each block of ``count`` keys that some query sees: what nobody sees costs nothing."""
+        first, end = sight.ends(count)
+
+        def step(i: Int[Array, ""], carried: Any) -> Any:
+            return body(Block(self, sight, jnp.minimum(i * self.keys, count - self.keys), i * self.keys), carried)
+
+        return jax.lax.fori_loop(first // self.keys, -(-end // self.keys), step, start)
+
+
+class Block(NamedTuple):
+    """The keys from ``start`` on, of which those before ``new`` were in another block."""
+
+    walk: Walk
+    sight: Sight
+    start: Int[Array, ""]
+    new: Int[Array, ""]
+
+    def of(self, x: Array, axis: int) -> Array:
+        return jax.lax.dynamic_slice_in_dim(x, self.start, self.walk.keys, axis)
+
+    def scores(self, q: Float[Array, "BG Q C"], k: Float[Array, "BG K C"]) -> tuple[Array, Array]:
+        """(scores, what the cap makes of a change of theirs)."""
+        raw = products.einsum_of(q)("hqc,hkc->hqk", q, k) * self.walk.scale
+        cap = self.walk.soft_cap
+        if cap is None:
+            return raw, jnp.float32(1.0)
+        capped = jnp.tanh(raw / cap)
+        return cap * capped, 1.0 - jnp.square(capped)
+
+    def where_seen(self, x: Float[Array, "BG Q K"], otherwise: float) -> Float[Array, "BG Q K"]:
+        numbers = self.start + jnp.arange(self.walk.keys, dtype=jnp.int32)
+        seen = self.sight.of(numbers) & (numbers >= self.new)[None, None]
+        apart = x.reshape(self.walk.batch, -1, *seen.shape[1:])
+        return jnp.where(seen[:, None], apart, otherwise).reshape(x.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _walked(
+    walk: Walk, q: Float[Array, "BG Q C"], k: Float[Array, "BG S C"], v: Float[Array, "BG C S"], sight: Sight
+) -> tuple[Float[Array, "BG Q C"], Float[Array, "BG Q"]]:
+    def body(block: Block, carried: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        highest, total, out = carried
+        scores = block.where_seen(block.scores(q, block.of(k, 1))[0], _LOWEST)
+        top = jnp.maximum(highest, jnp.max(scores, axis=-1))
+        weights = block.where_seen(jnp.exp(scores - top[..., None]), 0.0)
+        read = products.einsum_of(q)("hqk,hck->hqc", weights.astype(q.dtype), block.of(v, 2))
+        fade = jnp.exp(highest - top)
+        return top, total * fade + jnp.sum(weights, axis=-1), out * fade[..., None] + read
+
+    nothing = jnp.zeros(q.shape[:2], jnp.float32)
+    start = nothing + _LOWEST, nothing, jnp.zeros(q.shape, jnp.float32)
+    highest, total, out = walk.over(sight, k.shape[1], body, start)
+    sees = total != 0  # also where it is NaN
+    divisor = jnp.where(sees, total, 1.0)
+    return out / divisor[..., None], jnp.where(sees, highest + jnp.log(divisor), -jnp.inf)
+
+
+def _walked_forward(walk, q, k, v, sight):
+    found: Any = _walked(walk, q, k, v, sight)
+    out, logsumexp = found
+    return (out, logsumexp), (q, k, v, sight, out, logsumexp)
+
+
+def _walked_backward(walk, saved, cotangents):
+    """Scores are made again."""
+    q, k, v, sight, out, logsumexp = saved
+    of_out, of_logsumexp = cotangents
+    einsum: Any = products.einsum_of(q)
+    constant = jnp.sum(of_out * out, axis=-1) - of_logsumexp
+    of_read = of_out.astype(q.dtype)
+
+    def body(block: Block, carried: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        of_q, of_k, of_v = carried
+        keys, values = block.of(k, 1), block.of(v, 2)
+        scores, slope = block.scores(q, keys)
+        weights = block.where_seen(jnp.exp(scores - logsumexp[..., None]), 0.0)
+        of_weights = einsum("hqc,hck->hqk", of_read, values)
+        of_scores = block.where_seen(weights * (of_weights - constant[..., None]) * slope * walk.scale, 0.0)
+        weights, of_scores = weights.astype(q.dtype), of_scores.astype(q.dtype)
+        return (
+            of_q + einsum("hqk,hkc->hqc", of_scores, keys),
+            _added(of_k, einsum("hqk,hqc->hkc", of_scores, q), block.start, axis=1),
+            _added(of_v, einsum("hqk,hqc->hck", weights, of_read), block.start, axis=2),
+        )
+
+    start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+    found = walk.over(sight, k.shape[1], body, start)
+    return *(grad.astype(x.dtype) for grad, x in zip(found, (q, k, v), strict=True)), None
+
+
+_walked.defvjp(_walked_forward, _walked_backward)
+
+
+def _added(total: Array, more: Array, start: Array, axis: int) -> Array:
+    old = jax.lax.dynamic_slice_in_dim(total, start, more.shape[axis], axis)
+    return jax.lax.dynamic_update_slice_in_dim(total, old + more, start, axis)
+
+
+def merged(
+    one: tuple[Float[Array, "B T H C"], Float[Array, "B T H"]],
+    other: tuple[Float[Array, "B T H C"], Float[Array, "B T H"]],
+) -> Float[Array, "B T H C"]:
+    """Attention over two parts of the keys, each as `in_blocks` gives it; one of them is not empty."""
+    share = jax.nn.sigmoid(one[1] - other[1])[..., None]
+    return share * one[0] + (1.0 - share) * other[0]
