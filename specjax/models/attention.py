@@ -48,6 +48,14 @@ class Sight:
 
     def of(self, keys: Int[Array, " K"]) -> Bool[Array, "#B T K"]:
         """Whether each query sees each of these keys."""
+        return self._seen(keys, lambda x: jnp.take(x, keys, axis=1, mode="clip"))
+
+    def all(self, count: int) -> Bool[Array, "#B T S"]:
+        """Of all ``count`` keys."""
+        return self._seen(jnp.arange(count, dtype=jnp.int32), lambda x: x)
+
+    def _seen(self, keys: Int[Array, " K"], chosen: Callable[[Array], Array]) -> Bool[Array, "#B T K"]:
+        """``chosen``: the values of these keys among those of all."""
         keys = keys[None, None]
         seen = keys <= self.last[..., None]
         if self.tree is not None:
@@ -57,16 +65,12 @@ class Sight:
             seen = (inside < 0) | ((inside < mask.shape[2]) & jnp.take_along_axis(mask, clipped, axis=2))
         if self.segments is not None:
             of_queries, of_keys = self.segments
-            seen &= of_queries[..., None] == jnp.take(of_keys, keys[0, 0], axis=1)[:, None]
+            seen &= of_queries[..., None] == chosen(of_keys)[:, None]
         if self.window is not None and self.positions is not None:
             of_queries, of_keys = self.positions
-            at = keys if of_keys is None else jnp.take(of_keys, keys[0, 0], axis=1)[:, None]
+            at = keys if of_keys is None else chosen(of_keys)[:, None]
             seen &= of_queries[..., None] - at < self.window
         return seen
-
-    def all(self, count: int) -> Bool[Array, "#B T S"]:
-        """Of all ``count`` keys."""
-        return self.of(jnp.arange(count, dtype=jnp.int32))
 
     def ends(self, count: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
         """The first of ``count`` keys that some query may see, and the one behind the last."""
