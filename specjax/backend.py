@@ -3,7 +3,9 @@ imports nothing of ours, and nothing here changes a result beyond the order of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,8 +36,27 @@ SCORE_BYTES_CPU, SCORE_BYTES = 2**26, 2**29
 """Of the float32 scores of attention that exist at a time, likewise."""
 
 
+_lowered_for: contextvars.ContextVar[str | None] = contextvars.ContextVar("lowered_for", default=None)
+
+
+def platform() -> str:
+    """What is compiled for, as `jax.export` names it: cpu, cuda, rocm, tpu."""
+    found = _lowered_for.get() or jax.default_backend()
+    return "cuda" if found == "gpu" else found
+
+
+@contextlib.contextmanager
+def lowering_for(name: str) -> Iterator[None]:
+    """Whatever is traced inside is for the platform ``name``, wherever it is traced."""
+    token = _lowered_for.set(name)
+    try:
+        yield
+    finally:
+        _lowered_for.reset(token)
+
+
 def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
+    return platform() == "cpu"
 
 
 def default_dtype() -> str:
@@ -75,6 +96,12 @@ def logit_tokens(vocab_size: int) -> int:
 def score_count() -> int:
     """Most scores of attention, of all rows, heads, queries and keys, that exist at a time."""
     return (SCORE_BYTES_CPU if _on_cpu() else SCORE_BYTES) // 4
+
+
+def flash_kernel() -> str | None:
+    """The library's kernel that attends to whole rows without an array of scores; see
+    `specjax.models.attention.flash`."""
+    return {"cuda": "cudnn", "tpu": "splash"}.get(platform())
 
 
 def is_host(device: Any) -> bool:

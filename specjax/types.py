@@ -345,8 +345,9 @@ class Model(Protocol):
         rows: Int[Array, "B R"] | None = None,
     ) -> Output:
         """Logits after each token fed, or after the ``rows`` of them that are named. ``positions`` are those of rotary
-        or learned embeddings, ``slots`` the places in the cache (None: no cache), ``mask`` the tokens of the block that
-        each one sees (None: those before it and itself; `Documents`: without a cache alone)."""
+        or learned embeddings, ``slots`` the places in the cache (None: its first ones, or there is no cache), ``mask``
+        the tokens of the block that each one sees (None: those before it and itself; `Documents`: without a cache
+        alone)."""
         ...
 
     def init_cache(self, batch: int, num_slots: int, dtype: DTypeLike = ...) -> Any:

@@ -519,7 +519,7 @@ def compiled_prefill(
             """The state after the next tokens of the prompts."""
             at = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
             at = at if start is None else at + start
-            out = target(params.target, tokens, at, at, state.cache, **more)
+            out = target(params.target, tokens, at, None if start is None else at, state.cache, **more)
             lengths = request.lengths - 1
             where = () if start is None else (at[:, 0],)
             lengths = lengths if start is None else jnp.clip(lengths - start, 0, tokens.shape[1])

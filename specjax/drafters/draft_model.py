@@ -134,10 +134,10 @@ class BoundDraftModel:
         start: Int[Array, " B"] | None = None,
     ) -> Consumed:
         """``start``: where the tokens stand in their rows; None: at the beginning."""
-        slots = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-        slots = slots if start is None else start[:, None] + slots
+        places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+        places = places if start is None else start[:, None] + places
         ends = lengths if start is None else start + lengths
-        cache = self.model(params, tokens, slots, slots, state.cache).cache
+        cache = self.model(params, tokens, places, None if start is None else places, state.cache).cache
         return Consumed(cache, jnp.where(lengths > 0, ends, state.lengths))
 
     def draft(self, params: Params, target: TargetView, state: Consumed, context: Context) -> tuple[Draft, Consumed]:

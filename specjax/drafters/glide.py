@@ -31,7 +31,8 @@ from specjax.drafters.base import StatelessDrafter, TrainedDrafter
 from specjax.drafters.one_by_one import one_by_one
 from specjax.errors import ConfigError, ModelError
 from specjax.models import hf
-from specjax.models.attention import Sight, attend_to_both
+from specjax.models.attention.blocks import attend_to_both
+from specjax.models.attention.sight import Sight
 from specjax.models.cache import Layer
 from specjax.models.config import ModelConfig
 from specjax.models.decode_layout import LaidOut

@@ -20,7 +20,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specjax import backend
-from specjax.models.attention import Sight, Tree, attend
+from specjax.models.attention import flash
+from specjax.models.attention.blocks import attend
+from specjax.models.attention.sight import Sight, Tree
 from specjax.types import Documents
 
 
@@ -39,13 +41,12 @@ class Layer(NamedTuple):
             values.transpose(0, 2, 3, 1).reshape(batch * kv_heads, values.shape[3], fed),
         )
 
-    def write(self, start: Int[Array, " B"], keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> Layer:
-        """With each row's T new entries at the slots from ``start[b]`` on; folded. A block is contiguous in slots, in a
-        tree as well.
+    def write(self, start: Int[Array, " B"], new: Layer) -> Layer:
+        """With each row's T new entries, folded, at the slots from ``start[b]`` on; folded. A block is contiguous in
+        slots, in a tree as well.
 
         The engine keeps ``S >= start[b] + T``: `dynamic_update_slice` clamps its start and would overwrite valid slots.
         """
-        new = Layer.of(keys, values)
         return Layer(_write(self.keys, start, new.keys, axis=1), _write(self.values, start, new.values, axis=2))
 
 
@@ -155,8 +156,10 @@ class Memory:
     written."""
 
     sight: Sight
-    start: Int[Array, " B"] | None = None
+    start: Int[Array, " B"]
     cached: Layer | None = None
+    whole: bool = flax.struct.field(pytree_node=False, default=False)
+    """The tokens of a pass are all that a row has so far, so that they attend to each other."""
 
     def over(self, cached: Layer) -> Memory:
         """The same of another layer, whose folded cache is ``cached``."""
@@ -171,12 +174,15 @@ class Memory:
         soft_cap: float | None = None,
     ) -> tuple[Float[Array, "B T H C"], Layer]:
         """What the tokens read, and the layer with their own keys and values."""
-        if self.cached is None or self.start is None:
-            layer = Layer.of(k, v)
-        else:
-            layer = self.cached.write(self.start, k, v)
-        keys, values = (x.astype(q.dtype) for x in layer)
-        return attend(q, keys, values, self.sight, scale, soft_cap), layer
+        own = Layer.of(k, v)
+        layer = own if self.cached is None else self.cached.write(self.start, own)
+        out = None
+        if self.whole:
+            out = flash.whole_rows(q, k, v, self.sight, flash.Call.of(q, scale, soft_cap))
+        if out is None:
+            keys, values = (x.astype(q.dtype) for x in (own if self.whole else layer))
+            out = attend(q, keys, values, self.sight, scale, soft_cap)
+        return out, layer
 
 
 def memories(
@@ -186,11 +192,16 @@ def memories(
     mask: Bool[Array, "B T T"] | Documents | None,
     windows: Iterable[int | None],
 ) -> dict[int | None, Memory]:
-    """What a pass attends to, for each window of its layers. Without a cache there are no ``slots``."""
+    """What a pass attends to, for each window of its layers. Without ``slots``, the tokens of a pass are the first of
+    their rows."""
     start = None if cache is None or slots is None else slots[:, 0]
     everything = _sight(positions, None if start is None else slots, start, mask)
-    of_keys = _key_positions(cache, positions, start, mask)
-    return {window: Memory(everything.within(window, positions, of_keys), start) for window in dict.fromkeys(windows)}
+    of_keys = positions if cache is None or start is None else _key_positions(cache, positions, start, mask)
+    where = jnp.zeros(len(positions), jnp.int32) if start is None else start
+    return {
+        window: Memory(everything.within(window, positions, of_keys), where, whole=start is None)
+        for window in dict.fromkeys(windows)
+    }
 
 
 def _sight(positions: Array, slots: Any, start: Any, mask: Any) -> Sight:
@@ -206,10 +217,8 @@ def _sight(positions: Array, slots: Any, start: Any, mask: Any) -> Sight:
     return Sight(slots, Tree(jnp.zeros(len(positions), jnp.int32) if start is None else start, mask))
 
 
-def _key_positions(cache: KVCache | None, positions: Array, start: Any, mask: Any) -> Int[Array, "B S"] | None:
+def _key_positions(cache: KVCache, positions: Array, start: Any, mask: Any) -> Int[Array, "B S"] | None:
     """None: those of the keys are their slots. They are in a chain, and in a tree before the block."""
-    if cache is None or start is None:
-        return positions
     if mask is None:
         return None
     slots = jnp.arange(cache.num_slots, dtype=positions.dtype)[None]

@@ -59,7 +59,9 @@ class PrefixModel:
         new = params["table"][positions % self.config.period, tokens][:, :, None]
         where = positions.astype(jnp.float32)[:, :, None, None]
         slots = positions if slots is None else slots
-        layer = Layer.of(new, where) if cache is None else cache.fold().layers[0].write(slots[:, 0], new, where)
+        layer = (
+            Layer.of(new, where) if cache is None else cache.fold().layers[0].write(slots[:, 0], Layer.of(new, where))
+        )
         keys, values = layer.keys, layer.values[:, 0]
         visible, misplaced = seen(positions, slots, values, mask)
         summed = jnp.sum(jnp.where(visible[..., None], keys[:, None], 0.0), axis=2)

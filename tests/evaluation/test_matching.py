@@ -43,8 +43,8 @@ LOSSES = {
 
 def batch() -> Batch:
     random = np.random.default_rng(1)
-    tokens = random.integers(0, 61, (2, LENGTH + 1)).astype(np.int32)
-    weight = random.choice([0.0, 0.25, 1.0], (2, LENGTH)).astype(np.float32)
+    tokens = jnp.asarray(random.integers(0, 61, (2, LENGTH + 1)), jnp.int32)
+    weight = jnp.asarray(random.choice([0.0, 0.25, 1.0], (2, LENGTH)), jnp.float32)
     return Batch(tokens[:, :-1], tokens[:, 1:], weight)
 
 
@@ -73,15 +73,15 @@ def assert_close(a, b):
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_a_step_of_chunks_is_the_step_of_the_whole(draft, loss, monkeypatch):
     """Loss, gradient and alpha, of several depths and of losses that choose among the positions of a row."""
-    whole, chunked = in_chunks(monkeypatch, lambda: stepped(*DRAFTS[draft], LOSSES[loss], batch()))
+    drafter, params = DRAFTS[draft]
+    whole, chunked = in_chunks(monkeypatch, lambda: stepped(drafter, params, LOSSES[loss], batch()))
     assert_close(chunked, whole)
     assert whole[1]["grad_norm"] > 0.01
 
 
 @pytest.mark.parametrize("k", [8, 61])
 def test_so_is_that_of_cached_logits(k, monkeypatch):
-    tokens = jnp.asarray(batch().tokens)
-    best = top_k_logits(TARGET.spec(TARGET.params, tokens, batch().token_positions).logits, k)
+    best = top_k_logits(TARGET.spec(TARGET.params, batch().tokens, batch().token_positions).logits, k)
     given = dataclasses.replace(batch(), teacher=best)
     whole, chunked = in_chunks(monkeypatch, lambda: stepped(SEPARATE, DRAFT.params, "lk_lambda", given, None))
     assert_close(chunked, whole)

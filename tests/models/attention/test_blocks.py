@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from specjax import backend
-from specjax.models import attention, products
-from specjax.models.attention import Sight, Tree
+from specjax.models import products
+from specjax.models.attention import blocks as attention
+from specjax.models.attention.sight import Sight, Tree
 
 ROWS, HEADS, KV_HEADS, FEATURES, KEYS = 2, 4, 2, 8, 37
 
@@ -27,7 +28,8 @@ def small_blocks(monkeypatch):
 def arrays(fed: int, dtype: str = "float32"):
     keys = jax.random.split(jax.random.key(fed), 3)
     shapes = ((ROWS, fed, HEADS, FEATURES), (ROWS * KV_HEADS, KEYS, FEATURES), (ROWS * KV_HEADS, FEATURES, KEYS))
-    return tuple(2.0 * jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+    q, k, v = (2.0 * jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+    return q, k, v
 
 
 def places(*starts: int, fed: int) -> jax.Array:
@@ -79,7 +81,7 @@ def test_blocks_that_nobody_sees_are_not_read(which):
     """What lies there may be anything."""
     fed, sight = sights()[which]
     q, k, v = arrays(fed)
-    seen = np.asarray(sight.all(KEYS)).any((0, 1))
+    seen: np.ndarray = np.any(np.asarray(sight.all(KEYS)), axis=(0, 1))
     unread = [i for i in range(0, KEYS - 6, 6) if not seen[i : i + 6].any()]
     assert unread
     first, end = (int(x) for x in sight.ends(KEYS))
@@ -103,7 +105,7 @@ def test_a_key_that_is_not_finite_reaches_those_who_see_it_alone():
 def test_a_low_precision_is_added_up_in_float32():
     fed, sight = sights()["documents"]
     q, k, v = arrays(fed, "bfloat16")
-    exact = attention.attend(*(x.astype(jnp.float32) for x in (q, k, v)), sight)
+    exact = attention.attend(q.astype(jnp.float32), k.astype(jnp.float32), v.astype(jnp.float32), sight)
     out = attention.attend(q, k, v, sight)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=0.05)
@@ -113,8 +115,8 @@ def test_a_low_precision_is_added_up_in_float32():
 def test_keys_of_a_query_s_own_are_merged_with_those_of_all(fed):
     """Also where it sees none of the latter."""
     q, k, v = arrays(fed)
-    keys = jax.random.split(jax.random.key(3), 2)
-    own = tuple(jax.random.normal(key, (ROWS, fed, 3, KV_HEADS, FEATURES)) for key in keys)
+    one, other = (jax.random.normal(jax.random.key(i), (ROWS, fed, 3, KV_HEADS, FEATURES)) for i in (3, 4))
+    own = one, other
     sight, reached = Sight(places(-1, 20, fed=fed)), jnp.arange(3) < 2
     out = attention.attend_to_both(q, (k, v), sight, own, reached, soft_cap=4.0)
     expected = products.attend_to_both(q, (k, v), sight.all(KEYS), own, reached, soft_cap=4.0)

@@ -1,5 +1,5 @@
-"""Attention over many keys in little memory: who sees whom is said by a few numbers a token, scores are made a block of
-keys at a time and forgotten (2205.14135), forward and backward. A prompt of 32,000 tokens has 4 GB of scores a head.
+"""Attention over many keys in little memory: scores are made a block of keys at a time and forgotten (2205.14135),
+forward and backward. A prompt of 32,000 tokens has 4 GB of scores a head.
 
 Dims: B rows, T tokens fed, S keys, H query heads, G key-value heads, C head features, BG = B * G heads, Q queries of a
 key-value head, of all tokens fed, K keys at a time.
@@ -7,92 +7,17 @@ key-value head, of all tokens fed, K keys at a time.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import backend
 from specjax.models import products
-
-
-class Tree(NamedTuple):
-    """A block of which every token sees what ``mask`` says, and of the keys before ``start`` all."""
-
-    start: Int[Array, " B"]
-    mask: Bool[Array, "B T T"]
-
-
-@flax.struct.dataclass
-class Sight:
-    """The keys that each query sees: those up to ``last``, unless something else is said. Keys are numbered 0 .. S-1;
-    whatever has no row is the same in all of them."""
-
-    last: Int[Array, "#B T"]
-    tree: Tree | None = None
-    segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None
-    """Documents of queries and keys: a query sees those of its own."""
-    positions: tuple[Int[Array, "B T"], Int[Array, "B S"] | None] | None = None
-    """Of queries and keys (None: their numbers), where there is a window."""
-    window: int | None = flax.struct.field(pytree_node=False, default=None)
-    """Keys so many positions back, and further, are not seen."""
-
-    def within(self, window: int | None, queries: Int[Array, "B T"], keys: Int[Array, "B S"] | None = None) -> Sight:
-        """The same through a window; positions of queries and of keys (None: their numbers)."""
-        return self if window is None else dataclasses.replace(self, window=window, positions=(queries, keys))
-
-    def of(self, keys: Int[Array, " K"]) -> Bool[Array, "#B T K"]:
-        """Whether each query sees each of these keys."""
-        return self._seen(keys, lambda x: jnp.take(x, keys, axis=1, mode="clip"))
-
-    def all(self, count: int) -> Bool[Array, "#B T S"]:
-        """Of all ``count`` keys."""
-        return self._seen(jnp.arange(count, dtype=jnp.int32), lambda x: x)
-
-    def _seen(self, keys: Int[Array, " K"], chosen: Callable[[Array], Array]) -> Bool[Array, "#B T K"]:
-        """``chosen``: the values of these keys among those of all."""
-        keys = keys[None, None]
-        seen = keys <= self.last[..., None]
-        if self.tree is not None:
-            start, mask = self.tree
-            inside = keys - start[:, None, None]
-            clipped = jnp.clip(inside, 0, mask.shape[2] - 1)
-            seen = (inside < 0) | ((inside < mask.shape[2]) & jnp.take_along_axis(mask, clipped, axis=2))
-        if self.segments is not None:
-            of_queries, of_keys = self.segments
-            seen &= of_queries[..., None] == chosen(of_keys)[:, None]
-        if self.window is not None and self.positions is not None:
-            of_queries, of_keys = self.positions
-            at = keys if of_keys is None else chosen(of_keys)[:, None]
-            seen &= of_queries[..., None] - at < self.window
-        return seen
-
-    def ends(self, count: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
-        """The first of ``count`` keys that some query may see, and the one behind the last."""
-        last = self.last if self.tree is None else self.tree.start[:, None] + self.tree.mask.shape[2] - 1
-        first = jnp.zeros((), jnp.int32)
-        if self.window is not None and self.positions is not None and self.positions[1] is None:
-            first = jnp.min(self.positions[0]) - self.window + 1
-        return jnp.clip(first, 0, count), jnp.clip(jnp.max(last) + 1, 0, count)
-
-    def queries(self, start: Int[Array, ""], count: int) -> Sight:
-        """Of so many of the queries."""
-
-        def some(x: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x, start, count, axis=1)
-
-        return dataclasses.replace(
-            self,
-            last=some(self.last),
-            tree=None if self.tree is None else Tree(self.tree.start, some(self.tree.mask)),
-            segments=None if self.segments is None else (some(self.segments[0]), self.segments[1]),
-            positions=None if self.positions is None else (some(self.positions[0]), self.positions[1]),
-        )
+from specjax.models.attention.sight import Sight
 
 
 def attend(
