@@ -5,7 +5,8 @@ nothing allocated.
 
 A step of distillation, vocabulary 152,000, one row of 4,096 tokens: a teacher of 2 layers of 1,024, 16 heads, a draft
 of 512 that keeps its head as it is; and the same with a draft as wide as its teacher that shares the teacher's
-embedding and head.
+embedding and head. Then the prefill of a prompt of 32,768 tokens in pieces of 2,048, of two layers of 4,096 with 32
+heads.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import optax
 import record
 
 from specjax import registry
+from specjax.decode.engine import EngineParams, NoDraft, Request, compiled_prefill
 from specjax.distill.init import SharedEnds
 from specjax.distill.step import TrainState, Update
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model
+from specjax.testing.toys import neutral_sampling
 from specjax.types import Batch, Params, TrainingForm
 
 GIB = 2**30
@@ -94,6 +97,33 @@ def training_counts(remat: bool) -> dict[str, Any]:
     return found
 
 
+PROMPT, PIECE = 2**15, 2**11
+LONG = ModelConfig(
+    vocab_size=VOCAB, hidden_size=4096, intermediate_size=14336, num_layers=2, num_heads=32, num_kv_heads=8,
+    head_dim=128, max_positions=2**16, tie_embeddings=False,
+)  # fmt: skip
+
+
+def prefill_counts(pieces: tuple[int, ...]) -> dict[str, Any]:
+    """Of a prompt's pass beside its cache, of widths as those of a model of 8B, in pieces of so many tokens."""
+    model, found = Model(LONG), {}
+    ids: Any = jax.ShapeDtypeStruct((1, PROMPT), jnp.int32)
+    request = jax.eval_shape(lambda ids: request_of(ids), ids)
+    for piece in pieces:
+        prefill = compiled_prefill(model, NoDraft(), PROMPT, piece=piece)
+        compiled = prefill.lower(EngineParams(shapes_of(model), {}), request).compile()
+        cache = sum(x.size * 4 for x in jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(1, PROMPT))))
+        found[f"prompt of {PROMPT:,} in pieces of {piece:,}"] = {"temporaries": temporaries(compiled), "cache": cache}
+    return found
+
+
+def request_of(ids: jax.Array) -> Request:
+    """All of them one row's prompt."""
+    row = jnp.zeros((1,), jnp.int32)
+    stops, seeds = jnp.zeros((1, 8), jnp.int32), jnp.zeros((1, 2), jnp.uint32)
+    return Request(ids, row + PROMPT, row + 1, neutral_sampling(1, VOCAB), seeds, stops)
+
+
 def temporaries(compiled: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
@@ -102,10 +132,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results")
     args = parser.parse_args()
-    found = training_counts(remat=False)
+    found = training_counts(remat=False) | prefill_counts((PIECE,))
     for name, counts in found.items():
-        beyond = counts["temporaries"] - counts["gradients"]
-        print(f"{name:<40} {counts['temporaries'] / GIB:6.2f} GiB, beyond gradients {beyond / GIB:6.2f} GiB")
+        gradients = counts.get("gradients", 0)
+        beside = f", beyond gradients {(counts['temporaries'] - gradients) / GIB:.2f} GiB" if gradients else ""
+        print(f"{name:<40} {counts['temporaries'] / GIB:6.2f} GiB{beside}")
     if args.results:
         record.write(args.results, found)
 
