@@ -19,9 +19,9 @@ FEW_NARROW_ROWS, SEVERAL_NARROW_ROWS = 8, 192
 library's matrix product up to the second (the two are as fast at 256)."""
 FEW_QUERIES = 16
 """Most queries of a key-value head, of all tokens fed, for which attention on CPU is made of reductions."""
-UNROLLED_ROWS = 16
+UNROLLED_ROWS_CPU = 16
 """Most rows that are written into a cache one by one: each is an update in place, where the scatter over rows that
-`vmap` makes becomes a loop over single elements on CPU."""
+`vmap` makes becomes a loop over single elements on CPU. An accelerator would launch as many kernels."""
 MICRO_TOKENS_CPU = 512
 """Tokens of a microbatch on CPU: its activations stay in cache, 1.35x over the whole batch at once on 2 cores."""
 
@@ -102,6 +102,17 @@ def flash_kernel() -> str | None:
     """The library's kernel that attends to whole rows without an array of scores; see
     `specjax.models.attention.flash`."""
     return {"cuda": "cudnn", "tpu": "splash"}.get(platform())
+
+
+def unrolled_rows() -> int:
+    """Most rows that are written into a cache one by one, and not by one scatter."""
+    return UNROLLED_ROWS_CPU if _on_cpu() else 1
+
+
+def asks_the_host() -> bool:
+    """Whether a condition inside a program waits for the host to read it, so that what can be settled before should be:
+    a GPU does, for every `cond` of every token."""
+    return not _on_cpu()
 
 
 def is_host(device: Any) -> bool:

@@ -10,13 +10,23 @@ Dims: B rows, R block rows, L token buffer, N drafted tokens, K draft length, V 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Collection
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from specjax.models.cache import write_rows
 from specjax.proposal import Proposal
-from specjax.types import Context, CoupledNoise, LogitsContext, Noise, SamplingParams
+from specjax.types import Context, CoupledNoise, LogitsContext, Noise, SamplingParams, TokenCounts
+
+_CUTS = ("top_k", "top_p", "min_p")
+_STEPS = {
+    "penalties": ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_new_tokens"),
+    **{name: (name,) for name in _CUTS},
+}
+"""Step of `transform` -> the parameters that ask for it."""
 
 
 def argmax(logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:
@@ -44,7 +54,7 @@ def transform(
     node ``first + r`` of a proposal; if ``drafted`` is an array of tokens, a chain, it follows the first ``first + r``
     of them. Temperature 0 becomes the log of a one-hot (0 at the argmax, -inf elsewhere), so nothing downstream
     branches on temperature."""
-    return warp(process(logits, context, drafted, first), context.sampling)
+    return warp(process(logits, context, drafted, first), context.sampling, context.extras)
 
 
 def process(
@@ -59,9 +69,10 @@ def process(
     # Always, as a model with padded rows always has one.
     logits = logits.astype(jnp.float32) + s.bias[:, None]
     penalties = (s.repetition_penalty != 1, s.presence_penalty != 0, s.frequency_penalty != 0, s.min_new_tokens > 0)
-    # Paid only by batches with a row that asks for it.
-    wanted = jnp.any(jnp.stack(penalties))
-    logits = jax.lax.cond(wanted, lambda: _penalised(logits, context, proposal, first), lambda: logits)
+    wanted = functools.reduce(jnp.logical_or, penalties)
+    logits = _if_any(
+        wanted, _pays(context.extras, "penalties"), lambda x: _penalised(x, context, proposal, first), logits
+    )
     processor = context.processor
     if processor is None:
         return logits
@@ -74,15 +85,43 @@ def process(
     return jax.vmap(at_node, in_axes=(1, 0), out_axes=1)(logits, first + jnp.arange(logits.shape[1], dtype=jnp.int32))
 
 
+def _if_any(
+    wanted: Bool[Array, " B"], pays: bool | None, change: Callable[[Array], Array], logits: Float[Array, "B R V"]
+) -> Float[Array, "B R V"]:
+    """``change(logits)``, which leaves rows that do not want it as they are: paid only by batches with a row that does.
+    ``pays``: where that is settled before, see `Context.extras`."""
+    if pays is None:
+        return jax.lax.cond(jnp.any(wanted), change, lambda x: x, logits)
+    return change(logits) if pays else logits
+
+
+def extras_of(parameters: Collection[str]) -> tuple[str, ...]:
+    """The steps of `transform` that some of these parameters ask for, see `Context.extras`."""
+    return tuple(step for step, names in _STEPS.items() if any(name in parameters for name in names))
+
+
+def _pays(extras: tuple[str, ...] | None, *steps: str) -> bool | None:
+    return None if extras is None else any(step in extras for step in steps)
+
+
+def count(tokens: Int[Array, "B L"], counted: Bool[Array, "B L"], counts: Int[Array, "B V"]) -> Int[Array, "B V"]:
+    """``counts`` with those of ``tokens`` that are ``counted``."""
+    rows = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
+    return counts.at[rows, tokens].add(counted.astype(jnp.int32), mode="drop")
+
+
+def counts_of(context: Context, size: int) -> TokenCounts:
+    """How often each of ``size`` tokens is in the prompts and in what followed them."""
+    if context.counts is not None:
+        return context.counts
+    position = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None]
+    prompt, zeros = position < context.prompt_lengths[:, None], jnp.zeros((len(context.tokens), size), jnp.int32)
+    generated = (position < context.lengths[:, None]) & ~prompt
+    return TokenCounts(count(context.tokens, prompt, zeros), count(context.tokens, generated, zeros))
+
+
 def _penalised(logits, context: Context, proposal: Proposal, first) -> Float[Array, "B R V"]:
     s, (batch, nodes, size) = context.sampling, logits.shape
-    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    position = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None]
-    committed = position < context.lengths[:, None]
-    generated = committed & (position >= context.prompt_lengths[:, None])
-
-    def counted(counts: Bool[Array, "B L"]):
-        return jnp.zeros((batch, size), jnp.int32).at[rows, context.tokens].add(counts.astype(jnp.int32))[:, None]
 
     def of_nodes(values):
         return jax.lax.dynamic_slice_in_dim(values, first, nodes, axis=1)
@@ -92,53 +131,69 @@ def _penalised(logits, context: Context, proposal: Proposal, first) -> Float[Arr
     for i in range(proposal.drafted.shape[1]):
         counts = (proposal.drafted[:, i, None, None] == token[None, None]) & on_path[:, :, i, None]
         of_drafts += counts.astype(jnp.int32)
-    count = counted(generated) + of_drafts
-    seen = (counted(committed) + of_drafts) > 0
+    known = counts_of(context, size)
+    generated = known.generated[:, None] + of_drafts
+    seen = (known.prompt[:, None] + generated) > 0
 
     def each(values):
         return values[:, None, None]
 
     penalty = jnp.where(seen, each(s.repetition_penalty), 1.0)
     logits = jnp.where(logits > 0, logits / penalty, logits * penalty)
-    logits -= jnp.where(count > 0, each(s.presence_penalty), 0.0)
-    logits -= each(s.frequency_penalty) * count.astype(jnp.float32)
+    logits -= jnp.where(generated > 0, each(s.presence_penalty), 0.0)
+    logits -= each(s.frequency_penalty) * generated.astype(jnp.float32)
     # Ids of -1 fill up the list; they index past the end and are dropped.
     stop = jnp.where(context.stop_ids < 0, size, context.stop_ids)
+    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
     stops = jnp.zeros((batch, size), bool).at[rows, stop].set(True, mode="drop")
     new = (context.lengths - context.prompt_lengths)[:, None] + of_nodes(proposal.depth)
     return jnp.where(stops[:, None] & (new < s.min_new_tokens[:, None])[..., None], -jnp.inf, logits)
 
 
-def warp(logits: Float[Array, "B R V"], sampling: SamplingParams) -> Float[Array, "B R V"]:
-    """The second half of `transform`: temperature, then the three cuts. None of them moves the argmax."""
+def warp(
+    logits: Float[Array, "B R V"], sampling: SamplingParams, extras: tuple[str, ...] | None = None
+) -> Float[Array, "B R V"]:
+    """The second half of `transform`: temperature, then the three cuts. None of them moves the argmax. ``extras``: see
+    `Context`."""
     temperature = sampling.temperature[:, None, None]
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
     cut = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
-    scaled = jax.lax.cond(jnp.any(cut), lambda: _cut(scaled, sampling), lambda: scaled)
+    scaled = _if_any(cut, _pays(extras, *_CUTS), lambda x: _cut(x, sampling, extras), scaled)
 
-    def with_greedy_rows():
+    def with_greedy_rows(scaled):
         index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
         one_hot = jnp.where(index == argmax(logits)[..., None], jnp.float32(0.0), -jnp.inf)
         return jnp.where(temperature > 0, scaled, jnp.where(has_distribution(logits)[..., None], one_hot, jnp.nan))
 
-    # The argmax over V is paid only by batches that hold a greedy row.
-    return jax.lax.cond(jnp.any(sampling.temperature == 0), with_greedy_rows, lambda: scaled)
+    # The argmax over V is paid only by batches that hold a greedy row, where asking costs less than it.
+    return _if_any(sampling.temperature == 0, None if extras is None else True, with_greedy_rows, scaled)
 
 
-def _cut(logits: Float[Array, "B R V"], sampling: SamplingParams) -> Float[Array, "B R V"]:
-    """top-k, then top-p of what it left, then min-p. Tokens that tie with the last one kept are kept. NaN is below
-    nothing, so it stays, for `has_distribution` to find."""
+def _cut(
+    logits: Float[Array, "B R V"], sampling: SamplingParams, extras: tuple[str, ...] | None
+) -> Float[Array, "B R V"]:
+    """top-k, then top-p of what it left, then min-p, each where a row asks for it. Tokens that tie with the last one
+    kept are kept. NaN is below nothing, so it stays, for `has_distribution` to find."""
     top_k, top_p, min_p = (x[:, None, None] for x in (sampling.top_k, sampling.top_p, sampling.min_p))
 
     def drop(logits, low, wanted):
         return jnp.where(low & wanted, -jnp.inf, logits)
 
-    ones = jnp.ones_like(logits)
-    logits = drop(logits, logits < _threshold(logits, ones, top_k.astype(jnp.float32)), top_k > 0)
-    p = jax.nn.softmax(logits, axis=-1)
-    best = jnp.max(p, axis=-1, keepdims=True)
-    logits = drop(logits, (p < _threshold(p, p, top_p)) & (p < best), top_p < 1)
-    return drop(logits, p < min_p * best, min_p > 0)
+    def of_top_k(logits):
+        ones = jnp.ones_like(logits)
+        return drop(logits, logits < _threshold(logits, ones, top_k.astype(jnp.float32)), top_k > 0)
+
+    def of_top_p(logits):
+        p = jax.nn.softmax(logits, axis=-1)
+        best = jnp.max(p, axis=-1, keepdims=True)
+        return drop(logits, (p < _threshold(p, p, top_p)) & (p < best), top_p < 1)
+
+    logits = _if_any(sampling.top_k > 0, _pays(extras, "top_k"), of_top_k, logits)
+    logits = _if_any(sampling.top_p < 1, _pays(extras, "top_p"), of_top_p, logits)
+    # In logarithms, where it takes one maximum and no softmax; -inf without min-p.
+    if _pays(extras, "min_p") is False:
+        return logits
+    return drop(logits, logits < jnp.max(logits, axis=-1, keepdims=True) + jnp.log(min_p), min_p > 0)
 
 
 def _threshold(

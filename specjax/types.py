@@ -86,6 +86,14 @@ class SamplingParams:
 
 
 @flax.struct.dataclass
+class TokenCounts:
+    """How often each token is in a row, for the penalties."""
+
+    prompt: Int[Array, "B V"]
+    generated: Int[Array, "B V"]
+
+
+@flax.struct.dataclass
 class LogitsContext:
     """The tokens before the one to choose, as a user's logits processor sees them: ``tokens[b, :lengths[b]]`` (prompt,
     generated, and the drafts before this one); later entries are stale."""
@@ -176,6 +184,11 @@ class Context:
     """Rows that are not done; None: all."""
     remaining: Int[Array, " B"] | None = None
     """Tokens that each row may still add; None: not known."""
+    counts: TokenCounts | None = None
+    """Of the committed tokens; None: they are counted where they are asked for."""
+    extras: tuple[str, ...] | None = flax.struct.field(pytree_node=False, default=None)
+    """What some row asks for: penalties (or `min_new_tokens`), top_k, top_p, min_p; None: that is seen on the
+    device."""
 
     def stop(self, logits: Float[Array, "B V"], offset: int | Int[Array, ""]) -> Bool[Array, " B"] | None:
         """The rows that propose no more, asked inside a drafter's loop before the token at ``offset`` is drawn from
@@ -304,6 +317,8 @@ class DecodeState:
     cache: Any
     drafter: Any
     controller: Any = None
+    counts: TokenCounts | None = None
+    """Of the tokens before ``lengths``."""
 
 
 ORIGINS = ("prompt", "accepted", "corrected", "bonus")

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from specjax import registry
+from specjax import backend, registry
 from specjax.decode import request as request_lib
 from specjax.decode import stops as stops_lib
 from specjax.decode.arguments import bound, controller_for, drafter_of, verifier_of
@@ -272,12 +272,13 @@ class Decoder:
         for slots in more:
             state = chunk(run.params, grow(state, slots), *limits)
 
-    def engine(self, greedy: bool, rows: int = 1) -> tuple[Engine, EngineParams]:
+    def engine(self, greedy: bool, rows: int = 1, extras: tuple[str, ...] = ()) -> tuple[Engine, EngineParams]:
         """The program of an all-greedy batch or of any other, and the weights that it takes.
 
         Args:
             greedy: whether all rows are at temperature 0.
             rows: of the padded batch, for what is known of its costs.
+            extras: what rows ask for beside their temperature, where that is another program.
 
         Returns:
             The engine, static and hashable, and its parameters.
@@ -288,8 +289,15 @@ class Decoder:
             controller = getattr(controller, "uncalibrated", controller)
             if controller is self._controller:
                 calibration = guessed(layout.params, self._drafter_params, max_depth(self._drafter))
-        how = {"controller": controller, "prefill_chunk": self._prefill_chunk}
-        engine = Engine(layout.spec, self._drafter, verifier, greedy, **how)
+        engine = Engine(
+            layout.spec,
+            self._drafter,
+            verifier,
+            greedy,
+            controller=controller,
+            extras=extras if backend.asks_the_host() else None,
+            prefill_chunk=self._prefill_chunk,
+        )
         return engine, EngineParams(layout.params, self._drafter_params, calibration)
 
     def calibrate(
@@ -318,13 +326,14 @@ class Decoder:
         new = blocks * (depth + 1)
         run = self._run(prompts, new, 0, True, sampling=sampling)
         where = run.batch.greedy, run.batch.rows
+        program = *where, run.batch.extras
         # Whatever it is, so that the program is the one that chooses, and the draft reads the prompts.
         self.calibrations.setdefault(where, held_to(depth, depth))
-        run.engine, run.params = self.engine(*where)
+        run.engine, run.params = self.engine(*program)
         run.params = dataclasses.replace(run.params, calibration=held_to(depth, depth))
         found = measured(run.engine, run.params, self._prefill(run, run.batch.slots[-1]), blocks, seconds)
         self.calibrations[where] = found
-        if self._program(*where)[0] != run.engine:  # what was timed is not what will decode
+        if self._program(*program)[0] != run.engine:  # what was timed is not what will decode
             self.compile(prompts, max_new_tokens=new, **sampling)
         return found
 
@@ -346,7 +355,7 @@ class Decoder:
             TypeError: a keyword is none of `SamplingOptions`.
         """
         run = self._run(prompts, max_new_tokens, 0, True, sampling=sampling)
-        run.engine, run.params = self.engine(run.batch.greedy, run.batch.rows)
+        run.engine, run.params = self.engine(run.batch.greedy, run.batch.rows, run.batch.extras)
         return self._prefill(run, run.batch.slots[-1])
 
     def started(
@@ -385,15 +394,15 @@ class Decoder:
             raise DataError(f"logprobs: {logprobs!r}; give 'raw' (or True), 'processed' or None")
         if processor is not None:
             request_lib.check_processor(processor, batch.request, batch.slots[-1])
-        engine, params = self._program(batch.greedy, batch.rows)
+        engine, params = self._program(batch.greedy, batch.rows, batch.extras)
         tokens = TokenRows.of(self.target) if logprobs == "raw" else None
         engine = dataclasses.replace(engine, processor=processor, logprobs=logprobs, tokens=tokens)
         stops = stops_lib.check(stop_strings, len(prompts), self.target.tokenizer is not None)
         return _Run(batch, engine, params, stops, start)
 
-    def _program(self, greedy: bool, rows: int) -> tuple[Engine, EngineParams]:
+    def _program(self, greedy: bool, rows: int, extras: tuple[str, ...]) -> tuple[Engine, EngineParams]:
         """`engine`, or that of plain decoding where its controller would never propose anything."""
-        engine, params = self.engine(greedy, rows)
+        engine, params = self.engine(greedy, rows, extras)
         known, never = self.calibrations.get((greedy, rows)), getattr(engine.controller, "never_proposes", None)
         if known is None or never is None or not never(known):
             return engine, params

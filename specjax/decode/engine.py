@@ -59,6 +59,7 @@ from specjax.types import (
     Reads,
     SamplingParams,
     TargetView,
+    TokenCounts,
     Verdict,
     Verifier,
     reads_of,
@@ -118,6 +119,8 @@ class Engine:
     tokens: TokenRows | None = None
     """The rows of the target's head that its own distribution is over; None: all."""
     controller: Controller | None = None
+    extras: tuple[str, ...] | None = None
+    """What rows ask for beside their temperature, see `Context.extras`."""
     prefill_chunk: int | None = None
     """Most tokens of each prompt that are fed at a time; None: by the rows of the batch."""
 
@@ -308,7 +311,7 @@ def looked_at(
 ) -> Context:
     """The context of this block for draft, controller and transform."""
     found = block_noise(engine, state) if noise and not engine.greedy else None
-    return context_of(params, state, engine.controller, engine.processor, limit, found)
+    return context_of(params, state, engine.controller, engine.processor, limit, found, engine.extras)
 
 
 def context_of(
@@ -318,6 +321,7 @@ def context_of(
     processor: LogitsProcessor | None = None,
     limit: Int[Array, " B"] | None = None,
     noise: Noise | CoupledNoise | None = None,
+    extras: tuple[str, ...] | None = None,
 ) -> Context:
     """Gather everything a block begins with, which is also all a choice of length may look at."""
     return Context(
@@ -334,6 +338,8 @@ def context_of(
         params.calibration,
         ~state.done,
         state.budget - state.lengths,
+        state.counts,
+        extras,
     )
 
 
@@ -449,8 +455,14 @@ def commit(state: DecodeState, proposal: Proposal, judged: Judged, cache: Any) -
         finish=jnp.where(active, finish, state.finish),
         counters=jax.tree.map(lambda total, x: total + x.astype(jnp.int32), state.counters, seen),
         cache=cache,
+        counts=None if state.counts is None else counted(state.counts, followed.tokens, index < emitted[:, None]),
     )
     return state, emitted
+
+
+def counted(counts: TokenCounts, tokens: Int[Array, "B D1"], emitted: Bool[Array, "B D1"]) -> TokenCounts:
+    """The counts with the tokens that a block added."""
+    return dataclasses.replace(counts, generated=sampling.count(tokens, emitted, counts.generated))
 
 
 def observe(
@@ -471,7 +483,8 @@ def observe(
         state = dataclasses.replace(state, controller=engine.controller.adapt(state.controller, outcome))
     if engine.logprobs is None:
         return state
-    processed = sampling.warp(judged.p_logits, state.sampling) if engine.greedy else judged.p_logits
+    p_logits = judged.p_logits
+    processed = sampling.warp(p_logits, state.sampling, engine.extras) if engine.greedy else p_logits
     raw = out.logits if engine.tokens is None else engine.tokens.over(out.logits)
     distributions = raw.astype(jnp.float32) if engine.logprobs == "raw" else processed
     return keep_logprobs(state, context.lengths, followed, distributions)
@@ -562,6 +575,8 @@ def _unread(
     batch, width = request.prompt.shape
     depth, ends = max_depth(drafter), request.lengths + request.budget
     zeros, zeros_k = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, depth), jnp.int32)
+    none = jnp.zeros(request.sampling.bias.shape, jnp.int32)
+    in_prompt = jnp.arange(width, dtype=jnp.int32)[None] < request.lengths[:, None]
     return DecodeState(
         tokens=jnp.pad(request.prompt, ((0, 0), (0, num_slots + depth + 1 - width))),
         origin=jnp.zeros((batch, num_slots + depth + 1), jnp.int32),
@@ -578,6 +593,7 @@ def _unread(
         cache=cache_lib.with_total(target.init_cache(batch, num_slots), ends),
         drafter=cache_lib.with_total(drafter.init(batch, num_slots), ends),
         controller=None if controller is None else controller_state(controller, drafter, batch),
+        counts=TokenCounts(sampling.count(request.prompt, in_prompt, none), none),
     )
 
 

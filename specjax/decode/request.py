@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from specjax import sampling
 from specjax.decode.arguments import token_ids
 from specjax.decode.engine import Request
 from specjax.errors import DataError
@@ -58,6 +59,9 @@ class Batch:
     seeds: list[int]
     greedy: bool
     slots: tuple[int, ...]
+
+    extras: tuple[str, ...] = ()
+    """What rows ask for beside their temperature, see `Context.extras`."""
 
     @property
     def rows(self) -> int:
@@ -115,7 +119,9 @@ def prepare(
     longest, most = max(map(len, checked.prompts)), most_slots(target, k)
     width = min(_bucket(longest, _MIN_PROMPT), most)
     end = max(len(row) + budget for row, budget in zip(checked.prompts, checked.budgets, strict=True))
-    return Batch(_padded(checked, width, greedy), checked.seeds, greedy, slot_buckets(width, end + k + 1, most))
+    asked = {name for name, values in checked.numbers.items() if any(x != NUMBERS[name].neutral for x in values)}
+    extras = sampling.extras_of(asked)
+    return Batch(_padded(checked, width, greedy), checked.seeds, greedy, slot_buckets(width, end + k + 1, most), extras)
 
 
 def _check(target: Any, prompts: Any, max_new_tokens: Any, seed: Any, ignore_eos: bool, options: Any) -> _Checked:

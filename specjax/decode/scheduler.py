@@ -46,6 +46,10 @@ class Scheduler:
             raise DataError(f"scheduler: {wanted} requests for {len(self.free)} of {self.rows} rows that are free")
         if self.engine.greedy and not batch.greedy:
             raise DataError("scheduler: a request at a temperature above 0 among greedy ones; make it for sampling")
+        known = batch.extras if self.engine.extras is None else self.engine.extras
+        for step in batch.extras:
+            if step not in known:
+                raise DataError(f"scheduler: a request that asks for {step} among others that do not; make it for that")
         rows = self.free[:wanted]
         self._buckets = tuple(sorted({*self._buckets, *batch.slots}))
         if self.state is None and len(batch.request.lengths) == self.rows:
@@ -117,7 +121,7 @@ def without_caches(state: DecodeState) -> DecodeState:
     """The host's part of a state (of a controller's, its probes), so that a cache that is outgrown is freed, also where
     somebody holds on to this."""
     probes = getattr(state.controller, "probes", None)
-    return dataclasses.replace(state, cache=None, drafter=None, sampling=None, controller=probes)
+    return dataclasses.replace(state, cache=None, drafter=None, sampling=None, controller=probes, counts=None)
 
 
 @functools.partial(jax.jit, static_argnames="rows")

@@ -295,7 +295,7 @@ def _write(buffer: Array, start: Int[Array, " B"], new: Array, axis: int) -> Arr
         index = (row, *(slot if i == axis else 0 for i in range(1, buffer.ndim)))
         return tuple(jnp.asarray(i, jnp.int32) for i in index)  # of one type, under JAX_ENABLE_X64 as well
 
-    if rows > backend.UNROLLED_ROWS:
+    if rows > backend.unrolled_rows():
         old, new = (x.reshape(rows, heads, *x.shape[1:]) for x in (buffer, new))
         written = jax.vmap(lambda b, n, s: jax.lax.dynamic_update_slice(b, n, at(0, s)))(old, new, start)
         return written.reshape(buffer.shape)
