@@ -106,8 +106,8 @@ def _pays(extras: tuple[str, ...] | None, *steps: str) -> bool | None:
 
 def count(tokens: Int[Array, "B L"], counted: Bool[Array, "B L"], counts: Int[Array, "B V"]) -> Int[Array, "B V"]:
     """``counts`` with those of ``tokens`` that are ``counted``."""
-    rows = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
-    return counts.at[rows, tokens].add(counted.astype(jnp.int32), mode="drop")
+    of_row = jax.vmap(lambda counts, tokens, more: counts.at[tokens].add(more, mode="drop"))
+    return of_row(counts, tokens, counted.astype(jnp.int32))
 
 
 def counts_of(context: Context, size: int) -> TokenCounts:
@@ -144,8 +144,7 @@ def _penalised(logits, context: Context, proposal: Proposal, first) -> Float[Arr
     logits -= each(s.frequency_penalty) * generated.astype(jnp.float32)
     # Ids of -1 fill up the list; they index past the end and are dropped.
     stop = jnp.where(context.stop_ids < 0, size, context.stop_ids)
-    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    stops = jnp.zeros((batch, size), bool).at[rows, stop].set(True, mode="drop")
+    stops = jax.vmap(lambda ids: jnp.zeros((size,), bool).at[ids].set(True, mode="drop"))(stop)
     new = (context.lengths - context.prompt_lengths)[:, None] + of_nodes(proposal.depth)
     return jnp.where(stops[:, None] & (new < s.min_new_tokens[:, None])[..., None], -jnp.inf, logits)
 

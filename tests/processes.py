@@ -6,13 +6,16 @@ import contextlib
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+ROOT = Path(__file__).parents[1]
 TIMEOUT = 600.0
 """Seconds until what is still running is killed, and the test fails."""
 
@@ -112,3 +115,23 @@ def run(
     """One process to its end. Raises `TimeoutError` with what it said if that takes longer than ``timeout`` seconds."""
     with started(command, cwd=cwd, env=env, timeout=timeout) as group:
         return group.finish()[0]
+
+
+def of_two_devices(*commands: list[str]) -> contextlib.AbstractContextManager[Group]:
+    """Processes of this interpreter, of two devices each."""
+    flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
+    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    return started(*([sys.executable, *command] for command in commands), cwd=ROOT, env=environment)
+
+
+def in_processes(*commands: list[str]) -> None:
+    """All at once, each to a good end."""
+    with of_two_devices(*commands) as group:
+        for process in group.finish():
+            assert process.returncode == 0, process.output[-4000:]
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])

@@ -30,6 +30,7 @@ from specjax.drafters.base import StatelessDrafter
 from specjax.errors import ConfigError
 from specjax.models import cache as cache_lib
 from specjax.models.cache import write_rows
+from specjax.models.sharding import ROWS, constrained
 from specjax.models.vocabulary import TokenRows
 from specjax.proposal import Followed, Proposal
 from specjax.types import (
@@ -446,10 +447,11 @@ def commit(state: DecodeState, proposal: Proposal, judged: Judged, cache: Any) -
     if judged.verdict.path is not None:
         cache = cache.keep(proposal.start, judged.verdict.path)
     # Entries past a row's new length are stale and overwritten by its next block; a finished row writes past its end.
+    spread = cache_lib.first(state.cache).spread
     state = dataclasses.replace(
         state,
-        tokens=write_rows(state.tokens, state.lengths, followed.tokens),
-        origin=write_rows(state.origin, state.lengths, origin),
+        tokens=write_rows(state.tokens, state.lengths, followed.tokens, spread),
+        origin=write_rows(state.origin, state.lengths, origin, spread),
         lengths=lengths,
         done=state.done | (finish != UNFINISHED),
         finish=jnp.where(active, finish, state.finish),
@@ -499,7 +501,8 @@ def keep_logprobs(
     of_token = jnp.take_along_axis(distributions, followed.tokens[..., None], axis=-1)[..., 0]
     assert state.logprobs is not None  # prefill made room where they are asked for
     logprobs = of_token - jax.scipy.special.logsumexp(distributions, axis=-1)
-    return dataclasses.replace(state, logprobs=write_rows(state.logprobs, start, logprobs))
+    spread = cache_lib.first(state.cache).spread
+    return dataclasses.replace(state, logprobs=write_rows(state.logprobs, start, logprobs, spread))
 
 
 def controller_state(controller: Controller, drafter: BoundDrafter, batch: int) -> Any:
@@ -547,7 +550,7 @@ def compiled_prefill(
         batch, width = request.prompt.shape
         size = min(width, max(1, backend.prefill_tokens() // batch) if piece is None else piece)
         if size == width:
-            return fed(state, request.prompt)
+            return _readable(target, fed(state, request.prompt))
 
         def next_piece(i: Int[Array, ""], state: DecodeState) -> DecodeState:
             return fed(state, jax.lax.dynamic_slice_in_dim(request.prompt, i * size, size, axis=1), i * size)
@@ -558,7 +561,7 @@ def compiled_prefill(
         state = jax.lax.fori_loop(0, count, next_piece, cache_lib.fold(state))
         if rest:
             state = fed(state, request.prompt[:, whole * size :], jnp.int32(whole * size))
-        return cache_lib.unfold(state, batch)
+        return _readable(target, cache_lib.unfold(state, batch))
 
     return jax.jit(prefill, compiler_options=backend.compiler_options(decoding=True))
 
@@ -595,6 +598,20 @@ def _unread(
         controller=None if controller is None else controller_state(controller, drafter, batch),
         counts=TokenCounts(sampling.count(request.prompt, in_prompt, none), none),
     )
+
+
+def _by_row(target: Model, state: DecodeState) -> DecodeState:
+    """Rows where their part of the cache is, for a loop in which each device sees to its own."""
+    mesh, rest = getattr(target, "mesh", None), dataclasses.replace(state, cache=None, drafter=None, controller=None)
+    rest = jax.tree.map(lambda x: constrained(x, mesh, ROWS), rest)
+    return dataclasses.replace(rest, cache=state.cache, drafter=state.drafter, controller=state.controller)
+
+
+def _readable(target: Model, state: DecodeState) -> DecodeState:
+    """What the host reads of the state is whole on every device, so that each process sees all rows."""
+    mesh = getattr(target, "mesh", None)
+    seen = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in ("cache", "drafter")}
+    return dataclasses.replace(state, **jax.tree.map(lambda x: constrained(x, mesh), seen))
 
 
 def prefilled(engine: Engine, params: EngineParams, request: Request, num_slots: int) -> DecodeState:
@@ -654,8 +671,9 @@ def compiled_chunk(engine: Engine):
 
         rungs = engine.rungs
         loop = body if len(rungs) == 1 or rungs[0] or engine.decides_after else body_of_rungs
-        final = jax.lax.while_loop(unfinished, loop, (jnp.int32(0), cache_lib.fold(state)))[1]
-        return cache_lib.unfold(final, len(state.lengths))
+        start = _by_row(engine.target, cache_lib.fold(state))
+        final = jax.lax.while_loop(unfinished, loop, (jnp.int32(0), start))[1]
+        return _readable(engine.target, cache_lib.unfold(final, len(state.lengths)))
 
     return jax.jit(chunk, donate_argnames="state", compiler_options=backend.compiler_options(decoding=True))
 

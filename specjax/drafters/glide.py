@@ -168,7 +168,7 @@ class BoundGlide(StatelessDrafter):
         batch = len(context.lengths)
         root = (context.lengths - 1)[:, None]
         newest = jnp.take_along_axis(context.tokens, root, axis=1)
-        layers = [Layer(*(x.reshape(-1, *x.shape[-2:]) for x in layer)) for layer in target.keys_values]
+        layers = [Layer(*layer) for layer in target.keys_values]
 
         verified = Sight(target.lengths[:, None] - 1)
 

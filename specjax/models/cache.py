@@ -33,21 +33,24 @@ class Layer(NamedTuple):
     values: Float[Array, "*heads C S"]
 
     @classmethod
-    def of(cls, keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> Layer:
-        """A block of new keys and values, folded: a layer of T slots."""
+    def of(cls, keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"], folded: bool = True) -> Layer:
+        """A block of new keys and values: a layer of T slots."""
         batch, fed, kv_heads, features = keys.shape
+        heads = (batch * kv_heads,) if folded else (batch, kv_heads)
         return cls(
-            keys.transpose(0, 2, 1, 3).reshape(batch * kv_heads, fed, features),
-            values.transpose(0, 2, 3, 1).reshape(batch * kv_heads, values.shape[3], fed),
+            keys.transpose(0, 2, 1, 3).reshape(*heads, fed, features),
+            values.transpose(0, 2, 3, 1).reshape(*heads, values.shape[3], fed),
         )
 
-    def write(self, start: Int[Array, " B"], new: Layer) -> Layer:
-        """With each row's T new entries, folded, at the slots from ``start[b]`` on; folded. A block is contiguous in
-        slots, in a tree as well.
+    def write(self, start: Int[Array, " B"], new: Layer, together: bool = False) -> Layer:
+        """With each row's T new entries, which have the same form, at the slots from ``start[b]`` on. A block is
+        contiguous in slots, in a tree as well.
 
         The engine keeps ``S >= start[b] + T``: `dynamic_update_slice` clamps its start and would overwrite valid slots.
         """
-        return Layer(_write(self.keys, start, new.keys, axis=1), _write(self.values, start, new.values, axis=2))
+        last = self.keys.ndim - 1
+        keys = _write(self.keys, start, new.keys, last - 1, together)
+        return Layer(keys, _write(self.values, start, new.values, last, together))
 
 
 @flax.struct.dataclass
@@ -62,6 +65,9 @@ class KVCache:
     layers: tuple[Layer, ...]
     total: Int[Array, " B"] | None = None
     """The length that a row will reach, prompt included, for models whose rotary frequencies depend on it."""
+    spread: bool = flax.struct.field(pytree_node=False, default=False)
+    """Over several devices: heads and rows, split over other axes, are then never folded, and rows are written
+    together."""
 
     @classmethod
     def zeros(
@@ -93,10 +99,12 @@ class KVCache:
         def moved(layer: Layer) -> Layer:
             chosen_keys = jnp.take_along_axis(layer.keys, sources[..., None], axis=-2)
             chosen_values = jnp.take_along_axis(layer.values, sources[..., None, :], axis=-1)
+            if self.spread:
+                return layer.write(start + 1, Layer(chosen_keys, chosen_values), together=True)
             keys, values, chosen_keys, chosen_values = (
                 x.reshape(-1, *x.shape[-2:]) for x in (*layer, chosen_keys, chosen_values)
             )
-            written = _write(keys, start + 1, chosen_keys, axis=1), _write(values, start + 1, chosen_values, axis=2)
+            written = Layer(keys, values).write(start + 1, Layer(chosen_keys, chosen_values))
             return Layer(*(x.reshape(old.shape) for x, old in zip(written, layer, strict=True)))
 
         return dataclasses.replace(self, layers=tuple(map(moved, self.layers)))
@@ -120,10 +128,11 @@ class KVCache:
 
     def fold(self) -> KVCache:
         """With rows and heads on one axis, ``[BG, ...]``: what a pass writes, and what a loop of passes carries."""
-        return self if self.is_folded else self._changed(lambda x: x.reshape(-1, *x.shape[2:]))
+        stays = self.is_folded or self.spread
+        return self if stays else self._changed(lambda x: x.reshape(-1, *x.shape[2:]))
 
     def unfold(self, batch: int) -> KVCache:
-        return self._changed(lambda x: x.reshape(batch, -1, *x.shape[1:]))
+        return self if self.spread else self._changed(lambda x: x.reshape(batch, -1, *x.shape[1:]))
 
     def written(self, layers: Sequence[Layer]) -> KVCache:
         """With the folded ``layers`` of a pass in place of its own, and folded only if it was."""
@@ -158,6 +167,7 @@ class Memory:
     sight: Sight
     start: Int[Array, " B"]
     cached: Layer | None = None
+    spread: bool = flax.struct.field(pytree_node=False, default=False)
     whole: bool = flax.struct.field(pytree_node=False, default=False)
     """The tokens of a pass are all that a row has so far, so that they attend to each other."""
 
@@ -174,8 +184,8 @@ class Memory:
         soft_cap: float | None = None,
     ) -> tuple[Float[Array, "B T H C"], Layer]:
         """What the tokens read, and the layer with their own keys and values."""
-        own = Layer.of(k, v)
-        layer = own if self.cached is None else self.cached.write(self.start, own)
+        own = Layer.of(k, v, folded=not self.spread)
+        layer = own if self.cached is None else self.cached.write(self.start, own, self.spread)
         out = None
         if self.whole:
             out = flash.whole_rows(q, k, v, self.sight, flash.Call.of(q, scale, soft_cap))
@@ -198,8 +208,9 @@ def memories(
     everything = _sight(positions, None if start is None else slots, start, mask)
     of_keys = positions if cache is None or start is None else _key_positions(cache, positions, start, mask)
     where = jnp.zeros(len(positions), jnp.int32) if start is None else start
+    spread = cache is not None and cache.spread
     return {
-        window: Memory(everything.within(window, positions, of_keys), where, whole=start is None)
+        window: Memory(everything.within(window, positions, of_keys), where, spread=spread, whole=start is None)
         for window in dict.fromkeys(windows)
     }
 
@@ -281,13 +292,15 @@ def _each(tree: Any, change: Callable[[KVCache], KVCache]) -> Any:
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-def write_rows(buffer: Shaped[Array, "B L"], start: Int[Array, " B"], new: Shaped[Array, "B T"]) -> Array:
-    """``buffer[b, start[b] : start[b] + T] = new[b]``."""
-    return _write(buffer, start, new, axis=1)
+def write_rows(
+    buffer: Shaped[Array, "B L"], start: Int[Array, " B"], new: Shaped[Array, "B T"], together: bool = False
+) -> Array:
+    """``buffer[b, start[b] : start[b] + T] = new[b]``; all rows ``together`` where they lie over several devices."""
+    return _write(buffer, start, new, 1, together)
 
 
-def _write(buffer: Array, start: Int[Array, " B"], new: Array, axis: int) -> Array:
-    """Write at ``start[b]`` of ``axis``, in one of two ways by the number of rows."""
+def _write(buffer: Array, start: Int[Array, " B"], new: Array, axis: int, together: bool = False) -> Array:
+    """Write at ``start[b]`` of ``axis``, row by row or ``together``, by the number of rows."""
     rows, heads = len(start), len(buffer) // len(start)
     new = new.astype(buffer.dtype)
 
@@ -295,7 +308,7 @@ def _write(buffer: Array, start: Int[Array, " B"], new: Array, axis: int) -> Arr
         index = (row, *(slot if i == axis else 0 for i in range(1, buffer.ndim)))
         return tuple(jnp.asarray(i, jnp.int32) for i in index)  # of one type, under JAX_ENABLE_X64 as well
 
-    if rows > backend.unrolled_rows():
+    if together or rows > backend.unrolled_rows():
         old, new = (x.reshape(rows, heads, *x.shape[1:]) for x in (buffer, new))
         written = jax.vmap(lambda b, n, s: jax.lax.dynamic_update_slice(b, n, at(0, s)))(old, new, start)
         return written.reshape(buffer.shape)

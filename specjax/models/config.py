@@ -87,6 +87,8 @@ class ModelConfig:
     logit_soft_cap: float | None = None
     fused_projections: bool = False
     """Query, key and value are one kernel, gate and up another, as `specjax.models.decode_layout` lays them out."""
+    fused_shards: int = 1
+    """Equal parts of their outputs, each with its own share of all that are fused: one a device."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -5,6 +5,7 @@ originals come back bit for bit."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,11 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.core import Tracer
+from jax.sharding import Mesh
 
 from specjax import backend
 from specjax.models import kernels
 from specjax.models.kernels import Dense, Kernel, Narrow, Transposed
 from specjax.models.layers import Linear
+from specjax.models.sharding import mesh_of
 from specjax.models.transformer import Model
 from specjax.models.weights import is_bfloat16
 from specjax.types import Params
@@ -47,7 +50,8 @@ class DecodeLayout:
         if not isinstance(self.plain, Model):
             return self.params
         params = jax.tree.map(kernels.plain, self.params, is_leaf=_is_kernel)
-        params = {**params, "layers": {i: _split(self.plain, layer) for i, layer in params["layers"].items()}}
+        shards = self.spec.config.fused_shards
+        params = {**params, "layers": {i: _split(self.plain, layer, shards) for i, layer in params["layers"].items()}}
         return {name: value for name, value in params.items() if name != "head" or not self.plain.config.tie_embeddings}
 
 
@@ -100,6 +104,9 @@ def decode_layout(spec: Any, params: Params) -> tuple[Any, Params]:
     """
     if not isinstance(spec, Model):
         return spec, params
+    mesh = mesh_of(params)
+    if mesh is not None:
+        return _over(mesh, dataclasses.replace(spec, mesh=mesh), params)
     if spec.config.tie_embeddings and backend.turns_kernels():
         spec = dataclasses.replace(spec, config=dataclasses.replace(spec.config, tie_embeddings=False))
         params = {**params, "head": {"kernel": jnp.array(params["embedding"].T)}}
@@ -107,10 +114,26 @@ def decode_layout(spec: Any, params: Params) -> tuple[Any, Params]:
     return spec, _stored(spec, params)
 
 
-def _fused(spec: Model, params: Params) -> tuple[Model, Params]:
+def _over(mesh: Mesh, spec: Model, params: Params) -> tuple[Model, Params]:
+    """Over several devices kernels stay as they are, and are fused device by device: across the axis that splits them,
+    every pass would move what it computes."""
+    config, shards = spec.config, mesh.shape.get("tensor", 1)
+    counts = (config.num_heads, config.num_kv_heads, config.intermediate_size)
+    if any(count % shards for count in counts) or any(map(_is_kernel, jax.tree.leaves(params, is_leaf=_is_kernel))):
+        return spec, params
+    return _fused(spec, params, shards)
+
+
+def _fused(spec: Model, params: Params, shards: int = 1) -> tuple[Model, Params]:
+    def joined(*values: Any) -> Any:
+        if shards == 1 or any(map(_is_kernel, values)):
+            return kernels.join(values)
+        lies = values[0].sharding
+        return jax.jit(functools.partial(kernels.join, shards=shards), out_shardings=lies)(values)
+
     def fuse(part: Params, fused: str, names: tuple[str, ...]) -> Params:
         rest = {name: value for name, value in part.items() if name not in names}
-        return {**rest, fused: jax.tree.map(lambda *x: kernels.join(x), *(part[n] for n in names), is_leaf=_is_kernel)}
+        return {**rest, fused: jax.tree.map(joined, *(part[n] for n in names), is_leaf=_is_kernel)}
 
     def block(layer: Params) -> Params:
         fused = {"attention": fuse(layer["attention"], *_FUSED["attention"])}
@@ -119,10 +142,11 @@ def _fused(spec: Model, params: Params) -> tuple[Model, Params]:
         return {**layer, **fused}
 
     params = {**params, "layers": {i: block(layer) for i, layer in params["layers"].items()}}
-    return dataclasses.replace(spec, config=dataclasses.replace(spec.config, fused_projections=True)), params
+    config = dataclasses.replace(spec.config, fused_projections=True, fused_shards=shards)
+    return dataclasses.replace(spec, config=config), params
 
 
-def _split(plain: Model, layer: Params) -> Params:
+def _split(plain: Model, layer: Params, shards: int) -> Params:
     """A layer with each projection by itself again."""
     config, layer = plain.config, dict(layer)
     if config.fused_projections:
@@ -132,7 +156,7 @@ def _split(plain: Model, layer: Params) -> Params:
     for part, (fused, names) in _FUSED.items():
         if fused in layer.get(part, {}):
             rest = dict(layer[part])
-            pieces = {leaf: kernels.split(x, sizes[part]) for leaf, x in rest.pop(fused).items()}
+            pieces = {leaf: kernels.split(x, sizes[part], shards) for leaf, x in rest.pop(fused).items()}
             own = {name: {leaf: found[i] for leaf, found in pieces.items()} for i, name in enumerate(names)}
             layer[part] = rest | own
     return layer

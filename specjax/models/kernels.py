@@ -98,15 +98,30 @@ def plain(value: Any) -> Any:
     return value.dense() if isinstance(value, Dense | Transposed) else value
 
 
-def join(values: Sequence[Any]) -> Any:
-    """One parameter for several of the same input, their outputs side by side."""
+def join(values: Sequence[Any], shards: int = 1) -> Any:
+    """One parameter for several of the same input, their outputs side by side; in each of ``shards`` equal parts, a
+    share of every one."""
     if any(isinstance(value, Kernel) for value in values):
+        if shards > 1:
+            raise ValueError("kernels that are no arrays are not fused over several devices")
         return Joined(tuple(map(of, values)))
-    return jnp.concatenate(values, axis=-1)
+    if shards == 1:
+        return jnp.concatenate(values, axis=-1)
+    parts = [value.reshape(*value.shape[:-1], shards, -1) for value in values]
+    return jnp.concatenate(parts, axis=-1).reshape(*values[0].shape[:-1], -1)
 
 
-def split(value: Any, sizes: Sequence[int]) -> list[Any]:
+def split(value: Any, sizes: Sequence[int], shards: int = 1) -> list[Any]:
     """What `join` joined, of so many outputs each."""
     if isinstance(value, Joined):
         return [plain(part) for part in value.parts]
-    return jnp.split(value, list(itertools.accumulate(sizes))[:-1], axis=-1)
+    return apart(value, sizes, shards)
+
+
+def apart(outputs: Float[Array, "*B O"], sizes: Sequence[int], shards: int = 1) -> list[Array]:
+    """The outputs of joined parameters, each one's own."""
+    ends = list(itertools.accumulate(size // shards for size in sizes))[:-1]
+    if shards == 1:
+        return jnp.split(outputs, ends, axis=-1)
+    lead = outputs.shape[:-1]
+    return [x.reshape(*lead, -1) for x in jnp.split(outputs.reshape(*lead, shards, -1), ends, axis=-1)]

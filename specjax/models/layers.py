@@ -133,14 +133,16 @@ class Attention(nnx.Module):
     def projections(self, x) -> tuple[Array, Array, Array]:
         if not self.config.fused_projections:
             return self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        queries, keys = (n * self.config.head_dim for n in (self.config.num_heads, self.config.num_kv_heads))
-        q, k, v = jnp.split(self.qkv_proj(x), (queries, queries + keys), axis=-1)
+        config = self.config
+        sizes = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        q, k, v = kernels.apart(self.qkv_proj(x), sizes, config.fused_shards)
         return q, k, v
 
 
 class MLP(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.gated, self.fused, self.activation = config.gated, config.fused_projections, config.activation
+        self.shards = config.fused_shards
         linear = functools.partial(Linear, bias=config.mlp_bias, rngs=rngs, dtype=dtype)
         hidden, neurons = config.hidden_size, config.intermediate_size
         if self.gated and self.fused:
@@ -158,7 +160,10 @@ class MLP(nnx.Module):
         activation = ACTIVATIONS[self.activation]
         if not self.gated:
             return activation(self.up_proj(x))
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1) if self.fused else (self.gate_proj(x), self.up_proj(x))
+        if not self.fused:
+            return activation(self.gate_proj(x)) * self.up_proj(x)
+        both = self.gate_up_proj(x)
+        gate, up = kernels.apart(both, [both.shape[-1] // 2] * 2, self.shards)
         return activation(gate) * up
 
 

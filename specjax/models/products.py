@@ -124,34 +124,36 @@ def few_queries_product(x: Float[Array, "BG Q I"], kernel: Float[Array, "BG O I"
     return jnp.stack(found, axis=1)
 
 
-def _by_head(x: Float[Array, "BG Q I"], kernel: Float[Array, "BG O I"]) -> Float[Array, "BG Q O"]:
+def _by_head(x: Float[Array, "*heads Q I"], kernel: Float[Array, "*heads O I"]) -> Float[Array, "*heads Q O"]:
     """``x @ kernel.T``, head by head, added up in float32."""
 
     def library(x: Array, kernel: Array) -> Array:
-        return einsum_of(x)("hqi,hoi->hqo", x, kernel)
+        return einsum_of(x)("...qi,...oi->...qo", x, kernel)
 
-    if x.shape[1] > backend.FEW_QUERIES or not is_float32(x):
+    if x.ndim > 3 or x.shape[1] > backend.FEW_QUERIES or not is_float32(x):
         return library(x, kernel)
     return jax.lax.platform_dependent(x, kernel, cpu=few_queries_product, default=library)
 
 
 def attend(
     q: Float[Array, "B T H C"],
-    k: Float[Array, "BG S C"],
-    v: Float[Array, "BG C S"],
+    k: Float[Array, "*heads S C"],
+    v: Float[Array, "*heads C S"],
     visible: Bool[Array, "#B T S"],
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "B T H C"]:
     """Grouped-query attention. The queries that share a key-value head are laid side by side, so that each of the
-    two products is one plain matrix multiplication a key-value head (2-3x on CPU over a five-axis einsum)."""
+    two products is one plain matrix multiplication a key-value head (2-3x on CPU over a five-axis einsum). ``heads``:
+    BG, or B and G."""
     batch, fed, heads, features = q.shape
-    group = batch * heads // len(k)
-    q = q.reshape(batch, fed, -1, group, features).transpose(0, 2, 3, 1, 4).reshape(len(k), group * fed, features)
+    by_head = k.shape[:-2]
+    group = batch * heads // math.prod(by_head)
+    q = q.reshape(batch, fed, -1, group, features).transpose(0, 2, 3, 1, 4).reshape(*by_head, group * fed, features)
     scores = _scores(_by_head(q, k), features, scale, soft_cap)
-    scores = scores.reshape(batch, -1, group, fed, k.shape[1])
+    scores = scores.reshape(batch, -1, group, fed, k.shape[-2])
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(len(k), group * fed, -1)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(*by_head, group * fed, -1)
     out = _by_head(weights, v).astype(q.dtype)
     out = out.reshape(batch, -1, group, fed, features).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, fed, heads, features)
@@ -159,7 +161,7 @@ def attend(
 
 def attend_to_both(
     q: Float[Array, "B T H C"],
-    others: tuple[Float[Array, "BG S C"], Float[Array, "BG C S"]],
+    others: tuple[Float[Array, "*heads S C"], Float[Array, "*heads C S"]],
     visible: Bool[Array, "#B T S"],
     own: tuple[Float[Array, "B T D G C"], Float[Array, "B T D G C"]],
     reached: Bool[Array, " D"],
@@ -170,14 +172,15 @@ def attend_to_both(
     softmax."""
     batch, fed, heads, features = q.shape
     (k, v), (own_k, own_v) = ((x.astype(q.dtype) for x in pair) for pair in (others, own))
-    group = batch * heads // len(k)
+    by_head, count = k.shape[:-2], k.shape[-2]
+    group = batch * heads // math.prod(by_head)
     apart = q.reshape(batch, fed, -1, group, features)
-    q = apart.transpose(0, 2, 3, 1, 4).reshape(len(k), group * fed, features)
-    scores = _by_head(q, k).reshape(batch, -1, group, fed, k.shape[1])
+    q = apart.transpose(0, 2, 3, 1, 4).reshape(*by_head, group * fed, features)
+    scores = _by_head(q, k).reshape(batch, -1, group, fed, count)
     if fed == 1:  # the queries of a head share their own, too
         own_k, own_v = own_k[:, 0].transpose(0, 2, 1, 3), own_v[:, 0].transpose(0, 2, 3, 1)
-        own_k, own_v = (x.reshape(len(k), *x.shape[2:]) for x in (own_k, own_v))
-        own_scores = _by_head(q, own_k).reshape(batch, -1, group, 1, own_k.shape[1])
+        own_k, own_v = (x.reshape(*by_head, *x.shape[2:]) for x in (own_k, own_v))
+        own_scores = _by_head(q, own_k).reshape(batch, -1, group, 1, own_k.shape[-2])
     else:
         own_scores = einsum_of(q)("btgnc,btdgc->bgntd", apart, own_k)
     lowest = jnp.finfo(jnp.float32).min
@@ -189,10 +192,10 @@ def attend_to_both(
         axis=-1,
     )
     weights = jax.nn.softmax(both, axis=-1).astype(q.dtype)
-    shared, each = weights[..., : k.shape[1]], weights[..., k.shape[1] :]
-    out = _by_head(shared.reshape(len(k), group * fed, -1), v)
+    shared, each = weights[..., :count], weights[..., count:]
+    out = _by_head(shared.reshape(*by_head, group * fed, -1), v)
     if fed == 1:
-        out = out + _by_head(each.reshape(len(k), group, -1), own_v)
+        out = out + _by_head(each.reshape(*by_head, group, -1), own_v)
     out = out.reshape(batch, -1, group, fed, features).transpose(0, 3, 1, 2, 4)
     if fed > 1:
         out = out + jnp.asarray(einsum_of(q)("bgntd,btdgc->btgnc", each, own_v))

@@ -7,6 +7,7 @@ every device.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -67,6 +68,45 @@ def sharding_of(path: tuple[Any, ...], shape: tuple[int, ...], config: ModelConf
         divides = axis in mesh.shape and counts.get(what or "", size) % mesh.shape[axis] == 0
         axes.append(axis if divides else None)
     return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+ROWS = ("data", "fsdp")
+"""Axes that split the rows of a batch."""
+
+
+def mesh_of(params: Any) -> Mesh | None:
+    """The mesh of several devices that arrays lie over; None: they lie on one, or are no arrays yet."""
+    for leaf in jax.tree.leaves(params):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) and sharding.mesh.size > 1:
+            return sharding.mesh
+    return None
+
+
+def constrained(x: jax.Array, mesh: Mesh | None, *axes: str | tuple[str, ...] | None) -> jax.Array:
+    """``x`` with its first dimensions over these axes of the mesh, each whole on every device where it does not divide;
+    None: anywhere."""
+    if mesh is None:
+        return x
+    chosen = []
+    for size, axis in zip(x.shape, axes, strict=False):
+        names = tuple(name for name in ((axis,) if isinstance(axis, str) else axis or ()) if name in mesh.shape)
+        divides = names and size % math.prod(mesh.shape[name] for name in names) == 0
+        chosen.append(names if divides else None)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*chosen)))
+
+
+def beside(params: Any, mesh: Mesh | None) -> Any:
+    """Arrays that lie on one device, whole on every device of ``mesh``; others as they are."""
+    if mesh is None:
+        return params
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def placed(x: Any) -> Any:
+        several = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
+        return x if several else jax.device_put(x, everywhere)
+
+    return jax.tree.map(placed, params)
 
 
 def place(read: Callable[[Index], np.ndarray], shape: tuple[int, ...], sharding: NamedSharding | None) -> jax.Array:

@@ -15,6 +15,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -24,6 +25,7 @@ from specjax.models.kernels import Dense
 from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm
 from specjax.models.products import soft_capped
 from specjax.models.rotary import Total, rotary_table
+from specjax.models.sharding import ROWS, constrained
 from specjax.types import NOTHING, Documents, Output, Params, Reads
 
 
@@ -93,15 +95,17 @@ class Transformer(nnx.Module):
             for linear in (block.attention.o_proj, block.feed_forward.down_proj):
                 linear.kernel[...] = linear.kernel[...] * depth_scale
 
-    def __call__(self, tokens, positions, slots, cache, mask, reads: Reads):
+    def __call__(self, tokens, positions, slots, cache, mask, reads: Reads, mesh: Mesh | None = None):
         """Fields of `Output`: hidden, cache, keys_values, final."""
         config = self.config
         x, contexts = self.embed(tokens, positions, slots, cache, mask)
+        x = constrained(x, mesh, ROWS, None, None)
         cached = None if cache is None else cache.fold().layers
         streams, fed, written = [x], [], []
         for index, block in enumerate(self.layers):
             rotary, memory = contexts[config.layer(index)]
             x, layer, of_block = block(x, rotary, memory if cached is None else memory.over(cached[index]))
+            x = constrained(x, mesh, ROWS, None, None)
             streams.append(x)
             fed.append(of_block)
             written.append(layer)
@@ -152,10 +156,12 @@ def _graphdef(config: ModelConfig, dtype: str) -> nnx.GraphDef:
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A `Transformer` as a pure function of its parameters. Static and hashable; satisfies `specjax.types.Model`.
-    ``dtype``: what it computes in, whatever the parameters are stored in."""
+    ``dtype``: what it computes in, whatever the parameters are stored in. ``mesh``: that its weights lie over for
+    decoding; heads of its cache lie as they do, rows over the other axes, and what a pass gives is whole everywhere."""
 
     config: ModelConfig
     dtype: str = "float32"
+    mesh: Mesh | None = dataclasses.field(default=None, kw_only=True)
 
     def init(self, key: Array, dtype: str | None = None) -> Params:
         """Fresh parameters, a nested dict of arrays; ``dtype`` None: the one it computes in."""
@@ -172,7 +178,8 @@ class Model:
         config, dtype = self.config, self.dtype if dtype is None else dtype
         cache = KVCache.zeros(config.num_layers, batch, num_slots, config.num_kv_heads, config.head_dim, dtype)
         total = jnp.zeros((batch,), jnp.int32) if config.rows_choose_frequencies else None
-        return dataclasses.replace(cache, total=total)
+        layers = jax.tree.map(lambda x: constrained(x, self.mesh, ROWS, "tensor"), cache.layers)
+        return dataclasses.replace(cache, layers=layers, total=total, spread=self.mesh is not None)
 
     def head(self, params: Params, final: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of what a forward pass returns as ``final``."""
@@ -193,6 +200,7 @@ class Model:
         attend to every earlier slot. Returns logits for the ``rows`` of the block that are asked for (default: all T),
         what ``reads`` names, and the new cache."""
         module = self.module(params)
-        hidden, cache, keys_values, final = module(tokens, positions, slots, cache, mask, reads)
+        hidden, cache, keys_values, final = module(tokens, positions, slots, cache, mask, reads, self.mesh)
         wanted = final if rows is None else jnp.take_along_axis(final, rows[..., None], axis=1)
-        return Output(module.logits(wanted), hidden, cache, keys_values, final)
+        logits = constrained(module.logits(wanted), self.mesh, ROWS, None, None)
+        return Output(logits, hidden, cache, keys_values, final)

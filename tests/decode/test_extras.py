@@ -39,7 +39,7 @@ def settled(monkeypatch):
 
 @pytest.mark.parametrize("asked", ASKED)
 def test_tokens_are_those_of_the_program_that_decides_by_itself(asked, request):
-    options = {"max_new_tokens": 24, "seed": 3} | ASKED[asked]
+    options: dict[str, Any] = {"max_new_tokens": 24, "seed": 3} | ASKED[asked]
     expected = Decoder(TARGET, DRAFT, controller="fixed").generate(PROMPTS, **options)
     request.getfixturevalue("settled")
     found = Decoder(TARGET, DRAFT, controller="fixed").generate(PROMPTS, **options)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import json
-import os
 import re
-import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,32 +89,12 @@ def test_fifty_steps_over_a_mesh_are_those_of_one_device(mesh):
     same_training(found.losses, found.gradient, expected)
 
 
-def start(*commands: list[str]) -> contextlib.AbstractContextManager[processes.Group]:
-    """Processes of two devices each."""
-    flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
-    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    return processes.started(*([sys.executable, *command] for command in commands), cwd=ROOT, env=environment)
-
-
-def in_processes(*commands: list[str]) -> None:
-    """All at once, each to a good end."""
-    with start(*commands) as group:
-        for process in group.finish():
-            assert process.returncode == 0, process.output[-4000:]
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return str(free.getsockname()[1])
-
-
 @pytest.fixture(scope="module", params=["short", in_proof("long")])
 def in_two_processes(request, tmp_path_factory):
     """(directory, case) of `tests.distill.scale`."""
     directory = tmp_path_factory.mktemp("processes")
-    command = ["-m", "tests.distill.scale", str(directory), request.param, free_port()]
-    in_processes([*command, "0", "2"], [*command, "1", "2"])
+    command = ["-m", "tests.distill.scale", str(directory), request.param, processes.free_port()]
+    processes.in_processes([*command, "0", "2"], [*command, "1", "2"])
     return directory, request.param
 
 
@@ -184,8 +160,8 @@ def test_the_whole_job_in_two_processes_is_that_of_one(tmp_path):
         (tmp_path / "text" / f"{i}.py").write_text("".join(lines))
     (tmp_path / "run.yaml").write_text(RUN.replace("TEXT", str(tmp_path / "text")))
     command = ["train_draft.py", str(tmp_path / "run.yaml")]
-    in_processes([*command, f"out={tmp_path / 'one'}"])
-    each = ["enabled=true", f"coordinator=localhost:{free_port()}", "num_processes=2"]
+    processes.in_processes([*command, f"out={tmp_path / 'one'}"])
+    each = ["enabled=true", f"coordinator=localhost:{processes.free_port()}", "num_processes=2"]
     several = [
         *command,
         f"out={tmp_path / 'two'}",
@@ -193,7 +169,7 @@ def test_the_whole_job_in_two_processes_is_that_of_one(tmp_path):
         "mesh.tensor=-1",
         *(f"distributed.{v}" for v in each),
     ]
-    in_processes(*([*several, f"distributed.process_id={i}"] for i in range(2)))
+    processes.in_processes(*([*several, f"distributed.process_id={i}"] for i in range(2)))
     one, two = (
         {
             file.relative_to(tmp_path / out).parts
@@ -220,13 +196,13 @@ def test_sigterm_to_one_of_two_processes_saves_and_ends_both_at_one_step(tmp_pat
     (tmp_path / "run.yaml").write_text(RUN.replace("TEXT", str(tmp_path / "text.jsonl")))
 
     def train(out: str, stop: bool) -> None:
-        each = ["enabled=true", f"coordinator=localhost:{free_port()}", "num_processes=2"]
+        each = ["enabled=true", f"coordinator=localhost:{processes.free_port()}", "num_processes=2"]
         settings = [f"out={tmp_path / out}", "mesh.data=-1", "distill.steps=400", "distill.save_every=400"]
         settings += ["distill.eval_every=400", *(f"distributed.{v}" for v in each)]
         commands = [
             ["train_draft.py", str(tmp_path / "run.yaml"), *settings, f"distributed.process_id={i}"] for i in (0, 1)
         ]
-        with start(*commands) as group:
+        with processes.of_two_devices(*commands) as group:
             if stop:
                 log = tmp_path / out / "draft-distill" / "log.jsonl"
                 running = group.processes

@@ -73,7 +73,7 @@ def test_a_block_attends_to_its_slots_and_to_those_before_it():
     for row, first in enumerate(start):
         own = [jnp.concatenate([x[row, :first], y[row]])[None] for x, y in ((keys, k), (values, v))]
         visible = jnp.tril(jnp.ones((FED, first + FED), bool), int(first))[None]
-        expected = attend(q[row : row + 1], *Layer.of(*own), visible, 0.3)
+        expected = attend(q[row : row + 1], *Layer.of(own[0], own[1]), visible, 0.3)
         np.testing.assert_allclose(out[row : row + 1], expected, rtol=0, atol=1e-6)
 
 

@@ -1,13 +1,14 @@
 """Attention over many keys in little memory: scores are made a block of keys at a time and forgotten (2205.14135),
 forward and backward. A prompt of 32,000 tokens has 4 GB of scores a head.
 
-Dims: B rows, T tokens fed, S keys, H query heads, G key-value heads, C head features, BG = B * G heads, Q queries of a
-key-value head, of all tokens fed, K keys at a time.
+Dims: B rows, T tokens fed, S keys, H query heads, G key-value heads, C head features, ``heads`` BG (B * G) or B and G,
+Q queries of a key-value head, of all tokens fed, K keys at a time.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,22 +23,22 @@ from specjax.models.attention.sight import Sight
 
 def attend(
     q: Float[Array, "B T H C"],
-    k: Float[Array, "BG S C"],
-    v: Float[Array, "BG C S"],
+    k: Float[Array, "*heads S C"],
+    v: Float[Array, "*heads C S"],
     sight: Sight,
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "B T H C"]:
     """Grouped-query attention: all scores at once where they are few, else block by block."""
     batch, fed, heads, _ = q.shape
-    if batch * heads * fed * k.shape[1] <= backend.score_count():
-        return products.attend(q, k, v, sight.all(k.shape[1]), scale, soft_cap)
+    if batch * heads * fed * k.shape[-2] <= backend.score_count():
+        return products.attend(q, k, v, sight.all(k.shape[-2]), scale, soft_cap)
     return in_blocks(q, k, v, sight, scale, soft_cap)[0].astype(q.dtype)
 
 
 def attend_to_both(
     q: Float[Array, "B T H C"],
-    others: tuple[Float[Array, "BG S C"], Float[Array, "BG C S"]],
+    others: tuple[Float[Array, "*heads S C"], Float[Array, "*heads C S"]],
     sight: Sight,
     own: tuple[Float[Array, "B T D G C"], Float[Array, "B T D G C"]],
     reached: Bool[Array, " D"],
@@ -47,7 +48,7 @@ def attend_to_both(
     """`attend` to S keys and values that all queries share, and to D that each query has of its own, under one
     softmax."""
     batch, fed, heads, _ = q.shape
-    count = others[0].shape[1]
+    count = others[0].shape[-2]
     if batch * heads * fed * count <= backend.score_count():
         return products.attend_to_both(q, others, sight.all(count), own, reached, scale, soft_cap)
     k, v = (x.astype(q.dtype) for x in others)
@@ -57,8 +58,8 @@ def attend_to_both(
 
 def in_blocks(
     q: Float[Array, "B T H C"],
-    k: Float[Array, "BG S C"],
-    v: Float[Array, "BG C S"],
+    k: Float[Array, "*heads S C"],
+    v: Float[Array, "*heads C S"],
     sight: Sight,
     scale: float | None = None,
     soft_cap: float | None = None,
@@ -70,7 +71,7 @@ def in_blocks(
     count = -(-fed // QUERIES)
     some = -(-fed // count)  # of as equal sizes as can be
     keys = max(LEAST_KEYS, backend.score_count() // (batch * heads * some))
-    walk = Walk(min(k.shape[1], keys), batch, scale, soft_cap)
+    walk = Walk(min(k.shape[-2], keys), batch, scale, soft_cap)
 
     def block(start: Int[Array, ""]) -> tuple[Array, Array]:
         own = jax.lax.dynamic_slice_in_dim(q, start, some, axis=1)
@@ -99,8 +100,10 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 def _of_queries(walk: Walk, q: Float[Array, "B T H C"], k, v, sight: Sight) -> tuple[Array, Array]:
     """The queries that share a key-value head are laid side by side, as in `products.attend`."""
     batch, fed, heads, features = q.shape
-    group = batch * heads // len(k)
-    folded = q.reshape(batch, fed, -1, group, features).transpose(0, 2, 3, 1, 4).reshape(len(k), group * fed, features)
+    by_head = k.shape[:-2]
+    group = batch * heads // math.prod(by_head)
+    folded = q.reshape(batch, fed, -1, group, features).transpose(0, 2, 3, 1, 4)
+    folded = folded.reshape(*by_head, group * fed, features)
     found: Any = _walked(walk, folded, k, v, sight)
     out, logsumexp = found
     out = out.reshape(batch, -1, group, fed, features).transpose(0, 3, 1, 2, 4).reshape(batch, fed, heads, features)
@@ -134,18 +137,18 @@ class Block(NamedTuple):
     new: Int[Array, ""]
 
     def of(self, x: Array, axis: int) -> Array:
-        return jax.lax.dynamic_slice_in_dim(x, self.start, self.walk.keys, axis)
+        return jax.lax.dynamic_slice_in_dim(x, self.start, self.walk.keys, axis % x.ndim)
 
-    def scores(self, q: Float[Array, "BG Q C"], k: Float[Array, "BG K C"]) -> tuple[Array, Array]:
+    def scores(self, q: Float[Array, "*heads Q C"], k: Float[Array, "*heads K C"]) -> tuple[Array, Array]:
         """(scores, what the cap makes of a change of theirs)."""
-        raw = products.einsum_of(q)("hqc,hkc->hqk", q, k) * self.walk.scale
+        raw = products.einsum_of(q)("...qc,...kc->...qk", q, k) * self.walk.scale
         cap = self.walk.soft_cap
         if cap is None:
             return raw, jnp.float32(1.0)
         capped = jnp.tanh(raw / cap)
         return cap * capped, 1.0 - jnp.square(capped)
 
-    def where_seen(self, x: Float[Array, "BG Q K"], otherwise: float) -> Float[Array, "BG Q K"]:
+    def where_seen(self, x: Float[Array, "*heads Q K"], otherwise: float) -> Float[Array, "*heads Q K"]:
         numbers = self.start + jnp.arange(self.walk.keys, dtype=jnp.int32)
         seen = self.sight.of(numbers) & (numbers >= self.new)[None, None]
         apart = x.reshape(self.walk.batch, -1, *seen.shape[1:])
@@ -154,20 +157,24 @@ class Block(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _walked(
-    walk: Walk, q: Float[Array, "BG Q C"], k: Float[Array, "BG S C"], v: Float[Array, "BG C S"], sight: Sight
-) -> tuple[Float[Array, "BG Q C"], Float[Array, "BG Q"]]:
+    walk: Walk,
+    q: Float[Array, "*heads Q C"],
+    k: Float[Array, "*heads S C"],
+    v: Float[Array, "*heads C S"],
+    sight: Sight,
+) -> tuple[Float[Array, "*heads Q C"], Float[Array, "*heads Q"]]:
     def body(block: Block, carried: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         highest, total, out = carried
-        scores = block.where_seen(block.scores(q, block.of(k, 1))[0], _LOWEST)
+        scores = block.where_seen(block.scores(q, block.of(k, -2))[0], _LOWEST)
         top = jnp.maximum(highest, jnp.max(scores, axis=-1))
         weights = block.where_seen(jnp.exp(scores - top[..., None]), 0.0)
-        read = products.einsum_of(q)("hqk,hck->hqc", weights.astype(q.dtype), block.of(v, 2))
+        read = products.einsum_of(q)("...qk,...ck->...qc", weights.astype(q.dtype), block.of(v, -1))
         fade = jnp.exp(highest - top)
         return top, total * fade + jnp.sum(weights, axis=-1), out * fade[..., None] + read
 
-    nothing = jnp.zeros(q.shape[:2], jnp.float32)
+    nothing = jnp.zeros(q.shape[:-1], jnp.float32)
     start = nothing + _LOWEST, nothing, jnp.zeros(q.shape, jnp.float32)
-    highest, total, out = walk.over(sight, k.shape[1], body, start)
+    highest, total, out = walk.over(sight, k.shape[-2], body, start)
     sees = total != 0  # also where it is NaN
     divisor = jnp.where(sees, total, 1.0)
     return out / divisor[..., None], jnp.where(sees, highest + jnp.log(divisor), -jnp.inf)
@@ -189,20 +196,20 @@ def _walked_backward(walk, saved, cotangents):
 
     def body(block: Block, carried: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         of_q, of_k, of_v = carried
-        keys, values = block.of(k, 1), block.of(v, 2)
+        keys, values = block.of(k, -2), block.of(v, -1)
         scores, slope = block.scores(q, keys)
         weights = block.where_seen(jnp.exp(scores - logsumexp[..., None]), 0.0)
-        of_weights = einsum("hqc,hck->hqk", of_read, values)
+        of_weights = einsum("...qc,...ck->...qk", of_read, values)
         of_scores = block.where_seen(weights * (of_weights - constant[..., None]) * slope * walk.scale, 0.0)
         weights, of_scores = weights.astype(q.dtype), of_scores.astype(q.dtype)
         return (
-            of_q + einsum("hqk,hkc->hqc", of_scores, keys),
-            _added(of_k, einsum("hqk,hqc->hkc", of_scores, q), block.start, axis=1),
-            _added(of_v, einsum("hqk,hqc->hck", weights, of_read), block.start, axis=2),
+            of_q + einsum("...qk,...kc->...qc", of_scores, keys),
+            _added(of_k, einsum("...qk,...qc->...kc", of_scores, q), block.start, axis=-2),
+            _added(of_v, einsum("...qk,...qc->...ck", weights, of_read), block.start, axis=-1),
         )
 
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
-    found = walk.over(sight, k.shape[1], body, start)
+    found = walk.over(sight, k.shape[-2], body, start)
     return *(grad.astype(x.dtype) for grad, x in zip(found, (q, k, v), strict=True)), None
 
 
@@ -210,6 +217,7 @@ _walked.defvjp(_walked_forward, _walked_backward)
 
 
 def _added(total: Array, more: Array, start: Array, axis: int) -> Array:
+    axis %= total.ndim
     old = jax.lax.dynamic_slice_in_dim(total, start, more.shape[axis], axis)
     return jax.lax.dynamic_update_slice_in_dim(total, old + more, start, axis)
 
