@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from specjax.drafters.loading import load_drafter
     from specjax.drafters.ngram import NGram
     from specjax.errors import SpecjaxError
-    from specjax.models.hf import LoadedModel, load_model, save_model
+    from specjax.models.hf import LoadedModel, load_model, quantize_model, save_model
 
 __all__ = [
     "Decoder",
@@ -28,6 +28,7 @@ __all__ = [
     "load_config",
     "load_drafter",
     "load_model",
+    "quantize_model",
     "save_model",
 ]
 
@@ -43,6 +44,7 @@ _HOMES = {
     "load_config": "specjax.config",
     "load_drafter": "specjax.drafters.loading",
     "load_model": "specjax.models.hf",
+    "quantize_model": "specjax.models.hf",
     "save_model": "specjax.models.hf",
 }
 

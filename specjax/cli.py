@@ -190,6 +190,16 @@ def generate(
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="Of the weights.", show_default="float32 on CPU, bfloat16 on accelerators"),
     ] = None,
+    quantize: Annotated[
+        Literal["int8", "int4"] | None,
+        typer.Option(help="Store the target's kernels so: another model."),
+    ] = None,
+    quantize_draft: Annotated[
+        Literal["int8", "int4"] | None, typer.Option(help="The same of --draft, which may be the target itself.")
+    ] = None,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of each prompt fed at a time.", show_default="by the batch")
+    ] = None,
     check_finite: CheckFinite = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of text, with the metrics of each request.")
@@ -211,6 +221,8 @@ def generate(
         raise typer.BadParameter("--draft and --ngram exclude each other; give one, or neither to decode plainly")
     if k is not None and draft is None and not ngram:
         raise typer.BadParameter(f"-k {k} needs a drafter; add --draft DIR or --ngram")
+    if quantize_draft is not None and draft is None:
+        raise typer.BadParameter(f"--quantize-draft {quantize_draft} needs --draft DIR")
     if not prompt and not prompt_file:
         raise typer.BadParameter("no prompt; add --prompt TEXT or --prompt-file FILE")
     if system is not None and not chat:
@@ -226,7 +238,8 @@ def generate(
         _check_file(metrics, "--metrics")
         named = [(f"--prompt {i}", text) for i, text in enumerate(prompt or [], 1)]
         named += [(f"--prompt-file {file}", job.read_prompt(file)) for file in prompt_file or []]
-        loading = {"dtype": dtype, "check_finite": check_finite}
+        loading = {"dtype": dtype, "check_finite": check_finite, "quantize": quantize}
+        how = {"verifier": verifier, "controller": controller, "prefill_chunk": prefill_chunk}
         options = {
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
@@ -244,7 +257,7 @@ def generate(
             "seed": seed,
             "ignore_eos": ignore_eos,
         }
-        decoder = job.decoder(target, draft, ngram, k or 5, verifier, controller, loading)
+        decoder = job.decoder(target, draft, ngram, k or 5, how, loading, quantize_draft)
         if not chat:
             job.refuse_empty(named, decoder)
         if defaults:

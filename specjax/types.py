@@ -361,8 +361,8 @@ class Model(Protocol):
     ) -> Output:
         """Logits after each token fed, or after the ``rows`` of them that are named. ``positions`` are those of rotary
         or learned embeddings, ``slots`` the places in the cache (None: its first ones, or there is no cache), ``mask``
-        the tokens of the block that each one sees (None: those before it and itself; `Documents`: without a cache
-        alone)."""
+        the tokens of the block that each one sees (None: those before it and itself). Without a cache, a model that has
+        ``takes_documents`` is told of rows of several documents by `Documents`."""
         ...
 
     def init_cache(self, batch: int, num_slots: int, dtype: DTypeLike = ...) -> Any:
@@ -547,6 +547,11 @@ class Batch:
     def documents(self) -> Documents | None:
         """Which tokens each one sees. None: all before it, and itself."""
         return None if self.segments is None else Documents(jnp.asarray(self.segments))
+
+    def mask_for(self, model: Any) -> Documents | Bool[Array, "B T T"] | None:
+        """The same for a model's ``mask``: an entry a pair, unless it says ``takes_documents``."""
+        documents = self.documents
+        return documents if documents is None or getattr(model, "takes_documents", False) else documents.mask
 
 
 @dataclasses.dataclass(frozen=True)

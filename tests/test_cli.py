@@ -85,7 +85,7 @@ def decoders(monkeypatch):
     """Replaces models and decoder; returns the drafters that were asked for."""
     made = []
 
-    def decoder(target, drafter=None, verifier="speculative", controller="adaptive"):
+    def decoder(target, drafter=None, verifier="speculative", controller="adaptive", prefill_chunk=None):
         made.append(drafter)
         return Decoder(target, drafter, verifier, controller)
 

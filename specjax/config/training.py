@@ -188,6 +188,8 @@ class Target:
     family: Annotated[str, Field(pattern=OUTSIDE)] | None = None
     """Where a model family of yours is, `package.module:NAME`; None: it is one of specjax/models/families."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    quantize: Literal["int8", "int4"] | None = None
+    """How its kernels are stored, made as it is loaded; it is another model then, to which decoding is exact."""
     architecture: Architecture | None = None
     vocab_size: Annotated[int, Field(ge=257)] = 2048
     """Of the byte-level BPE trained with a target from scratch; a loaded target brings its own."""
@@ -203,6 +205,8 @@ class Target:
                 f"{found} of path and architecture given, expected one: "
                 "path loads a trained target, architecture trains one from scratch"
             )
+        if self.quantize is not None and self.path is None:
+            raise ValueError(f"quantize={self.quantize!r} without a path: only a target that is loaded is quantised")
         if self.path is not None and self.steps:
             raise ValueError(f"steps={self.steps} with a path: only a target from scratch is trained; drop steps")
         if self.architecture is not None and not self.steps:

@@ -16,6 +16,7 @@ import numpy as np
 
 from specjax import backend
 from specjax.decode.engine import NO_LIMIT, Engine, EngineParams, compiled_chunk
+from specjax.models.kernels import counted
 from specjax.types import Calibration, DecodeState
 
 _LEAST_TURNS = 3
@@ -38,7 +39,7 @@ def guessed(target_params: Any, drafter_params: Any, depth: int) -> Calibration:
 def _read(params: Any) -> int:
     """Bytes of all that a pass multiplies with: an embedding that is no head too is only looked up."""
     looked_up = params["embedding"].nbytes if isinstance(params, dict) and {"embedding", "head"} <= params.keys() else 0
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - looked_up
+    return counted(params)[1] - looked_up
 
 
 def measured(engine: Engine, params: EngineParams, start: DecodeState, blocks: int, budget: float) -> Calibration:

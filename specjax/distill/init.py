@@ -26,7 +26,8 @@ from specjax.drafters.draft_model import DraftModel, TrainedDraftModel
 from specjax.errors import ConfigError, ModelError
 from specjax.models.config import ModelConfig
 from specjax.models.families.settings import same_or_each
-from specjax.models.hf import LoadedModel, check_saveable, draft_of, load_model
+from specjax.models.hf import LoadedModel, check_saveable, draft_of, load_model, refuse_quantised
+from specjax.models.kernels import Kernel
 from specjax.models.transformer import Model
 from specjax.models.vocabulary import check_same_vocabulary
 from specjax.types import Drafter, Params
@@ -166,6 +167,7 @@ class Layers:
                 f"draft.init.keep: keep other layers than {list(self.keep)}; with these, {error}"
             ) from None
         # Trained in float32, whatever the target computes in.
+        refuse_quantised(target.params, "draft.init: layers")
         kept = {new: target.params["layers"][old] for new, old in enumerate(self.keep)}
         own = {name: value for name, value in target.params.items() if not (self.share and name in ENDS)}
         own = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), {**own, "layers": kept})
@@ -183,7 +185,12 @@ class SharedEnds(TrainedDraftModel):
 
     def complete(self, params: Params, target_params: Params) -> Params:
         dtype = params["norm"]["scale"].dtype
-        return {**params, **jax.tree.map(lambda x: x.astype(dtype), {n: target_params[n] for n in self.shared})}
+        shared = {name: target_params[name] for name in self.shared}
+
+        def cast(x: Any) -> Any:
+            return x if isinstance(x, Kernel) else x.astype(dtype)  # which multiplies in the dtype of what it is given
+
+        return {**params, **jax.tree.map(cast, shared, is_leaf=lambda x: isinstance(x, Kernel))}
 
     def init_params(self, key: Key[jax.Array, ""], target: Any) -> Params:
         params = super().init_params(key, target)

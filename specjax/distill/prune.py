@@ -30,6 +30,7 @@ from jaxtyping import Array, Float, Int
 from specjax.distill.shape import spread
 from specjax.errors import ConfigError
 from specjax.models.config import LayerKind, ModelConfig, Norm
+from specjax.models.hf import refuse_quantised
 from specjax.models.training import block_of
 from specjax.models.transformer import Model, normed
 from specjax.runtime.distributed import whole
@@ -66,6 +67,7 @@ def prune(
     """
     full = target.config
     check_cuttable(full)
+    refuse_quantised(target.params, "draft.init: a draft cut from its target")
     _check(full, shape)
     basis = _principal(target, tokens, shape.hidden_size)
     # RMS over d directions that keep a share of the energy, against RMS over all D.

@@ -51,9 +51,18 @@ class DraftModel:
     """Tokens of a block, 1 to 64."""
     kind: Literal["draft_model"] = "draft_model"
     """Name in the registry, in configs and in results."""
+    quantize: Literal["int8", "int4"] | None = None
+    """How kernels of a model that is named by its path are stored; None: in the target's dtype."""
 
     @classmethod
-    def load(cls, directory: str | os.PathLike, target: Any, k: int, check_finite: bool = True) -> DraftModel:
+    def load(
+        cls,
+        directory: str | os.PathLike,
+        target: Any,
+        k: int,
+        check_finite: bool = True,
+        quantize: Literal["int8", "int4"] | None = None,
+    ) -> DraftModel:
         """The model in a directory, for decoding only; see `specjax.drafters.loading.load_drafter`.
 
         Args:
@@ -61,6 +70,7 @@ class DraftModel:
             target: the `LoadedModel` whose dtype the weights are cast to.
             k: draft tokens a block.
             check_finite: refuse NaN and infinite weights.
+            quantize: how kernels are stored, see `specjax.load_model`.
 
         Returns:
             The drafter; its weights are in memory once, as decoding reads them.
@@ -70,7 +80,7 @@ class DraftModel:
         """
         from specjax.models import hf
 
-        model = hf.load_model(directory, str(target.dtype), check_finite=check_finite)
+        model = hf.load_model(directory, str(target.dtype), check_finite=check_finite, quantize=quantize)
         model.free_originals()
         return cls(model, k)
 
@@ -90,7 +100,9 @@ class DraftModel:
         from specjax.models.files import check_model
 
         named = isinstance(self.model, (str, os.PathLike))
-        draft = hf.load_model(hf.draft_of(self.model), str(target.dtype)) if named else self.model
+        draft = self.model
+        if named:
+            draft = hf.load_model(hf.draft_of(self.model), str(target.dtype), quantize=self.quantize)
         check_model(draft, f"drafter {self.kind!r}: model")
         layout = draft.layout()
         spec = vocabulary.known_to(draft, target, layout.spec)
@@ -204,7 +216,7 @@ class TrainedDraftModel(TrainedDrafter):
 
     def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
         """Position t predicts what the target predicts there: one prediction a position, no shift."""
-        out = self.model(params, batch.tokens, batch.token_positions, mask=batch.documents)
+        out = self.model(params, batch.tokens, batch.token_positions, mask=batch.mask_for(self.model))
         assert out.final is not None
         yield Prediction(out.final, functools.partial(self.model.head, params), batch.weight)
 

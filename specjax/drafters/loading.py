@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from specjax import registry
 from specjax.drafters.draft_model import DraftModel
+from specjax.errors import ConfigError
 from specjax.models.files import read_json
 from specjax.models.hf import DRAFTER, draft_of, resolve
 from specjax.types import Drafter
@@ -19,6 +20,7 @@ def load_drafter(
     k: int = 5,
     kind: str | Mapping[str, Any] | None = None,
     check_finite: bool = True,
+    quantize: Literal["int8", "int4"] | None = None,
 ) -> Drafter:
     """The drafter in a directory, ready for ``Decoder(target, drafter=...)``.
 
@@ -30,20 +32,26 @@ def load_drafter(
         kind: as `draft.kind` of a config, ``package.module:Class`` of a drafter from outside; with fields of its own, a
             mapping. None: what the directory says it is, or else a separate model.
         check_finite: refuse NaN and infinite weights.
+        quantize: how the kernels of a separate model are stored, see `specjax.load_model`: with it, a directory of the
+            target itself is a draft of it.
 
     Returns:
         A frozen drafter; `dataclasses.replace` gives it another ``k``.
 
     Raises:
         ModelError: for a directory that cannot be read, or, once it is bound, a vocabulary that is not the target's.
-        ConfigError: for an unknown kind.
+        ConfigError: for an unknown kind, or ``quantize`` for a draft that is no separate model.
     """
     if kind is not None:
         registry.build(registry.DRAFTS, kind, "load_drafter: kind")  # an unknown one before the directory is looked for
     found = draft_of(path_or_hub_id)
     kind = kind_of(found) if kind is None else kind
     alone = kind == DraftModel.kind  # without what trains one
-    reader: Any = DraftModel if alone else registry.build(registry.DRAFTS, kind, "load_drafter: kind")
+    if alone:
+        return DraftModel.load(found, target, k, check_finite, quantize)
+    if quantize is not None:
+        raise ConfigError(f"quantize={quantize!r}: is for separate models, and this draft is a {kind!r}; leave it out")
+    reader: Any = registry.build(registry.DRAFTS, kind, "load_drafter: kind")
     return reader.load(found, target, k, check_finite)
 
 

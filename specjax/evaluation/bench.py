@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from specjax import config as config_lib
@@ -28,6 +27,7 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.result import check_finite
 from specjax.evaluation import costs as costs_lib
 from specjax.evaluation.target_distribution import TargetDistribution
+from specjax.models.kernels import counted
 from specjax.models.vocabulary import unused_ids
 from specjax.types import Drafter, Verifier
 
@@ -444,7 +444,7 @@ def memory_floor_share(target: Any, tokens_per_s: float) -> tuple[float, float]:
     """(share of the memory floor that the autoregressive loop reaches, stream bandwidth in GB/s). The floor of one
     token is reading every weight once, as it is laid out (embedding rows are only looked up and do not count)."""
     params = target.layout().params
-    read = sum(x.nbytes for x in jax.tree.leaves(params)) - params["embedding"].nbytes
+    read = counted(params)[1] - params["embedding"].nbytes
     bandwidth = costs_lib.stream_bandwidth(read)
     return tokens_per_s * read / bandwidth, bandwidth / 1e9
 

@@ -15,7 +15,7 @@ from specjax.types import NOTHING, Batch, Output, Params, Reads, Sharing, Traina
 def target_output(spec: Any, params: Params, batch: Batch, reads: Reads = NOTHING) -> Output:
     """The target's forward over whole rows, with what a draft ``reads`` of it; no gradient reaches it."""
     more: dict[str, Any] = {"reads": reads} if reads else {}
-    return jax.lax.stop_gradient(spec(params, batch.tokens, batch.token_positions, mask=batch.documents, **more))
+    return jax.lax.stop_gradient(spec(params, batch.tokens, batch.token_positions, mask=batch.mask_for(spec), **more))
 
 
 def needs_target(drafter: Any) -> bool:

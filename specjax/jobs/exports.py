@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import yaml
 
 from specjax.errors import DataError, ModelError
 from specjax.models.files import MANIFEST, verify_manifest
+from specjax.models.kernels import counted
 from specjax.runtime import store
 from specjax.runtime.distributed import by_first, whole
 from specjax.types import Params
@@ -79,4 +79,4 @@ def card(name: str, title: str, facts: dict[str, str], training: dict, library: 
 
 
 def parameter_count(params: Params) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
+    return counted(params)[0]

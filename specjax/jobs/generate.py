@@ -37,9 +37,15 @@ def biases(given: Sequence[str]) -> dict[int, float]:
 
 
 def decoder(
-    target: str, draft: str | None, ngram: bool, k: int, verifier: str, controller: str, loading: dict[str, Any]
+    target: str,
+    draft: str | None,
+    ngram: bool,
+    k: int,
+    how: dict[str, Any],
+    loading: dict[str, Any],
+    quantize_draft: Any = None,
 ) -> Any:
-    """For prompts of text; ``loading``: options of `specjax.load_model`."""
+    """For prompts of text; ``how``: options of `specjax.Decoder`, ``loading``: of `specjax.load_model`."""
     import specjax
 
     model = specjax.load_model(target, **loading)
@@ -51,8 +57,9 @@ def decoder(
     model.free_originals()
     drafter: Any = specjax.NGram(k=k) if ngram else None
     if draft is not None:
-        drafter = specjax.load_drafter(draft, model, k, check_finite=loading["check_finite"])
-    return specjax.Decoder(model, drafter=drafter, verifier=verifier, controller=controller)
+        options = {"check_finite": loading["check_finite"], "quantize": quantize_draft}
+        drafter = specjax.load_drafter(draft, model, k, **options)
+    return specjax.Decoder(model, drafter=drafter, **how)
 
 
 def defaults(own: Sequence[str], target: str) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def load_target(config: RunConfig, path: str | Path) -> LoadedModel:
     mesh = layout.mesh if layout.target_sharded else None
     if config.target.family is not None:
         families.register(config.target.family)
-    return load_model(path, dtype=config.target.dtype, revision=config.target.revision, mesh=mesh)
+    target = config.target
+    return load_model(path, dtype=target.dtype, revision=target.revision, mesh=mesh, quantize=target.quantize)
 
 
 def _rows(

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from specjax import backend
 from specjax.models import kernels
 from specjax.models.kernels import Dense, Kernel, Narrow, Transposed
+from specjax.models.kernels.quantised import SCHEMES, Quantised
 from specjax.models.layers import Linear
 from specjax.models.sharding import mesh_of
 from specjax.models.transformer import Model
@@ -100,16 +101,18 @@ def decode_layout(spec: Any, params: Params) -> tuple[Any, Params]:
 
     Projections that read the same input become one kernel. Where `backend.turns_kernels`, a tied head is untied into
     its own copy, laid out as the other kernels are, and float32 kernels become `Transposed`; or `Narrow`, if all of
-    them are bfloat16 numbers, as those of most checkpoints are.
+    them are bfloat16 numbers, as those of most checkpoints are. Beside kernels in few bits, the copy has 8.
     """
     if not isinstance(spec, Model):
         return spec, params
     mesh = mesh_of(params)
     if mesh is not None:
         return _over(mesh, dataclasses.replace(spec, mesh=mesh), params)
-    if spec.config.tie_embeddings and backend.turns_kernels():
+    in_few_bits = kernels.are_quantised(params)
+    if spec.config.tie_embeddings and (in_few_bits or backend.turns_kernels()):
         spec = dataclasses.replace(spec, config=dataclasses.replace(spec.config, tie_embeddings=False))
-        params = {**params, "head": {"kernel": jnp.array(params["embedding"].T)}}
+        head = params["embedding"].T
+        params = {**params, "head": {"kernel": Quantised.of(head, SCHEMES["int8"]) if in_few_bits else jnp.array(head)}}
     spec, params = _fused(spec, params)
     return spec, _stored(spec, params)
 

@@ -43,9 +43,11 @@ from specjax.models.files import (
     write_json,
     write_manifest,
 )
+from specjax.models.kernels import are_quantised, counted
+from specjax.models.kernels.quantised import SCHEMES, Scheme
 from specjax.models.sharding import usable
 from specjax.models.transformer import Model
-from specjax.models.weights import AS_STORED, INDEX, NO_PICKLE, read_params, write_params
+from specjax.models.weights import AS_STORED, INDEX, NO_PICKLE, quantised, read_params, write_params
 from specjax.types import Params
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -98,7 +100,7 @@ class LoadedModel(LaidOut):
     @property
     def parameter_count(self) -> int:
         """Number of weights."""
-        return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: self.params)))
+        return counted(jax.eval_shape(lambda: self.params))[0]
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -162,6 +164,7 @@ def load_model(
     revision: str | None = None,
     mesh: Mesh | None = None,
     check_finite: bool = True,
+    quantize: str | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face directory, or a hub id (downloaded to the hub's cache; without a network, what is there).
 
@@ -175,6 +178,8 @@ def load_model(
         mesh: with some of the axes ``data``, ``fsdp`` and ``tensor``, over which `specjax.models.sharding` spreads the
             weights.
         check_finite: False takes NaN and infinite weights.
+        quantize: "int8" or "int4", how kernels are stored (`specjax.models.kernels.quantised`); None: in ``dtype``.
+            A quantised target is another model, a quantised draft only another draft.
 
     Returns:
         The model, with its tokenizer if it has one.
@@ -185,6 +190,7 @@ def load_model(
     dtype = backend.default_dtype() if dtype is None else dtype
     if dtype not in (*DTYPES, AS_STORED):
         raise ModelError(f"dtype={dtype!r} is unknown; use one of {', '.join((*DTYPES, AS_STORED))}")
+    scheme = scheme_of(quantize)
     mesh = None if mesh is None else usable(mesh)
     directory = resolve(path_or_hub_id, revision)
     for pattern in _HUB_FILES:
@@ -195,6 +201,7 @@ def load_model(
     if (directory / DRAFT / "config.json").exists() and not config_file.exists():
         raise ModelError(f"{directory}: is a run, no model (no config.json); its draft is {directory / DRAFT}")
     settings = Settings(read_json(config_file), config_file)
+    _refuse_stored_quantised(settings)
     if DRAFTER in settings.values:
         kind = settings.values[DRAFTER]
         raise ModelError(
@@ -207,16 +214,63 @@ def load_model(
     generation = read_json(generation_file) if generation_file.exists() else {}
     eos_ids = _read_eos_ids(generation_file, generation, settings, config.vocab_size)
     tokenizer = _read_tokenizer(directory)
-    params = read_params(directory, family, config, dtype, mesh, check_finite)
+    params = read_params(directory, family, config, dtype, mesh, check_finite, scheme)
     return LoadedModel(
         spec=Model(config, str(params["embedding"].dtype)),
         params=params,
         tokenizer=tokenizer,
         eos_ids=eos_ids,
-        name=Path(path_or_hub_id).name or directory.name,
+        name=(Path(path_or_hub_id).name or directory.name) + (f"-{quantize}" if quantize else ""),
         family=family.saved_as or family.model_type,
         generation=generation,
     )
+
+
+def _refuse_stored_quantised(settings: Settings) -> None:
+    """Raises `ModelError` for a checkpoint whose weights are stored in few bits, in whichever format."""
+    stored = settings.values.get("quantization_config") or settings.values.get("compression_config")
+    if stored:
+        method = stored.get("quant_method") if isinstance(stored, dict) else None
+        raise ModelError(
+            f"{settings.where}: its weights are stored quantised ({method or 'quantization_config'}), which is not "
+            "read; load the checkpoint that it was made from, with quantize='int8' or 'int4' to store it so in memory"
+        )
+
+
+def scheme_of(name: str | None) -> Scheme | None:
+    """The way of quantising of that name. Raises `ModelError` for another one."""
+    if name is not None and name not in SCHEMES:
+        raise ModelError(f"quantize={name!r} is unknown; use one of {', '.join(SCHEMES)}, or None")
+    return None if name is None else SCHEMES[name]
+
+
+def quantize_model(model: LoadedModel, quantize: str) -> LoadedModel:
+    """A copy of a loaded model with kernels in few bits, which shares all else: a draft of its own target, say.
+
+    Args:
+        model: what `load_model` returns.
+        quantize: "int8" or "int4".
+
+    Returns:
+        The other model.
+
+    Raises:
+        ModelError: ``quantize`` is unknown, or the model is quantised already.
+    """
+    scheme = scheme_of(quantize)
+    refuse_quantised(model.params, "quantize_model")
+
+    def stored(path: tuple[Any, ...], leaf: Any) -> Any:
+        return quantised(tuple(key.key for key in path), leaf, scheme)
+
+    params = jax.tree_util.tree_map_with_path(stored, model.params)
+    return dataclasses.replace(model, params=params, name=f"{model.name}-{quantize}")
+
+
+def refuse_quantised(params: Params, what: str) -> None:
+    """Raises `ModelError` for weights of few bits where those of the checkpoint are needed."""
+    if are_quantised(params):
+        raise ModelError(f"{what}: needs the model's weights as they are stored; load it without quantize")
 
 
 def draft_of(source: str | os.PathLike) -> str | os.PathLike:
@@ -340,6 +394,7 @@ def save_model(
             processes hold a part of the weights, an argument cannot be used, or the disk takes no more.
     """
     check_model(model, "save_model")
+    refuse_quantised(model.params, "save_model")
     dtype = dtype or str(model.dtype)
     if dtype not in DTYPES:
         raise ModelError(f"dtype={dtype!r} is unknown; use one of {', '.join(DTYPES)}")

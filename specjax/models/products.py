@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Num
 
 from specjax import backend
 
@@ -67,7 +67,7 @@ def _wide_product_backward(subscripts, saved, dz):
 wide_product.defvjp(_wide_product_forward, _wide_product_backward)
 
 
-def few_rows_product(x: Float[Array, "M I"], kernel: Float[Array, "O I"]) -> Float[Array, "M O"]:
+def few_rows_product(x: Float[Array, "M I"], kernel: Num[Array, "O I"]) -> Float[Array, "M O"]:
     """``x @ kernel.T`` for few rows, as one reduction that reads each row of the kernel once. Each of its steps takes a
     row out of several distant parts of the kernel: what was read of x serves them all, and several streams from memory
     are under way at once."""
@@ -89,7 +89,7 @@ def few_rows_product(x: Float[Array, "M I"], kernel: Float[Array, "O I"]) -> Flo
     return jnp.stack(columns).reshape(len(x), -1)
 
 
-def several_rows_product(x: Float[Array, "M I"], kernel: Float[Array, "O I"], rows: int = 6) -> Float[Array, "M O"]:
+def several_rows_product(x: Float[Array, "M I"], kernel: Num[Array, "O I"], rows: int = 6) -> Float[Array, "M O"]:
     """`few_rows_product` of ``rows`` of x at a time. Beside the library's matrix product of a kernel that is first
     widened: 3-5x for 17 to 64 tokens, 2x for 128, as fast for 256 (8 and 16 at a time are slower)."""
     blocks = -(-len(x) // rows)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -159,6 +160,7 @@ class Model:
     ``dtype``: what it computes in, whatever the parameters are stored in. ``mesh``: that its weights lie over for
     decoding; heads of its cache lie as they do, rows over the other axes, and what a pass gives is whole everywhere."""
 
+    takes_documents: ClassVar[bool] = True
     config: ModelConfig
     dtype: str = "float32"
     mesh: Mesh | None = dataclasses.field(default=None, kw_only=True)

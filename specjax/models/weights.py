@@ -27,6 +27,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.families import Family, parameters_of
 from specjax.models.families.base import Parameter, Slot
 from specjax.models.files import read_json, write_json
+from specjax.models.kernels.quantised import Quantised, Scheme
 from specjax.models.sharding import Index, place, sharding_of
 from specjax.types import Params
 
@@ -75,9 +76,11 @@ def read_params(
     dtype: str,
     mesh: Mesh | None = None,
     check_finite: bool = True,
+    scheme: Scheme | None = None,
 ) -> Params:
     """The parameters of `Model.init`, cast to ``dtype`` (`AS_STORED`: the one they are stored in; float32 if there are
-    several) and placed as `specjax.models.sharding` says. ``check_finite``: NaN and infinities are refused."""
+    several) and placed as `specjax.models.sharding` says. ``check_finite``: NaN and infinities are refused.
+    ``scheme``: kernels are quantised one by one, so that what is in memory beside them is one of them."""
     parameters = parameters_of(family, config)
     with contextlib.ExitStack() as stack:
         stored = _named(family, _open_tensors(directory, stack))
@@ -87,16 +90,26 @@ def read_params(
         if dtype == AS_STORED:
             dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
         params: Params = {}
+        found: list[Any] = []
         for parameter in parameters:
             node = params
             for part in parameter.path[:-1]:
                 node = node.setdefault(part, {})
             sharding = None if mesh is None else sharding_of(parameter.path, parameter.shape, config, mesh)
             read = functools.partial(_read_piece, stored, parameter, dtype)
-            node[parameter.path[-1]] = place(read, parameter.shape, sharding)
+            value = place(read, parameter.shape, sharding)
+            found += [_finite(value)] if check_finite else []
+            node[parameter.path[-1]] = quantised(parameter.path, value, scheme)
         if check_finite:
-            _refuse_non_finite(params, parameters, stored)
+            _refuse_non_finite(found, parameters, stored)
     return params
+
+
+def quantised(path: tuple[Any, ...], value: jax.Array, scheme: Scheme | None) -> Any:
+    """A parameter as it is kept: a kernel of few bits in place of those that a `Linear` multiplies with. Embeddings,
+    norms, biases, routers and experts stay as they are."""
+    is_kernel = path[-1] == "kernel" and "experts" not in path
+    return Quantised.of(value, scheme) if scheme is not None and is_kernel else value
 
 
 @jax.jit
@@ -110,10 +123,9 @@ def _finite(value: jax.Array) -> Any:
     return np.isfinite(np.asarray(value)).all() if backend.is_host(device) and not others else _all_finite(value)
 
 
-def _refuse_non_finite(params: Params, parameters: Sequence[Parameter], stored: Mapping[str, _Stored]) -> None:
-    """One pass, waited for once; only if something is found are the stored tensors searched for it."""
-    found = jax.device_get([_finite(_leaf(params, p.path, p.shape)) for p in parameters])
-    for parameter in itertools.compress(parameters, np.logical_not(found)):
+def _refuse_non_finite(found: list[Any], parameters: Sequence[Parameter], stored: Mapping[str, _Stored]) -> None:
+    """``found``: of each whether it is finite, waited for once; only if one is not are the stored tensors searched."""
+    for parameter in itertools.compress(parameters, np.logical_not(jax.device_get(found))):
         for slot in parameter.slots:
             tensor = stored[slot.name]
             value = tensor.value()

@@ -23,6 +23,7 @@ from specjax.config.fields import STRICT
 from specjax.errors import ConfigError
 from specjax.evaluation.costs import median_seconds, stream_bandwidth
 from specjax.models.hf import LoadedModel
+from specjax.models.kernels import counted
 
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -105,7 +106,7 @@ def this_device(target: LoadedModel) -> Device:
     """The device that is here, measured: its stream bandwidth over as many bytes as a pass of the target reads, and
     its largest product in the dtype of the target's weights."""
     layout = target.layout()
-    read = sum(leaf.nbytes for leaf in jax.tree.leaves(layout.params))
+    read = counted(layout.params)[1]
     dtype, device = str(target.dtype), jax.devices()[0]
     flops = matmul_flops(dtype)
     stats = device.memory_stats() or {}

@@ -10,9 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-import jax
-
 from specjax.models.config import ModelConfig
+from specjax.models.kernels import counted, leaves_of
 from specjax.planning.devices import Device
 from specjax.types import Params
 
@@ -118,9 +117,9 @@ def work_of_weights(params: Params, rows: int, itemsize: float | None = None) ->
     """The work of a pass of which nothing is known but its weights, each of them multiplied with by each of ``rows``
     tokens; an embedding that is no head too is only looked up. ``itemsize``: of a weight; None: as it is."""
     looked_up = params["embedding"] if isinstance(params, dict) and {"embedding", "head"} <= params.keys() else None
-    leaves = jax.tree.leaves(params)
-    count = sum(leaf.size for leaf in leaves) - (0 if looked_up is None else looked_up.size)
-    num_bytes = sum(leaf.nbytes for leaf in leaves) - (0 if looked_up is None else looked_up.nbytes)
+    weights, taken = counted(params)
+    count = weights - (0 if looked_up is None else looked_up.size)
+    num_bytes = taken - (0 if looked_up is None else looked_up.nbytes)
     return Work(2.0 * rows * count, float(num_bytes if itemsize is None else itemsize * count))
 
 
@@ -128,9 +127,8 @@ def storage_of(params: Params, cache: Any) -> Storage:
     """Bytes of an element as the weights and a cache lie here."""
 
     def mean(tree: Any, default: float) -> float:
-        leaves = [leaf for leaf in jax.tree.leaves(tree) if getattr(leaf, "ndim", 0) > 1]
-        size = sum(leaf.size for leaf in leaves)
-        return sum(leaf.nbytes for leaf in leaves) / size if size else default
+        size, taken = counted([leaf for leaf in leaves_of(tree) if getattr(leaf, "ndim", 2) > 1])
+        return taken / size if size else default
 
     weights = mean({k: v for k, v in params.items() if k != "embedding"} if isinstance(params, dict) else params, 4.0)
     return Storage(weights, mean(cache, weights))

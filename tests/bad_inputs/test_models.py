@@ -105,7 +105,9 @@ READ = {
     "tied as text": setting("tie_word_embeddings='yes'", "true or false", tie_word_embeddings="yes"),
     "an unknown activation": setting("hidden_act='tanhh'", "not implemented", "silu", hidden_act="tanhh"),
     "an unknown rotary scaling": setting("rope_type", "'magic'", rope_scaling={"rope_type": "magic", "factor": 2.0}),
-    "quantised weights": setting("quantization_config", "not implemented", quantization_config={"bits": 4}),
+    "quantised weights": setting(
+        "stored quantised (gptq)", "quantize='int8'", quantization_config={"quant_method": "gptq", "bits": 4}
+    ),
     "positions of 0": setting("max_position_embeddings=0", "positive int", max_position_embeddings=0),
     "an end of sequence past the vocabulary": row(
         ModelError, lambda w: ending(w, 300), "generation_config.json", "eos_token_id=300", "0 .. 299"

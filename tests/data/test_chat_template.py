@@ -75,7 +75,7 @@ class Decoder:
 
     lossless, weighs = True, False
 
-    def __init__(self, target, drafter=None, verifier="speculative", controller="adaptive"):
+    def __init__(self, target, drafter=None, verifier="speculative", controller="adaptive", prefill_chunk=None):
         self.target = target
 
     def compile(self, prompts, **options):

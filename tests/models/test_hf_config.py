@@ -54,7 +54,6 @@ def test_every_spelling_of_rotary_settings_is_read_as_transformers_reads_it(llam
         ({"sliding_window": 4096}, "sliding_window=4096"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types="),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types="),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float
 
 from specjax import backend
+from specjax.models.kernels.quantised import Quantised
 from specjax.models.products import (
     few_rows_product,
     matrix_product,
@@ -98,10 +100,37 @@ def plain(value: Any) -> Any:
     return value.dense() if isinstance(value, Dense | Transposed) else value
 
 
+def are_quantised(params: Any) -> bool:
+    """Whether some of these parameters are stored in few bits."""
+    return any(isinstance(leaf, Quantised) for leaf in leaves_of(params))
+
+
+def leaves_of(params: Any) -> list[Any]:
+    """Arrays, and objects that multiply."""
+    return jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Kernel))
+
+
+def counted(params: Any) -> tuple[int, int]:
+    """(weights, bytes that they take); of kernels in few bits the weights that they stand for."""
+    parts = [part for leaf in leaves_of(params) for part in _arrays(leaf)]
+    return sum(part.size for part in parts), sum(map(_bytes, parts))
+
+
+def _arrays(leaf: Any) -> list[Any]:
+    return [leaf] if isinstance(leaf, Quantised) else jax.tree.leaves(leaf)
+
+
+def _bytes(part: Any) -> int:
+    """Also of an array that is not there yet."""
+    return part.nbytes if isinstance(part, Quantised) else part.size * part.dtype.itemsize
+
+
 def join(values: Sequence[Any], shards: int = 1) -> Any:
     """One parameter for several of the same input, their outputs side by side; in each of ``shards`` equal parts, a
     share of every one."""
     if any(isinstance(value, Kernel) for value in values):
+        if all(isinstance(value, Quantised) and value.like(values[0]) for value in values) and shards == 1:
+            return Quantised.joined(values)
         if shards > 1:
             raise ValueError("kernels that are no arrays are not fused over several devices")
         return Joined(tuple(map(of, values)))
@@ -115,6 +144,8 @@ def split(value: Any, sizes: Sequence[int], shards: int = 1) -> list[Any]:
     """What `join` joined, of so many outputs each."""
     if isinstance(value, Joined):
         return [plain(part) for part in value.parts]
+    if isinstance(value, Quantised):
+        return value.apart(sizes)
     return apart(value, sizes, shards)
 
 
