@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -168,6 +169,8 @@ class Memory:
     start: Int[Array, " B"]
     cached: Layer | None = None
     spread: bool = flax.struct.field(pytree_node=False, default=False)
+    mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
+    """Of the devices that a pass computes on, if they are several."""
     whole: bool = flax.struct.field(pytree_node=False, default=False)
     """The tokens of a pass are all that a row has so far, so that they attend to each other."""
 
@@ -188,7 +191,7 @@ class Memory:
         layer = own if self.cached is None else self.cached.write(self.start, own, self.spread)
         out = None
         if self.whole:
-            out = flash.whole_rows(q, k, v, self.sight, flash.Call.of(q, scale, soft_cap))
+            out = flash.whole_rows(q, k, v, self.sight, flash.Call.of(q, scale, soft_cap), self.mesh)
         if out is None:
             keys, values = (x.astype(q.dtype) for x in (own if self.whole else layer))
             out = attend(q, keys, values, self.sight, scale, soft_cap)
@@ -201,6 +204,7 @@ def memories(
     slots: Int[Array, "B T"] | None,
     mask: Bool[Array, "B T T"] | Documents | None,
     windows: Iterable[int | None],
+    mesh: Mesh | None = None,
 ) -> dict[int | None, Memory]:
     """What a pass attends to, for each window of its layers. Without ``slots``, the tokens of a pass are the first of
     their rows."""
@@ -210,7 +214,9 @@ def memories(
     where = jnp.zeros(len(positions), jnp.int32) if start is None else start
     spread = cache is not None and cache.spread
     return {
-        window: Memory(everything.within(window, positions, of_keys), where, spread=spread, whole=start is None)
+        window: Memory(
+            everything.within(window, positions, of_keys), where, spread=spread, mesh=mesh, whole=start is None
+        )
         for window in dict.fromkeys(windows)
     }
 

@@ -18,11 +18,11 @@ from jax.sharding import Mesh
 from specjax import backend
 from specjax.models import kernels
 from specjax.models.kernels import Dense, Kernel, Narrow, Transposed
-from specjax.models.kernels.quantised import SCHEMES, Quantised
+from specjax.models.kernels.quantised import SCHEMES, Quantised, Scheme
 from specjax.models.layers import Linear
-from specjax.models.sharding import mesh_of
+from specjax.models.sharding import mesh_of, sharding_of
 from specjax.models.transformer import Model
-from specjax.models.weights import is_bfloat16
+from specjax.models.weights import is_bfloat16, quantised
 from specjax.types import Params
 
 _FUSED = {
@@ -117,6 +117,31 @@ def decode_layout(spec: Any, params: Params) -> tuple[Any, Params]:
     return spec, _stored(spec, params)
 
 
+def abstract_layout(spec: Model, mesh: Mesh | None = None, scheme: Scheme | None = None) -> tuple[Model, Params]:
+    """(spec, shapes) of the layout of a model whose weights are not there: what a program is compiled for, and what
+    they take. ``scheme``: of kernels in few bits."""
+    params = jax.eval_shape(spec.init, jax.random.key(0))
+    if mesh is not None:
+
+        def placed(path: Any, leaf: Any) -> Any:
+            sharding = sharding_of(tuple(key.key for key in path), leaf.shape, spec.config, mesh)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return decode_layout(spec, jax.tree_util.tree_map_with_path(placed, params))
+    found: list[Model] = []
+
+    def laid_out(params: Params) -> Params:
+        named = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: quantised(tuple(key.key for key in path), leaf, scheme), params
+        )
+        layout, own = decode_layout(spec, named)
+        found.append(layout)
+        return own
+
+    params = jax.eval_shape(laid_out, params)
+    return found[0], params
+
+
 def _over(mesh: Mesh, spec: Model, params: Params) -> tuple[Model, Params]:
     """Over several devices kernels stay as they are, and are fused device by device: across the axis that splits them,
     every pass would move what it computes."""
@@ -132,6 +157,9 @@ def _fused(spec: Model, params: Params, shards: int = 1) -> tuple[Model, Params]
         if shards == 1 or any(map(_is_kernel, values)):
             return kernels.join(values)
         lies = values[0].sharding
+        if isinstance(values[0], jax.ShapeDtypeStruct):
+            shape = jax.eval_shape(functools.partial(kernels.join, shards=shards), values)
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=lies)
         return jax.jit(functools.partial(kernels.join, shards=shards), out_shardings=lies)(values)
 
     def fuse(part: Params, fused: str, names: tuple[str, ...]) -> Params:

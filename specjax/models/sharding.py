@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -86,14 +86,19 @@ def mesh_of(params: Any) -> Mesh | None:
 def constrained(x: jax.Array, mesh: Mesh | None, *axes: str | tuple[str, ...] | None) -> jax.Array:
     """``x`` with its first dimensions over these axes of the mesh, each whole on every device where it does not divide;
     None: anywhere."""
-    if mesh is None:
-        return x
+    return (
+        x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec_of(x.shape, mesh, *axes)))
+    )
+
+
+def spec_of(shape: Sequence[int], mesh: Mesh, *axes: str | tuple[str, ...] | None) -> PartitionSpec:
+    """The first dimensions over these axes, each whole where it does not divide, or where the mesh has no such axis."""
     chosen = []
-    for size, axis in zip(x.shape, axes, strict=False):
+    for size, axis in zip(shape, axes, strict=False):
         names = tuple(name for name in ((axis,) if isinstance(axis, str) else axis or ()) if name in mesh.shape)
         divides = names and size % math.prod(mesh.shape[name] for name in names) == 0
         chosen.append(names if divides else None)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*chosen)))
+    return PartitionSpec(*chosen)
 
 
 def beside(params: Any, mesh: Mesh | None) -> Any:

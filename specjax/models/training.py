@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,8 @@ class TrainingModel(Model):
             return super().__call__(params, tokens, positions, slots, cache, mask, reads, rows)
         params = gathered(params, self.sharding)
         module = self.module(params)
-        x, contexts = module.embed(tokens, positions, slots, None, mask)
+        mesh: Any = self.mesh if self.sharding is None else self.sharding.mesh
+        x, contexts = module.embed(tokens, positions, slots, None, mask, mesh)
         x, streams, fed = self._through(params["layers"], placed(x, self.sharding), contexts, reads)
         final = module.norm(x)
         hidden = tuple(streams[i] for i in reads.hidden_layers)

@@ -99,7 +99,7 @@ class Transformer(nnx.Module):
     def __call__(self, tokens, positions, slots, cache, mask, reads: Reads, mesh: Mesh | None = None):
         """Fields of `Output`: hidden, cache, keys_values, final."""
         config = self.config
-        x, contexts = self.embed(tokens, positions, slots, cache, mask)
+        x, contexts = self.embed(tokens, positions, slots, cache, mask, mesh)
         x = constrained(x, mesh, ROWS, None, None)
         cached = None if cache is None else cache.fold().layers
         streams, fed, written = [x], [], []
@@ -114,10 +114,10 @@ class Transformer(nnx.Module):
         hidden, keys_values = tuple(streams[i] for i in reads.hidden_layers), tuple(fed[i] for i in reads.kv_layers)
         return hidden, cache, keys_values, self.norm(x)
 
-    def embed(self, tokens, positions, slots, cache, mask):
+    def embed(self, tokens, positions, slots, cache, mask, mesh: Mesh | None = None):
         """What the first layer reads, and for each kind of layer (its rotary table, what it attends to)."""
         tables = self.rotary(positions, tokens.shape[1] if cache is None else cache.total)
-        attended = memories(cache, positions, slots, mask, (kind.window for kind in self.config.layers))
+        attended = memories(cache, positions, slots, mask, (kind.window for kind in self.config.layers), mesh)
         contexts = {kind: (table, attended[kind.window]) for kind, table in tables.items()}
         return self.embedded(tokens, positions), contexts
 

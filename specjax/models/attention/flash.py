@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from specjax import backend
 from specjax.models.attention.sight import Sight
+from specjax.models.sharding import ROWS, spec_of
 
 LEAST_TOKENS = 128
 """Of a row: below, plain products are as fast."""
@@ -46,15 +48,28 @@ def whole_rows(
     v: Float[Array, "B T G C"],
     sight: Sight,
     call: Call,
+    mesh: Mesh | None = None,
 ) -> Float[Array, "B T H C"] | None:
-    """What every token reads of those before it in its document, and of itself; None where no kernel does it."""
+    """What every token reads of those before it in its document, and of itself; None where no kernel does it. Over a
+    ``mesh`` each device sees to its own rows and heads."""
     kernel = {"cudnn": cudnn, "splash": splash}.get(backend.flash_kernel() or "")
     if kernel is None or q.shape[1] < LEAST_TOKENS:
         return None
     try:
         if sight.tree is not None:
             raise Unsupported("a mask of its own")
-        return kernel(q, k, v, None if sight.segments is None else sight.segments[0], sight.window, call)
+        segments = None if sight.segments is None else sight.segments[0]
+
+        def attend(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
+            return kernel(q, k, v, segments, sight.window, call)
+
+        if mesh is None:
+            return attend(q, k, v, segments)
+        # By the heads of the keys, which the queries' follow.
+        by_head = spec_of(k.shape, mesh, ROWS, None, "tensor", None)
+        by_row = None if segments is None else spec_of(segments.shape, mesh, ROWS, None)
+        specs = (by_head, by_head, by_head, by_row)
+        return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=by_head, check_vma=False)(q, k, v, segments)
     except Unsupported as reason:
         _told(f"attention: {kernel.__name__} cannot do {reason}; XLA walks the keys in blocks instead")
         return None
