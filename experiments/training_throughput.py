@@ -42,14 +42,14 @@ from specjax.data.rows import Batches
 from specjax.distill.init import Initial, initial_draft
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import Update, microbatch_rows, start_state
-from specjax.distill.trainer import LOG_EVERY, StageData, Trainer
+from specjax.distill.trainer import LOG_EVERY, StageData, Trainer, form_of, settled
 from specjax.evaluation.held_out import held_out_decoding
 from specjax.evaluation.teacher import target_output
 from specjax.jobs import inputs
 from specjax.runtime import memory
 from specjax.runtime.compile_cache import keep_programs
 from specjax.runtime.layout import ONE_DEVICE
-from specjax.types import Batch, TrainingForm, reads_of
+from specjax.types import Batch, reads_of
 
 CONFIG = Path("configs/demo.yaml")
 RESULTS = Path(__file__).parent / "results" / "training_throughput.json"
@@ -158,7 +158,7 @@ def bare(initial: Initial, stage: Stage, target: Any, batches: Sequence[Batch]) 
     loss = registry.build(registry.LOSSES, stage.loss, "distill.loss")
     options = {
         "skip": stage.skip_non_finite > 0,
-        "form": TrainingForm(dtype=stage.compute_dtype),
+        "form": form_of(settled(stage, initial.drafter)),
         "ema": stage.optimizer.ema,
     }
     update = Update(initial.drafter, loss, optimizer, target.spec, rows, **options).jitted()

@@ -64,6 +64,12 @@ def default_dtype() -> str:
     return "float32" if _on_cpu() else "bfloat16"
 
 
+def remat() -> bool:
+    """Whether training keeps no activations where nothing else is asked for: memory is what an accelerator has least
+    of, and a draft's forward pass little beside its target's."""
+    return not _on_cpu()
+
+
 def turns_kernels() -> bool:
     """Whether decoding reads float32 kernels transposed, and as bfloat16 where they are such numbers: XLA's matrix
     product on CPU packs the kernel anew in every call, which costs twice the reading of it, and a reduction over a

@@ -187,7 +187,8 @@ class Target:
     revision: str | None = None
     family: Annotated[str, Field(pattern=OUTSIDE)] | None = None
     """Where a model family of yours is, `package.module:NAME`; None: it is one of specjax/models/families."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of its weights and computations. None: float32 on CPU and for `specjax certify`, bfloat16 on accelerators."""
     quantize: Literal["int8", "int4"] | None = None
     """How its kernels are stored, made as it is loaded; it is another model then, to which decoding is exact."""
     architecture: Architecture | None = None
@@ -230,10 +231,12 @@ class Stage:
     micro_batch_size: Positive | None = None
     """Rows at a time, of which a step adds up the gradients. None: the whole batch, on CPU as many as stay in its
     cache."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the draft's forward and backward pass. Weights, optimizer and loss are float32 in any case."""
-    remat: bool = False
-    """Compute each layer's activations again in the backward pass instead of keeping them."""
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the draft's forward and backward pass; None: bfloat16 on accelerators, float32 on CPU. Weights, optimizer and
+    loss are float32 in any case."""
+    remat: bool | None = None
+    """Compute each layer's activations again in the backward pass instead of keeping them; None: on accelerators, where
+    the draft can."""
     scan_layers: bool = False
     """One program for all layers of a kind instead of one each: compiles sooner, for a copy of the weights."""
     optimizer: Optimizer = Optimizer()

@@ -22,7 +22,7 @@ from specjax.distill.sources.on_policy import Sampler
 from specjax.distill.step import Update, microbatch_rows, start_state
 from specjax.distill.teacher_cache import cached_rows, numbers_of, shared_rows
 from specjax.drafters.base import in_training
-from specjax.errors import Stopped, TrainingError
+from specjax.errors import ConfigError, Stopped, TrainingError
 from specjax.evaluation.evaluate import evaluate
 from specjax.evaluation.held_out import DraftEvaluator
 from specjax.evaluation.teacher import needs_target
@@ -84,7 +84,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         name, data = self.directory.name, self.data
-        self.stage = self.stage.over(len(data.train))
+        self.stage = settled(self.stage.over(len(data.train)), self.drafter)
         self._steps = self.stage.num_steps
         self._loss: Loss = registry.build(registry.LOSSES, self.stage.loss, f"{name}: loss")
         if self._loss.needs_target and self.target is None:
@@ -93,8 +93,7 @@ class Trainer:
             )
         self._check_reads(name)
         self._rows = _microbatch_rows(name, self.stage, data.train.length, self.layout)
-        stage = self.stage
-        self._form = TrainingForm(stage.remat, stage.scan_layers, dtype=stage.compute_dtype)
+        self._form = form_of(self.stage)
         in_training(self.drafter, self._form)  # refuses before anything is made
         if backend.is_host(jax.devices()[0]):
             memory.keep_freed_memory()
@@ -282,6 +281,24 @@ class Trainer:
 
     def _batch(self, step: int) -> Batch:
         return self.layout.batch(self._batches.rows, self._batches.indices(step))
+
+
+def settled(stage: config.Stage, drafter: Trainable) -> config.Stage:
+    """What is left open said for this device, so that a stage goes on as it began."""
+    stage = dataclasses.replace(stage, compute_dtype=stage.compute_dtype or backend.default_dtype())
+    if stage.remat is not None:
+        return stage
+    remat = dataclasses.replace(stage, remat=True)
+    try:
+        in_training(drafter, form_of(remat))
+    except ConfigError:  # it cannot
+        return dataclasses.replace(stage, remat=False)
+    return remat if backend.remat() else dataclasses.replace(stage, remat=False)
+
+
+def form_of(stage: config.Stage) -> TrainingForm:
+    """The draft's forward and backward pass, of a stage that is `settled`."""
+    return TrainingForm(bool(stage.remat), stage.scan_layers, dtype=stage.compute_dtype)
 
 
 def _why_not_steps(

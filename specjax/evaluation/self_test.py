@@ -24,6 +24,7 @@ from specjax.drafters.base import at_depths, in_training
 from specjax.errors import ModelError
 from specjax.evaluation.held_out import Decoded
 from specjax.evaluation.teacher import target_output
+from specjax.runtime.distributed import on_one_device
 from specjax.types import Batch, DecodeState, Draft, Drafter, Params, TargetView, TrainingForm, reads_of
 
 _PLACES = 3
@@ -88,8 +89,8 @@ def self_test(trained: Any, params: Params, target: Any, loaded: Drafter, prompt
     Raises:
         ModelError: for the first thing that differs, by name.
     """
-    # As it decodes: in the target's dtype, to which `load_drafter` casts.
-    params = jax.tree.map(lambda x: x.astype(target.dtype), params)
+    # As it decodes: in the target's dtype, to which `load_drafter` casts, laid out where that puts it.
+    params = jax.tree.map(lambda x: x.astype(target.dtype), on_one_device(params))
     trained = in_training(trained, TrainingForm(dtype=str(target.dtype)))
     places, _ = _predictions(trained)
     own, found = (dataclasses.replace(d, k=places) for d in (trained.to_drafter(params, target, 1), loaded))  # pyright: ignore

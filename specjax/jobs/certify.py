@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -21,6 +22,8 @@ def run_certify(config: RunConfig, bars: Bars = no_bars) -> certify_lib.Certific
     The target's loaded weights stay beside their layout, unlike in other commands: they are the witness. A distribution
     computed from the layout could not tell that a weight was laid out wrongly."""
     settings, spec = config.certify, config.certify.drafter
+    if config.target.dtype is None:  # what is not exact in float32 is wrong in every precision
+        config = dataclasses.replace(config, target=dataclasses.replace(config.target, dtype="float32"))
     draft = Path(config.out) / "draft"
     if spec is None and not draft.is_dir():
         raise DataError(

@@ -13,12 +13,12 @@ from specjax.data.rows import Batches
 from specjax.distill.init import Initial, initial_draft
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import Update, microbatch_rows, start_state
+from specjax.distill.trainer import form_of, settled
 from specjax.jobs.inputs import Prepared
 from specjax.planning.devices import Device
 from specjax.planning.roofline import work_of_weights
 from specjax.planning.training import TrainingCost, TrainingShape, computed_training
 from specjax.runtime.layout import ONE_DEVICE
-from specjax.types import TrainingForm
 
 _STEPS = 4
 """Timed, after one that is not."""
@@ -48,7 +48,8 @@ def _measured(config: RunConfig, prepared: Prepared, initial: Initial, tokens: i
     optimizer, ema = make_optimizer(stage), stage.optimizer.ema
     state = start_state(initial.params, optimizer, ema is not None, ONE_DEVICE, initial.drafter)
     micro = microbatch_rows(stage.batch_size, batches[0].tokens.shape[1])
-    form = TrainingForm(dtype=stage.compute_dtype)
+    stage = settled(stage, initial.drafter)
+    form = form_of(stage)
     update = Update(initial.drafter, loss, optimizer, target.spec, micro, form=form, ema=ema)
     compiled = update.jitted().lower(state, target.params, batches[0]).compile()
     memory, seconds = compiled.memory_analysis(), []

@@ -20,11 +20,14 @@ from specjax.distill import trainer
 from specjax.distill.losses import AdaSPEC
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import TrainState, Update, microbatch_rows
+from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import DataError, Stopped, TrainingError
 from specjax.evaluation.evaluate import evaluate
 from specjax.runtime.checkpoint import Checkpoints
 from specjax.runtime.log import read_log
 from specjax.runtime.signals import stop_requested
+from specjax.testing.heads import TrainedHeads
+from tests.cases import transformer
 from tests.distill import toys
 from tests.distill.toys import BigramDraft, Interrupt, assert_same, bigram_params, interrupt_after, train_stage
 
@@ -527,3 +530,20 @@ def test_the_log_is_json_lines(uninterrupted):
     lines = (uninterrupted[0] / "log.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == read_log(uninterrupted[0])
     assert {"step", "tokens", "loss", "tokens_per_s"} <= set(json.loads(lines[0]))
+
+
+def test_what_a_stage_leaves_open_is_said_by_the_device(monkeypatch):
+    """And is in its fingerprint, so that it does not go on in another way elsewhere."""
+    trained, heads = TrainedDraftModel(transformer(0).spec), TrainedHeads(2, 4, 1)
+    open_, said = config.Stage(), config.Stage(compute_dtype="bfloat16", remat=False)
+    for stage, drafter, expected in ((open_, trained, ("float32", False)), (said, trained, ("bfloat16", False))):
+        found = trainer.settled(stage, drafter)
+        assert (found.compute_dtype, found.remat) == expected
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    for stage, drafter, expected in (
+        (open_, trained, ("bfloat16", True)),
+        (open_, heads, ("bfloat16", False)),
+        (said, trained, ("bfloat16", False)),
+    ):
+        found = trainer.settled(stage, drafter)
+        assert (found.compute_dtype, found.remat) == expected

@@ -24,6 +24,8 @@ LEAST_TOKENS = 128
 """Of a row: below, plain products are as fast."""
 BLOCK = 512
 """Most tokens of a block of splash attention; its default of 128 keeps the matrix unit waiting."""
+LARGEST_MASK = 2**28
+"""Entries, one for each pair of tokens of all rows, that cuDNN is given as a bias of two bytes each."""
 _log = logging.getLogger(__name__)
 
 
@@ -82,8 +84,11 @@ def _told(message: str) -> None:
 
 
 def cudnn(q, k, v, segments, window: int | None, call: Call, implementation: Any = "cudnn") -> Array:
+    mask = None
     if segments is not None:
-        raise Unsupported("rows of several documents")
+        if segments.size * q.shape[1] > LARGEST_MASK:
+            raise Unsupported(f"rows of {q.shape[1]:,} tokens and several documents")
+        mask = (segments[:, :, None] == segments[:, None])[:, None]  # it has no other way to be told of them
     if call.soft_cap is not None:
         raise Unsupported("capped scores")
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -92,7 +97,7 @@ def cudnn(q, k, v, segments, window: int | None, call: Call, implementation: Any
     how = {"is_causal": True, "scale": call.scale, "local_window_size": back, "implementation": implementation}
     try:
         with jax.numpy_dtype_promotion("standard"):  # which it relies on
-            return jax.nn.dot_product_attention(q, k, v, **how)
+            return jax.nn.dot_product_attention(q, k, v, mask=mask, **how)
     except (RuntimeError, NotImplementedError) as error:  # no cuDNN where this is traced, or not for these sizes
         raise Unsupported(f"this ({error})") from None
 

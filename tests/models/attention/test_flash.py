@@ -48,6 +48,7 @@ CUDNN = functools.partial(flash.cudnn, implementation="xla")
         pytest.param(SPLASH, SEGMENTS, 40, Call(0.2, 5.0), id="splash-documents-window-cap"),
         pytest.param(CUDNN, None, None, Call(0.2), id="cudnn"),
         pytest.param(CUDNN, None, 40, Call(0.2), id="cudnn-window"),
+        pytest.param(CUDNN, SEGMENTS, None, Call(0.2), id="cudnn-documents"),
     ],
 )
 def test_a_kernel_reads_what_plain_attention_does(kernel, segments, window, call):
@@ -77,6 +78,7 @@ def test_what_a_kernel_cannot_do_is_done_without_it_and_said_once(monkeypatch, c
     whole_rows = functools.partial(flash.whole_rows, q, k, v)
     with caplog.at_level(logging.WARNING):
         monkeypatch.setattr(backend, "flash_kernel", lambda: "cudnn")
+        monkeypatch.setattr(flash, "LARGEST_MASK", 100)
         assert whole_rows(Sight(at, segments=(SEGMENTS, SEGMENTS)), Call(0.2)) is None
         assert whole_rows(Sight(at), Call(0.2, soft_cap=3.0)) is None
         assert whole_rows(Sight(at), Call(0.2, soft_cap=3.0)) is None
