@@ -24,7 +24,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 from pydantic import Field
 
 from specjax.drafters.base import StatelessDrafter, TrainedDrafter
@@ -47,6 +47,7 @@ from specjax.types import (
     Batch,
     Bound,
     Context,
+    Documents,
     Draft,
     Output,
     Params,
@@ -183,6 +184,14 @@ class BoundGlide(StatelessDrafter):
         return draft, state
 
 
+def inside_document(documents: Documents | None, root: Int[Array, " T"]) -> Bool[Array, "#B T"]:
+    """Whether the block that ends at each position begins, at ``root``, in the same document."""
+    inside = (root >= 0)[None]
+    if documents is None:
+        return inside
+    return inside & (documents.segments == documents.segments[:, jnp.maximum(root, 0)])
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainedGlide(TrainedDrafter):
     """In training. ``depths``: how many tokens of a block are unrolled; ``decay``: what a depth weighs beside the one
@@ -223,10 +232,7 @@ class TrainedGlide(TrainedDrafter):
                 Reading(layer, verified.within(window, positions, positions), own, depth) for layer, window, own in each
             ]
             final, blocks = self.glide(params, jnp.asarray(batch.tokens), positions, readings, self.form)
-            inside = (root >= 0)[None]
-            if documents is not None:
-                inside &= documents.segments == documents.segments[:, jnp.maximum(root, 0)]
-            weight = jnp.where(inside, jnp.asarray(batch.weight), 0.0)
+            weight = jnp.where(inside_document(documents, root), jnp.asarray(batch.weight), 0.0)
             yield Prediction(final, functools.partial(self.glide.model.head, params), weight, None, share / sum(shares))
             # The block that ends at t continues the one that ends at t - 1.
             blocks = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), blocks)

@@ -183,9 +183,7 @@ def summed(fn: Callable[[Positions], tuple[Array, Any]], positions: Positions, c
     if _length(positions) <= chunk:
         return fn(positions)
     chunks = _chunks(positions, chunk)
-    count, _, size = chunks.weight.shape
-    real = jnp.arange(count * size, dtype=jnp.int32).reshape(count, 1, size) < _length(positions)
-    chunks = dataclasses.replace(chunks, weight=jnp.where(real, chunks.weight, 0.0))
+    chunks = dataclasses.replace(chunks, weight=_counting_once(chunks.weight, _length(positions)))
     fn, closed = jax.closure_convert(fn, jax.tree.map(lambda x: x[0], chunks))
     return _summed(fn, tuple(closed), chunks.hidden, dataclasses.replace(chunks, hidden=None))
 
@@ -205,6 +203,13 @@ def _chunks(positions: Any, chunk: int) -> Any:
         return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
 
     return jax.tree.map(split, positions)
+
+
+def _counting_once(weight: Float[Array, "N B C"], length: int) -> Float[Array, "N B C"]:
+    """Without what the last chunk is filled up with."""
+    count, _, size = weight.shape
+    real = jnp.arange(count * size, dtype=jnp.int32).reshape(count, 1, size) < length
+    return jnp.where(real, weight, 0.0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

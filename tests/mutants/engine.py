@@ -11,14 +11,18 @@ import jax.numpy as jnp
 
 from specjax import sampling
 from specjax.decode import engine
+from specjax.drafters.draft_model import BoundDraftModel
 from specjax.models import cache, decode_layout, layers
+from specjax.models.attention import blocks
+from specjax.models.kernels.quantised import Quantised
 from specjax.proposal import Proposal
 from specjax.types import Verdict
 from specjax.verifiers import greedy, matching
 from specjax.verifiers.chain import row
 from tests import test_sampling
-from tests.decode import test_blocks, test_decoder, test_invalid, test_options
-from tests.models import test_decode_layout
+from tests.decode import test_blocks, test_decoder, test_extras, test_invalid, test_options, test_prefill
+from tests.models import test_decode_layout, test_quantised
+from tests.models.attention import test_blocks as test_blocks_of_attention
 from tests.mutants.table import Patch, mutant, wrap
 
 greedy_blocks = mutant("greedy", test_blocks.test_greedy_blocks_are_those_of_a_simulation_without_caches, name="k4")
@@ -60,9 +64,9 @@ def temperature_zero_is_taken_for_one(patch):
     """Of a row among others, because the division by 0 is guarded."""
 
     def make(real):
-        def mutated(logits, parameters):
+        def mutated(logits, parameters, *rest):
             warm = jnp.where(parameters.temperature > 0, parameters.temperature, 1.0)
-            return real(logits, dataclasses.replace(parameters, temperature=warm))
+            return real(logits, dataclasses.replace(parameters, temperature=warm), *rest)
 
         return mutated
 
@@ -245,7 +249,10 @@ def a_target_of_nan_goes_on(patch):
 @mutant("not finite", test_invalid.test_a_cut_does_not_hide_a_nan, cut={"top_p": 0.5})
 def top_p_hides_a_nan(patch):
     wrap(
-        patch, sampling, "_cut", lambda real: lambda logits, s: real(jnp.where(jnp.isnan(logits), -jnp.inf, logits), s)
+        patch,
+        sampling,
+        "_cut",
+        lambda real: lambda logits, *rest: real(jnp.where(jnp.isnan(logits), -jnp.inf, logits), *rest),
     )
 
 
@@ -277,3 +284,51 @@ def a_draft_of_banned_tokens_is_called_broken(patch):
         "cut_invalid",
         lambda real: lambda block, draft, p: real(block, dataclasses.replace(draft, finite=None), p),
     )
+
+
+@mutant("penalties", test_extras.test_counts_follow_what_is_committed)
+def counts_hold_what_was_rejected(patch):
+    wrap(patch, engine, "counted", lambda real: lambda counts, tokens, new: real(counts, tokens, jnp.ones_like(new)))
+
+
+@mutant("prefill", test_prefill.test_a_drafter_that_equals_its_target_has_every_token_accepted_after_pieces,
+        name="model", piece=8, lossless=True)  # fmt: skip
+def a_draft_reads_every_piece_as_the_first(patch):
+    def make(real):
+        return lambda self, params, state, tokens, lengths, out, start=None: real(
+            self, params, state, tokens, lengths, out
+        )
+
+    wrap(patch, BoundDraftModel, "extend", make)
+
+
+@mutant("prefill", test_prefill.test_a_prompt_is_fed_as_far_as_it_goes)
+def pieces_of_padding_are_fed(patch):
+    def make(real):
+        return lambda lower, upper, body, state: real(lower, 4, body, state)
+
+    wrap(patch, engine.jax.lax, "fori_loop", make)
+
+
+@mutant("attention", test_blocks_of_attention.test_block_by_block_is_all_at_once, which="whole rows", soft_cap=None)
+def keys_of_two_blocks_count_twice(patch):
+    wrap(patch, blocks, "Block", lambda real: lambda walk, sight, start, new: real(walk, sight, start, start))
+
+
+@mutant("attention", test_blocks_of_attention.test_block_by_block_is_all_at_once, which="one token", soft_cap=5.0)
+def the_gradient_forgets_the_cap(patch):
+    def make(real):
+        return lambda self, q, k: (real(self, q, k)[0], jnp.float32(1.0))
+
+    wrap(patch, blocks.Block, "scores", make)
+
+
+@mutant("weights", test_quantised.test_it_multiplies_as_the_matrix_that_it_is, name="int8", turned=False, tokens=2)
+def a_product_has_the_scale_of_another_output(patch):
+    def make(real):
+        def mutated(self, *args, **options):
+            return real(dataclasses.replace(self, scale=jnp.roll(self.scale, 1, axis=1)), *args, **options)
+
+        return mutated
+
+    wrap(patch, Quantised, "__call__", make)

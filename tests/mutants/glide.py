@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from specjax.decode import engine
 from specjax.drafters import glide
 from specjax.drafters.glide import BoundGlide, GlideModel, Own, Reading, TrainedGlide
+from specjax.models.attention.sight import Sight
 from tests.drafters import test_glide
 from tests.mutants.table import Patch, mutant, wrap
 
@@ -133,13 +134,9 @@ def a_block_begins_in_the_document_before(patch):
     """Its root counts wherever it lies."""
 
     def make(real):
-        def mutated(array, *args, **options):
-            found = real(array, *args, **options)
-            return jnp.ones_like(found) if array.dtype == bool else found
+        return lambda documents, root: real(None, root)
 
-        return mutated
-
-    wrap(patch, glide.jnp, "take_along_axis", make)
+    wrap(patch, glide, "inside_document", make)
 
 
 @training
@@ -166,11 +163,9 @@ def every_token_of_a_block_is_at_the_roots_position(patch):
 @windows
 def decoding_forgets_the_windows(patch):
     def make(real):
-        def mutated(windows, visible, positions, others):
-            if positions.shape[1] == 1:
-                return dict.fromkeys(windows, visible)
-            return real(windows, visible, positions, others)
+        def mutated(self, window, queries, keys=None):
+            return self if queries.shape[1] == 1 else real(self, window, queries, keys)
 
         return mutated
 
-    wrap(patch, glide, "_through", make)
+    wrap(patch, Sight, "within", make)

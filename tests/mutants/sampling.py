@@ -32,7 +32,7 @@ def cut(patch: Patch, change: Callable[[Any], dict[str, Any]]) -> None:
     """Changes parameters on their way into temperature, top-k, top-p and min-p."""
 
     def make(real):
-        return lambda logits, parameters: real(logits, dataclasses.replace(parameters, **change(parameters)))
+        return lambda logits, s, *rest: real(logits, dataclasses.replace(s, **change(s)), *rest)
 
     wrap(patch, sampling, "warp", make)
 
@@ -50,9 +50,9 @@ def top_k_keeps_one_more(patch):
 @definition
 def top_p_before_top_k(patch):
     def make(real):
-        def mutated(logits, s):
-            first = real(logits, dataclasses.replace(s, top_k=0 * s.top_k, min_p=0 * s.min_p))
-            return real(first, dataclasses.replace(s, top_p=jnp.ones_like(s.top_p)))
+        def mutated(logits, s, *rest):
+            first = real(logits, dataclasses.replace(s, top_k=0 * s.top_k, min_p=0 * s.min_p), *rest)
+            return real(first, dataclasses.replace(s, top_p=jnp.ones_like(s.top_p)), *rest)
 
         return mutated
 

@@ -35,6 +35,7 @@ from tests.distill import (
     test_trainer,
     toys,
 )
+from tests.evaluation import test_matching
 from tests.models import test_vocabulary
 from tests.mutants.table import Patch, mutant, wrap
 from tests.runtime import test_checkpoint, test_fingerprint, test_log, test_progress, test_store
@@ -465,6 +466,31 @@ def bootstrap_resamples_blocks(patch):
         return mutated
 
     wrap(patch, metrics, "block_efficiency_interval", make)
+
+
+CHUNKS = test_matching.test_a_step_of_chunks_is_the_step_of_the_whole
+
+
+@mutant("chunks", CHUNKS, draft="separate", loss="kl")
+def what_fills_up_a_chunk_counts(patch):
+    patch.setattr(matching, "_counting_once", lambda weight, length: weight)
+
+
+@mutant("chunks", CHUNKS, draft="separate", loss="of whole rows")
+def a_loss_chooses_among_the_positions_of_a_chunk(patch):
+    patch.setattr(step, "choice_of", lambda loss, scores, weight: None)
+
+
+@mutant("chunks", CHUNKS, draft="glide", loss="kl")
+def weights_learn_half_of_what_chunks_say(patch):
+    def make(real):
+        def scan(body, start, chunks):
+            (sums, of_trained), of_hidden = real(body, start, chunks)
+            return (sums, jax.tree.map(lambda x: 0.5 * x, of_trained)), of_hidden
+
+        return lambda body, start, chunks: (scan if isinstance(start[1], list) else real)(body, start, chunks)
+
+    wrap(patch, matching.jax.lax, "scan", make)
 
 
 DEPTHS = test_step.test_predictions_at_several_depths_are_told_apart_and_weighed_by_their_share

@@ -19,7 +19,11 @@ ROWS, HEADS, KV_HEADS, FEATURES, KEYS = 2, 4, 2, 8, 37
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Of 5 queries and 6 keys."""
+    make_small(monkeypatch)
+
+
+def make_small(monkeypatch):
+    """Blocks of 5 queries and 6 keys."""
     monkeypatch.setattr(attention, "QUERIES", 5)
     monkeypatch.setattr(attention, "LEAST_KEYS", 6)
     monkeypatch.setattr(backend, "score_count", lambda: 1)
@@ -57,8 +61,9 @@ def sights() -> dict[str, tuple[int, Sight]]:
 
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 @pytest.mark.parametrize("which", sights())
-def test_block_by_block_is_all_at_once(which, soft_cap):
+def test_block_by_block_is_all_at_once(which, soft_cap, monkeypatch):
     """What is read, and the gradient of it."""
+    make_small(monkeypatch)
     fed, sight = sights()[which]
     q, k, v = arrays(fed)
     towards = jax.random.normal(jax.random.key(9), q.shape)
