@@ -272,13 +272,14 @@ class Decoder:
         for slots in more:
             state = chunk(run.params, grow(state, slots), *limits)
 
-    def engine(self, greedy: bool, rows: int = 1, extras: tuple[str, ...] = ()) -> tuple[Engine, EngineParams]:
+    def engine(self, greedy: bool, rows: int = 1, extras: tuple[str, ...] | None = None) -> tuple[Engine, EngineParams]:
         """The program of an all-greedy batch or of any other, and the weights that it takes.
 
         Args:
             greedy: whether all rows are at temperature 0.
             rows: of the padded batch, for what is known of its costs.
-            extras: what rows ask for beside their temperature, where that is another program.
+            extras: what rows ask for beside their temperature, where that is another program; None: whatever they ask
+                for, which the program then sees for itself.
 
         Returns:
             The engine, static and hashable, and its parameters.

@@ -175,8 +175,10 @@ class Update:
         def given(m: Matched, chosen: Any) -> tuple[Any, ...]:
             return m.draft_logits, m.teacher, m.tokens, LossContext(alpha, share * m.weight, m.references, chosen)
 
-        scores = jax.lax.stop_gradient(matching.mapped(lambda m, _: scores_of(self.loss, *given(m, None))))
-        chosen = choice_of(self.loss, scores, share * matching.positions.weight)
+        chosen = None
+        if hasattr(self.loss, "scores"):
+            scores = matching.mapped(lambda m, _: scores_of(self.loss, *given(m, None)))
+            chosen = choice_of(self.loss, jax.lax.stop_gradient(scores), share * matching.positions.weight)
 
         def measure(m: Matched, some: Positions) -> tuple[jax.Array, dict[str, jax.Array]]:
             weight = share * m.weight

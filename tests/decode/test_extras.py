@@ -91,3 +91,9 @@ def test_counts_follow_what_is_committed():
         for counts, tokens in ((state.counts.prompt, np.asarray(prompt)), (state.counts.generated, new)):
             np.testing.assert_array_equal(counts[row], np.bincount(tokens, minlength=7))
     assert jnp.sum(state.counts.prompt[3]) <= 1  # a row that pads the batch
+
+
+def test_a_program_that_is_told_nothing_sees_for_itself(settled):
+    """So that nothing that rows ask for is dropped by who asks for an engine alone."""
+    assert Decoder(TARGET).engine(False)[0].extras is None
+    assert Decoder(TARGET).engine(False, 1, ())[0].extras == ()
