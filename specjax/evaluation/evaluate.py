@@ -21,6 +21,7 @@ from specjax.evaluation.matching import Matched, Matching, Positions, Teacher
 from specjax.evaluation.teacher import target_output, with_shared_params
 from specjax.metrics import alpha_per_position, negative_log_likelihood
 from specjax.models.vocabulary import TokenRows
+from specjax.runtime import distributed
 from specjax.runtime.layout import ONE_DEVICE, Layout
 from specjax.runtime.progress import StepProgress
 from specjax.types import Batch, FullLogits, Output, Params, Reads, Trainable, reads_of
@@ -130,8 +131,10 @@ def _sums_of_all(
     drafter, spec, tokens: TokenRows | None, params: Sequence[Params], target_params, batch: Batch
 ) -> list:
     """One model after the other, beside one forward pass of the target."""
-    target_out = None if spec is None else _target_output(spec, reads_of(drafter), target_params, batch)
-    return [_sums(drafter, spec, tokens, one, target_params, target_out, batch) for one in params]
+    target_out = (
+        None if spec is None else distributed.done(_target_output(spec, reads_of(drafter), target_params, batch))
+    )
+    return [distributed.done(_sums(drafter, spec, tokens, one, target_params, target_out, batch)) for one in params]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -59,6 +59,12 @@ def by_first(action: Callable[[], Any]) -> Any:
     return outcome["value"]
 
 
+def done(tree: Any) -> Any:
+    """``tree`` when it is there, with several processes: over Gloo, the collectives of two programs in flight can wait
+    for each other for ever, as those of one program cannot."""
+    return tree if jax.process_count() == 1 else jax.block_until_ready(tree)
+
+
 def whole(tree: Any) -> Any:
     """``tree`` with every array that other processes hold a part of as one of numpy. All processes call it."""
     return jax.tree.map(_whole, tree)
