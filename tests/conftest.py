@@ -3,8 +3,10 @@ promotion, shape annotations enforced by beartype. Set before JAX and specjax ar
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests compile much and compute little, and two workers share the cores: unoptimised code, by the older emitters of
@@ -41,6 +43,7 @@ for _name in ("alpha_per_position", "negative_log_likelihood"):
 
 from specjax.data.corpus import Document
 from specjax.data.tokenizer import train_tokenizer
+from specjax.decode import engine
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
@@ -51,6 +54,24 @@ _LINES = (
     "for number in range(10):\n    print(number, add(number, 1))\n",
     "class Tree:\n    def __init__(self, value, left=None, right=None):\n        self.value = value\n",
 )
+
+
+_MAPS, _MOST_MAPS = Path("/proc/self/maps"), 25_000
+_tests_since = 0
+
+
+def pytest_runtest_teardown(item):
+    """Let go of compiled programs before the system refuses to map more: each takes dozens of the 65,530 pieces of
+    memory that Linux grants a process, and a worker that is refused one dies."""
+    global _tests_since
+    _tests_since += 1
+    if _tests_since < 8 or not _MAPS.exists():
+        return
+    _tests_since = 0
+    if _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:
+        engine.free_programs()
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
