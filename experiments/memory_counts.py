@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -130,7 +131,7 @@ def temporaries(compiled: Any) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results")
+    parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     found = training_counts(remat=False) | prefill_counts((PIECE,))
     for name, counts in found.items():

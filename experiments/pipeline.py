@@ -28,7 +28,7 @@ from specjax.config import RunConfig
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError
 from specjax.jobs import distill as job
-from specjax.jobs import inputs
+from specjax.jobs import inputs, memory
 from specjax.jobs.bench import check, decoding_figures, num_ticks
 from specjax.models.hf import draft_of, resolve
 from specjax.report.labels import format_duration
@@ -53,7 +53,7 @@ def run(config: RunConfig) -> dict[str, Any]:
         bars = held.enter_context(recorded)
         remaining = Remaining(plan(config), console)
         stopwatch = Stopwatch(out / _SECONDS, bars, remaining)
-        prepared = inputs.prepare(config, stopwatch.bars)
+        prepared = inputs.prepare(config, stopwatch.bars, (*memory.STAGES, memory.DECODING))
         remaining.planned = plan(config, len(prepared.train_rows))
         check(config, prepared)
         distilled = job.distill(config, stopwatch.bars, prepared)

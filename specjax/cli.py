@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -257,7 +257,8 @@ def generate(
             "seed": seed,
             "ignore_eos": ignore_eos,
         }
-        decoder = job.decoder(target, draft, ngram, k or 5, how, loading, quantize_draft)
+        expected = [text for _, text in named], max_new_tokens
+        decoder = job.decoder(target, draft, ngram, k or 5, how, loading, quantize_draft, expected)
         if not chat:
             job.refuse_empty(named, decoder)
         if defaults:
@@ -359,6 +360,9 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Also write plan.json and plan.png there.")] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Only what fits: bytes of every job, nothing loaded.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Predict which drafter and length are fastest, and what a draft must be to pay, on this device or another."""
@@ -370,6 +374,9 @@ def plan(
         settings = load(config, overrides or [])
         if out is not None and out.exists() and not out.is_dir():
             raise SpecjaxError(f"--out {out}: not a directory; the plan goes there, give another")
+        if memory:
+            _print_memory(settings, device, as_json)
+            return
         from specjax.jobs.plan import run_plan
         from specjax.report.planning import print_plan, write_plan
         from specjax.runtime.progress import console_bars
@@ -382,6 +389,18 @@ def plan(
             print_plan(found, Console(highlight=False))
         if out is not None:
             write_plan(found, out)
+
+
+def _print_memory(settings: Any, device: str | None, as_json: bool) -> None:
+    from specjax.jobs.memory import run_budget
+    from specjax.report.planning import memory_table
+
+    found = run_budget(settings, device)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=1))
+    else:
+        Console(highlight=False).print(memory_table(found.footprints, found.limit))
+    found.check()
 
 
 @app.command(cls=_Command)

@@ -22,7 +22,7 @@ from specjax.config import shipped
 from specjax.decode.request import derive_seeds
 from specjax.drafters import loading
 from specjax.errors import ConfigError, ModelError, Stopped
-from specjax.jobs import demo, train
+from specjax.jobs import demo, generate, train
 from specjax.metrics import DecodeStats, RequestMetrics, cost
 from specjax.models import hf
 from specjax.planning import calibrations
@@ -99,6 +99,7 @@ def decoders(monkeypatch):
     monkeypatch.setattr(hf, "load_model", lambda path, *args, **options: Model(path))
     monkeypatch.setattr(loading, "kind_of", lambda path: "draft_model")
     monkeypatch.setattr(specjax, "Decoder", decoder)
+    monkeypatch.setattr(generate, "tell_memory", lambda *arguments: None)
     return made
 
 

@@ -525,7 +525,7 @@ def compiled_prefill(
     more as the root: its slot is past what the invariant counts, so that is harmless.)"""
 
     def prefill(params: EngineParams, request: Request) -> DecodeState:
-        state = _unread(target, drafter, num_slots, logprobs, controller, request)
+        state = unread(target, drafter, num_slots, logprobs, controller, request)
         asked = None
         if controller is not None and getattr(drafter, "reads_late", False):
             asked = controller.choose(state.controller, context_of(params, state, controller))
@@ -566,7 +566,7 @@ def compiled_prefill(
     return jax.jit(prefill, compiler_options=backend.compiler_options(decoding=True))
 
 
-def _unread(
+def unread(
     target: Model,
     drafter: BoundDrafter,
     num_slots: int,

@@ -210,6 +210,25 @@ def _padded(checked: _Checked, width: int, greedy: bool) -> Request:
     )
 
 
+def request_shapes(rows: int, width: int, vocab_size: int) -> Request:
+    """A request of padded rows and prompts, of which only the shapes are there."""
+
+    def of(*sizes: int, dtype: Any = np.int32) -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    numbers = {name: of(rows, dtype=np.int32 if r.whole else np.float32) for name, r in NUMBERS.items()}
+    sampling = SamplingParams(bias=of(rows, vocab_size, dtype=np.float32), **numbers)
+    seeds, stop_ids = of(rows, 2, dtype=np.uint32), of(rows, _STOP_IDS)
+    return Request(of(rows, width), of(rows), of(rows), sampling, seeds, stop_ids)
+
+
+def padded_sizes(target: Any, k: int, rows: int, prompt: int, new: int) -> tuple[int, int, tuple[int, ...]]:
+    """(rows, width of the prompts, slots of the cache one bucket after the other) of a batch of such prompts."""
+    most = most_slots(target, k)
+    width = min(_bucket(prompt, _MIN_PROMPT), most)
+    return _bucket(rows, 1), width, slot_buckets(width, prompt + new + k + 1, most)
+
+
 def most_slots(target: Any, k: int) -> int:
     """What the longest generation of a target needs, with a block of ``k`` drafts that begins at its last position."""
     return -(-(target.config.max_positions + k + 1) // 32) * 32

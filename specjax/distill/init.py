@@ -26,11 +26,11 @@ from specjax.drafters.draft_model import DraftModel, TrainedDraftModel
 from specjax.errors import ConfigError, ModelError
 from specjax.models.config import ModelConfig
 from specjax.models.families.settings import same_or_each
-from specjax.models.hf import LoadedModel, check_saveable, draft_of, load_model, refuse_quantised
+from specjax.models.hf import LoadedModel, abstract_model, check_saveable, draft_of, load_model, refuse_quantised
 from specjax.models.kernels import Kernel
 from specjax.models.transformer import Model
 from specjax.models.vocabulary import check_same_vocabulary
-from specjax.types import Drafter, Params
+from specjax.types import Drafter, Params, Trainable
 
 ENDS = ("embedding", "head")
 """What `share` takes from the target; a tied head is no parameter of its own."""
@@ -46,7 +46,9 @@ class Initial(NamedTuple):
 
 
 class Init(Protocol):
-    """The first weights of a draft, as a config says them: a frozen dataclass with a ``kind``."""
+    """The first weights of a draft, as a config says them: a frozen dataclass with a ``kind``. One that also has
+    ``drafter(config, target)``, which is what `draft` trains, with its sizes as ``config``, and looks at no weights, is
+    planned for before any are there (`specjax.planning.memory`)."""
 
     def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
         """``rows``: of the training text. Raises `ConfigError` or `ModelError` where the draft cannot fit."""
@@ -68,6 +70,15 @@ def initial_draft(config: RunConfig, target: LoadedModel, rows: Rows) -> Initial
     return kind.draft(config, target, rows)
 
 
+def abstract_draft(config: RunConfig, target: LoadedModel) -> Initial | None:
+    """The same with shapes in place of weights, which nothing is read or made for; None: its kind does not say."""
+    kind = registry.build(registry.DRAFTS, {"kind": config.draft.kind, **config.draft.settings}, "draft")
+    drafter = kind.drafter(config, target) if hasattr(kind, "drafter") else None
+    if drafter is None or not hasattr(drafter, "config"):
+        return None
+    return Initial(drafter, jax.eval_shape(lambda key: drafter.init_params(key, target), jax.random.key(0)))
+
+
 @dataclasses.dataclass(frozen=True)
 class SeparateModel:
     """A model of its own, of the target's vocabulary. Its first weights: `draft.init`."""
@@ -75,14 +86,22 @@ class SeparateModel:
     kind: Literal["draft_model"] = "draft_model"
 
     def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
+        init: Init = self._init(config)
+        return init.draft(config, target, rows)
+
+    def drafter(self, config: RunConfig, target: LoadedModel) -> Trainable | None:
+        """None: the kind of its first weights does not say."""
+        init = self._init(config)
+        return init.drafter(config, target) if hasattr(init, "drafter") else None
+
+    def _init(self, config: RunConfig) -> Any:
         spec = config.draft.init
         if spec is None:
             spec = "scratch"
         if isinstance(spec, str):
             kind = config_lib.INIT_WORDS.get(spec)
             spec = {"kind": "checkpoint", "path": spec} if kind is None else {"kind": kind}
-        init: Init = registry.build(registry.INITS, spec, "draft.init")
-        return init.draft(config, target, rows)
+        return registry.build(registry.INITS, spec, "draft.init")
 
     def load(self, directory: str | os.PathLike, target: LoadedModel, k: int, check_finite: bool = True) -> DraftModel:
         return DraftModel.load(directory, target, k, check_finite)
@@ -95,11 +114,13 @@ class Scratch:
     kind: Literal["scratch"] = "scratch"
 
     def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
-        shape, family = resized(target, config.draft.architecture)
-        model = Model(shape)
+        drafter = self.drafter(config, target)
         _, key = jax.random.split(jax.random.key(config.seed))
-        drafter = TrainedDraftModel(model, family)
         return Initial(drafter, drafter.init_params(key, target))
+
+    def drafter(self, config: RunConfig, target: LoadedModel) -> TrainedDraftModel:
+        shape, family = resized(target, config.draft.architecture)
+        return TrainedDraftModel(Model(shape), family)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +137,10 @@ class Checkpoint:
         check_length(config, draft.config, "draft")
         return Initial(TrainedDraftModel(draft.spec, draft.family), draft.params)
 
+    def drafter(self, config: RunConfig, target: LoadedModel) -> TrainedDraftModel:
+        draft = abstract_model(draft_of(self.path), "float32")
+        return TrainedDraftModel(draft.spec, draft.family)
+
 
 @dataclasses.dataclass(frozen=True)
 class Pruned:
@@ -124,9 +149,13 @@ class Pruned:
     kind: Literal["pruned"] = "pruned"
 
     def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
+        drafter = self.drafter(config, target)
+        return Initial(drafter, prune(target, drafter.model.config, calibration(rows)))
+
+    def drafter(self, config: RunConfig, target: LoadedModel) -> TrainedDraftModel:
         check_cuttable(target.config)
         shape, family = resized(target, config.draft.architecture, cut=True)
-        return Initial(TrainedDraftModel(Model(shape), family), prune(target, shape, calibration(rows)))
+        return TrainedDraftModel(Model(shape), family)
 
 
 def calibration(rows: Rows) -> np.ndarray:
@@ -151,6 +180,14 @@ class Layers:
     kind: Literal["layers"] = "layers"
 
     def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
+        drafter = self.drafter(config, target)
+        # Trained in float32, whatever the target computes in.
+        refuse_quantised(target.params, "draft.init: layers")
+        kept = {new: target.params["layers"][old] for new, old in enumerate(self.keep)}
+        own = {name: value for name, value in target.params.items() if not (self.share and name in ENDS)}
+        return Initial(drafter, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), {**own, "layers": kept}))
+
+    def drafter(self, config: RunConfig, target: LoadedModel) -> TrainedDraftModel:
         full = target.config
         if self.keep[-1] >= full.num_layers:
             raise ConfigError(
@@ -166,15 +203,9 @@ class Layers:
             raise ConfigError(
                 f"draft.init.keep: keep other layers than {list(self.keep)}; with these, {error}"
             ) from None
-        # Trained in float32, whatever the target computes in.
-        refuse_quantised(target.params, "draft.init: layers")
-        kept = {new: target.params["layers"][old] for new, old in enumerate(self.keep)}
-        own = {name: value for name, value in target.params.items() if not (self.share and name in ENDS)}
-        own = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), {**own, "layers": kept})
         if not self.share:
-            return Initial(TrainedDraftModel(model, target.family), own)
-        shared = tuple(name for name in ENDS if name in target.params)
-        return Initial(SharedEnds(model, target.family, shared), own)
+            return TrainedDraftModel(model, target.family)
+        return SharedEnds(model, target.family, tuple(name for name in ENDS if name in target.params))
 
 
 @dataclasses.dataclass(frozen=True)

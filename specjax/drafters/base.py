@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Int, Key
 
 from specjax.errors import ConfigError
@@ -92,7 +92,9 @@ class TrainedDrafter:
         """The same, as a stage runs it. Raises `ConfigError` where it cannot be run so."""
         return _only_plain(self, form)
 
-    def parameter_sharding(self, path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> NamedSharding | None:
+    def parameter_sharding(
+        self, path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh
+    ) -> NamedSharding | None:
         """The place of the parameter at ``path`` on a mesh with the axes data, fsdp and tensor; None: whole on every
         device. Asked for optimizer state of the same path as well."""
         return None

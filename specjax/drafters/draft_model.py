@@ -14,13 +14,14 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Bool, Int, Key
 from pydantic import Field
 
 from specjax.drafters.base import TrainedDrafter
 from specjax.drafters.one_by_one import one_by_one
 from specjax.models import cache as cache_lib
+from specjax.models.config import ModelConfig
 from specjax.models.sharding import sharding_of
 from specjax.models.training import training_model
 from specjax.models.transformer import Model
@@ -211,6 +212,11 @@ class TrainedDraftModel(TrainedDrafter):
     model: Any
     family: str = "llama"
 
+    @property
+    def config(self) -> ModelConfig:
+        """The sizes of what is trained."""
+        return self.model.config
+
     def init_params(self, key: Key[Array, ""], target: Any) -> Params:
         return self.model.init(key)
 
@@ -229,7 +235,9 @@ class TrainedDraftModel(TrainedDrafter):
             return super().in_training(form)
         return dataclasses.replace(self, model=training_model(self.model, form))
 
-    def parameter_sharding(self, path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> NamedSharding | None:
+    def parameter_sharding(
+        self, path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh
+    ) -> NamedSharding | None:
         return sharding_of(path, shape, self.model.config, mesh) if isinstance(self.model, Model) else None
 
     def to_model(self, params: Params, target: Any, name: str = "draft") -> Any:

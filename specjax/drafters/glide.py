@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Key
 from pydantic import Field
 
@@ -208,6 +208,11 @@ class TrainedGlide(TrainedDrafter):
     form: TrainingForm = PLAIN
 
     @property
+    def config(self) -> ModelConfig:
+        """The sizes of what is trained."""
+        return self.glide.model.config
+
+    @property
     def reads(self) -> Reads:
         return Reads(kv_layers=self.glide.reads)
 
@@ -246,7 +251,9 @@ class TrainedGlide(TrainedDrafter):
         model = dataclasses.replace(self.glide.model, dtype=form.dtype or self.glide.model.dtype)
         return dataclasses.replace(self, glide=dataclasses.replace(self.glide, model=model), form=form)
 
-    def parameter_sharding(self, path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> NamedSharding | None:
+    def parameter_sharding(
+        self, path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh
+    ) -> NamedSharding | None:
         return sharding_of(path, shape, self.glide.model.config, mesh)
 
     def to_drafter(self, params: Params, target: Any, k: int) -> Glide:
@@ -396,9 +403,19 @@ class GlideDraft:
     def draft(self, config: RunConfig, target: Any, rows: Rows) -> Initial:
         from specjax.distill.init import Initial, calibration
         from specjax.distill.prune import check_cuttable, prune
+
+        drafter, init = self.drafter(config, target), config.draft.init
+        if init == "scratch":
+            return Initial(drafter, drafter.init_params(jax.random.split(jax.random.key(config.seed))[1], target))
+        if init not in (None, "target", {"kind": "pruned"}):
+            raise ConfigError(f"draft.init: {init!r}; a glide draft is cut from its target (`target`), or `scratch`")
+        check_cuttable(target.config, "set it to scratch, or train a separate draft (kind: draft_model)")
+        return Initial(drafter, prune(target, drafter.config, calibration(rows), drafter.glide.reads))
+
+    def drafter(self, config: RunConfig, target: Any) -> TrainedGlide:
         from specjax.distill.shape import resized, spread
 
-        full, init, shape = target.config, config.draft.init, config.draft.architecture
+        full, shape = target.config, config.draft.architecture
         reads = tuple(spread(full.num_layers, shape.num_layers)) if self.reads is None else self.reads
         if len(reads) != shape.num_layers or list(reads) != sorted(set(reads)) or reads[-1] >= full.num_layers:
             raise ConfigError(
@@ -407,13 +424,7 @@ class GlideDraft:
             )
         model, family = resized(target, shape, cut=True, layers=reads)
         check_readable(model, reads, full)
-        drafter = TrainedGlide(GlideModel(Model(model), reads), family, self.depths, self.depth_decay)
-        if init == "scratch":
-            return Initial(drafter, drafter.init_params(jax.random.split(jax.random.key(config.seed))[1], target))
-        if init not in (None, "target", {"kind": "pruned"}):
-            raise ConfigError(f"draft.init: {init!r}; a glide draft is cut from its target (`target`), or `scratch`")
-        check_cuttable(full, "set it to scratch, or train a separate draft (kind: draft_model)")
-        return Initial(drafter, prune(target, model, calibration(rows), reads))
+        return TrainedGlide(GlideModel(Model(model), reads), family, self.depths, self.depth_decay)
 
     def load(self, directory: str | os.PathLike, target: Any, k: int, check_finite: bool = True) -> Glide:
         return Glide.load(directory, target, k, check_finite)

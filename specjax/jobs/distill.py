@@ -37,6 +37,7 @@ from specjax.evaluation.held_out import (
 )
 from specjax.evaluation.self_test import SelfTest, prompts_of, self_test
 from specjax.evaluation.teacher import needs_target, with_shared_params
+from specjax.jobs import memory
 from specjax.jobs.exports import MADE_BY, WEIGHTS, card, export, parameter_count, refuse_foreign
 from specjax.jobs.inputs import Prepared, data_directory, naming_inputs, prepare, rows_of, source_context
 from specjax.models.hf import LoadedModel
@@ -137,7 +138,7 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
     decoding_enabled(config)  # a mesh that does not fit, or that cannot select, is refused before anything is read
     for name in _EXPORTS:
         by_first(functools.partial(refuse_foreign, Path(config.out) / name))
-    prepared = prepare(config, bars) if prepared is None else prepared
+    prepared = prepare(config, bars, memory.STAGES) if prepared is None else prepared
     target = prepared.target
     initial = initial_draft(config, target, prepared.train_rows)
     drafter = initial.drafter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,12 @@ def decoder(
     how: dict[str, Any],
     loading: dict[str, Any],
     quantize_draft: Any = None,
+    expected: tuple[Sequence[str], int] = ((), 0),
 ) -> Any:
     """For prompts of text; ``how``: options of `specjax.Decoder`, ``loading``: of `specjax.load_model`."""
     import specjax
 
+    tell_memory(target, draft, loading, expected)
     model = specjax.load_model(target, **loading)
     if model.tokenizer is None:
         raise ModelError(
@@ -60,6 +62,20 @@ def decoder(
         options = {"check_finite": loading["check_finite"], "quantize": quantize_draft}
         drafter = specjax.load_drafter(draft, model, k, **options)
     return specjax.Decoder(model, drafter=drafter, **how)
+
+
+def tell_memory(
+    target: str, draft: str | None, loading: Mapping[str, Any], expected: tuple[Sequence[str], int]
+) -> None:
+    """What it takes to decode the prompts, before the weights are loaded. Raises `ConfigError` if they cannot fit."""
+    from specjax.jobs.memory import tell_generation
+    from specjax.models.hf import abstract_model
+
+    prompts, new = expected
+    if prompts:
+        model = abstract_model(target, loading.get("dtype"), loading.get("revision"))
+        directory = None if draft is None or not Path(draft).is_dir() else Path(draft)
+        tell_generation(model, loading.get("quantize"), directory, prompts, new)
 
 
 def defaults(own: Sequence[str], target: str) -> dict[str, Any]:

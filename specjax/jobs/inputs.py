@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from specjax.distill.sources.text import Proposer, SourceContext
 from specjax.distill.trainer import StageData, Trainer
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
+from specjax.jobs import memory
 from specjax.jobs.exports import WEIGHTS, card, export, parameter_count, set_aside_if_damaged
 from specjax.models import families
 from specjax.models.files import write_manifest
@@ -65,8 +66,10 @@ class Prepared:
     """What `data.on_bad` skipped."""
 
 
-def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
-    """Read and split the corpus, load the target or train it from scratch, and cut the windows."""
+def prepare(config: RunConfig, bars: Bars = no_bars, jobs: Sequence[str] = (memory.DECODING,)) -> Prepared:
+    """Read and split the corpus, load the target or train it from scratch, and cut the windows. What the ``jobs`` that
+    follow take is told, or refused, before that."""
+    memory.tell(config, *jobs)
     data, bad = config.data, BadRecordPolicy(config.data.on_bad)
     documents = Corpus(
         *corpus.split_held_out(corpus.read_documents(data.path, bad, data.hub, {**data.columns}), data.held_out)
@@ -94,7 +97,7 @@ def prepare(config: RunConfig, bars: Bars = no_bars) -> Prepared:
 def load_target(config: RunConfig, path: str | Path) -> LoadedModel:
     """The target at ``path``, of the family and over the mesh that ``config`` says."""
     layout = make_layout(config.mesh)
-    mesh = layout.mesh if layout.target_sharded else None
+    mesh: Any = layout.mesh if layout.target_sharded else None
     if config.target.family is not None:
         families.register(config.target.family)
     target = config.target

@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,28 +187,14 @@ def load_model(
     Raises:
         ModelError: an argument cannot be used, or a file, setting or tensor cannot be read; the message names it.
     """
-    dtype = backend.default_dtype() if dtype is None else dtype
-    if dtype not in (*DTYPES, AS_STORED):
-        raise ModelError(f"dtype={dtype!r} is unknown; use one of {', '.join((*DTYPES, AS_STORED))}")
-    scheme = scheme_of(quantize)
+    dtype, scheme = _known_dtype(dtype), scheme_of(quantize)
     mesh = None if mesh is None else usable(mesh)
     directory = resolve(path_or_hub_id, revision)
     for pattern in _HUB_FILES:
         for file in directory.glob(pattern):
             refuse_outside(file)
     verify_manifest(directory, ignored=(CARD,))  # the card may be edited freely
-    config_file = directory / "config.json"
-    if (directory / DRAFT / "config.json").exists() and not config_file.exists():
-        raise ModelError(f"{directory}: is a run, no model (no config.json); its draft is {directory / DRAFT}")
-    settings = Settings(read_json(config_file), config_file)
-    _refuse_stored_quantised(settings)
-    if DRAFTER in settings.values:
-        kind = settings.values[DRAFTER]
-        raise ModelError(
-            f"{directory}: is a {kind!r} draft, no model; specjax.load_drafter(DIRECTORY, target) loads it"
-        )
-    family = family_of(settings.values.get("model_type"), config_file)
-    config = family.read_config(settings)
+    settings, family, config = _described(directory)
     # What may fail at once comes before what takes long.
     generation_file = directory / GENERATION
     generation = read_json(generation_file) if generation_file.exists() else {}
@@ -224,6 +210,56 @@ def load_model(
         family=family.saved_as or family.model_type,
         generation=generation,
     )
+
+
+def abstract_model(
+    path_or_hub_id: str | os.PathLike, dtype: str | None = None, revision: str | None = None
+) -> LoadedModel:
+    """The model with shapes in place of weights, and without tokenizer: what it takes, before it is loaded.
+
+    Args:
+        path_or_hub_id: as `load_model` takes it; of a hub id only config.json is fetched.
+        dtype: likewise; "auto": as config.json says.
+        revision: likewise.
+
+    Returns:
+        The model, which does not run.
+
+    Raises:
+        ModelError: as `load_model`, for what config.json holds.
+    """
+    dtype = _known_dtype(dtype)
+    settings, family, config = _described(resolve(path_or_hub_id, revision, ["config.json"]))
+    if dtype == AS_STORED:
+        stored = settings.values.get("dtype") or settings.values.get("torch_dtype")
+        dtype = stored if stored in DTYPES else backend.default_dtype()
+    model = Model(config, dtype)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    name, saved_as = Path(path_or_hub_id).name, family.saved_as or family.model_type
+    return LoadedModel(model, shapes, name=name, family=saved_as)
+
+
+def _known_dtype(dtype: str | None) -> str:
+    dtype = backend.default_dtype() if dtype is None else dtype
+    if dtype not in (*DTYPES, AS_STORED):
+        raise ModelError(f"dtype={dtype!r} is unknown; use one of {', '.join((*DTYPES, AS_STORED))}")
+    return dtype
+
+
+def _described(directory: Path) -> tuple[Settings, Family, ModelConfig]:
+    """What config.json says. Raises `ModelError` for a directory without, and for what is no model."""
+    config_file = directory / "config.json"
+    if (directory / DRAFT / "config.json").exists() and not config_file.exists():
+        raise ModelError(f"{directory}: is a run, no model (no config.json); its draft is {directory / DRAFT}")
+    settings = Settings(read_json(config_file), config_file)
+    _refuse_stored_quantised(settings)
+    if DRAFTER in settings.values:
+        kind = settings.values[DRAFTER]
+        raise ModelError(
+            f"{directory}: is a {kind!r} draft, no model; specjax.load_drafter(DIRECTORY, target) loads it"
+        )
+    family = family_of(settings.values.get("model_type"), config_file)
+    return settings, family, family.read_config(settings)
 
 
 def _refuse_stored_quantised(settings: Settings) -> None:
@@ -287,8 +323,8 @@ def draft_of(source: str | os.PathLike) -> str | os.PathLike:
     return directory / DRAFT
 
 
-def resolve(path_or_hub_id: str | os.PathLike, revision: str | None = None) -> Path:
-    """The directory of a model; a hub id is downloaded first."""
+def resolve(path_or_hub_id: str | os.PathLike, revision: str | None = None, files: Sequence[str] = _HUB_FILES) -> Path:
+    """The directory of a model; of a hub id these ``files`` are downloaded first."""
     if not isinstance(path_or_hub_id, (str, os.PathLike)) or not str(path_or_hub_id):
         raise ModelError(f"{named(path_or_hub_id)} is no path; give a Hugging Face directory or a hub id")
     path = Path(path_or_hub_id).expanduser()
@@ -306,7 +342,7 @@ def resolve(path_or_hub_id: str | os.PathLike, revision: str | None = None) -> P
         huggingface_hub.snapshot_download,
         str(path_or_hub_id),
         revision=revision,
-        allow_patterns=list(_HUB_FILES),
+        allow_patterns=list(files),
         ignore_patterns=["*/*", "consolidated*"],  # the same weights again, in Mistral's format
     )
     try:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specjax.errors import ModelError
 from specjax.models.config import ModelConfig
@@ -57,7 +57,9 @@ def usable(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def sharding_of(path: tuple[Any, ...], shape: tuple[int, ...], config: ModelConfig, mesh: Mesh) -> NamedSharding:
+def sharding_of(
+    path: tuple[Any, ...], shape: tuple[int, ...], config: ModelConfig, mesh: Mesh | AbstractMesh
+) -> NamedSharding:
     """Sharding of the parameter at ``path`` of `Model.init`."""
     name = ".".join(map(str, path))
     counted = next((counted for pattern, counted in PARAMETERS if re.search(pattern, name)), (None,) * len(shape))

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,8 @@ class Peaks:
     """FLOP a second by dtype of the products: `bfloat16`, `float32`, ..."""
     memory: _Rate
     """Bytes."""
+    backend: Literal["cpu", "cuda", "rocm", "tpu"] = "cuda"
+    """What is compiled for, on which defaults depend."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Device:
     """Else from a datasheet."""
     memory: float | None = None
     """Bytes, where they are known."""
+    backend: str | None = None
+    """What is compiled for; None: what is compiled for here."""
 
     @property
     def ridge(self) -> float:
@@ -99,7 +103,9 @@ def device_of(name: str, dtype: str | None = None) -> Device:
         raise ConfigError(
             f"--device {name}: flops has no {chosen}, only {', '.join(peaks.flops)}; set target.dtype to one of them"
         )
-    return Device(title, peaks.bandwidth, peaks.flops[chosen], chosen, measured=False, memory=peaks.memory)
+    return Device(
+        title, peaks.bandwidth, peaks.flops[chosen], chosen, measured=False, memory=peaks.memory, backend=peaks.backend
+    )
 
 
 def this_device(target: LoadedModel) -> Device:

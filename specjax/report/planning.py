@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specjax.planning.cost_model import GREEDY, SAMPLED, CostModel
+from specjax.planning.memory import Footprint, gib
 from specjax.planning.prediction import DraftEconomics, Prediction
 from specjax.planning.roofline import Pass
 from specjax.planning.training import SHARE_OF_PEAK, TrainingCost
@@ -55,6 +57,21 @@ def _columns(table: Table, first: str, others: Iterable[str]) -> Table:
     table.add_column(first, no_wrap=True)
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def memory_table(footprints: Sequence[Footprint], limit: float | None) -> Table:
+    """Bytes on each device at the peak of every job, a column a job."""
+    several = bool(footprints) and footprints[0].devices > 1
+    title = f"Memory at the peak{' on each device' if several else ''}, computed before anything is loaded"
+    if limit is not None:
+        title += f"; there is {gib(limit)}"
+    heads = ("\n".join(textwrap.wrap(footprint.what, 12)) for footprint in footprints)
+    table = _columns(plain_table(title), "", heads)
+    for name in dict.fromkeys(name for footprint in footprints for name in footprint.parts):
+        table.add_row(name, *(gib(f.parts[name]) if name in f.parts else "–" for f in footprints))
+    table.add_section()
+    table.add_row("all", *(gib(footprint.total) for footprint in footprints))
     return table
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specjax import config
 from specjax.data.rows import Rows, take
@@ -29,10 +29,10 @@ _ROW_AXES = ("data", "fsdp")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """``mesh`` None: everything on the default device, in one process. Whether draft and target follow the table or are
-    whole on every device is said by ``draft_sharded`` and ``target_sharded``."""
+    """``mesh`` None: everything on the default device, in one process; an abstract one: shapes only. Whether draft and
+    target follow the table or are whole on every device is said by ``draft_sharded`` and ``target_sharded``."""
 
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
     draft_sharded: bool = True
     target_sharded: bool = True
 

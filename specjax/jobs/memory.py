@@ -1,0 +1,302 @@
+"""What the stages and the benchmark of a config take on each device, before anything is loaded; and a refusal of what
+cannot fit, with a setting that would."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+
+from specjax import backend, registry
+from specjax import config as config_lib
+from specjax.config import RunConfig
+from specjax.decode.arguments import bound, controller_for
+from specjax.decode.engine import Engine, NoDraft, max_depth
+from specjax.distill.init import Initial, abstract_draft, model_config
+from specjax.distill.optimizer import make_optimizer
+from specjax.distill.step import microbatch_rows
+from specjax.distill.trainer import settled
+from specjax.drafters.base import in_training
+from specjax.drafters.draft_model import TrainedDraftModel
+from specjax.errors import ConfigError, SpecjaxError
+from specjax.evaluation.teacher import needs_target, with_shared_params
+from specjax.models import families
+from specjax.models.decode_layout import abstract_layout
+from specjax.models.hf import LoadedModel, abstract_model, scheme_of
+from specjax.models.sharding import AXES
+from specjax.models.transformer import Model
+from specjax.planning import memory
+from specjax.planning.devices import device_of
+from specjax.planning.memory import Footprint, Split, TrainingShape, bytes_on_device
+from specjax.runtime.layout import Layout
+from specjax.runtime.log import note
+from specjax.types import Params, TrainingForm, reads_of
+
+STAGES, DECODING = ("target-train", "draft-pretrain", "draft-distill"), "decoding"
+_MIN_POSITIONS = 1024
+_CHARACTERS = 4
+"""Of a token, as a rule."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What a config's jobs take, beside what a device has."""
+
+    footprints: list[Footprint]
+    limit: float | None
+    """Bytes of a device; None: unknown."""
+    remedy: str | None = None
+    """A setting with which all would fit, where they do not; None: none of those that were tried."""
+
+    @property
+    def exceeding(self) -> Footprint | None:
+        """The largest of those that do not fit."""
+        return memory.over(self.footprints, self.limit)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        found = [footprint.to_json() for footprint in self.footprints]
+        return {"memory": found, "limit": self.limit, "fits": self.exceeding is None, "remedy": self.remedy}
+
+    def check(self) -> None:
+        """Raises `ConfigError` for what does not fit, with what would."""
+        too_large = self.exceeding
+        if too_large is None:
+            return
+        assert self.limit is not None
+        remedy = f"it would with {self.remedy}" if self.remedy else "give more devices (mesh), or a smaller target"
+        raise ConfigError(f"memory: {too_large} does not fit {memory.gib(self.limit)}; {remedy}")
+
+
+def run_budget(config: RunConfig, device: str | None = None) -> Budget:
+    """What all jobs of a config take on a device.
+
+    Args:
+        config: the run; nothing of it is loaded, only the sizes of its models are read.
+        device: a preset or YAML file (`specjax.planning.devices.device_of`); None: this one.
+
+    Returns:
+        The peak of each job, and a remedy where one does not fit.
+
+    Raises:
+        SpecjaxError: for a config that no job would take.
+    """
+    if device is None:
+        return budget(config, memory.device_memory())
+    other = device_of(device)
+    with backend.lowering_for(other.backend or "cuda"):
+        return budget(config, other.memory)
+
+
+def budget(config: RunConfig, limit: float | None, jobs: Sequence[str] = (*STAGES, DECODING)) -> Budget:
+    """What the jobs of a config take, on devices of ``limit`` bytes.
+
+    Args:
+        config: the run; nothing of it is loaded, only the sizes of its models are read.
+        limit: bytes of a device; None: unknown.
+        jobs: which of `STAGES` and `DECODING`.
+
+    Returns:
+        The peak of each job, and a remedy where one does not fit.
+
+    Raises:
+        SpecjaxError: for a config that no job would take.
+    """
+    found = footprints(config, jobs)
+    exceeding = memory.over(found, limit)
+    for words, other in () if exceeding is None else _remedies(config, exceeding):
+        try:
+            if memory.over(footprints(other, jobs), limit) is None:
+                return Budget(found, limit, words)
+        except SpecjaxError:  # that setting does not go with the others
+            continue
+    return Budget(found, limit)
+
+
+def tell(config: RunConfig, *jobs: str) -> None:
+    """The first line of a job: what it takes on each device. Raises `ConfigError` if that is more than it has."""
+    found = budget(config, memory.device_memory(), jobs)
+    largest = max(found.footprints, key=lambda footprint: footprint.total, default=None)
+    if largest is not None:
+        note(f"memory: {largest}")
+    found.check()
+
+
+def tell_generation(
+    target: LoadedModel, quantize: str | None, draft: Path | None, prompts: Sequence[str], new: int
+) -> None:
+    """The same of prompts of text, by their characters. ``target``: with shapes in place of weights; ``draft``: the
+    directory of one, whose files are counted."""
+    spec, laid_out = abstract_layout(target.spec, scheme=scheme_of(quantize))
+    weights = {"target": bytes_on_device(laid_out)}
+    if draft is not None:
+        weights["draft"] = sum(file.stat().st_size for file in draft.glob("*.safetensors"))
+    engine = Engine(spec, NoDraft(), registry.build(registry.VERIFIERS, "greedy", "verifier"), greedy=True)
+    longest = min(max(map(len, prompts)) // _CHARACTERS + 1, target.config.max_positions)
+    found = Budget([memory.decoding(engine, weights, len(prompts), longest, new)], memory.device_memory())
+    note(f"memory: {found.footprints[0]}")
+    found.check()
+
+
+def footprints(config: RunConfig, jobs: Sequence[str]) -> list[Footprint]:
+    """The peak of each job, in the order in which they run."""
+    layout, split = _abstract_layout(config.mesh)
+    target = abstract_target(config)
+    drafts = abstract_draft(config, target)
+    found = []
+    if "target-train" in jobs and config.target.path is None:
+        found.append(_from_scratch(config, target, layout, split))
+    stages = {"draft-pretrain": config.draft.pretrain, "draft-distill": config.distill}
+    for name, stage in stages.items():
+        if name in jobs and drafts is not None and stage.steps != 0:
+            found.append(_stage(name, stage, config, target, drafts, layout, split))
+    if DECODING in jobs:
+        found += _decoding(config, target, drafts, layout, split)
+    return found
+
+
+def abstract_target(config: RunConfig) -> LoadedModel:
+    """The target with shapes in place of weights, whether it is to be loaded or to be trained."""
+    settings = config.target
+    if settings.path is None:
+        assert settings.architecture is not None  # the config holds a path or an architecture
+        positions = max(_MIN_POSITIONS, config.data.seq_len)
+        model = Model(model_config(settings.architecture, settings.vocab_size, positions))
+        return LoadedModel(model, jax.eval_shape(model.init, jax.random.key(0)))
+    if settings.family is not None:
+        families.register(settings.family)
+    return abstract_model(settings.path, settings.dtype, settings.revision)
+
+
+def _abstract_layout(settings: config_lib.Mesh) -> tuple[Layout, Split]:
+    sizes = {axis: getattr(settings, axis) for axis in AXES}
+    given = math.prod(size for size in sizes.values() if size > 0)
+    sizes = {axis: max(1, jax.device_count() // given) if size == -1 else size for axis, size in sizes.items()}
+    if math.prod(sizes.values()) == 1:
+        return Layout(), Split()
+    mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    layout = Layout(mesh, settings.draft == "sharded", settings.target == "sharded")
+    return layout, Split(layout.row_shards, sizes["tensor"], sizes["fsdp"])
+
+
+def _placed(params: Params, shardings: Any) -> Params:
+    if shardings is None:
+        return params
+    return jax.tree.map(lambda x, lies: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies), params, shardings)
+
+
+def _target_params(config: RunConfig, target: LoadedModel, layout: Layout) -> Params:
+    """As it is loaded, or lies over the mesh."""
+    scheme = scheme_of(config.target.quantize)
+    if scheme is not None and layout.mesh is None:
+        return abstract_layout(target.spec, scheme=scheme)[1]
+    return _placed(target.params, layout.of_target(target.params, target.spec))
+
+
+def _from_scratch(config: RunConfig, target: LoadedModel, layout: Layout, split: Split) -> Footprint:
+    settings, drafter = config.target, TrainedDraftModel(target.spec)
+    optional: dict[str, Any] = {"optimizer": settings.optimizer}
+    stage = config_lib.Stage("cross_entropy", settings.steps, batch_size=settings.batch_size, **optional)
+    return _stage("target-train", stage, config, None, Initial(drafter, target.params), layout, split)
+
+
+def _stage(
+    name: str,
+    stage: config_lib.Stage,
+    config: RunConfig,
+    target: LoadedModel | None,
+    initial: Initial,
+    layout: Layout,
+    split: Split,
+) -> Footprint:
+    drafter, params = initial
+    stage = settled(dataclasses.replace(stage, epochs=None, steps=stage.steps or 1), drafter)
+    optimizer, averages = make_optimizer(stage), stage.optimizer.ema is not None
+    state = jax.eval_shape(lambda p: (p, optimizer.init(p), p if averages else None), params)
+    loss = registry.build(registry.LOSSES, stage.loss, f"{name}: loss")
+    runs = target is not None and ((loss.needs_target and stage.teacher == "online") or bool(reads_of(drafter)))
+    kept = target is not None and (runs or needs_target(drafter) or loss.needs_target)
+    layout.check_rows(stage.batch_size, f"{name}: batch_size")
+    length = config.data.seq_len - 1
+    rows = stage.micro_batch_size or microbatch_rows(stage.batch_size, length, layout.row_shards)
+    shape = TrainingShape(
+        drafter.config,
+        _placed(params, layout.of_draft(params, drafter)),
+        _placed(state, layout.of_draft(state, drafter)),
+        target.config if target is not None and runs else None,
+        _target_params(config, target, layout) if target is not None and kept else None,
+        rows,
+        stage.batch_size // rows,
+        length,
+        jnp.dtype(stage.compute_dtype or "float32").itemsize,
+        4 if target is None else target.dtype.itemsize,
+        getattr(drafter, "depths", 1),
+        bool(stage.remat),
+    )
+    return memory.training(name, shape, split)
+
+
+def _decoding(
+    config: RunConfig, target: LoadedModel, initial: Initial | None, layout: Layout, split: Split
+) -> Iterator[Footprint]:
+    """The widest batch of the benchmark, and the single row."""
+    settings, scheme = config.bench, scheme_of(config.target.quantize)
+    spec, laid_out = abstract_layout(target.spec, scheme=scheme)
+    whole = laid_out if layout.mesh is None else _placed(target.params, layout.of_target(target.params, target.spec))
+    weights: Mapping[str, int] = {"target": bytes_on_device(whole)}
+    for batch in dict.fromkeys((min(settings.batch_sizes), max(settings.batch_sizes))):
+        k = max(settings.ks_of(batch))
+        drafter: Any = NoDraft()
+        if initial is not None:
+            drafter, own = _bound(initial, target, k)
+            weights = {**weights, "draft": bytes_on_device(own)}
+        controller = controller_for(settings.controller, max_depth(drafter))
+        verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")
+        engine = Engine(spec, drafter, verifier, greedy=False, controller=controller)
+        yield memory.decoding(engine, weights, batch, settings.prompt_tokens, settings.new_tokens, split)
+
+
+def _bound(initial: Initial, target: LoadedModel, k: int) -> tuple[Any, Params]:
+    """The drafter that decodes, and its weights as decoding reads them, in the target's dtype."""
+    found, trained = [], in_training(initial.drafter, TrainingForm(dtype=str(target.dtype)))
+
+    def bind(own: Params, whole: Params) -> Params:
+        model = dataclasses.replace(target, params=whole)
+        own = jax.tree.map(lambda x: x.astype(target.dtype), own)
+        params = with_shared_params(initial.drafter, own, whole)
+        drafter, laid_out = bound(trained.to_drafter(params, model, k), model)
+        found.append(drafter)
+        return laid_out
+
+    params = jax.eval_shape(bind, initial.params, target.params)
+    return found[0], params
+
+
+def _remedies(config: RunConfig, exceeding: Footprint) -> Iterator[tuple[str, RunConfig]]:
+    """Settings that take less, those that change least first."""
+    replace, decodes = dataclasses.replace, exceeding.what.startswith(DECODING)
+    if decodes:
+        for rows in (2**i for i in reversed(range(max(config.bench.batch_sizes).bit_length()))):
+            if rows < max(config.bench.batch_sizes):
+                sizes = (*(size for size in config.bench.batch_sizes if size < rows), rows)
+                shown = ", ".join(map(str, sizes))
+                yield f"bench.batch_sizes=[{shown}]", replace(config, bench=replace(config.bench, batch_sizes=sizes))
+    else:
+        own, rows = replace(config.distill, remat=True), config.distill.batch_size
+        yield "distill.remat=true", replace(config, distill=own)
+        while rows % 2 == 0:
+            rows //= 2
+            words = f"distill.remat=true distill.micro_batch_size={rows}"
+            yield words, replace(config, distill=replace(own, micro_batch_size=rows))
+    if config.target.path is not None:
+        for name, value in (("dtype", "bfloat16"), ("quantize", "int8"), ("quantize", "int4")):
+            yield f"target.{name}={value}", replace(config, target=replace(config.target, **{name: value}))
+    axis = "tensor" if decodes else "fsdp"
+    for size in (2, 4, 8, 16, 32, 64):
+        yield f"mesh.{axis}={size} on as many devices", replace(config, mesh=replace(config.mesh, **{axis: size}))

@@ -1,0 +1,287 @@
+"""What a job takes on each device at its peak, before anything is loaded: weights, optimizer and caches by their
+shapes, and what a pass makes on its way by the widest of its arrays.
+
+The shapes are those that the programs are compiled for; how many arrays of a kind exist at once is XLA's choice, and
+the counts here are what its schedules that save memory come to (`experiments/memory_plan.py` compares).
+
+Dims: B rows, T tokens of a row fed at a time, S slots of a cache, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from specjax import backend
+from specjax.decode import engine as engine_lib
+from specjax.decode.engine import Engine
+from specjax.decode.request import padded_sizes, request_shapes
+from specjax.models.config import ModelConfig
+from specjax.types import Params
+
+_WIDTHS_OF_LOGITS = 8
+"""Arrays as large as the logits of a block that sampling makes at a time."""
+_CHUNKS_OF_LOGITS = 4
+"""The same of a chunk of positions in training: teacher, draft, and the gradient of each on its way."""
+_ARRAYS_OF_BACKWARD = 2.3
+"""What the backward pass through a layer makes, over what the forward pass does."""
+_LAYERS_GATHERED = 1.25
+"""Weights and gradients of a draft that is stored in pieces, whole at a time: over all of its layers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """Bytes on each device at the peak of a program, by what they hold."""
+
+    what: str
+    """The program: `distillation`, `decoding 8 rows of 2,048 tokens`."""
+    devices: int
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        each = " on each device" if self.devices > 1 else ""
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in self.parts.items() if size)
+        return f"{self.what}: {gib(self.total)}{each} ({parts})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Figures by name."""
+        return {"what": self.what, "devices": self.devices, "total": self.total, "bytes": dict(self.parts)}
+
+
+def gib(size: float) -> str:
+    """Bytes, to be read."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**26 else f"{size / 2**20:.1f} MiB"
+
+
+def bytes_on_device(tree: Any) -> int:
+    """Of arrays or shapes, the part that each device holds: all, but of what a mesh splits."""
+
+    def of(leaf: Any) -> int:
+        sharding = getattr(leaf, "sharding", None)
+        shape = sharding.shard_shape(leaf.shape) if isinstance(sharding, NamedSharding) else leaf.shape
+        return math.ceil(math.prod(shape) * _bits(leaf.dtype) / 8)
+
+    return sum(map(of, jax.tree.leaves(tree)))
+
+
+def _bits(dtype: Any) -> int:
+    return 4 if dtype in (jnp.int4, jnp.uint4) else 8 * dtype.itemsize
+
+
+def device_memory() -> int | None:
+    """Bytes of a device that is here; of a CPU those of the machine. None: unknown."""
+    device = jax.devices()[0]
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats or not backend.is_host(device):
+        return stats.get("bytes_limit")
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(jax.local_devices())
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Parts that a mesh makes of the rows of a batch, of what is computed, and of what is stored."""
+
+    rows: int = 1
+    tensor: int = 1
+    fsdp: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.rows * self.tensor
+
+    def of(self, size: int) -> int:
+        """A size that the axis `tensor` splits, if it divides it."""
+        return size // self.tensor if size % self.tensor == 0 else size
+
+
+# --- a pass ---------------------------------------------------------------------------------------------------------
+
+
+def pass_bytes(config: ModelConfig, tokens: int, itemsize: int, split: Split) -> int:
+    """What the widest layer makes of ``tokens`` tokens on a device on their way through, beside scores: the stream, its
+    norm, and either projections of attention or neurons with the gate's."""
+    heads = split.of(config.num_heads) * config.head_dim
+    kv = split.of(config.num_kv_heads) * config.head_dim
+    neurons = split.of(config.intermediate_size) * (3 if config.gated else 2)
+    if config.experts is not None:  # each token's own
+        neurons = max(neurons, config.experts.top_k * config.experts.intermediate_size * 3)
+    return tokens * itemsize * (2 * config.hidden_size + max(2 * (heads + 2 * kv), neurons))
+
+
+def score_bytes(config: ModelConfig, rows: int, fed: int, keys: int, split: Split) -> int:
+    """Scores of attention that exist at a time, in float32."""
+    whole = rows * split.of(config.num_heads) * fed * keys
+    return 4 * min(whole, backend.score_count())
+
+
+def widest_layer(params: Params) -> int:
+    """Bytes of the largest layer of a model, whole."""
+    return max((_whole(layer) for layer in params["layers"].values()), default=0) if "layers" in params else 0
+
+
+def _whole(tree: Any) -> int:
+    return sum(math.ceil(math.prod(x.shape) * _bits(x.dtype) / 8) for x in jax.tree.leaves(tree))
+
+
+# --- decoding -------------------------------------------------------------------------------------------------------
+
+
+def decoding(
+    engine: Engine,
+    weights: Mapping[str, int],
+    batch: int,
+    prompt: int,
+    new: int,
+    split: Split = Split(),
+) -> Footprint:
+    """The peak of a generation.
+
+    Args:
+        engine: its static half; nothing is run.
+        weights: bytes on each device, by whose they are.
+        batch: rows that are asked for, which are padded to a power of two.
+        prompt: tokens of each.
+        new: tokens that each may add.
+        split: how a mesh splits the work.
+
+    Returns:
+        Bytes by part; those of the state (caches, counts, tokens) are exact.
+    """
+    target: Any = engine.target
+    config, itemsize = target.config, jnp.dtype(target.dtype).itemsize
+    rows, width, buckets = padded_sizes(engine.target, engine.num_nodes, batch, prompt, new)
+    slots = buckets[-1]
+    first = functools.partial(
+        engine_lib.unread, engine.target, engine.drafter, slots, engine.logprobs is not None, engine.controller
+    )
+    state = jax.eval_shape(first, request_shapes(rows, width, config.vocab_size))
+    caches = split_state({"target": state.cache, "drafter": state.drafter}, split, rows)
+    rest = bytes_on_device(dataclasses.replace(state, cache=None, drafter=None))
+    own = -(-rows // split.rows)
+    piece = engine.prefill_chunk or max(1, backend.prefill_tokens() // rows)
+    fed = min(width, piece)
+    prefill = pass_bytes(config, own * fed, itemsize, split) + score_bytes(config, own, fed, buckets[0], split)
+    block = engine.num_nodes + 1
+    logits = _WIDTHS_OF_LOGITS * 4 * rows * block * split.of(config.vocab_size)
+    chunk = logits + pass_bytes(config, own * block, itemsize, split)
+    chunk += score_bytes(config, own, block, slots, split)
+    # A cache that grows is there twice, a layer at a time.
+    growth = caches // max(1, 2 * config.num_layers) if len(buckets) > 1 else 0
+    parts = {**weights, "cache": caches, "state": rest, "activations": max(prefill, chunk, growth)}
+    return Footprint(f"decoding {rows} rows of {prompt + new:,} tokens", split.devices, parts)
+
+
+def split_state(tree: Any, split: Split, rows: int) -> int:
+    """Bytes of caches on each device: rows and heads are split where they divide."""
+
+    def of(leaf: Any) -> int:
+        size = math.ceil(leaf.size * _bits(leaf.dtype) / 8)
+        if leaf.ndim < 4:
+            return size
+        size //= split.rows if leaf.shape[0] % split.rows == 0 else 1
+        return size // (split.tensor if leaf.shape[1] % split.tensor == 0 else 1)
+
+    return sum(map(of, jax.tree.leaves(tree)))
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingShape:
+    """What decides the memory of a step: a draft of ``draft``'s sizes, whose ``params`` and whose state lie as their
+    shardings say, beside a target that runs forward (None: none does)."""
+
+    draft: ModelConfig
+    params: Params
+    state: Any
+    target: ModelConfig | None
+    target_params: Params | None
+    rows: int
+    """Of a microbatch, over all devices."""
+    microbatches: int
+    length: int
+    itemsize: int
+    """Of an activation of the draft."""
+    target_itemsize: int
+    depths: int
+    """Forward passes that the draft is unrolled to."""
+    remat: bool
+
+
+def training(what: str, shape: TrainingShape, split: Split = Split()) -> Footprint:
+    """The peak of a training step.
+
+    Args:
+        what: the stage, to be read.
+        shape: sizes and settings.
+        split: how a mesh splits the work.
+
+    Returns:
+        Bytes by part; those of the weights and of the optimizer are exact.
+    """
+    own, config = bytes_on_device(shape.params), shape.draft
+    optimizer = bytes_on_device(shape.state) - own
+    target = 0 if shape.target_params is None else bytes_on_device(shape.target_params)
+    gradients = own * (1 if shape.microbatches == 1 else 2)
+    rows = -(-shape.rows // split.rows)
+    tokens = rows * shape.length
+    # Kept for the backward pass: the stream between layers, or with it all that the layers make.
+    one = pass_bytes(config, tokens, shape.itemsize, split)
+    stream = tokens * config.hidden_size * shape.itemsize
+    kept = shape.depths * config.num_layers * (stream if shape.remat else one)
+    scores = score_bytes(config, rows, shape.length, shape.length, split)
+    backward = _ARRAYS_OF_BACKWARD * shape.depths * one + scores
+    logits = min(tokens, backend.logit_tokens(config.vocab_size)) * split.of(config.vocab_size) * 4
+    ends, layers = _trained_ends(shape, split), 0
+    if split.fsdp > 1:
+        layers = round(_LAYERS_GATHERED * _whole(shape.params.get("layers", {})) / split.tensor)
+    cast = own // 2 if shape.itemsize == 2 else 0
+    draft = kept + round(max(backward, _CHUNKS_OF_LOGITS * logits)) + ends + layers + cast
+    beside = 0
+    if shape.target is not None and shape.target_params is not None:
+        final = tokens * shape.target.hidden_size * shape.target_itemsize
+        beside = pass_bytes(shape.target, tokens, shape.target_itemsize, split) + final
+        beside += score_bytes(shape.target, rows, shape.length, shape.length, split)
+        if split.fsdp > 1:
+            head = shape.target.hidden_size * shape.target.vocab_size * shape.target_itemsize
+            beside += (widest_layer(shape.target_params) + head) // split.tensor
+    parts = {
+        "target": target,
+        "draft": own,
+        "optimizer": optimizer,
+        "gradients": gradients,
+        "activations": max(beside, draft),
+    }
+    return Footprint(what, split.devices, parts)
+
+
+def _trained_ends(shape: TrainingShape, split: Split) -> int:
+    """Gradients of a trained head, which come with the loss, one for each depth; where weights are stored in pieces,
+    also the whole embedding, head, and gradient of each."""
+    if "embedding" not in shape.params:
+        return 0
+    head = 4 * shape.draft.hidden_size * split.of(shape.draft.vocab_size)
+    return head * (shape.depths if split.fsdp == 1 else 2 + max(2, shape.depths))
+
+
+def over(footprints: Sequence[Footprint], limit: float | None) -> Footprint | None:
+    """The largest of those that do not fit."""
+    largest = max(footprints, key=lambda found: found.total, default=None)
+    return None if largest is None or limit is None or largest.total <= limit else largest
