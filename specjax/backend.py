@@ -78,6 +78,12 @@ def turns_kernels() -> bool:
     return _on_cpu()
 
 
+def keeps_copies() -> bool:
+    """Whether a model that is trained or cut from as well has its weights laid out for decoding beside them: on a CPU
+    memory is what is left over."""
+    return _on_cpu()
+
+
 def token_share() -> float:
     """What a token more costs a pass of the target, as a share of one over a single token, where nothing is measured:
     on 2 cores a pass over 4 takes 1.6 times as long; where weights stream from memory it is nearly free."""

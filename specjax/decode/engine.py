@@ -678,16 +678,22 @@ def compiled_chunk(engine: Engine):
     return jax.jit(chunk, donate_argnames="state", compiler_options=backend.compiler_options(decoding=True))
 
 
-@functools.partial(jax.jit, static_argnames="num_slots")
 def grow(state: DecodeState, num_slots: int) -> DecodeState:
-    """The state with room for more tokens: every KV cache, the drafter's too, and what is kept of each token."""
-    more = ((0, 0), (0, num_slots - cache_lib.num_slots(state.cache)))
-    tokens, origin, logprobs = jax.tree.map(lambda x: jnp.pad(x, more), (state.tokens, state.origin, state.logprobs))
+    """The state with room for more tokens: every KV cache, the drafter's too, and what is kept of each token. The
+    caches of the state that is given are gone then, one layer after the other: none is there twice."""
+    kept = _padded((state.tokens, state.origin, state.logprobs), num_slots - cache_lib.num_slots(state.cache))
+    tokens, origin, logprobs = kept
     return dataclasses.replace(cache_lib.grow(state, num_slots), tokens=tokens, origin=origin, logprobs=logprobs)
+
+
+@functools.partial(jax.jit, static_argnames="more")
+def _padded(of_tokens: Any, more: int) -> Any:
+    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, more))), of_tokens)
 
 
 def free_programs() -> None:
     """Let go of every compiled prefill and chunk; what is needed again is compiled again."""
     compiled_prefill.cache_clear()
     compiled_chunk.cache_clear()
-    grow.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+    _padded.clear_cache()
+    cache_lib.free_programs()

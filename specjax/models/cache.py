@@ -9,6 +9,7 @@ by side, R rows of another cache.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -111,13 +113,16 @@ class KVCache:
         return dataclasses.replace(self, layers=tuple(map(moved, self.layers)))
 
     def grow(self, slots: int) -> KVCache:
-        """With more slots, ``slots`` in all."""
-        more, rest = (0, slots - self.num_slots), [(0, 0)] * (self.layers[0].keys.ndim - 2)
-        layers = (
-            Layer(jnp.pad(keys, [*rest, more, (0, 0)]), jnp.pad(values, [*rest, (0, 0), more]))
-            for keys, values in self.layers
-        )
-        return dataclasses.replace(self, layers=tuple(layers))
+        """With more slots, ``slots`` in all: a layer at a time, each of which is let go of once it is copied."""
+
+        def grown(layer: Layer) -> Layer:
+            larger = _grown(layer, slots)
+            for x in layer:
+                if not isinstance(x, Tracer):
+                    x.delete()
+            return larger
+
+        return dataclasses.replace(self, layers=tuple(map(grown, self.layers)))
 
     def insert(self, rows: Int[Array, " R"], other: KVCache) -> KVCache:
         """``other``'s rows in place of the ``rows``, neither folded; what is out of range goes nowhere."""
@@ -244,6 +249,12 @@ def _key_positions(cache: KVCache, positions: Array, start: Any, mask: Any) -> I
     return jnp.where(inside < 0, slots, fed)
 
 
+@functools.partial(jax.jit, static_argnames="slots")
+def _grown(layer: Layer, slots: int) -> Layer:
+    more, rest = (0, slots - layer.keys.shape[-2]), [(0, 0)] * (layer.keys.ndim - 2)
+    return Layer(jnp.pad(layer.keys, [*rest, more, (0, 0)]), jnp.pad(layer.values, [*rest, (0, 0), more]))
+
+
 # --- every cache in a tree, a drafter's too -------------------------------------------------------------------------
 
 
@@ -262,7 +273,7 @@ def num_slots(tree: Any) -> int:
 
 
 def grow(tree: Any, slots: int) -> Any:
-    """Every cache with more slots: a bucket change between chunks, never inside one."""
+    """Every cache with more slots, its own arrays gone: a bucket change between chunks, never inside one."""
     return _each(tree, lambda cache: cache.grow(slots))
 
 
@@ -273,6 +284,11 @@ def insert(tree: Any, rows: Int[Array, " R"], other: Any) -> Any:
         return old.insert(rows, new) if is_cache(old) else old.at[rows].set(new, mode="drop")
 
     return jax.tree.map(put, tree, other, is_leaf=is_cache)
+
+
+def free_programs() -> None:
+    """Let go of the programs that grow caches."""
+    _grown.clear_cache()
 
 
 def fold(tree: Any) -> Any:

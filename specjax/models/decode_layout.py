@@ -42,8 +42,8 @@ class DecodeLayout:
     plain: Any
 
     @classmethod
-    def of(cls, spec: Any, params: Params) -> DecodeLayout:
-        laid_out, laid_out_params = decode_layout(spec, params)
+    def of(cls, spec: Any, params: Params, fused: bool = True, owned: bool = False) -> DecodeLayout:
+        laid_out, laid_out_params = decode_layout(spec, params, fused, owned)
         return cls(laid_out, laid_out_params, spec)
 
     def originals(self) -> Params:
@@ -70,13 +70,23 @@ class LaidOut:
         made_of, layout = self.__dict__.get("_layout", (None, None))
         leaves = jax.tree.leaves(self.params) if self.holds_originals else None
         if layout is None or layout.plain != self.spec or not _same_arrays(made_of, leaves):
-            layout = DecodeLayout.of(self.spec, self.params)
+            # Beside their originals, fused projections would be in memory twice.
+            layout = DecodeLayout.of(self.spec, self.params, fused=backend.keeps_copies())
             self._layout = leaves, layout
         return layout
 
     def free_originals(self) -> None:
-        """Keep nothing but the `layout`, for a model that only decodes: most weights are in memory once, not twice.
-        ``params`` are then made from it again whenever they are asked for, bit for bit, and not kept."""
+        """Keep nothing but the `layout`, for a model that only decodes: all weights are in memory once, while it is
+        made as well, but for a layer. ``params`` are then made from it again whenever they are asked for, bit for bit,
+        and not kept."""
+        if self.holds_originals and not backend.keeps_copies():
+            params = self.params
+            if isinstance(params, dict) and "layers" in params:
+                params = {**params, "layers": {**params["layers"]}}
+            for name in ("params", "_layout"):
+                self.__dict__.pop(name, None)
+            self._layout = None, DecodeLayout.of(self.spec, params, owned=True)
+            return
         self._layout = None, self.layout()
         self.__dict__.pop("params", None)
 
@@ -96,10 +106,11 @@ def _same_arrays(a: list[Array] | None, b: list[Array] | None) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
-def decode_layout(spec: Any, params: Params) -> tuple[Any, Params]:
+def decode_layout(spec: Any, params: Params, fused: bool = True, owned: bool = False) -> tuple[Any, Params]:
     """(spec, params) laid out for decoding; a spec that is no `Model`, and a kernel that is no array, stay as they are.
 
-    Projections that read the same input become one kernel. Where `backend.turns_kernels`, a tied head is untied into
+    Projections that read the same input become one kernel, if they are to be ``fused``; the dict of ``owned`` layers is
+    emptied on the way, so that they are not in memory twice. Where `backend.turns_kernels`, a tied head is untied into
     its own copy, laid out as the other kernels are, and float32 kernels become `Transposed`; or `Narrow`, if all of
     them are bfloat16 numbers, as those of most checkpoints are. Beside kernels in few bits, the copy has 8.
     """
@@ -107,13 +118,15 @@ def decode_layout(spec: Any, params: Params) -> tuple[Any, Params]:
         return spec, params
     mesh = mesh_of(params)
     if mesh is not None:
-        return _over(mesh, dataclasses.replace(spec, mesh=mesh), params)
+        spec = dataclasses.replace(spec, mesh=mesh)
+        return _over(mesh, spec, params, owned) if fused else (spec, params)
     in_few_bits = kernels.are_quantised(params)
     if spec.config.tie_embeddings and (in_few_bits or backend.turns_kernels()):
         spec = dataclasses.replace(spec, config=dataclasses.replace(spec.config, tie_embeddings=False))
         head = params["embedding"].T
         params = {**params, "head": {"kernel": Quantised.of(head, SCHEMES["int8"]) if in_few_bits else jnp.array(head)}}
-    spec, params = _fused(spec, params)
+    if fused:
+        spec, params = _fused(spec, params, owned=owned)
     return spec, _stored(spec, params)
 
 
@@ -142,17 +155,17 @@ def abstract_layout(spec: Model, mesh: Mesh | None = None, scheme: Scheme | None
     return found[0], params
 
 
-def _over(mesh: Mesh, spec: Model, params: Params) -> tuple[Model, Params]:
+def _over(mesh: Mesh, spec: Model, params: Params, owned: bool = False) -> tuple[Model, Params]:
     """Over several devices kernels stay as they are, and are fused device by device: across the axis that splits them,
     every pass would move what it computes."""
     config, shards = spec.config, mesh.shape.get("tensor", 1)
     counts = (config.num_heads, config.num_kv_heads, config.intermediate_size)
     if any(count % shards for count in counts) or any(map(_is_kernel, jax.tree.leaves(params, is_leaf=_is_kernel))):
         return spec, params
-    return _fused(spec, params, shards)
+    return _fused(spec, params, shards, owned)
 
 
-def _fused(spec: Model, params: Params, shards: int = 1) -> tuple[Model, Params]:
+def _fused(spec: Model, params: Params, shards: int = 1, owned: bool = False) -> tuple[Model, Params]:
     def joined(*values: Any) -> Any:
         if shards == 1 or any(map(_is_kernel, values)):
             return kernels.join(values)
@@ -172,7 +185,9 @@ def _fused(spec: Model, params: Params, shards: int = 1) -> tuple[Model, Params]
             fused["mlp"] = fuse(layer["mlp"], *_FUSED["mlp"])
         return {**layer, **fused}
 
-    params = {**params, "layers": {i: block(layer) for i, layer in params["layers"].items()}}
+    layers = params["layers"]
+    # A layer that nobody else holds is let go of before the next is made.
+    params = {**params, "layers": {i: block(layers.pop(i) if owned else layers[i]) for i in list(layers)}}
     config = dataclasses.replace(spec.config, fused_projections=True, fused_shards=shards)
     return dataclasses.replace(spec, config=config), params
 

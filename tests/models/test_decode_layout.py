@@ -1,6 +1,8 @@
 """A layout changes how weights lie in memory, never what the model computes."""
 
 import dataclasses
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,8 @@ import pytest
 
 from specjax import backend
 from specjax.backend import FEW_ROWS, compiler_options
+from specjax.decode.decoder import Decoder
+from specjax.models import kernels
 from specjax.models.config import Experts, ModelConfig
 from specjax.models.decode_layout import DecodeLayout, decode_layout
 from specjax.models.kernels import Dense, Kernel, Narrow, Transposed
@@ -111,3 +115,29 @@ def test_a_layout_follows_what_is_replaced_in_a_model():
     model.spec = Model(dataclasses.replace(model.spec.config, logit_soft_cap=5.0))
     assert model.layout().spec.config.logit_soft_cap == 5.0
     jax.tree.map(np.testing.assert_array_equal, model.layout().originals(), turned.originals())
+
+
+def test_where_memory_is_dear_no_weight_is_there_twice(monkeypatch):
+    """Beside the originals the layout is the same arrays; without them projections are fused, a layer at a time."""
+    monkeypatch.setattr(backend, "keeps_copies", lambda: False)
+    monkeypatch.setattr(backend, "turns_kernels", lambda: False)
+    model, prompts = transformer(0, tie_embeddings=False), [[1, 2, 3], [4]]
+    before = jax.tree.map(np.array, model.params)
+    beside = model.layout()
+    assert {id(x) for x in jax.tree.leaves(beside.params)} == {id(x) for x in jax.tree.leaves(model.params)}
+    tokens = Decoder(model).generate(prompts, max_new_tokens=12).tokens
+    first = weakref.ref(model.params["layers"][0]["attention"]["q_proj"]["kernel"])
+    join, alive = kernels.join, []
+
+    def seen(*args, **options):
+        alive.append(first() is not None)
+        return join(*args, **options)
+
+    monkeypatch.setattr(kernels, "join", seen)
+    del beside
+    gc.collect()
+    model.free_originals()
+    assert (alive[0], alive[-1]) == (True, False)
+    assert model.layout().spec.config.fused_projections
+    assert Decoder(model).generate(prompts, max_new_tokens=12).tokens == tokens
+    jax.tree.map(np.testing.assert_array_equal, model.params, before)

@@ -209,7 +209,7 @@ def test_a_grown_cache_gives_the_same_logits(model, params):
     at = jnp.asarray(lengths[:, None] + np.arange(3), jnp.int32)
     fed = jnp.asarray(np.take_along_axis(tokens, np.asarray(at), axis=1))
     cache = prefilled(model, params, tokens, lengths)
-    grown = grow(cache, 2 * SLOTS)
+    grown = grow(jax.tree.map(jnp.copy, cache), 2 * SLOTS)
     assert grown.num_slots == 2 * SLOTS
     np.testing.assert_allclose(
         model(params, fed, at, at, grown).logits, model(params, fed, at, at, cache).logits, rtol=0, atol=1e-5
