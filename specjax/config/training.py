@@ -229,8 +229,8 @@ class Stage:
     batch_size: Positive = 16
     """Rows of a step, over all devices."""
     micro_batch_size: Positive | None = None
-    """Rows at a time, of which a step adds up the gradients. None: the whole batch, on CPU as many as stay in its
-    cache."""
+    """Rows at a time, of which a step adds up the gradients. None: as many as fit the device's memory (`specjax plan
+    --memory`), on CPU as many as stay in its cache."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Of the draft's forward and backward pass; None: bfloat16 on accelerators, float32 on CPU. Weights, optimizer and
     loss are float32 in any case."""

@@ -695,5 +695,5 @@ def free_programs() -> None:
     """Let go of every compiled prefill and chunk; what is needed again is compiled again."""
     compiled_prefill.cache_clear()
     compiled_chunk.cache_clear()
-    _padded.clear_cache()
+    _padded.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     cache_lib.free_programs()

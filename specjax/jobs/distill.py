@@ -233,6 +233,7 @@ class _Stages:
             epochs, stage = stage.epochs, stage.over(len(rows))
             note(f"{name}: {epochs:g} epochs of {len(rows):,} rows are {stage.steps:,} steps of {stage.batch_size}")
         steps = stage.num_steps
+        stage = memory.fitting(name, stage, config, Initial(drafter, params))
         with naming_inputs(config), (bars if steps else no_bars)(name, steps) as progress:
             data = StageData(rows, prepared.held_out_rows, seed, draft_sampler(drafter, whose))
             options = {"layout": make_layout(config.mesh), "decoding": decoding, "bars": bars}

@@ -108,11 +108,11 @@ def budget(config: RunConfig, limit: float | None, jobs: Sequence[str] = (*STAGE
     Raises:
         SpecjaxError: for a config that no job would take.
     """
-    found = footprints(config, jobs)
+    found = footprints(config, jobs, limit)
     exceeding = memory.over(found, limit)
     for words, other in () if exceeding is None else _remedies(config, exceeding):
         try:
-            if memory.over(footprints(other, jobs), limit) is None:
+            if memory.over(footprints(other, jobs, limit), limit) is None:
                 return Budget(found, limit, words)
         except SpecjaxError:  # that setting does not go with the others
             continue
@@ -144,8 +144,9 @@ def tell_generation(
     found.check()
 
 
-def footprints(config: RunConfig, jobs: Sequence[str]) -> list[Footprint]:
-    """The peak of each job, in the order in which they run."""
+def footprints(config: RunConfig, jobs: Sequence[str], limit: float | None = None) -> list[Footprint]:
+    """The peak of each job, in the order in which they run. ``limit``: what microbatches are to fit, where they are
+    chosen by that (`fitting`)."""
     layout, split = _abstract_layout(config.mesh)
     target = abstract_target(config)
     drafts = abstract_draft(config, target)
@@ -155,9 +156,38 @@ def footprints(config: RunConfig, jobs: Sequence[str]) -> list[Footprint]:
     stages = {"draft-pretrain": config.draft.pretrain, "draft-distill": config.distill}
     for name, stage in stages.items():
         if name in jobs and drafts is not None and stage.steps != 0:
+            stage = _fitting(name, stage, config, target, drafts, limit)
             found.append(_stage(name, stage, config, target, drafts, layout, split))
     if DECODING in jobs:
         found += _decoding(config, target, drafts, layout, split)
+    return found
+
+
+def fitting(name: str, stage: config_lib.Stage, config: RunConfig, drafts: Initial) -> config_lib.Stage:
+    """A stage about to run, with as many rows at a time as fit the device, where the config does not say and memory
+    decides: not on a CPU, where it is the cache (`backend.microbatch_tokens`)."""
+    if not hasattr(drafts.drafter, "config"):
+        return stage
+    return _fitting(name, stage, config, abstract_target(config), drafts, memory.device_memory())
+
+
+def _fitting(
+    name: str,
+    stage: config_lib.Stage,
+    config: RunConfig,
+    target: LoadedModel,
+    drafts: Initial,
+    limit: float | None,
+) -> config_lib.Stage:
+    if limit is None or stage.micro_batch_size is not None or backend.microbatch_tokens() is not None:
+        return stage
+    layout, split = _abstract_layout(config.mesh)
+    shards, found = layout.row_shards, stage
+    for parts in (p for p in range(1, stage.batch_size + 1) if stage.batch_size % (p * shards) == 0):
+        rows = stage.batch_size // parts
+        found = stage if parts == 1 else dataclasses.replace(stage, micro_batch_size=rows)
+        if _stage(name, found, config, target, drafts, layout, split).total <= limit:
+            break
     return found
 
 

@@ -288,7 +288,7 @@ def insert(tree: Any, rows: Int[Array, " R"], other: Any) -> Any:
 
 def free_programs() -> None:
     """Let go of the programs that grow caches."""
-    _grown.clear_cache()
+    _grown.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def fold(tree: Any) -> Any:

@@ -122,6 +122,30 @@ def test_what_does_not_fit_is_refused_with_what_would(directory, tmp_path, jobs,
         job.budget(config, 1, jobs).check()
 
 
+def test_microbatches_are_as_large_as_fit_where_memory_decides(directory, tmp_path):
+    """Elsewhere they are what the cache of a CPU holds, and what the config says is left alone."""
+    config = config_of(directory, tmp_path, "data.seq_len=2000")
+    draft = job.abstract_draft(config, job.abstract_target(config))
+    with backend.lowering_for("cuda"):
+        whole = job.footprints(config, ["draft-distill"])[0].total
+        stage = job.fitting("draft-distill", config.distill, config, draft)
+        assert stage == config.distill  # this machine holds all of it
+        sizes = []
+        for share in (0.9, 0.6, 0.4, 0.0):
+            target = job.abstract_target(config)
+            found = job._fitting("draft-distill", config.distill, config, target, draft, share * whole)
+            sizes.append(found.micro_batch_size)
+            if share:
+                assert job.footprints(config, ["draft-distill"], share * whole)[0].total <= share * whole
+        assert sizes == sorted(sizes, reverse=True)
+        assert sizes[-1] == 1
+        told = dataclasses.replace(config.distill, micro_batch_size=8)
+        assert job._fitting("draft-distill", told, config, job.abstract_target(config), draft, 1.0) == told
+    assert (
+        job._fitting("draft-distill", config.distill, config, job.abstract_target(config), draft, 1.0) == config.distill
+    )
+
+
 def test_a_job_tells_it_first_and_is_refused_before_anything_is_read(directory, tmp_path, monkeypatch, capsys):
     config = config_of(directory, tmp_path)
     job.tell(config, job.DECODING)
