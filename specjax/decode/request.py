@@ -223,10 +223,11 @@ def request_shapes(rows: int, width: int, vocab_size: int) -> Request:
 
 
 def padded_sizes(target: Any, k: int, rows: int, prompt: int, new: int) -> tuple[int, int, tuple[int, ...]]:
-    """(rows, width of the prompts, slots of the cache one bucket after the other) of a batch of such prompts."""
+    """(rows, width of the prompts, slots of the cache one bucket after the other) of a batch of such prompts; of more
+    tokens than the target has positions, which `prepare` refuses, as many."""
     most = most_slots(target, k)
     width = min(_bucket(prompt, _MIN_PROMPT), most)
-    return _bucket(rows, 1), width, slot_buckets(width, prompt + new + k + 1, most)
+    return _bucket(rows, 1), width, slot_buckets(width, min(prompt + new + k + 1, most), most)
 
 
 def most_slots(target: Any, k: int) -> int:

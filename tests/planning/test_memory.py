@@ -178,6 +178,12 @@ def test_a_generation_is_refused_before_its_target_is_loaded(directory, monkeypa
         generate.decoder(str(directory), None, False, 5, {}, loading, None, (["x"] * 2, 50))
 
 
+def test_more_tokens_than_positions_are_left_to_be_refused_as_such(directory, capsys):
+    loading = {"dtype": None, "quantize": None}
+    generate.tell_memory(str(directory), None, loading, (["x"], 10**9))
+    assert "note: memory: decoding 1 rows of " in capsys.readouterr().err
+
+
 def test_quantised_kernels_take_what_they_take(directory, tmp_path):
     config = config_of(directory, tmp_path, "target.quantize=int8")
     found = job.footprints(config, [job.DECODING])[0].parts["target"]
