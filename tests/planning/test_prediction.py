@@ -134,7 +134,7 @@ def test_presets_are_devices_of_datasheets():
 def test_a_file_describes_a_device(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("bandwidth: 1e12\nflops: {float32: 2e13}\nmemory: 8e9\n")
-    assert device_of(str(file)) == Device("mine", 1e12, 2e13, "float32", False, 8e9)
+    assert device_of(str(file)) == Device("mine", 1e12, 2e13, "float32", False, 8e9, "cuda")
 
 
 def test_the_page_names_every_preset_and_describes_a_device(tmp_path):
