@@ -11,6 +11,7 @@ import specjax
 from specjax import cli
 from specjax.data import chat_template as chat
 from specjax.errors import DataError, ModelError
+from specjax.jobs import generate
 from specjax.metrics import DecodeStats
 
 CUTS = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
@@ -94,6 +95,7 @@ def run(monkeypatch, tokenizer):
     model = types.SimpleNamespace(tokenizer=tokenizer, free_originals=lambda: None)
     monkeypatch.setattr(specjax, "load_model", lambda path, **_: model)
     monkeypatch.setattr(specjax, "Decoder", Decoder)
+    monkeypatch.setattr(generate, "tell_memory", lambda *arguments: None)
 
     def call(*arguments):
         result = CliRunner().invoke(cli.app, ["generate", "--prompt", "add 1", *map(str, arguments)])
