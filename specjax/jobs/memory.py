@@ -34,6 +34,7 @@ from specjax.models.transformer import Model
 from specjax.planning import memory
 from specjax.planning.devices import device_of
 from specjax.planning.memory import Footprint, Split, TrainingShape, bytes_on_device
+from specjax.runtime.distributed import by_first
 from specjax.runtime.layout import Layout
 from specjax.runtime.log import note
 from specjax.types import Params, TrainingForm, reads_of
@@ -168,7 +169,10 @@ def fitting(name: str, stage: config_lib.Stage, config: RunConfig, drafts: Initi
     decides: not on a CPU, where it is the cache (`backend.microbatch_tokens`)."""
     if not hasattr(drafts.drafter, "config"):
         return stage
-    return _fitting(name, stage, config, abstract_target(config), drafts, memory.device_memory())
+    limit = memory.device_memory()
+    # One choice of all processes, whatever each has left.
+    rows = by_first(lambda: _fitting(name, stage, config, abstract_target(config), drafts, limit).micro_batch_size)
+    return dataclasses.replace(stage, micro_batch_size=rows)
 
 
 def _fitting(
