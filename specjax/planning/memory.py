@@ -83,7 +83,7 @@ def _bits(dtype: Any) -> int:
 
 def device_memory() -> int | None:
     """Bytes of a device that is here; of a CPU those of the machine. None: unknown."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]  # of another process it would say nothing
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats or not backend.is_host(device):
         return stats.get("bytes_limit")
