@@ -257,8 +257,8 @@ def generate(
             "seed": seed,
             "ignore_eos": ignore_eos,
         }
-        expected = [text for _, text in named], max_new_tokens
-        decoder = job.decoder(target, draft, ngram, k or 5, how, loading, quantize_draft, expected)
+        job.tell_memory(target, draft, loading, [text for _, text in named], max_new_tokens)
+        decoder = job.decoder(target, draft, ngram, k or 5, how, loading, quantize_draft)
         if not chat:
             job.refuse_empty(named, decoder)
         if defaults:
@@ -393,9 +393,10 @@ def plan(
 
 def _print_memory(settings: Any, device: str | None, as_json: bool) -> None:
     from specjax.jobs.memory import run_budget
+    from specjax.planning.devices import device_of
     from specjax.report.planning import memory_table
 
-    found = run_budget(settings, device)
+    found = run_budget(settings, None if device is None else device_of(device))
     if as_json:
         print(json.dumps(found.to_json(), indent=1))
     else:

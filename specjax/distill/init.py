@@ -35,6 +35,7 @@ from specjax.types import Drafter, Params, Trainable
 ENDS = ("embedding", "head")
 """What `share` takes from the target; a tied head is no parameter of its own."""
 _CALIBRATION_TOKENS = 8192
+_MIN_POSITIONS = 1024
 
 
 class Initial(NamedTuple):
@@ -226,6 +227,20 @@ class SharedEnds(TrainedDraftModel):
     def init_params(self, key: Key[jax.Array, ""], target: Any) -> Params:
         params = super().init_params(key, target)
         return {name: value for name, value in params.items() if name not in self.shared}
+
+
+def target_model(config: RunConfig, vocab_size: int) -> Model:
+    """The target that a run trains from scratch."""
+    assert config.target.architecture is not None  # the config holds a path or an architecture
+    return Model(model_config(config.target.architecture, vocab_size, max(_MIN_POSITIONS, config.data.seq_len)))
+
+
+def target_stage(config: RunConfig) -> config_lib.Stage:
+    """The stage that trains it."""
+    settings = config.target
+    optional: dict[str, Any] = {"eval_every": max(1, settings.steps // 4), "save_every": 100}
+    optional["optimizer"] = settings.optimizer
+    return config_lib.Stage("cross_entropy", settings.steps, batch_size=settings.batch_size, **optional)
 
 
 def model_config(shape: config_lib.Architecture, vocab_size: int, max_positions: int) -> ModelConfig:

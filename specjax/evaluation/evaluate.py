@@ -132,9 +132,11 @@ def _sums_of_all(
 ) -> list:
     """One model after the other, beside one forward pass of the target."""
     target_out = (
-        None if spec is None else distributed.done(_target_output(spec, reads_of(drafter), target_params, batch))
+        None if spec is None else distributed.waited_for(_target_output(spec, reads_of(drafter), target_params, batch))
     )
-    return [distributed.done(_sums(drafter, spec, tokens, one, target_params, target_out, batch)) for one in params]
+    return [
+        distributed.waited_for(_sums(drafter, spec, tokens, one, target_params, target_out, batch)) for one in params
+    ]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -44,12 +44,10 @@ def decoder(
     how: dict[str, Any],
     loading: dict[str, Any],
     quantize_draft: Any = None,
-    expected: tuple[Sequence[str], int] = ((), 0),
 ) -> Any:
     """For prompts of text; ``how``: options of `specjax.Decoder`, ``loading``: of `specjax.load_model`."""
     import specjax
 
-    tell_memory(target, draft, loading, expected)
     model = specjax.load_model(target, **loading)
     if model.tokenizer is None:
         raise ModelError(
@@ -64,18 +62,13 @@ def decoder(
     return specjax.Decoder(model, drafter=drafter, **how)
 
 
-def tell_memory(
-    target: str, draft: str | None, loading: Mapping[str, Any], expected: tuple[Sequence[str], int]
-) -> None:
+def tell_memory(target: str, draft: str | None, loading: Mapping[str, Any], prompts: Sequence[str], new: int) -> None:
     """What it takes to decode the prompts, before the weights are loaded. Raises `ConfigError` if they cannot fit."""
     from specjax.jobs.memory import tell_generation
     from specjax.models.hf import abstract_model
 
-    prompts, new = expected
-    if prompts:
-        model = abstract_model(target, loading.get("dtype"), loading.get("revision"))
-        directory = None if draft is None or not Path(draft).is_dir() else Path(draft)
-        tell_generation(model, loading.get("quantize"), directory, prompts, new)
+    directory = None if draft is None or not Path(draft).is_dir() else Path(draft)
+    tell_generation(abstract_model(target, loading["dtype"]), loading["quantize"], directory, prompts, new)
 
 
 def defaults(own: Sequence[str], target: str) -> dict[str, Any]:

@@ -15,13 +15,13 @@ from typing import Any
 
 import jax
 
-from specjax.config import RunConfig, Stage
+from specjax.config import RunConfig
 from specjax.data import chat_template as chat
 from specjax.data import corpus
 from specjax.data.corpus import BadRecordPolicy, Document
 from specjax.data.rows import ConcatenatedRows, Rows, pack
 from specjax.data.tokenizer import train_tokenizer
-from specjax.distill.init import check_length, model_config
+from specjax.distill.init import check_length, target_model, target_stage
 from specjax.distill.sources.text import Proposer, SourceContext
 from specjax.distill.trainer import StageData, Trainer
 from specjax.drafters.draft_model import TrainedDraftModel
@@ -31,13 +31,11 @@ from specjax.jobs.exports import WEIGHTS, card, export, parameter_count, set_asi
 from specjax.models import families
 from specjax.models.files import write_manifest
 from specjax.models.hf import LoadedModel, import_transformers, load_model
-from specjax.models.transformer import Model
 from specjax.runtime import fingerprint
 from specjax.runtime.distributed import by_first
 from specjax.runtime.layout import make_layout
 from specjax.runtime.progress import Bars, no_bars
 
-_MIN_POSITIONS = 1024
 _DATE = "chat_date.json"
 _log = logging.getLogger(__name__)
 
@@ -147,12 +145,8 @@ def _target_from_scratch(
     config: RunConfig, documents: Corpus, tokenizer: Any, rows: tuple[Rows, Rows], bars: Bars
 ) -> LoadedModel:
     out, settings = Path(config.out), config.target
-    assert settings.architecture is not None  # the config holds a path or an architecture
-    spec = Model(model_config(settings.architecture, len(tokenizer), max(_MIN_POSITIONS, config.data.seq_len)))
+    spec, stage = target_model(config, len(tokenizer)), target_stage(config)
     drafter = TrainedDraftModel(spec)  # in training, a target is a model like any other
-    optional: dict[str, Any] = {"eval_every": max(1, settings.steps // 4), "save_every": 100}
-    optional["optimizer"] = settings.optimizer
-    stage = Stage("cross_entropy", settings.steps, batch_size=settings.batch_size, **optional)
     key, _ = jax.random.split(jax.random.key(config.seed))
     with naming_inputs(config), bars("target-train", settings.steps) as progress:
         initial = drafter.init_params(key, None)

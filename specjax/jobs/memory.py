@@ -18,7 +18,7 @@ from specjax import config as config_lib
 from specjax.config import RunConfig
 from specjax.decode.arguments import bound, controller_for
 from specjax.decode.engine import Engine, NoDraft, max_depth
-from specjax.distill.init import Initial, abstract_draft, model_config
+from specjax.distill.init import Initial, abstract_draft, target_model, target_stage
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import microbatch_rows
 from specjax.distill.trainer import settled
@@ -30,17 +30,15 @@ from specjax.models import families
 from specjax.models.decode_layout import abstract_layout
 from specjax.models.hf import LoadedModel, abstract_model, scheme_of
 from specjax.models.sharding import AXES
-from specjax.models.transformer import Model
 from specjax.planning import memory
-from specjax.planning.devices import device_of
+from specjax.planning.devices import Device
 from specjax.planning.memory import Footprint, Split, TrainingShape, bytes_on_device
 from specjax.runtime.distributed import by_first
-from specjax.runtime.layout import Layout
+from specjax.runtime.layout import Layout, axis_sizes
 from specjax.runtime.log import note
 from specjax.types import Params, TrainingForm, reads_of
 
 STAGES, DECODING = ("target-train", "draft-pretrain", "draft-distill"), "decoding"
-_MIN_POSITIONS = 1024
 _CHARACTERS = 4
 """Of a token, as a rule."""
 
@@ -75,12 +73,13 @@ class Budget:
         raise ConfigError(f"memory: {too_large} does not fit {memory.gib(self.limit)}; {remedy}")
 
 
-def run_budget(config: RunConfig, device: str | None = None) -> Budget:
-    """What all jobs of a config take on a device.
+def run_budget(config: RunConfig, device: Device | None = None, jobs: Sequence[str] = (*STAGES, DECODING)) -> Budget:
+    """What jobs of a config take on a device.
 
     Args:
         config: the run; nothing of it is loaded, only the sizes of its models are read.
-        device: a preset or YAML file (`specjax.planning.devices.device_of`); None: this one.
+        device: one that is elsewhere (`specjax.planning.devices.device_of`); None: this one.
+        jobs: which of `STAGES` and `DECODING`.
 
     Returns:
         The peak of each job, and a remedy where one does not fit.
@@ -88,14 +87,13 @@ def run_budget(config: RunConfig, device: str | None = None) -> Budget:
     Raises:
         SpecjaxError: for a config that no job would take.
     """
-    if device is None:
-        return budget(config, memory.device_memory())
-    other = device_of(device)
-    with backend.lowering_for(other.backend or "cuda"):
-        return budget(config, other.memory)
+    if device is None or device.backend is None:
+        return budget(config, memory.device_memory(), jobs)
+    with backend.lowering_for(device.backend):
+        return budget(config, device.memory, jobs)
 
 
-def budget(config: RunConfig, limit: float | None, jobs: Sequence[str] = (*STAGES, DECODING)) -> Budget:
+def budget(config: RunConfig, limit: float | None, jobs: Sequence[str]) -> Budget:
     """What the jobs of a config take, on devices of ``limit`` bytes.
 
     Args:
@@ -167,12 +165,16 @@ def footprints(config: RunConfig, jobs: Sequence[str], limit: float | None = Non
 def fitting(name: str, stage: config_lib.Stage, config: RunConfig, drafts: Initial) -> config_lib.Stage:
     """A stage about to run, with as many rows at a time as fit the device, where the config does not say and memory
     decides: not on a CPU, where it is the cache (`backend.microbatch_tokens`)."""
-    if not hasattr(drafts.drafter, "config"):
-        return stage
     limit = memory.device_memory()
+    if not hasattr(drafts.drafter, "config") or not _decides(stage, limit):
+        return stage
     # One choice of all processes, whatever each has left.
     rows = by_first(lambda: _fitting(name, stage, config, abstract_target(config), drafts, limit).micro_batch_size)
     return dataclasses.replace(stage, micro_batch_size=rows)
+
+
+def _decides(stage: config_lib.Stage, limit: float | None) -> bool:
+    return limit is not None and stage.micro_batch_size is None and backend.microbatch_tokens() is None
 
 
 def _fitting(
@@ -183,7 +185,7 @@ def _fitting(
     drafts: Initial,
     limit: float | None,
 ) -> config_lib.Stage:
-    if limit is None or stage.micro_batch_size is not None or backend.microbatch_tokens() is not None:
+    if limit is None or not _decides(stage, limit):
         return stage
     layout, split = _abstract_layout(config.mesh)
     shards, found = layout.row_shards, stage
@@ -199,9 +201,7 @@ def abstract_target(config: RunConfig) -> LoadedModel:
     """The target with shapes in place of weights, whether it is to be loaded or to be trained."""
     settings = config.target
     if settings.path is None:
-        assert settings.architecture is not None  # the config holds a path or an architecture
-        positions = max(_MIN_POSITIONS, config.data.seq_len)
-        model = Model(model_config(settings.architecture, settings.vocab_size, positions))
+        model = target_model(config, settings.vocab_size)
         return LoadedModel(model, jax.eval_shape(model.init, jax.random.key(0)))
     if settings.family is not None:
         families.register(settings.family)
@@ -209,9 +209,7 @@ def abstract_target(config: RunConfig) -> LoadedModel:
 
 
 def _abstract_layout(settings: config_lib.Mesh) -> tuple[Layout, Split]:
-    sizes = {axis: getattr(settings, axis) for axis in AXES}
-    given = math.prod(size for size in sizes.values() if size > 0)
-    sizes = {axis: max(1, jax.device_count() // given) if size == -1 else size for axis, size in sizes.items()}
+    sizes = axis_sizes(settings)
     if math.prod(sizes.values()) == 1:
         return Layout(), Split()
     mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -234,10 +232,8 @@ def _target_params(config: RunConfig, target: LoadedModel, layout: Layout) -> Pa
 
 
 def _from_scratch(config: RunConfig, target: LoadedModel, layout: Layout, split: Split) -> Footprint:
-    settings, drafter = config.target, TrainedDraftModel(target.spec)
-    optional: dict[str, Any] = {"optimizer": settings.optimizer}
-    stage = config_lib.Stage("cross_entropy", settings.steps, batch_size=settings.batch_size, **optional)
-    return _stage("target-train", stage, config, None, Initial(drafter, target.params), layout, split)
+    initial = Initial(TrainedDraftModel(target.spec), target.params)
+    return _stage("target-train", target_stage(config), config, None, initial, layout, split)
 
 
 def _stage(

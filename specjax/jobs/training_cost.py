@@ -15,9 +15,10 @@ from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import Update, microbatch_rows, start_state
 from specjax.distill.trainer import form_of, settled
 from specjax.jobs.inputs import Prepared
+from specjax.jobs.memory import run_budget
 from specjax.planning.devices import Device
 from specjax.planning.roofline import work_of_weights
-from specjax.planning.training import TrainingCost, TrainingShape, computed_training
+from specjax.planning.training import TrainingCost, computed_training
 from specjax.runtime.layout import ONE_DEVICE
 
 _STEPS = 4
@@ -34,8 +35,9 @@ def training_cost(config: RunConfig, prepared: Prepared, device: Device, measure
     if measure:
         return _measured(config, prepared, initial, tokens)
     own, draft = (int(work_of_weights(params, 1).flops / 2) for params in (target.params, initial.params))
-    shape = TrainingShape(own, draft, stage.batch_size, rows.length, target.vocab_size)
-    return computed_training(shape, tokens, device)
+    footprints = run_budget(config, device, ["draft-distill"]).footprints  # none of a draft that does not say its sizes
+    memory = float(footprints[0].total) if footprints else None
+    return computed_training(own, draft, memory, tokens, device)
 
 
 def _measured(config: RunConfig, prepared: Prepared, initial: Initial, tokens: int) -> TrainingCost:

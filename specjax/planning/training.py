@@ -18,8 +18,8 @@ class TrainingCost:
     tokens: int
     """Of all steps."""
     tokens_per_s: float
-    memory: float
-    """Bytes at the peak: weights of both models, optimizer, gradients, activations."""
+    memory: float | None
+    """Bytes at the peak: weights of both models, optimizer, gradients, activations; None: unknown."""
     measured: bool
     """Else computed, at `SHARE_OF_PEAK` of the device."""
 
@@ -33,26 +33,17 @@ class TrainingCost:
         return {**dataclasses.asdict(self), "hours": self.hours}
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainingShape:
-    """What decides the cost of a step."""
+def computed_training(target: int, draft: int, memory: float | None, tokens: int, device: Device) -> TrainingCost:
+    """The target runs forward (2 FLOP a weight and token), the draft forward and backward (6).
 
-    target: int
-    """Weights that a token multiplies with."""
-    draft: int
-    rows: int
-    """Of a batch."""
-    length: int
-    """Tokens a row."""
-    vocab_size: int
+    Args:
+        target: weights that a token multiplies with.
+        draft: the same of the draft.
+        memory: bytes at the peak (`specjax.planning.memory.training`).
+        tokens: of all steps.
+        device: what it runs on.
 
-
-def computed_training(shape: TrainingShape, tokens: int, device: Device) -> TrainingCost:
-    """The target runs forward (2 FLOP a weight and token), the draft forward and backward (6); in memory are the
-    target's weights, the draft's in float32 with gradient and two moments, and the logits of both with their
-    gradients."""
-    flops = 2 * shape.target + 6 * shape.draft
-    size = 2 if device.dtype in ("bfloat16", "float16") else 4
-    logits = 4 * 4 * shape.rows * shape.length * shape.vocab_size
-    memory = size * shape.target + 4 * 4 * shape.draft + logits
-    return TrainingCost(tokens, SHARE_OF_PEAK * device.flops / flops, float(memory), measured=False)
+    Returns:
+        The cost, at `SHARE_OF_PEAK` of the device.
+    """
+    return TrainingCost(tokens, SHARE_OF_PEAK * device.flops / (2 * target + 6 * draft), memory, measured=False)

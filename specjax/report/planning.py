@@ -237,7 +237,8 @@ def training_line(cost: TrainingCost) -> str:
     """What the distillation of the config costs, in words."""
     how = "measured over a few steps" if cost.measured else f"{_COMPUTED}, at {SHARE_OF_PEAK:.0%} of the device's peak"
     amount = f"{cost.tokens:,} tokens, {format_duration(3600 * cost.hours)} at {cost.tokens_per_s:,.0f} tokens/s"
-    return f"distillation as configured: {amount}, {cost.memory / 1e9:.2f} GB ({how})"
+    memory = "memory unknown" if cost.memory is None else f"{cost.memory / 1e9:.2f} GB"
+    return f"distillation as configured: {amount}, {memory} ({how})"
 
 
 def write_plan(plan: PlanLike, directory: Path) -> None:

@@ -59,7 +59,7 @@ def by_first(action: Callable[[], Any]) -> Any:
     return outcome["value"]
 
 
-def done(tree: Any) -> Any:
+def waited_for(tree: Any) -> Any:
     """``tree`` when it is there, with several processes: over Gloo, the collectives of two programs in flight can wait
     for each other for ever, as those of one program cannot."""
     return tree if jax.process_count() == 1 else jax.block_until_ready(tree)

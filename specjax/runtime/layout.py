@@ -117,11 +117,16 @@ class Layout:
 ONE_DEVICE = Layout()
 
 
+def axis_sizes(settings: config.Mesh) -> dict[str, int]:
+    """Devices along each axis; of one that takes all that the others leave, as many as are here."""
+    sizes = {axis: getattr(settings, axis) for axis in AXES}
+    given = math.prod(size for size in sizes.values() if size > 0)
+    return {axis: jax.device_count() // given if size == -1 else size for axis, size in sizes.items()}
+
+
 def make_layout(settings: config.Mesh) -> Layout:
     """The devices of all processes as a mesh. Raises `ConfigError` if they are not as many as the axes say."""
-    sizes = {axis: getattr(settings, axis) for axis in AXES}
-    devices, given = jax.device_count(), math.prod(size for size in sizes.values() if size > 0)
-    sizes = {axis: devices // given if size == -1 else size for axis, size in sizes.items()}
+    sizes, devices = axis_sizes(settings), jax.device_count()
     shown = " x ".join(f"{axis}={getattr(settings, axis)}" for axis in AXES)
     used = math.prod(sizes.values())
     # One process may leave devices alone; of several, each would have to know which.

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
+import specjax
 from specjax import backend, cli
 from specjax.config import load_config
 from specjax.decode.decoder import Decoder
@@ -19,12 +22,15 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError
 from specjax.jobs import generate
 from specjax.jobs import memory as job
+from specjax.jobs.training_cost import training_cost
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel, abstract_model, load_model, save_model
 from specjax.models.kernels import counted
 from specjax.models.transformer import Model
 from specjax.planning import memory
+from specjax.planning.devices import device_of
 from specjax.planning.memory import Split
+from specjax.report.planning import training_line
 
 GIB = 2**30
 RUN = """
@@ -94,7 +100,7 @@ def test_a_mesh_splits_what_it_splits(directory, tmp_path):
 
 def test_all_stages_and_batches_are_there_and_a_machine_elsewhere_decides_the_dtype(directory, tmp_path):
     config = config_of(directory, tmp_path, "draft.pretrain={steps: 5, loss: cross_entropy}")
-    here, there = job.run_budget(config), job.run_budget(config, "h100-sxm")
+    here, there = job.run_budget(config), job.run_budget(config, device_of("h100-sxm"))
     assert [f.what for f in here.footprints] == [
         "draft-pretrain", "draft-distill", "decoding 1 rows of 200 tokens", "decoding 4 rows of 200 tokens",
     ]  # fmt: skip
@@ -120,6 +126,18 @@ def test_what_does_not_fit_is_refused_with_what_would(directory, tmp_path, jobs,
         budget.check()
     with pytest.raises(ConfigError, match="give more devices"):
         job.budget(config, 1, jobs).check()
+
+
+def test_a_plan_gives_the_same_memory_of_a_distillation(directory, tmp_path):
+    class Rows(list):
+        length = 255
+
+    config, device = config_of(directory, tmp_path), device_of("h100-sxm")
+    prepared: Any = types.SimpleNamespace(train_rows=Rows(range(100)), target=load_model(directory))
+    cost = training_cost(config, prepared, device, measure=False)
+    assert cost.memory == job.run_budget(config, device, ["draft-distill"]).footprints[0].total
+    none = dataclasses.replace(cost, memory=None)
+    assert "memory unknown" in training_line(none)
 
 
 def test_microbatches_are_as_large_as_fit_where_memory_decides(directory, tmp_path):
@@ -171,16 +189,18 @@ def test_the_command_prints_a_column_a_job(directory, tmp_path):
 
 def test_a_generation_is_refused_before_its_target_is_loaded(directory, monkeypatch, capsys):
     loading = {"dtype": None, "quantize": None}
-    generate.tell_memory(str(directory), str(directory), loading, (["x" * 1000, "y"], 50))
+    generate.tell_memory(str(directory), str(directory), loading, ["x" * 1000, "y"], 50)
     assert "note: memory: decoding 2 rows of 301 tokens: " in capsys.readouterr().err
     monkeypatch.setattr(memory, "device_memory", lambda: 1000)
-    with pytest.raises(ConfigError, match=r"^memory: decoding 2 rows .* does not fit"):
-        generate.decoder(str(directory), None, False, 5, {}, loading, None, (["x"] * 2, 50))
+    monkeypatch.setattr(specjax, "load_model", lambda *args, **options: pytest.fail("loaded before it was refused"))
+    run = CliRunner().invoke(cli.app, ["generate", "--target", str(directory), "--prompt", "x", "--prompt", "y"])
+    assert run.exit_code == 2
+    assert "error: memory: decoding 2 rows" in run.stderr
 
 
 def test_more_tokens_than_positions_are_left_to_be_refused_as_such(directory, capsys):
     loading = {"dtype": None, "quantize": None}
-    generate.tell_memory(str(directory), None, loading, (["x"], 10**9))
+    generate.tell_memory(str(directory), None, loading, ["x"], 10**9)
     assert "note: memory: decoding 1 rows of " in capsys.readouterr().err
 
 
