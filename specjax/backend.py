@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ MICRO_TOKENS_CPU = 512
 
 PREFILL_TOKENS_CPU, PREFILL_TOKENS = 2048, 8192
 """Prompt tokens of a pass, on CPU and elsewhere: enough that reading the weights is no matter."""
+PREFILL_SHARE = 1 / 16
+"""Of a device's memory, at most, for what a pass over a prompt makes on its way."""
 LOGIT_BYTES_CPU, LOGIT_BYTES = 2**26, 2**30
 """Of the float32 logits that training and evaluation make at a time, on CPU and elsewhere: a loss makes several arrays
 as large, and an accelerator reads the whole head for each."""
@@ -36,19 +39,36 @@ SCORE_BYTES_CPU, SCORE_BYTES = 2**26, 2**29
 """Of the float32 scores of attention that exist at a time, likewise."""
 
 
-_lowered_for: contextvars.ContextVar[str | None] = contextvars.ContextVar("lowered_for", default=None)
+_lowered_for: contextvars.ContextVar[tuple[str, float | None] | None] = contextvars.ContextVar("lowered", default=None)
 
 
 def platform() -> str:
     """What is compiled for, as `jax.export` names it: cpu, cuda, rocm, tpu."""
-    found = _lowered_for.get() or jax.default_backend()
+    elsewhere = _lowered_for.get()
+    found = jax.default_backend() if elsewhere is None else elsewhere[0]
     return "cuda" if found == "gpu" else found
 
 
+def device_memory() -> float | None:
+    """Bytes of a device; of a CPU those of the machine. None: unknown."""
+    elsewhere = _lowered_for.get()
+    if elsewhere is not None:
+        return elsewhere[1]
+    device = jax.local_devices()[0]  # of another process it would say nothing
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats or not is_host(device):
+        return stats.get("bytes_limit")
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(jax.local_devices())
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
 @contextlib.contextmanager
-def lowering_for(name: str) -> Iterator[None]:
-    """Whatever is traced inside is for the platform ``name``, wherever it is traced."""
-    token = _lowered_for.set(name)
+def lowering_for(name: str, memory: float | None = None) -> Iterator[None]:
+    """Whatever is traced inside is for the platform ``name``, whose devices have so much ``memory``, wherever it is
+    traced."""
+    token = _lowered_for.set((name, memory))
     try:
         yield
     finally:
@@ -95,9 +115,13 @@ def microbatch_tokens() -> int | None:
     return MICRO_TOKENS_CPU if _on_cpu() else None
 
 
-def prefill_tokens() -> int:
-    """Most prompt tokens of all rows that are fed at a time."""
-    return PREFILL_TOKENS_CPU if _on_cpu() else PREFILL_TOKENS
+def prefill_tokens(token_bytes: int) -> int:
+    """Most prompt tokens of all rows that are fed at a time, of which each makes so many bytes in a layer."""
+    if _on_cpu():
+        return PREFILL_TOKENS_CPU
+    memory = device_memory()
+    fitting = PREFILL_TOKENS if memory is None else int(PREFILL_SHARE * memory / max(1, token_bytes))
+    return min(PREFILL_TOKENS, 1 << (max(1, fitting).bit_length() - 1))
 
 
 def logit_tokens(vocab_size: int) -> int:

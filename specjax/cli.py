@@ -197,6 +197,9 @@ def generate(
     quantize_draft: Annotated[
         Literal["int8", "int4"] | None, typer.Option(help="The same of --draft, which may be the target itself.")
     ] = None,
+    kv_cache: Annotated[
+        Literal["int8"] | None, typer.Option(help="Keep the target's keys and values so: another model, too.")
+    ] = None,
     prefill_chunk: Annotated[
         int | None, typer.Option(min=1, help="Tokens of each prompt fed at a time.", show_default="by the batch")
     ] = None,
@@ -238,7 +241,7 @@ def generate(
         _check_file(metrics, "--metrics")
         named = [(f"--prompt {i}", text) for i, text in enumerate(prompt or [], 1)]
         named += [(f"--prompt-file {file}", job.read_prompt(file)) for file in prompt_file or []]
-        loading = {"dtype": dtype, "check_finite": check_finite, "quantize": quantize}
+        loading = {"dtype": dtype, "check_finite": check_finite, "quantize": quantize, "kv_cache": kv_cache}
         how = {"verifier": verifier, "controller": controller, "prefill_chunk": prefill_chunk}
         options = {
             "max_new_tokens": max_new_tokens,

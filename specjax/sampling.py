@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from specjax.models.cache import write_rows
+from specjax.models.attention.stored import write_rows
 from specjax.proposal import Proposal
 from specjax.types import Context, CoupledNoise, LogitsContext, Noise, SamplingParams, TokenCounts
 

@@ -32,7 +32,8 @@ from specjax.drafters.glide import BoundGlide, GlideModel, TrainedGlide
 from specjax.drafters.ngram import NGram
 from specjax.evaluation import evaluate
 from specjax.models import cache as cache_lib
-from specjax.models.config import ModelConfig
+from specjax.models.attention.stored import Sliding
+from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.decode_layout import abstract_layout
 from specjax.models.sharding import ROWS as ROWS_AXES
 from specjax.models.sharding import spec_of, usable
@@ -48,7 +49,7 @@ WIDE = ModelConfig(
     head_dim=128, max_positions=2**16, tie_embeddings=False,
 )  # fmt: skip
 SMALL = dataclasses.replace(WIDE, num_layers=1)
-BATCH, PROMPT, SLOTS, K = 8, 1024, 2048, 4
+BATCH, PROMPT, SLOTS, K, WINDOW = 8, 1024, 2048, 4, 512
 ROWS, LENGTH = 8, 1024
 
 
@@ -90,6 +91,22 @@ def decoding(mesh: Mesh | None) -> Iterator[tuple[str, Any, tuple]]:
             yield "insert", scheduler._inserted, (state, state, shape(BATCH))
 
 
+def small_caches(mesh: Mesh | None) -> Iterator[tuple[str, Any, tuple]]:
+    """Layers that hold no more than their window, in 8 bits, and that have slid."""
+    kinds = tuple(LayerKind(WIDE.layers[0].rope, window) for window in (WINDOW, None))
+    model = dataclasses.replace(Model(dataclasses.replace(WIDE, layers=kinds), "bfloat16"), cache_dtype="int8")
+    target, params = abstract_layout(model, mesh)
+    weights = EngineParams(params, {})
+    engine = Engine(target, NoDraft(), Greedy(), True, controller=Fixed())
+    prefill = compiled_prefill(target, NoDraft(), SLOTS, False, Fixed(), 64)
+    yield "prefill small caches", prefill, (weights, request())
+    state = jax.eval_shape(prefill, weights, request())
+    assert any(isinstance(layer, Sliding) for layer in state.cache.layers)
+    state = state if mesh is None else as_it_lies(state, mesh)
+    yield "chunk small caches", compiled_chunk(engine), (weights, state, shape())
+    yield "slide", jax.jit(engine_lib.slide), (state,)
+
+
 def as_it_lies(state: Any, mesh: Mesh) -> Any:
     """Caches by rows and heads, all else whole on every device."""
 
@@ -100,7 +117,8 @@ def as_it_lies(state: Any, mesh: Mesh) -> Any:
     def of(x: Any) -> Any:
         if not cache_lib.is_cache(x):
             return placed(x)
-        return dataclasses.replace(x, layers=jax.tree.map(lambda leaf: placed(leaf, ROWS_AXES, "tensor"), x.layers))
+        axes = ROWS_AXES, "tensor"
+        return dataclasses.replace(x, layers=jax.tree.map(lambda leaf: placed(leaf, *axes[: leaf.ndim]), x.layers))
 
     return jax.tree.map(of, state, is_leaf=cache_lib.is_cache)
 
@@ -157,7 +175,7 @@ def main() -> None:
         mesh = None if count == 1 else usable(jax.make_mesh(tuple(axes.values()), tuple(axes)))
         trained = None if count == 1 else usable(jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor")))
         with backend.lowering_for(platform):
-            for name, jitted, arguments in (*decoding(mesh), *training(trained)):
+            for name, jitted, arguments in (*decoding(mesh), *small_caches(mesh), *training(trained)):
                 exported = jax.export.export(jitted, platforms=[platform])(*arguments)
                 text = exported.mlir_module()
                 calls = sorted(set(re.findall(r"custom_call @(\w+)", text)))

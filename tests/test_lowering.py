@@ -12,6 +12,7 @@ from tests import processes
 DRAFTS = ("plain", "ngram", "draft", "glide")
 PROGRAMS = {
     *("prefill plain", "grow", "insert", "teacher's pass", "teacher's best"),
+    *("prefill small caches", "chunk small caches", "slide"),
     *(f"prefill {name} 512" for name in DRAFTS),
     *(f"chunk {name}" for name in DRAFTS),
     *(f"{what} {name}" for what in ("training step", "evaluation") for name in DRAFTS[2:]),

@@ -191,6 +191,8 @@ class Target:
     """Of its weights and computations. None: float32 on CPU and for `specjax certify`, bfloat16 on accelerators."""
     quantize: Literal["int8", "int4"] | None = None
     """How its kernels are stored, made as it is loaded; it is another model then, to which decoding is exact."""
+    kv_cache: Literal["int8"] | None = None
+    """How decoding keeps its keys and values, in 8 bits with a scale for each vector: another model, too."""
     architecture: Architecture | None = None
     vocab_size: Annotated[int, Field(ge=257)] = 2048
     """Of the byte-level BPE trained with a target from scratch; a loaded target brings its own."""

@@ -30,6 +30,7 @@ from specjax.decode.engine import (
     max_depth,
     num_nodes,
     prefilled,
+    slide,
 )
 from specjax.decode.request import Batch, Prompt, SamplingOptions
 from specjax.decode.result import (
@@ -64,7 +65,7 @@ class Decoder:
         verifier: a registered kind, a mapping or an instance; an all-greedy batch uses `greedy`.
         controller: how much of the drafter's ``k`` is proposed: a registered kind, a mapping or an instance.
         prefill_chunk: most tokens of each prompt that are fed at a time, for what memory a pass may take; None: as many
-            as are worth it, fewer in a larger batch.
+            as are worth it, fewer in a larger batch or where the device has less memory.
 
     Raises:
         ConfigError: a drafter, verifier or controller is unknown or has a field out of range, a drafter of trees meets
@@ -268,9 +269,9 @@ class Decoder:
         first, *more = run.batch.slots
         chunk = compiled_chunk(run.engine)
         limits = np.int32(0), np.int32(NO_LIMIT)
-        state = chunk(run.params, self._prefill(run, first), *limits)
+        state = slide(chunk(run.params, self._prefill(run, first), *limits))
         for slots in more:
-            state = chunk(run.params, grow(state, slots), *limits)
+            state = chunk(run.params, slide(grow(state, slots)), *limits)
 
     def engine(self, greedy: bool, rows: int = 1, extras: tuple[str, ...] | None = None) -> tuple[Engine, EngineParams]:
         """The program of an all-greedy batch or of any other, and the weights that it takes.

@@ -29,7 +29,7 @@ from specjax import backend, sampling
 from specjax.drafters.base import StatelessDrafter
 from specjax.errors import ConfigError
 from specjax.models import cache as cache_lib
-from specjax.models.cache import write_rows
+from specjax.models.attention.stored import write_rows
 from specjax.models.sharding import ROWS, constrained
 from specjax.models.vocabulary import TokenRows
 from specjax.proposal import Followed, Proposal
@@ -525,7 +525,9 @@ def compiled_prefill(
     more as the root: its slot is past what the invariant counts, so that is harmless.)"""
 
     def prefill(params: EngineParams, request: Request) -> DecodeState:
-        state = unread(target, drafter, num_slots, logprobs, controller, request)
+        batch, width = request.prompt.shape
+        size = prefill_piece(target, batch, width, piece)
+        state = unread(target, drafter, num_slots, logprobs, controller, request, size)
         asked = None
         if controller is not None and getattr(drafter, "reads_late", False):
             asked = controller.choose(state.controller, context_of(params, state, controller))
@@ -535,22 +537,25 @@ def compiled_prefill(
             """The state after the next tokens of the prompts."""
             at = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
             at = at if start is None else at + start
-            out = target(params.target, tokens, at, None if start is None else at, state.cache, **more)
+            cache = state.cache if start is None else cache_lib.slide(state.cache, jnp.minimum(start, request.lengths))
+            out = target(params.target, tokens, at, None if start is None else at, cache, **more)
             lengths = request.lengths - 1
             where = () if start is None else (at[:, 0],)
             lengths = lengths if start is None else jnp.clip(lengths - start, 0, tokens.shape[1])
 
-            def read(drafter_state: Any) -> Any:
+            def extended(drafter_state: Any) -> Any:
                 return drafter.extend(params.drafter, drafter_state, tokens, lengths, out, *where)
 
             # A draft that is not asked at first may never be, and reads the prompt when it is.
-            has_read = read(state.drafter) if asked is None else _if(jnp.any(asked > 0), read, state.drafter)
+            has_read = extended(state.drafter) if asked is None else _if(jnp.any(asked > 0), extended, state.drafter)
             return dataclasses.replace(state, cache=out.cache, drafter=has_read)
 
-        batch, width = request.prompt.shape
-        size = min(width, max(1, backend.prefill_tokens() // batch) if piece is None else piece)
+        def read(state: DecodeState) -> DecodeState:
+            cache = cache_lib.narrowed(state.cache, request.lengths, cache_room(drafter))
+            return _readable(target, dataclasses.replace(state, cache=cache))
+
         if size == width:
-            return _readable(target, fed(state, request.prompt))
+            return read(fed(state, request.prompt))
 
         def next_piece(i: Int[Array, ""], state: DecodeState) -> DecodeState:
             return fed(state, jax.lax.dynamic_slice_in_dim(request.prompt, i * size, size, axis=1), i * size)
@@ -561,9 +566,35 @@ def compiled_prefill(
         state = jax.lax.fori_loop(0, count, next_piece, cache_lib.fold(state))
         if rest:
             state = fed(state, request.prompt[:, whole * size :], jnp.int32(whole * size))
-        return _readable(target, cache_lib.unfold(state, batch))
+        return read(cache_lib.unfold(state, batch))
 
     return jax.jit(prefill, compiler_options=backend.compiler_options(decoding=True))
+
+
+def prefill_piece(target: Any, batch: int, width: int, most: int | None) -> int:
+    """Tokens of each prompt that are fed at a time, ``most`` if that is said."""
+    if most is None:
+        widest = target.config.widest() if hasattr(target.config, "widest") else 0
+        most = max(1, backend.prefill_tokens(widest * jnp.dtype(getattr(target, "dtype", "float32")).itemsize) // batch)
+    return min(width, most)
+
+
+_ROOM = 256
+"""Tokens that a row may add, at least, before layers that hold no more than their window slide."""
+
+
+def cache_room(drafter: BoundDrafter) -> int:
+    """Tokens for which such layers have room beside what they see."""
+    return max(_ROOM, 2 * (num_nodes(drafter) + 1))
+
+
+def empty_cache(target: Model, drafter: BoundDrafter, batch: int, num_slots: int, piece: int) -> Any:
+    """The target's, for prompts that are fed ``piece`` tokens at a time: layers with a window hold no more than they
+    see, but for those that the drafter reads."""
+    if not any(getattr(getattr(target, "config", None), "windows", ())):
+        return target.init_cache(batch, num_slots)
+    room: dict[str, Any] = {"room": max(piece, cache_room(drafter)), "whole": reads_of(drafter).kv_layers}
+    return target.init_cache(batch, num_slots, **room)
 
 
 def unread(
@@ -573,8 +604,9 @@ def unread(
     logprobs: bool,
     controller: Controller | None,
     request: Request,
+    piece: int,
 ) -> DecodeState:
-    """The state of a request before its prompts are fed."""
+    """The state of a request before its prompts are fed, ``piece`` tokens at a time."""
     batch, width = request.prompt.shape
     depth, ends = max_depth(drafter), request.lengths + request.budget
     zeros, zeros_k = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, depth), jnp.int32)
@@ -593,7 +625,7 @@ def unread(
         counters=Counters(zeros, zeros, zeros_k, zeros_k, zeros_k, zeros),
         finish=zeros,
         logprobs=jnp.zeros((batch, num_slots + depth + 1), jnp.float32) if logprobs else None,
-        cache=cache_lib.with_total(target.init_cache(batch, num_slots), ends),
+        cache=cache_lib.with_total(empty_cache(target, drafter, batch, num_slots, piece), ends),
         drafter=cache_lib.with_total(drafter.init(batch, num_slots), ends),
         controller=None if controller is None else controller_state(controller, drafter, batch),
         counts=TokenCounts(sampling.count(request.prompt, in_prompt, none), none),
@@ -676,6 +708,11 @@ def compiled_chunk(engine: Engine):
         return _readable(engine.target, cache_lib.unfold(final, len(state.lengths)))
 
     return jax.jit(chunk, donate_argnames="state", compiler_options=backend.compiler_options(decoding=True))
+
+
+def slide(state: DecodeState) -> DecodeState:
+    """The state with room for more tokens in layers that hold no more than they see; what it was given is gone."""
+    return dataclasses.replace(state, cache=cache_lib.slide(state.cache, state.lengths))
 
 
 def grow(state: DecodeState, num_slots: int) -> DecodeState:

@@ -248,17 +248,20 @@ def most_programs(
 ) -> tuple[int, str]:
     """How many programs any number of requests of at most these sizes can need, and the formula: one that prefills a
     prompt for each bucket of rows and of prompts; one that decodes blocks for each bucket of rows and of cache slots,
-    greedy and sampling; three that grow the caches from each bucket but the last. All of them for each bucket of
-    ``stop_ids`` a row, end-of-sequence ids among them, and again for each kind of logprobs and each processor in use.
+    greedy and sampling; three that grow the caches from each bucket but the last, and one more for each window of the
+    target's layers, which also slides. All of them for each bucket of ``stop_ids`` a row, end-of-sequence ids among
+    them, and again for each kind of logprobs and each processor in use.
     """
     most = most_slots(target, k)
     batches = _bucket(rows, 1).bit_length()
     widths = len({min(_bucket(size, _MIN_PROMPT), most) for size in range(1, prompt + 1)})
     slots = len(slot_buckets(1, min(prompt + new, target.config.max_positions) + k + 1, most))
     stops = (_bucket(stop_ids, _STOP_IDS) // _STOP_IDS).bit_length()
-    formula = f"{batches} row buckets x ({widths} prompt buckets + 2 x {slots} cache buckets + 3 x {slots - 1} growths)"
+    windows = len({*getattr(target.config, "windows", ())} - {None})
+    growths = f"{3 + windows} x {slots - 1} growths" + (f" + {windows} slides" if windows else "")
+    formula = f"{batches} row buckets x ({widths} prompt buckets + 2 x {slots} cache buckets + {growths})"
     formula += f" x {stops} buckets of stop ids" if stops > 1 else ""
-    return stops * batches * (widths + 2 * slots + 3 * (slots - 1)), formula
+    return stops * batches * (widths + 2 * slots + (3 + windows) * (slots - 1) + windows), formula
 
 
 def check_processor(processor: LogitsProcessor, request: Request, slots: int) -> None:

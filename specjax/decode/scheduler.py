@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from specjax.decode.engine import NO_LIMIT, Engine, EngineParams, compiled_chunk, grow, prefilled
+from specjax.decode.engine import NO_LIMIT, Engine, EngineParams, compiled_chunk, grow, prefilled, slide
 from specjax.decode.request import Batch
 from specjax.errors import DataError
-from specjax.models.cache import insert, num_slots
+from specjax.models.cache import first, insert, num_slots
 from specjax.types import STOP_STRING, UNFINISHED, DecodeState
 
 
@@ -30,6 +30,7 @@ class Scheduler:
         self.engine, self.rows, self._params = engine, rows, params
         self.state: Any = None  # until something is inserted
         self.done, self.lengths = np.ones(rows, bool), np.zeros(rows, np.int32)
+        self._slid = np.zeros(rows, np.int32)  # how long each was when its cache last slid
         self._taken: set[int] = set()
         self._buckets: tuple[int, ...] = ()
 
@@ -58,7 +59,7 @@ class Scheduler:
             if self.state is None:
                 self.state = _vacant(prefilled(self.engine, self._params, batch.request, batch.slots[0]), self.rows)
             elif batch.slots[0] > num_slots(self.state.cache):
-                self.state = grow(self.state, batch.slots[0])
+                self._grow(batch.slots[0])
             # Rows that only pad the batch go nowhere.
             at = np.full(len(batch.request.lengths), self.rows, np.int32)
             at[:wanted] = rows
@@ -67,18 +68,25 @@ class Scheduler:
             )
         self._taken.update(rows)
         self.done[rows], self.lengths[rows] = False, batch.request.lengths[:wanted]
+        self._slid[rows] = self.lengths[rows]
         return rows
 
     def chunk(self, max_steps: int = NO_LIMIT, stop_after: int | None = None) -> None:
         """Run blocks until all rows are done, until the cache needs its next bucket, after ``max_steps`` blocks, or
-        when ``stop_after`` rows have finished in it; the cache grows before where it must."""
-        longest = int(self.lengths[~self.done].max(initial=0)) + self.engine.num_nodes + 1
+        when ``stop_after`` rows have finished in it; the cache grows or slides before where it must."""
+        block, going = self.engine.num_nodes + 1, ~self.done
         slots = num_slots(self.state.cache)
-        if longest > slots:
-            self.state = grow(self.state, next(bucket for bucket in self._buckets if bucket > slots))
+        if int(self.lengths[going].max(initial=0)) + block > slots:
+            self._grow(next(bucket for bucket in self._buckets if bucket > slots))
+        windows = first(self.state.cache).windows
+        if windows is not None and int((self.lengths - self._slid)[going].max(initial=0)) + block > windows.room:
+            self.state, self._slid = slide(self.state), self.lengths.copy()
         limits = (np.int32(max_steps), np.int32(NO_LIMIT if stop_after is None else stop_after))
         self.state = compiled_chunk(self.engine)(self._params, self.state, *limits)
         self.lengths, self.done = (np.array(x) for x in jax.device_get((self.state.lengths, self.state.done)))
+
+    def _grow(self, slots: int) -> None:
+        self.state, self._slid = slide(grow(self.state, slots)), self.lengths.copy()
 
     def stop(self, rows: Iterable[int]) -> None:
         """End rows between two chunks: they were cancelled, or a stop string was found."""

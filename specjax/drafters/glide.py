@@ -33,7 +33,7 @@ from specjax.errors import ConfigError, ModelError
 from specjax.models import hf
 from specjax.models.attention.blocks import attend_to_both
 from specjax.models.attention.sight import Sight
-from specjax.models.cache import Layer
+from specjax.models.attention.stored import Layer
 from specjax.models.config import ModelConfig
 from specjax.models.decode_layout import LaidOut
 from specjax.models.families import Settings, family_of
@@ -91,7 +91,7 @@ class Reading:
         scale: float | None = None,
         soft_cap: float | None = None,
     ) -> tuple[Float[Array, "B T H C"], Own]:
-        """See `specjax.models.cache.Attended`: the block, with their own keys and values."""
+        """See `specjax.models.attention.memory.Attended`: the block, with their own keys and values."""
         own = Own(*(_put(old, new, self.depth) for old, new in zip(self.own, (k, v), strict=True)))
         reached = jnp.arange(own.keys.shape[2], dtype=jnp.int32) <= self.depth
         return attend_to_both(q, self.target, self.sight, own, reached, scale, soft_cap), own
@@ -108,12 +108,6 @@ class GlideModel:
 
     model: Model
     reads: tuple[int, ...]
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Of the layers: how many positions back they see."""
-        config = self.model.config
-        return tuple(config.layer(i).window for i in range(config.num_layers))
 
     def blocks(self, batch: int, fed: int, depths: int) -> tuple[Own, ...]:
         """Empty blocks of every layer."""
@@ -175,7 +169,7 @@ class BoundGlide(StatelessDrafter):
 
         def feed(blocks, newest, depth):
             positions = root + depth
-            each = zip(layers, self.glide.windows, blocks, strict=True)
+            each = zip(layers, self.glide.model.config.windows, blocks, strict=True)
             readings = [Reading(layer, verified.within(window, positions), own, depth) for layer, window, own in each]
             final, blocks = self.glide(params, newest, positions, readings)
             return self.glide.model.head(params, final), blocks
@@ -232,7 +226,7 @@ class TrainedGlide(TrainedDrafter):
         for depth, share in enumerate(shares):
             root = place - depth
             verified = Sight((root - 1)[None], segments=segments)
-            each = zip(layers, self.glide.windows, blocks, strict=True)
+            each = zip(layers, self.glide.model.config.windows, blocks, strict=True)
             readings = [
                 Reading(layer, verified.within(window, positions, positions), own, depth) for layer, window, own in each
             ]

@@ -92,6 +92,8 @@ def self_test(trained: Any, params: Params, target: Any, loaded: Drafter, prompt
     # As it decodes: in the target's dtype, to which `load_drafter` casts, laid out where that puts it.
     params = jax.tree.map(lambda x: x.astype(target.dtype), on_one_device(params))
     trained = in_training(trained, TrainingForm(dtype=str(target.dtype)))
+    if getattr(target.spec, "cache_dtype", None) is not None:  # training reads keys and values as they are made
+        target = dataclasses.replace(target, spec=dataclasses.replace(target.spec, cache_dtype=None))
     places, _ = _predictions(trained)
     own, found = (dataclasses.replace(d, k=places) for d in (trained.to_drafter(params, target, 1), loaded))  # pyright: ignore
     _same_tokenizer(getattr(found, "model", None), target)

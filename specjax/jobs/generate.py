@@ -68,7 +68,8 @@ def tell_memory(target: str, draft: str | None, loading: Mapping[str, Any], prom
     from specjax.models.hf import abstract_model
 
     directory = None if draft is None or not Path(draft).is_dir() else Path(draft)
-    tell_generation(abstract_model(target, loading["dtype"]), loading["quantize"], directory, prompts, new)
+    model = abstract_model(target, loading["dtype"], kv_cache=loading["kv_cache"])
+    tell_generation(model, loading["quantize"], directory, prompts, new)
 
 
 def defaults(own: Sequence[str], target: str) -> dict[str, Any]:

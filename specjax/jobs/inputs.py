@@ -98,8 +98,8 @@ def load_target(config: RunConfig, path: str | Path) -> LoadedModel:
     mesh: Any = layout.mesh if layout.target_sharded else None
     if config.target.family is not None:
         families.register(config.target.family)
-    target = config.target
-    return load_model(path, dtype=target.dtype, revision=target.revision, mesh=mesh, quantize=target.quantize)
+    names = ("dtype", "revision", "quantize", "kv_cache")
+    return load_model(path, mesh=mesh, **{name: getattr(config.target, name) for name in names})
 
 
 def _rows(

@@ -88,8 +88,8 @@ def run_budget(config: RunConfig, device: Device | None = None, jobs: Sequence[s
         SpecjaxError: for a config that no job would take.
     """
     if device is None or device.backend is None:
-        return budget(config, memory.device_memory(), jobs)
-    with backend.lowering_for(device.backend):
+        return budget(config, backend.device_memory(), jobs)
+    with backend.lowering_for(device.backend, device.memory):
         return budget(config, device.memory, jobs)
 
 
@@ -120,7 +120,7 @@ def budget(config: RunConfig, limit: float | None, jobs: Sequence[str]) -> Budge
 
 def tell(config: RunConfig, *jobs: str) -> None:
     """The first line of a job: what it takes on each device. Raises `ConfigError` if that is more than it has."""
-    found = budget(config, memory.device_memory(), jobs)
+    found = budget(config, backend.device_memory(), jobs)
     largest = max(found.footprints, key=lambda footprint: footprint.total, default=None)
     if largest is not None:
         note(f"memory: {largest}")
@@ -138,7 +138,7 @@ def tell_generation(
         weights["draft"] = sum(file.stat().st_size for file in draft.glob("*.safetensors"))
     engine = Engine(spec, NoDraft(), registry.build(registry.VERIFIERS, "greedy", "verifier"), greedy=True)
     longest = min(max(map(len, prompts)) // _CHARACTERS + 1, target.config.max_positions)
-    found = Budget([memory.decoding(engine, weights, len(prompts), longest, new)], memory.device_memory())
+    found = Budget([memory.decoding(engine, weights, len(prompts), longest, new)], backend.device_memory())
     note(f"memory: {found.footprints[0]}")
     found.check()
 
@@ -165,7 +165,7 @@ def footprints(config: RunConfig, jobs: Sequence[str], limit: float | None = Non
 def fitting(name: str, stage: config_lib.Stage, config: RunConfig, drafts: Initial) -> config_lib.Stage:
     """A stage about to run, with as many rows at a time as fit the device, where the config does not say and memory
     decides: not on a CPU, where it is the cache (`backend.microbatch_tokens`)."""
-    limit = memory.device_memory()
+    limit = backend.device_memory()
     if not hasattr(drafts.drafter, "config") or not _decides(stage, limit):
         return stage
     # One choice of all processes, whatever each has left.
@@ -205,7 +205,7 @@ def abstract_target(config: RunConfig) -> LoadedModel:
         return LoadedModel(model, jax.eval_shape(model.init, jax.random.key(0)))
     if settings.family is not None:
         families.register(settings.family)
-    return abstract_model(settings.path, settings.dtype, settings.revision)
+    return abstract_model(settings.path, settings.dtype, settings.revision, settings.kv_cache)
 
 
 def _abstract_layout(settings: config_lib.Mesh) -> tuple[Layout, Split]:
@@ -325,7 +325,7 @@ def _remedies(config: RunConfig, exceeding: Footprint) -> Iterator[tuple[str, Ru
             words = f"distill.remat=true distill.micro_batch_size={rows}"
             yield words, replace(config, distill=replace(own, micro_batch_size=rows))
     if config.target.path is not None:
-        for name, value in (("dtype", "bfloat16"), ("quantize", "int8"), ("quantize", "int4")):
+        for name, value in (("dtype", "bfloat16"), ("kv_cache", "int8"), ("quantize", "int8"), ("quantize", "int4")):
             yield f"target.{name}={value}", replace(config, target=replace(config.target, **{name: value}))
     axis = "tensor" if decodes else "fsdp"
     for size in (2, 4, 8, 16, 32, 64):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 from specjax.models.rotary import DynamicScaling, LongRope, Rope
@@ -116,6 +117,20 @@ class ModelConfig:
 
     def layer(self, index: int) -> LayerKind:
         return self.layers[index % len(self.layers)]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the layers: how many tokens each sees, itself among them; None: all before it."""
+        return tuple(self.layer(i).window for i in range(self.num_layers))
+
+    def widest(self, of: Callable[[int], int] = int) -> int:
+        """Numbers that the widest layer makes of a token on its way through, beside scores: the stream, its norm, and
+        either projections of attention or neurons with the gate's. ``of``: the part of a size that a device has."""
+        heads, kv = of(self.num_heads) * self.head_dim, of(self.num_kv_heads) * self.head_dim
+        neurons = of(self.intermediate_size) * (3 if self.gated else 2)
+        if self.experts is not None:  # each token's own
+            neurons = max(neurons, self.experts.top_k * self.experts.intermediate_size * 3)
+        return 2 * self.hidden_size + max(2 * (heads + 2 * kv), neurons)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

@@ -165,6 +165,7 @@ def load_model(
     mesh: Mesh | None = None,
     check_finite: bool = True,
     quantize: str | None = None,
+    kv_cache: str | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face directory, or a hub id (downloaded to the hub's cache; without a network, what is there).
 
@@ -180,6 +181,8 @@ def load_model(
         check_finite: False takes NaN and infinite weights.
         quantize: "int8" or "int4", how kernels are stored (`specjax.models.kernels.quantised`); None: in ``dtype``.
             A quantised target is another model, a quantised draft only another draft.
+        kv_cache: "int8": keys and values of decoding in 8 bits, each vector with a scale; another model, too. None: in
+            ``dtype``.
 
     Returns:
         The model, with its tokenizer if it has one.
@@ -187,7 +190,7 @@ def load_model(
     Raises:
         ModelError: an argument cannot be used, or a file, setting or tensor cannot be read; the message names it.
     """
-    dtype, scheme = _known_dtype(dtype), scheme_of(quantize)
+    dtype, scheme, kv_cache = _known_dtype(dtype), scheme_of(quantize), _known_cache(kv_cache)
     mesh = None if mesh is None else usable(mesh)
     directory = resolve(path_or_hub_id, revision)
     for pattern in _HUB_FILES:
@@ -202,18 +205,21 @@ def load_model(
     tokenizer = _read_tokenizer(directory)
     params = read_params(directory, family, config, dtype, mesh, check_finite, scheme)
     return LoadedModel(
-        spec=Model(config, str(params["embedding"].dtype)),
+        spec=Model(config, str(params["embedding"].dtype), cache_dtype=kv_cache),
         params=params,
         tokenizer=tokenizer,
         eos_ids=eos_ids,
-        name=(Path(path_or_hub_id).name or directory.name) + (f"-{quantize}" if quantize else ""),
+        name=_named(Path(path_or_hub_id).name or directory.name, quantize, kv_cache),
         family=family.saved_as or family.model_type,
         generation=generation,
     )
 
 
 def abstract_model(
-    path_or_hub_id: str | os.PathLike, dtype: str | None = None, revision: str | None = None
+    path_or_hub_id: str | os.PathLike,
+    dtype: str | None = None,
+    revision: str | None = None,
+    kv_cache: str | None = None,
 ) -> LoadedModel:
     """The model with shapes in place of weights, and without tokenizer: what it takes, before it is loaded.
 
@@ -221,6 +227,7 @@ def abstract_model(
         path_or_hub_id: as `load_model` takes it; of a hub id only config.json is fetched.
         dtype: likewise; "auto": as config.json says.
         revision: likewise.
+        kv_cache: likewise.
 
     Returns:
         The model, which does not run.
@@ -228,15 +235,26 @@ def abstract_model(
     Raises:
         ModelError: as `load_model`, for what config.json holds.
     """
-    dtype = _known_dtype(dtype)
+    dtype, kv_cache = _known_dtype(dtype), _known_cache(kv_cache)
     settings, family, config = _described(resolve(path_or_hub_id, revision, ["config.json"]))
     if dtype == AS_STORED:
         stored = settings.values.get("dtype") or settings.values.get("torch_dtype")
         dtype = stored if stored in DTYPES else backend.default_dtype()
-    model = Model(config, dtype)
+    model = Model(config, dtype, cache_dtype=kv_cache)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     name, saved_as = Path(path_or_hub_id).name, family.saved_as or family.model_type
     return LoadedModel(model, shapes, name=name, family=saved_as)
+
+
+def _named(name: str, quantize: str | None, kv_cache: str | None) -> str:
+    """That of another model, where it is one."""
+    return "-".join([name, *([quantize] if quantize else []), *([f"kv-{kv_cache}"] if kv_cache else [])])
+
+
+def _known_cache(dtype: str | None) -> str | None:
+    if dtype not in (None, "int8"):
+        raise ModelError(f"kv_cache={dtype!r} is unknown; use 'int8', or None")
+    return dtype
 
 
 def _known_dtype(dtype: str | None) -> str:

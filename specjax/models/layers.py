@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from specjax.models import kernels
-from specjax.models.cache import Attended
+from specjax.models.attention.memory import Attended
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.products import precision_of, seen_only_where_visible
 from specjax.models.rotary import rotate

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
@@ -20,7 +21,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models.cache import Attended, KVCache, memories
+from specjax.models.attention.memory import Attended, memories
+from specjax.models.cache import KVCache, Windows
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.kernels import Dense
 from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm
@@ -164,6 +166,8 @@ class Model:
     config: ModelConfig
     dtype: str = "float32"
     mesh: Mesh | None = dataclasses.field(default=None, kw_only=True)
+    cache_dtype: str | None = dataclasses.field(default=None, kw_only=True)
+    """Of its KV cache; int8: with a scale for each vector; None: what it computes in."""
 
     def init(self, key: Array, dtype: str | None = None) -> Params:
         """Fresh parameters, a nested dict of arrays; ``dtype`` None: the one it computes in."""
@@ -174,13 +178,30 @@ class Model:
         """The NNX module that holds ``params``."""
         return nnx.merge(_graphdef(self.config, self.dtype), nnx.State(params))
 
-    def init_cache(self, batch: int, num_slots: int, dtype: DTypeLike | None = None) -> KVCache:
-        """Empty; ``dtype`` None: of numbers as it computes with. Where rows choose their rotary frequencies,
-        `specjax.models.cache.with_total` tells it how long they will get; until then they count as short."""
-        config, dtype = self.config, self.dtype if dtype is None else dtype
-        cache = KVCache.zeros(config.num_layers, batch, num_slots, config.num_kv_heads, config.head_dim, dtype)
+    def init_cache(
+        self,
+        batch: int,
+        num_slots: int,
+        dtype: DTypeLike | None = None,
+        room: int | None = None,
+        whole: Sequence[int] = (),
+    ) -> KVCache:
+        """Empty; ``dtype`` None: `cache_dtype`. Where rows choose their rotary frequencies,
+        `specjax.models.cache.with_total` tells it how long they will get; until then they count as short.
+
+        ``room``: layers with a window, except the ``whole`` ones, hold no more than they see and so many tokens, which
+        may be fed before the next `specjax.models.cache.slide`. None: all layers hold everything."""
+        config, dtype = self.config, (self.cache_dtype or self.dtype) if dtype is None else dtype
+        of_layers = tuple(None if i in whole else window for i, window in enumerate(config.windows))
+        windows = None if room is None or not any(of_layers) else Windows(of_layers, room, num_slots)
+        sizes = batch, num_slots, config.num_kv_heads, config.head_dim
+        cache = KVCache.zeros(config.num_layers, *sizes, dtype, windows)
         total = jnp.zeros((batch,), jnp.int32) if config.rows_choose_frequencies else None
-        layers = jax.tree.map(lambda x: constrained(x, self.mesh, ROWS, "tensor"), cache.layers)
+
+        def placed(x: Array) -> Array:
+            return constrained(x, self.mesh, *(ROWS, "tensor")[: x.ndim])
+
+        layers = jax.tree.map(placed, cache.layers)
         return dataclasses.replace(cache, layers=layers, total=total, spread=self.mesh is not None)
 
     def head(self, params: Params, final: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

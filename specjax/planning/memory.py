@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,18 +80,6 @@ def _bits(dtype: Any) -> int:
     return 4 if dtype in (jnp.int4, jnp.uint4) else 8 * dtype.itemsize
 
 
-def device_memory() -> int | None:
-    """Bytes of a device that is here; of a CPU those of the machine. None: unknown."""
-    device = jax.local_devices()[0]  # of another process it would say nothing
-    stats = device.memory_stats() or {}
-    if "bytes_limit" in stats or not backend.is_host(device):
-        return stats.get("bytes_limit")
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(jax.local_devices())
-    except (ValueError, OSError, AttributeError):
-        return None
-
-
 @dataclasses.dataclass(frozen=True)
 class Split:
     """Parts that a mesh makes of the rows of a batch, of what is computed, and of what is stored."""
@@ -116,12 +103,7 @@ class Split:
 def pass_bytes(config: ModelConfig, tokens: int, itemsize: int, split: Split) -> int:
     """What the widest layer makes of ``tokens`` tokens on a device on their way through, beside scores: the stream, its
     norm, and either projections of attention or neurons with the gate's."""
-    heads = split.of(config.num_heads) * config.head_dim
-    kv = split.of(config.num_kv_heads) * config.head_dim
-    neurons = split.of(config.intermediate_size) * (3 if config.gated else 2)
-    if config.experts is not None:  # each token's own
-        neurons = max(neurons, config.experts.top_k * config.experts.intermediate_size * 3)
-    return tokens * itemsize * (2 * config.hidden_size + max(2 * (heads + 2 * kv), neurons))
+    return tokens * itemsize * config.widest(split.of)
 
 
 def score_bytes(config: ModelConfig, rows: int, fed: int, keys: int, split: Split) -> int:
@@ -167,16 +149,23 @@ def decoding(
     config, itemsize = target.config, jnp.dtype(target.dtype).itemsize
     rows, width, buckets = padded_sizes(engine.target, engine.num_nodes, batch, prompt, new)
     slots = buckets[-1]
-    first = functools.partial(
-        engine_lib.unread, engine.target, engine.drafter, slots, engine.logprobs is not None, engine.controller
-    )
-    state = jax.eval_shape(first, request_shapes(rows, width, config.vocab_size))
-    caches = split_state({"target": state.cache, "drafter": state.drafter}, split, rows)
+
+    def state_of(slots: int, piece: int) -> Any:
+        how = engine.target, engine.drafter, slots, engine.logprobs is not None, engine.controller
+        first = functools.partial(engine_lib.unread, *how, piece=piece)
+        return jax.eval_shape(first, request_shapes(rows, width, config.vocab_size))
+
+    def caches_of(state: Any) -> int:
+        return split_state({"target": state.cache, "drafter": state.drafter}, split, rows)
+
+    state = state_of(slots, 1)
+    caches = caches_of(state)
     rest = bytes_on_device(dataclasses.replace(state, cache=None, drafter=None))
     own = -(-rows // split.rows)
-    piece = engine.prefill_chunk or max(1, backend.prefill_tokens() // rows)
-    fed = min(width, piece)
+    fed = engine_lib.prefill_piece(engine.target, rows, width, engine.prefill_chunk)
     prefill = pass_bytes(config, own * fed, itemsize, split) + score_bytes(config, own, fed, buckets[0], split)
+    # While pieces are fed, layers that hold no more than their window have room for one.
+    prefill += max(0, caches_of(state_of(buckets[0], fed)) - caches)
     block = engine.num_nodes + 1
     logits = _WIDTHS_OF_LOGITS * 4 * rows * block * split.of(config.vocab_size)
     chunk = logits + pass_bytes(config, own * block, itemsize, split)
@@ -192,7 +181,7 @@ def split_state(tree: Any, split: Split, rows: int) -> int:
 
     def of(leaf: Any) -> int:
         size = math.ceil(leaf.size * _bits(leaf.dtype) / 8)
-        if leaf.ndim < 4:
+        if leaf.ndim < 3:
             return size
         size //= split.rows if leaf.shape[0] % split.rows == 0 else 1
         return size // (split.tensor if leaf.shape[1] % split.tensor == 0 else 1)

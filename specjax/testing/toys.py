@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.evaluation import references
-from specjax.models.cache import KVCache, Layer
+from specjax.models.attention.stored import Layer
+from specjax.models.cache import KVCache
 from specjax.models.decode_layout import LaidOut
 from specjax.types import NOTHING, Context, Output, Params, SamplingParams
 

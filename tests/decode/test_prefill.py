@@ -58,7 +58,7 @@ def test_a_prompt_is_fed_as_far_as_it_goes():
 def test_a_large_batch_is_fed_in_smaller_pieces_by_itself(monkeypatch):
     """Of as many tokens as are worth a pass, all rows together."""
     engine_lib.compiled_prefill.cache_clear()
-    monkeypatch.setattr(backend, "prefill_tokens", lambda: 32)
+    monkeypatch.setattr(backend, "prefill_tokens", lambda token_bytes: 32)
     target, fed = transformer(5), []
     real = type(target.spec).__call__
 

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.cache import KVCache, Layer, insert, memories
+from specjax.models.attention.memory import memories
+from specjax.models.attention.stored import Layer
+from specjax.models.cache import KVCache, insert
 from specjax.models.products import attend
 
 ROWS, SLOTS, HEADS, FEATURES, FED = 3, 8, 2, 4, 3

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from specjax.decode import engine, scheduler
+from specjax.models.attention.memory import Memory
+from specjax.models.attention.stored import Int8Layer, Sliding
 from specjax.models.cache import KVCache
 from specjax.proposal import Proposal
 from specjax.testing.inhabitants import BoundHiddenReader, Changing
 from specjax.verifiers import chain
 from tests.controllers import test_anticipation
-from tests.decode import test_scheduler, test_seams
+from tests.decode import test_cache_sizes, test_scheduler, test_seams
 from tests.mutants.table import mutant, wrap
 
 SELF = test_seams.test_a_drafter_that_equals_its_target_has_every_token_accepted
@@ -21,6 +23,9 @@ CHANGING = test_seams.test_a_length_that_changes_with_every_block_changes_no_tok
 ALONE = test_scheduler.test_twenty_requests_through_four_rows_are_bit_for_bit_those_that_run_alone
 CUT_BEFORE_DRAWN = test_anticipation.test_whether_a_token_is_proposed_is_known_before_it_is_drawn
 in_a_tree = mutant("tree", SELF, name="tree", mode="greedy")
+WHOLE = test_cache_sizes.test_what_is_decoded_is_what_a_whole_cache_gives
+IN_8_BITS = test_cache_sizes.test_in_8_bits_what_is_decoded_depends_on_no_block_and_no_piece
+sliding = mutant("cache", WHOLE, windows=(24, None), kind="plain", piece=None)
 hidden = mutant("reads", SELF, name="hidden", mode="greedy", lossless=True)
 
 
@@ -43,6 +48,30 @@ def the_accepted_path_stays_where_it_was_written(patch):
 @in_a_tree
 def the_path_is_kept_one_slot_late(patch):
     wrap(patch, KVCache, "keep", lambda real: lambda cache, start, path: real(cache, start + 1, path - 1))
+
+
+@sliding
+def a_layer_slides_one_token_too_far(patch):
+    """The oldest token that its window holds is gone."""
+    wrap(patch, Sliding, "slid", lambda real: lambda layer, lengths, window: real(layer, lengths, window - 1))
+
+
+@sliding
+def a_layer_that_slid_is_seen_as_one_that_did_not(patch):
+    """What is written goes where it should, and the mask counts from the row's first token."""
+
+    def make(real):
+        def mutated(memory, cached):
+            return dataclasses.replace(real(memory, cached), sight=memory.sight)
+
+        return mutated
+
+    wrap(patch, Memory, "over", make)
+
+
+@mutant("cache", IN_8_BITS, kind="ngram", piece=16)
+def a_prompt_fed_at_once_reads_what_8_bits_do_not_hold(patch):
+    patch.setattr(Int8Layer, "as_read", staticmethod(lambda keys, values: (keys, values)))
 
 
 @mutant("tree", test_seams.test_a_tree_of_another_model_gives_what_plain_decoding_gives, mode="parameters")

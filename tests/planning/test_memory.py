@@ -168,7 +168,7 @@ def test_a_job_tells_it_first_and_is_refused_before_anything_is_read(directory, 
     config = config_of(directory, tmp_path)
     job.tell(config, job.DECODING)
     assert "note: memory: decoding 4 rows of 200 tokens: " in capsys.readouterr().err
-    monkeypatch.setattr(memory, "device_memory", lambda: 1000)
+    monkeypatch.setattr(backend, "device_memory", lambda: 1000)
     from specjax.jobs import inputs
 
     monkeypatch.setattr(inputs.corpus, "read_documents", lambda *args: pytest.fail("read before it was refused"))
@@ -188,10 +188,10 @@ def test_the_command_prints_a_column_a_job(directory, tmp_path):
 
 
 def test_a_generation_is_refused_before_its_target_is_loaded(directory, monkeypatch, capsys):
-    loading = {"dtype": None, "quantize": None}
+    loading = {"dtype": None, "quantize": None, "kv_cache": None}
     generate.tell_memory(str(directory), str(directory), loading, ["x" * 1000, "y"], 50)
     assert "note: memory: decoding 2 rows of 301 tokens: " in capsys.readouterr().err
-    monkeypatch.setattr(memory, "device_memory", lambda: 1000)
+    monkeypatch.setattr(backend, "device_memory", lambda: 1000)
     monkeypatch.setattr(specjax, "load_model", lambda *args, **options: pytest.fail("loaded before it was refused"))
     run = CliRunner().invoke(cli.app, ["generate", "--target", str(directory), "--prompt", "x", "--prompt", "y"])
     assert run.exit_code == 2
@@ -199,7 +199,7 @@ def test_a_generation_is_refused_before_its_target_is_loaded(directory, monkeypa
 
 
 def test_more_tokens_than_positions_are_left_to_be_refused_as_such(directory, capsys):
-    loading = {"dtype": None, "quantize": None}
+    loading = {"dtype": None, "quantize": None, "kv_cache": None}
     generate.tell_memory(str(directory), None, loading, ["x"], 10**9)
     assert "note: memory: decoding 1 rows of " in capsys.readouterr().err
 

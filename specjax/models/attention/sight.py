@@ -40,6 +40,12 @@ class Sight:
         """The same through a window; positions of queries and of keys (None: their numbers)."""
         return self if window is None else dataclasses.replace(self, window=window, positions=(queries, keys))
 
+    def lowered(self, by: Int[Array, " B"]) -> Sight:
+        """Of keys that are numbered from ``by[b]`` on; positions of keys are then to be given anew."""
+        tree = None if self.tree is None else Tree(self.tree.start - by, self.tree.mask)
+        positions = None if self.positions is None else (self.positions[0] - by[:, None], None)
+        return dataclasses.replace(self, last=self.last - by[:, None], tree=tree, positions=positions)
+
     def of(self, keys: Int[Array, " K"]) -> Bool[Array, "#B T K"]:
         """Whether each query sees each of these keys."""
         return self._seen(keys, lambda x: jnp.take(x, keys, axis=1, mode="clip"))

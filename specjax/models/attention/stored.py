@@ -1,0 +1,209 @@
+"""What is kept of one layer's keys and values: plain, in 8 bits, or no more than a window sees. Turned as attention
+multiplies with them, so that no pass copies a cache.
+
+Dims: B rows, S slots, T tokens fed, G key-value heads, C head features, BG = B * G heads, a row's side by side, N slots
+that are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped
+
+from specjax import backend
+
+
+class Layer(NamedTuple):
+    """Keys and values of one layer, ``[B, G, ...]`` or folded, ``[BG, ...]``."""
+
+    keys: Float[Array, "*heads S C"]
+    values: Float[Array, "*heads C S"]
+    slot_axes = (-2, -1)
+
+    @classmethod
+    def of(cls, keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"], folded: bool = True) -> Layer:
+        """A block of new keys and values: a layer of T slots."""
+        batch, fed, kv_heads, features = keys.shape
+        heads = (batch * kv_heads,) if folded else (batch, kv_heads)
+        return cls(
+            keys.transpose(0, 2, 1, 3).reshape(*heads, fed, features),
+            values.transpose(0, 2, 3, 1).reshape(*heads, values.shape[3], fed),
+        )
+
+    def write(self, start: Int[Array, " B"], new: Layer, together: bool = False) -> Layer:
+        """With each row's T new entries, which have the same form, at the slots from ``start[b]`` on. A block is
+        contiguous in slots, in a tree as well.
+
+        The engine keeps ``S >= start[b] + T``: `dynamic_update_slice` clamps its start and would overwrite valid slots.
+        """
+        return _written(self, start, new, together)
+
+    def read(self, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
+        """Keys and values as attention multiplies with them; ``dtype`` None: as they are."""
+        return (self.keys, self.values) if dtype is None else (self.keys.astype(dtype), self.values.astype(dtype))
+
+    @staticmethod
+    def as_read(keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> tuple[Array, Array]:
+        """New ones, as they will be read."""
+        return keys, values
+
+
+class Int8Layer(NamedTuple):
+    """The same in 8 bits, each vector with a scale of its own: a token's of a head."""
+
+    keys: Int[Array, "*heads S C"]
+    values: Int[Array, "*heads C S"]
+    key_scales: Float[Array, "*heads S"]
+    value_scales: Float[Array, "*heads S"]
+    slot_axes = (-2, -1, -1, -1)
+
+    def write(self, start: Int[Array, " B"], new: Layer, together: bool = False) -> Int8Layer:
+        """See `Layer.write`; ``new`` as the model computes it."""
+        (keys, key_scales), (values, value_scales) = _in_int8(new.keys, -1), _in_int8(new.values, -2)
+        return _written(self, start, Int8Layer(keys, values, key_scales, value_scales), together)
+
+    def read(self, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
+        """See `Layer.read`; None: float32."""
+        keys = self.keys.astype(jnp.float32) * self.key_scales[..., None]
+        values = self.values.astype(jnp.float32) * self.value_scales[..., None, :]
+        return (keys, values) if dtype is None else (keys.astype(dtype), values.astype(dtype))
+
+    @staticmethod
+    def as_read(keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> tuple[Array, Array]:
+        """See `Layer.as_read`: what a token reads does not depend on how a prompt is cut."""
+
+        def rounded(x: Array) -> Array:
+            numbers, scales = _in_int8(x, -1)
+            return (numbers.astype(jnp.float32) * scales[..., None]).astype(x.dtype)
+
+        return rounded(keys), rounded(values)
+
+
+def _in_int8(x: Float[Array, "..."], axis: int) -> tuple[Array, Array]:
+    """(whole numbers, float32 scales without ``axis``). A vector with a NaN or an infinity reads as NaN."""
+    wide = x.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(wide), axis=axis) / _MOST_OF_INT8
+    numbers = wide / jnp.expand_dims(jnp.where(scales == 0, 1.0, scales), axis)
+    return jnp.round(numbers).astype(jnp.int8), jnp.where(jnp.isfinite(scales), scales, jnp.nan)
+
+
+_MOST_OF_INT8 = 127
+
+
+class Sliding(NamedTuple):
+    """A layer with a window that holds no more than it sees: slot s of row b is token ``base[b] + s``."""
+
+    slots: Layer | Int8Layer
+    base: Int[Array, " B"]
+
+    @property
+    def keys(self) -> Array:
+        return self.slots.keys
+
+    @property
+    def values(self) -> Array:
+        return self.slots.values
+
+    def read(self, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
+        """See `Layer.read`."""
+        return self.slots.read(dtype)
+
+    def as_read(self, keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> tuple[Array, Array]:
+        """See `Layer.as_read`."""
+        return self.slots.as_read(keys, values)
+
+    def write(self, start: Int[Array, " B"], new: Layer, together: bool = False) -> Sliding:
+        """See `Layer.write`; ``start`` counts slots."""
+        return self._replace(slots=self.slots.write(start, new, together))
+
+    def slid(self, lengths: Int[Array, " B"], window: int) -> Sliding:
+        """Without what no token from ``lengths[b]`` on sees."""
+        base = jnp.maximum(self.base, lengths - window)
+        last = self.keys.shape[-2] - 1
+        sources = jnp.minimum((base - self.base)[:, None] + jnp.arange(last + 1, dtype=jnp.int32)[None], last)
+        return Sliding(_taken(self.slots, sources), base)
+
+
+Stored = Layer | Int8Layer | Sliding
+_Slots = TypeVar("_Slots", bound=Layer | Int8Layer)
+_Stored = TypeVar("_Stored", bound=Stored)
+
+
+def _by_array(change: Callable[..., Array], layer: _Slots, *others: _Slots) -> _Slots:
+    """Each array of a layer, as ``change(its axis of slots, the array, those of the others)``."""
+    return type(layer)(*map(change, layer.slot_axes, layer, *others))
+
+
+def _written(layer: _Slots, start: Int[Array, " B"], new: _Slots, together: bool) -> _Slots:
+    return _by_array(lambda axis, old, x: _write(old, start, x, axis % old.ndim, together), layer, new)
+
+
+def _taken(layer: _Slots, sources: Int[Array, "B N"]) -> _Slots:
+    """The slots ``sources`` of each row."""
+    heads = layer.keys.shape[:-2]
+
+    def of(axis: int, x: Array) -> Array:
+        by_row = x.reshape(len(sources), -1, *x.shape[len(heads) :])
+        taken = jax.vmap(lambda row, at: jnp.take(row, at, axis=axis, mode="clip"))(by_row, sources)
+        return taken.reshape(*heads, *taken.shape[2:])
+
+    return _by_array(of, layer)
+
+
+def moved(layer: Stored, start: Int[Array, " B"], path: Int[Array, "B N"], together: bool) -> Stored:
+    """With what the slots ``start + path`` hold at those from ``start + 1`` on."""
+    if isinstance(layer, Sliding):
+        return layer._replace(slots=moved(layer.slots, start - layer.base, path, together))
+    return _written(layer, start + 1, _taken(layer, start[:, None] + path), together)
+
+
+def resized(layer: _Stored, slots: int) -> _Stored:
+    """With more slots, or the first of them."""
+    if isinstance(layer, Sliding):
+        return layer._replace(slots=resized(layer.slots, slots))
+
+    def of(axis: int, x: Array) -> Array:
+        more = slots - x.shape[axis]
+        if more < 0:
+            return jax.lax.slice_in_dim(x, 0, slots, axis=axis % x.ndim)
+        return jnp.pad(x, [(0, more if i == axis % x.ndim else 0) for i in range(x.ndim)])
+
+    return _by_array(of, layer)
+
+
+def sliding(layer: Stored, rows: int) -> Sliding:
+    return layer if isinstance(layer, Sliding) else Sliding(layer, jnp.zeros((rows,), jnp.int32))
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def write_rows(
+    buffer: Shaped[Array, "B L"], start: Int[Array, " B"], new: Shaped[Array, "B T"], together: bool = False
+) -> Array:
+    """``buffer[b, start[b] : start[b] + T] = new[b]``; all rows ``together`` where they lie over several devices."""
+    return _write(buffer, start, new, 1, together)
+
+
+def _write(buffer: Array, start: Int[Array, " B"], new: Array, axis: int, together: bool = False) -> Array:
+    """Write at ``start[b]`` of ``axis``, row by row or ``together``, by the number of rows."""
+    rows, heads = len(start), len(buffer) // len(start)
+    new = new.astype(buffer.dtype)
+
+    def at(row, slot):
+        index = (row, *(slot if i == axis else 0 for i in range(1, buffer.ndim)))
+        return tuple(jnp.asarray(i, jnp.int32) for i in index)  # of one type, under JAX_ENABLE_X64 as well
+
+    if together or rows > backend.unrolled_rows():
+        old, new = (x.reshape(rows, heads, *x.shape[1:]) for x in (buffer, new))
+        written = jax.vmap(lambda b, n, s: jax.lax.dynamic_update_slice(b, n, at(0, s)))(old, new, start)
+        return written.reshape(buffer.shape)
+    for row in range(rows):
+        theirs = new[row * heads : (row + 1) * heads]
+        buffer = jax.lax.dynamic_update_slice(buffer, theirs, at(row * heads, start[row]))
+    return buffer
