@@ -33,7 +33,7 @@ from rich.table import Table
 
 from specjax.cli import user_errors
 from specjax.config import load_config
-from specjax.decode import engine
+from specjax.decode import programs
 from specjax.evaluation.bench import Cell, Run
 from specjax.evaluation.costs import count_compiles
 from specjax.jobs.calibrate import Subject, acceptances
@@ -120,7 +120,7 @@ def measure(subject: Subject, batch: int, bars: Bars) -> tuple[CostModel, dict[C
         timer.turn()
         runs = bench.run(cells, subject.timed, tick)
     costs = fit(timer.points(), wanted.left_out)
-    engine.free_programs()
+    programs.free_programs()
     return CostModel("here", str(subject.target.dtype), True, {batch: costs}), runs
 
 

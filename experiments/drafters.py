@@ -31,7 +31,7 @@ from rich.table import Table
 
 from specjax import registry
 from specjax.config import RunConfig, load_config
-from specjax.decode import engine
+from specjax.decode import programs
 from specjax.evaluation.bench import AUTOREGRESSIVE, Bench, Cell, Run
 from specjax.jobs import distill as job
 from specjax.jobs import inputs
@@ -168,7 +168,7 @@ class Study:
                     by_k = {c.k: _cell(runs[0][c], seconds[c], plain, settings.new_tokens) for c in own}
                     found[name][f"{t:g}"] = {"k": best.k, **by_k[best.k], "by_k": by_k}
                 # All of a study's programs take more mappings of memory than a process may have.
-                engine.free_programs()
+                programs.free_programs()
                 jax.clear_caches()
         of_shape = {shape: _pass_ms(bench, name) for shape, name in {d.shape: d.name for d in drafts}.items()}
         for draft in drafts:

@@ -22,7 +22,8 @@ import optax
 import record
 
 from specjax import registry
-from specjax.decode.engine import EngineParams, NoDraft, Request, compiled_prefill
+from specjax.decode.engine import EngineParams, NoDraft
+from specjax.decode.programs import Request, compiled_prefill
 from specjax.distill.init import SharedEnds
 from specjax.distill.step import TrainState, Update
 from specjax.drafters.draft_model import TrainedDraftModel

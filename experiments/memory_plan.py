@@ -37,7 +37,8 @@ import record
 from jax.sharding import Mesh, NamedSharding
 
 from specjax.controllers.fixed import Fixed
-from specjax.decode.engine import Engine, EngineParams, compiled_chunk, compiled_prefill, free_programs
+from specjax.decode.engine import Engine, EngineParams
+from specjax.decode.programs import compiled_chunk, compiled_prefill, free_programs
 from specjax.decode.request import padded_sizes, request_shapes
 from specjax.distill.losses import ForwardKL
 from specjax.distill.step import TrainState, Update

@@ -30,7 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 from specjax.config import load_config
-from specjax.decode import engine
+from specjax.decode import programs
 from specjax.decode.decoder import Decoder
 from specjax.drafters.loading import load_drafter
 from specjax.drafters.ngram import NGram
@@ -117,7 +117,7 @@ class Study:
                     spent, found = self.decode(decoders[name], self.requests(cell, pair), pair, how)
                     seconds[name].append(spent)
                     counts += found * (name == ADAPTIVE)
-        engine.free_programs()  # a process may hold only so many at once
+        programs.free_programs()  # a process may hold only so many at once
         return {
             **dataclasses.asdict(cell),
             "seconds": {str(name): [round(x, 5) for x in times] for name, times in seconds.items()},

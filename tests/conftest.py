@@ -43,7 +43,7 @@ for _name in ("alpha_per_position", "negative_log_likelihood"):
 
 from specjax.data.corpus import Document
 from specjax.data.tokenizer import train_tokenizer
-from specjax.decode import engine
+from specjax.decode import programs
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
@@ -69,7 +69,7 @@ def pytest_runtest_teardown(item):
         return
     _tests_since = 0
     if _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:
-        engine.free_programs()
+        programs.free_programs()
         jax.clear_caches()
         gc.collect()
 

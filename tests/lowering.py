@@ -20,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from specjax import backend
 from specjax.controllers.fixed import Fixed
-from specjax.decode import engine as engine_lib
-from specjax.decode import scheduler
-from specjax.decode.engine import Engine, EngineParams, NoDraft, Request, compiled_chunk, compiled_prefill
+from specjax.decode import programs, scheduler
+from specjax.decode.engine import Engine, EngineParams, NoDraft
+from specjax.decode.programs import Request, compiled_chunk, compiled_prefill
 from specjax.distill import teacher_cache
 from specjax.distill.losses import ForwardKL
 from specjax.distill.step import TrainState, Update
@@ -87,7 +87,7 @@ def decoding(mesh: Mesh | None) -> Iterator[tuple[str, Any, tuple]]:
         state = state if mesh is None else as_it_lies(state, mesh)
         yield f"chunk {name}", compiled_chunk(engine), (weights, state, shape())
         if name == "draft":
-            yield "grow", jax.jit(lambda state: engine_lib.grow(state, 2 * SLOTS)), (state,)
+            yield "grow", jax.jit(lambda state: programs.grow(state, 2 * SLOTS)), (state,)
             yield "insert", scheduler._inserted, (state, state, shape(BATCH))
 
 
@@ -104,7 +104,7 @@ def small_caches(mesh: Mesh | None) -> Iterator[tuple[str, Any, tuple]]:
     assert any(isinstance(layer, Sliding) for layer in state.cache.layers)
     state = state if mesh is None else as_it_lies(state, mesh)
     yield "chunk small caches", compiled_chunk(engine), (weights, state, shape())
-    yield "slide", jax.jit(engine_lib.slide), (state,)
+    yield "slide", jax.jit(programs.slide), (state,)
 
 
 def as_it_lies(state: Any, mesh: Mesh) -> Any:
@@ -185,7 +185,7 @@ def main() -> None:
                     ),
                     flush=True,
                 )
-            engine_lib.free_programs()
+            programs.free_programs()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ MODULES = [
     *("drafters.draft_model", "controllers.fixed", "distill.losses"),
     *("verifiers.block", "verifiers.chain", "verifiers.coupled", "verifiers.greedy", "verifiers.lenient"),
     *("verifiers.matching", "verifiers.speculative", "verifiers.top_k", "verifiers.typical"),
-    *("decode.decoder", "decode.scheduler", "decode.result", "decode.engine", "decode.arguments"),
+    *("decode.decoder", "decode.scheduler", "decode.result", "decode.engine", "decode.programs", "decode.arguments"),
 ]
 ELSEWHERE = {"specjax.drafters.draft_model": "its bound form is the engine's, not the user's"}
 PUBLISHED = [

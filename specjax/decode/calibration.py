@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from specjax import backend
-from specjax.decode.engine import NO_LIMIT, Engine, EngineParams, compiled_chunk
+from specjax.decode.engine import Engine, EngineParams
+from specjax.decode.programs import NO_LIMIT, compiled_chunk
 from specjax.models.kernels import counted
 from specjax.types import Calibration, DecodeState
 

@@ -19,19 +19,8 @@ from specjax.decode import request as request_lib
 from specjax.decode import stops as stops_lib
 from specjax.decode.arguments import bound, controller_for, drafter_of, verifier_of
 from specjax.decode.calibration import guessed, held_to, measured
-from specjax.decode.engine import (
-    NO_LIMIT,
-    Engine,
-    EngineParams,
-    Logprobs,
-    NoDraft,
-    compiled_chunk,
-    grow,
-    max_depth,
-    num_nodes,
-    prefilled,
-    slide,
-)
+from specjax.decode.engine import Engine, EngineParams, Logprobs, NoDraft, max_depth, num_nodes
+from specjax.decode.programs import NO_LIMIT, compiled_chunk, grow, prefilled, slide
 from specjax.decode.request import Batch, Prompt, SamplingOptions
 from specjax.decode.result import (
     Event,

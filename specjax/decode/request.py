@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from specjax import sampling
 from specjax.decode.arguments import token_ids
-from specjax.decode.engine import Request
+from specjax.decode.programs import Request
 from specjax.errors import DataError
 from specjax.models.vocabulary import unused_ids
 from specjax.types import LogitsContext, LogitsProcessor, SamplingParams

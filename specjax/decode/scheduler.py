@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from specjax.decode.engine import NO_LIMIT, Engine, EngineParams, compiled_chunk, grow, prefilled, slide
+from specjax.decode.engine import Engine, EngineParams
+from specjax.decode.programs import NO_LIMIT, compiled_chunk, grow, prefilled, slide
 from specjax.decode.request import Batch
 from specjax.errors import DataError
 from specjax.models.cache import first, insert, num_slots

@@ -22,7 +22,7 @@ import numpy as np
 
 from specjax import config as config_lib
 from specjax import metrics
-from specjax.decode import engine as engine_lib
+from specjax.decode import programs
 from specjax.decode.decoder import Decoder
 from specjax.decode.result import check_finite
 from specjax.evaluation import costs as costs_lib
@@ -186,7 +186,7 @@ class Bench:
         for size in set(settings.batch_sizes) - {1}:
             self._compile([cell for cell in cells if cell.batch_size == size], tick)
             self._once(runs, size, tick)
-            engine_lib.free_programs()
+            programs.free_programs()
         # Batch 1 is always measured, also where it is no part of the grid.
         single = [cell for cell in cells if cell.batch_size == 1]
         self._compile(single or [c for t in settings.temperatures for c in self.cells_of([favourite], 1, t)], tick)

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decode.decoder import Decoder
-from specjax.decode.engine import NO_LIMIT, compiled_chunk, looked_at, propose
+from specjax.decode.engine import looked_at, propose
+from specjax.decode.programs import NO_LIMIT, compiled_chunk
 from specjax.evaluation.costs import depending, looped
 from specjax.models import cache as cache_lib
 from specjax.planning.cost_model import GREEDY, PLAIN, SAMPLED, Points

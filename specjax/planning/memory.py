@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from specjax import backend
-from specjax.decode import engine as engine_lib
+from specjax.decode import programs
 from specjax.decode.engine import Engine
 from specjax.decode.request import padded_sizes, request_shapes
 from specjax.models.config import ModelConfig
@@ -152,7 +152,7 @@ def decoding(
 
     def state_of(slots: int, piece: int) -> Any:
         how = engine.target, engine.drafter, slots, engine.logprobs is not None, engine.controller
-        first = functools.partial(engine_lib.unread, *how, piece=piece)
+        first = functools.partial(programs.unread, *how, piece=piece)
         return jax.eval_shape(first, request_shapes(rows, width, config.vocab_size))
 
     def caches_of(state: Any) -> int:
@@ -162,7 +162,7 @@ def decoding(
     caches = caches_of(state)
     rest = bytes_on_device(dataclasses.replace(state, cache=None, drafter=None))
     own = -(-rows // split.rows)
-    fed = engine_lib.prefill_piece(engine.target, rows, width, engine.prefill_chunk)
+    fed = programs.prefill_piece(engine.target, rows, width, engine.prefill_chunk)
     prefill = pass_bytes(config, own * fed, itemsize, split) + score_bytes(config, own, fed, buckets[0], split)
     # While pieces are fed, layers that hold no more than their window have room for one.
     prefill += max(0, caches_of(state_of(buckets[0], fed)) - caches)

@@ -15,7 +15,7 @@ from specjax.controllers.confidence import Confidence
 from specjax.controllers.ladder import Ladder
 from specjax.controllers.survival import Survival
 from specjax.decode.decoder import Decoder
-from specjax.decode.engine import compiled_chunk
+from specjax.decode.programs import compiled_chunk
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.evaluation.costs import count_compiles

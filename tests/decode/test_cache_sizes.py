@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.decode import engine as engine_lib
+from specjax.decode import programs
 from specjax.decode.decoder import Decoder
-from specjax.decode.engine import compiled_chunk, slide
+from specjax.decode.programs import compiled_chunk, slide
 from specjax.decode.request import prepare
 from specjax.decode.scheduler import Scheduler
 from specjax.drafters.draft_model import DraftModel
@@ -53,14 +53,14 @@ DRAFTERS = {
 
 def narrow(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     """Room for few tokens, so that layers slide often; what was compiled for another is forgotten."""
-    engine_lib.free_programs()
-    monkeypatch.setattr(engine_lib, "_ROOM", room)
+    programs.free_programs()
+    monkeypatch.setattr(programs, "_ROOM", room)
 
 
 @pytest.fixture(autouse=True)
 def _programs():
     yield
-    engine_lib.free_programs()
+    programs.free_programs()
 
 
 def generated(target: LoadedModel, kind: str, piece: int | None = None):
@@ -107,7 +107,7 @@ def test_layers_hold_what_they_see_and_room_for_some_tokens(monkeypatch):
 
 def test_a_layer_that_a_drafter_reads_is_kept_whole():
     reader: Any = types.SimpleNamespace(k=3, reads=Reads(kv_layers=(1,)))
-    cache = engine_lib.empty_cache(windowed(24, 24).spec, reader, 1, 1024, 16)
+    cache = programs.empty_cache(windowed(24, 24).spec, reader, 1, 1024, 16)
     assert [type(layer) for layer in cache.layers] == [Sliding, Layer]
     assert cache.view((1,))[0][0].shape[2] == 1024
     with pytest.raises(ValueError, match="layer 0 of the cache slides"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specjax import sampling
-from specjax.decode import engine as engine_lib
+from specjax.decode import programs
 from specjax.decode import scheduler as scheduler_lib
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds, prepare
@@ -208,7 +208,7 @@ def test_the_loop_makes_no_host_transfer_inside_a_chunk():
     state = decoder.prefilled([[1, 2], [3]], max_new_tokens=20, temperature=1.0)
     steps = jnp.int32(1000)
     engine, params = decoder.engine(False)
-    run = engine_lib.compiled_chunk(engine)
+    run = programs.compiled_chunk(engine)
     program = run.trace(params, state, steps).lower().as_text()
     assert "while" in program
     for way_out in ("callback", "outfeed", "infeed", "send", "recv"):
@@ -231,10 +231,10 @@ def test_prefill_and_loop_lower_for_accelerators(monkeypatch, greedy, drafter):
     decoder = Decoder(target, DraftModel(draft, 3) if drafter == "draft" else NGram(3))
     engine, params = decoder.engine(greedy)
     batch = prepare(target, 3, [[1, 2, 3]], 8, 0, False, {"temperature": 0.0 if greedy else 1.0})
-    prefill = engine_lib.compiled_prefill(engine.target, engine.drafter, batch.slots[0])
+    prefill = programs.compiled_prefill(engine.target, engine.drafter, batch.slots[0])
     jax.export.export(prefill, platforms=platforms)(params, batch.request)
     state = jax.eval_shape(prefill, params, batch.request)
-    exported = jax.export.export(engine_lib.compiled_chunk(engine), platforms=platforms)(
+    exported = jax.export.export(programs.compiled_chunk(engine), platforms=platforms)(
         params, state, jax.ShapeDtypeStruct((), jnp.int32)
     )
     assert exported.platforms == platforms
@@ -281,7 +281,7 @@ def test_freed_originals_leave_the_weights_in_memory_once():
 
 def test_an_outgrown_cache_is_freed_before_the_next_chunk(monkeypatch):
     """Also while a stream's consumer holds on to what it was given."""
-    chunk, seen = engine_lib.compiled_chunk, []
+    chunk, seen = programs.compiled_chunk, []
 
     def watched(engine):
         def run(params, state, *limits):

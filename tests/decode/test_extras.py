@@ -12,7 +12,7 @@ import pytest
 
 from specjax import backend
 from specjax.decode.decoder import Decoder
-from specjax.decode.engine import compiled_chunk
+from specjax.decode.programs import compiled_chunk
 from specjax.decode.request import prepare
 from specjax.decode.scheduler import Scheduler
 from specjax.drafters.draft_model import DraftModel

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from specjax.decode.decoder import Decoder
-from specjax.decode.engine import compiled_chunk
+from specjax.decode.programs import compiled_chunk
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.glide import Glide, LoadedGlide
 from specjax.drafters.ngram import NGram

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specjax import backend
-from specjax.decode import engine as engine_lib
+from specjax.decode import programs
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError
@@ -57,7 +57,7 @@ def test_a_prompt_is_fed_as_far_as_it_goes():
 
 def test_a_large_batch_is_fed_in_smaller_pieces_by_itself(monkeypatch):
     """Of as many tokens as are worth a pass, all rows together."""
-    engine_lib.compiled_prefill.cache_clear()
+    programs.compiled_prefill.cache_clear()
     monkeypatch.setattr(backend, "prefill_tokens", lambda token_bytes: 32)
     target, fed = transformer(5), []
     real = type(target.spec).__call__
@@ -69,7 +69,7 @@ def test_a_large_batch_is_fed_in_smaller_pieces_by_itself(monkeypatch):
     monkeypatch.setattr(type(target.spec), "__call__", seen)
     Decoder(target).prefilled(PROMPTS, max_new_tokens=4, temperature=0.0)
     assert fed == [(4, 8)]
-    engine_lib.compiled_prefill.cache_clear()
+    programs.compiled_prefill.cache_clear()
 
 
 def test_no_piece_is_refused():

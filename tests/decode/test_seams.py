@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from specjax.decode.decoder import Decoder
-from specjax.decode.engine import compiled_chunk
+from specjax.decode.programs import compiled_chunk
 from specjax.drafters.base import StatelessDrafter
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError

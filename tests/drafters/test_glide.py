@@ -17,7 +17,7 @@ import pytest
 import specjax
 from specjax import config
 from specjax.decode.decoder import Decoder
-from specjax.decode.engine import compiled_chunk
+from specjax.decode.programs import compiled_chunk
 from specjax.distill.init import initial_draft
 from specjax.drafters.glide import BoundGlide, Glide, GlideModel, LoadedGlide, TrainedGlide, save_glide
 from specjax.errors import ConfigError, ModelError

@@ -16,7 +16,7 @@ import pytest
 
 from specjax import config
 from specjax.data.corpus import Document
-from specjax.decode import engine as engine_lib
+from specjax.decode import programs
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
@@ -332,7 +332,7 @@ def test_the_programs_of_a_large_batch_are_freed_before_the_next_ones(monkeypatc
             raise Tuned
         for cell in cells:
             engine, _ = bench.decoder(cell.drafter, cell.k).engine(True)
-            made.append(weakref.ref(engine_lib.compiled_chunk(engine)))
+            made.append(weakref.ref(programs.compiled_chunk(engine)))
         return {cell: Run(1.0, [], DecodeStats(1, 1, (), (), ())) for cell in cells}
 
     monkeypatch.setattr(Decoder, "compile", lambda *_, **__: None)

@@ -13,6 +13,7 @@ from scipy import stats
 
 from specjax.config import Certify
 from specjax.decode import engine as engine_lib
+from specjax.decode import programs
 from specjax.drafters.draft_model import BoundDraftModel, DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.evaluation import certify as certify_lib
@@ -39,8 +40,8 @@ SETTINGS = Certify(new_tokens=32, batch_size=64, total_variation=0.04)
 @pytest.fixture(autouse=True)
 def fresh_programs():
     yield
-    engine_lib.compiled_prefill.cache_clear()
-    engine_lib.compiled_chunk.cache_clear()
+    programs.compiled_prefill.cache_clear()
+    programs.compiled_chunk.cache_clear()
 
 
 def verdict(drafter, verifier, settings=SETTINGS, **sampling):

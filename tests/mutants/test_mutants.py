@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from specjax.decode import engine
+from specjax.decode import programs
 from tests.decode.test_lossless import test_the_distribution_of_three_tokens_in_short as short_distribution
 from tests.mutants.mutants import MUTANTS, Mutant
 from tests.verifiers import test_distributions
@@ -21,8 +21,8 @@ TESTS = Path(__file__).parents[1]
 
 def forget_programs() -> None:
     """A compiled program remembers the functions it was made of."""
-    engine.compiled_prefill.cache_clear()
-    engine.compiled_chunk.cache_clear()
+    programs.compiled_prefill.cache_clear()
+    programs.compiled_chunk.cache_clear()
     jax.clear_caches()
 
 
