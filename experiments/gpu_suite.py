@@ -5,9 +5,11 @@
 Parts: `plain` (autoregressive decoding over the bytes it reads), `verification` (a block over a token), `step` (a block
 over its passes made in turn), `speculation` (a draft that agrees with probability .8, k = 5, about a twentieth of the
 target, over plain decoding), `quantised` (int8 and int4 over the dtype), `distillation` (a step with a draft of half a
-billion, over the FLOP/s of this device), `long` (decoding at 32k in batch 8, a step over 32k tokens). Random weights
-(`synthetic.py`), and greedy tokens are checked before anything is timed. Medians of loops in turn. What does not fit is
-said and passed over. On a CPU `--size tiny` runs all parts in two minutes, to see that they run.
+billion, over the FLOP/s of this device), `long` (decoding at 32k in batch 8, a step over 32k tokens), `peer` (assisted
+generation of transformers on torch with the same saved weights, on the same device; needs torch, and on a GPU
+XLA_PYTHON_CLIENT_PREALLOCATE=false, so that both have memory). Random weights (`synthetic.py`), and greedy tokens are
+checked before anything is timed. Medians of loops in turn. What does not fit is said and passed over. On a CPU `--size
+tiny` runs all parts in two minutes, to see that they run.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import record
+from peer_transformers import Transformers
 from roofline import Passes
 from synthetic import DRAFTS, TARGETS, Agreeing, successor
 
@@ -33,9 +37,10 @@ from specjax.decode.decoder import Decoder
 from specjax.distill.losses import ForwardKL
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import TrainState, Update, microbatch_rows
-from specjax.drafters.draft_model import TrainedDraftModel
+from specjax.drafters.draft_model import DraftModel, TrainedDraftModel
+from specjax.errors import SpecjaxError
 from specjax.evaluation import costs
-from specjax.models.hf import LoadedModel
+from specjax.models.hf import LoadedModel, save_model
 from specjax.models.kernels import counted
 from specjax.models.transformer import Model
 from specjax.planning.devices import this_device
@@ -215,15 +220,41 @@ class Suite:
         seconds, _ = self.trained(1, length)
         yield f"seconds of a step over {length:,} tokens", seconds
 
+    # --- beside others --------------------------------------------------------------------------------------------
 
-PARTS = ("plain", "verification", "step", "speculation", "quantised", "distillation", "long")
+    def peer(self) -> Iterator[tuple[str, Any]]:
+        """Both with a draft that is always right, k = 5."""
+        config = dataclasses.replace(DRAFTS[self.size], tie_embeddings=False)
+        draft, new = successor(config, self.dtype), self.scale.new
+        device = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+        with tempfile.TemporaryDirectory() as directory:
+            places = [Path(directory) / name for name in ("target", "draft")]
+            for model, place in zip((self.target, draft), places, strict=True):
+                save_model(model, place)
+            theirs = Transformers(*places, new, self.dtype, device)
+        ours, prompts = Decoder(self.target, DraftModel(draft, K), controller="fixed"), self.prompts(1 + TURNS)
+        seconds = []
+        for turn, prompt in enumerate(prompts):
+            start = time.perf_counter()
+            tokens = theirs.decode(prompt, 0.0, K, 0)
+            between = time.perf_counter()
+            found = ours.generate([prompt], max_new_tokens=new, ignore_eos=True).tokens[0]
+            assert list(found) == tokens, "not the same tokens"
+            if turn:  # the first one compiles
+                seconds.append((between - start, time.perf_counter() - between))
+        slow, fast = np.median(seconds, axis=0)
+        yield "tokens/s of transformers, assisted", new / slow
+        yield "specjax over transformers, assisted (asked: 3)", slow / fast
+
+
+PARTS = ("plain", "verification", "step", "speculation", "quantised", "distillation", "long", "peer")
 
 
 def measured(part: Callable[[], Iterator[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
     """What it gives, or why it does not."""
     try:
         yield from part()
-    except (jax.errors.JaxRuntimeError, AssertionError) as error:
+    except (jax.errors.JaxRuntimeError, AssertionError, SpecjaxError) as error:
         yield "not measured", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
 
 

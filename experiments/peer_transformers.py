@@ -75,12 +75,13 @@ class Side(Protocol):
 
 
 class Transformers:
-    def __init__(self, target: Path, draft: Path | None, new_tokens: int):
+    def __init__(self, target: Path, draft: Path | None, new_tokens: int, dtype: str = "float32", device: str = "cpu"):
         try:
             self._torch: Any = importlib.import_module("torch")
         except ImportError as error:
             raise DataError("torch is not installed, and transformers decodes on it; run `make parity` once") from error
         self._torch.set_num_threads(cores())
+        self._dtype, self._device = getattr(self._torch, dtype), device
         self._transformers = import_transformers()
         self._transformers.utils.logging.set_verbosity_error()
         self._transformers.utils.logging.disable_progress_bar()
@@ -90,7 +91,7 @@ class Transformers:
 
     def _load(self, directory: Path) -> Any:
         models = self._transformers.AutoModelForCausalLM
-        model = models.from_pretrained(directory, dtype=self._torch.float32, local_files_only=True).eval()
+        model = models.from_pretrained(directory, dtype=self._dtype, local_files_only=True).to(self._device).eval()
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
         return model
 
@@ -109,7 +110,7 @@ class Transformers:
             settings.assistant_confidence_threshold = 0
             assistant = {"assistant_model": self._draft}
         torch.manual_seed(seed)
-        ids = torch.tensor([list(prompt)])
+        ids = torch.tensor([list(prompt)], device=self._device)
         with torch.inference_mode():
             out = self._target.generate(
                 ids, attention_mask=torch.ones_like(ids), generation_config=self._config(temperature), **assistant

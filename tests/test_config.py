@@ -266,6 +266,10 @@ def test_every_problem_gets_its_own_line(written):
         (["target.architecture.hidden_size=64"], "both of path and architecture"),
         (["target.steps=5"], "only a target from scratch is trained"),
         (["target.path=null", "target.architecture.hidden_size=64"], "has to be trained; set steps"),
+        (
+            ["target.path=null", "target.architecture.hidden_size=64", "target.steps=3", "target.kv_cache=int8"],
+            "without a path",
+        ),
         (["verifier=greedy"], "temperature 0 only"),
         (
             ["distill.teacher=cached", "distill.loss=reverse_kl"],

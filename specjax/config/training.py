@@ -208,8 +208,9 @@ class Target:
                 f"{found} of path and architecture given, expected one: "
                 "path loads a trained target, architecture trains one from scratch"
             )
-        if self.quantize is not None and self.path is None:
-            raise ValueError(f"quantize={self.quantize!r} without a path: only a target that is loaded is quantised")
+        for name in ("quantize", "kv_cache"):
+            if getattr(self, name) is not None and self.path is None:
+                raise ValueError(f"{name}={getattr(self, name)!r} without a path: only a target that is loaded has it")
         if self.path is not None and self.steps:
             raise ValueError(f"steps={self.steps} with a path: only a target from scratch is trained; drop steps")
         if self.architecture is not None and not self.steps:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from specjax.decode import programs
 from specjax.decode.decoder import Decoder
@@ -201,3 +202,19 @@ def test_a_loaded_target_says_so(tmp_path):
     assert target.spec.init_cache(1, 16).layers[0].keys.dtype == jnp.int8
     with pytest.raises(ModelError, match="kv_cache='int4' is unknown; use 'int8', or None"):
         load_model(tmp_path / "target", kv_cache="int4")
+
+
+@pytest.mark.parametrize("kv_cache", [None, "int8"])
+def test_over_devices_rows_slide_as_on_one(monkeypatch, tmp_path, kv_cache):
+    narrow(monkeypatch, ROOM)
+    save_model(dataclasses.replace(windowed(24), family="mistral"), tmp_path / "target")
+    options: dict[str, Any] = {"max_new_tokens": 100, "ignore_eos": True, "temperature": 1.0}
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+    alone, over = (
+        Decoder(load_model(tmp_path / "target", mesh=where, kv_cache=kv_cache), NGram(3), "coupled", prefill_chunk=16)
+        for where in (None, mesh)
+    )
+    assert over.generate(PROMPTS, **options).tokens == alone.generate(PROMPTS, **options).tokens
+    state = over.prefilled(PROMPTS, max_new_tokens=100, temperature=0.0)
+    assert isinstance(state.cache.layers[0], Sliding)
+    assert jax.tree.leaves(slide(state).cache.layers[0])[0].sharding.spec == PartitionSpec("data", "tensor")
