@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import sampling
-from specjax.decode import engine
+from specjax.decode import engine, programs
 from specjax.drafters.draft_model import BoundDraftModel
 from specjax.models import cache, decode_layout, layers
 from specjax.models.attention import blocks
@@ -89,7 +89,7 @@ def fed(patch: Patch, positions: int = 0, slots: Callable[[Any], Any] | None = N
 
         return mutated
 
-    wrap(patch, engine, "step", make)
+    wrap(patch, programs, "step", make)
 
 
 @engine_blocks
