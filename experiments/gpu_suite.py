@@ -231,7 +231,7 @@ class Suite:
             places = [Path(directory) / name for name in ("target", "draft")]
             for model, place in zip((self.target, draft), places, strict=True):
                 save_model(model, place)
-            theirs = Transformers(*places, new, self.dtype, device)
+            theirs = Transformers(places[0], places[1], new, self.dtype, device)
         ours, prompts = Decoder(self.target, DraftModel(draft, K), controller="fixed"), self.prompts(1 + TURNS)
         seconds = []
         for turn, prompt in enumerate(prompts):
