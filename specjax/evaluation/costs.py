@@ -111,7 +111,7 @@ class StepTimer:
         self._iterations, self._count = iterations, len(engines)
         nodes, lengths = engines[0].num_nodes, states[0].lengths
         self._drafts = nodes > 0
-        room = cache_lib.num_slots(states[0].cache) - nodes - jnp.max(lengths)
+        room = cache_lib.first(states[0].cache).room(lengths) - nodes
         self._loops = {
             name: functools.partial(looped(body, nodes + 1), params=params, lengths=lengths, room=room, carry=carry)
             for name, (body, carry) in _parts(engines, [cache_lib.fold(state) for state in states], draft).items()

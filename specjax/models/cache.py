@@ -1,6 +1,7 @@
 """The KV cache as an object: what a pass writes, attends to and keeps. One pair of arrays a layer, turned as attention
 multiplies with them, so that no pass copies a cache. Rollback is not advancing: stale slots are masked, then
-overwritten, so nothing here ever clears or moves a slot, but for the accepted path of a tree.
+overwritten, so no pass ever clears or moves a slot, but for the accepted path of a tree. Between passes a cache grows,
+and layers with a window slide.
 
 Dims: B rows, S slots, T tokens fed, H query heads, G key-value heads, C head features, BG = B * G heads, a row's side
 by side, R rows of another cache.

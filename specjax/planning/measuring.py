@@ -220,7 +220,7 @@ class CostTimer:
 
 def _repeated(body, stride: int, params: Any, state: Any, carry: tuple) -> Callable[[], float]:
     """Seconds of one iteration. ``stride``: tokens by which the context grows in it."""
-    room = cache_lib.num_slots(state.cache) - stride - jnp.max(state.lengths)
+    room = cache_lib.first(state.cache).room(state.lengths) - stride
     loop = functools.partial(looped(body, stride), params=params, lengths=state.lengths, room=room, carry=carry)
 
     def seconds(iterations: int) -> float:
