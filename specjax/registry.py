@@ -19,6 +19,7 @@ from specjax.errors import ConfigError
 
 DRAFTERS = {
     "draft_model": "specjax.drafters.draft_model:DraftModel",
+    "eagle3": "specjax.drafters.eagle3:Eagle3",
     "glide": "specjax.drafters.glide:Glide",
     "ngram": "specjax.drafters.ngram:NGram",
 }
@@ -57,6 +58,7 @@ LOSSES = {
 }
 DRAFTS = {
     "draft_model": "specjax.distill.init:SeparateModel",
+    "eagle3": "specjax.drafters.eagle3:Eagle3Draft",
     "glide": "specjax.drafters.glide:GlideDraft",
 }
 INITS = {

@@ -89,7 +89,7 @@ STARTS = {
     "checkpoint": Start(1e-4, 0),
 }
 """By kind of `draft.init`; another kind counts as trained weights."""
-STARTS_OF_KINDS = {"glide": Start(1e-3, 0)}
+STARTS_OF_KINDS = {"glide": Start(1e-3, 0), "eagle3": Start(1e-3, 0)}
 """By `draft.kind`, of a draft that is cut from its target: one that reads the target has seen the text already."""
 INIT_WORDS = {"target": "pruned", "scratch": "scratch"}
 """Short for these kinds; a directory of such a name is ./target."""

@@ -94,15 +94,20 @@ def make_norm(config: ModelConfig, *shape: int, dtype: DTypeLike) -> RMSNorm | L
 
 
 class Attention(nnx.Module):
-    def __init__(self, config: ModelConfig, kind: LayerKind, *, rngs: nnx.Rngs, dtype: DTypeLike):
+    """``inputs``: features that it reads; None: those of the stream."""
+
+    def __init__(
+        self, config: ModelConfig, kind: LayerKind, *, rngs: nnx.Rngs, dtype: DTypeLike, inputs: int | None = None
+    ):
         self.config, self.rope = config, kind.rope
+        inputs = inputs or config.hidden_size
         heads, kv_heads, features = config.num_heads, config.num_kv_heads, config.head_dim
         linear = functools.partial(Linear, rngs=rngs, dtype=dtype)
         if config.fused_projections:
-            self.qkv_proj = linear(config.hidden_size, (heads + 2 * kv_heads) * features, config.qkv_bias)
+            self.qkv_proj = linear(inputs, (heads + 2 * kv_heads) * features, config.qkv_bias)
         else:
             self.q_proj, self.k_proj, self.v_proj = (
-                linear(config.hidden_size, n * features, config.qkv_bias) for n in (heads, kv_heads, kv_heads)
+                linear(inputs, n * features, config.qkv_bias) for n in (heads, kv_heads, kv_heads)
             )
         self.o_proj = linear(heads * features, config.hidden_size, config.o_bias)
         if config.qk_norm != "none":

@@ -72,16 +72,17 @@ def _low_bits_unset(x: jax.Array) -> jax.Array:
 def read_params(
     directory: Path,
     family: Family,
-    config: ModelConfig,
+    of: ModelConfig | Any,
     dtype: str,
     mesh: Mesh | None = None,
     check_finite: bool = True,
     scheme: Scheme | None = None,
 ) -> Params:
-    """The parameters of `Model.init`, cast to ``dtype`` (`AS_STORED`: the one they are stored in; float32 if there are
-    several) and placed as `specjax.models.sharding` says. ``check_finite``: NaN and infinities are refused.
-    ``scheme``: kernels are quantised one by one, so that what is in memory beside them is one of them."""
-    parameters = parameters_of(family, config)
+    """The parameters of `Model.init`, or of another spec that has a ``config``, cast to ``dtype`` (`AS_STORED`: the one
+    they are stored in; float32 if there are several) and placed as `specjax.models.sharding` says. ``check_finite``:
+    NaN and infinities are refused. ``scheme``: kernels are quantised one by one, so that what is in memory beside them
+    is one of them."""
+    parameters, config = parameters_of(family, of), of if isinstance(of, ModelConfig) else of.config
     with contextlib.ExitStack() as stack:
         stored = _named(family, _open_tensors(directory, stack))
         _check_names(directory, family, config, stored, {slot.name for p in parameters for slot in p.slots})
@@ -281,11 +282,11 @@ def stored_tensors(params: Params, family: Family, config: ModelConfig, dtype: s
 
 
 def write_params(
-    directory: Path, params: Params, family: Family, config: ModelConfig, dtype: str, max_shard_bytes: int
+    directory: Path, params: Params, family: Family, of: ModelConfig | Any, dtype: str, max_shard_bytes: int
 ) -> None:
     """Write what `read_params` reads, in files of at most ``max_shard_bytes`` unless a single tensor is larger, with an
     index if there are several. At most one of them is in memory."""
-    stored = _sources(params, family, config)
+    stored = _sources(params, family, of)
     sizes = {name: math.prod(of[0].slot.stored_shape) * jnp.dtype(dtype).itemsize for name, of in stored.items()}
     shards = _shards(sizes, max_shard_bytes)
     weight_map = {}
@@ -299,9 +300,9 @@ def write_params(
         write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
 
 
-def _sources(params: Params, family: Family, config: ModelConfig) -> dict[str, list[_Source]]:
+def _sources(params: Params, family: Family, of: ModelConfig | Any) -> dict[str, list[_Source]]:
     sources: dict[str, list[_Source]] = {}
-    for parameter in parameters_of(family, config):
+    for parameter in parameters_of(family, of):
         value = _leaf(params, parameter.path, parameter.shape)
         for i, slot in enumerate(parameter.slots):
             sources.setdefault(slot.name, []).append(_Source(slot, value, i if parameter.stacked else None))

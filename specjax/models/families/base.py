@@ -104,9 +104,10 @@ class Parameter:
     stacked: bool
 
 
-def parameters_of(family: Family, config: ModelConfig) -> list[Parameter]:
-    """Every parameter of `Model.init`, in its order."""
-    shapes = jax.eval_shape(lambda: Model(config).init(jax.random.key(0)))
+def parameters_of(family: Family, of: ModelConfig | Any) -> list[Parameter]:
+    """Every parameter of `Model.init`, in its order; or of another spec with ``config`` and ``init``."""
+    spec = Model(of) if isinstance(of, ModelConfig) else of
+    shapes, config = jax.eval_shape(lambda: spec.init(jax.random.key(0))), spec.config
     parameters = []
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         path = tuple(key.key for key in key_path)
