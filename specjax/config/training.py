@@ -335,7 +335,8 @@ class Draft:
     `share: true` the target's own, frozen (specjax/distill/init.py)."""
     kind: kind_in(DRAFTS) = "draft_model"  # pyright: ignore[reportInvalidTypeForm]
     """`draft_model`: a separate model, of the fields above. `glide`: one that reads the target's keys and values, with
-    `reads`, `depths` and `depth_decay` beside them (specjax/drafters/glide.py). Another kind, `package.module:Class`,
+    `reads`, `depths` and `depth_decay` beside them (specjax/drafters/glide.py). `eagle3`: one that reads its hidden
+    states, with fields of specjax/drafters/eagle3.py's `Eagle3Draft`. Another kind, `package.module:Class`,
     has fields of its own beside `pretrain`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the weights that are measured, decoded with and exported: training ends by rounding them. Decoding reads
@@ -346,7 +347,7 @@ class Draft:
         )
     )
     """Before distillation: cross-entropy on the data, 300 steps of it, or none where `init` names trained weights and
-    for `glide`."""
+    for `glide` and `eagle3`."""
     settings: Mapping[str, Any] = Field(default_factory=dict)
     """The fields of another kind: in a file they stand beside `kind`."""
 
