@@ -127,7 +127,7 @@ def decode_layout(spec: Any, params: Params, fused: bool = True, owned: bool = F
         params = {**params, "head": {"kernel": Quantised.of(head, SCHEMES["int8"]) if in_few_bits else jnp.array(head)}}
     if fused:
         spec, params = _fused(spec, params, owned=owned)
-    return spec, _stored(spec, params)
+    return spec, stored_kernels(spec, params)
 
 
 def abstract_layout(spec: Model, mesh: Mesh | None = None, scheme: Scheme | None = None) -> tuple[Model, Params]:
@@ -208,8 +208,8 @@ def _split(plain: Model, layer: Params, shards: int) -> Params:
     return layer
 
 
-def _stored(spec: Model, params: Params) -> Params:
-    """With an object that multiplies in place of every array that a `Linear` has."""
+def stored_kernels(spec: Any, params: Params) -> Params:
+    """With an object that multiplies in place of every array that a `Linear` of ``spec.module(params)`` has."""
     linears = {path for path, part in nnx.iter_modules(spec.module(params)) if isinstance(part, Linear)}
 
     def is_ours(path, leaf) -> bool:

@@ -6,8 +6,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from specjax.drafters import eagle3
-from specjax.drafters.eagle3 import BoundEagle3, Rows, Unrolled
+from specjax.drafters import formats, token_rows
+from specjax.drafters.token_rows import BoundRows, Rows, Unrolled
 from tests.drafters import test_eagle3
 from tests.mutants.table import mutant, wrap
 
@@ -29,7 +29,7 @@ stored = mutant(
 
 @decoding
 def features_are_those_of_the_token_before_the_one_before(patch):
-    wrap(patch, eagle3, "_at", lambda real: lambda x, index: real(x, index - 1))
+    wrap(patch, token_rows, "_at", lambda real: lambda x, index: real(x, index - 1))
 
 
 @pieces
@@ -40,7 +40,7 @@ def a_piece_forgets_what_the_last_one_ended_with(patch):
 
         return mutated
 
-    wrap(patch, BoundEagle3, "extend", make)
+    wrap(patch, BoundRows, "extend", make)
 
 
 @kept
@@ -53,19 +53,19 @@ def guessed_features_are_kept(patch):
 
         return mutated
 
-    wrap(patch, BoundEagle3, "commit", make)
+    wrap(patch, BoundRows, "commit", make)
 
 
 @kept
 def the_root_has_the_features_of_the_last_drafted_token(patch):
     def make(real):
         def mutated(self, params, state, outcome):
-            made = self.model.features(params, outcome.target_out.hidden)
+            made = self.model.features(params, outcome.target_out)
             return real(self, params, state, outcome)._replace(features=made[:, -1])
 
         return mutated
 
-    wrap(patch, BoundEagle3, "commit", make)
+    wrap(patch, BoundRows, "commit", make)
 
 
 @decoding
@@ -117,7 +117,7 @@ def token_and_features_are_read_the_other_way_round(patch):
 
         return mutated
 
-    wrap(patch, BoundEagle3, "_pass", make)
+    wrap(patch, BoundRows, "_pass", make)
 
 
 @stored
@@ -132,4 +132,4 @@ def captured_layers_are_numbered_from_the_first(patch):
 
         return mutated
 
-    wrap(patch, eagle3, "load_eagle3", make)
+    wrap(patch, formats, "load", make)

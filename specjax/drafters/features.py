@@ -1,0 +1,349 @@
+"""Drafts that read the target's hidden states, between its own embedding and head: what they have in common. A kind
+adds its weights and forward pass (`FeatureModel`), how it drafts (a `specjax.types.BoundDrafter`), how it is trained
+(`TrainedFeatureDraft`) and its stored form (`specjax.drafters.formats`).
+
+Dims: B rows, T tokens fed, S features of the target's, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jaxtyping import Array, Float, Int, Key
+from pydantic import Field
+
+from specjax.drafters.base import TrainedDrafter
+from specjax.errors import ConfigError, ModelError
+from specjax.models import hf
+from specjax.models.attention.memory import Attended
+from specjax.models.config import LayerKind, ModelConfig, Norm
+from specjax.models.decode_layout import stored_kernels
+from specjax.models.kernels import Transposed
+from specjax.models.rotary import rotary_table
+from specjax.models.sharding import sharding_of
+from specjax.models.training import placed
+from specjax.types import PLAIN, Bound, Output, Params, Reads, TrainingForm
+
+if TYPE_CHECKING:
+    from specjax.config import RunConfig
+    from specjax.data.rows import Rows as TextRows
+    from specjax.distill.init import Initial
+
+ENDS = ("embedding", "head")
+"""Parameters that are the target's own in most drafts."""
+
+
+# --- the forward pass -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureModel:
+    """A draft's forward pass, a function of its parameters; static and hashable. ``config``: of its layers, with the
+    target's vocabulary; ``reads``: the target's streams that it captures (0: its embeddings, i: what leaves its layer
+    i - 1), ``feature_size`` numbers of each."""
+
+    config: ModelConfig
+    reads: tuple[int, ...]
+    feature_size: int
+    dtype: str = "float32"
+    net: ClassVar[Callable[..., nnx.Module]]
+    """The weights, made of (spec, rngs)."""
+
+    def init(self, key: Array) -> Params:
+        """Fresh parameters, a nested dict of arrays."""
+        return nnx.to_pure_dict(nnx.split(self.net(self, rngs=nnx.Rngs(params=key)))[1])
+
+    def module(self, params: Params) -> Any:
+        """The NNX module that holds ``params``."""
+        return nnx.merge(_graphdef(self), nnx.State(params))
+
+    def embedded(self, module: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+        return module.embedding[...][tokens].astype(self.dtype)
+
+    def head(self, params: Params, final: Float[Array, "B T H"]) -> Float[Array, "B T V"]:
+        """Logits, in float32."""
+        return self.module(params).head(final, wide=True)
+
+    def run(self, block: Callable[..., tuple[Array, Any]], i: int, x: Array, positions: Array, memory: Any, form: Any):
+        """Layer ``i`` as ``block(x, table, memory)``, which gives (x, what it keeps)."""
+        rope = self.config.layer(i).rope
+        table = None if rope is None else rotary_table(positions, rope, self.config.head_dim, self.dtype, None)
+        through = jax.checkpoint(block) if form.remat else block
+        x, kept = through(placed(x, form.sharding), table, memory)
+        return placed(x, form.sharding), kept
+
+    def run_block(self, block: Any, i: int, x: Array, positions: Array, memory: Attended, form: TrainingForm):
+        """The same of a plain layer."""
+        return self.run(lambda x, table, memory: block(x, table, memory)[:2], i, x, positions, memory, form)
+
+
+@functools.lru_cache(maxsize=64)
+def _graphdef(spec: FeatureModel) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: spec.net(spec, rngs=nnx.Rngs(0))))[0]
+
+
+def embedding_and_head(config: ModelConfig, rngs: nnx.Rngs, dtype: Any) -> tuple[nnx.Param, Any]:
+    """Fresh ones."""
+    from specjax.models.layers import Linear
+
+    table = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype) * 0.02)
+    return table, Linear(config.hidden_size, config.vocab_size, rngs=rngs, dtype=dtype)
+
+
+# --- loaded, beside a target ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class LoadedDraft:
+    """A draft's weights and what computes with them; of `ENDS` those that are not the target's."""
+
+    spec: FeatureModel
+    params: Params
+    name: str = "draft"
+
+    def beside(self, target: Any) -> Params:
+        """All weights as decoding reads them, made once: those that are missing are the target's, not copied."""
+        layout, (made_of, found) = target.layout(), self.__dict__.get("_beside", (None, None))
+        if made_of is not layout:
+            ends = {name: _laid_out(layout.params, name) for name in ENDS if name not in self.params}
+            # As trained first: what stands for a kernel of the target's is no array, and stays.
+            found = stored_kernels(self.spec, {**self.params, **self._wanted(ends)})
+            self._beside = layout, found
+        return found
+
+    def _wanted(self, ends: Mapping[str, Any]) -> Params:
+        wanted = jax.eval_shape(self.spec.init, jax.random.key(0))
+        return {name: value for name, value in ends.items() if name in wanted}
+
+
+def _laid_out(params: Params, name: str) -> Any:
+    tied = name == "head" and "head" not in params
+    return {"kernel": Transposed(params["embedding"])} if tied else params[name]
+
+
+def dense(params: Params, name: str, dtype: Any) -> Any:
+    """The target's parameter of that name as it is trained with; of a tied head, its embedding."""
+    if name == "head" and "head" not in params:
+        return {"kernel": params["embedding"].T.astype(dtype)}
+    return jax.tree.map(lambda x: x.astype(dtype), params[name])
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureDrafter:
+    """A draft that reads its target's hidden states, and proposes ``k`` tokens."""
+
+    model: Any
+    """A `LoadedDraft`, or the directory of one or of the run that left it."""
+    k: Annotated[int, Field(ge=1, le=64)] = 5
+    """Tokens of a block, 1 to 64."""
+    kind: str = ""
+    """Name in the registry, in configs and in results."""
+    bound: ClassVar[Callable[[Any, int], Any]]
+    """What the engine runs, of (spec, k)."""
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike, target: Any, k: int, check_finite: bool = True) -> Any:
+        """See `specjax.drafters.loading.load_drafter`.
+
+        Args:
+            directory: a draft of this kind in any of its formats, or its hub id.
+            target: the `LoadedModel` whose dtype the weights are cast to.
+            k: draft tokens a block.
+            check_finite: refuse NaN and infinite weights.
+
+        Returns:
+            The drafter.
+
+        Raises:
+            ModelError: for what cannot be read.
+        """
+        return cls(cls._read(directory, target, check_finite), k)
+
+    def bind(self, target: Any) -> Bound:
+        """The draft beside its target.
+
+        Args:
+            target: the `LoadedModel` to speculate for.
+
+        Returns:
+            What the engine runs, and the draft's weights laid out for decoding; ends that are the target's, shared.
+
+        Raises:
+            ModelError: the draft reads what the target does not have, or it cannot be read itself.
+        """
+        named = isinstance(self.model, (str, os.PathLike))
+        draft = self._read(hf.draft_of(self.model), target) if named else self.model
+        check_readable(self.kind, draft.spec, target.config)
+        return Bound(type(self).bound(draft.spec, self.k), draft.beside(target))
+
+    @classmethod
+    def _read(cls, directory: str | os.PathLike, target: Any, check_finite: bool = True) -> LoadedDraft:
+        from specjax.drafters import formats
+
+        kind = next(field.default for field in dataclasses.fields(cls) if field.name == "kind")
+        return formats.load(directory, str(kind), str(target.dtype), check_finite)
+
+
+def check_readable(kind: str, draft: FeatureModel, target: ModelConfig) -> None:
+    """Raises `ModelError` with the reason unless ``draft`` can read a target of these sizes."""
+    sizes = {"hidden_size": (draft.feature_size, target.hidden_size)}
+    sizes["vocab_size"] = draft.config.vocab_size, target.vocab_size
+    for name, (own, read) in sizes.items():
+        if own != read:
+            raise ModelError(
+                f"{kind}: reads a target of {name}={own}, and this one has {read}; use the draft's own target, or "
+                "distill one for this"
+            )
+    if max(draft.reads) > target.num_layers:
+        raise ModelError(f"{kind}: reads stream {max(draft.reads)}, and the target has 0 .. {target.num_layers}")
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedFeatureDraft(TrainedDrafter):
+    """In training. ``shared``: parameters that are the target's own, frozen."""
+
+    model: FeatureModel
+    shared: tuple[str, ...] = ()
+    form: TrainingForm = PLAIN
+    drafter: ClassVar[type[FeatureDrafter]]
+    serving: ClassVar[str] = "A directory as the library speculators writes them: servers of that format read it too."
+    library: ClassVar[str] = "speculators"
+
+    @property
+    def config(self) -> ModelConfig:
+        """The sizes of what is trained."""
+        return self.model.config
+
+    @property
+    def reads(self) -> Reads:
+        return Reads(hidden_layers=self.model.reads)
+
+    def init_params(self, key: Key[Array, ""], target: Any) -> Params:
+        return {name: value for name, value in self.model.init(key).items() if name not in self.shared}
+
+    def complete(self, params: Params, target_params: Params) -> Params:
+        """See `specjax.types.Sharing`."""
+        dtype = jax.tree.leaves(params)[0].dtype
+        return {**params, **{name: dense(target_params, name, dtype) for name in self.shared}}
+
+    def in_training(self, form: TrainingForm) -> Any:
+        if form.scan_layers:
+            raise ConfigError(f"scan_layers: {self._kind} drafts run layer by layer; set it false")
+        model = dataclasses.replace(self.model, dtype=form.dtype or self.model.dtype)
+        return dataclasses.replace(self, model=model, form=form)
+
+    def parameter_sharding(
+        self, path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh
+    ) -> NamedSharding | None:
+        return sharding_of(path, shape, self.model.config, mesh)
+
+    def to_drafter(self, params: Params, target: Any, k: int) -> FeatureDrafter:
+        own = {name: value for name, value in params.items() if name not in self.shared}
+        return type(self).drafter(LoadedDraft(self.model, own), k)
+
+    def save(self, params: Params, target: Any, directory: Path, *, name: str = "draft", card: str | None = None):
+        """A directory of the library speculators, which `specjax.load_drafter` and servers of that format read."""
+        from specjax.drafters import formats
+
+        draft = LoadedDraft(self.model, params, name)
+        formats.save(draft, self._kind, directory, target=target.name, card=card, shared=self.shared)
+
+    @property
+    def _kind(self) -> str:
+        return str(next(f.default for f in dataclasses.fields(type(self).drafter) if f.name == "kind"))
+
+
+# --- as a config says it --------------------------------------------------------------------------------------------
+
+
+class FeatureDraft:
+    """The section `draft` of a config: what its kinds share. A dataclass of this has ``kind`` and ``drafter``."""
+
+    kind: str
+    drafter_class: ClassVar[type[FeatureDrafter]]
+
+    def drafter(self, config: RunConfig, target: Any) -> Any:
+        """What is trained, a `TrainedFeatureDraft`."""
+        raise NotImplementedError
+
+    def first(self, drafter: Any, params: Params, target: Any) -> Params:
+        """``params`` with what the target has for them."""
+        return params
+
+    def draft(self, config: RunConfig, target: Any, rows: TextRows) -> Initial:
+        from specjax.distill.init import Initial
+
+        drafter, init = self.drafter(config, target), config.draft.init
+        if init not in (None, "target", "scratch"):
+            raise ConfigError(f"draft.init: {init!r}; a draft of kind {self.kind} begins as its `target`, or `scratch`")
+        _, key = jax.random.split(jax.random.key(config.seed))
+        params = drafter.init_params(key, target)
+        if init != "scratch":
+            hf.refuse_quantised(target.params, "draft.init: target")
+            params = self.first(drafter, params, target)
+        return Initial(drafter, params)
+
+    def load(self, directory: str | os.PathLike, target: Any, k: int, check_finite: bool = True) -> FeatureDrafter:
+        return type(self).drafter_class.load(directory, target, k, check_finite)
+
+
+def streams(reads: tuple[int, ...] | None, config: RunConfig, full: ModelConfig) -> tuple[int, ...]:
+    """The target's streams that a config names; None: the published default, 2, L / 2 and L - 3 of L layers, but of a
+    shallow target a third, two thirds and all of them. Raises `ConfigError`."""
+    if config.draft.architecture != type(config.draft.architecture)():
+        raise ConfigError(
+            f"draft.architecture: a draft of kind {config.draft.kind} has its target's sizes; leave it out"
+        )
+    count = full.num_layers
+    if reads is None:
+        published = (2, count // 2, count - 3)
+        thirds = (-(-count // 3), -(-2 * count // 3), count)
+        reads = tuple(sorted(set(published if count >= SHALLOW else thirds)))
+    if list(reads) != sorted(set(reads)) or not reads or reads[-1] > count:
+        raise ConfigError(f"draft.reads: {list(reads)}; name some of the target's streams 0 .. {count}, ascending")
+    return reads
+
+
+SHALLOW = 12
+"""Layers of a target below which the published streams leave out what its last half computes."""
+
+
+def layers_like(full: ModelConfig, count: int = 1) -> ModelConfig:
+    """Layers of Llama, or of Qwen 3, of a target's sizes."""
+    rope = next((kind.rope for kind in reversed(full.layers) if kind.rope is not None), None)
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_positions")
+    like: dict[str, Any] = {name: getattr(full, name) for name in sizes}
+    like |= {"qk_norm": "head"} if full.qk_norm == "head" else {}
+    like |= {"norm": Norm(eps=full.norm.eps)} if full.norm.kind == "rms" else {}
+    return ModelConfig(**like, num_layers=count, layers=(LayerKind(rope=rope),), tie_embeddings=False)
+
+
+def last_layer(target: Any) -> Params | None:
+    """The target's, in float32, where it is of the form of `layers_like`."""
+    full = target.config
+    kinds = dict.fromkeys(("num_layers", "layers", "tie_embeddings", "embedding_multiplier", "logit_multiplier"))
+    like = layers_like(full)
+    if dataclasses.replace(full, **{name: getattr(like, name) for name in kinds}) != like:
+        return None
+    return in_float32(target.params["layers"][full.num_layers - 1])
+
+
+def in_float32(params: Params) -> Params:
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+
+
+def of_hidden(target_out: Output, dtype: Any) -> tuple[Array, ...]:
+    """The captured streams in ``dtype``."""
+    return tuple(x.astype(dtype) for x in target_out.hidden)
