@@ -21,7 +21,9 @@ DRAFTERS = {
     "draft_model": "specjax.drafters.draft_model:DraftModel",
     "eagle3": "specjax.drafters.eagle3:Eagle3",
     "glide": "specjax.drafters.glide:Glide",
+    "mtp": "specjax.drafters.mtp:MTP",
     "ngram": "specjax.drafters.ngram:NGram",
+    "p_eagle": "specjax.drafters.p_eagle:PEagle",
 }
 CONTROLLERS = {
     "adaptive": "specjax.controllers.adaptive:Adaptive",
@@ -60,6 +62,8 @@ DRAFTS = {
     "draft_model": "specjax.distill.init:SeparateModel",
     "eagle3": "specjax.drafters.eagle3:Eagle3Draft",
     "glide": "specjax.drafters.glide:GlideDraft",
+    "mtp": "specjax.drafters.mtp:MTPDraft",
+    "p_eagle": "specjax.drafters.p_eagle:PEagleDraft",
 }
 INITS = {
     "checkpoint": "specjax.distill.init:Checkpoint",

@@ -89,7 +89,11 @@ class Eagle3Model(RowModel):
     net: ClassVar[Any] = Net
 
     def features(self, params: Params, target_out: Output) -> Float[Array, "B T H"]:
-        module, hidden = self.module(params), of_hidden(target_out, self.dtype)
+        return self.mixed(params, of_hidden(target_out, self.dtype))
+
+    def mixed(self, params: Params, hidden: tuple[Float[Array, "B T S"], ...]) -> Float[Array, "B T H"]:
+        """What rows read of captured streams."""
+        module = self.module(params)
         if self.options.fc_norm:
             hidden = tuple(norm(x) for norm, x in zip(module.fc_norms, hidden, strict=True))
         together = jnp.concatenate(hidden, axis=-1)

@@ -302,10 +302,7 @@ class FeatureDraft:
 def streams(reads: tuple[int, ...] | None, config: RunConfig, full: ModelConfig) -> tuple[int, ...]:
     """The target's streams that a config names; None: the published default, 2, L / 2 and L - 3 of L layers, but of a
     shallow target a third, two thirds and all of them. Raises `ConfigError`."""
-    if config.draft.architecture != type(config.draft.architecture)():
-        raise ConfigError(
-            f"draft.architecture: a draft of kind {config.draft.kind} has its target's sizes; leave it out"
-        )
+    refuse_architecture(config)
     count = full.num_layers
     if reads is None:
         published = (2, count // 2, count - 3)
@@ -314,6 +311,22 @@ def streams(reads: tuple[int, ...] | None, config: RunConfig, full: ModelConfig)
     if list(reads) != sorted(set(reads)) or not reads or reads[-1] > count:
         raise ConfigError(f"draft.reads: {list(reads)}; name some of the target's streams 0 .. {count}, ascending")
     return reads
+
+
+def refuse_architecture(config: RunConfig) -> None:
+    """Raises `ConfigError` where sizes are asked for that are the target's."""
+    if config.draft.architecture != type(config.draft.architecture)():
+        raise ConfigError(
+            f"draft.architecture: a draft of kind {config.draft.kind} has its target's sizes; leave it out"
+        )
+
+
+def mask_token(asked: int | None, full: ModelConfig) -> int:
+    """An id of the target's; None: the last. Raises `ConfigError`."""
+    found = full.vocab_size - 1 if asked is None else asked
+    if found >= full.vocab_size:
+        raise ConfigError(f"draft.mask_token: {found}, and the target has ids 0 .. {full.vocab_size - 1}")
+    return found
 
 
 SHALLOW = 12

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from specjax import registry
+from specjax.drafters import formats
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError
 from specjax.models.files import read_json
@@ -58,4 +59,5 @@ def load_drafter(
 def kind_of(path_or_hub_id: str | os.PathLike) -> str:
     """The kind of drafter in a directory: what its config.json says, or else a model."""
     file = resolve(path_or_hub_id) / "config.json"
-    return str(read_json(file).get(DRAFTER, DraftModel.kind)) if file.exists() else DraftModel.kind
+    settings = read_json(file) if file.exists() else {}
+    return str(settings.get(DRAFTER) or formats.kind_of(settings) or DraftModel.kind)

@@ -103,6 +103,15 @@ def one_by_one(
     return Draft(block.tokens, valid, logits=found.logits, finite=finite), state, block.offset
 
 
+def all_at_once(raw: Float[Array, "B K W"], root: Int[Array, "B 1"], context: Context) -> Draft:
+    """A block whose tokens are drawn independently, each from its own of the draft's logits ``raw``."""
+
+    def feed(state: Any, newest: Int[Array, "B 1"], offset: Int[Array, ""]) -> tuple[Array, Any]:
+        return jax.lax.dynamic_slice_in_dim(raw, offset, 1, axis=1), state
+
+    return one_by_one(feed, (), root, context, raw.shape[1])[0]
+
+
 def _over(logits: Float[Array, "B R W"], size: int) -> Float[Array, "B R V"]:
     """Over the target's ``size`` ids: a row that only one of the two models has is padding, and is never drafted."""
     missing = max(size - logits.shape[-1], 0)

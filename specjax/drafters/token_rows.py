@@ -70,6 +70,12 @@ class RowModel(FeatureModel, abc.ABC):
         """Rows of ``tokens``, with the ``features`` of those before: (what the head reads, what stands in for features
         of these tokens, each layer's keys and values)."""
 
+    def behind(
+        self, params: Params, tokens: Int[Array, "B T"], features: Float[Array, "B T H"]
+    ) -> tuple[Int[Array, "B T"], Float[Array, "B T H"]]:
+        """In training, (tokens, features of those before) of the rows behind rows that left ``features``."""
+        return tokens, jnp.roll(features, 1, axis=1)
+
 
 # --- decoding -------------------------------------------------------------------------------------------------------
 
@@ -231,15 +237,15 @@ class TrainedRows(TrainedFeatureDraft):
         model: Any = self.model
         tokens, positions, config = jnp.asarray(batch.tokens), batch.token_positions, self.config
         shares = [self.decay**depth for depth in range(self.depths)]
-        features = model.features(params, target_out)
+        features = jnp.roll(model.features(params, target_out), 1, axis=1)  # of the token before
         own = [self._empty_block(tokens.shape)] * config.num_layers
         true: Any = None
         for depth, share in enumerate(shares):
-            features = jnp.roll(features, 1, axis=1)  # of the token before
             memory = self._seen(batch, depth, true, own)
             final, features, layers = model(params, tokens, features, positions, memory, self.form)
             inside = inside_document(batch.documents, jnp.arange(tokens.shape[1], dtype=jnp.int32) - 1 - depth)
             weight = jnp.where(inside, jnp.asarray(batch.weight), 0.0)
+            tokens, features = model.behind(params, tokens, features)
             yield Prediction(final, functools.partial(model.head, params), weight, None, share / sum(shares))
             if true is None:
                 true = layers

@@ -1,5 +1,5 @@
-"""Directories of the library speculators (0.9): `config.json` with `speculators_model_type`, the draft's layers described
-as those of llama or qwen3. Its layers are numbered as ours are: i is what leaves i layers of the target."""
+"""Directories of the library speculators (0.9): `config.json` with `speculators_model_type`, the draft's layers
+described as those of llama or qwen3. Its layers are numbered as ours are: i is what leaves i layers of the target."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from specjax.drafters import eagle3
+from specjax.drafters import eagle3, mtp, p_eagle
 from specjax.drafters.features import ENDS, FeatureModel
 from specjax.errors import ModelError
 from specjax.models import hf
@@ -34,6 +34,8 @@ class Form:
     """Parameters that are the target's, and not stored."""
     layers: str = "layers.{}"
     """What the tensors of a layer are called."""
+    described: Callable[[Any], ModelConfig] = lambda spec: spec.config
+    """The layers that `transformer_layer_config` describes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,43 +60,86 @@ class Envelope:
         return tuple(value)
 
 
-def _eagle3_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureModel:
-    size = envelope.get("target_hidden_size", int, layers.hidden_size)
+def _eagle_options(envelope: Envelope) -> eagle3.Options:
     # Without it, the library's own reader says no, whatever its trainer wrote.
     defaults = {"norm_before_residual": False}
-    options = {
-        f.name: envelope.get(f.name, bool, defaults.get(f.name, f.default)) for f in dataclasses.fields(eagle3.Options)
-    }
-    reads = envelope.ids(_CAPTURED)
-    return eagle3.Eagle3Model(layers, reads, size, dtype, eagle3.Options(**options))
+    fields = dataclasses.fields(eagle3.Options)
+    return eagle3.Options(**{f.name: envelope.get(f.name, bool, defaults.get(f.name, f.default)) for f in fields})
+
+
+def _eagle3_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureModel:
+    size, reads = envelope.get("target_hidden_size", int, layers.hidden_size), envelope.ids(_CAPTURED)
+    return eagle3.Eagle3Model(layers, reads, size, dtype, _eagle_options(envelope))
 
 
 def _eagle3_settings(spec: eagle3.Eagle3Model) -> dict[str, Any]:
     return {"target_hidden_size": spec.feature_size, _CAPTURED: list(spec.reads), **dataclasses.asdict(spec.options)}
 
 
+def _p_eagle_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureModel:
+    size, reads = envelope.get("target_hidden_size", int, layers.hidden_size), envelope.ids(_CAPTURED)
+    mask = envelope.get("mask_token_id", int)
+    return p_eagle.PEagleModel(layers, reads, size, dtype, _eagle_options(envelope), mask)
+
+
+def _p_eagle_settings(spec: p_eagle.PEagleModel) -> dict[str, Any]:
+    return {**_eagle3_settings(spec), "mask_token_id": spec.mask_token}
+
+
+def _mtp_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureModel:
+    """Described are the target's layers, all of them; the draft's is one like them."""
+    if envelope.get("num_nextn_predict_layers", int, 1) != 1:
+        raise ModelError(f"{envelope.file}: num_nextn_predict_layers is not 1; only a single head is read")
+    options = mtp.Options(*(envelope.get(name, str, default) for name, default in _MTP_OPTIONS.items()))
+    one = dataclasses.replace(layers, num_layers=1, layers=layers.layers[-1:])
+    return mtp.MTPModel(one, (layers.num_layers,), layers.hidden_size, dtype, options)
+
+
+def _mtp_settings(spec: mtp.MTPModel) -> dict[str, Any]:
+    values = zip(_MTP_OPTIONS, dataclasses.astuple(spec.options), strict=True)
+    return {"num_nextn_predict_layers": 1, **dict(values)}
+
+
+_MTP_OPTIONS = {"specjax_state": "pre", "specjax_recycled": "post"}
+"""Our keys, and what the library does without them."""
+_EAGLE3: dict[str, Tensor] = {
+    "embedding": Tensor("embed_tokens.weight"),
+    **linear("fc", "fc"),
+    **norm("input_norm", "input_norm"),
+    **norm("fc_norms.{}", "fc_norm.{}"),
+    **norm("layers.{}.hidden_norm", "layers.{}.hidden_norm"),
+    **norm("norm", "norm"),
+    **linear("head", "lm_head"),
+}
+_HEAD = "mtp_layers.0"
+_MTP: dict[str, Tensor] = {
+    **norm("token_norm", f"{_HEAD}.token_layernorm"),
+    **norm("hidden_norm", f"{_HEAD}.hidden_layernorm"),
+    **linear("fc", f"{_HEAD}.input_proj"),
+    **norm("norm", f"{_HEAD}.final_layernorm"),
+}
+_PEAGLE = {**_EAGLE3, "mask_hidden": Tensor("mask_hidden")}
 FORMS = {
-    "eagle3": Form(
-        "eagle3",
-        "Eagle3DraftModel",
-        _eagle3_spec,
-        _eagle3_settings,
-        {
-            "embedding": Tensor("embed_tokens.weight"),
-            **linear("fc", "fc"),
-            **norm("input_norm", "input_norm"),
-            **norm("fc_norms.{}", "fc_norm.{}"),
-            **norm("layers.{}.hidden_norm", "layers.{}.hidden_norm"),
-            **norm("norm", "norm"),
-            **linear("head", "lm_head"),
-        },
+    "eagle3": Form("eagle3", "Eagle3DraftModel", _eagle3_spec, _eagle3_settings, _EAGLE3),
+    "p_eagle": Form("peagle", "PEagleDraftModel", _p_eagle_spec, _p_eagle_settings, _PEAGLE),
+    "mtp": Form(
+        *("mtp", "MTPDraftModel", _mtp_spec, _mtp_settings, _MTP, ENDS, "mtp_layers.{}"),
+        described=lambda spec: dataclasses.replace(spec.config, num_layers=spec.reads[0]),
     ),
 }
 LEFT_OUT = {kind: form.left_out for kind, form in FORMS.items()}
 
 
+KINDS = {form.algorithm: kind for kind, form in FORMS.items()}
+
+
 def kind_of(settings: Mapping[str, Any]) -> str | None:
-    return str(settings[TYPE]) if TYPE in settings else None
+    """Of a draft in this form; None: it is in another. Raises `ModelError` for a kind that is not read."""
+    if TYPE not in settings:
+        return None
+    if settings[TYPE] not in KINDS:
+        raise ModelError(f"config.json: {TYPE}={settings[TYPE]!r} is not read; known are {', '.join(KINDS)}")
+    return KINDS[settings[TYPE]]
 
 
 def spec_of(kind: str, settings: Mapping[str, Any], file: Path, dtype: str) -> FeatureModel:
@@ -103,8 +148,7 @@ def spec_of(kind: str, settings: Mapping[str, Any], file: Path, dtype: str) -> F
     if not isinstance(described, dict):
         raise ModelError(f"{file}: needs `transformer_layer_config`, what the draft's layers are")
     layers = family_of(described.get("model_type"), file).read_config(Settings(described, file))
-    spec = FORMS[kind].spec(Envelope(settings, file), layers, dtype)
-    return spec
+    return FORMS[kind].spec(Envelope(settings, file), layers, dtype)
 
 
 def settings_of(kind: str, spec: FeatureModel, dtype: str, target: str) -> dict[str, Any]:
@@ -114,7 +158,7 @@ def settings_of(kind: str, spec: FeatureModel, dtype: str, target: str) -> dict[
         TYPE: form.algorithm,
         "architectures": [form.architecture],
         "dtype": dtype,
-        "transformer_layer_config": {"model_type": family.model_type, **hf.described(family, spec.config)},
+        "transformer_layer_config": {"model_type": family.model_type, **hf.described(family, form.described(spec))},
         "draft_vocab_size": spec.config.vocab_size,
         **form.settings(spec),
         "speculators_config": {

@@ -1,9 +1,11 @@
-"""The draft that reads its target's features: what it decodes is its training forward, its cache is what a prompt of
-the same tokens leaves, and whatever it proposes, the output is the target's."""
+"""Drafts with a row for each token beside features of the one before (eagle3, mtp, p_eagle): what they decode is their
+training forward, their cache is what a prompt of the same tokens leaves, and whatever they propose, the output is the
+target's."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -18,24 +20,19 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.engine import looked_at, propose
 from specjax.decode.request import prepare
 from specjax.decode.scheduler import Scheduler
-from specjax.drafters.eagle3 import Eagle3, Eagle3Draft, Eagle3Model, Options, TrainedEagle3
-from specjax.drafters.features import LoadedDraft
+from specjax.distill.init import initial_draft
+from specjax.drafters import mtp
+from specjax.drafters.eagle3 import Eagle3Model, Options, TrainedEagle3
+from specjax.drafters.p_eagle import PEagleModel, TrainedPEagle
 from specjax.errors import ModelError
 from specjax.evaluation.teacher import target_output
-from specjax.models.config import LayerKind
+from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.hf import LoadedModel
 from specjax.types import Batch
 from tests.cases import transformer
 from tests.distill import toys
 
 PROMPTS = [[1, 2, 3], [7], list(range(20)), [5] * 11]
-PUBLISHED = Options()
-OPTIONS = {
-    "published": PUBLISHED,
-    "plain": Options(norm_before_residual=False),
-    "3.1": Options(norm_output=True, fc_norm=True),
-    "normed": Options(norm_before_fc=True),
-}
 
 
 def target_of(**changes) -> LoadedModel:
@@ -43,13 +40,45 @@ def target_of(**changes) -> LoadedModel:
     return LoadedModel(model.spec, model.params)
 
 
-def model_of(target: LoadedModel, options: Options = PUBLISHED, **changes) -> Eagle3Model:
-    config = dataclasses.replace(target.config, num_layers=1, layers=(LayerKind(),), **changes)
-    return Eagle3Model(config, (0, 1, 3), target.config.hidden_size, options=options)
+def sizes(target: LoadedModel, *kinds: LayerKind) -> ModelConfig:
+    kinds = kinds or (LayerKind(),)
+    return dataclasses.replace(target.config, num_layers=len(kinds), layers=kinds)
 
 
-def random_params(model: Eagle3Model) -> Any:
-    return jax.tree.map(lambda x: x * 2.0, jax.jit(model.init)(jax.random.key(1)))
+def eagle3(target: LoadedModel, *kinds: LayerKind, **options: bool) -> tuple[type, Any]:
+    size = target.config.hidden_size
+    return TrainedEagle3, Eagle3Model(sizes(target, *kinds), (0, 1, 3), size, options=Options(**options))
+
+
+def p_eagle(target: LoadedModel) -> tuple[type, Any]:
+    return TrainedPEagle, PEagleModel(sizes(target), (0, 3), target.config.hidden_size, mask_token=60)
+
+
+def head(target: LoadedModel, *options: Any) -> tuple[type, Any]:
+    model = mtp.MTPModel(sizes(target), (3,), target.config.hidden_size, options=mtp.Options(*options))
+    return mtp.TrainedMTP, model
+
+
+MODELS = {
+    "published": eagle3,
+    "plain": functools.partial(eagle3, norm_before_residual=False),
+    "3.1": functools.partial(eagle3, norm_output=True, fc_norm=True),
+    "normed": functools.partial(eagle3, norm_before_fc=True),
+    "two_layers": lambda target: eagle3(target, LayerKind(), LayerKind(window=6)),
+    "p_eagle": p_eagle,
+    "mtp": head,
+    "mtp_other_norms": lambda target: head(target, "post", "pre"),
+}
+DEPTHS = 4
+
+
+def made(name: str, target: LoadedModel) -> tuple[Any, Any]:
+    """(in training, its weights)."""
+    trained, model = MODELS[name](target)
+    params = jax.tree.map(lambda x: x * 1.5, jax.jit(model.init)(jax.random.key(1)))
+    if name == "p_eagle":
+        params["mask_hidden"] = jax.random.normal(jax.random.key(2), params["mask_hidden"].shape)
+    return trained(model, depths=DEPTHS), params
 
 
 def alike(found: Any, expected: Any) -> None:
@@ -68,20 +97,20 @@ def drafted(decoder: Decoder, prompts: list[list[int]]) -> Any:
 
 
 @pytest.mark.parametrize("piece", [None, 5])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", MODELS)
 def test_decoding_is_the_training_forward(name, piece):
     """At every depth of blocks behind prompts of many lengths, which are fed at once or in pieces."""
-    target, k = target_of(), 4
-    model = model_of(target, OPTIONS[name])
-    params, size, fed = random_params(model), target.config.vocab_size, 32
+    target, k = target_of(), DEPTHS
+    trained, params = made(name, target)
+    size, fed = target.config.vocab_size, 32
     lengths = np.asarray([2, 9, 20, fed - k])
     text = np.random.default_rng(0).integers(0, size, (len(lengths), fed)).astype(np.int32)
-    decoder = Decoder(target, Eagle3(LoadedDraft(model, params), k), "speculative", "fixed", prefill_chunk=piece)
+    drafter = trained.to_drafter(params, target, k)
+    decoder = Decoder(target, drafter, "speculative", "fixed", prefill_chunk=piece)
     draft = drafted(decoder, [row[:length].tolist() for row, length in zip(text, lengths, strict=True)])
     for row, length in enumerate(lengths):
         text[row, length : length + k] = draft.tokens[row]
     batch = Batch(jnp.asarray(text), jnp.asarray(np.roll(text, -1, axis=1)), jnp.ones(text.shape))
-    trained = TrainedEagle3(model, depths=k)
     out = target_output(target.spec, target.params, batch, trained.reads)
     for depth, prediction in enumerate(trained.predictions(params, batch, out)):
         found = np.asarray(prediction.logits)[np.arange(len(lengths)), lengths - 1 + depth]
@@ -92,8 +121,7 @@ def test_decoding_is_the_training_forward(name, piece):
 def test_documents_of_a_row_know_nothing_of_each_other():
     """What a document's tokens predict is what they do alone, and its first tokens, without features, do not count."""
     target = target_of()
-    model, depths = model_of(target), 3
-    params, trained = random_params(model), TrainedEagle3(model, depths=3)
+    trained, params = made("published", target)
     text = np.random.default_rng(0).integers(0, 61, (2, 24)).astype(np.int32)
     segments = jnp.asarray(np.repeat([[0, 1]], 2, 0).repeat(12, 1))
     positions = jnp.asarray(np.tile(np.arange(12), 2)[None].repeat(2, 0), jnp.int32)
@@ -111,16 +139,18 @@ def test_documents_of_a_row_know_nothing_of_each_other():
             np.testing.assert_array_equal(part.weight[0], np.arange(12) > depth)
             counts = np.asarray(part.weight[0]) > 0
             alike(whole.logits[:, at][:, counts], part.logits[:, counts])
-    assert len(both) == depths
+    assert len(both) == DEPTHS
 
 
-@pytest.mark.parametrize("controller", ["fixed", "adaptive"])
-def test_a_cache_is_what_a_prompt_of_the_same_tokens_leaves(controller):
+@pytest.mark.parametrize(
+    ("name", "controller"),
+    [("published", "fixed"), ("two_layers", "adaptive"), ("mtp", "adaptive"), ("p_eagle", "fixed")],
+)
+def test_a_cache_is_what_a_prompt_of_the_same_tokens_leaves(name, controller):
     """After rejections, growth, blocks without a draft, and rows of different lengths."""
     target = target_of(max_positions=512)
-    model = model_of(target)
-    drafter = Eagle3(LoadedDraft(model, random_params(model)), 3)
-    decoder = Decoder(target, drafter, "block", controller)
+    trained, params = made(name, target)
+    decoder = Decoder(target, trained.to_drafter(params, target, 3), "block", controller)
     engine, params = decoder.engine(greedy=False, rows=4)
     options = {"temperature": 1.0}
     scheduler = Scheduler(engine, params, 4)
@@ -133,31 +163,40 @@ def test_a_cache_is_what_a_prompt_of_the_same_tokens_leaves(controller):
     for row, length in enumerate(lengths):
         assert length > len(PROMPTS[row]) + 40
         alike(state.drafter.features[row], fresh.drafter.features[row])
-        for name, axis in (("keys", 1), ("values", 2)):
-            ours, theirs = (np.asarray(getattr(s.drafter.cache.layers[0], name)[row]) for s in (state, fresh))
-            ours, theirs = (np.take(x, np.arange(length - 2), axis=axis) for x in (ours, theirs))
-            alike(ours, theirs)
+        for ours, theirs in zip(state.drafter.cache.layers, fresh.drafter.cache.layers, strict=True):
+            for part, axis in (("keys", 1), ("values", 2)):
+                both = (np.asarray(getattr(layer, part)[row]) for layer in (ours, theirs))
+                alike(*(np.take(x, np.arange(length - 2), axis=axis) for x in both))
 
 
-@pytest.mark.parametrize("name", ["published", "3.1"])
+@pytest.mark.parametrize("name", ["published", "3.1", "mtp", "p_eagle"])
 def test_greedy_output_is_the_targets(name):
     target = target_of()
-    model = model_of(target, OPTIONS[name])
-    decoder = Decoder(target, Eagle3(LoadedDraft(model, random_params(model)), 3), "block")
+    trained, params = made(name, target)
+    decoder = Decoder(target, trained.to_drafter(params, target, 3), "block")
     plain = Decoder(target).generate(PROMPTS, max_new_tokens=100, temperature=0.0).tokens
     assert decoder.generate(PROMPTS, max_new_tokens=100, temperature=0.0).tokens == plain
 
 
-@pytest.mark.parametrize("options", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True}])
-def test_one_begins_as_its_targets_last_layer_and_comes_back_from_disk(options, tmp_path):
-    target = target_of(num_layers=6)
-    kind = Eagle3Draft(**options)
+STARTS = {
+    "eagle3": ({}, (2, 4, 6)),
+    "eagle3_3.1": ({"fc_norm": True, "norm_output": True, "layers": 2}, (2, 4, 6)),
+    "eagle3_normed": ({"norm_before_fc": True, "reads": (1, 2)}, (1, 2)),
+    "mtp": ({"state": "post"}, (6,)),
+    "p_eagle": ({"mask_token": 7}, (2, 4, 6)),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_one_begins_as_its_targets_last_layer_and_comes_back_from_disk(name, tmp_path):
+    target, (fields, reads) = target_of(num_layers=6), STARTS[name]
+    kind = name.partition("_")[0] if name != "p_eagle" else name
     run = config.RunConfig(
-        config.Target(path="x"), config.Data(path="x", seq_len=8), config.Draft(kind="eagle3", settings=options)
+        config.Target(path="x"), config.Data(path="x", seq_len=8), config.Draft(kind=kind, settings=fields)
     )
-    initial = kind.draft(run, target, toys.Windows(np.zeros((4, 9), np.int32)))
+    initial = initial_draft(run, target, toys.Windows(np.zeros((4, 9), np.int32)))
     drafter: Any = initial.drafter
-    assert drafter.model.reads == (2, 4, 6)
+    assert drafter.model.reads == reads
     assert not {"embedding", "head"} & initial.params.keys()
     whole = drafter.complete(initial.params, target.params)
     np.testing.assert_array_equal(whole["head"]["kernel"], target.params["embedding"].T)
@@ -169,7 +208,7 @@ def test_one_begins_as_its_targets_last_layer_and_comes_back_from_disk(options, 
     assert found.model.spec == drafter.model
     assert not {"embedding", "head"} & found.model.params.keys()
     jax.tree.map(np.testing.assert_array_equal, found.model.params, initial.params)
-    assert json.loads((tmp_path / "draft/config.json").read_text())["speculators_model_type"] == "eagle3"
-    other = LoadedModel(dataclasses.replace(target.spec, config=dataclasses.replace(target.config, num_layers=2)), {})
-    with pytest.raises(ModelError, match=r"eagle3: reads stream 6, and the target has 0 \.\. 2"):
+    assert "speculators_model_type" in json.loads((tmp_path / "draft/config.json").read_text())
+    other = LoadedModel(dataclasses.replace(target.spec, config=dataclasses.replace(target.config, num_layers=1)), {})
+    with pytest.raises(ModelError, match=rf"{kind}: reads stream {reads[-1]}, and the target has 0 \.\. 1"):
         found.bind(other)

@@ -8,22 +8,28 @@ import jax.numpy as jnp
 
 from specjax.drafters import formats, token_rows
 from specjax.drafters.token_rows import BoundRows, Rows, Unrolled
-from tests.drafters import test_eagle3
+from tests.drafters import test_token_rows
 from tests.mutants.table import mutant, wrap
 
 decoding = mutant(
-    "eagle3", test_eagle3.test_decoding_is_the_training_forward, name="published", piece=None, lossless=True
+    "token_rows", test_token_rows.test_decoding_is_the_training_forward, name="published", piece=None, lossless=True
 )
-pieces = mutant("eagle3", test_eagle3.test_decoding_is_the_training_forward, name="published", piece=5, lossless=True)
+pieces = mutant(
+    "token_rows", test_token_rows.test_decoding_is_the_training_forward, name="published", piece=5, lossless=True
+)
 kept = mutant(
-    "eagle3",
-    test_eagle3.test_a_cache_is_what_a_prompt_of_the_same_tokens_leaves,
+    "token_rows",
+    test_token_rows.test_a_cache_is_what_a_prompt_of_the_same_tokens_leaves,
+    name="published",
     controller="fixed",
     lossless=True,
 )
-documents = mutant("eagle3", test_eagle3.test_documents_of_a_row_know_nothing_of_each_other, lossless=True)
+documents = mutant("token_rows", test_token_rows.test_documents_of_a_row_know_nothing_of_each_other, lossless=True)
 stored = mutant(
-    "eagle3", test_eagle3.test_one_begins_as_its_targets_last_layer_and_comes_back_from_disk, options={}, lossless=True
+    "token_rows",
+    test_token_rows.test_one_begins_as_its_targets_last_layer_and_comes_back_from_disk,
+    name="eagle3",
+    lossless=True,
 )
 
 
