@@ -20,7 +20,9 @@ from specjax.errors import ConfigError
 DRAFTERS = {
     "draft_model": "specjax.drafters.draft_model:DraftModel",
     "eagle3": "specjax.drafters.eagle3:Eagle3",
+    "early_exit": "specjax.drafters.early_exit:EarlyExit",
     "glide": "specjax.drafters.glide:Glide",
+    "medusa": "specjax.drafters.medusa:Medusa",
     "mtp": "specjax.drafters.mtp:MTP",
     "ngram": "specjax.drafters.ngram:NGram",
     "p_eagle": "specjax.drafters.p_eagle:PEagle",
@@ -61,7 +63,9 @@ LOSSES = {
 DRAFTS = {
     "draft_model": "specjax.distill.init:SeparateModel",
     "eagle3": "specjax.drafters.eagle3:Eagle3Draft",
+    "early_exit": "specjax.drafters.early_exit:EarlyExitDraft",
     "glide": "specjax.drafters.glide:GlideDraft",
+    "medusa": "specjax.drafters.medusa:MedusaDraft",
     "mtp": "specjax.drafters.mtp:MTPDraft",
     "p_eagle": "specjax.drafters.p_eagle:PEagleDraft",
 }

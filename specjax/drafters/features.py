@@ -66,6 +66,11 @@ class FeatureModel:
         """The NNX module that holds ``params``."""
         return nnx.merge(_graphdef(self), nnx.State(params))
 
+    @property
+    def most(self) -> int | None:
+        """The longest block; None: any."""
+        return None
+
     def embedded(self, module: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         return module.embedding[...][tokens].astype(self.dtype)
 
@@ -180,17 +185,23 @@ class FeatureDrafter:
         Raises:
             ModelError: the draft reads what the target does not have, or it cannot be read itself.
         """
-        named = isinstance(self.model, (str, os.PathLike))
-        draft = self._read(hf.draft_of(self.model), target) if named else self.model
-        check_readable(self.kind, draft.spec, target.config)
+        draft = self._loaded(target)
         return Bound(type(self).bound(draft.spec, self.k), draft.beside(target))
+
+    def _loaded(self, target: Any) -> LoadedDraft:
+        named = isinstance(self.model, (str, os.PathLike))
+        draft: LoadedDraft = self._read(hf.draft_of(self.model), target) if named else self.model
+        check_readable(self.kind, draft.spec, target.config)
+        if draft.spec.most is not None and self.k > draft.spec.most:
+            raise ModelError(f"{self.kind}: k={self.k}, and this draft proposes at most {draft.spec.most}; lower k")
+        return draft
 
     @classmethod
     def _read(cls, directory: str | os.PathLike, target: Any, check_finite: bool = True) -> LoadedDraft:
         from specjax.drafters import formats
 
         kind = next(field.default for field in dataclasses.fields(cls) if field.name == "kind")
-        return formats.load(directory, str(kind), str(target.dtype), check_finite)
+        return formats.load(directory, str(kind), target, check_finite)
 
 
 def check_readable(kind: str, draft: FeatureModel, target: ModelConfig) -> None:
@@ -351,6 +362,11 @@ def last_layer(target: Any) -> Params | None:
     if dataclasses.replace(full, **{name: getattr(like, name) for name in kinds}) != like:
         return None
     return in_float32(target.params["layers"][full.num_layers - 1])
+
+
+def same_norm(full: ModelConfig) -> bool:
+    """Whether a target's final norm is of the form of `layers_like`."""
+    return full.norm.kind == "rms" and full.norm.offset == 0
 
 
 def in_float32(params: Params) -> Params:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -124,6 +124,13 @@ class GlideModel:
         form: TrainingForm = PLAIN,
     ) -> tuple[Float[Array, "B T D"], tuple[Own, ...]]:
         """The input of the head, and the layers' blocks with the keys and values of ``tokens``."""
+        x, blocks = self.through(params, tokens, positions, readings, form)
+        return self.model.module(params).norm(x), blocks
+
+    def through(
+        self, params: Params, tokens: Array, positions: Array, readings: Sequence[Reading], form: TrainingForm = PLAIN
+    ) -> tuple[Float[Array, "B T D"], tuple[Own, ...]]:
+        """What leaves the last layer in place of the input of the head."""
         config = self.model.config
         params = gathered(params, form.sharding)
         module = self.model.module(params)
@@ -139,7 +146,7 @@ class GlideModel:
             run = jax.checkpoint(block) if form.remat else block
             x, own = run(placed(x, form.sharding), params["layers"][i], tables[kind], reading)
             blocks.append(own)
-        return module.norm(x), tuple(blocks)
+        return x, tuple(blocks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,23 +166,36 @@ class BoundGlide(StatelessDrafter):
 
     def draft(self, params: Params, target: TargetView, state: Any, context: Context) -> tuple[Draft, Any]:
         """One pass a token, the root's first: the last draft is never fed, and what was is forgotten."""
-        assert target.lengths is not None
-        batch = len(context.lengths)
-        root = (context.lengths - 1)[:, None]
-        newest = jnp.take_along_axis(context.tokens, root, axis=1)
-        layers = [Layer(*layer) for layer in target.keys_values]
 
-        verified = Sight(target.lengths[:, None] - 1)
+        def head(x: Float[Array, "B 1 D"]) -> Array:
+            return self.glide.model.head(params, self.glide.model.module(params).norm(x))
 
-        def feed(blocks, newest, depth):
-            positions = root + depth
-            each = zip(layers, self.glide.model.config.windows, blocks, strict=True)
-            readings = [Reading(layer, verified.within(window, positions), own, depth) for layer, window, own in each]
-            final, blocks = self.glide(params, newest, positions, readings)
-            return self.glide.model.head(params, final), blocks
+        return blocks_of(self.glide, params, head, target, context, self.k), state
 
-        draft, *_ = one_by_one(feed, self.glide.blocks(batch, 1, self.k), newest, context, self.k)
-        return draft, state
+
+def blocks_of(
+    glide: GlideModel,
+    params: Params,
+    head: Callable[[Float[Array, "B 1 D"]], Array],
+    target: TargetView,
+    context: Context,
+    k: int,
+) -> Draft:
+    """A block of every row; ``head`` makes logits of what leaves the last layer."""
+    assert target.lengths is not None
+    root = (context.lengths - 1)[:, None]
+    newest = jnp.take_along_axis(context.tokens, root, axis=1)
+    layers = [Layer(*layer) for layer in target.keys_values]
+    verified = Sight(target.lengths[:, None] - 1)
+
+    def feed(blocks, newest, depth):
+        positions = root + depth
+        each = zip(layers, glide.model.config.windows, blocks, strict=True)
+        readings = [Reading(layer, verified.within(window, positions), own, depth) for layer, window, own in each]
+        x, blocks = glide.through(params, newest, positions, readings)
+        return head(x), blocks
+
+    return one_by_one(feed, glide.blocks(len(root), 1, k), newest, context, k)[0]
 
 
 def inside_document(documents: Documents | None, root: Int[Array, " T"]) -> Bool[Array, "#B T"]:

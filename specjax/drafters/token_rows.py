@@ -121,7 +121,7 @@ class BoundRows:
         before = jnp.concatenate([state.features[:, None], made[:, :-1]], axis=1)
         start = jnp.zeros(len(tokens), jnp.int32) if start is None else start
         cache = self._kept(params, state.cache, tokens, before, start)
-        return State(cache, jnp.where((lengths > 0)[:, None], _at(made, lengths - 1), state.features))
+        return State(cache, jnp.where((lengths > 0)[:, None], at(made, lengths - 1), state.features))
 
     def draft(self, params: Params, target: TargetView, state: State, context: Context) -> tuple[Draft, State]:
         """One pass a token, the root's first. Without a token before the root there is nothing to read, nor a draft."""
@@ -142,7 +142,7 @@ class BoundRows:
         tokens = jnp.concatenate([root, outcome.tokens], axis=1)
         before = jnp.concatenate([state.features[:, None], made], axis=1)
         cache = self._kept(params, state.cache, tokens, before, outcome.context.lengths - 1)
-        return State(cache, _at(made, outcome.verdict.num_accepted))
+        return State(cache, at(made, outcome.verdict.num_accepted))
 
     @staticmethod
     def _root(context: Context) -> tuple[Int[Array, "B 1"], Int[Array, "B 1"]]:
@@ -183,7 +183,8 @@ def with_a_token_before(draft: Draft, context: Context) -> Draft:
     return dataclasses.replace(draft, valid=draft.valid & (context.lengths > 1)[:, None])
 
 
-def _at(x: Float[Array, "B T H"], index: Int[Array, " B"]) -> Float[Array, "B H"]:
+def at(x: Float[Array, "B T H"], index: Int[Array, " B"]) -> Float[Array, "B H"]:
+    """The one at ``index`` of each row."""
     return jnp.take_along_axis(x, jnp.maximum(index, 0)[:, None, None], axis=1)[:, 0]
 
 

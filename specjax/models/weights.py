@@ -77,6 +77,7 @@ def read_params(
     mesh: Mesh | None = None,
     check_finite: bool = True,
     scheme: Scheme | None = None,
+    weights: str = WEIGHTS,
 ) -> Params:
     """The parameters of `Model.init`, or of another spec that has a ``config``, cast to ``dtype`` (`AS_STORED`: the one
     they are stored in; float32 if there are several) and placed as `specjax.models.sharding` says. ``check_finite``:
@@ -84,7 +85,7 @@ def read_params(
     is one of them."""
     parameters, config = parameters_of(family, of), of if isinstance(of, ModelConfig) else of.config
     with contextlib.ExitStack() as stack:
-        stored = _named(family, _open_tensors(directory, stack))
+        stored = _named(family, _open_tensors(directory, stack, weights))
         _check_names(directory, family, config, stored, {slot.name for p in parameters for slot in p.slots})
         # Before the first of them is read: a mistake shows at once.
         dtypes = {_checked_dtype(stored[slot.name], slot) for p in parameters for slot in p.slots}
@@ -217,11 +218,11 @@ def _named(family: Family, stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
     }
 
 
-def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict[str, _Stored]:
+def _open_tensors(directory: Path, stack: contextlib.ExitStack, weights: str) -> dict[str, _Stored]:
     """Every stored tensor by its name. Every shard must hold exactly what the index says."""
     index_file = directory / INDEX
-    if (directory / WEIGHTS).exists():
-        shards, weight_map = [WEIGHTS], None
+    if (directory / weights).exists():
+        shards, weight_map = [weights], None
     elif index_file.exists():
         weight_map = read_json(index_file).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
@@ -282,7 +283,13 @@ def stored_tensors(params: Params, family: Family, config: ModelConfig, dtype: s
 
 
 def write_params(
-    directory: Path, params: Params, family: Family, of: ModelConfig | Any, dtype: str, max_shard_bytes: int
+    directory: Path,
+    params: Params,
+    family: Family,
+    of: ModelConfig | Any,
+    dtype: str,
+    max_shard_bytes: int,
+    weights: str = WEIGHTS,
 ) -> None:
     """Write what `read_params` reads, in files of at most ``max_shard_bytes`` unless a single tensor is larger, with an
     index if there are several. At most one of them is in memory."""
@@ -291,7 +298,7 @@ def write_params(
     shards = _shards(sizes, max_shard_bytes)
     weight_map = {}
     for number, names in enumerate(shards, 1):
-        file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file = weights if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {name: _tensor(stored[name], dtype) for name in names}
         save_file(tensors, directory / file, metadata={"format": "pt"})
         del tensors  # before the next ones are made

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from specjax.drafters import eagle3, mtp, p_eagle
-from specjax.drafters.features import ENDS, FeatureModel
+from specjax.drafters.features import ENDS, FeatureModel, LoadedDraft
+from specjax.drafters.formats.stored import Stored
 from specjax.errors import ModelError
 from specjax.models import hf
 from specjax.models.config import ModelConfig
 from specjax.models.families import Family, Settings, family_of
 from specjax.models.families.base import Tensor, linear, norm
+from specjax.types import Params
 
 TYPE = "speculators_model_type"
 _CAPTURED = "eagle_aux_hidden_state_layer_ids"
@@ -127,38 +129,43 @@ FORMS = {
         described=lambda spec: dataclasses.replace(spec.config, num_layers=spec.reads[0]),
     ),
 }
-LEFT_OUT = {kind: form.left_out for kind, form in FORMS.items()}
-
-
-KINDS = {form.algorithm: kind for kind, form in FORMS.items()}
+KINDS = FORMS
+"""What is stored of each kind."""
+_BY_ALGORITHM = {form.algorithm: kind for kind, form in FORMS.items()}
 
 
 def kind_of(settings: Mapping[str, Any]) -> str | None:
-    """Of a draft in this form; None: it is in another. Raises `ModelError` for a kind that is not read."""
+    """See `specjax.drafters.formats.kind_of`."""
     if TYPE not in settings:
         return None
-    if settings[TYPE] not in KINDS:
-        raise ModelError(f"config.json: {TYPE}={settings[TYPE]!r} is not read; known are {', '.join(KINDS)}")
-    return KINDS[settings[TYPE]]
+    if settings[TYPE] not in _BY_ALGORITHM:
+        raise ModelError(f"config.json: {TYPE}={settings[TYPE]!r} is not read; known are {', '.join(_BY_ALGORITHM)}")
+    return _BY_ALGORITHM[settings[TYPE]]
 
 
-def spec_of(kind: str, settings: Mapping[str, Any], file: Path, dtype: str) -> FeatureModel:
-    """What config.json describes. Raises `ModelError`."""
-    described = settings.get("transformer_layer_config")
+def read(
+    found: Path, settings: Mapping[str, Any], kind: str, target: Any, check_finite: bool
+) -> tuple[FeatureModel, Params]:
+    """The draft's spec and weights. Raises `ModelError`."""
+    file, described = found / "config.json", settings.get("transformer_layer_config")
     if not isinstance(described, dict):
         raise ModelError(f"{file}: needs `transformer_layer_config`, what the draft's layers are")
     layers = family_of(described.get("model_type"), file).read_config(Settings(described, file))
-    return FORMS[kind].spec(Envelope(settings, file), layers, dtype)
+    spec = FORMS[kind].spec(Envelope(settings, file), layers, str(target.dtype))
+    return spec, _stored(kind, spec).read(found, spec.dtype, check_finite)
 
 
-def settings_of(kind: str, spec: FeatureModel, dtype: str, target: str) -> dict[str, Any]:
-    """config.json of ``spec``. Raises `ModelError` for layers that neither llama nor qwen3 describes."""
-    form, family = FORMS[kind], _layers(spec.config)
+def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str) -> dict[str, Any]:
+    """The weights; returns config.json. Raises `ModelError` for layers that neither llama nor qwen3 describes."""
+    spec, form = draft.spec, FORMS[kind]
+    family = _layers(spec.config)
+    described = {"model_type": family.model_type, **hf.described(family, form.described(spec))}
+    _stored(kind, spec).write(partial, draft.params, dtype)
     return {
         TYPE: form.algorithm,
         "architectures": [form.architecture],
         "dtype": dtype,
-        "transformer_layer_config": {"model_type": family.model_type, **hf.described(family, form.described(spec))},
+        "transformer_layer_config": described,
         "draft_vocab_size": spec.config.vocab_size,
         **form.settings(spec),
         "speculators_config": {
@@ -174,14 +181,11 @@ def _layers(config: ModelConfig) -> Family:
     return family_of("qwen3" if config.qk_norm == "head" else "llama", "draft")
 
 
-def family_of_draft(kind: str, spec: FeatureModel) -> Family:
-    """Where each weight is stored."""
-    form, family = FORMS[kind], _layers(spec.config)
-    old = "model.layers.{}"
+def _stored(kind: str, spec: FeatureModel) -> Stored:
+    form, old = FORMS[kind], "model.layers.{}"
     layers = {
         ours: dataclasses.replace(tensor, name=form.layers + tensor.name.removeprefix(old))
-        for ours, tensor in family.tensors.items()
+        for ours, tensor in _layers(spec.config).tensors.items()
         if ours.startswith("layers.{}")
     }
-    ends = {f"{name}{'.kernel' * (name == 'head')}": Tensor(name) for name in ENDS}
-    return dataclasses.replace(family, tensors={**ends, **layers, **form.tensors}, prefix="")
+    return Stored(spec, {**layers, **form.tensors}, form.left_out)

@@ -1,12 +1,10 @@
-"""Drafts with a row for each token beside features of the one before (eagle3, mtp, p_eagle): what they decode is their
-training forward, their cache is what a prompt of the same tokens leaves, and whatever they propose, the output is the
-target's."""
+"""Drafts that read hidden states: what they decode is their training forward, their state is what a prompt of the same
+tokens leaves, and whatever they propose, the output is the target's."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from typing import Any
 
 import jax
@@ -15,7 +13,7 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax import config
+from specjax import config, registry
 from specjax.decode.decoder import Decoder
 from specjax.decode.engine import looked_at, propose
 from specjax.decode.request import prepare
@@ -23,6 +21,8 @@ from specjax.decode.scheduler import Scheduler
 from specjax.distill.init import initial_draft
 from specjax.drafters import mtp
 from specjax.drafters.eagle3 import Eagle3Model, Options, TrainedEagle3
+from specjax.drafters.early_exit import ExitModel, TrainedExit
+from specjax.drafters.medusa import MedusaModel, TrainedMedusa
 from specjax.drafters.p_eagle import PEagleModel, TrainedPEagle
 from specjax.errors import ModelError
 from specjax.evaluation.teacher import target_output
@@ -59,6 +59,16 @@ def head(target: LoadedModel, *options: Any) -> tuple[type, Any]:
     return mtp.TrainedMTP, model
 
 
+def medusa(target: LoadedModel, **options: Any) -> tuple[type, Any]:
+    size = target.config.hidden_size
+    return TrainedMedusa, MedusaModel(sizes(target), (3,), size, heads=DEPTHS, blocks=2, **options)
+
+
+def early_exit(target: LoadedModel) -> tuple[type, Any]:
+    return TrainedExit, ExitModel(sizes(target), (2,), target.config.hidden_size)
+
+
+DEPTHS = 4
 MODELS = {
     "published": eagle3,
     "plain": functools.partial(eagle3, norm_before_residual=False),
@@ -68,17 +78,22 @@ MODELS = {
     "p_eagle": p_eagle,
     "mtp": head,
     "mtp_other_norms": lambda target: head(target, "post", "pre"),
+    "medusa": medusa,
+    "medusa_own_heads": functools.partial(medusa, own_heads=True),
+    "early_exit": early_exit,
 }
-DEPTHS = 4
 
 
 def made(name: str, target: LoadedModel) -> tuple[Any, Any]:
     """(in training, its weights)."""
     trained, model = MODELS[name](target)
-    params = jax.tree.map(lambda x: x * 1.5, jax.jit(model.init)(jax.random.key(1)))
-    if name == "p_eagle":
-        params["mask_hidden"] = jax.random.normal(jax.random.key(2), params["mask_hidden"].shape)
-    return trained(model, depths=DEPTHS), params
+    params = jax.jit(model.init)(jax.random.key(1))
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    # What begins as nothing is something as well.
+    leaves = [x * 1.5 + 0.1 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
+    depths = {} if name == "early_exit" else {"depths": DEPTHS}
+    return trained(model, **depths), jax.tree.unflatten(tree, leaves)
 
 
 def alike(found: Any, expected: Any) -> None:
@@ -112,7 +127,8 @@ def test_decoding_is_the_training_forward(name, piece):
         text[row, length : length + k] = draft.tokens[row]
     batch = Batch(jnp.asarray(text), jnp.asarray(np.roll(text, -1, axis=1)), jnp.ones(text.shape))
     out = target_output(target.spec, target.params, batch, trained.reads)
-    for depth, prediction in enumerate(trained.predictions(params, batch, out)):
+    predictions = [*trained.predictions(params, batch, out)]
+    for depth, prediction in enumerate(predictions if len(predictions) > 1 else predictions * k):
         found = np.asarray(prediction.logits)[np.arange(len(lengths)), lengths - 1 + depth]
         alike(found, draft.logits[: len(lengths), depth])
         assert (np.asarray(prediction.weight)[np.arange(len(lengths)), lengths - 1 + depth] == 1).all()
@@ -144,7 +160,13 @@ def test_documents_of_a_row_know_nothing_of_each_other():
 
 @pytest.mark.parametrize(
     ("name", "controller"),
-    [("published", "fixed"), ("two_layers", "adaptive"), ("mtp", "adaptive"), ("p_eagle", "fixed")],
+    [
+        ("published", "fixed"),
+        ("two_layers", "adaptive"),
+        ("mtp", "adaptive"),
+        ("p_eagle", "fixed"),
+        ("medusa", "fixed"),
+    ],
 )
 def test_a_cache_is_what_a_prompt_of_the_same_tokens_leaves(name, controller):
     """After rejections, growth, blocks without a draft, and rows of different lengths."""
@@ -162,6 +184,9 @@ def test_a_cache_is_what_a_prompt_of_the_same_tokens_leaves(name, controller):
     fresh = decoder.prefilled(texts, max_new_tokens=8, temperature=1.0)
     for row, length in enumerate(lengths):
         assert length > len(PROMPTS[row]) + 40
+        if name == "medusa":
+            alike(state.drafter[row], fresh.drafter[row])
+            continue
         alike(state.drafter.features[row], fresh.drafter.features[row])
         for ours, theirs in zip(state.drafter.cache.layers, fresh.drafter.cache.layers, strict=True):
             for part, axis in (("keys", 1), ("values", 2)):
@@ -169,7 +194,7 @@ def test_a_cache_is_what_a_prompt_of_the_same_tokens_leaves(name, controller):
                 alike(*(np.take(x, np.arange(length - 2), axis=axis) for x in both))
 
 
-@pytest.mark.parametrize("name", ["published", "3.1", "mtp", "p_eagle"])
+@pytest.mark.parametrize("name", ["published", "3.1", "mtp", "p_eagle", "medusa", "early_exit"])
 def test_greedy_output_is_the_targets(name):
     target = target_of()
     trained, params = made(name, target)
@@ -184,13 +209,16 @@ STARTS = {
     "eagle3_normed": ({"norm_before_fc": True, "reads": (1, 2)}, (1, 2)),
     "mtp": ({"state": "post"}, (6,)),
     "p_eagle": ({"mask_token": 7}, (2, 4, 6)),
+    "medusa": ({"heads": 3}, (6,)),
+    "medusa_own_heads": ({"blocks": 2, "own_heads": True}, (6,)),
+    "early_exit": ({"adapter": 16}, (2,)),
 }
 
 
 @pytest.mark.parametrize("name", STARTS)
 def test_one_begins_as_its_targets_last_layer_and_comes_back_from_disk(name, tmp_path):
     target, (fields, reads) = target_of(num_layers=6), STARTS[name]
-    kind = name.partition("_")[0] if name != "p_eagle" else name
+    kind = name if name in registry.DRAFTS else name.partition("_")[0]
     run = config.RunConfig(
         config.Target(path="x"), config.Data(path="x", seq_len=8), config.Draft(kind=kind, settings=fields)
     )
@@ -199,16 +227,17 @@ def test_one_begins_as_its_targets_last_layer_and_comes_back_from_disk(name, tmp
     assert drafter.model.reads == reads
     assert not {"embedding", "head"} & initial.params.keys()
     whole = drafter.complete(initial.params, target.params)
-    np.testing.assert_array_equal(whole["head"]["kernel"], target.params["embedding"].T)
-    np.testing.assert_array_equal(
-        whole["layers"][0]["mlp"]["up_proj"]["kernel"], target.params["layers"][5]["mlp"]["up_proj"]["kernel"]
-    )
+    heads = [whole["head"]] if "head" in whole else [head["head"] for head in whole["heads"].values()]
+    for own in heads:
+        np.testing.assert_array_equal(own["kernel"], target.params["embedding"].T)
+    if "layers" in whole:
+        own, last = (layer["mlp"]["up_proj"]["kernel"] for layer in (whole["layers"][0], target.params["layers"][5]))
+        np.testing.assert_array_equal(own, last)
     drafter.save(whole, target, tmp_path / "draft")
     found: Any = specjax.load_drafter(tmp_path / "draft", target, k=3)
     assert found.model.spec == drafter.model
     assert not {"embedding", "head"} & found.model.params.keys()
     jax.tree.map(np.testing.assert_array_equal, found.model.params, initial.params)
-    assert "speculators_model_type" in json.loads((tmp_path / "draft/config.json").read_text())
     other = LoadedModel(dataclasses.replace(target.spec, config=dataclasses.replace(target.config, num_layers=1)), {})
     with pytest.raises(ModelError, match=rf"{kind}: reads stream {reads[-1]}, and the target has 0 \.\. 1"):
         found.bind(other)

@@ -8,26 +8,26 @@ import jax.numpy as jnp
 
 from specjax.drafters import formats, token_rows
 from specjax.drafters.token_rows import BoundRows, Rows, Unrolled
-from tests.drafters import test_token_rows
+from tests.drafters import test_features
 from tests.mutants.table import mutant, wrap
 
 decoding = mutant(
-    "token_rows", test_token_rows.test_decoding_is_the_training_forward, name="published", piece=None, lossless=True
+    "features", test_features.test_decoding_is_the_training_forward, name="published", piece=None, lossless=True
 )
 pieces = mutant(
-    "token_rows", test_token_rows.test_decoding_is_the_training_forward, name="published", piece=5, lossless=True
+    "features", test_features.test_decoding_is_the_training_forward, name="published", piece=5, lossless=True
 )
 kept = mutant(
-    "token_rows",
-    test_token_rows.test_a_cache_is_what_a_prompt_of_the_same_tokens_leaves,
+    "features",
+    test_features.test_a_cache_is_what_a_prompt_of_the_same_tokens_leaves,
     name="published",
     controller="fixed",
     lossless=True,
 )
-documents = mutant("token_rows", test_token_rows.test_documents_of_a_row_know_nothing_of_each_other, lossless=True)
+documents = mutant("features", test_features.test_documents_of_a_row_know_nothing_of_each_other, lossless=True)
 stored = mutant(
-    "token_rows",
-    test_token_rows.test_one_begins_as_its_targets_last_layer_and_comes_back_from_disk,
+    "features",
+    test_features.test_one_begins_as_its_targets_last_layer_and_comes_back_from_disk,
     name="eagle3",
     lossless=True,
 )
@@ -35,7 +35,7 @@ stored = mutant(
 
 @decoding
 def features_are_those_of_the_token_before_the_one_before(patch):
-    wrap(patch, token_rows, "_at", lambda real: lambda x, index: real(x, index - 1))
+    wrap(patch, token_rows, "at", lambda real: lambda x, index: real(x, index - 1))
 
 
 @pieces

@@ -1,0 +1,80 @@
+"""Directories of Medusa's own code, version 1 (2401.10774): `medusa_lm_head.safetensors`, and the numbers of heads and
+of their layers. Sizes are the target's. A file without projections of the heads' own is of its older form, in which
+they are the target's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from specjax.drafters.features import FeatureModel, LoadedDraft, layers_like
+from specjax.drafters.formats.stored import Stored
+from specjax.drafters.medusa import MedusaModel
+from specjax.errors import ModelError
+from specjax.models.families.base import Tensor
+from specjax.types import Params
+
+WEIGHTS = "medusa_lm_head.safetensors"
+_HEADS, _BLOCKS = "medusa_num_heads", "medusa_num_layers"
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    left_out: tuple[str, ...] = ("head",)
+
+
+KINDS = {"medusa": Form()}
+
+
+def kind_of(settings: Mapping[str, Any]) -> str | None:
+    """See `specjax.drafters.formats.kind_of`."""
+    return "medusa" if _HEADS in settings else None
+
+
+def read(
+    found: Path, settings: Mapping[str, Any], kind: str, target: Any, check_finite: bool
+) -> tuple[FeatureModel, Params]:
+    """The draft's spec and weights. Raises `ModelError`."""
+    file, full = found / WEIGHTS, target.config
+    counts = tuple(settings.get(name, default) for name, default in ((_HEADS, 5), (_BLOCKS, 1)))
+    if not all(type(count) is int and count > 0 for count in counts):
+        raise ModelError(f"{found / 'config.json'}: {_HEADS}={counts[0]!r}, {_BLOCKS}={counts[1]!r}, expected numbers")
+    if not file.exists():
+        raise ModelError(
+            f"{found}: holds no {WEIGHTS}; pickle formats are never read, because unpickling runs code from the file: "
+            "convert the weights to safetensors"
+        )
+    with safe_open(file, framework="np") as stored:
+        own_heads = f"0.{counts[1]}.weight" in set(stored.keys())
+    options = {"heads": counts[0], "blocks": counts[1], "own_heads": own_heads}
+    spec = MedusaModel(layers_like(full), (full.num_layers,), full.hidden_size, str(target.dtype), **options)
+    return spec, _stored(spec).read(found, spec.dtype, check_finite)
+
+
+def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str) -> dict[str, Any]:
+    """The weights; returns config.json."""
+    spec: Any = draft.spec
+    _stored(spec).write(partial, draft.params, dtype)
+    sizes = {"hidden_size": spec.config.hidden_size, "vocab_size": spec.config.vocab_size}
+    return {
+        _HEADS: spec.heads,
+        _BLOCKS: spec.blocks,
+        "base_model_name_or_path": target,
+        "version": "1",
+        **sizes,
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+    }
+
+
+def _stored(spec: MedusaModel) -> Stored:
+    tensors = {
+        "heads.{}.blocks.{}.kernel": Tensor("{}.{}.linear.weight", transpose=True),
+        "heads.{}.blocks.{}.bias": Tensor("{}.{}.linear.bias"),
+        "heads.{}.head.kernel": Tensor(f"{{}}.{spec.blocks}.weight", transpose=True),
+    }
+    return Stored(spec, tensors, KINDS["medusa"].left_out, WEIGHTS)
