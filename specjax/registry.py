@@ -18,7 +18,9 @@ from pydantic import TypeAdapter, ValidationError
 from specjax.errors import ConfigError
 
 DRAFTERS = {
+    "dflash": "specjax.drafters.dflash:DFlash",
     "draft_model": "specjax.drafters.draft_model:DraftModel",
+    "dspark": "specjax.drafters.dflash:DSpark",
     "eagle3": "specjax.drafters.eagle3:Eagle3",
     "early_exit": "specjax.drafters.early_exit:EarlyExit",
     "glide": "specjax.drafters.glide:Glide",
@@ -61,7 +63,9 @@ LOSSES = {
     "total_variation": "specjax.distill.losses:TotalVariation",
 }
 DRAFTS = {
+    "dflash": "specjax.drafters.dflash:DFlashDraft",
     "draft_model": "specjax.distill.init:SeparateModel",
+    "dspark": "specjax.drafters.dflash:DSparkDraft",
     "eagle3": "specjax.drafters.eagle3:Eagle3Draft",
     "early_exit": "specjax.drafters.early_exit:EarlyExitDraft",
     "glide": "specjax.drafters.glide:GlideDraft",

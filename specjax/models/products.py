@@ -164,7 +164,7 @@ def attend_to_both(
     others: tuple[Float[Array, "*heads S C"], Float[Array, "*heads C S"]],
     visible: Bool[Array, "#B T S"],
     own: tuple[Float[Array, "B T D G C"], Float[Array, "B T D G C"]],
-    reached: Bool[Array, " D"],
+    reached: Bool[Array, "#T D"] | Bool[Array, " D"],
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "B T H C"]:
@@ -187,7 +187,9 @@ def attend_to_both(
     both = jnp.concatenate(
         [
             jnp.where(visible[:, None, None], _scores(scores, features, scale, soft_cap), lowest),
-            jnp.where(reached, _scores(own_scores, features, scale, soft_cap), lowest),
+            jnp.where(
+                jnp.atleast_2d(reached)[None, None, None], _scores(own_scores, features, scale, soft_cap), lowest
+            ),
         ],
         axis=-1,
     )
@@ -205,7 +207,7 @@ def attend_to_both(
 def attend_to_own(
     q: Float[Array, "B T H C"],
     own: tuple[Float[Array, "B T D G C"], Float[Array, "B T D G C"]],
-    reached: Bool[Array, " D"],
+    reached: Bool[Array, "#T D"] | Bool[Array, " D"],
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T H"]]:
@@ -215,7 +217,7 @@ def attend_to_own(
     own_k, own_v = (x.astype(q.dtype) for x in own)
     apart = q.reshape(batch, fed, own_k.shape[3], -1, features)
     scores = _scores(einsum_of(q)("btgnc,btdgc->btgnd", apart, own_k), features, scale, soft_cap)
-    scores = jnp.where(reached, scores, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(jnp.atleast_2d(reached)[None, :, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     out = jnp.asarray(einsum_of(q)("btgnd,btdgc->btgnc", weights, own_v)).reshape(q.shape)
     return out, jax.nn.logsumexp(scores, axis=-1).reshape(batch, fed, heads)

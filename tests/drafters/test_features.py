@@ -20,12 +20,14 @@ from specjax.decode.request import prepare
 from specjax.decode.scheduler import Scheduler
 from specjax.distill.init import initial_draft
 from specjax.drafters import mtp
+from specjax.drafters.dflash import DFlashModel, TrainedDFlash, TrainedDSpark
 from specjax.drafters.eagle3 import Eagle3Model, Options, TrainedEagle3
 from specjax.drafters.early_exit import ExitModel, TrainedExit
 from specjax.drafters.medusa import MedusaModel, TrainedMedusa
 from specjax.drafters.p_eagle import PEagleModel, TrainedPEagle
 from specjax.errors import ModelError
 from specjax.evaluation.teacher import target_output
+from specjax.models.cache import KVCache
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.hf import LoadedModel
 from specjax.types import Batch
@@ -68,6 +70,14 @@ def early_exit(target: LoadedModel) -> tuple[type, Any]:
     return TrainedExit, ExitModel(sizes(target), (2,), target.config.hidden_size)
 
 
+def blocks(target: LoadedModel, *kinds: LayerKind, **options: Any) -> tuple[Any, Any]:
+    trained, size = TrainedDSpark if "markov" in options else TrainedDFlash, target.config.hidden_size
+    slots = {"slots": DEPTHS + (not options.get("from_root")), "mask_token": 60}
+    model = DFlashModel(sizes(target, *kinds or (LayerKind(), LayerKind())), (1, 3), size, **{**slots, **options})
+    return functools.partial(trained, anchors=32), model
+
+
+WINDOW = LayerKind(window=6)
 DEPTHS = 4
 MODELS = {
     "published": eagle3,
@@ -81,6 +91,12 @@ MODELS = {
     "medusa": medusa,
     "medusa_own_heads": functools.partial(medusa, own_heads=True),
     "early_exit": early_exit,
+    "dflash": blocks,
+    "dflash_windows": lambda target: blocks(target, WINDOW, WINDOW),
+    "dflash_other_windows": lambda target: blocks(target, WINDOW, window_at_root=False, causal_window=False),
+    "dspark": lambda target: blocks(target, from_root=True, markov_rank=8, markov="vanilla"),
+    "dspark_gated": lambda target: blocks(target, from_root=True, markov_rank=8, markov="gated"),
+    "dspark_rnn": lambda target: blocks(target, markov_rank=8, markov="rnn"),
 }
 
 
@@ -129,9 +145,11 @@ def test_decoding_is_the_training_forward(name, piece):
     out = target_output(target.spec, target.params, batch, trained.reads)
     predictions = [*trained.predictions(params, batch, out)]
     for depth, prediction in enumerate(predictions if len(predictions) > 1 else predictions * k):
-        found = np.asarray(prediction.logits)[np.arange(len(lengths)), lengths - 1 + depth]
-        alike(found, draft.logits[: len(lengths), depth])
-        assert (np.asarray(prediction.weight)[np.arange(len(lengths)), lengths - 1 + depth] == 1).all()
+        rows = np.asarray(prediction.target_rows)
+        here = np.arange(len(lengths)), np.argmax(rows == (lengths - 1 + depth)[:, None], axis=1)
+        np.testing.assert_array_equal(rows[here], lengths - 1 + depth)
+        alike(np.asarray(prediction.logits)[here], draft.logits[: len(lengths), depth])
+        assert (np.asarray(prediction.weight)[here] == 1).all()
 
 
 def test_documents_of_a_row_know_nothing_of_each_other():
@@ -161,11 +179,8 @@ def test_documents_of_a_row_know_nothing_of_each_other():
 @pytest.mark.parametrize(
     ("name", "controller"),
     [
-        ("published", "fixed"),
-        ("two_layers", "adaptive"),
-        ("mtp", "adaptive"),
-        ("p_eagle", "fixed"),
-        ("medusa", "fixed"),
+        *(("published", "fixed"), ("two_layers", "adaptive"), ("mtp", "adaptive"), ("p_eagle", "fixed")),
+        *(("medusa", "fixed"), ("dflash", "adaptive"), ("dspark", "fixed")),
     ],
 )
 def test_a_cache_is_what_a_prompt_of_the_same_tokens_leaves(name, controller):
@@ -184,17 +199,20 @@ def test_a_cache_is_what_a_prompt_of_the_same_tokens_leaves(name, controller):
     fresh = decoder.prefilled(texts, max_new_tokens=8, temperature=1.0)
     for row, length in enumerate(lengths):
         assert length > len(PROMPTS[row]) + 40
-        if name == "medusa":
-            alike(state.drafter[row], fresh.drafter[row])
-            continue
-        alike(state.drafter.features[row], fresh.drafter.features[row])
-        for ours, theirs in zip(state.drafter.cache.layers, fresh.drafter.cache.layers, strict=True):
-            for part, axis in (("keys", 1), ("values", 2)):
-                both = (np.asarray(getattr(layer, part)[row]) for layer in (ours, theirs))
-                alike(*(np.take(x, np.arange(length - 2), axis=axis) for x in both))
+        for (ours, axis), (theirs, _) in zip(*(kept(x.drafter) for x in (state, fresh)), strict=True):
+            both = (np.asarray(x[row]) for x in (ours, theirs))
+            alike(*(x if axis is None else np.take(x, np.arange(length - 2), axis=axis) for x in both))
 
 
-@pytest.mark.parametrize("name", ["published", "3.1", "mtp", "p_eagle", "medusa", "early_exit"])
+def kept(state: Any) -> list[tuple[Any, int | None]]:
+    """The arrays of a drafter's state, each with the axis of its slots."""
+    cache = state if isinstance(state, KVCache) else getattr(state, "cache", None)
+    others = [] if isinstance(state, KVCache) else [(getattr(state, "features", state), None)]
+    layers = () if cache is None else cache.layers
+    return others + [part for layer in layers for part in ((layer.keys, 1), (layer.values, 2))]
+
+
+@pytest.mark.parametrize("name", ["published", "3.1", "mtp", "p_eagle", "medusa", "early_exit", "dflash", "dspark"])
 def test_greedy_output_is_the_targets(name):
     target = target_of()
     trained, params = made(name, target)
@@ -212,6 +230,8 @@ STARTS = {
     "medusa": ({"heads": 3}, (6,)),
     "medusa_own_heads": ({"blocks": 2, "own_heads": True}, (6,)),
     "early_exit": ({"adapter": 16}, (2,)),
+    "dflash": ({"block_size": 4}, (2, 4, 6)),
+    "dspark": ({"markov_rank": 4, "markov_head_type": "rnn", "layers": 1}, (2, 4, 6)),
 }
 
 
@@ -231,7 +251,8 @@ def test_one_begins_as_its_targets_last_layer_and_comes_back_from_disk(name, tmp
     for own in heads:
         np.testing.assert_array_equal(own["kernel"], target.params["embedding"].T)
     if "layers" in whole:
-        own, last = (layer["mlp"]["up_proj"]["kernel"] for layer in (whole["layers"][0], target.params["layers"][5]))
+        deepest = whole["layers"][len(whole["layers"]) - 1] if kind == "dflash" else whole["layers"][0]
+        own, last = (layer["mlp"]["up_proj"]["kernel"] for layer in (deepest, target.params["layers"][5]))
         np.testing.assert_array_equal(own, last)
     drafter.save(whole, target, tmp_path / "draft")
     found: Any = specjax.load_drafter(tmp_path / "draft", target, k=3)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from specjax.drafters import eagle3, mtp, p_eagle
+from specjax.drafters import dflash, eagle3, mtp, p_eagle
 from specjax.drafters.features import ENDS, FeatureModel, LoadedDraft
 from specjax.drafters.formats.stored import Stored
 from specjax.errors import ModelError
@@ -102,6 +102,50 @@ def _mtp_settings(spec: mtp.MTPModel) -> dict[str, Any]:
     return {"num_nextn_predict_layers": 1, **dict(values)}
 
 
+def _dflash_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureModel:
+    return _blocks(envelope, layers, dtype, from_root=envelope.get("sample_from_anchor", bool, False))
+
+
+def _dspark_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureModel:
+    kind = envelope.get("markov_head_type", str, "vanilla")
+    if kind not in ("vanilla", "gated", "rnn"):
+        raise ModelError(f"{envelope.file}: markov_head_type={kind!r}, known are vanilla, gated, rnn")
+    if envelope.get("enable_confidence_head", bool, True):
+        raise ModelError(f"{envelope.file}: has a confidence head, which is not read; train it without one")
+    rank, from_root = envelope.get("markov_rank", int, 256), envelope.get("sample_from_anchor", bool, True)
+    return _blocks(envelope, layers, dtype, from_root=from_root, markov_rank=rank, markov=kind)
+
+
+def _blocks(envelope: Envelope, layers: ModelConfig, dtype: str, **more: Any) -> FeatureModel:
+    return dflash.DFlashModel(
+        layers,
+        envelope.ids(_INJECTED),
+        envelope.get("target_hidden_size", int, layers.hidden_size),
+        dtype,
+        slots=envelope.get("block_size", int, 8),
+        mask_token=envelope.get("mask_token_id", int),
+        causal_window=not envelope.get("sliding_window_non_causal", bool, False),
+        **more,
+    )
+
+
+def _dflash_settings(spec: dflash.DFlashModel) -> dict[str, Any]:
+    return {
+        "target_hidden_size": spec.feature_size,
+        _INJECTED: list(spec.reads),
+        "block_size": spec.slots,
+        "mask_token_id": spec.mask_token,
+        "sample_from_anchor": spec.from_root,
+        "sliding_window_non_causal": not spec.causal_window,
+    }
+
+
+def _dspark_settings(spec: dflash.DFlashModel) -> dict[str, Any]:
+    own = {"markov_rank": spec.markov_rank, "markov_head_type": spec.markov, "enable_confidence_head": False}
+    return {**_dflash_settings(spec), **own, "confidence_head_with_markov": False}
+
+
+_INJECTED = "aux_hidden_state_layer_ids"
 _MTP_OPTIONS = {"specjax_state": "pre", "specjax_recycled": "post"}
 """Our keys, and what the library does without them."""
 _EAGLE3: dict[str, Tensor] = {
@@ -120,10 +164,21 @@ _MTP: dict[str, Tensor] = {
     **linear("fc", f"{_HEAD}.input_proj"),
     **norm("norm", f"{_HEAD}.final_layernorm"),
 }
+_DFLASH: dict[str, Tensor] = {
+    **linear("fc", "fc"),
+    **norm("hidden_norm", "hidden_norm"),
+    **norm("norm", "norm"),
+    "markov.w1": Tensor("markov_head.markov_w1.weight"),
+    **linear("markov.w2", "markov_head.markov_w2"),
+    **linear("markov.gate_proj", "markov_head.gate_proj"),
+    **linear("markov.joint_proj", "markov_head.joint_proj"),
+}
 _PEAGLE = {**_EAGLE3, "mask_hidden": Tensor("mask_hidden")}
 FORMS = {
     "eagle3": Form("eagle3", "Eagle3DraftModel", _eagle3_spec, _eagle3_settings, _EAGLE3),
     "p_eagle": Form("peagle", "PEagleDraftModel", _p_eagle_spec, _p_eagle_settings, _PEAGLE),
+    "dflash": Form("dflash", "DFlashSpeculator", _dflash_spec, _dflash_settings, _DFLASH, ENDS),
+    "dspark": Form("dspark", "DSparkSpeculator", _dspark_spec, _dspark_settings, _DFLASH, ENDS),
     "mtp": Form(
         *("mtp", "MTPDraftModel", _mtp_spec, _mtp_settings, _MTP, ENDS, "mtp_layers.{}"),
         described=lambda spec: dataclasses.replace(spec.config, num_layers=spec.reads[0]),

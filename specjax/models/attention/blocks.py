@@ -41,12 +41,12 @@ def attend_to_both(
     others: tuple[Float[Array, "*heads S C"], Float[Array, "*heads C S"]],
     sight: Sight,
     own: tuple[Float[Array, "B T D G C"], Float[Array, "B T D G C"]],
-    reached: Bool[Array, " D"],
+    reached: Bool[Array, "#T D"] | Bool[Array, " D"],
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "B T H C"]:
     """`attend` to S keys and values that all queries share, and to D that each query has of its own, under one
-    softmax."""
+    softmax. ``reached``: which of its own it sees, the same for all queries or of each."""
     batch, fed, heads, _ = q.shape
     count = others[0].shape[-2]
     if batch * heads * fed * count <= backend.score_count():
