@@ -74,7 +74,10 @@ def test_a_decoder_takes_a_class_from_outside(theirs):
         ("{theirs}:Missing", "{theirs} has no Missing"),
         ("{theirs}:NoDataclass", "is no frozen dataclass with a field `kind"),
         ("{theirs}:number", "is no frozen dataclass with a field `kind"),
-        ("{theirs}.py:", "is unknown, known are draft_model, eagle3, glide, ngram"),
+        (
+            "{theirs}.py:",
+            "is unknown, known are dflash, draft_model, dspark, eagle3, early_exit, glide, medusa, mtp, ngram, p_eagle",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named(theirs, kind, said):

@@ -89,7 +89,7 @@ STARTS = {
     "checkpoint": Start(1e-4, 0),
 }
 """By kind of `draft.init`; another kind counts as trained weights."""
-STARTS_OF_KINDS = {"glide": Start(1e-3, 0), "eagle3": Start(1e-3, 0)}
+STARTS_OF_KINDS = dict.fromkeys({*DRAFTS} - {"draft_model"}, Start(1e-3, 0))
 """By `draft.kind`, of a draft that is cut from its target: one that reads the target has seen the text already."""
 INIT_WORDS = {"target": "pruned", "scratch": "scratch"}
 """Short for these kinds; a directory of such a name is ./target."""
@@ -335,8 +335,9 @@ class Draft:
     `share: true` the target's own, frozen (specjax/distill/init.py)."""
     kind: kind_in(DRAFTS) = "draft_model"  # pyright: ignore[reportInvalidTypeForm]
     """`draft_model`: a separate model, of the fields above. `glide`: one that reads the target's keys and values, with
-    `reads`, `depths` and `depth_decay` beside them (specjax/drafters/glide.py). `eagle3`: one that reads its hidden
-    states, with fields of specjax/drafters/eagle3.py's `Eagle3Draft`. Another kind, `package.module:Class`,
+    `reads`, `depths` and `depth_decay` beside them (specjax/drafters/glide.py). `dflash`, `dspark`,
+    `eagle3`, `early_exit`, `medusa`, `mtp`, `p_eagle`: drafts that read its hidden states, with the fields that
+    docs/drafters.md has. Another kind, `package.module:Class`,
     has fields of its own beside `pretrain`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the weights that are measured, decoded with and exported: training ends by rounding them. Decoding reads
@@ -347,7 +348,7 @@ class Draft:
         )
     )
     """Before distillation: cross-entropy on the data, 300 steps of it, or none where `init` names trained weights and
-    for `glide` and `eagle3`."""
+    for a kind that reads its target."""
     settings: Mapping[str, Any] = Field(default_factory=dict)
     """The fields of another kind: in a file they stand beside `kind`."""
 

@@ -99,6 +99,10 @@ class TrainedDrafter:
         device. Asked for optimizer state of the same path as well."""
         return None
 
+    def passes(self, length: int) -> int:
+        """Passes over whole rows of ``length`` tokens that its training makes, as memory is planned for."""
+        return getattr(self, "depths", 1)
+
     def to_drafter(self, params: Params, target: Any, k: int) -> Drafter:
         """The drafter that decodes with these weights, ``k`` tokens a block."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it decodes: define to_drafter")
@@ -112,6 +116,12 @@ def at_depths(drafter: Any, depths: int) -> Any:
     """See `TrainedDrafter.at_depths`; None for one without."""
     change = getattr(drafter, "at_depths", None)
     return None if change is None else change(depths)
+
+
+def passes_of(drafter: Any, length: int) -> int:
+    """See `TrainedDrafter.passes`; 1 for one without."""
+    count = getattr(drafter, "passes", None)
+    return 1 if count is None else count(length)
 
 
 def in_training(drafter: Any, form: TrainingForm) -> Any:

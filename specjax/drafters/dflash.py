@@ -313,10 +313,10 @@ class DSpark(FeatureDrafter):
 
 @dataclasses.dataclass(frozen=True)
 class TrainedDFlash(TrainedFeatureDraft):
-    """In training. ``anchors``: blocks of a row; ``gamma``: places over which the weight of a place falls by e;
-    ``depths``: places that are predicted, None: all."""
+    """In training. ``anchors``: blocks of a row, None: one at every position; ``gamma``: places over which the weight of
+    a place falls by e; ``depths``: places that are predicted, None: all."""
 
-    anchors: int = 64
+    anchors: int | None = 64
     gamma: float = 4.0
     depths: int | None = None
     drafter: ClassVar[Any] = DFlash
@@ -354,6 +354,9 @@ class TrainedDFlash(TrainedFeatureDraft):
         before it."""
         tokens = jnp.asarray(batch.tokens)
         counts = (batch.token_positions > 0) & (jnp.asarray(batch.weight) > 0)
+        if self.anchors is None:
+            every = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+            return jnp.broadcast_to(every, tokens.shape), counts.astype(jnp.float32)
 
         def drawn(row: Int[Array, " T"]) -> Float[Array, " T"]:
             salt = jnp.sum(row.astype(jnp.uint32) * jnp.arange(1, len(row) + 1, dtype=jnp.uint32))
@@ -391,8 +394,14 @@ class TrainedDFlash(TrainedFeatureDraft):
         at = jnp.take_along_axis(positions, roots, axis=1)
         return model(params, jnp.take_along_axis(jnp.asarray(batch.tokens), roots, axis=1), at, memory, self.form)
 
+    def passes(self, length: int) -> int:
+        model: Any = self.model
+        return -(-(self.anchors or length) * model.slots // length)
+
     def at_depths(self, depths: int) -> Any:
-        return dataclasses.replace(self, depths=depths) if depths <= (self.model.most or depths) else None
+        """With a block at every position, so that each is met at every place."""
+        fewer = depths <= (self.model.most or depths)
+        return dataclasses.replace(self, depths=depths, anchors=None) if fewer else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -158,6 +158,9 @@ class TrainedMedusa(TrainedFeatureDraft):
             x = model.of_head(params, i, read)
             yield Prediction(x, functools.partial(model.logits, params, i), weight, None, share / sum(shares))
 
+    def passes(self, length: int) -> int:
+        return 1
+
     def at_depths(self, depths: int) -> Any:
         return dataclasses.replace(self, depths=depths) if depths <= (self.model.most or depths) else None
 

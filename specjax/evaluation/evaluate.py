@@ -119,7 +119,8 @@ def _by_depth(at: Sequence[Mapping[str, Any]], name: str) -> tuple[float, ...]:
 
 def _deep(drafter: Trainable) -> Trainable:
     """To the depth that figures are given to, if it goes so far."""
-    return at_depths(drafter, DEPTHS) or drafter
+    found = (at_depths(drafter, depths) for depths in range(DEPTHS, 0, -1))
+    return next((deep for deep in found if deep is not None), drafter)
 
 
 def _filled_up(leaf: np.ndarray, size: int) -> np.ndarray:

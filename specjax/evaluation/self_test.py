@@ -110,8 +110,10 @@ def self_test(trained: Any, params: Params, target: Any, loaded: Drafter, prompt
 
 def _predictions(trained: Any) -> tuple[int, Any]:
     """(places that can be compared, the trainable that predicts them)."""
-    deeper = at_depths(trained, _PLACES)
-    return (1, trained) if deeper is None else (_PLACES, deeper)
+    for places in range(_PLACES, 0, -1):
+        if (found := at_depths(trained, places)) is not None:
+            return places, found
+    return 1, trained
 
 
 def _same_tokenizer(model: Any, target: Any) -> None:

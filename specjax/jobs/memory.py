@@ -22,7 +22,7 @@ from specjax.distill.init import Initial, abstract_draft, target_model, target_s
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import microbatch_rows
 from specjax.distill.trainer import settled
-from specjax.drafters.base import in_training
+from specjax.drafters.base import in_training, passes_of
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import ConfigError, SpecjaxError
 from specjax.evaluation.teacher import needs_target, with_shared_params
@@ -266,7 +266,7 @@ def _stage(
         length,
         jnp.dtype(stage.compute_dtype or "float32").itemsize,
         4 if target is None else target.dtype.itemsize,
-        getattr(drafter, "depths", 1),
+        passes_of(drafter, length),
         bool(stage.remat),
     )
     return memory.training(name, shape, split)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -152,10 +153,12 @@ def test_decoding_is_the_training_forward(name, piece):
         assert (np.asarray(prediction.weight)[here] == 1).all()
 
 
-def test_documents_of_a_row_know_nothing_of_each_other():
+@pytest.mark.parametrize("name", ["published", "two_layers", "mtp", "p_eagle", "medusa", "dflash_windows", "dspark"])
+def test_documents_of_a_row_know_nothing_of_each_other(name):
     """What a document's tokens predict is what they do alone, and its first tokens, without features, do not count."""
     target = target_of()
-    trained, params = made("published", target)
+    trained, params = made(name, target)
+    trained = trained.at_depths(3)
     text = np.random.default_rng(0).integers(0, 61, (2, 24)).astype(np.int32)
     segments = jnp.asarray(np.repeat([[0, 1]], 2, 0).repeat(12, 1))
     positions = jnp.asarray(np.tile(np.arange(12), 2)[None].repeat(2, 0), jnp.int32)
@@ -163,17 +166,29 @@ def test_documents_of_a_row_know_nothing_of_each_other():
     alone = [Batch(*(jnp.asarray(text[:, at]),) * 2, jnp.ones((2, 12))) for at in (slice(0, 12), slice(12, 24))]
 
     def predicted(batch: Batch) -> list[Any]:
-        return [*trained.predictions(params, batch, target_output(target.spec, target.params, batch, trained.reads))]
+        """Weights and logits by the target's row."""
+        found, count = [], batch.tokens.shape[1]
+        for prediction in trained.predictions(
+            params, batch, target_output(target.spec, target.params, batch, trained.reads)
+        ):
+            rows = prediction.target_rows
+            order = jnp.argsort(jnp.where(rows < count, rows, -1), axis=1)  # those beyond the end come first
+            there = jnp.take_along_axis(rows, order, axis=1)
+            weight = jnp.where(
+                there == jnp.arange(count)[None], jnp.take_along_axis(prediction.weight, order, axis=1), 0
+            )
+            found.append((weight, jnp.take_along_axis(prediction.logits, order[..., None], axis=1)))
+        return found
 
     both = predicted(together)
     for i, batch in enumerate(alone):
         for depth, (whole, part) in enumerate(zip(both, predicted(batch), strict=True)):
             at = slice(12 * i, 12 * i + 12)
-            np.testing.assert_array_equal(whole.weight[:, at], part.weight)
-            np.testing.assert_array_equal(part.weight[0], np.arange(12) > depth)
-            counts = np.asarray(part.weight[0]) > 0
-            alike(whole.logits[:, at][:, counts], part.logits[:, counts])
-    assert len(both) == DEPTHS
+            np.testing.assert_array_equal(whole[0][:, at], part[0])
+            np.testing.assert_array_equal(part[0][0], np.arange(12) > depth)
+            counts = np.asarray(part[0][0]) > 0
+            alike(whole[1][:, at][:, counts], part[1][:, counts])
+    assert len(both) == 3
 
 
 @pytest.mark.parametrize(
@@ -202,6 +217,19 @@ def test_a_cache_is_what_a_prompt_of_the_same_tokens_leaves(name, controller):
         for (ours, axis), (theirs, _) in zip(*(kept(x.drafter) for x in (state, fresh)), strict=True):
             both = (np.asarray(x[row]) for x in (ours, theirs))
             alike(*(x if axis is None else np.take(x, np.arange(length - 2), axis=axis) for x in both))
+
+
+@pytest.mark.parametrize("name", ["published", "medusa", "dflash"])
+def test_a_depth_weighs_less_than_the_one_before(name):
+    target = target_of()
+    trained, params = made(name, target)
+    text = jnp.ones((1, 12), jnp.int32)
+    batch = Batch(text, text, jnp.ones(text.shape))
+    out = target_output(target.spec, target.params, batch, trained.reads)
+    shares = [prediction.share for prediction in trained.predictions(params, batch, out)]
+    ratio = math.exp(-1 / 4) if name == "dflash" else 0.8
+    np.testing.assert_allclose(np.divide(shares[1:], shares[:-1]), ratio, rtol=1e-6)
+    assert sum(shares) == pytest.approx(1)
 
 
 def kept(state: Any) -> list[tuple[Any, int | None]]:

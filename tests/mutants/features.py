@@ -1,4 +1,4 @@
-"""Errors in the draft that reads its target's features. None changes what is decoded, only what is accepted."""
+"""Errors in drafts that read their target's features. None changes what is decoded, only what is accepted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import dataclasses
 import jax.numpy as jnp
 
 from specjax.drafters import formats, token_rows
-from specjax.drafters.token_rows import BoundRows, Rows, Unrolled
+from specjax.drafters.dflash import Blocks, BoundDFlash, DFlashModel, Markov
+from specjax.drafters.glide import GlideModel
+from specjax.drafters.medusa import TrainedMedusa
+from specjax.drafters.p_eagle import PEagleModel
+from specjax.drafters.token_rows import BoundRows, Rows, TrainedRows, Unrolled
 from tests.drafters import test_features
 from tests.mutants.table import mutant, wrap
 
@@ -24,7 +28,9 @@ kept = mutant(
     controller="fixed",
     lossless=True,
 )
-documents = mutant("features", test_features.test_documents_of_a_row_know_nothing_of_each_other, lossless=True)
+documents = mutant(
+    "features", test_features.test_documents_of_a_row_know_nothing_of_each_other, name="published", lossless=True
+)
 stored = mutant(
     "features",
     test_features.test_one_begins_as_its_targets_last_layer_and_comes_back_from_disk,
@@ -139,3 +145,137 @@ def captured_layers_are_numbered_from_the_first(patch):
         return mutated
 
     wrap(patch, formats, "load", make)
+
+
+blocks = mutant(
+    "features", test_features.test_decoding_is_the_training_forward, name="dflash", piece=None, lossless=True
+)
+windows = mutant(
+    "features", test_features.test_decoding_is_the_training_forward, name="dflash_windows", piece=None, lossless=True
+)
+in_sequence = mutant(
+    "features", test_features.test_decoding_is_the_training_forward, name="dspark_rnn", piece=None, lossless=True
+)
+kept_blocks = mutant(
+    "features",
+    test_features.test_a_cache_is_what_a_prompt_of_the_same_tokens_leaves,
+    name="dflash",
+    controller="adaptive",
+    lossless=True,
+)
+exits = mutant(
+    "features", test_features.test_decoding_is_the_training_forward, name="early_exit", piece=None, lossless=True
+)
+heads = mutant(
+    "features", test_features.test_decoding_is_the_training_forward, name="medusa", piece=None, lossless=True
+)
+masked = mutant(
+    "features", test_features.test_decoding_is_the_training_forward, name="p_eagle", piece=None, lossless=True
+)
+weighed = mutant(
+    "features", test_features.test_a_depth_weighs_less_than_the_one_before, name="published", lossless=True
+)
+
+
+def of_training(real, changed):
+    """``changed`` where several blocks are made of a row, else ``real``."""
+    return lambda self, roots, *args: (changed if roots.shape[1] > 1 else real)(self, roots, *args)
+
+
+@blocks
+def features_of_the_root_are_read_before_they_exist(patch):
+    wrap(
+        patch, DFlashModel, "sights", lambda real: of_training(real, lambda self, roots, *a: real(self, roots + 1, *a))
+    )
+
+
+@windows
+def a_window_is_counted_from_the_slot_in_training(patch):
+    def make(real):
+        def mutated(self, *args):
+            return real(dataclasses.replace(self, window_at_root=False), *args)
+
+        return of_training(real, mutated)
+
+    wrap(patch, DFlashModel, "sights", make)
+
+
+@blocks
+def a_block_sees_the_next_one(patch):
+    def make(real):
+        def mutated(memory, q, k, v, *args, **options):
+            return real(memory, q, *(jnp.roll(x, -memory.slots, axis=1) for x in (k, v)), *args, **options)
+
+        return mutated
+
+    wrap(patch, Blocks, "attend", make)
+
+
+@in_sequence
+def the_token_drawn_before_is_forgotten(patch):
+    def make(real):
+        def mutated(self, state, before, hidden):
+            return real(self, state, jnp.zeros_like(before) if before.shape[1] == 1 else before, hidden)
+
+        return mutated
+
+    wrap(patch, Markov, "__call__", make)
+
+
+@kept_blocks
+def what_is_injected_lies_a_slot_late(patch):
+    def make(real):
+        def mutated(self, params, state, outcome):
+            return self._kept(params, state, outcome.target_out, outcome.context.lengths)
+
+        return mutated
+
+    wrap(patch, BoundDFlash, "commit", make)
+
+
+@exits
+def an_exit_reads_half_of_the_stream(patch):
+    def make(real):
+        def mutated(glide, *args):
+            x, own = real(glide, *args)
+            return x * 0.5, own
+
+        return mutated
+
+    wrap(patch, GlideModel, "through", make)
+
+
+@heads
+def a_head_reads_what_the_target_makes_of_the_root(patch):
+    """In training, whose features decoding has not."""
+
+    def make(real):
+        def mutated(self, params, batch, target_out):
+            later = dataclasses.replace(target_out, final=jnp.roll(target_out.final, -1, axis=1))
+            yield from real(self, params, batch, later)
+
+        return mutated
+
+    wrap(patch, TrainedMedusa, "predictions", make)
+
+
+@masked
+def mask_rows_read_the_features_of_the_root(patch):
+    def make(real):
+        def mutated(self, params, tokens, features):
+            return real(self, params, tokens, features)[0], jnp.roll(features, 1, axis=1)
+
+        return mutated
+
+    wrap(patch, PEagleModel, "behind", make)
+
+
+@weighed
+def the_decay_of_depths_is_ignored(patch):
+    def make(real):
+        def mutated(self, *args):
+            yield from real(dataclasses.replace(self, decay=1.0), *args)
+
+        return mutated
+
+    wrap(patch, TrainedRows, "predictions", make)

@@ -116,13 +116,26 @@ def test_a_low_precision_is_added_up_in_float32():
     np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=0.05)
 
 
-@pytest.mark.parametrize("fed", [1, 7])
-def test_keys_of_a_query_s_own_are_merged_with_those_of_all(fed):
-    """Also where it sees none of the latter."""
+@pytest.mark.parametrize(("fed", "each"), [(1, False), (7, False), (7, True)])
+def test_keys_of_a_query_s_own_are_merged_with_those_of_all(fed, each):
+    """Also where it sees none of the latter, and ``each`` query its own share of the former."""
     q, k, v = arrays(fed)
     one, other = (jax.random.normal(jax.random.key(i), (ROWS, fed, 3, KV_HEADS, FEATURES)) for i in (3, 4))
     own = one, other
     sight, reached = Sight(places(-1, 20, fed=fed)), jnp.arange(3) < 2
+    if each:
+        reached = jnp.arange(3)[None] <= jnp.arange(fed)[:, None] % 3
     out = attention.attend_to_both(q, (k, v), sight, own, reached, soft_cap=4.0)
     expected = products.attend_to_both(q, (k, v), sight.all(KEYS), own, reached, soft_cap=4.0)
     np.testing.assert_allclose(out, expected, atol=1e-5)
+    if each:  # one after the other
+        for i in range(fed):
+            one_by_one = products.attend_to_both(
+                q[:, i : i + 1],
+                (k, v),
+                sight.all(KEYS)[:, i : i + 1],
+                tuple(x[:, i : i + 1] for x in own),
+                reached[i],
+                soft_cap=4.0,
+            )
+            np.testing.assert_allclose(out[:, i : i + 1], one_by_one, atol=1e-5)

@@ -1,0 +1,99 @@
+"""Every kind of draft that reads hidden states in the whole job: trained, killed, resumed, exported, tested, loaded,
+and decoded with under every lossless rule."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import specjax
+from specjax import config, registry
+from specjax.errors import ConfigError, ModelError, TrainingError
+from specjax.jobs import distill as job
+from specjax.models.hf import load_model
+from specjax.runtime import fingerprint
+from tests.distill.toys import Interrupt
+from tests.jobs.test_distill import Recorder
+
+PROMPTS = [[5, 6, 7, 8], [40], [100, 7, 100, 7, 100, 7]]
+KINDS = {
+    "eagle3": {"depths": 2},
+    "mtp": {"depths": 2},
+    "p_eagle": {"depths": 2},
+    "medusa": {"heads": 3},
+    "dflash": {"block_size": 4, "layers": 1, "anchors": 8},
+    "dspark": {"block_size": 3, "layers": 1, "anchors": 8, "markov_rank": 8},
+    "early_exit": {"adapter": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def run(settings):
+    def make(out, kind, rest=None, fields=None, **stage) -> config.RunConfig:
+        base = settings(out, control=config.Control())
+        skipped = dataclasses.replace(base.draft.pretrain, steps=0)
+        draft = config.Draft(kind=kind, settings={**KINDS[kind], **(fields or {})}, pretrain=skipped)
+        stage = {"eval_every": 3, "save_every": 2, "steps": 6, **stage}
+        return dataclasses.replace(
+            base, draft=draft, distill=dataclasses.replace(base.distill, **stage), **(rest or {})
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_and_resumed_it_ends_in_the_same_weights_and_decodes(run, kind, tmp_path):
+    whole = job.run(run(tmp_path / "whole", kind))
+    with pytest.raises(Interrupt):
+        job.run(run(tmp_path / "parts", kind), Recorder(("draft-distill", 3)))
+    found = job.run(run(tmp_path / "parts", kind))
+    assert fingerprint.digest(found.draft_after.params) == fingerprint.digest(whole.draft_after.params)
+    assert fingerprint.digest(found.draft_after.params) != fingerprint.digest(found.draft_before.params)
+    assert found.measures == whole.measures
+    tested = found.self_tests["draft"]
+    assert tested.largest_difference < 1e-4
+    directory = tmp_path / "whole" / "draft"
+    with pytest.raises(ModelError, match="load_drafter"):
+        load_model(directory)
+    drafter = specjax.load_drafter(directory, found.target, k=2)
+    assert drafter.kind == kind
+    plain = specjax.Decoder(found.target).generate(PROMPTS, max_new_tokens=12).tokens
+    for rule in registry.VERIFIERS:
+        if registry.resolve(registry.VERIFIERS, rule, "verifier").lossless:
+            decoder = specjax.Decoder(found.target, drafter, rule)
+            assert decoder.generate(PROMPTS, max_new_tokens=12).tokens == plain, rule
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_over_a_mesh_it_is_the_same_training(run, kind, tmp_path):
+    one = job.run(run(tmp_path / "one", kind, batch_size=4, steps=3))
+    mesh = {"mesh": config.Mesh(data=2, tensor=2)}
+    many = job.run(run(tmp_path / "many", kind, mesh, batch_size=4, steps=3))
+    assert many.measures.alpha_at_after == pytest.approx(one.measures.alpha_at_after, abs=1e-3)
+    losses = [[record["loss"] for record in result.logs["draft-distill"]] for result in (one, many)]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "stage", "error", "message"),
+    [
+        ("eagle3", {}, {"teacher": "cached"}, TrainingError, "the draft reads its forward pass .*; set teacher=online"),
+        ("mtp", {}, {"scan_layers": True}, ConfigError, "scan_layers: mtp drafts run layer by layer; set it false"),
+        ("eagle3", {"reads": [1, 3]}, {}, ConfigError, r"draft\.reads: \[1, 3\]; name some of the target's streams 0"),
+        ("dflash", {"mask_token": 999}, {}, ConfigError, r"draft\.mask_token: 999, and the target has ids 0"),
+        ("early_exit", {"layers": 2}, {}, ConfigError, r"draft\.layers: 2, and the target has 2; leave it earlier"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_with_the_reason(run, tmp_path, kind, fields, stage, error, message):
+    with pytest.raises(error, match=message):
+        job.run(run(tmp_path / "run", kind, None, fields, **stage))
+
+
+def test_more_tokens_than_a_draft_has_places_for_are_refused(run, tmp_path):
+    found = job.run(run(tmp_path / "run", "medusa", steps=1))
+    drafter = specjax.load_drafter(Path(tmp_path / "run" / "draft"), found.target, k=4)
+    with pytest.raises(ModelError, match="medusa: k=4, and this draft proposes at most 3; lower k"):
+        specjax.Decoder(found.target, drafter).generate(PROMPTS, max_new_tokens=4)
