@@ -2,8 +2,8 @@
 a mask; they see each other, and in every layer the target's features of all tokens before the root, which are injected
 as keys and values. The root's own features do not exist yet.
 
-DSpark adds a head that conditions each token on the one before it: the block is still made in one pass, and then drawn
-in sequence, so that the distribution of a draft token is what it was drawn from.
+DSpark (2607.05147) adds a head that conditions each token on the one before it: the block is still made in one pass,
+and then drawn in sequence, so that the distribution of a draft token is what it was drawn from.
 
 In decoding, the draft's cache holds the injected keys and values of verified tokens and nothing of a block. In
 training, blocks begin at random roots of a row (anchors), which are chosen by the row's text.
@@ -301,7 +301,7 @@ class DFlash(FeatureDrafter):
 
 @dataclasses.dataclass(frozen=True)
 class DSpark(FeatureDrafter):
-    """A `DFlash` draft whose tokens are drawn in sequence, each given the one before (DSpark)."""
+    """A `DFlash` draft whose tokens are drawn in sequence, each given the one before (DSpark, 2607.05147)."""
 
     kind: Literal["dspark"] = "dspark"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Name in the registry, in configs and in results."""
@@ -313,8 +313,8 @@ class DSpark(FeatureDrafter):
 
 @dataclasses.dataclass(frozen=True)
 class TrainedDFlash(TrainedFeatureDraft):
-    """In training. ``anchors``: blocks of a row, None: one at every position; ``gamma``: places over which the weight of
-    a place falls by e; ``depths``: places that are predicted, None: all."""
+    """In training. ``anchors``: blocks of a row, None: one at every position; ``gamma``: places over which the weight
+    of a place falls by e; ``depths``: places that are predicted, None: all."""
 
     anchors: int | None = 64
     gamma: float = 4.0
