@@ -128,8 +128,13 @@ def drafted(decoder: Decoder, prompts: list[list[int]]) -> Any:
     )
 
 
-@pytest.mark.parametrize("piece", [None, 5])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "piece"),
+    [
+        *((name, None) for name in MODELS),
+        *((name, 5) for name in ("published", "two_layers", "mtp", "medusa", "dflash")),
+    ],
+)
 def test_decoding_is_the_training_forward(name, piece):
     """At every depth of blocks behind prompts of many lengths, which are fed at once or in pieces."""
     target, k = target_of(), DEPTHS
