@@ -75,7 +75,11 @@ def _eagle3_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> Feature
 
 
 def _eagle3_settings(spec: eagle3.Eagle3Model) -> dict[str, Any]:
-    return {"target_hidden_size": spec.feature_size, _CAPTURED: list(spec.reads), **dataclasses.asdict(spec.options)}
+    return {**_sizes(spec), _CAPTURED: list(spec.reads), **dataclasses.asdict(spec.options)}
+
+
+def _sizes(spec: FeatureModel) -> dict[str, Any]:
+    return {"target_hidden_size": spec.feature_size, "draft_vocab_size": spec.config.vocab_size}
 
 
 def _p_eagle_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureModel:
@@ -131,7 +135,7 @@ def _blocks(envelope: Envelope, layers: ModelConfig, dtype: str, **more: Any) ->
 
 def _dflash_settings(spec: dflash.DFlashModel) -> dict[str, Any]:
     return {
-        "target_hidden_size": spec.feature_size,
+        **_sizes(spec),
         _INJECTED: list(spec.reads),
         "block_size": spec.slots,
         "mask_token_id": spec.mask_token,
@@ -221,7 +225,6 @@ def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str)
         "architectures": [form.architecture],
         "dtype": dtype,
         "transformer_layer_config": described,
-        "draft_vocab_size": spec.config.vocab_size,
         **form.settings(spec),
         "speculators_config": {
             "algorithm": form.algorithm,

@@ -1,0 +1,239 @@
+"""Drafts that read hidden states beside the library speculators on torch: what `save` writes is what it reads, and
+gives the same logits at every depth and place; and its losses, on its own targets."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from specjax.distill.losses import ForwardKL
+from specjax.drafters import dflash, eagle3, formats, mtp, p_eagle
+from specjax.drafters.features import ENDS, LoadedDraft
+from specjax.models.config import LayerKind, ModelConfig, Norm
+from specjax.models.rotary import Rope
+from specjax.types import Batch, FullLogits, Output
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+torch = pytest.importorskip("torch")
+pytest.importorskip("speculators", reason="`make parity` installs it")
+
+H, V, T, STREAMS = 32, 61, 20, 4
+ROPE, WINDOW = LayerKind(Rope(10000.0)), LayerKind(Rope(10000.0), window=5)
+CLOSE = 1e-4
+"""Of a standard deviation of the logits."""
+
+
+def layers(*kinds: LayerKind, family: str = "llama") -> ModelConfig:
+    more = {"qk_norm": "head"} if family == "qwen3" else {}
+    return ModelConfig(
+        *(V, H, 48, len(kinds), 4, 2, 8),
+        layers=kinds if len(set(kinds)) > 1 else kinds[:1],
+        norm=Norm(eps=1e-5),
+        max_positions=64,
+        tie_embeddings=False,
+        **more,
+    )
+
+
+def weights(model: Any) -> Any:
+    params = jax.jit(model.init)(jax.random.key(0))
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    leaves = [x + 0.1 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(tree, leaves)
+
+
+def text() -> tuple[Batch, Output, Any]:
+    """A row, what its target's forward pass gives, and its logits."""
+    tokens = jax.random.randint(jax.random.key(2), (1, T), 0, V - 1, jnp.int32)
+    hidden = tuple(jax.random.normal(jax.random.key(3 + i), (1, T, H)) for i in range(STREAMS))
+    logits = 2 * jax.random.normal(jax.random.key(9), (1, T, V))
+    return (
+        Batch(tokens, jnp.roll(tokens, -1, axis=1), jnp.ones((1, T))),
+        Output(logits, hidden, final=hidden[-1]),
+        logits,
+    )
+
+
+def theirs(kind: str, model: Any, params: Any, directory: Path, module: str, name: str) -> Any:
+    """The same draft, read by the library."""
+    formats.save(LoadedDraft(model, params), kind, directory, target="none")
+    core = importlib.import_module(f"speculators.models.{module}.core")
+    settings = json.loads((directory / "config.json").read_text())
+    config = getattr(core, name).config_class.from_dict(settings)
+    config.transformer_layer_config._attn_implementation = "eager"
+    other = getattr(core, name)(config).eval()
+    tensors = safetensors.numpy.load_file(directory / "model.safetensors")
+    told = other.load_state_dict({n: torch.from_numpy(np.array(x)) for n, x in tensors.items()}, strict=False)
+    assert not told.unexpected_keys
+    assert all(n.startswith(("verifier_", "embed_tokens", "lm_head")) for n in told.missing_keys), told.missing_keys
+    with torch.no_grad():
+        other.embed_tokens.weight.copy_(as_torch(params["embedding"]))
+        other.lm_head.weight.copy_(as_torch(params["head"]["kernel"]).T)
+    return other
+
+
+def as_torch(x: Any) -> Any:
+    return torch.from_numpy(np.array(x))
+
+
+@contextlib.contextmanager
+def seen_by(module: Any):
+    """What a module gives, call by call."""
+    found: list[Any] = []
+    hook = module.register_forward_hook(lambda _, __, out: found.append(out.detach().numpy()))
+    yield found
+    hook.remove()
+
+
+def eager(loss: str) -> Any:
+    """Its losses without kernels."""
+    return importlib.import_module("speculators.losses").resolve_loss_config(loss, "eager")
+
+
+def alike(ours: Any, found: Any) -> None:
+    ours = np.asarray(ours)
+    np.testing.assert_allclose(ours, found, atol=CLOSE * float(np.std(found)), rtol=0)
+    np.testing.assert_array_equal(ours.argmax(-1), found.argmax(-1))
+
+
+EAGLES = {
+    "plain": {"norm_before_residual": False},
+    "normed": {"norm_before_fc": True},
+    "3.1": {"norm_output": True, "fc_norm": True},
+    "all": {"norm_before_residual": False, "norm_output": True, "fc_norm": True, "norm_before_fc": False},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", EAGLES)
+def test_eagle3(name, family, tmp_path):
+    """Row r of theirs has the token behind that of its features: row r + 1 of ours."""
+    model = eagle3.Eagle3Model(layers(ROPE, ROPE, family=family), (1, 2, 3), H, options=eagle3.Options(**EAGLES[name]))
+    params, (batch, out, _) = weights(model), text()
+    captured = dataclasses.replace(out, hidden=out.hidden[1:])
+    other = theirs("eagle3", model, params, tmp_path / "draft", "eagle3", "Eagle3DraftModel")
+    read = torch.cat([as_torch(x) for x in captured.hidden], dim=-1)[:, :-1]
+    ids = as_torch(batch.tokens)[:, 1:].long()
+    targets = as_torch(jax.random.normal(jax.random.key(5), (1, T, H)))
+    with torch.no_grad():
+        other.verifier_norm.weight.fill_(1.0)
+        other.verifier_lm_head.weight.copy_(as_torch(params["head"]["kernel"]).T)
+    with seen_by(other.lm_head) as found, seen_by(other.verifier_lm_head) as teacher, torch.no_grad():
+        _, _, metrics = other(
+            read,
+            ids,
+            torch.zeros_like(ids),
+            loss_mask=torch.ones_like(ids),
+            verifier_last_hidden_states=targets[:, 1:],
+            ttt_steps=3,
+            loss_config=eager("kl_div"),
+        )
+    trained = eagle3.TrainedEagle3(model, depths=3)
+    for depth, prediction in enumerate(trained.predictions(params, batch, captured)):
+        ours = np.asarray(prediction.logits)[:, 1 + depth :]
+        alike(ours, found[depth][:, : T - 1 - depth])
+        # Of a position t they compare with what the target says after it, ours with `rows`: the same.
+        of_target = FullLogits(jnp.asarray(teacher[0][:, depth:]))
+        loss = ForwardKL()(jnp.asarray(ours), of_target, batch.labels[:, 1 + depth :])
+        assert float(loss.mean()) == pytest.approx(float(metrics[f"loss_{depth}_sum"]), abs=1e-5)
+
+
+def test_p_eagle(tmp_path):
+    model = p_eagle.PEagleModel(layers(ROPE, ROPE), (1, 2, 3), H, mask_token=V - 1)
+    params, (batch, out, _) = weights(model), text()
+    captured = dataclasses.replace(out, hidden=out.hidden[1:])
+    other = theirs("p_eagle", model, params, tmp_path / "draft", "peagle", "PEagleDraftModel")
+    core: Any = importlib.import_module("speculators.models.peagle.core")
+    depths, rows = 3, T - 1
+    anchors = torch.cat([torch.arange(rows - d) for d in range(depths)])
+    which = torch.cat([torch.full((rows - d,), d) for d in range(depths)])
+    ids = as_torch(batch.tokens)[:, 1:].long()
+    read = torch.cat([as_torch(x) for x in captured.hidden], dim=-1)[:, :-1]
+    with pytest.MonkeyPatch.context() as patch, seen_by(other.lm_head) as found, torch.no_grad():
+        patch.setattr(core, "generate_cod_sample_indices", lambda **_: (anchors, which))
+        other.verifier_norm.weight.fill_(1.0)
+        other.verifier_lm_head.weight.fill_(0.1)
+        other(
+            read,
+            ids,
+            torch.zeros_like(ids),
+            verifier_last_hidden_states=read[..., :H],
+            num_depths=depths,
+            loss_config=eager("kl_div"),
+        )
+    trained = p_eagle.TrainedPEagle(model, depths=depths)
+    for depth, prediction in enumerate(trained.predictions(params, batch, captured)):
+        alike(np.asarray(prediction.logits)[:, 1 + depth :], found[0][:, which.numpy() == depth])
+
+
+@pytest.mark.parametrize("family", ["qwen3"])
+def test_mtp(family, tmp_path):
+    """At the first depth: behind it they attend within a step, which no cache does."""
+    model = mtp.MTPModel(layers(ROPE, family=family), (STREAMS,), H)
+    params, (batch, out, _) = weights(model), text()
+    last = dataclasses.replace(out, hidden=out.hidden[-1:])
+    other = theirs("mtp", model, params, tmp_path / "draft", "mtp", "MTPDraftModel")
+    with seen_by(other.lm_head) as found, torch.no_grad():
+        other(as_torch(batch.tokens), as_torch(last.hidden[0]))
+    [prediction] = mtp.TrainedMTP(model, depths=1).predictions(params, batch, last)
+    count = found[0].shape[1]
+    alike(np.asarray(prediction.logits)[:, 1 : 1 + count], found[0])
+
+
+BLOCKS = {
+    "dflash": ("dflash", (ROPE, ROPE), {}),
+    "dflash_from_anchor": ("dflash", (ROPE,), {"from_root": True}),
+    "dflash_windows": ("dflash", (WINDOW, ROPE), {}),
+    "dflash_windows_both_ways": ("dflash", (WINDOW,), {"causal_window": False}),
+    "dspark_vanilla": ("dspark", (ROPE,), {"from_root": True, "markov_rank": 8}),
+    "dspark_gated": ("dspark", (ROPE,), {"from_root": True, "markov_rank": 8, "markov": "gated"}),
+    "dspark_rnn": ("dspark", (ROPE,), {"from_root": True, "markov_rank": 8, "markov": "rnn"}),
+    "dspark_rnn_behind": ("dspark", (ROPE,), {"markov_rank": 8, "markov": "rnn"}),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks(name, tmp_path):
+    kind, kinds, options = BLOCKS[name]
+    slots, anchors = 4, torch.tensor([2, 7, 11, 14])
+    sizes = layers(*kinds, family="qwen3")
+    model = dflash.DFlashModel(sizes, (1, 2, 3), H, slots=slots, mask_token=V - 1, **options)
+    params, (batch, out, _) = weights(model), text()
+    captured = dataclasses.replace(out, hidden=out.hidden[1:])
+    class_name = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}[kind]
+    other = theirs(kind, model, params, tmp_path / "draft", kind, class_name)
+    core: Any = importlib.import_module("speculators.models.dflash.core")
+    own: Any = importlib.import_module(f"speculators.models.{kind}.core")
+    given: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(core, "select_anchors", lambda *_: (anchors, torch.ones_like(anchors, dtype=torch.bool)))
+        patch.setattr(own, "compute_metrics", lambda *x, **_: (given.extend(y.numpy() for y in x[:2]), (0, {}))[1])
+        other.verifier_norm.weight.fill_(1.0)
+        other.verifier_lm_head.weight.copy_(other.lm_head.weight)
+        ids = as_torch(batch.tokens).long()
+        read = torch.cat([as_torch(x) for x in captured.hidden], dim=-1)
+        other(read, ids, torch.ones_like(ids), read[..., :H], torch.zeros_like(ids), max_anchors=len(anchors))
+    found, targets = (x.reshape(len(anchors), slots, V) for x in given)
+    read = captured.hidden[0]
+    of_target = (read * jax.lax.rsqrt(jnp.mean(read**2, -1, keepdims=True) + 1e-5)) @ params["head"]["kernel"]
+    for place, prediction in enumerate(dflash.TrainedDFlash(model, anchors=None).predictions(params, batch, captured)):
+        alike(np.asarray(prediction.logits)[0, anchors.numpy()], found[:, model.of_place(place)])
+        rows = np.asarray(prediction.target_rows)[0, anchors.numpy()]
+        alike(np.asarray(of_target)[0, rows], targets[:, model.of_place(place)])
+
+
+def test_ends_that_are_the_targets_are_left_out_where_the_library_leaves_them_out():
+    assert formats.speculators.KINDS["dflash"].left_out == ENDS
+    assert formats.speculators.KINDS["eagle3"].left_out == ()
