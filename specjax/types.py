@@ -566,6 +566,8 @@ class Prediction:
     weight: Float[Array, "B T"]
     rows: Int[Array, "B T"] | None = None
     share: float = 1.0
+    kept: Bool[Array, " V"] | None = None
+    """Ids that the drafter can propose: a loss compares with the target's distribution over these. None: all."""
 
     @property
     def logits(self) -> Float[Array, "B T V"]:

@@ -173,6 +173,7 @@ class Update:
         """(loss, weight and overlaps) of a prediction, summed over its positions."""
 
         def given(m: Matched, chosen: Any) -> tuple[Any, ...]:
+            m = m.among_kept(self.loss.needs_labels)
             return m.draft_logits, m.teacher, m.tokens, LossContext(alpha, share * m.weight, m.references, chosen)
 
         chosen = None
@@ -181,7 +182,7 @@ class Update:
             chosen = choice_of(self.loss, jax.lax.stop_gradient(scores), share * matching.positions.weight)
 
         def measure(m: Matched, some: Positions) -> tuple[jax.Array, dict[str, jax.Array]]:
-            weight = share * m.weight
+            weight = share * m.among_kept(self.loss.needs_labels).weight
             values = self.loss(*given(m, some.more))
             measured = {} if m.teacher is None else acceptance(*jax.lax.stop_gradient((m.draft_logits, m.teacher)))
             # A prediction that does not count may have no finite loss.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -353,7 +354,8 @@ def _fingerprint(stage, drafter, params, target, data: StageData) -> dict[str, A
     target_params, target_config = (None, None) if target is None else fingerprint.of_model(target)
     return {
         "stage": settings,
-        "drafter": dataclasses.asdict(drafter),
+        # What is too large to be written out names itself by a digest.
+        "drafter": json.loads(json.dumps(dataclasses.asdict(drafter), default=lambda x: x.digest)),
         "seed": data.seed,
         "initial_params": fingerprint.digest(params),
         "target_params": target_params,

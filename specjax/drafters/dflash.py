@@ -73,7 +73,7 @@ class Markov(nnx.Module):
         config, rank, size = spec.config, spec.markov_rank, spec.config.hidden_size
         linear = functools.partial(Linear, rngs=rngs, dtype=spec.dtype)
         self.w1 = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, rank), spec.dtype) * 0.02)
-        self.w2 = linear(rank, config.vocab_size)
+        self.w2 = linear(rank, features_lib.head_rows(spec))
         self.w2.kernel[...] = jnp.zeros_like(self.w2.kernel[...])  # at first it says nothing
         self.gate_proj = linear(size + rank, rank, True) if spec.markov == "gated" else None
         self.joint_proj = linear(2 * rank + size, 3 * rank, True) if spec.markov == "rnn" else None
@@ -99,7 +99,7 @@ class Net(nnx.Module):
 
     def __init__(self, spec: DFlashModel, *, rngs: nnx.Rngs):
         config, dtype = spec.config, spec.dtype
-        self.embedding, self.head = embedding_and_head(config, rngs, dtype)
+        self.embedding, self.head = embedding_and_head(spec, rngs)
         self.fc = Linear(len(spec.reads) * spec.feature_size, config.hidden_size, rngs=rngs, dtype=dtype)
         self.hidden_norm = make_norm(config, config.hidden_size, dtype=dtype)
         blocks = [Block(config, config.layer(i), rngs=rngs, dtype=dtype) for i in range(config.num_layers)]
@@ -265,14 +265,14 @@ class BoundDFlash:
         memory = model.blocks(state.fold().layers, model.sights(at))
         slots, module, first = model(params, root, at, memory), model.module(params), model.of_place(0)
         final = slots[:, 0, first : first + self.k]
-        logits = model.head(params, final)
+        logits = module.head(final, wide=True)
 
         def feed(markov: Array, newest: Int[Array, "B 1"], offset: Int[Array, ""]) -> tuple[Array, Array]:
             raw, hidden = (jax.lax.dynamic_slice_in_dim(x, offset, 1, axis=1) for x in (logits, final))
-            if not model.markov_rank:
-                return raw, markov
-            markov, read = module.markov(markov, newest, hidden)
-            return raw + module.markov.w2(read, wide=True), markov
+            if model.markov_rank:
+                markov, read = module.markov(markov, newest, hidden)
+                raw = raw + module.markov.w2(read, wide=True)
+            return model.over_all(raw), markov
 
         draft = one_by_one(feed, model.before_first(module, root, slots), root, context, self.k)[0]
         return with_a_token_before(draft, context), state
@@ -340,14 +340,17 @@ class TrainedDFlash(TrainedFeatureDraft):
                 before = jnp.take_along_axis(text, rows, axis=1, mode="clip")
                 markov, read = module.markov(markov, before, hidden)
                 hidden = jnp.concatenate([hidden, read], axis=-1)
-            yield Prediction(hidden, functools.partial(self._logits, params), weight, rows, share / sum(shares))
+            yield Prediction(
+                hidden, functools.partial(self._logits, params), weight, rows, share / sum(shares), model.proposable
+            )
 
     def _logits(self, params: Params, hidden: Float[Array, "B C D"]) -> Float[Array, "B C V"]:
         model: Any = self.model
         if not model.markov_rank:
             return model.head(params, hidden)
         hidden, read = jnp.split(hidden, (model.config.hidden_size,), axis=-1)
-        return model.head(params, hidden) + model.module(params).markov.w2(read, wide=True)
+        module = model.module(params)
+        return model.over_all(module.head(hidden, wide=True) + module.markov.w2(read, wide=True))
 
     def _roots(self, batch: Batch) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
         """Random ones, the same whenever the row is met, and whether they count: a document's first token has nothing
@@ -430,6 +433,8 @@ class DFlashDraft(FeatureDraft):
     """A slot predicts the token behind its own, not its own."""
     anchors: Annotated[int, Field(ge=1)] = 64
     """Blocks of a row of text."""
+    draft_vocab_size: Annotated[int, Field(ge=1)] | None = None
+    """Ids that it can propose, the most frequent of the training text; None: all."""
     gamma: Annotated[float, Field(gt=0)] = 4.0
     """Places over which the weight of a place falls by e."""
     kind: Literal["dflash"] = "dflash"  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -445,6 +450,7 @@ class DFlashDraft(FeatureDraft):
             layers,
             reads,
             full.hidden_size,
+            kept=features_lib.first_ids(self.draft_vocab_size, full),
             slots=self.block_size,
             mask_token=mask,
             from_root=self.sample_from_anchor,

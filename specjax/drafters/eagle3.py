@@ -70,7 +70,7 @@ class Net(nnx.Module):
     def __init__(self, spec: Eagle3Model, *, rngs: nnx.Rngs):
         config, dtype, options = spec.config, spec.dtype, spec.options
         captured = len(spec.reads)
-        self.embedding, self.head = embedding_and_head(config, rngs, dtype)
+        self.embedding, self.head = embedding_and_head(spec, rngs)
         self.fc = Linear(captured * spec.feature_size, config.hidden_size, rngs=rngs, dtype=dtype)
         if options.norm_before_fc:
             self.input_norm = make_norm(config, captured * spec.feature_size, dtype=dtype)
@@ -146,6 +146,8 @@ class Eagle3Draft(FeatureDraft):
     """Tokens of a block that training unrolls."""
     depth_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     """What the loss of a depth weighs beside that of the one before."""
+    draft_vocab_size: Annotated[int, Field(ge=1)] | None = None
+    """Ids that it can propose, the most frequent of the training text; None: all."""
     norm_before_residual: bool = True
     norm_output: bool = False
     norm_before_fc: bool = False
@@ -157,7 +159,8 @@ class Eagle3Draft(FeatureDraft):
         full: ModelConfig = target.config
         reads = features_lib.streams(self.reads, config, full)
         options = Options(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Options)})
-        model = Eagle3Model(features_lib.layers_like(full, self.layers), reads, full.hidden_size, options=options)
+        kept, layers = features_lib.first_ids(self.draft_vocab_size, full), features_lib.layers_like(full, self.layers)
+        model = Eagle3Model(layers, reads, full.hidden_size, kept=kept, options=options)
         return TrainedEagle3(model, features_lib.ENDS, depths=self.depths, decay=self.depth_decay)
 
     def first(self, drafter: Any, params: Params, target: Any) -> Params:

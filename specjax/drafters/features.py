@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,9 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 from pydantic import Field
 
 from specjax.drafters.base import TrainedDrafter
@@ -28,9 +31,11 @@ from specjax.models.attention.memory import Attended
 from specjax.models.config import LayerKind, ModelConfig, Norm
 from specjax.models.decode_layout import stored_kernels
 from specjax.models.kernels import Transposed
+from specjax.models.layers import Linear
 from specjax.models.rotary import rotary_table
 from specjax.models.sharding import sharding_of
 from specjax.models.training import placed
+from specjax.models.vocabulary import NEVER
 from specjax.types import PLAIN, Bound, Output, Params, Reads, TrainingForm
 
 if TYPE_CHECKING:
@@ -40,6 +45,39 @@ if TYPE_CHECKING:
 
 ENDS = ("embedding", "head")
 """Parameters that are the target's own in most drafts."""
+
+
+class Kept:
+    """Some ids of a vocabulary, ascending: what a draft of fewer can propose. Static and hashable."""
+
+    def __init__(self, ids: Any, size: int):
+        self.ids, self.size = np.asarray(ids, np.int32), size
+        if self.ids.ndim != 1 or not len(self.ids) or self.ids[0] < 0 or self.ids[-1] >= size:
+            raise ValueError(f"ids of 0 .. {size - 1} are to be named")
+        if (np.diff(self.ids) <= 0).any():
+            raise ValueError("the ids do not ascend")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kept) and self.size == other.size and np.array_equal(self.ids, other.ids)
+
+    def __hash__(self) -> int:
+        return hash((self.size, self.ids.tobytes()))
+
+    def __repr__(self) -> str:
+        return f"Kept({len(self.ids)} of {self.size})"
+
+    @property
+    def digest(self) -> str:
+        return f"{self!r} {hashlib.sha256(self.ids.tobytes()).hexdigest()}"
+
+    @property
+    def mask(self) -> Bool[np.ndarray, " V"]:
+        return np.isin(np.arange(self.size), self.ids)
+
+    def over_all(self, logits: Float[Array, "*B W"]) -> Float[Array, "*B V"]:
+        """Over the whole vocabulary; the others are never drawn."""
+        everything = jnp.full((*logits.shape[:-1], self.size), NEVER, logits.dtype)
+        return everything.at[..., self.ids].set(logits)
 
 
 # --- the forward pass -----------------------------------------------------------------------------------------------
@@ -55,6 +93,8 @@ class FeatureModel:
     reads: tuple[int, ...]
     feature_size: int
     dtype: str = "float32"
+    kept: Kept | None = None
+    """The ids that it can propose, of which its head has a row each; None: all."""
     net: ClassVar[Callable[..., nnx.Module]]
     """The weights, made of (spec, rngs)."""
 
@@ -75,8 +115,17 @@ class FeatureModel:
         return module.embedding[...][tokens].astype(self.dtype)
 
     def head(self, params: Params, final: Float[Array, "B T H"]) -> Float[Array, "B T V"]:
-        """Logits, in float32."""
-        return self.module(params).head(final, wide=True)
+        """Logits over the target's vocabulary, in float32."""
+        return self.over_all(self.module(params).head(final, wide=True))
+
+    def over_all(self, logits: Float[Array, "B T W"]) -> Float[Array, "B T V"]:
+        """What the rows of its head give, over the target's vocabulary."""
+        return logits if self.kept is None else self.kept.over_all(logits)
+
+    @property
+    def proposable(self) -> Bool[Array, " V"] | None:
+        """See `specjax.types.Prediction.kept`."""
+        return None if self.kept is None else jnp.asarray(self.kept.mask)
 
     def run(self, block: Callable[..., tuple[Array, Any]], i: int, x: Array, positions: Array, memory: Any, form: Any):
         """Layer ``i`` as ``block(x, table, memory)``, which gives (x, what it keeps)."""
@@ -96,12 +145,16 @@ def _graphdef(spec: FeatureModel) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: spec.net(spec, rngs=nnx.Rngs(0))))[0]
 
 
-def embedding_and_head(config: ModelConfig, rngs: nnx.Rngs, dtype: Any) -> tuple[nnx.Param, Any]:
+def embedding_and_head(spec: FeatureModel, rngs: nnx.Rngs) -> tuple[nnx.Param, Linear]:
     """Fresh ones."""
-    from specjax.models.layers import Linear
-
+    config, dtype = spec.config, spec.dtype
     table = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype) * 0.02)
-    return table, Linear(config.hidden_size, config.vocab_size, rngs=rngs, dtype=dtype)
+    return table, Linear(config.hidden_size, head_rows(spec), rngs=rngs, dtype=dtype)
+
+
+def head_rows(spec: FeatureModel) -> int:
+    """Ids that it can propose."""
+    return spec.config.vocab_size if spec.kept is None else len(spec.kept.ids)
 
 
 # --- loaded, beside a target ----------------------------------------------------------------------------------------
@@ -247,7 +300,10 @@ class TrainedFeatureDraft(TrainedDrafter):
     def complete(self, params: Params, target_params: Params) -> Params:
         """See `specjax.types.Sharing`."""
         dtype = jax.tree.leaves(params)[0].dtype
-        return {**params, **{name: dense(target_params, name, dtype) for name in self.shared}}
+        shared = {name: dense(target_params, name, dtype) for name in self.shared}
+        if self.model.kept is not None and "head" in shared:
+            shared["head"] = {"kernel": shared["head"]["kernel"][:, self.model.kept.ids]}
+        return {**params, **shared}
 
     def in_training(self, form: TrainingForm) -> Any:
         if form.scan_layers:
@@ -261,7 +317,7 @@ class TrainedFeatureDraft(TrainedDrafter):
         return sharding_of(path, shape, self.model.config, mesh)
 
     def to_drafter(self, params: Params, target: Any, k: int) -> FeatureDrafter:
-        own = {name: value for name, value in params.items() if name not in self.shared}
+        own = {name: value for name, value in params.items() if name not in self._stored_once}
         return type(self).drafter(LoadedDraft(self.model, own), k)
 
     def save(self, params: Params, target: Any, directory: Path, *, name: str = "draft", card: str | None = None):
@@ -269,7 +325,12 @@ class TrainedFeatureDraft(TrainedDrafter):
         from specjax.drafters import formats
 
         draft = LoadedDraft(self.model, params, name)
-        formats.save(draft, self._kind, directory, target=target.name, card=card, shared=self.shared)
+        formats.save(draft, self._kind, directory, target=target.name, card=card, shared=self._stored_once)
+
+    @property
+    def _stored_once(self) -> tuple[str, ...]:
+        """What is shared whole: of a head only some rows are read, and they are copied."""
+        return tuple(name for name in self.shared if name != "head" or self.model.kept is None)
 
     @property
     def _kind(self) -> str:
@@ -297,6 +358,9 @@ class FeatureDraft:
         from specjax.distill.init import Initial
 
         drafter, init = self.drafter(config, target), config.draft.init
+        if drafter.model.kept is not None:
+            kept = most_frequent(rows, len(drafter.model.kept.ids), drafter.model.kept.size)
+            drafter = dataclasses.replace(drafter, model=dataclasses.replace(drafter.model, kept=kept))
         if init not in (None, "target", "scratch"):
             raise ConfigError(f"draft.init: {init!r}; a draft of kind {self.kind} begins as its `target`, or `scratch`")
         _, key = jax.random.split(jax.random.key(config.seed))
@@ -322,6 +386,32 @@ def streams(reads: tuple[int, ...] | None, config: RunConfig, full: ModelConfig)
     if list(reads) != sorted(set(reads)) or not reads or reads[-1] > count:
         raise ConfigError(f"draft.reads: {list(reads)}; name some of the target's streams 0 .. {count}, ascending")
     return reads
+
+
+def first_ids(count: int | None, full: ModelConfig) -> Kept | None:
+    """As many ids as a config asks for, before a text says which (`most_frequent`). Raises `ConfigError`."""
+    if count is None or count == full.vocab_size:
+        return None
+    if count > full.vocab_size:
+        raise ConfigError(f"draft.draft_vocab_size: {count:,}, and the target has {full.vocab_size:,} ids; lower it")
+    return Kept(np.arange(count), full.vocab_size)
+
+
+def most_frequent(rows: TextRows, count: int, size: int) -> Kept:
+    """The ids that the training text asks for most often, by a sample of it; how much of it they cover is told."""
+    from specjax.data.rows import spread
+
+    sample = spread(rows, _SAMPLE)
+    often = np.bincount(np.asarray(sample.labels)[np.asarray(sample.weight) > 0], minlength=size)
+    ids = np.sort(np.argsort(-often, kind="stable")[:count])
+    covered = often[ids].sum() / max(often.sum(), 1)
+    _log.info("draft vocabulary: %s of %s ids, %.2f%% of the text's tokens", f"{count:,}", f"{size:,}", 100 * covered)
+    return Kept(ids, size)
+
+
+_SAMPLE = 2**20
+"""Tokens of training text that ids are counted in."""
+_log = logging.getLogger(__name__)
 
 
 def refuse_architecture(config: RunConfig) -> None:

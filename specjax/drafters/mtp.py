@@ -45,7 +45,7 @@ class Net(nnx.Module):
 
     def __init__(self, spec: MTPModel, *, rngs: nnx.Rngs):
         config, dtype = spec.config, spec.dtype
-        self.embedding, self.head = embedding_and_head(config, rngs, dtype)
+        self.embedding, self.head = embedding_and_head(spec, rngs)
         self.token_norm = make_norm(config, config.hidden_size, dtype=dtype)
         self.hidden_norm = make_norm(config, config.hidden_size, dtype=dtype)
         self.fc = Linear(2 * config.hidden_size, config.hidden_size, rngs=rngs, dtype=dtype)

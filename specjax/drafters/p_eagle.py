@@ -101,6 +101,8 @@ class PEagleDraft(FeatureDraft):
     """Places of a block that are trained."""
     depth_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     """What the loss of a depth weighs beside that of the one before."""
+    draft_vocab_size: Annotated[int, Field(ge=1)] | None = None
+    """Ids that it can propose, the most frequent of the training text; None: all."""
     norm_before_residual: bool = True
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -113,7 +115,8 @@ class PEagleDraft(FeatureDraft):
         mask = features_lib.mask_token(self.mask_token, full)
         options = eagle3.Options(self.norm_before_residual, False, self.norm_before_fc, self.fc_norm)
         layers = features_lib.layers_like(full, self.layers)
-        model = PEagleModel(layers, reads, full.hidden_size, options=options, mask_token=mask)
+        kept = features_lib.first_ids(self.draft_vocab_size, full)
+        model = PEagleModel(layers, reads, full.hidden_size, kept=kept, options=options, mask_token=mask)
         return TrainedPEagle(model, features_lib.ENDS, depths=self.depths, decay=self.depth_decay)
 
     def first(self, drafter: Any, params: Params, target: Any) -> Params:

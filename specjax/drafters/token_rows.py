@@ -247,7 +247,9 @@ class TrainedRows(TrainedFeatureDraft):
             inside = inside_document(batch.documents, jnp.arange(tokens.shape[1], dtype=jnp.int32) - 1 - depth)
             weight = jnp.where(inside, jnp.asarray(batch.weight), 0.0)
             tokens, features = model.behind(params, tokens, features)
-            yield Prediction(final, functools.partial(model.head, params), weight, None, share / sum(shares))
+            yield Prediction(
+                final, functools.partial(model.head, params), weight, None, share / sum(shares), model.proposable
+            )
             if true is None:
                 true = layers
             else:  # the block that ends at t continues the one that ends at t - 1

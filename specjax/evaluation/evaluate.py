@@ -102,7 +102,7 @@ def evaluate_all(
     totals = jax.tree.map(lambda *x: np.sum(np.asarray(x, np.float64), axis=0), *jax.device_get(sums))
     return [
         Evaluation(
-            nll=float(t["nll"] / t["count"]),
+            nll=float(t["nll"] / max(t["said"], 1)),
             target_nll=float(t.get("target_nll", np.nan) / t["count"]),
             alpha=float(t.get("alpha", np.nan) / t["count"]),
             positions=int(t["count"]),
@@ -114,7 +114,8 @@ def evaluate_all(
 
 
 def _by_depth(at: Sequence[Mapping[str, Any]], name: str) -> tuple[float, ...]:
-    return tuple(float(sums[name] / sums["count"]) for sums in at if name in sums and len(at) > 1)
+    counted = "said" if name == "nll" else "count"
+    return tuple(float(sums[name] / max(sums[counted], 1)) for sums in at if name in sums and len(at) > 1)
 
 
 def _deep(drafter: Trainable) -> Trainable:
@@ -168,5 +169,9 @@ def _measured(m: Matched, some: Positions) -> tuple[Array, dict[str, Array]]:
         measured["target_nll"] = negative_log_likelihood(m.teacher.logits, m.tokens)
         measured["alpha"] = alpha_per_position(m.teacher.logits, m.draft_logits)
     # Every prediction that counts counts alike here, whatever its weight in training.
-    sums = {name: jnp.sum(jnp.where(m.weight > 0, values, 0.0)) for name, values in measured.items()}
+    counts = m.weight > 0
+    # Of a draft of fewer ids, the loss is of the tokens that it can say.
+    said = counts if m.kept is None else counts & m.kept[m.tokens]
+    sums = {n: jnp.sum(jnp.where(said if n == "nll" else counts, values, 0.0)) for n, values in measured.items()}
+    sums["said"] = jnp.sum(said.astype(jnp.float32))
     return sums["nll"], sums

@@ -15,10 +15,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax import backend
-from specjax.models.vocabulary import TokenRows
+from specjax.models.vocabulary import NEVER, TokenRows
 from specjax.types import FullLogits, Output, Params, Prediction, TopKLogits
 
 Head = Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]]
@@ -75,6 +75,22 @@ class Matched:
     tokens: Int[Array, "B C"]
     weight: Float[Array, "B C"]
     references: dict[str, Float[Array, "B C V"]] = dataclasses.field(default_factory=dict)
+    kept: Bool[Array, " V"] | None = None
+    """Ids that the draft can propose; None: all."""
+
+    def among_kept(self, labels: bool) -> Matched:
+        """What a loss compares: the teacher's distribution over the ids that the draft can propose, and, for one that
+        takes the text's tokens for right (``labels``), no others."""
+        if self.kept is None:
+            return self
+        assert isinstance(self.teacher, FullLogits | None)  # a draft of fewer ids reads its target's forward pass
+        teacher, weight = self.teacher, self.weight
+        if teacher is not None:
+            seen = self.kept.reshape([1] * (teacher.logits.ndim - 1) + [-1])
+            teacher = FullLogits(jnp.where(seen, teacher.logits, NEVER))
+        if labels:
+            weight = jnp.where(self.kept[self.tokens], weight, 0.0)
+        return dataclasses.replace(self, teacher=teacher, weight=weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +106,7 @@ class Matching:
     teacher: Teacher | None = None
     reference_heads: Mapping[str, Head] = dataclasses.field(default_factory=dict)
     rows: TokenRows | None = None
+    kept: Bool[Array, " V"] | None = None
 
     @classmethod
     def of(
@@ -121,7 +138,7 @@ class Matching:
             {name: take(other.hidden) for name, other in others.items()},
         )
         heads = {name: other.head for name, other in others.items()}
-        return cls(positions, prediction.head, teacher, heads, rows)
+        return cls(positions, prediction.head, teacher, heads, rows, prediction.kept)
 
     def at(self, positions: Positions) -> Matched:
         """Logits of ``positions``, some or all of its own."""
@@ -132,7 +149,8 @@ class Matching:
             over = self.rows.over
             logits, heads = over(logits), {name: over(of_other) for name, of_other in heads.items()}
             teacher = FullLogits(over(teacher.logits)) if isinstance(teacher, FullLogits) else teacher
-        return Matched(logits, teacher, positions.tokens, positions.weight, heads)
+        kept = None if self.kept is None else self.kept[: logits.shape[-1]]
+        return Matched(logits, teacher, positions.tokens, positions.weight, heads, kept)
 
     @property
     def whole(self) -> Matched:

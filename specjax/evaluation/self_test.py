@@ -24,6 +24,7 @@ from specjax.drafters.base import at_depths, in_training
 from specjax.errors import ModelError
 from specjax.evaluation.held_out import Decoded
 from specjax.evaluation.teacher import target_output
+from specjax.models.vocabulary import NEVER
 from specjax.runtime.distributed import on_one_device
 from specjax.types import Batch, DecodeState, Draft, Drafter, Params, TargetView, TrainingForm, reads_of
 
@@ -202,7 +203,8 @@ def _differences(
     forced = np.asarray(_forced(trainable, places, target.spec, params, target.params, jnp.asarray(texts), roots))
     width = min(forced.shape[-1], proposed.shape[-1])
     a, b = forced[..., :width], proposed[: len(prompts), :places, :width]
-    return np.where(np.isneginf(b), 0.0, abs(a - b)).max(-1) / a.std()  # of ids that are never drawn
+    likely = b > NEVER / 2  # others have no chance on either side
+    return np.where(likely, abs(a - b), 0.0).max(-1) / a[likely].std()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

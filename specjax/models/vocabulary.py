@@ -29,7 +29,7 @@ _REMEDY = "use a draft of the same tokenizer, or distill one for this target wit
 _log = logging.getLogger(__name__)
 _NONE = np.zeros(0, np.int64)
 _SHOWN = 3
-_NEVER = -1e30
+NEVER = -1e30
 """A logit of probability 0: finite, because a loss would take -inf from -inf."""
 _found: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
@@ -56,7 +56,7 @@ class TokenRows:
         if not self.unused:
             return logits
         is_token = np.isin(np.arange(self.size), self.unused, invert=True).reshape([1] * len(batch) + [-1])
-        return jnp.where(is_token, logits, jnp.asarray(_NEVER, logits.dtype))
+        return jnp.where(is_token, logits, jnp.asarray(NEVER, logits.dtype))
 
 
 def unused_ids(model: Any) -> np.ndarray:

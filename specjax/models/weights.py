@@ -290,9 +290,11 @@ def write_params(
     dtype: str,
     max_shard_bytes: int,
     weights: str = WEIGHTS,
+    more: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Write what `read_params` reads, in files of at most ``max_shard_bytes`` unless a single tensor is larger, with an
-    index if there are several. At most one of them is in memory."""
+    index if there are several. At most one of them is in memory. ``more``: tensors that are no weights, in the
+    first."""
     stored = _sources(params, family, of)
     sizes = {name: math.prod(of[0].slot.stored_shape) * jnp.dtype(dtype).itemsize for name, of in stored.items()}
     shards = _shards(sizes, max_shard_bytes)
@@ -300,6 +302,9 @@ def write_params(
     for number, names in enumerate(shards, 1):
         file = weights if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {name: _tensor(stored[name], dtype) for name in names}
+        if number == 1 and more:
+            tensors |= more
+            names = [*names, *more]
         save_file(tensors, directory / file, metadata={"format": "pt"})
         del tensors  # before the next ones are made
         weight_map |= dict.fromkeys(names, file)

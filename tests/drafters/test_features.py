@@ -20,17 +20,22 @@ from specjax.decode.engine import looked_at, propose
 from specjax.decode.request import prepare
 from specjax.decode.scheduler import Scheduler
 from specjax.distill.init import initial_draft
+from specjax.distill.losses import ForwardKL
 from specjax.drafters import mtp
 from specjax.drafters.dflash import DFlashModel, TrainedDFlash, TrainedDSpark
 from specjax.drafters.eagle3 import Eagle3Model, Options, TrainedEagle3
 from specjax.drafters.early_exit import ExitModel, TrainedExit
+from specjax.drafters.features import Kept
 from specjax.drafters.medusa import MedusaModel, TrainedMedusa
 from specjax.drafters.p_eagle import PEagleModel, TrainedPEagle
 from specjax.errors import ModelError
+from specjax.evaluation.matching import Matching, Teacher
 from specjax.evaluation.teacher import target_output
+from specjax.metrics import alpha_per_position
 from specjax.models.cache import KVCache
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.hf import LoadedModel
+from specjax.models.vocabulary import NEVER
 from specjax.types import Batch
 from tests.cases import transformer
 from tests.distill import toys
@@ -48,9 +53,12 @@ def sizes(target: LoadedModel, *kinds: LayerKind) -> ModelConfig:
     return dataclasses.replace(target.config, num_layers=len(kinds), layers=kinds)
 
 
-def eagle3(target: LoadedModel, *kinds: LayerKind, **options: bool) -> tuple[type, Any]:
+def eagle3(target: LoadedModel, *kinds: LayerKind, kept: Any = None, **options: bool) -> tuple[type, Any]:
     size = target.config.hidden_size
-    return TrainedEagle3, Eagle3Model(sizes(target, *kinds), (0, 1, 3), size, options=Options(**options))
+    return TrainedEagle3, Eagle3Model(sizes(target, *kinds), (0, 1, 3), size, kept=kept, options=Options(**options))
+
+
+FEWER = Kept([0, 1, 4, 7, 9, 20, 33, 60], 61)
 
 
 def p_eagle(target: LoadedModel) -> tuple[type, Any]:
@@ -98,6 +106,8 @@ MODELS = {
     "dspark": lambda target: blocks(target, from_root=True, markov_rank=8, markov="vanilla"),
     "dspark_gated": lambda target: blocks(target, from_root=True, markov_rank=8, markov="gated"),
     "dspark_rnn": lambda target: blocks(target, markov_rank=8, markov="rnn"),
+    "fewer_ids": lambda target: eagle3(target, kept=FEWER),
+    "dspark_fewer_ids": lambda target: blocks(target, from_root=True, markov_rank=8, markov="vanilla", kept=FEWER),
 }
 
 
@@ -116,7 +126,11 @@ def made(name: str, target: LoadedModel) -> tuple[Any, Any]:
 def alike(found: Any, expected: Any) -> None:
     """As far as the target's own features are when it reads a prompt in pieces, or in blocks; a mistake is a hundred
     times as large."""
-    assert float(jnp.max(jnp.abs(found - expected))) < 2e-3 * float(jnp.std(expected))
+    found, expected = np.asarray(found), np.asarray(expected)
+    can_be = expected > NEVER / 2  # ids that a draft of fewer cannot propose are never drawn
+    np.testing.assert_array_equal(found > NEVER / 2, can_be)
+    found, expected = found[can_be], expected[can_be]
+    assert np.abs(found - expected).max() < 2e-3 * expected.std()
 
 
 def drafted(decoder: Decoder, prompts: list[list[int]]) -> Any:
@@ -237,6 +251,28 @@ def test_a_depth_weighs_less_than_the_one_before(name):
     assert sum(shares) == pytest.approx(1)
 
 
+def test_a_loss_compares_with_the_ids_that_can_be_proposed_and_alpha_with_all():
+    """Also of one that takes the text's tokens for right: others are no mistakes."""
+    target = target_of()
+    trained, params = made("fewer_ids", target)
+    text = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 12)), jnp.int32)
+    batch = Batch(text, jnp.roll(text, -1, axis=1), jnp.ones(text.shape))
+    out = target_output(target.spec, target.params, batch, trained.reads)
+    prediction = next(iter(trained.predictions(params, batch, out)))
+    matched = Matching.of(prediction, Teacher.of(target.spec, target.params, out), batch.labels).whole
+    p, q = (np.asarray(jax.nn.softmax(x)) for x in (matched.teacher.logits, matched.draft_logits))
+    ids = np.asarray(FEWER.ids)
+    assert q[..., ids].sum(-1) == pytest.approx(1, abs=1e-6)
+    alpha = alpha_per_position(matched.teacher.logits, matched.draft_logits)
+    np.testing.assert_allclose(alpha, np.minimum(p, q).sum(-1), rtol=1e-5)
+    among = matched.among_kept(labels=True)
+    p = p[..., ids] / p[..., ids].sum(-1, keepdims=True)
+    kl = (p * np.log(p / q[..., ids])).sum(-1)
+    np.testing.assert_allclose(ForwardKL()(among.draft_logits, among.teacher, among.tokens), kl, rtol=1e-4)
+    np.testing.assert_array_equal(among.weight > 0, (np.asarray(prediction.weight) > 0) & np.isin(batch.labels, ids))
+    np.testing.assert_array_equal(matched.among_kept(labels=False).weight, prediction.weight)
+
+
 def kept(state: Any) -> list[tuple[Any, int | None]]:
     """The arrays of a drafter's state, each with the axis of its slots."""
     cache = state if isinstance(state, KVCache) else getattr(state, "cache", None)
@@ -257,6 +293,8 @@ def test_greedy_output_is_the_targets(name):
 STARTS = {
     "eagle3": ({}, (2, 4, 6)),
     "eagle3_3.1": ({"fc_norm": True, "norm_output": True, "layers": 2}, (2, 4, 6)),
+    "eagle3_fewer_ids": ({"draft_vocab_size": 20}, (2, 4, 6)),
+    "dflash_fewer_ids": ({"draft_vocab_size": 20, "layers": 1}, (2, 4, 6)),
     "eagle3_normed": ({"norm_before_fc": True, "reads": (1, 2)}, (1, 2)),
     "mtp": ({"state": "post"}, (6,)),
     "p_eagle": ({"mask_token": 7}, (2, 4, 6)),
@@ -275,14 +313,20 @@ def test_one_begins_as_its_targets_last_layer_and_comes_back_from_disk(name, tmp
     run = config.RunConfig(
         config.Target(path="x"), config.Data(path="x", seq_len=8), config.Draft(kind=kind, settings=fields)
     )
-    initial = initial_draft(run, target, toys.Windows(np.zeros((4, 9), np.int32)))
+    # Of the first row's tokens each comes three times, of the others' once.
+    text = np.concatenate([np.tile(np.arange(40, 49), (3, 1)), np.arange(9)[None]]).astype(np.int32)
+    initial = initial_draft(run, target, toys.Windows(text))
     drafter: Any = initial.drafter
     assert drafter.model.reads == reads
     assert not {"embedding", "head"} & initial.params.keys()
     whole = drafter.complete(initial.params, target.params)
+    ids = np.arange(61)
+    if "draft_vocab_size" in fields:
+        ids = drafter.model.kept.ids
+        assert set(ids) == {*range(41, 49), *range(12)}
     heads = [whole["head"]] if "head" in whole else [head["head"] for head in whole["heads"].values()]
     for own in heads:
-        np.testing.assert_array_equal(own["kernel"], target.params["embedding"].T)
+        np.testing.assert_array_equal(own["kernel"], target.params["embedding"].T[:, ids])
     if "layers" in whole:
         deepest = whole["layers"][len(whole["layers"]) - 1] if kind == "dflash" else whole["layers"][0]
         own, last = (layer["mlp"]["up_proj"]["kernel"] for layer in (deepest, target.params["layers"][5]))
@@ -290,8 +334,10 @@ def test_one_begins_as_its_targets_last_layer_and_comes_back_from_disk(name, tmp
     drafter.save(whole, target, tmp_path / "draft")
     found: Any = specjax.load_drafter(tmp_path / "draft", target, k=3)
     assert found.model.spec == drafter.model
-    assert not {"embedding", "head"} & found.model.params.keys()
-    jax.tree.map(np.testing.assert_array_equal, found.model.params, initial.params)
+    assert ("head" in found.model.params) == ("draft_vocab_size" in fields)
+    assert "embedding" not in found.model.params
+    jax.tree.map(np.testing.assert_array_equal, {**found.model.params, **whole}, whole)
+    assert {*found.model.params} - {"head"} == initial.params.keys()
     other = LoadedModel(dataclasses.replace(target.spec, config=dataclasses.replace(target.config, num_layers=1)), {})
     with pytest.raises(ModelError, match=rf"{kind}: reads stream {reads[-1]}, and the target has 0 \.\. 1"):
         found.bind(other)

@@ -22,7 +22,7 @@ PROMPTS = [[5, 6, 7, 8], [40], [100, 7, 100, 7, 100, 7]]
 KINDS = {
     "eagle3": {"depths": 2},
     "mtp": {"depths": 2},
-    "p_eagle": {"depths": 2},
+    "p_eagle": {"depths": 2, "draft_vocab_size": 100},
     "medusa": {"heads": 3},
     "dflash": {"block_size": 4, "layers": 1, "anchors": 8},
     "dspark": {"block_size": 3, "layers": 1, "anchors": 8, "markov_rank": 8},

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.drafters import formats, token_rows
 from specjax.drafters.dflash import Blocks, BoundDFlash, DFlashModel, Markov
+from specjax.drafters.features import Kept
+from specjax.drafters.formats import speculators
 from specjax.drafters.glide import GlideModel
 from specjax.drafters.medusa import TrainedMedusa
 from specjax.drafters.p_eagle import PEagleModel
 from specjax.drafters.token_rows import BoundRows, Rows, TrainedRows, Unrolled
+from specjax.evaluation.matching import Matched
 from tests.drafters import test_features
 from tests.mutants.table import mutant, wrap
 
@@ -172,6 +176,15 @@ heads = mutant(
 masked = mutant(
     "features", test_features.test_decoding_is_the_training_forward, name="p_eagle", piece=None, lossless=True
 )
+fewer = mutant(
+    "features",
+    test_features.test_one_begins_as_its_targets_last_layer_and_comes_back_from_disk,
+    name="eagle3_fewer_ids",
+    lossless=True,
+)
+restricted = mutant(
+    "features", test_features.test_a_loss_compares_with_the_ids_that_can_be_proposed_and_alpha_with_all, lossless=True
+)
 weighed = mutant(
     "features", test_features.test_a_depth_weighs_less_than_the_one_before, name="published", lossless=True
 )
@@ -268,6 +281,25 @@ def mask_rows_read_the_features_of_the_root(patch):
         return mutated
 
     wrap(patch, PEagleModel, "behind", make)
+
+
+@fewer
+def offsets_are_taken_for_ids(patch):
+    """Of a draft vocabulary: d2t as ids."""
+
+    def make(real):
+        def mutated(*args):
+            kept = real(*args)
+            return kept if kept is None else Kept(np.arange(len(kept.ids)), kept.size)
+
+        return mutated
+
+    wrap(patch, speculators, "kept_ids", make)
+
+
+@restricted
+def a_draft_of_fewer_ids_is_taught_all_of_them(patch):
+    wrap(patch, Matched, "among_kept", lambda real: lambda self, labels: self)
 
 
 @weighed

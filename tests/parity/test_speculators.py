@@ -19,7 +19,7 @@ import safetensors.numpy
 
 from specjax.distill.losses import ForwardKL
 from specjax.drafters import dflash, eagle3, formats, mtp, p_eagle
-from specjax.drafters.features import ENDS, LoadedDraft
+from specjax.drafters.features import ENDS, Kept, LoadedDraft
 from specjax.models.config import LayerKind, ModelConfig, Norm
 from specjax.models.rotary import Rope
 from specjax.types import Batch, FullLogits, Output
@@ -108,11 +108,13 @@ def alike(ours: Any, found: Any) -> None:
     np.testing.assert_array_equal(ours.argmax(-1), found.argmax(-1))
 
 
+FEWER = Kept([0, 3, 4, 9, 20, 21, 40, 60], V)
 EAGLES = {
     "plain": {"norm_before_residual": False},
     "normed": {"norm_before_fc": True},
     "3.1": {"norm_output": True, "fc_norm": True},
     "all": {"norm_before_residual": False, "norm_output": True, "fc_norm": True, "norm_before_fc": False},
+    "fewer_ids": {"kept": FEWER},
 }
 
 
@@ -120,7 +122,9 @@ EAGLES = {
 @pytest.mark.parametrize("name", EAGLES)
 def test_eagle3(name, family, tmp_path):
     """Row r of theirs has the token behind that of its features: row r + 1 of ours."""
-    model = eagle3.Eagle3Model(layers(ROPE, ROPE, family=family), (1, 2, 3), H, options=eagle3.Options(**EAGLES[name]))
+    kept, options = EAGLES[name].get("kept"), {n: x for n, x in EAGLES[name].items() if n != "kept"}
+    sizes, ids_of_draft = layers(ROPE, ROPE, family=family), np.arange(V) if kept is None else kept.ids
+    model = eagle3.Eagle3Model(sizes, (1, 2, 3), H, kept=kept, options=eagle3.Options(**options))
     params, (batch, out, _) = weights(model), text()
     captured = dataclasses.replace(out, hidden=out.hidden[1:])
     other = theirs("eagle3", model, params, tmp_path / "draft", "eagle3", "Eagle3DraftModel")
@@ -142,7 +146,7 @@ def test_eagle3(name, family, tmp_path):
         )
     trained = eagle3.TrainedEagle3(model, depths=3)
     for depth, prediction in enumerate(trained.predictions(params, batch, captured)):
-        ours = np.asarray(prediction.logits)[:, 1 + depth :]
+        ours = np.asarray(prediction.logits)[:, 1 + depth :, ids_of_draft]
         alike(ours, found[depth][:, : T - 1 - depth])
         # Of a position t they compare with what the target says after it, ours with `rows`: the same.
         of_target = FullLogits(jnp.asarray(teacher[0][:, depth:]))
@@ -200,6 +204,7 @@ BLOCKS = {
     "dspark_vanilla": ("dspark", (ROPE,), {"from_root": True, "markov_rank": 8}),
     "dspark_gated": ("dspark", (ROPE,), {"from_root": True, "markov_rank": 8, "markov": "gated"}),
     "dspark_rnn": ("dspark", (ROPE,), {"from_root": True, "markov_rank": 8, "markov": "rnn"}),
+    "dspark_fewer_ids": ("dspark", (ROPE,), {"from_root": True, "markov_rank": 8, "kept": FEWER}),
     "dspark_rnn_behind": ("dspark", (ROPE,), {"markov_rank": 8, "markov": "rnn"}),
 }
 
@@ -225,11 +230,12 @@ def test_blocks(name, tmp_path):
         ids = as_torch(batch.tokens).long()
         read = torch.cat([as_torch(x) for x in captured.hidden], dim=-1)
         other(read, ids, torch.ones_like(ids), read[..., :H], torch.zeros_like(ids), max_anchors=len(anchors))
-    found, targets = (x.reshape(len(anchors), slots, V) for x in given)
+    ids_of_draft = options["kept"].ids if "kept" in options else np.arange(V)
+    found, targets = (x.reshape(len(anchors), slots, -1) for x in given)
     read = captured.hidden[0]
     of_target = (read * jax.lax.rsqrt(jnp.mean(read**2, -1, keepdims=True) + 1e-5)) @ params["head"]["kernel"]
     for place, prediction in enumerate(dflash.TrainedDFlash(model, anchors=None).predictions(params, batch, captured)):
-        alike(np.asarray(prediction.logits)[0, anchors.numpy()], found[:, model.of_place(place)])
+        alike(np.asarray(prediction.logits)[0, anchors.numpy()][:, ids_of_draft], found[:, model.of_place(place)])
         rows = np.asarray(prediction.target_rows)[0, anchors.numpy()]
         alike(np.asarray(of_target)[0, rows], targets[:, model.of_place(place)])
 

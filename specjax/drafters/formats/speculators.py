@@ -8,14 +8,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors import safe_open
+
 from specjax.drafters import dflash, eagle3, mtp, p_eagle
-from specjax.drafters.features import ENDS, FeatureModel, LoadedDraft
+from specjax.drafters.features import ENDS, FeatureModel, Kept, LoadedDraft, head_rows
 from specjax.drafters.formats.stored import Stored
 from specjax.errors import ModelError
 from specjax.models import hf
 from specjax.models.config import ModelConfig
 from specjax.models.families import Family, Settings, family_of
 from specjax.models.families.base import Tensor, linear, norm
+from specjax.models.weights import WEIGHTS
 from specjax.types import Params
 
 TYPE = "speculators_model_type"
@@ -71,7 +75,7 @@ def _eagle_options(envelope: Envelope) -> eagle3.Options:
 
 def _eagle3_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureModel:
     size, reads = envelope.get("target_hidden_size", int, layers.hidden_size), envelope.ids(_CAPTURED)
-    return eagle3.Eagle3Model(layers, reads, size, dtype, _eagle_options(envelope))
+    return eagle3.Eagle3Model(layers, reads, size, dtype, options=_eagle_options(envelope))
 
 
 def _eagle3_settings(spec: eagle3.Eagle3Model) -> dict[str, Any]:
@@ -79,13 +83,13 @@ def _eagle3_settings(spec: eagle3.Eagle3Model) -> dict[str, Any]:
 
 
 def _sizes(spec: FeatureModel) -> dict[str, Any]:
-    return {"target_hidden_size": spec.feature_size, "draft_vocab_size": spec.config.vocab_size}
+    return {"target_hidden_size": spec.feature_size, "draft_vocab_size": head_rows(spec)}
 
 
 def _p_eagle_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureModel:
     size, reads = envelope.get("target_hidden_size", int, layers.hidden_size), envelope.ids(_CAPTURED)
     mask = envelope.get("mask_token_id", int)
-    return p_eagle.PEagleModel(layers, reads, size, dtype, _eagle_options(envelope), mask)
+    return p_eagle.PEagleModel(layers, reads, size, dtype, options=_eagle_options(envelope), mask_token=mask)
 
 
 def _p_eagle_settings(spec: p_eagle.PEagleModel) -> dict[str, Any]:
@@ -98,7 +102,7 @@ def _mtp_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureMod
         raise ModelError(f"{envelope.file}: num_nextn_predict_layers is not 1; only a single head is read")
     options = mtp.Options(*(envelope.get(name, str, default) for name, default in _MTP_OPTIONS.items()))
     one = dataclasses.replace(layers, num_layers=1, layers=layers.layers[-1:])
-    return mtp.MTPModel(one, (layers.num_layers,), layers.hidden_size, dtype, options)
+    return mtp.MTPModel(one, (layers.num_layers,), layers.hidden_size, dtype, options=options)
 
 
 def _mtp_settings(spec: mtp.MTPModel) -> dict[str, Any]:
@@ -211,6 +215,7 @@ def read(
         raise ModelError(f"{file}: needs `transformer_layer_config`, what the draft's layers are")
     layers = family_of(described.get("model_type"), file).read_config(Settings(described, file))
     spec = FORMS[kind].spec(Envelope(settings, file), layers, str(target.dtype))
+    spec = dataclasses.replace(spec, kept=kept_ids(found, settings, layers.vocab_size))
     return spec, _stored(kind, spec).read(found, spec.dtype, check_finite)
 
 
@@ -219,7 +224,8 @@ def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str)
     spec, form = draft.spec, FORMS[kind]
     family = _layers(spec.config)
     described = {"model_type": family.model_type, **hf.described(family, form.described(spec))}
-    _stored(kind, spec).write(partial, draft.params, dtype)
+    more = None if spec.kept is None else {"d2t": spec.kept.ids - np.arange(len(spec.kept.ids)), "t2d": spec.kept.mask}
+    _stored(kind, spec).write(partial, draft.params, dtype, more)
     return {
         TYPE: form.algorithm,
         "architectures": [form.architecture],
@@ -246,4 +252,35 @@ def _stored(kind: str, spec: FeatureModel) -> Stored:
         for ours, tensor in _layers(spec.config).tensors.items()
         if ours.startswith("layers.{}")
     }
-    return Stored(spec, {**layers, **form.tensors}, form.left_out)
+    # Of a head of fewer ids the target has no copy.
+    left_out = tuple(name for name in form.left_out if name != "head" or spec.kept is None)
+    head = linear("head", "lm_head") if spec.kept is not None else {}
+    return Stored(spec, {**layers, **head, **form.tensors}, left_out, others=("^d2t$", "^t2d$"))
+
+
+def kept_ids(found: Path, settings: Mapping[str, Any], size: int) -> Kept | None:
+    """The ids that a draft of fewer can propose: ``d2t`` says by how much each is beyond its place among them, ``t2d``
+    which they are. Raises `ModelError` where they disagree."""
+    count, file = settings.get("draft_vocab_size") or size, found / WEIGHTS
+    tensors = _tables(file)
+    if "d2t" not in tensors:
+        if count != size:
+            raise ModelError(f"{file}: draft_vocab_size={count} of {size} ids, and no d2t that says which")
+        return None
+    offsets = tensors["d2t"]
+    try:
+        kept = Kept(np.arange(len(offsets)) + offsets, size)
+    except ValueError as error:
+        raise ModelError(f"{file}: d2t: {error}; they are offsets, id j + d2t[j] for j") from None
+    if len(kept.ids) != count:
+        raise ModelError(f"{file}: d2t has {len(kept.ids)} ids, and draft_vocab_size is {count}")
+    if "t2d" in tensors and not np.array_equal(tensors["t2d"].astype(bool), kept.mask):
+        raise ModelError(f"{file}: d2t and t2d name different ids")
+    return None if count == size else kept
+
+
+def _tables(file: Path) -> dict[str, np.ndarray]:
+    if not file.exists():
+        return {}
+    with safe_open(file, framework="np") as stored:
+        return {name: stored.get_tensor(name) for name in ("d2t", "t2d") if name in stored.keys()}  # noqa: SIM118

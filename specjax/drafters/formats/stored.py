@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 from jaxtyping import Array
 
 from specjax.drafters.features import ENDS, FeatureModel
@@ -25,6 +26,8 @@ class Stored:
     tensors: Mapping[str, Tensor]
     left_out: tuple[str, ...] = ()
     weights: str = WEIGHTS
+    others: tuple[str, ...] = ()
+    """Patterns of names that are not its weights."""
 
     @property
     def config(self) -> ModelConfig:
@@ -37,10 +40,13 @@ class Stored:
         """Raises `ModelError` unless the file holds them all, and nothing else."""
         return read_params(directory, self._family, self, dtype, check_finite=check_finite, weights=self.weights)
 
-    def write(self, directory: Path, params: Params, dtype: str) -> None:
-        write_params(directory, params, self._family, self, dtype, hf.MAX_SHARD_BYTES, self.weights)
+    def write(self, directory: Path, params: Params, dtype: str, more: Mapping[str, np.ndarray] | None = None) -> None:
+        """``more``: tensors that are no weights."""
+        write_params(directory, params, self._family, self, dtype, hf.MAX_SHARD_BYTES, self.weights, more)
 
     @property
     def _family(self) -> Family:
         ends = {f"{name}{'.kernel' * (name == 'head')}": Tensor(name) for name in ENDS}
-        return dataclasses.replace(family_of("llama", "draft"), tensors={**ends, **self.tensors}, prefix="")
+        return dataclasses.replace(
+            family_of("llama", "draft"), tensors={**ends, **self.tensors}, prefix="", others=self.others
+        )
