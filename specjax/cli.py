@@ -519,11 +519,30 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model directory that is there.")] = False,
     check_finite: CheckFinite = True,
     max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Most gigabytes of weights in a file.")] = 5.0,
+    format: Annotated[
+        str | None, typer.Option(help="Of a draft that reads hidden states: speculators, sglang, z-lab or deepspec.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="With --format: the draft's target, a directory or hub id.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a model as a directory that transformers, vLLM and SGLang load. A model card that is there is kept."""
+    """Write a model as a directory that transformers, vLLM and SGLang load. A model card that is there is kept.
+
+    With --format, a draft that reads its target's hidden states, as other projects store it."""
     with user_errors(debug):
         from specjax.models.export import export_model
+
+        if format is not None:
+            from specjax.drafters.formats import convert
+            from specjax.errors import ConfigError
+            from specjax.models.hf import load_model
+
+            if target is None:
+                raise ConfigError("--target: missing; with --format it names the model that the draft was made for")
+            kind = convert(source, directory, load_model(target, dtype or "auto"), format, overwrite)
+            print(f"{directory}: {kind} draft, as {format}")
+            return
 
         size = int(max_shard_gb * 10**9)
         options = {"dtype": dtype, "revision": revision, "overwrite": overwrite, "max_shard_bytes": size}

@@ -34,6 +34,7 @@ LONGEST, MOST_PARAMETERS, MOST_FILES = 70, 8, 16
 EXCEPTIONS = {
     "cli.generate": "each option of the command is a parameter: that is how typer declares them",
     "cli.plan": "likewise",
+    "cli.export": "likewise",
     "evaluation.references.sampling_logits": "the parameters of a generation, each by its name",
     "models.families.settings.read_decoder": "what a family says of itself, each by its name",
     "decode.decoder.Decoder.generate": "the arguments of the public contract",

@@ -203,7 +203,7 @@ def _differences(
     forced = np.asarray(_forced(trainable, places, target.spec, params, target.params, jnp.asarray(texts), roots))
     width = min(forced.shape[-1], proposed.shape[-1])
     a, b = forced[..., :width], proposed[: len(prompts), :places, :width]
-    likely = b > NEVER / 2  # others have no chance on either side
+    likely = ~(b < NEVER / 2)  # others have no chance on either side; NaN is one of none
     return np.where(likely, abs(a - b), 0.0).max(-1) / a[likely].std()
 
 

@@ -111,16 +111,19 @@ MODELS = {
 }
 
 
+def random_params(model: Any) -> Any:
+    """What begins as nothing is something as well."""
+    leaves, tree = jax.tree.flatten(jax.jit(model.init)(jax.random.key(1)))
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    leaves = [x * 1.5 + 0.1 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(tree, leaves)
+
+
 def made(name: str, target: LoadedModel) -> tuple[Any, Any]:
     """(in training, its weights)."""
     trained, model = MODELS[name](target)
-    params = jax.jit(model.init)(jax.random.key(1))
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(2), len(leaves))
-    # What begins as nothing is something as well.
-    leaves = [x * 1.5 + 0.1 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
     depths = {} if name == "early_exit" else {"depths": DEPTHS}
-    return trained(model, **depths), jax.tree.unflatten(tree, leaves)
+    return trained(model, **depths), random_params(model)
 
 
 def alike(found: Any, expected: Any) -> None:

@@ -92,7 +92,7 @@ def test_a_drafter_from_outside_is_tested_too(tiny_target):
     trained = TrainedHeads(2, 8, tiny_target.config.num_layers)
     params = trained.init_params(jax.random.key(0), tiny_target)
     case = Case(trained, params, tiny_target)
-    assert case.test(trained.to_drafter(params, tiny_target, 1)).positions == len(PROMPTS)
+    assert case.test(trained.to_drafter(params, tiny_target, 1)).positions == 2 * len(PROMPTS)
     with pytest.raises(ModelError, match="self-test: head differs: by up to"):
         case.test(trained.to_drafter({**params, "head": params["head"] * 2}, tiny_target, 1))
 

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from specjax.drafters.features import LoadedDraft
+from specjax.drafters.features import ENDS, LoadedDraft, check_readable, dense
 from specjax.drafters.formats import medusa, own, speculators
+from specjax.drafters.formats.serving import deepspec, sglang, z_lab
 from specjax.errors import ModelError
 from specjax.models import hf
 from specjax.models.files import read_json, verify_manifest, write_json
@@ -19,7 +21,14 @@ from specjax.models.weights import narrowest
 
 SHARED = "specjax_shared"
 """In config.json: the weights that are stored though they are the target's, which need not be in memory twice."""
-FORMATS = {"speculators": speculators, "medusa": medusa, "specjax": own}
+FORMATS: dict[str, Any] = {
+    "speculators": speculators,
+    "sglang": sglang,
+    "z-lab": z_lab,
+    "deepspec": deepspec,
+    "medusa": medusa,
+    "specjax": own,
+}
 """By name; each has `KINDS` that it stores, ``kind_of``, ``read`` and ``write``."""
 
 
@@ -29,9 +38,19 @@ def kind_of(settings: Mapping[str, Any]) -> str | None:
     return next((kind for form in FORMATS.values() if (kind := form.kind_of(settings))), None)
 
 
-def load(directory: str | os.PathLike, kind: str, target: Any, check_finite: bool = True) -> LoadedDraft:
-    """The draft of this kind in a directory, in the dtype of ``target``. Raises `ModelError` for what cannot be
-    read."""
+def form_of(kind: str, name: str | None) -> Any:
+    """The form of this name, or the first that stores drafts of this kind. Raises `ModelError`."""
+    able = {n: form for n, form in FORMATS.items() if kind in form.KINDS}
+    if name is not None and name not in able:
+        raise ModelError(f"format {name!r}: has no {kind} drafts; of those that have: {', '.join(able)}")
+    return next(iter(able.values())) if name is None else able[name]
+
+
+def load(
+    directory: str | os.PathLike, kind: str, target: Any, check_finite: bool = True, whole: bool = False
+) -> LoadedDraft:
+    """The draft of this kind in a directory, in the dtype of ``target``; ``whole``: also with the weights that are
+    stored though they are the target's. Raises `ModelError` for what cannot be read."""
     found = hf.resolve(directory)
     verify_manifest(found, ignored=(hf.CARD,))
     settings = read_json(found / "config.json")
@@ -40,8 +59,40 @@ def load(directory: str | os.PathLike, kind: str, target: Any, check_finite: boo
         told = settings.get(speculators.TYPE) or settings.get("model_type")
         raise ModelError(f"{found / 'config.json'}: {told!r} is no {kind} draft")
     spec, params = form.read(found, settings, kind, target, check_finite)
-    shared = settings.get(SHARED, ())
+    shared = () if whole else settings.get(SHARED, ())
     return LoadedDraft(spec, {n: value for n, value in params.items() if n not in shared}, Path(directory).name)
+
+
+def convert(
+    source: str | os.PathLike, directory: str | os.PathLike, target: Any, form_name: str, overwrite: bool = False
+) -> str:
+    """Write the draft ``source``, a directory, a hub id or a run, in another form; returns its kind. Weights that are
+    the target's come from ``target``, a `LoadedModel`, where the new form stores them and the old one did not. Raises
+    `ModelError` for a draft that the form has no words for."""
+    found = hf.resolve(hf.draft_of(source))
+    settings = read_json(found / "config.json")
+    kind = kind_of(settings)
+    if kind is None:
+        raise ModelError(f"{found}: is no draft that reads hidden states; --format is for those")
+    form_of(kind, form_name)  # before anything is read
+    draft = load(found, kind, target, whole=True)
+    check_readable(kind, draft.spec, target.config)
+    shared = tuple(settings.get(SHARED, ())) + tuple(name for name in ENDS if name not in draft.params)
+    missing = [n for n in jax.eval_shape(draft.spec.init, jax.random.key(0)) if n in ENDS and n not in draft.params]
+    params = {**draft.params, **{name: dense(target.params, name, draft.spec.dtype) for name in missing}}
+    card = found / hf.CARD
+    text = card.read_text(encoding="utf-8", errors="replace") if card.exists() else None
+    save(
+        LoadedDraft(draft.spec, params, draft.name),
+        kind,
+        directory,
+        target=target.name,
+        card=text,
+        shared=tuple(dict.fromkeys(shared)),
+        form_name=form_name,
+        overwrite=overwrite,
+    )
+    return kind
 
 
 def save(
@@ -52,10 +103,13 @@ def save(
     target: str,
     card: str | None = None,
     shared: tuple[str, ...] = (),
+    form_name: str | None = None,
+    overwrite: bool = True,
 ) -> None:
     """Write a directory that `load` reads, in place of what is there: all weights that the form stores, of which
-    ``shared`` are the target's. Raises `ModelError`."""
-    form = next(form for form in FORMATS.values() if kind in form.KINDS)
+    ``shared`` are the target's. ``form_name``: one of `FORMATS`; None: the first that stores the kind. Raises
+    `ModelError`."""
+    form = form_of(kind, form_name)
     dtype = narrowest(draft.params) or str(jnp.dtype(draft.spec.dtype))
 
     def write(partial: Path) -> None:
@@ -64,4 +118,4 @@ def save(
         write_json(partial / "config.json", settings)
         (partial / hf.CARD).write_text(card or f"# {draft.name}\n\nA draft of kind {kind}.\n", encoding="utf-8")
 
-    hf.write_directory(directory, True, write)
+    hf.write_directory(directory, overwrite, write)

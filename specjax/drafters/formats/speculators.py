@@ -4,6 +4,7 @@ described as those of llama or qwen3. Its layers are numbered as ours are: i is 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from specjax.models.weights import WEIGHTS
 from specjax.types import Params
 
 TYPE = "speculators_model_type"
+_log = logging.getLogger(__name__)
 _CAPTURED = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -59,11 +61,12 @@ class Envelope:
             raise ModelError(f"{self.file}: {name}={value!r}, expected {kind.__name__}")
         return value
 
-    def ids(self, name: str) -> tuple[int, ...]:
+    def ids(self, name: str, beyond: int = 0) -> tuple[int, ...]:
+        """Streams of the target, which are ``beyond`` what is stored."""
         value = self.values.get(name)
         if not isinstance(value, list) or not value or not all(type(i) is int and i >= 0 for i in value):
             raise ModelError(f"{self.file}: {name}={value!r}, expected a list of layers")
-        return tuple(value)
+        return tuple(i + beyond for i in value)
 
 
 def _eagle_options(envelope: Envelope) -> eagle3.Options:
@@ -115,13 +118,19 @@ def _dflash_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> Feature
 
 
 def _dspark_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureModel:
+    kind = sequential(envelope)
+    rank, from_root = envelope.get("markov_rank", int, 256), envelope.get("sample_from_anchor", bool, True)
+    return _blocks(envelope, layers, dtype, from_root=from_root, markov_rank=rank, markov=kind)
+
+
+def sequential(envelope: Envelope) -> dflash.Sequential:
+    """How tokens of a block depend on each other. A confidence head, which nothing here asks, is left out."""
     kind = envelope.get("markov_head_type", str, "vanilla")
     if kind not in ("vanilla", "gated", "rnn"):
         raise ModelError(f"{envelope.file}: markov_head_type={kind!r}, known are vanilla, gated, rnn")
     if envelope.get("enable_confidence_head", bool, True):
-        raise ModelError(f"{envelope.file}: has a confidence head, which is not read; train it without one")
-    rank, from_root = envelope.get("markov_rank", int, 256), envelope.get("sample_from_anchor", bool, True)
-    return _blocks(envelope, layers, dtype, from_root=from_root, markov_rank=rank, markov=kind)
+        _log.warning("%s: its confidence head is not read; blocks are as long as they are asked for", envelope.file)
+    return kind
 
 
 def _blocks(envelope: Envelope, layers: ModelConfig, dtype: str, **more: Any) -> FeatureModel:
@@ -216,16 +225,15 @@ def read(
     layers = family_of(described.get("model_type"), file).read_config(Settings(described, file))
     spec = FORMS[kind].spec(Envelope(settings, file), layers, str(target.dtype))
     spec = dataclasses.replace(spec, kept=kept_ids(found, settings, layers.vocab_size))
-    return spec, _stored(kind, spec).read(found, spec.dtype, check_finite)
+    return spec, stored(spec, FORMS[kind]).read(found, spec.dtype, check_finite)
 
 
 def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str) -> dict[str, Any]:
     """The weights; returns config.json. Raises `ModelError` for layers that neither llama nor qwen3 describes."""
     spec, form = draft.spec, FORMS[kind]
-    family = _layers(spec.config)
+    family = layers_of(spec.config)
     described = {"model_type": family.model_type, **hf.described(family, form.described(spec))}
-    more = None if spec.kept is None else {"d2t": spec.kept.ids - np.arange(len(spec.kept.ids)), "t2d": spec.kept.mask}
-    _stored(kind, spec).write(partial, draft.params, dtype, more)
+    stored(spec, form).write(partial, draft.params, dtype, tables_of(spec))
     return {
         TYPE: form.algorithm,
         "architectures": [form.architecture],
@@ -241,21 +249,31 @@ def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str)
     }
 
 
-def _layers(config: ModelConfig) -> Family:
+def layers_of(config: ModelConfig) -> Family:
+    """The family that describes them."""
     return family_of("qwen3" if config.qk_norm == "head" else "llama", "draft")
 
 
-def _stored(kind: str, spec: FeatureModel) -> Stored:
-    form, old = FORMS[kind], "model.layers.{}"
+def stored(spec: FeatureModel, form: Any) -> Stored:
+    """Where its weights are in a directory of this form."""
+    old = "model.layers.{}"
     layers = {
         ours: dataclasses.replace(tensor, name=form.layers + tensor.name.removeprefix(old))
-        for ours, tensor in _layers(spec.config).tensors.items()
+        for ours, tensor in layers_of(spec.config).tensors.items()
         if ours.startswith("layers.{}")
     }
     # Of a head of fewer ids the target has no copy.
     left_out = tuple(name for name in form.left_out if name != "head" or spec.kept is None)
     head = linear("head", "lm_head") if spec.kept is not None else {}
-    return Stored(spec, {**layers, **head, **form.tensors}, left_out, others=("^d2t$", "^t2d$"))
+    others = ("^d2t$", "^t2d$", r"^confidence_head\.")
+    return Stored(spec, {**layers, **head, **form.tensors}, left_out, others=others)
+
+
+def tables_of(spec: FeatureModel) -> dict[str, np.ndarray] | None:
+    """What says which ids it can propose; None: all."""
+    if spec.kept is None:
+        return None
+    return {"d2t": spec.kept.ids.astype(np.int64) - np.arange(len(spec.kept.ids)), "t2d": spec.kept.mask}
 
 
 def kept_ids(found: Path, settings: Mapping[str, Any], size: int) -> Kept | None:

@@ -1,0 +1,189 @@
+"""Drafts as three other projects store them, each beside a config.json of llama or qwen3 with keys of its own:
+SpecForge's EAGLE-3, which SGLang serves, DFlash of z-lab, DSpark of DeepSpec. Their layers are numbered from the output
+of the first: i is what leaves i + 1 layers of the target, one less than with us."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.drafters import dflash, eagle3
+from specjax.drafters.features import ENDS, FeatureModel, LoadedDraft, head_rows
+from specjax.drafters.formats import speculators
+from specjax.drafters.formats.speculators import Envelope
+from specjax.errors import ModelError
+from specjax.models import hf
+from specjax.models.config import ModelConfig
+from specjax.models.families import Settings, family_of
+from specjax.models.families.base import Tensor, linear
+from specjax.types import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Of one kind. ``spec(envelope, layers, dtype, target)``: ``target`` has so many layers; ``settings(spec)``: its
+    keys, or `ModelError` for what they cannot say."""
+
+    architecture: str
+    spec: Callable[[Envelope, ModelConfig, str, int], FeatureModel]
+    settings: Callable[[Any], dict[str, Any]]
+    tensors: Mapping[str, Tensor]
+    left_out: tuple[str, ...]
+    layers: str = "layers.{}"
+    tables: bool = False
+    """With d2t and t2d for a whole vocabulary, too."""
+
+
+class Format:
+    """See `specjax.drafters.formats.FORMATS`."""
+
+    def __init__(self, **kinds: Form):
+        self.KINDS = kinds
+
+    def kind_of(self, settings: Mapping[str, Any]) -> str | None:
+        """See `specjax.drafters.formats.kind_of`."""
+        named = settings.get("architectures") or [None]
+        if speculators.TYPE in settings:
+            return None
+        return next((kind for kind, form in self.KINDS.items() if form.architecture in named), None)
+
+    def read(
+        self, found: Path, settings: Mapping[str, Any], kind: str, target: Any, check_finite: bool
+    ) -> tuple[FeatureModel, Params]:
+        """The draft's spec and weights. Raises `ModelError`."""
+        file, form = found / "config.json", self.KINDS[kind]
+        layers = family_of(settings.get("model_type"), file).read_config(Settings(dict(settings), file))
+        layers = dataclasses.replace(layers, tie_embeddings=False)
+        spec = form.spec(Envelope(settings, file), layers, str(target.dtype), target.config.num_layers)
+        spec = dataclasses.replace(spec, kept=speculators.kept_ids(found, settings, layers.vocab_size))
+        return spec, speculators.stored(spec, form).read(found, spec.dtype, check_finite)
+
+    def write(self, partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str) -> dict[str, Any]:
+        """The weights; returns config.json. Raises `ModelError` for a draft that this form cannot say."""
+        spec, form = draft.spec, self.KINDS[kind]
+        family, own = speculators.layers_of(spec.config), form.settings(spec)
+        described = {"model_type": family.model_type, **hf.described(family, spec.config)}
+        more = speculators.tables_of(spec)
+        if form.tables and more is None:
+            size = spec.config.vocab_size
+            more = {"d2t": np.zeros(size, np.int64), "t2d": np.ones(size, bool)}
+        speculators.stored(spec, form).write(partial, draft.params, dtype, more)
+        return {**described, "architectures": [form.architecture], "dtype": dtype, **own}
+
+
+def _shifted(reads: tuple[int, ...], what: str) -> list[int]:
+    if 0 in reads:
+        raise ModelError(f"{what}: has no number for the target's embeddings, which this draft reads (stream 0)")
+    return [i - 1 for i in reads]
+
+
+def _refuse(what: str, said: Mapping[str, bool]) -> None:
+    """Raises `ModelError` for the first thing that is so."""
+    for name, wrong in said.items():
+        if wrong:
+            raise ModelError(f"{what}: cannot say {name} of this draft; write it as speculators")
+
+
+# --- SpecForge, SGLang ----------------------------------------------------------------------------------------------
+
+
+def _eagle3(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
+    own = envelope.get("eagle_config", dict, {})
+    ids = own.get("eagle_aux_hidden_state_layer_ids")
+    reads = (2, target // 2, target - 3) if ids is None else Envelope(own, envelope.file).ids(_CAPTURED, 1)
+    size = envelope.get("target_hidden_size", int, layers.hidden_size)
+    return eagle3.Eagle3Model(layers, reads, size, dtype, options=eagle3.Options(norm_before_residual=False))
+
+
+def _eagle3_settings(spec: eagle3.Eagle3Model) -> dict[str, Any]:
+    plain = eagle3.Options(norm_before_residual=False)
+    said = {name: getattr(spec.options, name) != getattr(plain, name) for name in dataclasses.asdict(plain)}
+    _refuse("sglang", {**said, "several layers": spec.config.num_layers > 1})
+    ids = _shifted(spec.reads, "sglang")
+    return {
+        "draft_vocab_size": head_rows(spec),
+        "target_hidden_size": spec.feature_size,
+        "eagle_config": {_CAPTURED: ids, "use_aux_hidden_state": True},
+    }
+
+
+_CAPTURED = "eagle_aux_hidden_state_layer_ids"
+_MIDLAYER = {
+    **speculators.KINDS["eagle3"].tensors,
+    "layers.{}.hidden_norm.scale": Tensor("midlayer.hidden_norm.weight"),
+}
+
+# --- z-lab, DeepSpec ------------------------------------------------------------------------------------------------
+
+
+def _blocks(own: Envelope, layers: ModelConfig, dtype: str, slots: int, **more: Any) -> FeatureModel:
+    return dflash.DFlashModel(
+        layers,
+        own.ids("target_layer_ids", 1),
+        layers.hidden_size,
+        dtype,
+        slots=slots,
+        mask_token=own.get("mask_token_id", int),
+        window_at_root=not any(layers.windows),
+        **more,
+    )
+
+
+def _z_lab(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
+    own = Envelope(envelope.get("dflash_config", dict), envelope.file)
+    neutral = {"output_multiplier": 1, "final_logit_softcapping": None, "input_embedding_scale": 1}
+    for name, value in own.values.items():
+        if name not in ("target_layer_ids", "mask_token_id", "block_size") and value != neutral.get(name, object()):
+            raise ModelError(f"{envelope.file}: dflash_config.{name}={value!r} is not read")
+    slots = own.get("block_size", int, envelope.values.get("block_size"))
+    return _blocks(own, layers, dtype, slots, causal_window=envelope.get("is_causal", bool, True))
+
+
+def _z_lab_settings(spec: dflash.DFlashModel) -> dict[str, Any]:
+    windows = spec.config.windows != (None,) * spec.config.num_layers
+    said = {"a window that is counted from the root": windows and spec.window_at_root}
+    said |= {"slots that predict the token behind their own": spec.from_root, "fewer ids": spec.kept is not None}
+    _refuse("z-lab", {**said, "tokens that depend on each other": bool(spec.markov_rank)})
+    causal = {} if spec.causal_window else {"is_causal": False}
+    own = {"target_layer_ids": _shifted(spec.reads, "z-lab"), "mask_token_id": spec.mask_token}
+    return {"block_size": spec.slots, "dflash_config": own, **causal}
+
+
+def _deepspec(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
+    slots, rank = envelope.get("block_size", int), envelope.get("markov_rank", int)
+    kind = speculators.sequential(envelope)
+    return _blocks(envelope, layers, dtype, slots, from_root=True, markov_rank=rank, markov=kind)
+
+
+def _deepspec_settings(spec: dflash.DFlashModel) -> dict[str, Any]:
+    windows = spec.config.windows != (None,) * spec.config.num_layers
+    said = {"windows": windows, "slots that predict their own token": not spec.from_root, "fewer ids": bool(spec.kept)}
+    _refuse("deepspec", said)
+    return {
+        "target_layer_ids": _shifted(spec.reads, "deepspec"),
+        "block_size": spec.slots,
+        "mask_token_id": spec.mask_token,
+        "markov_rank": spec.markov_rank,
+        "markov_head_type": spec.markov,
+        "enable_confidence_head": False,
+    }
+
+
+_WITH_ENDS = {"embedding": Tensor("embed_tokens.weight"), **linear("head", "lm_head")}
+sglang = Format(
+    eagle3=Form("LlamaForCausalLMEagle3", _eagle3, _eagle3_settings, _MIDLAYER, ("embedding",), "midlayer", True)
+)
+z_lab = Format(
+    dflash=Form("DFlashDraftModel", _z_lab, _z_lab_settings, speculators.KINDS["dflash"].tensors, ENDS),
+)
+deepspec = Format(
+    dspark=Form(
+        *("Qwen3DSparkModel", _deepspec, _deepspec_settings),
+        {**speculators.KINDS["dspark"].tensors, **_WITH_ENDS},
+        (),
+    )
+)

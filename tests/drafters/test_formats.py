@@ -1,0 +1,209 @@
+"""Stored forms of drafts that read hidden states: what is written is read again, bit for bit; layers are numbered as
+each form numbers them; what contradicts itself, or another target, is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import specjax
+from specjax import cli
+from specjax.drafters import formats
+from specjax.drafters.eagle3 import Eagle3Model, Options
+from specjax.drafters.features import LoadedDraft
+from specjax.errors import ModelError
+from specjax.models.config import LayerKind
+from specjax.models.hf import LoadedModel, save_model
+from specjax.models.rotary import Rope
+from tests.drafters import test_features
+from tests.drafters.test_features import target_of
+
+KINDS = {
+    ("speculators", "eagle3"): "two_layers",
+    ("speculators", "p_eagle"): "p_eagle",
+    ("speculators", "mtp"): "mtp_other_norms",
+    ("speculators", "dflash"): "dflash",
+    ("speculators", "dspark"): "dspark_fewer_ids",
+    ("sglang", "eagle3"): "sglang",
+    ("z-lab", "dflash"): "dflash",
+    ("deepspec", "dspark"): "dspark_gated",
+    ("medusa", "medusa"): "medusa_own_heads",
+    ("specjax", "early_exit"): "early_exit",
+}
+STREAMS = {"sglang": (1, 2, 3), "z-lab": (1, 3), "deepspec": (1, 3)}
+
+
+def draft(name: str, target: LoadedModel) -> LoadedDraft:
+    if name == "sglang":
+        sizes = dataclasses.replace(target.config, num_layers=1, layers=(LayerKind(Rope()),), tie_embeddings=False)
+        spec: Any = Eagle3Model(
+            sizes, STREAMS["sglang"], sizes.hidden_size, options=Options(norm_before_residual=False)
+        )
+        return LoadedDraft(spec, test_features.random_params(spec))
+    trained, params = test_features.made(name, target)
+    config = dataclasses.replace(trained.model.config, tie_embeddings=False)
+    # One kind of layer is written once.
+    same = len(set(config.layers)) == 1
+    config = dataclasses.replace(
+        config, layers=config.layers[:1] if same else (LayerKind(),), num_layers=config.num_layers
+    )
+    spec = dataclasses.replace(trained.model, config=config)
+    return LoadedDraft(spec, params if same else test_features.random_params(spec))
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {
+        file.name: file.read_bytes() for file in directory.iterdir() if file.name not in ("README.md", "SHA256SUMS")
+    }
+
+
+@pytest.mark.parametrize(("form", "kind"), KINDS)
+def test_what_is_written_is_read_again_and_written_the_same(form, kind, tmp_path):
+    target = target_of()
+    made = draft(KINDS[form, kind], target)
+    formats.save(made, kind, tmp_path / "one", target="t", form_name=form)
+    settings = json.loads((tmp_path / "one/config.json").read_text())
+    del settings["specjax_drafter"]  # as others write it
+    (tmp_path / "one/config.json").write_text(json.dumps(settings))
+    (tmp_path / "one/SHA256SUMS").unlink()
+    drafter: Any = specjax.load_drafter(tmp_path / "one", target, k=2)
+    assert drafter.kind == kind
+    assert drafter.model.spec == made.spec
+    for name, value in drafter.model.params.items():
+        np.testing.assert_equal(np.asarray(leaves(value)), np.asarray(leaves(made.params[name])))
+    again = LoadedDraft(drafter.model.spec, {**made.params, **drafter.model.params})
+    formats.save(again, kind, tmp_path / "two", target="t", form_name=form)
+    one, two = files(tmp_path / "one"), files(tmp_path / "two")
+    assert {n: x for n, x in one.items() if n != "config.json"} == {n: x for n, x in two.items() if n != "config.json"}
+    plain = specjax.Decoder(target).generate([[1, 2, 3]], max_new_tokens=8).tokens
+    assert specjax.Decoder(target, drafter).generate([[1, 2, 3]], max_new_tokens=8).tokens == plain
+
+
+def leaves(tree: Any) -> Any:
+    import jax
+
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+
+@pytest.mark.parametrize(("form", "kind"), [key for key in KINDS if key[0] in STREAMS])
+def test_layers_are_numbered_from_the_first_ones_output_elsewhere(form, kind, tmp_path):
+    target = target_of()
+    formats.save(draft(KINDS[form, kind], target), kind, tmp_path / "draft", target="t", form_name=form)
+    settings = json.loads((tmp_path / "draft/config.json").read_text())
+    own = settings.get("eagle_config", settings.get("dflash_config", settings))
+    ids = own.get("target_layer_ids", own.get("eagle_aux_hidden_state_layer_ids"))
+    assert ids == [i - 1 for i in STREAMS[form]]
+    tensors = safetensors.numpy.load_file(tmp_path / "draft/model.safetensors")
+    assert ("embed_tokens.weight" in tensors) == (form == "deepspec")
+    if form == "sglang":
+        assert "midlayer.hidden_norm.weight" in tensors
+        assert tensors["t2d"].all()
+        assert not tensors["d2t"].any()
+
+
+def test_offsets_of_a_draft_vocabulary_are_stored(tmp_path):
+    target = target_of()
+    formats.save(draft("fewer_ids", target), "eagle3", tmp_path / "draft", target="t")
+    tensors = safetensors.numpy.load_file(tmp_path / "draft/model.safetensors")
+    ids = test_features.FEWER.ids
+    np.testing.assert_array_equal(tensors["d2t"], ids - np.arange(len(ids)))
+    np.testing.assert_array_equal(np.flatnonzero(tensors["t2d"]), ids)
+    assert tensors["lm_head.weight"].shape[0] == len(ids)
+
+
+def changed(directory: Path, settings: Any = None, **tensors: Any) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **(settings or {})}))
+    if tensors:
+        weights = directory / "model.safetensors"
+        safetensors.numpy.save_file({**safetensors.numpy.load_file(weights), **tensors}, weights)
+    (directory / "SHA256SUMS").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensors", "said"),
+    [
+        ({"draft_vocab_size": 7}, {}, "d2t has 8 ids, and draft_vocab_size is 7"),
+        (
+            {},
+            {"d2t": np.asarray([0, 0, 2, 4, 5, 15, 27, 500])},
+            r"d2t: ids of 0 \.\. 60 are to be named; they are offs",
+        ),
+        ({}, {"t2d": np.zeros(61, bool)}, "d2t and t2d name different ids"),
+        ({"norm_output": 1}, {}, "norm_output=1, expected bool"),
+        ({"eagle_aux_hidden_state_layer_ids": "all"}, {}, "eagle_aux_hidden_state_layer_ids='all', expected a list"),
+        (
+            {"speculators_model_type": "xpress", "specjax_drafter": None},
+            {},
+            "speculators_model_type='xpress' is not read",
+        ),
+        ({}, {"extra.weight": np.zeros(3, np.float32)}, r"unexpected: extra\.weight"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(settings, tensors, said, tmp_path):
+    target = target_of()
+    formats.save(draft("fewer_ids", target), "eagle3", tmp_path / "draft", target="t")
+    changed(tmp_path / "draft", settings, **tensors)
+    with pytest.raises(ModelError, match=said):
+        specjax.load_drafter(tmp_path / "draft", target)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "form", "said"),
+    [
+        ("published", "eagle3", "sglang", "sglang: cannot say norm_before_residual of this draft"),
+        (
+            "dspark",
+            "dspark",
+            "z-lab",
+            "format 'z-lab': has no dspark drafts; of those that have: speculators, deepspec",
+        ),
+        ("dspark_rnn", "dspark", "deepspec", "deepspec: cannot say slots that predict their own token"),
+    ],
+)
+def test_a_form_without_the_words_says_so(name, kind, form, said, tmp_path):
+    with pytest.raises(ModelError, match=said):
+        formats.save(draft(name, target_of()), kind, tmp_path / "draft", target="t", form_name=form)
+    assert not (tmp_path / "draft").exists()
+
+
+def test_another_target_is_refused(tmp_path):
+    target = target_of()
+    formats.save(draft("dflash", target), "dflash", tmp_path / "draft", target="t")
+    drafter = specjax.load_drafter(tmp_path / "draft", target)
+    for change, said in (({"hidden_size": 64, "head_dim": 8}, "hidden_size"), ({"vocab_size": 62}, "vocab_size=61")):
+        with pytest.raises(ModelError, match=f"dflash: reads a target of {said}"):
+            drafter.bind(target_of(**change))
+    unknown = {"dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 60, "output_multiplier": 3}}
+    formats.save(draft("dflash", target), "dflash", tmp_path / "z", target="t", form_name="z-lab")
+    changed(tmp_path / "z", {**unknown, "specjax_drafter": None})
+    with pytest.raises(ModelError, match=r"dflash_config\.output_multiplier=3 is not read"):
+        specjax.load_drafter(tmp_path / "z", target)
+
+
+def test_a_draft_is_exported_in_another_form_and_back(tiny_target, tmp_path, capsys, monkeypatch):
+    """Ends that the other form leaves out are the target's again."""
+    save_model(dataclasses.replace(tiny_target, eos_ids=(0,)), tmp_path / "target")
+    config = tiny_target.config
+    sizes = dataclasses.replace(config, num_layers=1, layers=config.layers[:1], tie_embeddings=False)
+    spec = Eagle3Model(sizes, (1, 2), config.hidden_size, options=Options(norm_before_residual=False))
+    params = {**test_features.random_params(spec), "embedding": tiny_target.params["embedding"]}
+    made = LoadedDraft(spec, params)
+    formats.save(made, "eagle3", tmp_path / "draft", target="t", shared=("embedding",))
+    for form, source, out in (("sglang", "draft", "sg"), ("speculators", "sg", "back")):
+        cli_args = ["export", str(tmp_path / source), str(tmp_path / out), "--format", form]
+        monkeypatch.setattr("sys.argv", ["specjax", *cli_args, "--target", str(tmp_path / "target")])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code in (0, None)
+        assert f"eagle3 draft, as {form}" in capsys.readouterr().out
+    one, two = (safetensors.numpy.load_file(tmp_path / name / "model.safetensors") for name in ("draft", "back"))
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        np.testing.assert_array_equal(value, two[name])
