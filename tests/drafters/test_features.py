@@ -29,6 +29,7 @@ from specjax.drafters.features import Kept
 from specjax.drafters.medusa import MedusaModel, TrainedMedusa
 from specjax.drafters.p_eagle import PEagleModel, TrainedPEagle
 from specjax.errors import ModelError
+from specjax.evaluation.certify import certify
 from specjax.evaluation.matching import Matching, Teacher
 from specjax.evaluation.teacher import target_output
 from specjax.metrics import alpha_per_position
@@ -37,6 +38,9 @@ from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.hf import LoadedModel
 from specjax.models.vocabulary import NEVER
 from specjax.types import Batch
+from specjax.verifiers.block import Block
+from specjax.verifiers.coupled import Coupled
+from specjax.verifiers.speculative import Speculative
 from tests.cases import transformer
 from tests.distill import toys
 
@@ -291,6 +295,25 @@ def test_greedy_output_is_the_targets(name):
     decoder = Decoder(target, trained.to_drafter(params, target, 3), "block")
     plain = Decoder(target).generate(PROMPTS, max_new_tokens=100, temperature=0.0).tokens
     assert decoder.generate(PROMPTS, max_new_tokens=100, temperature=0.0).tokens == plain
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        *(("published", Speculative()), ("two_layers", Block()), ("mtp", Coupled()), ("p_eagle", Speculative())),
+        *(("medusa", Block()), ("dflash", Coupled()), ("dspark", Speculative()), ("early_exit", Block())),
+        *(("fewer_ids", Block()), ("dspark_fewer_ids", Coupled())),
+    ],
+    ids=str,
+)
+def test_it_is_certified(name, rule):
+    target = target_of()
+    trained, params = made(name, target)
+    settings = config.Certify(new_tokens=32, batch_size=64, total_variation=0.04)
+    prompts, sampling = [[1, 2, 3, 4], [7, 7, 30, 5], [12, 9, 9, 1], [39, 0, 21, 20]], {"top_k": 20}
+    certificate = certify(target, trained.to_drafter(params, target, 3), rule, prompts, sampling, settings)
+    assert [check.name for check in certificate.checks if not check.passed] == []
 
 
 STARTS = {
