@@ -157,7 +157,7 @@ def every_token_of_a_block_is_at_the_roots_position(patch):
 
         return mutated
 
-    wrap(patch, GlideModel, "__call__", make)
+    wrap(patch, GlideModel, "through", make)
 
 
 @windows
