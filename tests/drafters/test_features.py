@@ -35,7 +35,7 @@ from specjax.evaluation.teacher import target_output
 from specjax.metrics import alpha_per_position
 from specjax.models.cache import KVCache
 from specjax.models.config import LayerKind, ModelConfig
-from specjax.models.hf import LoadedModel
+from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.models.vocabulary import NEVER
 from specjax.types import Batch
 from specjax.verifiers.block import Block
@@ -294,6 +294,20 @@ def test_greedy_output_is_the_targets(name):
     decoder = Decoder(target, trained.to_drafter(params, target, 3), "block")
     plain = Decoder(target).generate(PROMPTS, max_new_tokens=100, temperature=0.0).tokens
     assert decoder.generate(PROMPTS, max_new_tokens=100, temperature=0.0).tokens == plain
+
+
+@pytest.mark.parametrize("name", ["published", "dspark", "early_exit"])
+def test_over_four_devices_it_proposes_the_same(name, tmp_path):
+    save_model(dataclasses.replace(target_of(), eos_ids=(0,)), tmp_path / "target")
+    found = []
+    for mesh in (None, jax.make_mesh((2, 2), ("data", "tensor"))):
+        target = load_model(tmp_path / "target", mesh=mesh)
+        trained, params = made(name, target)
+        decoder = Decoder(target, trained.to_drafter(params, target, 3))
+        found.append(decoder.generate(PROMPTS, max_new_tokens=20, temperature=1.0, seed=0))
+    one, many = found
+    assert one.tokens == many.tokens
+    assert [s.blocks for s in one.stats] == [s.blocks for s in many.stats]
 
 
 @pytest.mark.proof
