@@ -108,14 +108,15 @@ def _outside(kind: str, what: str) -> type:
         ) from None
     except AttributeError:
         raise ConfigError(f"{what}: {kind!r}: {module} has no {name}") from None
-    if not isinstance(found, type) or not dataclasses.is_dataclass(found) or not isinstance(_kind_of(found), str):
+    if not isinstance(found, type) or not dataclasses.is_dataclass(found) or not isinstance(kind_of(found), str):
         raise ConfigError(
             f"{what}: {kind!r} is no frozen dataclass with a field `kind: Literal[...]`; see docs/extending.md"
         )
     return found
 
 
-def _kind_of(cls: type) -> Any:
+def kind_of(cls: type) -> Any:
+    """The kind that a dataclass stands for; None: it says none."""
     return next((field.default for field in dataclasses.fields(cls) if field.name == "kind"), None)
 
 
@@ -135,7 +136,7 @@ def build(table: Mapping[str, str], spec: str | Mapping[str, Any], what: str) ->
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
             raise ConfigError(f"{what}.{name}: unknown key of {spec['kind']!r}; {hint}")
     # A class from outside is asked for by where it is; its own kind is what it is called in results.
-    fields = spec if spec["kind"] in table else {**spec, "kind": _kind_of(cls)}
+    fields = spec if spec["kind"] in table else {**spec, "kind": kind_of(cls)}
     try:
         return _validated(cls, fields, what)
     except ValidationError as error:

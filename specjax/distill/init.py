@@ -23,6 +23,7 @@ from specjax.data.rows import Rows, spread
 from specjax.distill.prune import check_cuttable, prune
 from specjax.distill.shape import resized, sizes_of
 from specjax.drafters.draft_model import DraftModel, TrainedDraftModel
+from specjax.drafters.features import ENDS
 from specjax.errors import ConfigError, ModelError
 from specjax.models.config import ModelConfig
 from specjax.models.families.settings import same_or_each
@@ -32,8 +33,6 @@ from specjax.models.transformer import Model
 from specjax.models.vocabulary import check_same_vocabulary
 from specjax.types import Drafter, Params, Trainable
 
-ENDS = ("embedding", "head")
-"""What `share` takes from the target; a tied head is no parameter of its own."""
 _CALIBRATION_TOKENS = 8192
 _MIN_POSITIONS = 1024
 

@@ -172,18 +172,19 @@ class Update:
     def _compared(self, matching: Matching, share: float, alpha: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(loss, weight and overlaps) of a prediction, summed over its positions."""
 
+        labels = self.loss.needs_labels
+
         def given(m: Matched, chosen: Any) -> tuple[Any, ...]:
-            m = m.among_kept(self.loss.needs_labels)
             return m.draft_logits, m.teacher, m.tokens, LossContext(alpha, share * m.weight, m.references, chosen)
 
         chosen = None
         if hasattr(self.loss, "scores"):
-            scores = matching.mapped(lambda m, _: scores_of(self.loss, *given(m, None)))
+            scores = matching.mapped(lambda m, _: scores_of(self.loss, *given(m.among_kept(labels), None)))
             chosen = choice_of(self.loss, jax.lax.stop_gradient(scores), share * matching.positions.weight)
 
         def measure(m: Matched, some: Positions) -> tuple[jax.Array, dict[str, jax.Array]]:
-            weight = share * m.among_kept(self.loss.needs_labels).weight
-            values = self.loss(*given(m, some.more))
+            own = m.among_kept(labels)
+            weight, values = share * own.weight, self.loss(*given(own, some.more))
             measured = {} if m.teacher is None else acceptance(*jax.lax.stop_gradient((m.draft_logits, m.teacher)))
             # A prediction that does not count may have no finite loss.
             sums = {n: jnp.sum(jnp.where(weight > 0, weight * x, 0.0)) for n, x in {"loss": values, **measured}.items()}

@@ -28,6 +28,7 @@ from pydantic import Field
 
 from specjax.drafters import features as features_lib
 from specjax.drafters.features import (
+    BoundFeatures,
     FeatureDraft,
     FeatureDrafter,
     FeatureModel,
@@ -35,7 +36,7 @@ from specjax.drafters.features import (
     embedding_and_head,
     of_hidden,
 )
-from specjax.drafters.one_by_one import one_by_one
+from specjax.drafters.one_by_one import one_by_one, root_of
 from specjax.drafters.token_rows import with_a_token_before
 from specjax.models.attention.blocks import attend_to_both
 from specjax.models.attention.memory import Attended, memories
@@ -55,7 +56,6 @@ from specjax.types import (
     Output,
     Params,
     Prediction,
-    Reads,
     TargetView,
     TrainingForm,
 )
@@ -228,19 +228,10 @@ class DFlashModel(FeatureModel):
 
 
 @dataclasses.dataclass(frozen=True)
-class BoundDFlash:
+class BoundDFlash(BoundFeatures):
     """What the engine runs; its state is the cache of what is injected, token t in slot t."""
 
     model: DFlashModel
-    k: int
-
-    @property
-    def reads(self) -> Reads:
-        return Reads(hidden_layers=self.model.reads)
-
-    @property
-    def max_positions(self) -> int:
-        return self.model.config.max_positions
 
     def init(self, batch: int, num_slots: int) -> KVCache:
         config, dtype = self.model.config, self.model.dtype
@@ -261,7 +252,7 @@ class BoundDFlash:
     def draft(self, params: Params, target: TargetView, state: KVCache, context: Context) -> tuple[Draft, KVCache]:
         """All slots in one pass, and then the tokens, one after the other where they depend on each other."""
         model, at = self.model, (context.lengths - 1)[:, None]
-        root = jnp.take_along_axis(context.tokens, at, axis=1)
+        root = root_of(context)
         memory = model.blocks(state.fold().layers, model.sights(at))
         slots, module, first = model(params, root, at, memory), model.module(params), model.of_place(0)
         final = slots[:, 0, first : first + self.k]

@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Key
 from pydantic import Field
 
+from specjax import registry
 from specjax.drafters.base import TrainedDrafter
 from specjax.errors import ConfigError, ModelError
 from specjax.models import hf
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from specjax.distill.init import Initial
 
 ENDS = ("embedding", "head")
-"""Parameters that are the target's own in most drafts."""
+"""Parameters that a draft may have from its target, as they are; a tied head is none of its own."""
 
 
 class Kept:
@@ -157,6 +158,22 @@ def head_rows(spec: FeatureModel) -> int:
     return spec.config.vocab_size if spec.kept is None else len(spec.kept.ids)
 
 
+@dataclasses.dataclass(frozen=True)
+class BoundFeatures:
+    """What a bound draft of this sort says of itself; `specjax.types.BoundDrafter` is the rest."""
+
+    model: FeatureModel
+    k: int
+
+    @property
+    def reads(self) -> Reads:
+        return Reads(hidden_layers=self.model.reads)
+
+    @property
+    def max_positions(self) -> int:
+        return self.model.config.max_positions
+
+
 # --- loaded, beside a target ----------------------------------------------------------------------------------------
 
 
@@ -253,8 +270,7 @@ class FeatureDrafter:
     def _read(cls, directory: str | os.PathLike, target: Any, check_finite: bool = True) -> LoadedDraft:
         from specjax.drafters import formats
 
-        kind = next(field.default for field in dataclasses.fields(cls) if field.name == "kind")
-        return formats.load(directory, str(kind), target, check_finite)
+        return formats.load(directory, registry.kind_of(cls), target, check_finite)
 
 
 def check_readable(kind: str, draft: FeatureModel, target: ModelConfig) -> None:
@@ -334,7 +350,7 @@ class TrainedFeatureDraft(TrainedDrafter):
 
     @property
     def _kind(self) -> str:
-        return str(next(f.default for f in dataclasses.fields(type(self).drafter) if f.name == "kind"))
+        return registry.kind_of(type(self).drafter)
 
 
 # --- as a config says it --------------------------------------------------------------------------------------------

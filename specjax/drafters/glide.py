@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from pydantic import Field
 
 from specjax.drafters.base import StatelessDrafter, TrainedDrafter
-from specjax.drafters.one_by_one import one_by_one
+from specjax.drafters.one_by_one import one_by_one, root_of
 from specjax.errors import ConfigError, ModelError
 from specjax.models import hf
 from specjax.models.attention.blocks import attend_to_both
@@ -184,7 +184,7 @@ def blocks_of(
     """A block of every row; ``head`` makes logits of what leaves the last layer."""
     assert target.lengths is not None
     root = (context.lengths - 1)[:, None]
-    newest = jnp.take_along_axis(context.tokens, root, axis=1)
+    newest = root_of(context)
     layers = [Layer(*layer) for layer in target.keys_values]
     verified = Sight(target.lengths[:, None] - 1)
 

@@ -19,12 +19,12 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field
 
 from specjax.drafters import features as features_lib
-from specjax.drafters.features import FeatureDraft, FeatureDrafter, FeatureModel, TrainedFeatureDraft
+from specjax.drafters.features import BoundFeatures, FeatureDraft, FeatureDrafter, FeatureModel, TrainedFeatureDraft
 from specjax.drafters.glide import inside_document
-from specjax.drafters.one_by_one import all_at_once
+from specjax.drafters.one_by_one import all_at_once, root_of
 from specjax.drafters.token_rows import at, with_a_token_before
 from specjax.models.layers import Linear
-from specjax.types import Batch, Context, Draft, Outcome, Output, Params, Prediction, Reads, TargetView
+from specjax.types import Batch, Context, Draft, Outcome, Output, Params, Prediction, TargetView
 
 if TYPE_CHECKING:
     from specjax.config import RunConfig
@@ -82,15 +82,10 @@ class MedusaModel(FeatureModel):
 
 
 @dataclasses.dataclass(frozen=True)
-class BoundMedusa:
+class BoundMedusa(BoundFeatures):
     """What the engine runs; its state is what the target made of the token before the root."""
 
     model: MedusaModel
-    k: int
-
-    @property
-    def reads(self) -> Reads:
-        return Reads(hidden_layers=self.model.reads)
 
     def init(self, batch: int, num_slots: int) -> Float[Array, "B H"]:
         return jnp.zeros((batch, self.model.config.hidden_size), self.model.dtype)
@@ -109,10 +104,9 @@ class BoundMedusa:
 
     def draft(self, params: Params, target: TargetView, state: Any, context: Context) -> tuple[Draft, Any]:
         """All heads at once. Without a token before the root there is nothing to read, nor a draft."""
-        root = jnp.take_along_axis(context.tokens, (context.lengths - 1)[:, None], axis=1)
         read = [self.model.of_head(params, i, state[:, None]) for i in range(self.k)]
         logits = [self.model.logits(params, i, x) for i, x in enumerate(read)]
-        draft = all_at_once(jnp.concatenate(logits, axis=1), root, context)
+        draft = all_at_once(jnp.concatenate(logits, axis=1), root_of(context), context)
         return with_a_token_before(draft, context), state
 
     def commit(self, params: Params, state: Any, outcome: Outcome) -> Float[Array, "B H"]:

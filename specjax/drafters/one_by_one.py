@@ -103,6 +103,11 @@ def one_by_one(
     return Draft(block.tokens, valid, logits=found.logits, finite=finite), state, block.offset
 
 
+def root_of(context: Context) -> Int[Array, "B 1"]:
+    """The newest token of each row, which its block follows."""
+    return jnp.take_along_axis(context.tokens, (context.lengths - 1)[:, None], axis=1)
+
+
 def all_at_once(raw: Float[Array, "B K W"], root: Int[Array, "B 1"], context: Context) -> Draft:
     """A block whose tokens are drawn independently, each from its own of the draft's logits ``raw``."""
 

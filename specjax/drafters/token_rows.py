@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specjax.drafters.features import FeatureModel, TrainedFeatureDraft
-from specjax.drafters.glide import Own, inside_document
-from specjax.drafters.one_by_one import one_by_one
-from specjax.models.attention.blocks import attend, attend_to_both
+from specjax.drafters.features import BoundFeatures, FeatureModel, TrainedFeatureDraft
+from specjax.drafters.glide import Own, Reading, inside_document
+from specjax.drafters.one_by_one import one_by_one, root_of
+from specjax.models.attention.blocks import attend
 from specjax.models.attention.memory import Attended, memories
 from specjax.models.attention.sight import Sight
 from specjax.models.attention.stored import Layer
@@ -43,7 +43,6 @@ from specjax.types import (
     Output,
     Params,
     Prediction,
-    Reads,
     TargetView,
     TrainingForm,
 )
@@ -88,19 +87,10 @@ class State(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class BoundRows:
+class BoundRows(BoundFeatures):
     """What the engine runs."""
 
     model: RowModel
-    k: int
-
-    @property
-    def reads(self) -> Reads:
-        return Reads(hidden_layers=self.model.reads)
-
-    @property
-    def max_positions(self) -> int:
-        return self.model.config.max_positions
 
     def init(self, batch: int, num_slots: int) -> State:
         config, dtype = self.model.config, self.model.dtype
@@ -147,8 +137,7 @@ class BoundRows:
     @staticmethod
     def _root(context: Context) -> tuple[Int[Array, "B 1"], Int[Array, "B 1"]]:
         """The newest token, and the slot of its row."""
-        root = jnp.take_along_axis(context.tokens, (context.lengths - 1)[:, None], axis=1)
-        return root, jnp.maximum(context.lengths - 2, 0)[:, None]
+        return root_of(context), jnp.maximum(context.lengths - 2, 0)[:, None]
 
     def _kept(
         self,
@@ -203,26 +192,6 @@ class Rows:
         return attend(q, *layer, self.sight, scale, soft_cap), layer
 
 
-@flax.struct.dataclass
-class Unrolled:
-    """Rows of a later depth see those of true features, and what precedes them in their own block."""
-
-    true: Layer
-    sight: Sight
-    own: Own
-    place: int = flax.struct.field(pytree_node=False)
-
-    def attend(self, q, k, v, scale: float | None = None, soft_cap: float | None = None) -> tuple[Array, Own]:
-        """See `specjax.models.attention.memory.Attended`."""
-
-        def put(old: Array, new: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(old, new[:, :, None].astype(old.dtype), self.place, axis=2)
-
-        own = Own(put(self.own.keys, k), put(self.own.values, v))
-        reached = jnp.arange(own.keys.shape[2], dtype=jnp.int32) <= self.place
-        return attend_to_both(q, self.true, self.sight, own, reached, scale, soft_cap), own
-
-
 @dataclasses.dataclass(frozen=True)
 class TrainedRows(TrainedFeatureDraft):
     """In training. ``depths``: rows of a block that are unrolled; ``decay``: what a depth weighs beside the one
@@ -273,7 +242,7 @@ class TrainedRows(TrainedFeatureDraft):
             window = self.config.layer(i).window
             at = jnp.broadcast_to(place[None], positions.shape)
             sight = everything if window is None else everything.within(window, at, at)
-            memory.append(Rows(sight) if true is None else Unrolled(true[i], sight, block, depth - 1))
+            memory.append(Rows(sight) if true is None else Reading(true[i], sight, block, depth - 1))
         return memory
 
     def at_depths(self, depths: int) -> Any:

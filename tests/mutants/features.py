@@ -11,10 +11,10 @@ from specjax.drafters import formats, token_rows
 from specjax.drafters.dflash import Blocks, BoundDFlash, DFlashModel, Markov
 from specjax.drafters.features import Kept
 from specjax.drafters.formats import speculators
-from specjax.drafters.glide import GlideModel
+from specjax.drafters.glide import GlideModel, Reading
 from specjax.drafters.medusa import TrainedMedusa
 from specjax.drafters.p_eagle import PEagleModel
-from specjax.drafters.token_rows import BoundRows, Rows, TrainedRows, Unrolled
+from specjax.drafters.token_rows import BoundRows, Rows, TrainedRows
 from specjax.evaluation.matching import Matched
 from tests.drafters import test_features
 from tests.mutants.table import mutant, wrap
@@ -95,19 +95,19 @@ def a_block_sees_the_true_row_behind_its_root(patch):
 
         return mutated
 
-    wrap(patch, Unrolled, "attend", make)
+    wrap(patch, Reading, "attend", make)
 
 
 @decoding
 def a_block_does_not_see_what_it_drafted(patch):
     def make(real):
         def mutated(memory, *args, **options):
-            hidden = dataclasses.replace(memory, place=0)
+            hidden = dataclasses.replace(memory, depth=0)
             return real(hidden, *args, **options)
 
         return mutated
 
-    wrap(patch, Unrolled, "attend", make)
+    wrap(patch, Reading, "attend", make)
 
 
 @documents
