@@ -18,9 +18,10 @@ from pydantic import TypeAdapter, ValidationError
 from specjax.errors import ConfigError
 
 DRAFTERS = {
-    "dflash": "specjax.drafters.dflash:DFlash",
+    "dflash": "specjax.drafters.dflash.drafting:DFlash",
+    "dflash2": "specjax.drafters.dflash.drafting:DFlash2",
     "draft_model": "specjax.drafters.draft_model:DraftModel",
-    "dspark": "specjax.drafters.dflash:DSpark",
+    "dspark": "specjax.drafters.dflash.drafting:DSpark",
     "eagle3": "specjax.drafters.eagle3:Eagle3",
     "early_exit": "specjax.drafters.early_exit:EarlyExit",
     "glide": "specjax.drafters.glide:Glide",
@@ -63,9 +64,10 @@ LOSSES = {
     "total_variation": "specjax.distill.losses:TotalVariation",
 }
 DRAFTS = {
-    "dflash": "specjax.drafters.dflash:DFlashDraft",
+    "dflash": "specjax.drafters.dflash.kinds:DFlashDraft",
+    "dflash2": "specjax.drafters.dflash.kinds:DFlash2Draft",
     "draft_model": "specjax.distill.init:SeparateModel",
-    "dspark": "specjax.drafters.dflash:DSparkDraft",
+    "dspark": "specjax.drafters.dflash.kinds:DSparkDraft",
     "eagle3": "specjax.drafters.eagle3:Eagle3Draft",
     "early_exit": "specjax.drafters.early_exit:EarlyExitDraft",
     "glide": "specjax.drafters.glide:GlideDraft",

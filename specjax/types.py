@@ -190,11 +190,17 @@ class Context:
     """What some row asks for: penalties (or `min_new_tokens`), top_k, top_p, min_p; None: that is seen on the
     device."""
 
-    def stop(self, logits: Float[Array, "B V"], offset: int | Int[Array, ""]) -> Bool[Array, " B"] | None:
+    def stop(
+        self, logits: Float[Array, "B V"], offset: int | Int[Array, ""], kept: Float[Array, " B"] | None = None
+    ) -> Bool[Array, " B"] | None:
         """The rows that propose no more, asked inside a drafter's loop before the token at ``offset`` is drawn from
-        ``logits``. None: nobody stops. The answer depends on earlier tokens only, and so cannot change the
-        distribution."""
-        return None if self.controller is None else self.controller.stop(self.controller_state, logits, offset)
+        ``logits``. ``kept``: the chance that it is kept if those before it are, as the drafter sees it without knowing
+        the token; None: the drafter does not say. None: nobody stops. The answer depends on earlier tokens only, and so
+        cannot change the distribution."""
+        if self.controller is None:
+            return None
+        more = (kept,) if getattr(self.controller, "asks_the_drafter", False) else ()
+        return self.controller.stop(self.controller_state, logits, offset, *more)
 
 
 @flax.struct.dataclass
@@ -446,7 +452,8 @@ class Controller(Protocol):
 
     One that has ``rungs``, ascending numbers of proposals, is compiled for blocks of these lengths alone: a block costs
     what the lowest of them costs that holds its longest row, and 0 what plain decoding does. Without, it is as long as
-    the drafter's longest. One that has ``bind(depth)`` is asked for the controller of a drafter of that depth.
+    the drafter's longest. One that has ``bind(depth)`` is asked for the controller of a drafter of that depth. The
+    ``stop`` of one that has ``asks_the_drafter = True`` is given what the drafter says too, see `Context.stop`.
     """
 
     @property
@@ -568,6 +575,13 @@ class Prediction:
     share: float = 1.0
     kept: Bool[Array, " V"] | None = None
     """Ids that the drafter can propose: a loss compares with the target's distribution over these. None: all."""
+    taught: Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]] | None = None
+    """Logits that a loss compares, of a drafter that draws from fewer; None: those of ``head``."""
+    confidence: Callable[[Float[Array, "B C D"]], Float[Array, "B C"]] | None = None
+    """The logit of what the drafter says is the chance that its token is kept; None: it says nothing. It is taught
+    what its distribution shares with the target's."""
+    confidence_share: float = 1.0
+    """How much the cross-entropy of that counts, in nats, beside the loss."""
 
     @property
     def logits(self) -> Float[Array, "B T V"]:

@@ -335,7 +335,7 @@ class Draft:
     `share: true` the target's own, frozen (specjax/distill/init.py)."""
     kind: kind_in(DRAFTS) = "draft_model"  # pyright: ignore[reportInvalidTypeForm]
     """`draft_model`: a separate model, of the fields above. `glide`: one that reads the target's keys and values, with
-    `reads`, `depths` and `depth_decay` beside them (specjax/drafters/glide.py). `dflash`, `dspark`,
+    `reads`, `depths` and `depth_decay` beside them (specjax/drafters/glide.py). `dflash`, `dflash2`, `dspark`,
     `eagle3`, `early_exit`, `medusa`, `mtp`, `p_eagle`: drafts that read its hidden states, with the fields that
     docs/drafters.md has. Another kind, `package.module:Class`,
     has fields of its own beside `pretrain`."""

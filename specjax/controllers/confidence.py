@@ -4,7 +4,7 @@ from."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field
 
 from specjax.controllers.weighing import lengths
+from specjax.errors import ConfigError
 from specjax.types import Context, Outcome
 
 
@@ -22,11 +23,15 @@ class Confidence:
     the drawn token would) does not. For drafters with a distribution; others are proposed whole."""
 
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.4
-    """Least largest probability; with ``by`` entropy, the most entropy as a share of that of a uniform distribution."""
-    by: Literal["max_prob", "entropy"] = "max_prob"
+    """Least largest probability; with ``by`` entropy, the most entropy as a share of that of a uniform distribution;
+    with ``by`` head, the least chance of being kept."""
+    by: Literal["max_prob", "entropy", "head"] = "max_prob"
+    """What is asked: the draft's distribution, or the head of one that has been taught how likely its tokens are kept
+    (`dspark`)."""
     ks: tuple[Annotated[int, Field(ge=0, le=64)], ...] | None = None
     """Lengths that blocks are compiled for; None: 0, 1, 2, 3, 5, 8, ... and the drafter's longest."""
     kind: Literal["confidence"] = "confidence"
+    asks_the_drafter: ClassVar[bool] = True
 
     @property
     def rungs(self) -> tuple[int, ...]:
@@ -45,8 +50,20 @@ class Confidence:
         """The drafter's longest for every row."""
         return jnp.full(context.lengths.shape, self.rungs[-1] if self.rungs else 64, jnp.int32)
 
-    def stop(self, state: Any, logits: Float[Array, "B V"], offset: int | Int[Array, ""]) -> Bool[Array, " B"]:
-        """The rows whose distribution of this token is not sure enough."""
+    def stop(
+        self,
+        state: Any,
+        logits: Float[Array, "B V"],
+        offset: int | Int[Array, ""],
+        kept: Float[Array, " B"] | None = None,
+    ) -> Bool[Array, " B"]:
+        """The rows that are not sure enough of this token; ``kept``: see `specjax.types.Context.stop`."""
+        if self.by == "head":
+            if kept is None:
+                raise ConfigError(
+                    "controller: confidence by head, and this draft has no confidence head; judge it by max_prob"
+                )
+            return kept < self.threshold
         if self.by == "max_prob":
             return jnp.max(jax.nn.softmax(logits, axis=-1), axis=-1) < self.threshold
         log_q = jax.nn.log_softmax(logits, axis=-1)

@@ -24,7 +24,7 @@ from specjax.evaluation.matching import Matched, Matching, Positions, Teacher
 from specjax.evaluation.teacher import target_output, with_shared_params
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime.layout import ONE_DEVICE, Layout
-from specjax.types import PLAIN, Batch, Loss, LossContext, Params, Trainable, TrainingForm, reads_of
+from specjax.types import PLAIN, Batch, Loss, LossContext, Params, Prediction, Trainable, TrainingForm, reads_of
 
 ALPHA_MEMORY = 0.9
 """What a step leaves of the running alpha: a mean over some ten steps."""
@@ -162,17 +162,19 @@ class Update:
         total, weights, overlaps, by_depth = jnp.float32(0), jnp.float32(0), {}, []
         for prediction in self.drafter.predictions(whole, batch, target_out):
             matching = Matching.of(prediction, teacher, batch.labels, self.tokens, others)
-            loss, sums = self._compared(matching, prediction.share, given.alpha)
+            loss, sums = self._compared(matching, prediction, given.alpha)
             total, weights = total + loss, weights + sums["weight"]
             overlaps |= {n: overlaps.get(n, 0.0) + x for n, x in sums.items() if n != "weight"}
             by_depth.append({"loss": loss, **sums})
         depths = {"by_depth": by_depth} if len(by_depth) > 1 else {}
         return total, (weights, {"loss": total, **overlaps, **depths})
 
-    def _compared(self, matching: Matching, share: float, alpha: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def _compared(
+        self, matching: Matching, prediction: Prediction, alpha: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(loss, weight and overlaps) of a prediction, summed over its positions."""
 
-        labels = self.loss.needs_labels
+        labels, share = self.loss.needs_labels, prediction.share
 
         def given(m: Matched, chosen: Any) -> tuple[Any, ...]:
             return m.draft_logits, m.teacher, m.tokens, LossContext(alpha, share * m.weight, m.references, chosen)
@@ -186,6 +188,11 @@ class Update:
             own = m.among_kept(labels)
             weight, values = share * own.weight, self.loss(*given(own, some.more))
             measured = {} if m.teacher is None else acceptance(*jax.lax.stop_gradient((m.draft_logits, m.teacher)))
+            if m.confidence is not None:
+                unsure = optax.sigmoid_binary_cross_entropy(m.confidence, measured["alpha"])
+                values = values + prediction.confidence_share * unsure
+                error = jnp.abs(jax.nn.sigmoid(m.confidence) - measured["alpha"])
+                measured["confidence_error"] = jax.lax.stop_gradient(error)
             # A prediction that does not count may have no finite loss.
             sums = {n: jnp.sum(jnp.where(weight > 0, weight * x, 0.0)) for n, x in {"loss": values, **measured}.items()}
             return sums.pop("loss"), {**sums, "weight": jnp.sum(weight)}

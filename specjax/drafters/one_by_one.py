@@ -31,16 +31,20 @@ class Proposed(NamedTuple):
 
 
 def propose(
-    raw: Float[Array, "B 1 W"], context: Context, tokens: Int[Array, "B K"], offset: int | Int[Array, ""]
+    raw: Float[Array, "B 1 W"],
+    context: Context,
+    tokens: Int[Array, "B K"],
+    offset: int | Int[Array, ""],
+    kept: Float[Array, " B"] | None = None,
 ) -> tuple[Int[Array, "B K"], Proposed]:
-    """``tokens`` with the one at ``offset`` drawn from the draft's own logits ``raw``."""
+    """``tokens`` with the one at ``offset`` drawn from the draft's own logits ``raw``. ``kept``: see `Context.stop`."""
     transform = sampling.process if context.noise is None else sampling.transform
     logits = transform(_over(raw, context.sampling.bias.shape[1]), context, tokens, offset)[:, 0]
     noise = None if context.noise is None else context.noise.draft(offset)
     drawn = sampling.draw(logits, noise)[:, None]
     tokens = jax.lax.dynamic_update_slice_in_dim(tokens, drawn, offset, axis=1)
     finite = sampling.has_distribution(raw)[:, 0]
-    return tokens, Proposed(finite, None if noise is None else logits, context.stop(logits, offset))
+    return tokens, Proposed(finite, None if noise is None else logits, context.stop(logits, offset, kept))
 
 
 class Block(NamedTuple):
@@ -56,10 +60,17 @@ class Block(NamedTuple):
 
 
 def one_by_one(
-    feed: Feed, state: Any, root: Int[Array, "B 1"], context: Context, k: int, first: Any = None
+    feed: Feed,
+    state: Any,
+    root: Int[Array, "B 1"],
+    context: Context,
+    k: int,
+    first: Any = None,
+    kept: Callable[[Any], Float[Array, " B"] | None] = lambda state: None,
 ) -> tuple[Draft, Any, Int[Array, ""]]:
     """A block of ``k`` tokens after ``root``, as deep as `Context.limit` and `Context.stop` let each row go. ``first``:
-    the logits of the root's pass, where it is unlike the others and has been made.
+    the logits of the root's pass, where it is unlike the others and has been made. ``kept``: what the state after a
+    pass says of the next token, see `Context.stop`.
 
     Returns the block, the state after the last pass, and how many passes there were; the token that the last one gave
     was not fed.
@@ -67,13 +78,13 @@ def one_by_one(
     batch = len(context.lengths)
     tokens = jnp.zeros((batch, k), jnp.int32)
     raw = jax.eval_shape(feed, state, root, jnp.int32(0))[0] if first is None else first
-    kinds = jax.eval_shape(lambda raw: propose(raw, context, tokens, 0)[1], raw)
+    kinds = jax.eval_shape(lambda raw: propose(raw, context, tokens, 0, kept(state))[1], raw)
     bounded = context.limit is not None or kinds.stops is not None
     limit = jnp.full((batch,), k, jnp.int32) if context.limit is None else context.limit
 
-    def drawn(block: Block, raw: Float[Array, "B 1 W"]) -> Block:
+    def drawn(block: Block, raw: Float[Array, "B 1 W"], state: Any) -> Block:
         offset = block.offset
-        tokens, proposed = propose(raw, context, block.tokens, offset)
+        tokens, proposed = propose(raw, context, block.tokens, offset, kept(state))
         going = block.going if proposed.stops is None else block.going & ~proposed.stops
         valid = block.valid.at[offset].set(going) if bounded else block.valid
         found = jax.tree.map(lambda old, new: old.at[offset].set(new), block.found, proposed._replace(stops=None))
@@ -87,7 +98,7 @@ def one_by_one(
     def step(carry: tuple[Block, Any]) -> tuple[Block, Any]:
         block, state = carry
         raw, state = feed(state, block.newest, block.offset)
-        return drawn(block, raw), state
+        return drawn(block, raw, state), state
 
     found = jax.tree.map(lambda x: jnp.zeros((k, *x.shape), x.dtype), kinds._replace(stops=None))
     valid = jnp.full((k, batch), not bounded)
@@ -95,7 +106,7 @@ def one_by_one(
     # XLA on CPU (jax 0.10) gave both the same name when their numbers happened to be equal.
     block = Block(jnp.int32(0), root, tokens, valid, limit > 0, found)
     if first is not None:
-        block = drawn(block, first)
+        block = drawn(block, first, state)
     block, state = jax.lax.while_loop(unfinished, step, (block, state))
     found, valid = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), (block.found, block.valid))
     # What nobody drafted is missed by nobody.

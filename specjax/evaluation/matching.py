@@ -77,10 +77,16 @@ class Matched:
     references: dict[str, Float[Array, "B C V"]] = dataclasses.field(default_factory=dict)
     kept: Bool[Array, " V"] | None = None
     """Ids that the draft can propose; None: all."""
+    taught: Float[Array, "B C V"] | None = None
+    """Logits that a loss compares in place of the draft's; None: those."""
+    confidence: Float[Array, "B C"] | None = None
+    """The logit of the chance that it is kept, as the draft sees it."""
 
     def among_kept(self, labels: bool) -> Matched:
         """What a loss compares: the teacher's distribution over the ids that the draft can propose, and, for one that
         takes the text's tokens for right (``labels``), no others."""
+        if self.taught is not None:
+            return dataclasses.replace(self, draft_logits=self.taught, taught=None).among_kept(labels)
         if self.kept is None:
             return self
         assert isinstance(self.teacher, FullLogits | None)  # a draft of fewer ids reads its target's forward pass
@@ -106,7 +112,8 @@ class Matching:
     teacher: Teacher | None = None
     reference_heads: Mapping[str, Head] = dataclasses.field(default_factory=dict)
     rows: TokenRows | None = None
-    kept: Bool[Array, " V"] | None = None
+    prediction: Prediction | None = None
+    """Whose ``kept``, ``taught`` and ``confidence`` count."""
 
     @classmethod
     def of(
@@ -138,19 +145,26 @@ class Matching:
             {name: take(other.hidden) for name, other in others.items()},
         )
         heads = {name: other.head for name, other in others.items()}
-        return cls(positions, prediction.head, teacher, heads, rows, prediction.kept)
+        return cls(positions, prediction.head, teacher, heads, rows, prediction)
 
     def at(self, positions: Positions) -> Matched:
         """Logits of ``positions``, some or all of its own."""
         teacher = None if self.teacher is None else self.teacher.logits(positions.teacher)
         heads = {name: head(positions.references[name]) for name, head in self.reference_heads.items()}
-        logits = self.head(positions.hidden)
+        own = {"draft_logits": self.head(positions.hidden), **self._said(positions.hidden)}
         if self.rows is not None and teacher is not None:
             over = self.rows.over
-            logits, heads = over(logits), {name: over(of_other) for name, of_other in heads.items()}
+            own |= {name: over(own[name]) for name in ("draft_logits", "taught") if name in own}
+            heads = {name: over(of_other) for name, of_other in heads.items()}
             teacher = FullLogits(over(teacher.logits)) if isinstance(teacher, FullLogits) else teacher
-        kept = None if self.kept is None else self.kept[: logits.shape[-1]]
-        return Matched(logits, teacher, positions.tokens, positions.weight, heads, kept)
+        if self.prediction is not None and self.prediction.kept is not None:
+            own["kept"] = self.prediction.kept[: own["draft_logits"].shape[-1]]
+        return Matched(teacher=teacher, tokens=positions.tokens, weight=positions.weight, references=heads, **own)
+
+    def _said(self, hidden: Float[Array, "B C D"]) -> dict[str, Array]:
+        """What the prediction says beside its logits."""
+        made = {name: getattr(self.prediction, name, None) for name in ("taught", "confidence")}
+        return {name: make(hidden) for name, make in made.items() if make is not None}
 
     @property
     def whole(self) -> Matched:

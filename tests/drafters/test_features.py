@@ -11,24 +11,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import specjax
 from specjax import config, registry
+from specjax.controllers.confidence import Confidence
 from specjax.decode.decoder import Decoder
 from specjax.decode.engine import looked_at, propose
 from specjax.decode.request import prepare
 from specjax.decode.scheduler import Scheduler
+from specjax.distill import step
 from specjax.distill.init import initial_draft
 from specjax.distill.losses import ForwardKL
+from specjax.distill.step import Update
 from specjax.drafters import mtp
-from specjax.drafters.dflash import DFlashModel, TrainedDFlash, TrainedDSpark
+from specjax.drafters.dflash.model import DFlashModel
+from specjax.drafters.dflash.training import TrainedDFlash, TrainedDFlash2, TrainedDSpark
 from specjax.drafters.eagle3 import Eagle3Model, Options, TrainedEagle3
 from specjax.drafters.early_exit import ExitModel, TrainedExit
 from specjax.drafters.features import Kept
 from specjax.drafters.medusa import MedusaModel, TrainedMedusa
 from specjax.drafters.p_eagle import PEagleModel, TrainedPEagle
-from specjax.errors import ModelError
+from specjax.errors import ConfigError, ModelError
 from specjax.evaluation.certify import certify
 from specjax.evaluation.matching import Matching, Teacher
 from specjax.evaluation.teacher import target_output
@@ -84,14 +89,19 @@ def early_exit(target: LoadedModel) -> tuple[type, Any]:
 
 
 def blocks(target: LoadedModel, *kinds: LayerKind, **options: Any) -> tuple[Any, Any]:
-    trained, size = TrainedDSpark if "markov" in options else TrainedDFlash, target.config.hidden_size
+    sizes_of, scales = sizes(target, *kinds or (LayerKind(), LayerKind())), options.pop("scales", {})
+    size, kinds_of = target.config.hidden_size, {"markov": TrainedDSpark, "taps": TrainedDFlash2}
+    trained = next((kinds_of[name] for name in options if name in kinds_of), TrainedDFlash)
     slots = {"slots": DEPTHS + (not options.get("from_root")), "mask_token": 60}
-    model = DFlashModel(sizes(target, *kinds or (LayerKind(), LayerKind())), (1, 3), size, **{**slots, **options})
+    model = DFlashModel(dataclasses.replace(sizes_of, **scales), (1, 3), size, **{**slots, **options})
     return functools.partial(trained, anchors=32), model
 
 
 WINDOW = LayerKind(window=6)
 DEPTHS = 4
+MARKOV = {"markov_rank": 8, "markov": "vanilla"}
+SELECTOR = {"taps": 2, "group": 4, "candidates": 6, "selector_rank": 8, "causal_window": False}
+SCALES = {"embedding_multiplier": 2.0, "logit_multiplier": 0.5, "logit_soft_cap": 20.0}
 MODELS = {
     "published": eagle3,
     "plain": functools.partial(eagle3, norm_before_residual=False),
@@ -107,11 +117,18 @@ MODELS = {
     "dflash": blocks,
     "dflash_windows": lambda target: blocks(target, WINDOW, WINDOW),
     "dflash_other_windows": lambda target: blocks(target, WINDOW, window_at_root=False, causal_window=False),
-    "dspark": lambda target: blocks(target, from_root=True, markov_rank=8, markov="vanilla"),
+    "dspark": lambda target: blocks(target, from_root=True, **MARKOV),
     "dspark_gated": lambda target: blocks(target, from_root=True, markov_rank=8, markov="gated"),
     "dspark_rnn": lambda target: blocks(target, markov_rank=8, markov="rnn"),
+    "dspark_confident": lambda target: blocks(target, from_root=True, **MARKOV, confident=True),
+    "dspark_confident_gated": lambda target: blocks(
+        target, markov_rank=8, markov="gated", confident=True, confident_of_markov=True
+    ),
+    "dflash2": lambda target: blocks(target, WINDOW, LayerKind(), **SELECTOR),
+    "dflash2_scaled": lambda target: blocks(target, **SELECTOR, scales=SCALES),
+    "dflash2_from_root": lambda target: blocks(target, **{**SELECTOR, "taps": 3}, from_root=True),
     "fewer_ids": lambda target: eagle3(target, kept=FEWER),
-    "dspark_fewer_ids": lambda target: blocks(target, from_root=True, markov_rank=8, markov="vanilla", kept=FEWER),
+    "dspark_fewer_ids": lambda target: blocks(target, from_root=True, **MARKOV, kept=FEWER),
 }
 
 
@@ -294,6 +311,73 @@ def test_greedy_output_is_the_targets(name):
     decoder = Decoder(target, trained.to_drafter(params, target, 3), "block")
     plain = Decoder(target).generate(PROMPTS, max_new_tokens=100, temperature=0.0).tokens
     assert decoder.generate(PROMPTS, max_new_tokens=100, temperature=0.0).tokens == plain
+
+
+@pytest.mark.parametrize("name", ["dspark_confident", "dspark_confident_gated"])
+def test_a_row_stops_before_a_token_that_its_head_is_not_sure_of(name):
+    """As the training forward says it of the tokens drawn before, and of nothing behind."""
+    target, k = target_of(), DEPTHS
+    trained, params = made(name, target)
+    drafter = trained.to_drafter(params, target, k)
+    prompts = np.random.default_rng(0).integers(0, 61, (8, 12))
+
+    def block(controller: Any) -> Any:
+        return drafted(Decoder(target, drafter, "speculative", controller), prompts.tolist())
+
+    whole = block("fixed")
+    text = np.concatenate([prompts, np.asarray(whole.tokens)], axis=1).astype(np.int32)
+    batch = Batch(jnp.asarray(text), jnp.asarray(np.roll(text, -1, axis=1)), jnp.ones(text.shape))
+    out = target_output(target.spec, target.params, batch, trained.reads)
+    sure = np.stack(
+        [
+            jax.nn.sigmoid(p.confidence(p.hidden))[np.arange(8), np.argmax(p.target_rows == 11 + depth, axis=1)]
+            for depth, p in enumerate(trained.predictions(params, batch, out))
+        ],
+        axis=1,
+    )
+    threshold = float(np.median(sure))
+    found = block(Confidence(threshold, by="head", ks=(0, k)))
+    valid = np.cumprod(sure >= threshold, axis=1) > 0
+    np.testing.assert_array_equal(found.valid, valid)
+    assert 0 < valid.sum() < valid.size
+    np.testing.assert_array_equal(np.where(valid, found.tokens, 0), np.where(valid, whole.tokens, 0))
+
+
+def test_a_draft_without_such_a_head_cannot_be_asked():
+    target = target_of()
+    trained, params = made("dspark", target)
+    decoder = Decoder(target, trained.to_drafter(params, target, 3), "block", Confidence(by="head"))
+    with pytest.raises(ConfigError, match="confidence by head, and this draft has no confidence head; judge it by max"):
+        decoder.generate(PROMPTS, max_new_tokens=4)
+
+
+def test_confidence_is_taught_what_the_distributions_share():
+    """And a loss is told of all ids of a draft that draws from some."""
+    target = target_of()
+    for name in ("dspark_confident", "dflash2"):
+        trained, params = made(name, target)
+        text = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 12)), jnp.int32)
+        batch = Batch(text, jnp.roll(text, -1, axis=1), jnp.ones(text.shape))
+        out = target_output(target.spec, target.params, batch, trained.reads)
+        update = Update(trained, ForwardKL(), optax.identity(), target.spec, rows=2)
+        given = step._Given(target.params, {}, jnp.float32(0))
+        total, (weight, metrics) = update.summed_loss(params, given, batch)
+        expected, counted = 0.0, 0.0
+        for prediction in trained.predictions(params, batch, out):
+            matched = Matching.of(prediction, Teacher.of(target.spec, target.params, out), batch.labels).whole
+            among = matched.among_kept(labels=False)
+            value = ForwardKL()(among.draft_logits, among.teacher, among.tokens)
+            alpha = alpha_per_position(matched.teacher.logits, matched.draft_logits)
+            if matched.confidence is not None:
+                value += optax.sigmoid_binary_cross_entropy(matched.confidence, alpha)
+            else:
+                assert (np.asarray(among.draft_logits) > NEVER / 2).all()
+                assert ((np.asarray(matched.draft_logits) > NEVER / 2).sum(-1) == SELECTOR["candidates"]).all()
+            expected += prediction.share * float(jnp.sum(value * prediction.weight))
+            counted += prediction.share * float(jnp.sum(prediction.weight))
+        assert float(total) == pytest.approx(expected, rel=1e-5)
+        assert float(weight) == pytest.approx(counted, rel=1e-6)
+        assert ("confidence_error" in metrics) == (name == "dspark_confident")
 
 
 @pytest.mark.parametrize("name", ["published", "dspark", "early_exit"])

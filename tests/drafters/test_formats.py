@@ -29,10 +29,12 @@ KINDS = {
     ("speculators", "p_eagle"): "p_eagle",
     ("speculators", "mtp"): "mtp_other_norms",
     ("speculators", "dflash"): "dflash",
+    ("speculators", "dflash2"): "dflash2",
     ("speculators", "dspark"): "dspark_fewer_ids",
     ("sglang", "eagle3"): "sglang",
     ("z-lab", "dflash"): "dflash",
-    ("deepspec", "dspark"): "dspark_gated",
+    ("z-lab", "dflash2"): "dflash2_scaled",
+    ("deepspec", "dspark"): "dspark_confident",
     ("medusa", "medusa"): "medusa_own_heads",
     ("specjax", "early_exit"): "early_exit",
 }
@@ -180,10 +182,10 @@ def test_another_target_is_refused(tmp_path):
     for change, said in (({"hidden_size": 64, "head_dim": 8}, "hidden_size"), ({"vocab_size": 62}, "vocab_size=61")):
         with pytest.raises(ModelError, match=f"dflash: reads a target of {said}"):
             drafter.bind(target_of(**change))
-    unknown = {"dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 60, "output_multiplier": 3}}
+    unknown = {"dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 60, "output_bias": 3}}
     formats.save(draft("dflash", target), "dflash", tmp_path / "z", target="t", form_name="z-lab")
     changed(tmp_path / "z", {**unknown, "specjax_drafter": None})
-    with pytest.raises(ModelError, match=r"dflash_config\.output_multiplier=3 is not read"):
+    with pytest.raises(ModelError, match=r"dflash_config\.output_bias=3 is not read"):
         specjax.load_drafter(tmp_path / "z", target)
 
 

@@ -25,6 +25,7 @@ KINDS = {
     "p_eagle": {"depths": 2, "draft_vocab_size": 100},
     "medusa": {"heads": 3},
     "dflash": {"block_size": 4, "layers": 1, "anchors": 8},
+    "dflash2": {"block_size": 3, "layers": 1, "anchors": 8, "selector_rank": 8, "selector_top_k": 4},
     "dspark": {"block_size": 3, "layers": 1, "anchors": 8, "markov_rank": 8},
     "early_exit": {"adapter": 8},
 }
@@ -84,6 +85,20 @@ def test_over_a_mesh_it_is_the_same_training(run, kind, tmp_path):
         ("mtp", {}, {"scan_layers": True}, ConfigError, "scan_layers: mtp drafts run layer by layer; set it false"),
         ("eagle3", {"reads": [1, 3]}, {}, ConfigError, r"draft\.reads: \[1, 3\]; name some of the target's streams 0"),
         ("dflash", {"mask_token": 999}, {}, ConfigError, r"draft\.mask_token: 999, and the target has ids 0"),
+        (
+            "dflash2",
+            {"conv_group_size": 48},
+            {},
+            ConfigError,
+            r"draft\.conv_group_size: 48 does not divide the target's",
+        ),
+        (
+            "dflash2",
+            {"draft_vocab_size": 9},
+            {},
+            ConfigError,
+            r"draft\.draft_vocab_size: a dflash2 draft chooses among",
+        ),
         ("early_exit", {"layers": 2}, {}, ConfigError, r"draft\.layers: 2, and the target has 2; leave it earlier"),
     ],
 )

@@ -8,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.drafters import formats, token_rows
-from specjax.drafters.dflash import Blocks, BoundDFlash, DFlashModel, Markov
+from specjax.drafters.dflash.convolution import Convolution
+from specjax.drafters.dflash.drafting import BoundDFlash
+from specjax.drafters.dflash.heads import Markov, Selector
+from specjax.drafters.dflash.model import Blocks, DFlashModel
 from specjax.drafters.features import Kept
 from specjax.drafters.formats import speculators
 from specjax.drafters.glide import GlideModel, Reading
@@ -189,6 +192,17 @@ weighed = mutant(
     "features", test_features.test_a_depth_weighs_less_than_the_one_before, name="published", lossless=True
 )
 
+chosen = mutant(
+    "features", test_features.test_decoding_is_the_training_forward, name="dflash2", piece=None, lossless=True
+)
+sure = mutant(
+    "features",
+    test_features.test_a_row_stops_before_a_token_that_its_head_is_not_sure_of,
+    name="dspark_confident_gated",
+    lossless=True,
+)
+taught = mutant("features", test_features.test_confidence_is_taught_what_the_distributions_share, lossless=True)
+
 
 def of_training(real, changed):
     """``changed`` where several blocks are made of a row, else ``real``."""
@@ -233,6 +247,48 @@ def the_token_drawn_before_is_forgotten(patch):
         return mutated
 
     wrap(patch, Markov, "__call__", make)
+
+
+@chosen
+def a_slot_blends_into_the_next_block(patch):
+    """In training, where several lie side by side."""
+
+    def make(real):
+        def mutated(self, x, shifts, end):
+            return real(self, jnp.roll(x, 1, axis=1) if x.shape[1] > self.slots else x, shifts, end)
+
+        return mutated
+
+    wrap(patch, Convolution, "_blended", make)
+
+
+@chosen
+def candidates_follow_the_root_all_along(patch):
+    """In decoding, and not the token chosen before."""
+
+    def make(real):
+        def mutated(self, state, before, hidden):
+            return real(self, state, jnp.zeros_like(before) if before.shape[1] == 1 else before, hidden)
+
+        return mutated
+
+    wrap(patch, Selector, "__call__", make)
+
+
+@sure
+def confidence_is_that_of_the_slot_before(patch):
+    def make(real):
+        def mutated(self, module, hidden, read):
+            return real(self, module, jnp.roll(hidden, 1, axis=1), read)
+
+        return mutated
+
+    wrap(patch, DFlashModel, "confidence", make)
+
+
+@taught
+def candidates_are_all_that_is_taught(patch):
+    wrap(patch, Selector, "taught", lambda real: Selector.proposed)
 
 
 @kept_blocks

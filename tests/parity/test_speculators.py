@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import safetensors.numpy
 
 from specjax.distill.losses import ForwardKL
-from specjax.drafters import dflash, eagle3, formats, mtp, p_eagle
+from specjax.drafters import eagle3, formats, mtp, p_eagle
+from specjax.drafters.dflash.model import DFlashModel
+from specjax.drafters.dflash.training import TrainedDFlash
 from specjax.drafters.features import ENDS, Kept, LoadedDraft
+from specjax.metrics import alpha_per_position
 from specjax.models.config import LayerKind, ModelConfig, Norm
 from specjax.models.rotary import Rope
+from specjax.models.vocabulary import NEVER
 from specjax.types import Batch, FullLogits, Output
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -196,48 +202,97 @@ def test_mtp(family, tmp_path):
     alike(np.asarray(prediction.logits)[:, 1 : 1 + count], found[0])
 
 
+MARKOV = {"from_root": True, "markov_rank": 8}
+SELECTOR = {"taps": 2, "group": 8, "candidates": 5, "selector_rank": 8, "causal_window": False}
 BLOCKS = {
     "dflash": ("dflash", (ROPE, ROPE), {}),
     "dflash_from_anchor": ("dflash", (ROPE,), {"from_root": True}),
     "dflash_windows": ("dflash", (WINDOW, ROPE), {}),
     "dflash_windows_both_ways": ("dflash", (WINDOW,), {"causal_window": False}),
-    "dspark_vanilla": ("dspark", (ROPE,), {"from_root": True, "markov_rank": 8}),
-    "dspark_gated": ("dspark", (ROPE,), {"from_root": True, "markov_rank": 8, "markov": "gated"}),
-    "dspark_rnn": ("dspark", (ROPE,), {"from_root": True, "markov_rank": 8, "markov": "rnn"}),
-    "dspark_fewer_ids": ("dspark", (ROPE,), {"from_root": True, "markov_rank": 8, "kept": FEWER}),
+    "dflash2": ("dflash2", (WINDOW, ROPE), SELECTOR),
+    "dflash2_from_anchor": ("dflash2", (ROPE,), {**SELECTOR, "taps": 3, "from_root": True}),
+    "dspark_vanilla": ("dspark", (ROPE,), MARKOV),
+    "dspark_gated": ("dspark", (ROPE,), {**MARKOV, "markov": "gated", "confident": True}),
+    "dspark_rnn": ("dspark", (ROPE,), {**MARKOV, "markov": "rnn", "confident": True, "confident_of_markov": True}),
+    "dspark_fewer_ids": ("dspark", (ROPE,), {**MARKOV, "kept": FEWER, "confident": True}),
     "dspark_rnn_behind": ("dspark", (ROPE,), {"markov_rank": 8, "markov": "rnn"}),
 }
+CLASSES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
+SLOTS, ANCHORS = 4, np.asarray([2, 7, 11, 14])
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_blocks(name, tmp_path):
-    kind, kinds, options = BLOCKS[name]
-    slots, anchors = 4, torch.tensor([2, 7, 11, 14])
-    sizes = layers(*kinds, family="qwen3")
-    model = dflash.DFlashModel(sizes, (1, 2, 3), H, slots=slots, mask_token=V - 1, **options)
-    params, (batch, out, _) = weights(model), text()
-    captured = dataclasses.replace(out, hidden=out.hidden[1:])
-    class_name = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}[kind]
-    other = theirs(kind, model, params, tmp_path / "draft", kind, class_name)
-    core: Any = importlib.import_module("speculators.models.dflash.core")
+def measured(kind: str, other: Any, captured: Output, batch: Batch) -> tuple[float, dict[str, Any]]:
+    """The loss of their forward pass over `ANCHORS`, and what it was made of, ``[anchors, slots, ...]``."""
+    backbone: Any = importlib.import_module("speculators.models.dflash.core")
     own: Any = importlib.import_module(f"speculators.models.{kind}.core")
-    given: list[Any] = []
+    anchors, given, real = torch.from_numpy(ANCHORS), {}, own.compute_metrics
+
+    def seen(*args: Any, **options: Any) -> Any:
+        given.update(options, **dict(zip(("logits", "targets", "confidence"), args, strict=False)))
+        return real(*args, **options)
+
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(core, "select_anchors", lambda *_: (anchors, torch.ones_like(anchors, dtype=torch.bool)))
-        patch.setattr(own, "compute_metrics", lambda *x, **_: (given.extend(y.numpy() for y in x[:2]), (0, {}))[1])
+        patch.setattr(backbone, "select_anchors", lambda *_: (anchors, torch.ones_like(anchors, dtype=torch.bool)))
+        patch.setattr(own, "compute_metrics", seen)
         other.verifier_norm.weight.fill_(1.0)
         other.verifier_lm_head.weight.copy_(other.lm_head.weight)
         ids = as_torch(batch.tokens).long()
         read = torch.cat([as_torch(x) for x in captured.hidden], dim=-1)
-        other(read, ids, torch.ones_like(ids), read[..., :H], torch.zeros_like(ids), max_anchors=len(anchors))
-    ids_of_draft = options["kept"].ids if "kept" in options else np.arange(V)
-    found, targets = (x.reshape(len(anchors), slots, -1) for x in given)
+        more = {} if kind == "dflash" else {"tv_loss_fn": eager("tv")["tv"][0]}
+        loss = other(
+            *(read, ids, torch.ones_like(ids), read[..., :H], torch.zeros_like(ids)),
+            **{"max_anchors": len(anchors), "loss_config": eager("kl_div"), **more},
+        )[1]
+    shape = len(anchors), SLOTS
+    tensors = {n: x for n, x in given.items() if hasattr(x, "numpy")}
+    return float(loss), {n: x.numpy().reshape(*shape, *x.shape[2:]) for n, x in tensors.items()}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks(name, tmp_path):
+    """Logits of every slot, what they are compared with, confidence, and the loss of all."""
+    kind, kinds, options = BLOCKS[name]
+    model = DFlashModel(layers(*kinds, family="qwen3"), (1, 2, 3), H, slots=SLOTS, mask_token=V - 1, **options)
+    params, (batch, out, _) = weights(model), text()
+    captured = dataclasses.replace(out, hidden=out.hidden[1:])
+    other = theirs(kind, model, params, tmp_path / "draft", kind, CLASSES[kind])
+    loss, found = measured(kind, other, captured, batch)
+    ids = options["kept"].ids if "kept" in options else np.arange(V)
     read = captured.hidden[0]
     of_target = (read * jax.lax.rsqrt(jnp.mean(read**2, -1, keepdims=True) + 1e-5)) @ params["head"]["kernel"]
-    for place, prediction in enumerate(dflash.TrainedDFlash(model, anchors=None).predictions(params, batch, captured)):
-        alike(np.asarray(prediction.logits)[0, anchors.numpy()][:, ids_of_draft], found[:, model.of_place(place)])
-        rows = np.asarray(prediction.target_rows)[0, anchors.numpy()]
-        alike(np.asarray(of_target)[0, rows], targets[:, model.of_place(place)])
+    total = 0.0
+    for place, prediction in enumerate(TrainedDFlash(model, anchors=None).predictions(params, batch, captured)):
+        slot, rows = model.of_place(place), np.asarray(prediction.target_rows)[0, ANCHORS]
+        alike(np.asarray(of_target)[0, rows][:, : found["targets"].shape[-1]], found["targets"][:, slot])
+        ours = np.asarray(prediction.logits)[0, ANCHORS]
+        if kind == "dflash2":
+            chosen_alike(ours, {n: x[:, slot] for n, x in found.items()})
+            continue
+        alike(ours[:, ids], found["logits"][:, slot])
+        p, q = (jnp.asarray(x)[None] for x in (found["targets"][:, slot], ours[:, ids]))
+        of_place = ForwardKL()(q, FullLogits(p), jnp.zeros((1, len(ANCHORS)), jnp.int32))[0]
+        if prediction.confidence is not None:
+            said = prediction.confidence(prediction.hidden)[0, ANCHORS]
+            alike(said, found["confidence"][:, slot])
+            of_place += optax.sigmoid_binary_cross_entropy(said, alpha_per_position(p, q)[0])
+        total += float(np.mean(of_place)) * math.exp(-place / 4)
+    if kind != "dflash2":  # theirs takes the target's choice for right, ours its whole distribution
+        # Theirs is divided by the number of all slots that count, ours by what they weigh.
+        assert total / model.most == pytest.approx(loss, abs=1e-5)
+
+
+def chosen_alike(ours: np.ndarray, theirs: dict[str, np.ndarray]) -> None:
+    """Candidates and their scores, but for the target's choice, which their training puts in place of the last."""
+    for logits, ids, scores, own in zip(
+        ours, theirs["training_candidate_ids"], theirs["candidate_logits"], theirs["contains_target"], strict=True
+    ):
+        count = len(ids) if own else len(ids) - 1
+        assert np.isfinite(logits[ids[:count]]).all()
+        assert set(ids[:count]) <= set(np.flatnonzero(logits > NEVER / 2))
+        np.testing.assert_allclose(logits[ids[:count]], scores[:count], atol=CLOSE * float(np.std(scores)), rtol=0)
+        assert np.sum(logits > NEVER / 2) == len(ids)
+        if own:
+            assert logits.argmax() == ids[scores.argmax()]
 
 
 def test_ends_that_are_the_targets_are_left_out_where_the_library_leaves_them_out():

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from specjax.drafters import dflash, eagle3
+from specjax.drafters import eagle3
+from specjax.drafters.dflash.model import DFlashModel
 from specjax.drafters.features import ENDS, FeatureModel, LoadedDraft, head_rows
 from specjax.drafters.formats import speculators
 from specjax.drafters.formats.speculators import Envelope
@@ -36,6 +37,8 @@ class Form:
     layers: str = "layers.{}"
     tables: bool = False
     """With d2t and t2d for a whole vocabulary, too."""
+    described: Callable[[Any], ModelConfig] = lambda spec: spec.config
+    """The layers that config.json describes."""
 
 
 class Format:
@@ -66,7 +69,7 @@ class Format:
         """The weights; returns config.json. Raises `ModelError` for a draft that this form cannot say."""
         spec, form = draft.spec, self.KINDS[kind]
         family, own = speculators.layers_of(spec.config), form.settings(spec)
-        described = {"model_type": family.model_type, **hf.described(family, spec.config)}
+        described = {"model_type": family.model_type, **hf.described(family, form.described(spec))}
         more = speculators.tables_of(spec)
         if form.tables and more is None:
             size = spec.config.vocab_size
@@ -121,7 +124,7 @@ _MIDLAYER = {
 
 
 def _blocks(own: Envelope, layers: ModelConfig, dtype: str, slots: int, **more: Any) -> FeatureModel:
-    return dflash.DFlashModel(
+    return DFlashModel(
         layers,
         own.ids("target_layer_ids", 1),
         layers.hidden_size,
@@ -134,32 +137,66 @@ def _blocks(own: Envelope, layers: ModelConfig, dtype: str, slots: int, **more: 
 
 
 def _z_lab(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
+    return _z_lab_blocks(envelope, _z_lab_own(envelope, ()), layers, dtype)
+
+
+def _z_lab_2(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
+    own = _z_lab_own(envelope, tuple(speculators.CONVOLVED))
+    return _z_lab_blocks(envelope, own, layers, dtype, **speculators.convolved(own, layers))
+
+
+_SCALES = {"input_embedding_scale": "embedding_multiplier", "output_multiplier": "logit_multiplier"}
+_SOFT_CAP = "final_logit_softcapping"
+
+
+def _z_lab_own(envelope: Envelope, more: tuple[str, ...]) -> Envelope:
     own = Envelope(envelope.get("dflash_config", dict), envelope.file)
-    neutral = {"output_multiplier": 1, "final_logit_softcapping": None, "input_embedding_scale": 1}
+    known = ("target_layer_ids", "mask_token_id", "block_size", _SOFT_CAP, *_SCALES, *more)
     for name, value in own.values.items():
-        if name not in ("target_layer_ids", "mask_token_id", "block_size") and value != neutral.get(name, object()):
+        if name not in known:
             raise ModelError(f"{envelope.file}: dflash_config.{name}={value!r} is not read")
+    return own
+
+
+def _z_lab_blocks(envelope: Envelope, own: Envelope, layers: ModelConfig, dtype: str, **more: Any) -> FeatureModel:
+    scales = {ours: own.number(theirs, 1.0) for theirs, ours in _SCALES.items()}
+    layers = dataclasses.replace(layers, **scales, logit_soft_cap=own.number(_SOFT_CAP, 0.0) or None)
     slots = own.get("block_size", int, envelope.values.get("block_size"))
-    return _blocks(own, layers, dtype, slots, causal_window=envelope.get("is_causal", bool, True))
+    return _blocks(own, layers, dtype, slots, causal_window=envelope.get("is_causal", bool, True), **more)
 
 
-def _z_lab_settings(spec: dflash.DFlashModel) -> dict[str, Any]:
+def _z_lab_settings(spec: DFlashModel) -> dict[str, Any]:
     windows = spec.config.windows != (None,) * spec.config.num_layers
     said = {"a window that is counted from the root": windows and spec.window_at_root}
     said |= {"slots that predict the token behind their own": spec.from_root, "fewer ids": spec.kept is not None}
     _refuse("z-lab", {**said, "tokens that depend on each other": bool(spec.markov_rank)})
     causal = {} if spec.causal_window else {"is_causal": False}
     own = {"target_layer_ids": _shifted(spec.reads, "z-lab"), "mask_token_id": spec.mask_token}
+    own |= {theirs: x for theirs, ours in _SCALES.items() if (x := getattr(spec.config, ours)) != 1}
+    own |= {} if spec.config.logit_soft_cap is None else {_SOFT_CAP: spec.config.logit_soft_cap}
     return {"block_size": spec.slots, "dflash_config": own, **causal}
+
+
+def _z_lab_2_settings(spec: DFlashModel) -> dict[str, Any]:
+    plain = _z_lab_settings(spec)
+    return {**plain, "dflash_config": {**plain["dflash_config"], **speculators.convolved_settings(spec)}}
+
+
+def _z_lab_form(kind: str, architecture: str, spec: Any, settings: Any) -> Form:
+    neutral = {"embedding_multiplier": 1.0, "logit_multiplier": 1.0, "logit_soft_cap": None}
+
+    def described(spec: DFlashModel) -> ModelConfig:
+        return dataclasses.replace(spec.config, **neutral)  # they are said beside it
+
+    return Form(architecture, spec, settings, speculators.KINDS[kind].tensors, ENDS, described=described)
 
 
 def _deepspec(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
     slots, rank = envelope.get("block_size", int), envelope.get("markov_rank", int)
-    kind = speculators.sequential(envelope)
-    return _blocks(envelope, layers, dtype, slots, from_root=True, markov_rank=rank, markov=kind)
+    return _blocks(envelope, layers, dtype, slots, from_root=True, **speculators.markov(envelope, rank))
 
 
-def _deepspec_settings(spec: dflash.DFlashModel) -> dict[str, Any]:
+def _deepspec_settings(spec: DFlashModel) -> dict[str, Any]:
     windows = spec.config.windows != (None,) * spec.config.num_layers
     said = {"windows": windows, "slots that predict their own token": not spec.from_root, "fewer ids": bool(spec.kept)}
     _refuse("deepspec", said)
@@ -167,9 +204,7 @@ def _deepspec_settings(spec: dflash.DFlashModel) -> dict[str, Any]:
         "target_layer_ids": _shifted(spec.reads, "deepspec"),
         "block_size": spec.slots,
         "mask_token_id": spec.mask_token,
-        "markov_rank": spec.markov_rank,
-        "markov_head_type": spec.markov,
-        "enable_confidence_head": False,
+        **speculators.markov_settings(spec),
     }
 
 
@@ -178,7 +213,8 @@ sglang = Format(
     eagle3=Form("LlamaForCausalLMEagle3", _eagle3, _eagle3_settings, _MIDLAYER, ("embedding",), "midlayer", True)
 )
 z_lab = Format(
-    dflash=Form("DFlashDraftModel", _z_lab, _z_lab_settings, speculators.KINDS["dflash"].tensors, ENDS),
+    dflash=_z_lab_form("dflash", "DFlashDraftModel", _z_lab, _z_lab_settings),
+    dflash2=_z_lab_form("dflash2", "DFlash2DraftModel", _z_lab_2, _z_lab_2_settings),
 )
 deepspec = Format(
     dspark=Form(

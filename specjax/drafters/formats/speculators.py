@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from specjax.drafters import dflash, eagle3, mtp, p_eagle
+from specjax.drafters import eagle3, mtp, p_eagle
+from specjax.drafters.dflash.model import DFlashModel
 from specjax.drafters.features import ENDS, FeatureModel, Kept, LoadedDraft, head_rows
 from specjax.drafters.formats.stored import Stored
 from specjax.errors import ModelError
@@ -60,6 +61,14 @@ class Envelope:
         if type(value) is not kind:
             raise ModelError(f"{self.file}: {name}={value!r}, expected {kind.__name__}")
         return value
+
+    def number(self, name: str, default: float) -> float:
+        """Raises `ModelError` where it is none."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if type(value) not in (int, float):
+            raise ModelError(f"{self.file}: {name}={value!r}, expected a number")
+        return float(value)
 
     def ids(self, name: str, beyond: int = 0) -> tuple[int, ...]:
         """Streams of the target, which are ``beyond`` what is stored."""
@@ -118,50 +127,83 @@ def _dflash_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> Feature
 
 
 def _dspark_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureModel:
-    kind = sequential(envelope)
     rank, from_root = envelope.get("markov_rank", int, 256), envelope.get("sample_from_anchor", bool, True)
-    return _blocks(envelope, layers, dtype, from_root=from_root, markov_rank=rank, markov=kind)
+    return _blocks(envelope, layers, dtype, from_root=from_root, **markov(envelope, rank))
 
 
-def sequential(envelope: Envelope) -> dflash.Sequential:
-    """How tokens of a block depend on each other. A confidence head, which nothing here asks, is left out."""
+def markov(envelope: Envelope, rank: int) -> dict[str, Any]:
+    """How tokens of a block depend on each other, and what it says of its own acceptance."""
     kind = envelope.get("markov_head_type", str, "vanilla")
     if kind not in ("vanilla", "gated", "rnn"):
         raise ModelError(f"{envelope.file}: markov_head_type={kind!r}, known are vanilla, gated, rnn")
-    if envelope.get("enable_confidence_head", bool, True):
-        _log.warning("%s: its confidence head is not read; blocks are as long as they are asked for", envelope.file)
-    return kind
+    confident = envelope.get("enable_confidence_head", bool, True)
+    behind = confident and envelope.get("confidence_head_with_markov", bool, True)
+    if behind and not rank:
+        raise ModelError(f"{envelope.file}: confidence_head_with_markov, and markov_rank is 0")
+    return {"markov_rank": rank, "markov": kind, "confident": confident, "confident_of_markov": behind}
+
+
+def _dflash2_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureModel:
+    windows = {"causal_window": not envelope.get(_BOTH_WAYS, bool, True)}
+    from_root = envelope.get("sample_from_anchor", bool, False)
+    return _blocks(envelope, layers, dtype, from_root=from_root, **windows, **convolved(envelope, layers))
+
+
+CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+"""Sizes of convolutions and selector, and what the library has without them."""
+
+
+def convolved(envelope: Envelope, layers: ModelConfig) -> dict[str, Any]:
+    """Convolutions and selector."""
+    sizes = {name: envelope.get(name, int, default) for name, default in CONVOLVED.items()}
+    if layers.hidden_size % sizes["conv_group_size"] or min(sizes.values()) < 1:
+        raise ModelError(f"{envelope.file}: {sizes} of a hidden size of {layers.hidden_size}")
+    return dict(zip(("taps", "group", "selector_rank", "candidates"), sizes.values(), strict=True))
+
+
+def convolved_settings(spec: DFlashModel) -> dict[str, Any]:
+    """The other way round."""
+    return dict(zip(CONVOLVED, (spec.taps, spec.group, spec.selector_rank, spec.candidates), strict=True))
 
 
 def _blocks(envelope: Envelope, layers: ModelConfig, dtype: str, **more: Any) -> FeatureModel:
-    return dflash.DFlashModel(
+    return DFlashModel(
         layers,
         envelope.ids(_INJECTED),
         envelope.get("target_hidden_size", int, layers.hidden_size),
         dtype,
         slots=envelope.get("block_size", int, 8),
         mask_token=envelope.get("mask_token_id", int),
-        causal_window=not envelope.get("sliding_window_non_causal", bool, False),
-        **more,
+        **{"causal_window": not envelope.get(_BOTH_WAYS, bool, False), **more},
     )
 
 
-def _dflash_settings(spec: dflash.DFlashModel) -> dict[str, Any]:
+def _dflash_settings(spec: DFlashModel) -> dict[str, Any]:
     return {
         **_sizes(spec),
         _INJECTED: list(spec.reads),
         "block_size": spec.slots,
         "mask_token_id": spec.mask_token,
         "sample_from_anchor": spec.from_root,
-        "sliding_window_non_causal": not spec.causal_window,
+        _BOTH_WAYS: not spec.causal_window,
     }
 
 
-def _dspark_settings(spec: dflash.DFlashModel) -> dict[str, Any]:
-    own = {"markov_rank": spec.markov_rank, "markov_head_type": spec.markov, "enable_confidence_head": False}
-    return {**_dflash_settings(spec), **own, "confidence_head_with_markov": False}
+def _dspark_settings(spec: DFlashModel) -> dict[str, Any]:
+    return {**_dflash_settings(spec), **markov_settings(spec)}
 
 
+def markov_settings(spec: DFlashModel) -> dict[str, Any]:
+    """As `markov` reads them."""
+    confidence = {"enable_confidence_head": spec.confident, "confidence_head_with_markov": spec.confident_of_markov}
+    return {"markov_rank": spec.markov_rank, "markov_head_type": spec.markov, **confidence}
+
+
+def _dflash2_settings(spec: DFlashModel) -> dict[str, Any]:
+    return {**_dflash_settings(spec), **convolved_settings(spec)}
+
+
+_BOTH_WAYS = "sliding_window_non_causal"
 _INJECTED = "aux_hidden_state_layer_ids"
 _MTP_OPTIONS = {"specjax_state": "pre", "specjax_recycled": "post"}
 """Our keys, and what the library does without them."""
@@ -181,6 +223,16 @@ _MTP: dict[str, Tensor] = {
     **linear("fc", f"{_HEAD}.input_proj"),
     **norm("norm", f"{_HEAD}.final_layernorm"),
 }
+
+
+def _convolution(name: str) -> dict[str, Tensor]:
+    ours = theirs = f"layers.{{}}.{name}"
+    return {
+        f"{ours}.base": Tensor(f"{theirs}.base_kernel"),
+        **linear(f"{ours}.projection", f"{theirs}.kernel_projection"),
+    }
+
+
 _DFLASH: dict[str, Tensor] = {
     **linear("fc", "fc"),
     **norm("hidden_norm", "hidden_norm"),
@@ -189,12 +241,19 @@ _DFLASH: dict[str, Tensor] = {
     **linear("markov.w2", "markov_head.markov_w2"),
     **linear("markov.gate_proj", "markov_head.gate_proj"),
     **linear("markov.joint_proj", "markov_head.joint_proj"),
+    **linear("confidence", "confidence_head.proj"),
+    "selector.predecessor": Tensor("candidate_selector.predecessor_codebook"),
+    "selector.successor": Tensor("candidate_selector.successor_codebook"),
+    **linear("selector.hidden_projection", "candidate_selector.hidden_projection"),
+    **_convolution("attention_conv"),
+    **_convolution("mlp_conv"),
 }
 _PEAGLE = {**_EAGLE3, "mask_hidden": Tensor("mask_hidden")}
 FORMS = {
     "eagle3": Form("eagle3", "Eagle3DraftModel", _eagle3_spec, _eagle3_settings, _EAGLE3),
     "p_eagle": Form("peagle", "PEagleDraftModel", _p_eagle_spec, _p_eagle_settings, _PEAGLE),
     "dflash": Form("dflash", "DFlashSpeculator", _dflash_spec, _dflash_settings, _DFLASH, ENDS),
+    "dflash2": Form("dflash2", "DFlash2DraftModel", _dflash2_spec, _dflash2_settings, _DFLASH, ENDS),
     "dspark": Form("dspark", "DSparkSpeculator", _dspark_spec, _dspark_settings, _DFLASH, ENDS),
     "mtp": Form(
         *("mtp", "MTPDraftModel", _mtp_spec, _mtp_settings, _MTP, ENDS, "mtp_layers.{}"),
@@ -265,8 +324,7 @@ def stored(spec: FeatureModel, form: Any) -> Stored:
     # Of a head of fewer ids the target has no copy.
     left_out = tuple(name for name in form.left_out if name != "head" or spec.kept is None)
     head = linear("head", "lm_head") if spec.kept is not None else {}
-    others = ("^d2t$", "^t2d$", r"^confidence_head\.")
-    return Stored(spec, {**layers, **head, **form.tensors}, left_out, others=others)
+    return Stored(spec, {**layers, **head, **form.tensors}, left_out, others=("^d2t$", "^t2d$"))
 
 
 def tables_of(spec: FeatureModel) -> dict[str, np.ndarray] | None:

@@ -1,0 +1,104 @@
+"""How a block is decoded.
+
+Dims: B rows, T tokens fed, N slots of a block, K tokens of it, H hidden, R what is read of the tokens before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from specjax.drafters.dflash.model import DFlashModel
+from specjax.drafters.features import BoundFeatures, FeatureDrafter
+from specjax.drafters.one_by_one import one_by_one, root_of
+from specjax.drafters.token_rows import with_a_token_before
+from specjax.models.attention.memory import memories
+from specjax.models.cache import KVCache
+from specjax.types import Context, Draft, Outcome, Output, Params, TargetView
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundDFlash(BoundFeatures):
+    """What the engine runs; its state is the cache of what is injected, token t in slot t."""
+
+    model: DFlashModel
+
+    def init(self, batch: int, num_slots: int) -> KVCache:
+        config, dtype = self.model.config, self.model.dtype
+        return KVCache.zeros(config.num_layers, batch, num_slots, config.num_kv_heads, config.head_dim, dtype)
+
+    def extend(
+        self,
+        params: Params,
+        state: KVCache,
+        tokens: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        target_out: Output,
+        start: Int[Array, " B"] | None = None,
+    ) -> KVCache:
+        """With the prompt's tokens; what is written behind them is overwritten."""
+        return self._kept(params, state, target_out, jnp.zeros(len(tokens), jnp.int32) if start is None else start)
+
+    def draft(self, params: Params, target: TargetView, state: KVCache, context: Context) -> tuple[Draft, KVCache]:
+        """All slots in one pass, and then the tokens, one after the other where they depend on each other."""
+        model, at = self.model, (context.lengths - 1)[:, None]
+        root = root_of(context)
+        memory = model.blocks(state.fold().layers, model.sights(at))
+        slots, module, first = model(params, root, at, memory), model.module(params), model.of_place(0)
+        final = slots[:, 0, first : first + self.k]
+        unary = model.unary(module, final)
+
+        def feed(state: tuple[Array, Any], newest: Int[Array, "B 1"], offset: Int[Array, ""]) -> tuple[Array, Any]:
+            of_slot, hidden = (jax.lax.dynamic_slice_in_dim(x, offset, 1, axis=1) for x in (unary, final))
+            sequence, read = model.read(module, state[0], newest, hidden)
+            sure = jax.nn.sigmoid(model.confidence(module, hidden, read)[:, 0]) if model.confident else None
+            return model.logits(module, of_slot, read), (sequence, sure)
+
+        sure = jnp.zeros(len(root), jnp.float32) if model.confident else None
+        begin = model.before_first(module, root, slots), sure
+        draft = one_by_one(feed, begin, root, context, self.k, kept=lambda state: state[1])[0]
+        return with_a_token_before(draft, context), state
+
+    def commit(self, params: Params, state: KVCache, outcome: Outcome) -> KVCache:
+        """With the root and what was kept behind it."""
+        return self._kept(params, state, outcome.target_out, outcome.context.lengths - 1)
+
+    def _kept(self, params: Params, cache: KVCache, target_out: Output, start: Int[Array, " B"]) -> KVCache:
+        model = self.model
+        injected = model.injected(params, target_out)
+        slots = start[:, None] + jnp.arange(injected.shape[1], dtype=jnp.int32)[None]
+        memory = memories(cache, slots, slots, None, (None,))[None]
+        over = [memory.over(layer) for layer in cache.fold().layers]
+        return cache.written([layer for layer, _ in model.keys_values(params, injected, slots, over)])
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlash(FeatureDrafter):
+    """A draft that fills a block of mask tokens in one pass (DFlash, 2602.06036), of which ``k`` are proposed."""
+
+    kind: Literal["dflash"] = "dflash"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Name in the registry, in configs and in results."""
+    bound: ClassVar[Any] = BoundDFlash
+
+
+@dataclasses.dataclass(frozen=True)
+class DSpark(FeatureDrafter):
+    """A `DFlash` draft whose tokens are drawn in sequence, each given the one before (DSpark, 2607.05147)."""
+
+    kind: Literal["dspark"] = "dspark"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Name in the registry, in configs and in results."""
+    bound: ClassVar[Any] = BoundDFlash
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlash2(FeatureDrafter):
+    """A `DFlash` draft whose slots blend into their neighbours, and whose tokens are chosen among a few candidates by
+    how they follow each other (builds on 2602.06036)."""
+
+    kind: Literal["dflash2"] = "dflash2"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Name in the registry, in configs and in results."""
+    bound: ClassVar[Any] = BoundDFlash

@@ -1,0 +1,153 @@
+"""As a config says it: the section `draft` of each kind."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from pydantic import Field
+
+from specjax.drafters import features as features_lib
+from specjax.drafters.dflash.drafting import DFlash, DFlash2, DSpark
+from specjax.drafters.dflash.heads import Sequential
+from specjax.drafters.dflash.model import DFlashModel
+from specjax.drafters.dflash.training import TrainedDFlash, TrainedDFlash2, TrainedDSpark
+from specjax.drafters.features import FeatureDraft
+from specjax.errors import ConfigError
+from specjax.types import Params
+
+if TYPE_CHECKING:
+    from specjax.config import RunConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashDraft(FeatureDraft):
+    """The section `draft` of a config: layers of the target's sizes, with its embedding and head, frozen."""
+
+    block_size: Annotated[int, Field(ge=2, le=64)] = 8
+    """Slots of a block, the root's among them."""
+    mask_token: Annotated[int, Field(ge=0)] | None = None
+    """An id that no text has, whose embedding the slots begin with; None: the last of the vocabulary."""
+    reads: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """As of `eagle3`; published drafts capture five or six."""
+    layers: Annotated[int, Field(ge=1, le=16)] = 2
+    """Of the draft; published drafts have five."""
+    sample_from_anchor: bool = False
+    """A slot predicts the token behind its own, not its own."""
+    anchors: Annotated[int, Field(ge=1)] = 64
+    """Blocks of a row of text."""
+    draft_vocab_size: Annotated[int, Field(ge=1)] | None = None
+    """Ids that it can propose, the most frequent of the training text; None: all."""
+    gamma: Annotated[float, Field(gt=0)] = 4.0
+    """Places over which the weight of a place falls by e."""
+    kind: Literal["dflash"] = "dflash"  # pyright: ignore[reportIncompatibleVariableOverride]
+    drafter_class: ClassVar[Any] = DFlash
+    trained: ClassVar[Any] = TrainedDFlash
+
+    def drafter(self, config: RunConfig, target: Any) -> TrainedDFlash:
+        full = target.config
+        reads = features_lib.streams(self.reads, config, full)
+        layers = features_lib.layers_like(full, self.layers)
+        mask = features_lib.mask_token(self.mask_token, full)
+        model = DFlashModel(
+            layers,
+            reads,
+            full.hidden_size,
+            kept=features_lib.first_ids(self.draft_vocab_size, full),
+            slots=self.block_size,
+            mask_token=mask,
+            from_root=self.sample_from_anchor,
+            **self.own(full),
+        )
+        return self.trained(model, features_lib.ENDS, anchors=self.anchors, gamma=self.gamma, **self.weighed())
+
+    def own(self, full: Any) -> dict[str, Any]:
+        """Fields of `DFlashModel` that its kind adds, for a target of these sizes."""
+        return {}
+
+    def weighed(self) -> dict[str, Any]:
+        """Fields of `TrainedDFlash` that its kind adds."""
+        return {}
+
+    def first(self, drafter: Any, params: Params, target: Any) -> Params:
+        """Layers as the target's, evenly from the first to the last, each of which reads the deepest captured stream,
+        and the target's final norm."""
+        model, full = drafter.model, target.config
+        size, count = model.config.hidden_size, model.config.num_layers
+        if features_lib.last_layer(target) is None:
+            return params
+        chosen = [round((i + 1) * full.num_layers / count) - 1 for i in range(count)]
+        of_target = [features_lib.in_float32(target.params["layers"][layer]) for layer in chosen]
+        layers = {i: {**params["layers"][i], **layer} for i, layer in enumerate(of_target)}
+        fc = jnp.zeros_like(params["fc"]["kernel"]).at[-size:].set(jnp.eye(size))
+        norms = {"hidden_norm": layers[count - 1]["attention_norm"]}
+        norms["norm"] = features_lib.in_float32(target.params["norm"])
+        # Of each parameter its own array, since each is trained.
+        return {**params, "fc": {"kernel": fc}, "layers": layers, **jax.tree.map(jnp.copy, norms)}
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkDraft(DFlashDraft):
+    """The section `draft` of a config: `DFlashDraft` with a head that is drawn in sequence."""
+
+    sample_from_anchor: bool = True
+    """A slot predicts the token behind its own, not its own."""
+    markov_rank: Annotated[int, Field(ge=1)] = 256
+    """Of what the token before adds to the logits."""
+    markov_head_type: Sequential = "vanilla"
+    """Read as it is, gated by the slot, or with a state along the block."""
+    confidence: Annotated[float, Field(ge=0)] = 1.0
+    """How much the error of what it says of its own acceptance counts beside the loss; 0: it says nothing."""
+    confidence_with_markov: bool = True
+    """It says so of a token with the one before in view."""
+    kind: Literal["dspark"] = "dspark"  # pyright: ignore[reportIncompatibleVariableOverride]
+    drafter_class: ClassVar[Any] = DSpark
+    trained: ClassVar[Any] = TrainedDSpark
+
+    def own(self, full: Any) -> dict[str, Any]:
+        heads = {
+            "confident": self.confidence > 0,
+            "confident_of_markov": self.confidence > 0 and self.confidence_with_markov,
+        }
+        return {"markov_rank": self.markov_rank, "markov": self.markov_head_type, **heads}
+
+    def weighed(self) -> dict[str, Any]:
+        return {"confidence": self.confidence}
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlash2Draft(DFlashDraft):
+    """The section `draft` of a config: `DFlashDraft` with convolutions and a choice among candidates."""
+
+    conv_kernel_size: Annotated[int, Field(ge=1, le=8)] = 2
+    """Slots that blend, a slot itself among them."""
+    conv_group_size: Annotated[int, Field(ge=1)] = 16
+    """Channels that share what a slot adds to the taps; divides the hidden size."""
+    selector_rank: Annotated[int, Field(ge=1)] = 256
+    """Of how candidates follow each other."""
+    selector_top_k: Annotated[int, Field(ge=1)] = 16
+    """Candidates of a slot, which are all that it can propose."""
+    kind: Literal["dflash2"] = "dflash2"  # pyright: ignore[reportIncompatibleVariableOverride]
+    drafter_class: ClassVar[Any] = DFlash2
+    trained: ClassVar[Any] = TrainedDFlash2
+
+    def own(self, full: Any) -> dict[str, Any]:
+        if self.draft_vocab_size is not None:
+            raise ConfigError("draft.draft_vocab_size: a dflash2 draft chooses among all ids; leave it out")
+        if full.hidden_size % self.conv_group_size:
+            raise ConfigError(
+                f"draft.conv_group_size: {self.conv_group_size} does not divide the target's hidden size "
+                f"{full.hidden_size:,}"
+            )
+        if self.conv_kernel_size > self.block_size:
+            raise ConfigError(
+                f"draft.conv_kernel_size: {self.conv_kernel_size}, and a block has {self.block_size} slots"
+            )
+        if self.selector_top_k > full.vocab_size:
+            raise ConfigError(
+                f"draft.selector_top_k: {self.selector_top_k}, and the target has {full.vocab_size:,} ids"
+            )
+        selector = {"candidates": self.selector_top_k, "selector_rank": self.selector_rank}
+        return {"taps": self.conv_kernel_size, "group": self.conv_group_size, "causal_window": False, **selector}

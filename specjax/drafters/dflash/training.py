@@ -1,0 +1,149 @@
+"""How it is trained: on blocks that begin at random roots of a row.
+
+Dims: B rows, T positions, A anchors, N slots of a block, C positions at a time, D what a prediction is made of, H
+hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from specjax.drafters.dflash.drafting import DFlash, DFlash2, DSpark
+from specjax.drafters.features import TrainedFeatureDraft
+from specjax.models.attention.stored import Layer
+from specjax.types import Batch, Output, Params, Prediction
+
+
+@flax.struct.dataclass
+class _Nothing:
+    """In place of what is attended to where only keys and values are asked for."""
+
+    def attend(self, q, k, v, scale: float | None = None, soft_cap: float | None = None) -> tuple[Array, tuple[()]]:
+        return jnp.zeros_like(q), ()
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedDFlash(TrainedFeatureDraft):
+    """In training. ``anchors``: blocks of a row, None: one at every position; ``gamma``: places over which the weight
+    of a place falls by e; ``depths``: places that are predicted, None: all; ``confidence``: how much its error counts
+    beside the loss."""
+
+    anchors: int | None = 64
+    gamma: float = 4.0
+    depths: int | None = None
+    confidence: float = 1.0
+    drafter: ClassVar[Any] = DFlash
+
+    def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
+        """One of all anchors by place. What it reads and predicts lies in the anchor's document, or it does not
+        count."""
+        assert target_out is not None
+        model: Any = self.model
+        roots, counts = self._roots(batch)
+        final = self._slots(params, batch, target_out, roots)
+        module, text = model.module(params), jnp.asarray(batch.tokens)
+        state = model.before_first(module, jnp.take_along_axis(text, roots, axis=1), final)
+        places = model.most if self.depths is None else self.depths
+        shares = [math.exp(-place / self.gamma) for place in range(places)]
+        logits = functools.partial(self._logits, params)
+        more: dict[str, Any] = {"kept": model.proposable}
+        if model.candidates:
+            more["taught"] = functools.partial(self._logits, params, taught=True)
+        if model.confident:
+            more |= {"confidence": functools.partial(self._confidence, params), "confidence_share": self.confidence}
+        for place, share in enumerate(shares):
+            rows = roots + place
+            weight = counts * self._weight(batch, roots, rows)
+            hidden = final[:, :, model.of_place(place)]
+            before = jnp.take_along_axis(text, rows, axis=1, mode="clip")
+            state, read = model.read(module, state, before, hidden)
+            made_of = jnp.concatenate([hidden, read], axis=-1)
+            yield Prediction(made_of, logits, weight, rows, share / sum(shares), **more)
+
+    def _logits(self, params: Params, made_of: Float[Array, "B C D"], taught: bool = False) -> Float[Array, "B C V"]:
+        model: Any = self.model
+        hidden, read = jnp.split(made_of, (model.config.hidden_size,), axis=-1)
+        module = model.module(params)
+        return model.logits(module, model.unary(module, hidden), read, taught)
+
+    def _confidence(self, params: Params, made_of: Float[Array, "B C D"]) -> Float[Array, "B C"]:
+        model: Any = self.model
+        hidden, read = jnp.split(made_of, (model.config.hidden_size,), axis=-1)
+        return model.confidence(model.module(params), hidden, read)
+
+    def _roots(self, batch: Batch) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
+        """Random ones, the same whenever the row is met, and whether they count: a document's first token has nothing
+        before it."""
+        tokens = jnp.asarray(batch.tokens)
+        counts = (batch.token_positions > 0) & (jnp.asarray(batch.weight) > 0)
+        if self.anchors is None:
+            every = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+            return jnp.broadcast_to(every, tokens.shape), counts.astype(jnp.float32)
+
+        def drawn(row: Int[Array, " T"]) -> Float[Array, " T"]:
+            salt = jnp.sum(row.astype(jnp.uint32) * jnp.arange(1, len(row) + 1, dtype=jnp.uint32))
+            return jax.random.uniform(jax.random.fold_in(jax.random.key(0), salt), row.shape, jnp.float32)
+
+        order = jax.vmap(drawn)(tokens) - jnp.where(counts, 0.0, 1.0)
+        _, roots = jax.lax.top_k(order, min(self.anchors, tokens.shape[1]))
+        return roots, jnp.take_along_axis(counts, roots, axis=1).astype(jnp.float32)
+
+    @staticmethod
+    def _weight(batch: Batch, roots: Int[Array, "B A"], rows: Int[Array, "B A"]) -> Float[Array, "B A"]:
+        """Of the predictions of the target's ``rows``."""
+        weight = jnp.take_along_axis(jnp.asarray(batch.weight), rows, axis=1, mode="clip")
+        inside = rows < batch.tokens.shape[1]
+        documents = batch.documents
+        if documents is not None:
+            of_roots, of_rows = (jnp.take_along_axis(documents.segments, x, axis=1, mode="clip") for x in (roots, rows))
+            inside &= of_roots == of_rows
+        return jnp.where(inside, weight, 0.0)
+
+    def _slots(
+        self, params: Params, batch: Batch, target_out: Output, roots: Int[Array, "B A"]
+    ) -> Float[Array, "B A N H"]:
+        """What the head reads, of all blocks."""
+        model: Any = self.model
+        injected, positions = model.injected(params, target_out), batch.token_positions
+        nothing = [_Nothing()] * model.config.num_layers
+        layers = [Layer.of(*fed) for _, fed in model.keys_values(params, injected, positions, nothing)]
+        segments = None
+        if batch.documents is not None:
+            of_keys = batch.documents.segments
+            of_queries = jnp.repeat(jnp.take_along_axis(of_keys, roots, axis=1), model.slots, axis=1)
+            segments = of_queries, of_keys
+        memory = model.blocks(layers, model.sights(roots, segments))
+        at = jnp.take_along_axis(positions, roots, axis=1)
+        return model(params, jnp.take_along_axis(jnp.asarray(batch.tokens), roots, axis=1), at, memory, self.form)
+
+    def passes(self, length: int) -> int:
+        model: Any = self.model
+        return -(-(self.anchors or length) * model.slots // length)
+
+    def at_depths(self, depths: int) -> Any:
+        """With a block at every position, so that each is met at every place."""
+        fewer = depths <= (self.model.most or depths)
+        return dataclasses.replace(self, depths=depths, anchors=None) if fewer else None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedDSpark(TrainedDFlash):
+    """In training."""
+
+    drafter: ClassVar[Any] = DSpark
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedDFlash2(TrainedDFlash):
+    """In training."""
+
+    drafter: ClassVar[Any] = DFlash2
