@@ -1,11 +1,12 @@
 """Which draft to distill: kinds, widths and depths for one target, at equal tokens and at equal time of training.
 
-    python experiments/drafters.py configs/demo.yaml [a.b=v]... [--seeds 3] [--best NAME...] [--results FILE]
+    python experiments/drafters.py configs/demo.yaml [a.b=v]... [--kinds] [--seeds 3] [--best NAME...] [--results FILE]
 
-Every draft is cut from the target and distilled for ``distill`` of the config, without pretraining; `DRAFTS` says what
-they are. With the first seed all of them, with the others the four that decode fastest (two of each kind; ``--best``
-names them where it is known), and those once more for as long as the slowest of all took to train. Each run has its
-directory in ``drafters`` beside ``out``; what is finished is reused.
+Every draft is begun from the target and distilled for ``distill`` of the config, without pretraining: `SHAPES` of the
+separate draft and of glide, or with ``--kinds`` one of every kind, as its recipe in configs/drafters has it, beside
+n-gram lookup. With the first seed all of them, with the others the four that decode fastest (two of each kind of
+`SHAPES`; ``--best`` names them where it is known), and those, or all kinds, once more for as long as the slowest of all
+took to train. Each run has its directory in ``drafters`` beside ``out``; what is finished is reused.
 
 Then all are decoded at batch 1, in turns prompt by prompt, with every k of ``bench`` at temperatures 0 and 1: on tuning
 prompts, which choose k, and on as many others, which are what is told. Speeds are over plain decoding of the same
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,13 +27,16 @@ import jax
 import numpy as np
 import record
 from block_against_token import bootstrap
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from specjax import registry
 from specjax.config import RunConfig, load_config
+from specjax.config.training import Architecture
 from specjax.decode import programs
+from specjax.drafters.ngram import NGram
 from specjax.evaluation.bench import AUTOREGRESSIVE, Bench, Cell, Run
 from specjax.jobs import distill as job
 from specjax.jobs import inputs
@@ -69,23 +74,53 @@ class Shape:
         return [f"draft.kind={self.kind}", "draft.init=target", "draft.pretrain.steps=0", *told]
 
 
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A draft as configs/drafters has it; ``kind`` is the file's name."""
+
+    kind: str
+
+    @property
+    def name(self) -> str:
+        return self.kind
+
+    def changes(self) -> list[str]:
+        recipe: Any = OmegaConf.to_container(OmegaConf.load(RECIPES / f"{self.kind}.yaml"))
+        rate = recipe["distill"]["optimizer"]["learning_rate"]
+        # Sizes of the config's own draft are none of theirs.
+        cleared = [f"draft.architecture.{f.name}=null" for f in dataclasses.fields(Architecture)]
+        own = [f"draft.{name}={json.dumps(value)}" for name, value in recipe["draft"].items()]
+        return [*cleared, *own, "draft.pretrain.steps=0", f"distill.optimizer.learning_rate={rate}"]
+
+
+Draft = Shape | Recipe
+RECIPES = Path(__file__).parent.parent / "configs" / "drafters"
+NGRAM = "ngram"
+"""Needs no training."""
+
+
 def _both(*sizes: tuple[int, int, int]) -> list[Shape]:
     return [Shape(kind, *size) for size in sizes for kind in ("draft_model", "glide")]
 
 
-DRAFTS: list[Shape] = [
+SHAPES: list[Draft] = [
     Shape("draft_model", 4, 160, 320, heads=(4, 2)),
     *_both((4, 160, 320), (4, 192, 512), (4, 256, 640), (2, 256, 640)),
     Shape("glide", 3, 256, 640),
     Shape("glide", 2, 256, 640, reads=(2, 3)),
 ]
-_AGAIN = 2
-"""Of each kind, the fastest: trained with every seed, and for equal time."""
+KINDS: list[Draft] = [
+    Shape("glide", 4, 256, 640),
+    Shape("draft_model", 4, 256, 640),
+    *(Recipe(file.stem) for file in sorted(RECIPES.glob("*.yaml"))),
+]
+_AGAIN = 4
+"""The fastest: trained with every seed; of the two kinds of `SHAPES`, half of them each."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    shape: Shape
+    shape: Draft
     seed: int
     steps: int
     equal_time: bool
@@ -103,17 +138,17 @@ class Study:
     def __init__(self, file: Path, overrides: Sequence[str], console: Console):
         self._file, self._console = file, console
         self._overrides = [*overrides, "selection.prompts=0", "control.learning_rates=[]"]
-        self.config = self._config(DRAFTS[0], 0, None)
+        self.config = self._config(SHAPES[0], 0, None)
         self.prepared = inputs.prepare(self.config)
 
-    def _config(self, shape: Shape, seed: int, steps: int | None, *more: str) -> RunConfig:
+    def _config(self, shape: Draft, seed: int, steps: int | None, *more: str) -> RunConfig:
         out = Path(load_config(self._file, self._overrides).out).parent / "drafters"
         name = shape.name.replace(" ", "_") + ("" if steps is None else f"-{steps}")
         of_time = [] if steps is None else [f"distill.steps={steps}", f"distill.eval_every={steps}"]
         own = [*shape.changes(), *of_time, f"seed={seed}", f"out={out / f'{name}-{seed}'}", *more]
         return load_config(self._file, [*self._overrides, *own])
 
-    def train(self, shape: Shape, seed: int, steps: int | None = None) -> Trained:
+    def train(self, shape: Draft, seed: int, steps: int | None = None) -> Trained:
         """``steps``: instead of the config's."""
         config = self._config(shape, seed, steps)
         with lock.exclusive(Path(config.out)):
@@ -124,9 +159,9 @@ class Study:
         self._console.print(f"{trained.name}: alpha {_alpha(trained)}, {speed:,.0f} tokens/s of training")
         return trained
 
-    def speeds(self, shapes: Sequence[Shape], turns: int, steps: int = 30) -> dict[Shape, float]:
+    def speeds(self, shapes: Sequence[Draft], turns: int, steps: int = 30) -> dict[Draft, float]:
         """Tokens a second of short trainings in turns: hours apart, the machine differs by more than the shapes."""
-        found: dict[Shape, list[float]] = {shape: [] for shape in shapes}
+        found: dict[Draft, list[float]] = {shape: [] for shape in shapes}
         for turn in range(turns):
             for shape, speeds in found.items():
                 config = self._config(shape, turn, steps, "eval.positions=512")
@@ -135,20 +170,21 @@ class Study:
                 speeds += [r["tokens_per_s"] for r in log if "tokens_per_s" in r][1:]
         return {shape: statistics.median(speeds) for shape, speeds in found.items()}
 
-    def decode(self, drafts: Sequence[Trained], repeats: int) -> dict[str, dict[str, Any]]:
+    def decode(self, drafts: Sequence[Trained], repeats: int, ngram: bool) -> dict[str, dict[str, Any]]:
         """Name -> temperature -> figures at the best k, with all of them beside."""
         settings = dataclasses.replace(self.config.bench, batch_sizes=(1,))
         count, target = settings.prompts, self.prepared.target
         prompts = held_out_prompts(self.prepared.corpus.held_out, target, settings.prompt_tokens, 2 * count)
         timed, tuning = prompts[:count], prompts[count:]
-        factories = {d.name: d.draft.of for d in drafts}
+        factories: dict[str, Any] = {d.name: d.draft.of for d in drafts}
+        factories |= {NGRAM: lambda k: NGram(k=k)} if ngram else {}
         verifier = registry.build(registry.VERIFIERS, self.config.verifier, "verifier")
         sampling = self.config.sampling.options()
         bench = Bench(target, factories, settings, timed, tuning, verifier, sampling, self.config.seed)
-        found: dict[str, dict[str, Any]] = {d.name: {} for d in drafts}
+        found: dict[str, dict[str, Any]] = {name: {} for name in factories}
         with Progress(console=self._console) as progress:
             for t in settings.temperatures:
-                cells = bench.cells_of([draft.name for draft in drafts], 1, t)
+                cells = bench.cells_of(list(factories), 1, t)
                 bar = progress.add_task(f"temperature {t:g}", total=len(cells) * (1 + (1 + repeats) * count))
                 for cell in cells:
                     options = {"max_new_tokens": settings.new_tokens, "temperature": t, **sampling}
@@ -177,7 +213,7 @@ class Study:
 
 
 def _pass_ms(bench: Bench, name: str) -> dict[str, float]:
-    """What a draft's pass costs, in a block of 3: alone in a loop, and in turn with the target's."""
+    """What drafting costs a token, in a block of 3: alone in a loop, and in turn with the target's pass."""
     timer = bench.timer(name, 3)
     for _ in range(9):
         timer.turn()
@@ -224,7 +260,7 @@ def _row(trained: Trained, decoded: Mapping[str, Any], tokens_a_step: int) -> di
 
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     table = Table(header_style="bold")
-    for name in ("draft", "seed", "MB", "k tokens", "alpha, place 1 / last", "pass ms"):
+    for name in ("draft", "seed", "MB", "k tokens", "alpha, place 1 / last", "ms a drafted token"):
         table.add_column(name)
     for t in ("0", "1"):
         table.add_column(f"T={t}: k, tokens a call, speedup")
@@ -235,23 +271,25 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
             )
             for t in ("0", "1")
         ]
-        alphas = f"{row['alpha_at'][0]:.3f} / {row['alpha_at'][-1]:.3f}"
-        cost = f"{row['pass_ms']['in_turn']:.2f} ({row['pass_ms']['apart']:.2f} apart)"
-        sizes = (f"{row['megabytes']:.1f}", f"{row['tokens'] / 1e3:.0f}")
-        seed = f"{row['seed']}{' (equal time)' if row['equal_time'] else ''}"
-        table.add_row(row["name"], seed, *sizes, alphas, cost, *figures)
+        trained = ["", "", "", "", ""]
+        if "seed" in row:
+            alphas = f"{row['alpha_at'][0]:.3f} / {row['alpha_at'][-1]:.3f}"
+            cost = f"{row['pass_ms']['in_turn']:.2f} ({row['pass_ms']['apart']:.2f} apart)"
+            seed = f"{row['seed']}{' (equal time)' if row['equal_time'] else ''}"
+            trained = [seed, f"{row['megabytes']:.1f}", f"{row['tokens'] / 1e3:.0f}", alphas, cost]
+        table.add_row(row["name"], *trained, *figures)
     console.print(table)
 
 
-def _fastest(drafts: Sequence[Trained], decoded: Mapping[str, Any]) -> list[Shape]:
-    """`_AGAIN` of each kind, by the two temperatures' speedups."""
+def _fastest(drafts: Sequence[Trained], decoded: Mapping[str, Any], of_each: bool) -> list[Draft]:
+    """`_AGAIN` by the two temperatures' speedups, ``of_each`` kind as many."""
 
     def speed(draft: Trained) -> float:
         return float(np.prod([decoded[draft.name][t]["speedup"]["value"] for t in ("0", "1")]))
 
-    kinds = dict.fromkeys(d.shape.kind for d in drafts)
-    ranked = {kind: sorted((d for d in drafts if d.shape.kind == kind), key=speed, reverse=True) for kind in kinds}
-    return [d.shape for best in ranked.values() for d in best[:_AGAIN]]
+    kinds = dict.fromkeys(d.shape.kind if of_each else "" for d in drafts)
+    ranked = [sorted((d for d in drafts if kind in ("", d.shape.kind)), key=speed, reverse=True) for kind in kinds]
+    return [d.shape for best in ranked for d in best[: _AGAIN // len(kinds)]]
 
 
 def main() -> None:
@@ -262,25 +300,28 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--turns", type=int, default=3, help="of the short trainings that tell equal times")
-    parser.add_argument("--best", nargs="+", choices=[shape.name for shape in DRAFTS], metavar="NAME")
+    parser.add_argument("--kinds", action="store_true", help="one draft of every kind")
+    parser.add_argument("--best", nargs="+", choices=[shape.name for shape in (*SHAPES, *KINDS)], metavar="NAME")
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     console = Console()
     study = Study(args.config, args.overrides, console)
     keep_programs(study.config.compile_cache)
-    drafts = [study.train(shape, 0) for shape in DRAFTS]
-    named = [shape for shape in DRAFTS if shape.name in (args.best or ())]
-    best = named or _fastest(drafts, study.decode(drafts, 1))
+    shapes = KINDS if args.kinds else SHAPES
+    drafts = [study.train(shape, 0) for shape in shapes]
+    named = [shape for shape in shapes if shape.name in (args.best or ())]
+    best = named or _fastest(drafts, study.decode(drafts, 1, False), of_each=not args.kinds)
     jax.clear_caches()
-    of_best = {d.shape: d for d in drafts if d.shape in best}
+    longer = {d.shape: d for d in drafts if args.kinds or d.shape in best}
     drafts += [study.train(shape, seed) for shape in best for seed in range(1, args.seeds)]
     slowest = min(drafts, key=lambda d: d.tokens_per_s).shape
-    speeds = study.speeds(list(dict.fromkeys([*best, slowest])), args.turns)
-    steps = {s: round(d.steps * speeds[s] / min(speeds.values())) for s, d in of_best.items()}
-    drafts += [study.train(shape, 0, n) for shape, n in steps.items() if n > of_best[shape].steps]
-    decoded = study.decode(drafts, args.repeats)
+    speeds = study.speeds(list(dict.fromkeys([*longer, slowest])), args.turns)
+    steps = {s: round(d.steps * speeds[s] / min(speeds.values())) for s, d in longer.items()}
+    drafts += [study.train(shape, 0, n) for shape, n in steps.items() if n > longer[shape].steps]
+    decoded = study.decode(drafts, args.repeats, args.kinds)
     distill, seq_len = study.config.distill, study.config.data.seq_len
     rows = [_row(d, decoded[d.name], distill.batch_size * seq_len) for d in drafts]
+    rows += [{"name": NGRAM, "kind": NGRAM, **decoded[NGRAM]}] if args.kinds else []
     show(rows, console)
     if args.results is not None:
         record.write(args.results, {"prompts": study.config.bench.prompts, "drafts": rows})

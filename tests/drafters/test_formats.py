@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -19,10 +20,13 @@ from specjax.drafters.eagle3 import Eagle3Model, Options
 from specjax.drafters.features import LoadedDraft
 from specjax.errors import ModelError
 from specjax.models.config import LayerKind
-from specjax.models.hf import LoadedModel, save_model
+from specjax.models.families import FAMILIES, Settings
+from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.models.rotary import Rope
+from specjax.models.transformer import Model
 from tests.drafters import test_features
 from tests.drafters.test_features import target_of
+from tests.models.variants import VARIANTS
 
 KINDS = {
     ("speculators", "eagle3"): "two_layers",
@@ -209,3 +213,39 @@ def test_a_draft_is_exported_in_another_form_and_back(tiny_target, tmp_path, cap
     assert one.keys() == two.keys()
     for name, value in one.items():
         np.testing.assert_array_equal(value, two[name])
+
+
+def test_the_head_that_comes_with_a_checkpoint_is_read_beside_it(tmp_path):
+    """Its projection reads state and token, ours token and state; elsewhere its tensors are those of a Qwen 2 layer."""
+    settings = {**VARIANTS["mimo"], "tie_word_embeddings": False}
+    spec = Model(FAMILIES["mimo"].read_config(Settings(settings, "config.json")))
+    target = LoadedModel(spec, jax.jit(spec.init)(jax.random.key(0)))
+    save_model(dataclasses.replace(target, family="mimo"), tmp_path / "target")
+    file = tmp_path / "target/config.json"
+    config = json.loads(file.read_text())
+    layer = safetensors.numpy.load_file(tmp_path / "target/model.safetensors")
+    head = {n.replace("model.layers.3.", "model.mtp_layers.0."): x * 1.25 for n, x in layer.items() if "layers.3." in n}
+    size, draws = config["hidden_size"], np.random.default_rng(0)
+    projection = draws.normal(size=(size, 2 * size)).astype(np.float32) * size**-0.5
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    head |= {f"model.mtp_layers.0.{n}.weight": np.ones(size, np.float32) for n in norms}
+    head["model.mtp_layers.0.input_proj.weight"] = projection
+    changed(tmp_path / "target", {"num_nextn_predict_layers": 1}, **head)
+    found = load_model(tmp_path / "target")
+    drafter: Any = specjax.load_drafter(tmp_path / "target", found, k=2)
+    assert drafter.kind == "mtp"
+    assert drafter.model.spec.reads == (4,)
+    kernel = np.asarray(drafter.model.params["fc"]["kernel"]).T
+    np.testing.assert_array_equal(kernel, np.concatenate([projection[:, size:], projection[:, :size]], axis=1))
+    mlp = drafter.model.params["layers"][0]["mlp"]["up_proj"]["kernel"]
+    np.testing.assert_array_equal(mlp, head["model.mtp_layers.0.mlp.up_proj.weight"].T)
+    plain = specjax.Decoder(found).generate([[1, 2, 3]], max_new_tokens=8).tokens
+    assert specjax.Decoder(found, drafter).generate([[1, 2, 3]], max_new_tokens=8).tokens == plain
+    formats.convert(tmp_path / "target", tmp_path / "head", found, "speculators")
+    again: Any = specjax.load_drafter(tmp_path / "head", found, k=2)
+    np.testing.assert_array_equal(again.model.params["fc"]["kernel"], drafter.model.params["fc"]["kernel"])
+    with pytest.raises(ModelError, match="format 'native': has no mtp drafts"):
+        formats.convert(tmp_path / "head", tmp_path / "again", found, "native")
+    changed(tmp_path / "target", {"num_nextn_predict_layers": 2})
+    with pytest.raises(ModelError, match="num_nextn_predict_layers=2; only a single head is read"):
+        specjax.load_drafter(tmp_path / "target", found)

@@ -88,6 +88,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mixtral-wide": _of(
         "mixtral", num_local_experts=7, num_experts_per_tok=3, hidden_act="gelu", head_dim=12, tie_word_embeddings=True
     ),
+    "mimo": _of("mimo", rope_parameters=_rope(), num_nextn_predict_layers=1),
     "qwen2": _of("qwen2", sliding_window=7, use_sliding_window=False),
     "qwen2-window": _of("qwen2", sliding_window=7, use_sliding_window=True, max_window_layers=2),
     "qwen2-layer-types": _of(

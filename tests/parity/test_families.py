@@ -35,6 +35,8 @@ TOLERANCE = 2e-4
 """Largest difference of a logit, in standard deviations of all logits."""
 PROMPT, NEW = 12, 32
 DYNAMIC_PAST = "llama-dynamic-past"
+KNOWN_AS = {"mimo": "qwen2"}
+"""What transformers has under another name, since its own code comes with the checkpoint."""
 CHECKPOINTS = tempfile.TemporaryDirectory()
 
 
@@ -49,7 +51,8 @@ class Pair:
 def pair(variant: str) -> Pair:
     """A checkpoint with random weights, norms and biases, written by transformers and read by both."""
     settings = dict(VARIANTS[variant])
-    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model_type = settings.pop("model_type")
+    config = transformers.AutoConfig.for_model(KNOWN_AS.get(model_type, model_type), **settings)
     config._attn_implementation = "eager"
     theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(sum(map(ord, variant)))
@@ -67,6 +70,9 @@ def pair(variant: str) -> Pair:
                 weight.copy_(1.5 * fan_in**-0.5 * noise)
     directory = Path(CHECKPOINTS.name) / variant
     theirs.save_pretrained(directory)
+    if model_type in KNOWN_AS:
+        file = directory / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": model_type}))
     return Pair(theirs, specjax.load_model(directory), directory)
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.drafters.features import ENDS, LoadedDraft, check_readable, dense
-from specjax.drafters.formats import medusa, own, speculators
+from specjax.drafters.formats import medusa, native, own, speculators
 from specjax.drafters.formats.serving import deepspec, sglang, z_lab
 from specjax.errors import ModelError
 from specjax.models import hf
@@ -27,9 +27,10 @@ FORMATS: dict[str, Any] = {
     "z-lab": z_lab,
     "deepspec": deepspec,
     "medusa": medusa,
+    "native": native,
     "specjax": own,
 }
-"""By name; each has `KINDS` that it stores, ``kind_of``, ``read`` and ``write``."""
+"""By name; each has `KINDS` that it writes, ``kind_of``, ``read`` and ``write``."""
 
 
 def kind_of(settings: Mapping[str, Any]) -> str | None:

@@ -310,6 +310,8 @@ def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str)
 
 def layers_of(config: ModelConfig) -> Family:
     """The family that describes them."""
+    if config.qkv_bias and not config.o_bias:
+        return family_of("qwen2", "draft")
     return family_of("qwen3" if config.qk_norm == "head" else "llama", "draft")
 
 
