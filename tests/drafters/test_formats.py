@@ -3,8 +3,15 @@ each form numbers them; what contradicts itself, or another target, is refused b
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import io
 import json
+import os
+import pickle
+import sys
+import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +25,7 @@ from specjax import cli
 from specjax.drafters import formats
 from specjax.drafters.eagle3 import Eagle3Model, Options
 from specjax.drafters.features import LoadedDraft
+from specjax.drafters.formats import torch_file
 from specjax.errors import ModelError
 from specjax.models.config import LayerKind
 from specjax.models.families import FAMILIES, Settings
@@ -249,3 +257,75 @@ def test_the_head_that_comes_with_a_checkpoint_is_read_beside_it(tmp_path):
     changed(tmp_path / "target", {"num_nextn_predict_layers": 2})
     with pytest.raises(ModelError, match="num_nextn_predict_layers=2; only a single head is read"):
         specjax.load_drafter(tmp_path / "target", found)
+
+
+class Torch:
+    """Names that a file of torch's asks for, importable while it is written."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        torch, utils = types.ModuleType("torch"), types.ModuleType("torch._utils")
+
+        def rebuild(*args: Any) -> None: ...
+
+        rebuild.__module__, rebuild.__qualname__ = "torch._utils", "_rebuild_tensor_v2"
+        utils._rebuild_tensor_v2 = self._rebuild = rebuild  # pyright: ignore[reportAttributeAccessIssue]
+        self._storage = type("FloatStorage", (), {"__module__": "torch"})
+        torch.FloatStorage = self._storage  # pyright: ignore[reportAttributeAccessIssue]
+        patch.setitem(sys.modules, "torch", torch)
+        patch.setitem(sys.modules, "torch._utils", utils)
+
+    def save(self, tensors: dict[str, Any], file: Path) -> None:
+        """Arrays as torch.save writes them; anything else as it pickles."""
+        storages: list[np.ndarray] = []
+
+        class Pickler(pickle.Pickler):
+            def persistent_id(writer, obj: Any) -> Any:
+                return (
+                    ("storage", self._storage, *obj[1:]) if isinstance(obj, tuple) and obj[:1] == ("storage",) else None
+                )
+
+            def reducer_override(writer, obj: Any) -> Any:
+                if not isinstance(obj, np.ndarray):
+                    return NotImplemented
+                storages.append(obj)
+                storage = ("storage", str(len(storages) - 1), "cpu", obj.size)
+                return self._rebuild, (storage, 0, obj.shape, tuple(s // 4 for s in obj.strides), False, None)
+
+        stream = io.BytesIO()
+        Pickler(stream, protocol=2).dump(collections.OrderedDict(tensors))
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("draft/data.pkl", stream.getvalue())
+            for i, storage in enumerate(storages):
+                archive.writestr(f"draft/data/{i}", np.ascontiguousarray(storage).tobytes())
+
+
+def test_a_file_of_torch_is_read_without_torch_and_without_running_it(tmp_path, monkeypatch):
+    target = target_of()
+    made = draft("medusa_own_heads", target)
+    formats.save(made, "medusa", tmp_path / "draft", target="t")
+    weights = tmp_path / "draft/medusa_lm_head.safetensors"
+    tensors = safetensors.numpy.load_file(weights)
+    weights.unlink()
+    published = weights.with_suffix(".pt")
+    changed(tmp_path / "draft")
+    with pytest.raises(ModelError, match=r"holds neither medusa_lm_head\.safetensors nor medusa_lm_head\.pt"):
+        specjax.load_drafter(tmp_path / "draft", target)
+    with monkeypatch.context() as patch:
+        Torch(patch).save(tensors, published)
+        Torch(patch).save({"0.0.linear.weight": os.getcwd}, tmp_path / "code.pt")
+    drafter: Any = specjax.load_drafter(tmp_path / "draft", target, k=2)
+    np.testing.assert_array_equal(
+        leaves(drafter.model.params), leaves({n: made.params[n] for n in drafter.model.params})
+    )
+    with pytest.raises(ModelError, match=r"it asks for posix\.getcwd\), and nothing else is unpickled"):
+        torch_file.read_tensors(tmp_path / "code.pt")
+    (tmp_path / "none.pt").write_bytes(b"none")
+    with pytest.raises(ModelError, match="is no plain dict of tensors"):
+        torch_file.read_tensors(tmp_path / "none.pt")
+
+
+@pytest.mark.parametrize(("offset", "size", "stride"), [(3, (2,), (1,)), (0, (2, 2), (2, 3)), (0, (2,), (-1,))])
+def test_a_tensor_outside_of_its_storage_is_refused(offset, size, stride):
+    with pytest.raises(ValueError, match="outside of its storage"):
+        torch_file._made(np.zeros(4, np.float32), offset, size, stride)
+    np.testing.assert_array_equal(torch_file._made(np.arange(4.0), 1, (2, 2), (1, 0)), [[1, 1], [2, 2]])

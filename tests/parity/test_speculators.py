@@ -3,6 +3,7 @@ gives the same logits at every depth and place; and its losses, on its own targe
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import importlib
@@ -24,6 +25,8 @@ from specjax.drafters import eagle3, formats, mtp, p_eagle
 from specjax.drafters.dflash.model import DFlashModel
 from specjax.drafters.dflash.training import TrainedDFlash
 from specjax.drafters.features import ENDS, Kept, LoadedDraft
+from specjax.drafters.formats import torch_file
+from specjax.errors import ModelError
 from specjax.metrics import alpha_per_position
 from specjax.models.config import LayerKind, ModelConfig, Norm
 from specjax.models.rotary import Rope
@@ -298,3 +301,16 @@ def chosen_alike(ours: np.ndarray, theirs: dict[str, np.ndarray]) -> None:
 def test_ends_that_are_the_targets_are_left_out_where_the_library_leaves_them_out():
     assert formats.speculators.KINDS["dflash"].left_out == ENDS
     assert formats.speculators.KINDS["eagle3"].left_out == ()
+
+
+def test_a_file_that_torch_saved_is_read_without_it(tmp_path):
+    """Views, transposes and every width."""
+    whole = torch.arange(24.0).reshape(4, 6)
+    tensors = {"a": whole[1:, ::2], "b": whole.T.to(torch.bfloat16), "c": whole.half(), "d": whole[:, 0].double()}
+    torch.save(collections.OrderedDict(tensors), tmp_path / "tensors.pt")
+    found = torch_file.read_tensors(tmp_path / "tensors.pt")
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(found[name].astype(np.float64), tensor.double().numpy())
+    torch.save({"a": whole, "b": slice(0, 1)}, tmp_path / "more.pt")
+    with pytest.raises(ModelError, match=r"__builtin__\.slice"):
+        torch_file.read_tensors(tmp_path / "more.pt")

@@ -1,24 +1,28 @@
-"""Directories of Medusa's own code, version 1 (2401.10774): `medusa_lm_head.safetensors`, and the numbers of heads and
-of their layers. Sizes are the target's. A file without projections of the heads' own is of its older form, in which
-they are the target's."""
+"""Directories of Medusa's own code, version 1 (2401.10774): `medusa_lm_head.safetensors`, or `.pt` as it was published,
+and the numbers of heads and of their layers. Sizes are the target's. A file without projections of the heads' own is of
+its older form, in which they are the target's."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from specjax.drafters.features import FeatureModel, LoadedDraft, layers_like
 from specjax.drafters.formats.stored import Stored
+from specjax.drafters.formats.torch_file import read_tensors
 from specjax.drafters.medusa import MedusaModel
 from specjax.errors import ModelError
 from specjax.models.families.base import Tensor
 from specjax.types import Params
 
-WEIGHTS = "medusa_lm_head.safetensors"
+WEIGHTS, PUBLISHED = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 _HEADS, _BLOCKS = "medusa_num_heads", "medusa_num_layers"
 
 
@@ -39,20 +43,30 @@ def read(
     found: Path, settings: Mapping[str, Any], kind: str, target: Any, check_finite: bool
 ) -> tuple[FeatureModel, Params]:
     """The draft's spec and weights. Raises `ModelError`."""
-    file, full = found / WEIGHTS, target.config
+    full = target.config
     counts = tuple(settings.get(name, default) for name, default in ((_HEADS, 5), (_BLOCKS, 1)))
     if not all(type(count) is int and count > 0 for count in counts):
         raise ModelError(f"{found / 'config.json'}: {_HEADS}={counts[0]!r}, {_BLOCKS}={counts[1]!r}, expected numbers")
-    if not file.exists():
-        raise ModelError(
-            f"{found}: holds no {WEIGHTS}; pickle formats are never read, because unpickling runs code from the file: "
-            "convert the weights to safetensors"
-        )
-    with safe_open(file, framework="np") as stored:
-        own_heads = f"0.{counts[1]}.weight" in set(stored.keys())
-    options = {"heads": counts[0], "blocks": counts[1], "own_heads": own_heads}
-    spec = MedusaModel(layers_like(full), (full.num_layers,), full.hidden_size, str(target.dtype), **options)
-    return spec, _stored(spec).read(found, spec.dtype, check_finite)
+    with _as_safetensors(found) as directory:
+        with safe_open(directory / WEIGHTS, framework="np") as stored:
+            own_heads = f"0.{counts[1]}.weight" in set(stored.keys())
+        options = {"heads": counts[0], "blocks": counts[1], "own_heads": own_heads}
+        spec = MedusaModel(layers_like(full), (full.num_layers,), full.hidden_size, str(target.dtype), **options)
+        return spec, _stored(spec).read(directory, spec.dtype, check_finite)
+
+
+@contextlib.contextmanager
+def _as_safetensors(found: Path) -> Iterator[Path]:
+    """The directory with `WEIGHTS`: this one, or a passing one with what a file of torch's holds."""
+    published = found / PUBLISHED
+    if (found / WEIGHTS).exists():
+        yield found
+    elif published.exists():
+        with tempfile.TemporaryDirectory() as passing:
+            save_file(read_tensors(published), Path(passing) / WEIGHTS)
+            yield Path(passing)
+    else:
+        raise ModelError(f"{found}: holds neither {WEIGHTS} nor {PUBLISHED}; fetch it again")
 
 
 def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str) -> dict[str, Any]:
