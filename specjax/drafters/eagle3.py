@@ -12,23 +12,26 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 from pydantic import Field
 
 from specjax.drafters import features as features_lib
-from specjax.drafters.features import FeatureDraft, FeatureDrafter, embedding_and_head, of_hidden
+from specjax.drafters.features import FeatureDraft, FeatureDrafter, embedding_and_head, in_float32, of_hidden
+from specjax.drafters.fitting import linear_guess, silent, unit
 from specjax.drafters.token_rows import BoundRows, RowModel, TrainedRows
 from specjax.models.attention.memory import Attended
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.layers import MLP, Attention, Linear, make_norm
 from specjax.models.training import gathered
 from specjax.models.transformer import Block
-from specjax.types import PLAIN, Output, Params, TrainingForm
+from specjax.types import PLAIN, Batch, Output, Params, TrainingForm
 
 if TYPE_CHECKING:
     from specjax.config import RunConfig
+    from specjax.data.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +96,15 @@ class Eagle3Model(RowModel):
 
     def mixed(self, params: Params, hidden: tuple[Float[Array, "B T S"], ...]) -> Float[Array, "B T H"]:
         """What rows read of captured streams."""
+        return self.module(params).fc(self.together(params, hidden))
+
+    def together(self, params: Params, hidden: tuple[Float[Array, "B T S"], ...]) -> Float[Array, "B T I"]:
+        """Captured streams side by side, as they are mixed."""
         module = self.module(params)
         if self.options.fc_norm:
             hidden = tuple(norm(x) for norm, x in zip(module.fc_norms, hidden, strict=True))
         together = jnp.concatenate(hidden, axis=-1)
-        return module.fc(module.input_norm(together) if self.options.norm_before_fc else together)
+        return module.input_norm(together) if self.options.norm_before_fc else together
 
     def __call__(
         self, params, tokens, features, positions, memory: Sequence[Attended], form: TrainingForm = PLAIN
@@ -163,24 +170,48 @@ class Eagle3Draft(FeatureDraft):
         model = Eagle3Model(layers, reads, full.hidden_size, kept=kept, options=options)
         return TrainedEagle3(model, features_lib.ENDS, depths=self.depths, decay=self.depth_decay)
 
-    def first(self, drafter: Any, params: Params, target: Any) -> Params:
-        return as_the_last_layer(drafter.model, params, target)
+    def first(self, drafter: Any, params: Params, target: Any, rows: Rows) -> Params:
+        return as_a_linear_guess(drafter, params, target, rows)
 
 
-def as_the_last_layer(model: Eagle3Model, params: Params, target: Any) -> Params:
-    """``params`` with the target's final norm and, where it is of the same form, its last layer, whose attention reads
-    token and features as it read its stream: at first those of the deepest captured stream alone."""
-    size = model.config.hidden_size
-    fc = jnp.zeros_like(params["fc"]["kernel"]).at[-size:].set(jnp.eye(size))
-    last: Any = features_lib.last_layer(target)
-    if last is None:
-        return {**params, "fc": {"kernel": fc}}
-    first = params["layers"][0]
-    attention = {**first["attention"], **last["attention"]}
-    for name in ("q_proj", "k_proj", "v_proj"):
-        kernel = last["attention"][name]["kernel"]
-        attention[name] = {"kernel": jnp.concatenate([kernel, kernel])}
-    norms = {"hidden_norm": last["attention_norm"], "mlp_norm": last["mlp_norm"]}
-    layers = {**params["layers"], 0: {**first, **norms, "attention": attention, "mlp": last["mlp"]}}
-    norm = features_lib.in_float32(target.params["norm"])
-    return {**params, "fc": {"kernel": fc}, "layers": layers, "norm": norm}
+def as_a_linear_guess(drafter: TrainedRows, params: Params, target: Any, rows: Rows) -> Params:
+    """``params`` that guess linearly, from the captured streams and the token: the streams are what the first layer's
+    residual begins with; the token, which is not in it, comes through half of the layer's key-value heads, which look
+    for themselves. All else says nothing yet."""
+    model: Any = drafter.model
+    embedding, size = in_float32(target.params["embedding"]), model.config.hidden_size
+    whole = drafter.complete(params, target.params)
+
+    def inputs(batch: Batch, streams: tuple[Array, ...], out: Output) -> Array:
+        return jnp.concatenate([model.together(whole, streams), unit(embedding[batch.tokens])], axis=-1)
+
+    fit = linear_guess(target, rows, model.reads, inputs)
+    layers = {i: silent(layer) for i, layer in params["layers"].items()}
+    layers[0] = {**layers[0], "attention": _of_itself(model.config, layers[0]["attention"], fit.kernel[-size:])}
+    if model.options.norm_before_residual:  # which would give all of it the size 1
+        layers[0]["hidden_norm"] = {"scale": jnp.full(size, fit.size(slice(0, -size)), jnp.float32)}
+    return {**params, "fc": {"kernel": jnp.asarray(fit.kernel[:-size])}, "layers": layers, "norm": fit.norm}
+
+
+SHARPNESS = 1.25
+"""Of queries and keys that look for themselves: of heads of 64, a token's own key scores 12 and others 1.5."""
+
+
+def _of_itself(config: ModelConfig, attention: Params, kernel: Float[np.ndarray, "H H"]) -> Params:
+    """An attention whose rows add ``kernel`` of their own token, as well as the rank of half of its key-value heads
+    allows: in those, the first query head asks for the row's own key, which is of its token alone."""
+    size, width, group = config.hidden_size, config.head_dim, config.num_heads // config.num_kv_heads
+    q, k, v, o = (np.array(attention[f"{name}_proj"]["kernel"]) for name in "qkvo")
+    left, strength, right = np.linalg.svd(kernel)
+    for i in range(max(1, config.num_kv_heads // 2)):
+        of_key = slice(i * width, (i + 1) * width)
+        of_query = slice(i * group * width, (i * group + 1) * width)
+        root = np.sqrt(strength[of_key])
+        for own, of_head in ((k, of_key), (q, of_query), (v, of_key)):
+            own[size:, of_head] = 0
+        k[:size, of_key] *= SHARPNESS * np.sqrt(2)  # drawn for twice as many inputs
+        q[:size, of_query] = k[:size, of_key]
+        v[:size, of_key] = left[:, of_key] * root
+        o[of_query] = root[:, None] * right[of_key]
+    kernels = {f"{name}_proj": jnp.asarray(x) for name, x in zip("qkvo", (q, k, v, o), strict=True)}
+    return {**attention, **{name: {**attention[name], "kernel": kernel} for name, kernel in kernels.items()}}

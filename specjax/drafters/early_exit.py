@@ -31,6 +31,7 @@ from specjax.types import Batch, Bound, Context, Draft, Output, Params, Predicti
 
 if TYPE_CHECKING:
     from specjax.config import RunConfig
+    from specjax.data.rows import Rows
 
 
 class Net(nnx.Module):
@@ -159,7 +160,7 @@ class EarlyExitDraft(FeatureDraft):
         sizes = dataclasses.replace(sizes, intermediate_size=self.adapter or full.hidden_size)
         return TrainedExit(ExitModel(sizes, (count,), full.hidden_size), ("head",))
 
-    def first(self, drafter: Any, params: Params, target: Any) -> Params:
+    def first(self, drafter: Any, params: Params, target: Any, rows: Rows) -> Params:
         """With the target's final norm, where it is of the same kind."""
         norm = features_lib.in_float32(target.params["norm"])
         return {**params, "norm": norm} if features_lib.same_norm(target.config) else params

@@ -366,8 +366,8 @@ class FeatureDraft:
         """What is trained, a `TrainedFeatureDraft`."""
         raise NotImplementedError
 
-    def first(self, drafter: Any, params: Params, target: Any) -> Params:
-        """``params`` with what the target has for them."""
+    def first(self, drafter: Any, params: Params, target: Any, rows: TextRows) -> Params:
+        """``params`` with what the target has for them; ``rows``: the training text."""
         return params
 
     def draft(self, config: RunConfig, target: Any, rows: TextRows) -> Initial:
@@ -383,7 +383,7 @@ class FeatureDraft:
         params = drafter.init_params(key, target)
         if init != "scratch":
             hf.refuse_quantised(target.params, "draft.init: target")
-            params = self.first(drafter, params, target)
+            params = self.first(drafter, params, target, rows)
         return Initial(drafter, params)
 
     def load(self, directory: str | os.PathLike, target: Any, k: int, check_finite: bool = True) -> FeatureDrafter:

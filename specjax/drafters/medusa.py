@@ -28,6 +28,7 @@ from specjax.types import Batch, Context, Draft, Outcome, Output, Params, Predic
 
 if TYPE_CHECKING:
     from specjax.config import RunConfig
+    from specjax.data.rows import Rows
 
 
 class Head(nnx.Module):
@@ -183,7 +184,7 @@ class MedusaDraft(FeatureDraft):
         model = MedusaModel(sizes, (full.num_layers,), full.hidden_size, **options)
         return TrainedMedusa(model, () if self.own_heads else ("head",), decay=self.depth_decay, depths=self.heads)
 
-    def first(self, drafter: Any, params: Params, target: Any) -> Params:
+    def first(self, drafter: Any, params: Params, target: Any, rows: Rows) -> Params:
         """Every projection as the target's."""
         if not self.own_heads:
             return params

@@ -16,16 +16,18 @@ from jaxtyping import Array, Float
 from pydantic import Field
 
 from specjax.drafters import features as features_lib
-from specjax.drafters.features import FeatureDraft, FeatureDrafter, embedding_and_head
+from specjax.drafters.features import FeatureDraft, FeatureDrafter, embedding_and_head, in_float32
+from specjax.drafters.fitting import linear_guess, silent, unit
 from specjax.drafters.token_rows import BoundRows, RowModel, TrainedRows
 from specjax.models.attention.memory import Attended
 from specjax.models.layers import Linear, make_norm
 from specjax.models.training import gathered
 from specjax.models.transformer import Block
-from specjax.types import PLAIN, Output, Params, TrainingForm
+from specjax.types import PLAIN, Batch, Output, Params, TrainingForm
 
 if TYPE_CHECKING:
     from specjax.config import RunConfig
+    from specjax.data.rows import Rows
 
 Norms = Literal["pre", "post"]
 
@@ -119,12 +121,16 @@ class MTPDraft(FeatureDraft):
         model = MTPModel(features_lib.layers_like(full), (full.num_layers,), full.hidden_size, options=options)
         return TrainedMTP(model, features_lib.ENDS, depths=self.depths, decay=self.depth_decay)
 
-    def first(self, drafter: Any, params: Params, target: Any) -> Params:
-        """The target's last layer and norm, over the sum of token and state, each of them normed."""
-        size = drafter.model.config.hidden_size
-        fc = jnp.concatenate([jnp.eye(size), jnp.eye(size)])
-        last = features_lib.last_layer(target)
-        if last is None:
-            return {**params, "fc": {"kernel": fc}}
-        norm = features_lib.in_float32(target.params["norm"])
-        return {**params, "fc": {"kernel": fc}, "layers": {0: last}, "norm": norm}
+    def first(self, drafter: Any, params: Params, target: Any, rows: Rows) -> Params:
+        """The best linear guess from token and state, over which the layer says nothing yet."""
+        model, embedding = drafter.model, in_float32(target.params["embedding"])
+
+        def inputs(batch: Batch, streams: tuple[Array, ...], out: Output) -> Array:
+            assert out.final is not None
+            state = streams[0] if self.state == "pre" else jnp.roll(out.final, 1, axis=1)
+            both = unit(embedding[batch.tokens]), unit(jnp.asarray(state, jnp.float32))
+            return jnp.concatenate(both, axis=-1)
+
+        fit = linear_guess(target, rows, model.reads, inputs)
+        layers = {i: silent(layer) for i, layer in params["layers"].items()}
+        return {**params, "fc": {"kernel": jnp.asarray(fit.kernel)}, "layers": layers, "norm": fit.norm}

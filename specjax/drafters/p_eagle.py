@@ -25,6 +25,7 @@ from specjax.types import Context, Draft, Params, TargetView
 
 if TYPE_CHECKING:
     from specjax.config import RunConfig
+    from specjax.data.rows import Rows
 
 
 class Net(eagle3.Net):
@@ -119,5 +120,5 @@ class PEagleDraft(FeatureDraft):
         model = PEagleModel(layers, reads, full.hidden_size, kept=kept, options=options, mask_token=mask)
         return TrainedPEagle(model, features_lib.ENDS, depths=self.depths, decay=self.depth_decay)
 
-    def first(self, drafter: Any, params: Params, target: Any) -> Params:
-        return eagle3.as_the_last_layer(drafter.model, params, target)
+    def first(self, drafter: Any, params: Params, target: Any, rows: Rows) -> Params:
+        return eagle3.as_a_linear_guess(drafter, params, target, rows)

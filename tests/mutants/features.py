@@ -40,7 +40,7 @@ documents = mutant(
 )
 stored = mutant(
     "features",
-    test_features.test_one_begins_as_its_targets_last_layer_and_comes_back_from_disk,
+    test_features.test_one_begins_with_what_its_target_has_and_comes_back_from_disk,
     name="eagle3",
     lossless=True,
 )
@@ -181,7 +181,7 @@ masked = mutant(
 )
 fewer = mutant(
     "features",
-    test_features.test_one_begins_as_its_targets_last_layer_and_comes_back_from_disk,
+    test_features.test_one_begins_with_what_its_target_has_and_comes_back_from_disk,
     name="eagle3_fewer_ids",
     lossless=True,
 )

@@ -20,6 +20,7 @@ from specjax.types import Params
 
 if TYPE_CHECKING:
     from specjax.config import RunConfig
+    from specjax.data.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ class DFlashDraft(FeatureDraft):
         """Fields of `TrainedDFlash` that its kind adds."""
         return {}
 
-    def first(self, drafter: Any, params: Params, target: Any) -> Params:
+    def first(self, drafter: Any, params: Params, target: Any, rows: Rows) -> Params:
         """Layers as the target's, evenly from the first to the last, each of which reads the deepest captured stream,
         and the target's final norm."""
         model, full = drafter.model, target.config

@@ -1,0 +1,99 @@
+"""The best linear guess of a draft that reads hidden states, by least squares on some of the training text: what it
+begins with. One that begins as a layer of the target does worse than one that begins at random
+(docs/drafters.md, "How they begin").
+
+Dims: B rows, T positions, I inputs, H hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from specjax.data.rows import spread
+from specjax.drafters.features import in_float32, same_norm
+from specjax.evaluation.teacher import target_output
+from specjax.types import Batch, Output, Params, Reads
+
+if TYPE_CHECKING:
+    from specjax.data.rows import Rows
+
+TOKENS_AN_INPUT = 32
+RIDGE = 1e-2
+"""Of the inputs' mean square, added to each."""
+ROWS_AT_ONCE = 8
+
+Inputs = Callable[[Batch, tuple[Array, ...], Output], Float[Array, "B T I"]]
+"""Of (rows, the streams that the draft reads of the token before, all of the target's forward pass)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """``kernel [I, H]`` of the inputs and ``norm``, a last norm behind it, give what the target's head reads as well as
+    any linear map does. ``products``: the inputs' mean products."""
+
+    kernel: Float[np.ndarray, "I H"]
+    norm: Params
+    products: Float[np.ndarray, "I I"]
+
+    def size(self, part: slice) -> float:
+        """Root mean square of what ``part`` of the inputs gives."""
+        kernel = self.kernel[part]
+        return float(np.sqrt(np.sum(kernel * (self.products[part, part] @ kernel)) / kernel.shape[1]))
+
+
+def linear_guess(target: Any, rows: Rows, reads: tuple[int, ...], inputs: Inputs) -> Fit:
+    """See `Fit`. ``reads``: streams of the target's."""
+    like, last = same_norm(target.config), target.config.num_layers
+    wanted = Reads(hidden_layers=(*reads, last))
+
+    def squares(params: Params, batch: Batch) -> tuple[Array, Array, Array, Array]:
+        out = target_output(target.spec, params, batch, wanted)
+        *streams, deepest = (jnp.asarray(x, jnp.float32) for x in out.hidden)
+        assert out.final is not None
+        # Where the draft's norm is of the target's form it undoes the length, and only the scale is the target's.
+        goal = unit(deepest) if like else jnp.asarray(out.final, jnp.float32)
+        read = inputs(batch, tuple(jnp.roll(x, 1, axis=1) for x in streams), out)
+        counts = (batch.token_positions > 0) & (jnp.asarray(batch.weight) > 0)
+        x, y = (jnp.where(counts[..., None], a, 0.0).reshape(-1, a.shape[-1]) for a in (read, goal))
+        return x.T @ x, x.T @ y, jnp.sum(jnp.square(y)), jnp.sum(counts)
+
+    size = jax.eval_shape(squares, target.params, spread(rows, 1))[0].shape[0]
+    sample = spread(rows, TOKENS_AN_INPUT * size)
+    add, total = jax.jit(squares), None
+    for start in range(0, len(sample.tokens), ROWS_AT_ONCE):
+        some = jax.tree.map(lambda x, start=start: x[start : start + ROWS_AT_ONCE], sample)
+        found = jax.tree.map(lambda x: np.asarray(x, np.float64), add(target.params, some))
+        total = found if total is None else jax.tree.map(np.add, total, found)
+    assert total is not None
+    gram, cross, power, count = total
+    return _solved(gram, cross, float(power), float(count), norm=in_float32(target.params["norm"]) if like else None)
+
+
+def _solved(gram: np.ndarray, cross: np.ndarray, power: float, count: float, norm: Params | None) -> Fit:
+    products, cross = gram / max(count, 1), cross / max(count, 1)
+    ridge = RIDGE * np.trace(products) / len(products) + 1e-12
+    kernel = np.linalg.solve(products + ridge * np.eye(len(products)), cross)
+    if norm is None:
+        size = cross.shape[1]
+        norm = {"scale": jnp.full(size, np.sqrt(power / max(count, 1) / size), jnp.float32)}
+    return Fit(kernel.astype(np.float32), norm, products)
+
+
+def unit(x: Float[Array, "*B H"], eps: float = 1e-6) -> Float[Array, "*B H"]:
+    """Of root mean square 1."""
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
+def silent(layer: Params) -> Params:
+    """A layer that adds nothing yet."""
+    zeroed = functools.partial(jax.tree.map, jnp.zeros_like)
+    attention = {**layer["attention"], "o_proj": zeroed(layer["attention"]["o_proj"])}
+    return {**layer, "attention": attention, "mlp": {**layer["mlp"], "down_proj": zeroed(layer["mlp"]["down_proj"])}}
