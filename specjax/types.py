@@ -542,6 +542,8 @@ class Batch:
     """Document of the row that a token belongs to; attention stays inside it. None: a row is one document."""
     teacher: TopKLogits | None = None
     """The target's logits, cached; None: the target is asked."""
+    streams: tuple[Float[Array, "B T D"], ...] | None = None
+    """The streams that the draft's `Reads` name, cached, and behind them `Output.final`; None: the target is asked."""
 
     @property
     def token_positions(self) -> Int[Array, "B T"]:

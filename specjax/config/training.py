@@ -257,11 +257,14 @@ class Stage:
 
     teacher: Literal["online", "cached"] = "online"
     """Where the target's logits come from: its forward in every step, or a pass over the stage's rows before the
-    first, of which the `teacher_top_k` largest are kept on disk."""
+    first, of which the `teacher_top_k` largest are kept on disk; of a draft that reads hidden states, those and what
+    gives the whole distribution."""
     teacher_top_k: Positive = 64
     teacher_path: Name | None = None
-    """Of cached logits: a directory that runs share, where those of the same target, rows and `teacher_top_k` are made
+    """Of what is cached: a directory that runs share, where that of the same target, rows and `teacher_top_k` is made
     once. None: in the stage's own."""
+    teacher_gb: Annotated[float, Field(gt=0)] = 100.0
+    """Most that it may take on disk, in 10^9 bytes; more is refused before anything is computed."""
 
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> Stage:

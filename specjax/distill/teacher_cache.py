@@ -1,13 +1,17 @@
-"""The frozen target's k best logits of a stage's rows: computed once, kept on disk, read back by row number.
+"""What the frozen target says of a stage's rows: computed once, kept on disk, read back by row number.
 
-A directory of numbered `.npy` shards of equally many rows, ``record[row, t]`` = (log p of the k best tokens, their ids,
-the probability of all others, log p and ids of a few of those, drawn from p), each with its SHA-256 and its sums beside
-it (`specjax.runtime.store`); `fingerprint.json` with what it was made from; `provenance.json`, once it is whole, with
-what it holds and what it costs in accuracy. Of several processes all compute, and the first one writes.
+A directory of numbered `.npy` shards of equally many rows, ``record[row, t]`` what is kept of a position (`Kept`), each
+with its SHA-256 and its sums beside it (`specjax.runtime.store`); `fingerprint.json` with what it was made from;
+`provenance.json`, once it is whole, with what it holds and what it costs in accuracy. Of several processes all compute,
+and the first one writes.
 
-What is lost: alpha is known to lie in [A, A + min(tail of p, tail of q)], A the overlap of the k tokens; and log p is
-rounded to float16. So every figure that training makes of alpha is off by at most ``alpha_error`` in the mean: the mean
-tail of p plus the mean total variation of the rounding. The tokens drawn from the tail make it right on average.
+`Logits`: log p of the k best tokens, their ids, the probability of all others, log p and ids of a few of those, drawn
+from p. `specjax.distill.kept_streams.Streams`: what a draft reads of the forward pass.
+
+What is lost of logits: alpha is known to lie in [A, A + min(tail of p, tail of q)], A the overlap of the k tokens; and
+log p is rounded to float16. So every figure that training makes of alpha is off by at most ``alpha_error`` in the mean:
+the mean tail of p plus the mean total variation of the rounding. The tokens drawn from the tail make it right on
+average.
 
 Dims: B rows, T predicted positions.
 """
@@ -20,9 +24,10 @@ import functools
 import io
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -94,16 +99,104 @@ def _ids(stored: np.ndarray) -> np.ndarray:
     return stored.astype(np.int32)
 
 
+class Kept(Protocol):
+    """What is kept of a position."""
+
+    def record(self, target: Any) -> np.dtype:
+        """Of one token."""
+        ...
+
+    def made_from(self, target: Any) -> dict[str, Any]:
+        """What it depends on, beside target and rows; ``shape``, that of a position's, among it. Raises `ConfigError`
+        for a target that has no such thing."""
+        ...
+
+    def make(self, target: Any, batch: Batch, numbers: Int[np.ndarray, " B"], real: int) -> tuple[np.ndarray, Any]:
+        """Records of the first ``real`` rows of a batch, of these numbers, and sums over their positions."""
+        ...
+
+    def onto(self, row: Batch, records: np.ndarray) -> Batch:
+        """A row with what is kept of it."""
+        ...
+
+    def figures(self, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Of a whole cache, by the sums of its shards."""
+        ...
+
+    @staticmethod
+    def told(found: Mapping[str, Any]) -> str:
+        """The same in words."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """The ``k`` best of ``vocab_size``, see the head of this file."""
+
+    k: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, k: int, target: Any, rows: Rows) -> Logits:
+        """Of a target's."""
+        run = functools.partial(target_output, target.spec)
+        return cls(k, jax.eval_shape(run, target.params, take(rows, [0])).logits.shape[-1])
+
+    def record(self, target: Any) -> np.dtype:
+        """See `record_dtype`."""
+        return record_dtype(self.k, self.vocab_size)
+
+    def made_from(self, target: Any) -> dict[str, Any]:
+        tokens = TokenRows.of(target)
+        most = self.vocab_size if tokens is None else self.vocab_size - len(tokens.unused)
+        if self.k > most:
+            raise ConfigError(f"teacher_top_k={self.k} exceeds the target's {most} tokens; lower it")
+        padding = fingerprint.digest(np.asarray(tokens.unused if tokens else ()))
+        return {"padding": padding, "k": self.k, "tail_tokens": TAIL_TOKENS, "shape": [self.vocab_size]}
+
+    def make(self, target: Any, batch: Batch, numbers: Int[np.ndarray, " B"], real: int) -> tuple[np.ndarray, Any]:
+        best = jax.device_get(whole(_best(target.spec, TokenRows.of(target), target.params, batch, numbers, self.k)))
+        best = jax.tree.map(lambda x: x[:real], best)
+        records = to_records(best, self.vocab_size)
+        counts = batch.weight[:real] > 0
+        tail = records["tail_mass"][counts].astype(np.float64)
+        rounding = _rounding(best, from_records(records))[counts].sum()
+        return records, {"tail": tail.sum(), "tail_max": tail.max(initial=0.0), "rounding": rounding}
+
+    def onto(self, row: Batch, records: np.ndarray) -> Batch:
+        return dataclasses.replace(row, teacher=from_records(records))
+
+    def figures(self, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        positions = sum(shard["positions"] for shard in shards)
+        mean = {n: sum(shard[n] for shard in shards) / max(positions, 1) for n in ("tail", "rounding")}
+        return {
+            "full_bytes_per_token": 4 * self.vocab_size,
+            "tail_mean": mean["tail"],
+            "tail_max": max(shard["tail_max"] for shard in shards),
+            "rounding_mean": mean["rounding"],
+            "alpha_error": mean["tail"] + mean["rounding"],
+        }
+
+    @staticmethod
+    def told(found: Mapping[str, Any]) -> str:
+        return (
+            f"{found['k']} of {found['shape'][-1]:,} logits, {found['bytes_per_token']} bytes a token (all in float32: "
+            f"{found['full_bytes_per_token']:,}); mean tail {found['tail_mean']:.2g}, alpha off by at most "
+            f"{found['alpha_error']:.2g}"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class CachedRows:
-    """``rows`` with the target's best logits beside each (`Batch.teacher`). ``numbers``: of the rows that have them, in
-    order; ``digests``: of the shards."""
+    """``rows`` with what is ``kept`` of the target beside each. ``numbers``: of the rows that have it, in order;
+    ``digests``: of the shards."""
 
     rows: Rows
     numbers: Int[np.ndarray, " rows"]
     directory: Path
     rows_per_shard: int
     digests: tuple[str, ...]
+    kept: Kept
 
     @property
     def length(self) -> int:
@@ -111,7 +204,7 @@ class CachedRows:
 
     @property
     def digest(self) -> str:
-        # The target and k stand beside it wherever a result's origin is recorded.
+        # The target and what is kept stand beside it wherever a result's origin is recorded.
         return self.rows.digest
 
     def __len__(self) -> int:
@@ -124,7 +217,7 @@ class CachedRows:
             raise KeyError(f"{self.directory}: holds nothing of row {index}")
         number, offset = divmod(place, self.rows_per_shard)
         shard = _open(self.directory / _name(number), self.digests[number])
-        return dataclasses.replace(self.rows[index], teacher=from_records(np.asarray(shard[offset])))
+        return self.kept.onto(self.rows[index], np.asarray(shard[offset]))
 
 
 def numbers_of(batches: Batches, steps: int) -> Int[np.ndarray, " rows"]:
@@ -145,17 +238,18 @@ def shared_rows(
     target: Any,
     rows: Rows,
     numbers: Int[np.ndarray, " rows"],
-    k: int,
+    kept: Kept,
     batch_size: int,
     progress: StepProgress | None = None,
+    most_bytes: float = float("inf"),
 ) -> CachedRows:
     """`cached_rows` in a directory of ``root`` that is named by what it is made from, so that other runs find it. Of
     two runs that come at once, one makes it and the other waits."""
-    made_from = _made_from(target, rows, numbers, k)
+    made_from = _made_from(target, rows, numbers, kept)
     directory = root / fingerprint.of_record(made_from)[:16]
     with contextlib.ExitStack() as held:
         by_first(lambda: held.enter_context(lock.in_turn(root / f".{directory.name}.lock")))
-        return cached_rows(directory, target, rows, numbers, k, batch_size, progress)
+        return cached_rows(directory, target, rows, numbers, kept, batch_size, progress, most_bytes)
 
 
 def cached_rows(
@@ -163,20 +257,25 @@ def cached_rows(
     target: Any,
     rows: Rows,
     numbers: Int[np.ndarray, " rows"],
-    k: int,
+    kept: Kept,
     batch_size: int,
     progress: StepProgress | None = None,
+    most_bytes: float = float("inf"),
 ) -> CachedRows:
-    """``rows``, those ``numbers`` of them (in order) with their cached logits; what is missing in ``directory`` is
-    computed, ``batch_size`` rows at a time. ``progress`` counts rows.
+    """``rows``, those ``numbers`` of them (in order) with what is ``kept`` of the target; what is missing in
+    ``directory`` is computed, ``batch_size`` rows at a time, and its size told before. ``progress`` counts rows.
 
     Every shard that is there is checked against its SHA-256; a damaged one is named in a warning and made again.
-    Raises `ConfigError` if the target has fewer than ``k`` tokens, `TrainingError` if the directory belongs to another
-    target, other rows or another k, or cannot be written.
+    Raises `ConfigError` if it would take more than ``most_bytes``, or the target has no such thing; `TrainingError` if
+    the directory belongs to another target, other rows or something else that was kept, or cannot be written.
     """
-    made_from = _made_from(target, rows, numbers, k)
-    vocab_size, per_shard = made_from["shape"][-1], made_from["rows_per_shard"]
-    dtype = record_dtype(k, vocab_size)
+    made_from, record = _made_from(target, rows, numbers, kept), kept.record(target)
+    per_shard, size = made_from["rows_per_shard"], len(numbers) * rows.length * record.itemsize
+    if size > most_bytes:
+        raise ConfigError(
+            f"teacher=cached: {directory} would take {size / 1e9:,.1f} GB, {record.itemsize:,} bytes a token, and "
+            f"teacher_gb is {most_bytes / 1e9:g}; raise it, train on fewer rows, or set teacher=online"
+        )
     by_first(lambda: fingerprint.claim(directory, made_from))
 
     def done(rows: int) -> None:
@@ -187,55 +286,51 @@ def cached_rows(
     try:
         for number, start in enumerate(range(0, len(numbers), per_shard)):
             file, indices = directory / _name(number), numbers[start : start + per_shard]
-            record = by_first(functools.partial(store.record_of, file))
-            if record is None:
+            found = by_first(functools.partial(store.record_of, file))
+            if found is None:
+                if number == 0:
+                    seconds = _seconds(target, rows, numbers, kept, batch_size)
+                    _log.info("%s: %.3g GB, %.3g s beside compilation", directory, size / 1e9, seconds)
                 told = functools.partial(lambda start, rows: done(start + rows), start)
-                record = _make(file, target, rows, indices, k, vocab_size, batch_size, told)
+                found = _make(file, target, rows, indices, kept, batch_size, told)
             done(start + len(indices))
-            shards.append(record)
+            shards.append(found)
     except TrainingError as error:
-        size = len(numbers) * rows.length * dtype.itemsize
         raise TrainingError(f"{error}; all of it takes {size:,} bytes, less with a lower teacher_top_k") from None
-    by_first(lambda: fingerprint.write_json(directory / PROVENANCE, made_from | _figures(shards, dtype, vocab_size)))
+    figures = {
+        "dtype": str(record.descr),
+        "bytes_per_token": record.itemsize,
+        "positions": int(sum(shard["positions"] for shard in shards)),
+        **kept.figures(shards),
+    }
+    figures["told"] = kept.told(made_from | figures)
+    by_first(lambda: fingerprint.write_json(directory / PROVENANCE, made_from | figures))
     _log.info("%s", summary(directory))
-    return CachedRows(rows, numbers, directory, per_shard, tuple(shard["sha256"] for shard in shards))
+    return CachedRows(rows, numbers, directory, per_shard, tuple(shard["sha256"] for shard in shards), kept)
 
 
-def _made_from(target: Any, rows: Rows, numbers: Int[np.ndarray, " rows"], k: int) -> dict[str, Any]:
-    logits = jax.eval_shape(
-        functools.partial(target_output, target.spec), target.params, take(rows, numbers[:1])
-    ).logits
-    vocab_size, tokens = logits.shape[-1], TokenRows.of(target)
-    most = vocab_size if tokens is None else vocab_size - len(tokens.unused)
-    if k > most:
-        raise ConfigError(f"teacher_top_k={k} exceeds the target's {most} tokens; lower it")
+def _made_from(target: Any, rows: Rows, numbers: Int[np.ndarray, " rows"], kept: Kept) -> dict[str, Any]:
+    own = kept.made_from(target)
     target_params, target_config = fingerprint.of_model(target)
     return {
         "target_params": target_params,
         "target_config": target_config,
         "rows": fingerprint.digest((np.frombuffer(rows.digest.encode(), np.uint8), numbers)),
-        "shape": [len(numbers), rows.length, vocab_size],
-        "padding": fingerprint.digest(np.asarray(tokens.unused if tokens else ())),
-        "k": k,
-        "tail_tokens": TAIL_TOKENS,
-        "rows_per_shard": max(1, SHARD_BYTES // (rows.length * record_dtype(k, vocab_size).itemsize)),
+        **own,
+        "shape": [len(numbers), rows.length, *own["shape"]],
+        "rows_per_shard": max(1, SHARD_BYTES // (rows.length * kept.record(target).itemsize)),
     }
 
 
 def read_provenance(directory: Path) -> dict[str, Any]:
-    """What a whole cache was made from and holds: ``tail_mean`` and ``tail_max`` of p, ``rounding_mean``,
-    ``alpha_error``, ``positions`` (predictions that count), bytes. Means are over those positions."""
+    """What a whole cache was made from and holds: ``positions`` (predictions that count), bytes, and what `Kept` tells;
+    of logits ``tail_mean`` and ``tail_max`` of p, ``rounding_mean`` and ``alpha_error``, means over those positions."""
     return json.loads((directory / PROVENANCE).read_text())
 
 
 def summary(directory: Path) -> str:
-    """One line on a whole cache: bytes a token, and how far alpha can be off."""
-    found = read_provenance(directory)
-    return (
-        f"{directory}: {found['k']} of {found['shape'][-1]:,} logits, {found['bytes_per_token']} bytes a token (all in "
-        f"float32: {found['full_bytes_per_token']:,}); mean tail {found['tail_mean']:.2g}, alpha off by at most "
-        f"{found['alpha_error']:.2g}"
-    )
+    """One line on a whole cache: bytes a token, and what is lost."""
+    return f"{directory}: {read_provenance(directory)['told']}"
 
 
 def _name(number: int) -> str:
@@ -247,30 +342,34 @@ def _make(
     target: Any,
     rows: Rows,
     indices: np.ndarray,
-    k: int,
-    vocab_size: int,
+    kept: Kept,
     batch_size: int,
     done: Callable[[int], None],
 ) -> dict[str, Any]:
     """Write one shard, so that it is there whole or not at all; its record. ``done`` is told the rows so far."""
-    made, sums = [], {"positions": 0, "tail": 0.0, "tail_max": 0.0, "rounding": 0.0}
+    made, sums = [], {"positions": 0.0}
     for numbers, real in _batches(indices, batch_size):
         batch = take(rows, numbers)
-        best = jax.device_get(whole(_best(target.spec, TokenRows.of(target), target.params, batch, numbers, k)))
-        best = jax.tree.map(lambda x, real=real: x[:real], best)
-        records = to_records(best, vocab_size)
+        records, found = kept.make(target, batch, numbers, real)
         made.append(records)
         done(sum(map(len, made)))
-        counts = batch.weight[:real] > 0
-        tail = records["tail_mass"][counts].astype(np.float64)
-        sums["positions"] += len(tail)
-        sums["tail"] += tail.sum()
-        sums["tail_max"] = max(sums["tail_max"], tail.max(initial=0.0))
-        sums["rounding"] += _rounding(best, from_records(records))[counts].sum()
+        sums["positions"] += float(np.count_nonzero(batch.weight[:real] > 0))
+        for name, value in found.items():
+            add = max if name.endswith("_max") else sum
+            sums[name] = float(add((sums.get(name, 0.0), value)))
     content = io.BytesIO()
     np.save(content, np.concatenate(made))
-    record = {name: float(value) for name, value in sums.items()}
-    return by_first(lambda: store.write(file, content.getvalue(), record))
+    return by_first(lambda: store.write(file, content.getvalue(), sums))
+
+
+def _seconds(target: Any, rows: Rows, numbers: np.ndarray, kept: Kept, batch_size: int) -> float:
+    """What all of it takes, by one batch; of the first, which compiles, nothing is counted."""
+    first, real = next(_batches(numbers, batch_size))
+    batch = take(rows, first)
+    kept.make(target, batch, first, real)
+    began = time.perf_counter()
+    kept.make(target, batch, first, real)
+    return (time.perf_counter() - began) * -(-len(numbers) // batch_size)
 
 
 def _batches(indices: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, int]]:
@@ -304,18 +403,3 @@ def _rounding(exact: TopKLogits, stored: TopKLogits) -> np.ndarray:
         for distribution in (exact, stored)
     )
     return 0.5 * np.abs(p - q).sum(-1)
-
-
-def _figures(shards: Sequence[dict[str, Any]], dtype: np.dtype, vocab_size: int) -> dict[str, Any]:
-    positions = sum(shard["positions"] for shard in shards)
-    mean = {n: sum(shard[n] for shard in shards) / max(positions, 1) for n in ("tail", "rounding")}
-    return {
-        "dtype": str(dtype.descr),
-        "bytes_per_token": dtype.itemsize,
-        "full_bytes_per_token": 4 * vocab_size,
-        "positions": int(positions),
-        "tail_mean": mean["tail"],
-        "tail_max": max(shard["tail_max"] for shard in shards),
-        "rounding_mean": mean["rounding"],
-        "alpha_error": mean["tail"] + mean["rounding"],
-    }

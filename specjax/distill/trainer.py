@@ -16,12 +16,13 @@ import numpy as np
 
 from specjax import backend, config, registry
 from specjax.data.rows import Batches, Rows
+from specjax.distill.kept_streams import Streams
 from specjax.distill.losses import references_of
 from specjax.distill.optimizer import make_optimizer, make_schedule
 from specjax.distill.selection import Selector, fingerprint_of
 from specjax.distill.sources.on_policy import Sampler
 from specjax.distill.step import Update, microbatch_rows, start_state
-from specjax.distill.teacher_cache import cached_rows, numbers_of, shared_rows
+from specjax.distill.teacher_cache import Logits, cached_rows, numbers_of, shared_rows
 from specjax.drafters.base import in_training
 from specjax.errors import ConfigError, Stopped, TrainingError
 from specjax.evaluation.evaluate import evaluate
@@ -40,7 +41,15 @@ from specjax.types import Batch, Loss, Params, Sharing, Trainable, TrainingForm,
 
 LOG_EVERY = 10
 """Steps between two looks at the metrics; in between, the host never waits for the device."""
-_CHANGE_NO_WEIGHT = ("eval_every", "eval_positions", "save_every", "profile", "skip_non_finite", "teacher_path")
+_CHANGE_NO_WEIGHT = (
+    "eval_every",
+    "eval_positions",
+    "save_every",
+    "profile",
+    "skip_non_finite",
+    "teacher_path",
+    "teacher_gb",
+)
 """Fields of a stage that may change when it goes on. A step that may be skipped now was an error before."""
 
 
@@ -108,10 +117,10 @@ class Trainer:
         if self.target is None and needs_target(self.drafter):
             how = "shares weights with" if isinstance(self.drafter, Sharing) else "reads"
             raise TrainingError(f"{name}: the draft {how} its target; give the target")
-        if self.stage.teacher == "cached" and reads_of(self.drafter):
+        if self.stage.teacher == "cached" and reads_of(self.drafter).kv_layers:
             raise TrainingError(
-                f"{name}: teacher=cached keeps the target's logits alone, and the draft reads its forward pass "
-                f"({reads_of(self.drafter)}); set teacher=online"
+                f"{name}: teacher=cached keeps the target's hidden states and logits, and the draft reads its keys and "
+                "values; set teacher=online"
             )
 
     def run(self, progress: StepProgress | None = None) -> Params:
@@ -267,15 +276,20 @@ class Trainer:
         if spec is None or stage.teacher != "cached":
             return spec
         self._batches = Batches(self._cached_rows(), stage.batch_size, self.data.seed)
+        if reads_of(self.drafter):
+            return spec  # whose head makes logits of what is kept
         if not shares:
             self._teacher = None
         return None
 
     def _cached_rows(self) -> Rows:
-        """The training rows with the target's logits, computed before the first step."""
-        stage, numbers = self.stage, numbers_of(self._batches, self._steps)
+        """The training rows with what the target says of them, computed before the first step."""
+        stage, numbers, target = self.stage, numbers_of(self._batches, self._steps), self.target
+        assert target is not None
+        reads, train = reads_of(self.drafter), self.data.train
+        kept = Streams(reads, str(target.dtype)) if reads else Logits.of(stage.teacher_top_k, target, train)
         with self.bars(f"{self.directory.name}-teacher", len(numbers)) as shown:
-            cache = (self.target, self.data.train, numbers, stage.teacher_top_k, self._rows, shown)
+            cache = (target, train, numbers, kept, self._rows, shown, stage.teacher_gb * 1e9)
             if stage.teacher_path is None:
                 return cached_rows(self.directory / "teacher", *cache)
             return shared_rows(Path(stage.teacher_path).expanduser(), *cache)

@@ -8,12 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from specjax.types import NOTHING, Batch, Output, Params, Reads, Sharing, Trainable, reads_of
 
 
 def target_output(spec: Any, params: Params, batch: Batch, reads: Reads = NOTHING) -> Output:
-    """The target's forward over whole rows, with what a draft ``reads`` of it; no gradient reaches it."""
+    """The target's forward over whole rows, with what a draft ``reads`` of it, or what was kept of that; no gradient
+    reaches it."""
+    if batch.streams is not None:
+        *hidden, final = batch.streams
+        return Output(jnp.zeros((*batch.tokens.shape[:1], 0, 1), jnp.float32), tuple(hidden), final=final)
     more: dict[str, Any] = {"reads": reads} if reads else {}
     return jax.lax.stop_gradient(spec(params, batch.tokens, batch.token_positions, mask=batch.mask_for(spec), **more))
 

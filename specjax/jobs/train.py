@@ -39,7 +39,7 @@ def train(config: Path, overrides: Sequence[str]) -> None:
     if result.comparison:
         console.print(comparison_table(result.comparison))
     for cache in sorted(Path(settings.out).glob("*/teacher/provenance.json")):
-        console.print(f"cached logits: {teacher_cache.summary(cache.parent)}", soft_wrap=True)
+        console.print(f"cached: {teacher_cache.summary(cache.parent)}", soft_wrap=True)
     if "draft" in result.self_tests:
         console.print(f"loaded again after its export: {result.self_tests['draft']}", soft_wrap=True)
     console.print(f"draft: {Path(settings.out) / 'draft'}", soft_wrap=True)

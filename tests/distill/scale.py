@@ -20,7 +20,7 @@ from specjax.distill.losses import ForwardKL
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.sources.on_policy import OnPolicy, draft_sampler
 from specjax.distill.step import Update, start_state
-from specjax.distill.teacher_cache import cached_rows
+from specjax.distill.teacher_cache import Logits, cached_rows
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel
@@ -127,7 +127,7 @@ def cached_row(directory: Path, layout: Layout) -> Any:
     """Row 5 with the best logits of a target that lies over ``layout``."""
     target = transformer_target()
     target = dataclasses.replace(target, params=layout.put(target.params, layout.of_target(target.params, target.spec)))
-    return cached_rows(directory, target, UnevenRows(), np.arange(9), 3, MICRO)[5]
+    return cached_rows(directory, target, UnevenRows(), np.arange(9), Logits.of(3, target, UnevenRows()), MICRO)[5]
 
 
 def sampled(layout: Layout) -> list[list[int]]:

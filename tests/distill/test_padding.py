@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import pytest
 from specjax import registry
 from specjax.data.rows import take
 from specjax.distill.step import TrainState, Update
-from specjax.distill.teacher_cache import cached_rows
+from specjax.distill.teacher_cache import Logits, cached_rows
 from specjax.errors import ConfigError
 from specjax.evaluation.evaluate import evaluate
 from specjax.evaluation.matching import Matching, Teacher
@@ -109,10 +110,15 @@ def test_measured_figures_are_over_tokens_alone(draft_rows):
 
 
 def test_cached_logits_are_of_tokens_alone(tmp_path):
+    rows = toys.rows(2)
+
+    def cached(name: str, target: Any, k: int) -> Any:
+        return cached_rows(tmp_path / name, target, rows, np.arange(2), Logits.of(k, target, rows), 2)
+
     plain, found = (
-        cached_rows(tmp_path / name, target, toys.rows(2), np.arange(2), VOCAB - 2, 2)[1].teacher
+        cached(name, target, VOCAB - 2)[1].teacher
         for name, target in (("plain", toys.target()), ("padded", padded_target()))
     )
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3), found, plain)
     with pytest.raises(ConfigError, match=r"teacher_top_k=13 exceeds the target's 12 tokens"):
-        cached_rows(tmp_path / "more", padded_target(), toys.rows(2), np.arange(2), VOCAB + 1, 2)
+        cached("more", padded_target(), VOCAB + 1)

@@ -18,6 +18,7 @@ from specjax.data.rows import Batches, ConcatenatedRows, take
 from specjax.distill import teacher_cache
 from specjax.distill.distributions import acceptance, top_k_logits
 from specjax.distill.teacher_cache import (
+    Logits,
     cached_rows,
     from_records,
     numbers_of,
@@ -51,6 +52,7 @@ def small_shards():
 def make(directory, **changes):
     settings: dict[str, Any] = {"target": toys.target(), "rows": toys.rows(ROWS), "k": K, "batch_size": BATCH} | changes
     settings.setdefault("numbers", np.arange(len(settings["rows"])))
+    settings["kept"] = Logits.of(settings.pop("k"), settings["target"], settings["rows"])
     return cached_rows(directory / "cache", **settings)
 
 
@@ -265,6 +267,7 @@ def test_progress_counts_rows_batch_by_batch_and_what_is_there_at_once(tmp_path)
 def share(root, **changes):
     settings: dict[str, Any] = {"target": toys.target(), "rows": toys.rows(ROWS), "k": K, "batch_size": BATCH} | changes
     settings.setdefault("numbers", np.arange(len(settings["rows"])))
+    settings["kept"] = Logits.of(settings.pop("k"), settings["target"], settings["rows"])
     return shared_rows(root, **settings)
 
 

@@ -11,7 +11,8 @@ import pytest
 
 import specjax
 from specjax import config, registry
-from specjax.errors import ConfigError, ModelError, TrainingError
+from specjax.distill import teacher_cache
+from specjax.errors import ConfigError, ModelError
 from specjax.jobs import distill as job
 from specjax.models.hf import load_model
 from specjax.runtime import fingerprint
@@ -68,6 +69,22 @@ def test_killed_and_resumed_it_ends_in_the_same_weights_and_decodes(run, kind, t
             assert decoder.generate(PROMPTS, max_new_tokens=12).tokens == plain, rule
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "dflash2", "early_exit"])
+def test_from_kept_hidden_states_it_is_the_same_training_and_runs_share_them(run, kind, tmp_path, caplog):
+    kept = {"teacher": "cached", "teacher_path": str(tmp_path / "shared"), "steps": 4}
+    online = job.run(run(tmp_path / "online", kind, steps=4))
+    cached = job.run(run(tmp_path / "cached", kind, **kept))
+    losses = [[record["loss"] for record in result.logs["draft-distill"]] for result in (online, cached)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert cached.measures.alpha_at_after == pytest.approx(online.measures.alpha_at_after, abs=1e-4)
+    [directory] = (file.parent for file in (tmp_path / "shared").glob("*/provenance.json"))
+    assert "hidden states in float32" in teacher_cache.summary(directory)
+    written = {file: file.stat().st_mtime_ns for file in directory.glob("*.npy")}
+    again = job.run(run(tmp_path / "again", kind, **kept))
+    assert written == {file: file.stat().st_mtime_ns for file in directory.glob("*.npy")}
+    assert fingerprint.digest(again.draft_after.params) == fingerprint.digest(cached.draft_after.params)
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_over_a_mesh_it_is_the_same_training(run, kind, tmp_path):
     one = job.run(run(tmp_path / "one", kind, batch_size=4, steps=3))
@@ -81,7 +98,13 @@ def test_over_a_mesh_it_is_the_same_training(run, kind, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "fields", "stage", "error", "message"),
     [
-        ("eagle3", {}, {"teacher": "cached"}, TrainingError, "the draft reads its forward pass .*; set teacher=online"),
+        (
+            "mtp",
+            {},
+            {"teacher": "cached", "teacher_gb": 1e-6},
+            ConfigError,
+            r"would take .* and teacher_gb is 1e-06; ra",
+        ),
         ("mtp", {}, {"scan_layers": True}, ConfigError, "scan_layers: mtp drafts run layer by layer; set it false"),
         ("eagle3", {"reads": [1, 3]}, {}, ConfigError, r"draft\.reads: \[1, 3\]; name some of the target's streams 0"),
         ("dflash", {"mask_token": 999}, {}, ConfigError, r"draft\.mask_token: 999, and the target has ids 0"),

@@ -153,7 +153,7 @@ def test_a_chat_is_learnt_from(run, tiny_target, tmp_path):
 @pytest.mark.parametrize(
     ("draft", "stage", "error", "message"),
     [
-        ({}, {"teacher": "cached"}, TrainingError, "the draft reads its forward pass .*; set teacher=online"),
+        ({}, {"teacher": "cached"}, TrainingError, "the draft reads its keys and values; set teacher=online"),
         ({}, {"scan_layers": True}, ConfigError, "scan_layers: the layers of a glide draft read"),
         ({"reads": [2]}, {}, ConfigError, r"draft\.reads: \[2\] for 1 layers of a draft and 2 of its target"),
         ({"reads": [0, 1]}, {}, ConfigError, r"draft\.reads: \[0, 1\] for 1 layers"),

@@ -1,0 +1,62 @@
+"""What a draft reads of its target's forward pass, kept for a stage's rows (`specjax.distill.teacher_cache`): the
+streams that it names, and behind them what the target's head reads, which gives the whole distribution in place of its
+best logits. In the target's dtype: training with it is training online, and nothing is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from specjax.evaluation.teacher import target_output
+from specjax.runtime.distributed import whole
+from specjax.types import Batch, Params, Reads
+
+
+@dataclasses.dataclass(frozen=True)
+class Streams:
+    """Those of ``reads.hidden_layers``, and the last. See `specjax.distill.teacher_cache.Kept`."""
+
+    reads: Reads
+    dtype: str
+
+    def record(self, target: Any) -> np.dtype:
+        """Numbers as whole ones of their width: numpy has no name for bfloat16 on disk."""
+        shape = len(self.reads.hidden_layers) + 1, target.config.hidden_size
+        return np.dtype([("streams", f"<u{jnp.dtype(self.dtype).itemsize}", shape)])
+
+    def made_from(self, target: Any) -> dict[str, Any]:
+        count, size = len(self.reads.hidden_layers) + 1, target.config.hidden_size
+        return {"streams": list(self.reads.hidden_layers), "dtype_of_streams": self.dtype, "shape": [count, size]}
+
+    def make(self, target: Any, batch: Batch, numbers: Int[np.ndarray, " B"], real: int) -> tuple[np.ndarray, Any]:
+        found = jax.device_get(whole(_streams(target.spec, target.params, batch, self.reads, self.dtype)))
+        records = np.empty(found.shape[:2], self.record(target))[:real]
+        records["streams"] = found[:real].view(records["streams"].dtype)
+        return records, {}
+
+    def onto(self, row: Batch, records: np.ndarray) -> Batch:
+        streams = np.ascontiguousarray(records["streams"]).view(jnp.dtype(self.dtype))
+        return dataclasses.replace(row, streams=tuple(np.moveaxis(streams, 1, 0)))
+
+    def figures(self, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def told(found: Mapping[str, Any]) -> str:
+        count, dtype, size = found["shape"][-2], found["dtype_of_streams"], found["bytes_per_token"]
+        return f"{count} hidden states in {dtype}, {size:,} bytes a token; nothing is lost"
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _streams(spec: Any, params: Params, batch: Batch, reads: Reads, dtype: str) -> Array:
+    """``[B, T, S, D]``."""
+    out = target_output(spec, params, batch, reads)
+    assert out.final is not None
+    return jnp.stack([x.astype(dtype) for x in (*out.hidden, out.final)], axis=2)
