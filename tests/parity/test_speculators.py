@@ -20,7 +20,7 @@ import optax
 import pytest
 import safetensors.numpy
 
-from specjax.distill.losses import ForwardKL
+from specjax.distill.losses import CrossEntropy, ForwardKL
 from specjax.drafters import eagle3, formats, mtp, p_eagle
 from specjax.drafters.dflash.model import DFlashModel
 from specjax.drafters.dflash.training import TrainedDFlash
@@ -174,21 +174,27 @@ def test_p_eagle(tmp_path):
     which = torch.cat([torch.full((rows - d,), d) for d in range(depths)])
     ids = as_torch(batch.tokens)[:, 1:].long()
     read = torch.cat([as_torch(x) for x in captured.hidden], dim=-1)[:, :-1]
-    with pytest.MonkeyPatch.context() as patch, seen_by(other.lm_head) as found, torch.no_grad():
-        patch.setattr(core, "generate_cod_sample_indices", lambda **_: (anchors, which))
+    with torch.no_grad():
         other.verifier_norm.weight.fill_(1.0)
-        other.verifier_lm_head.weight.fill_(0.1)
-        other(
+        other.verifier_lm_head.weight.copy_(as_torch(params["head"]["kernel"]).T)
+    seen = seen_by(other.lm_head), seen_by(other.verifier_lm_head)
+    with pytest.MonkeyPatch.context() as patch, seen[0] as found, seen[1] as teacher, torch.no_grad():
+        patch.setattr(core, "generate_cod_sample_indices", lambda **_: (anchors, which))
+        loss = other(
             read,
             ids,
             torch.zeros_like(ids),
             verifier_last_hidden_states=read[..., :H],
             num_depths=depths,
             loss_config=eager("kl_div"),
-        )
-    trained = p_eagle.TrainedPEagle(model, depths=depths)
+        )[1]
+    trained, total = p_eagle.TrainedPEagle(model, depths=depths), 0.0
     for depth, prediction in enumerate(trained.predictions(params, batch, captured)):
-        alike(np.asarray(prediction.logits)[:, 1 + depth :], found[0][:, which.numpy() == depth])
+        ours = np.asarray(prediction.logits)[:, 1 + depth :]
+        alike(ours, found[0][:, which.numpy() == depth])
+        of_target = FullLogits(jnp.asarray(teacher[0][:, depth:]))
+        total += float(jnp.sum(ForwardKL()(jnp.asarray(ours), of_target, batch.labels[:, 1 + depth :])))
+    assert total / len(anchors) == pytest.approx(float(loss), abs=1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen3"])
@@ -199,10 +205,13 @@ def test_mtp(family, tmp_path):
     last = dataclasses.replace(out, hidden=out.hidden[-1:])
     other = theirs("mtp", model, params, tmp_path / "draft", "mtp", "MTPDraftModel")
     with seen_by(other.lm_head) as found, torch.no_grad():
-        other(as_torch(batch.tokens), as_torch(last.hidden[0]))
+        _, _, metrics = other(as_torch(batch.tokens), as_torch(last.hidden[0]))
     [prediction] = mtp.TrainedMTP(model, depths=1).predictions(params, batch, last)
     count = found[0].shape[1]
-    alike(np.asarray(prediction.logits)[:, 1 : 1 + count], found[0])
+    ours = np.asarray(prediction.logits)[:, 1 : 1 + count]
+    alike(ours, found[0])
+    loss = CrossEntropy()(jnp.asarray(ours), None, batch.tokens[:, 2 : 2 + count])
+    assert float(loss.mean()) == pytest.approx(float(metrics["loss_step_0"]), abs=1e-5)
 
 
 MARKOV = {"from_root": True, "markov_rank": 8}
