@@ -29,6 +29,7 @@ from specjax.runtime import distributed, fingerprint
 from specjax.runtime.layout import Layout, make_layout
 from specjax.types import Batch
 from tests.distill import test_on_policy, toys
+from tests.drafters import test_features
 
 SHAPE = ModelConfig(
     vocab_size=toys.VOCAB,
@@ -96,12 +97,15 @@ def stage(steps: int) -> config.Stage:
 class Trained:
     """``losses`` of every step; ``gradient`` of the first, one vector a parameter; the last ``state``."""
 
-    def __init__(self, layout: Layout, case: str):
-        shape, steps = CASES[case].shape, CASES[case].steps
-        drafter, teacher = TrainedDraftModel(Model(shape)), CASES[case].target()
+    def __init__(self, layout: Layout, case: str | tuple[Any, Any, Any, int]):
+        """``case``: one of `CASES`, or (drafter, its parameters, target, steps)."""
+        if isinstance(case, str):
+            shape, steps = CASES[case].shape, CASES[case].steps
+            case = TrainedDraftModel(Model(shape)), draft_params(shape), CASES[case].target(), steps
+        drafter, params, teacher, steps = case
         optimizer, ema = make_optimizer(stage(50)), OPTIMIZER.ema
         teacher_params = layout.put(teacher.params, layout.of_target(teacher.params, teacher.spec))
-        state = start_state(draft_params(shape), optimizer, True, layout, drafter)
+        state = start_state(params, optimizer, True, layout, drafter)
         loss = ForwardKL()
         update = Update(drafter, loss, optimizer, teacher.spec, MICRO, ema=ema, layout=layout).jitted(state)
         batches, self.losses = Batches(UnevenRows(), BATCH, 0), []
@@ -116,6 +120,21 @@ class Trained:
                 leaves = jax.tree_util.tree_leaves_with_path(distributed.whole(moment))
                 self.gradient = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
         self.state = state
+
+
+FEATURE_DRAFTS = ("published", "mtp", "p_eagle", "medusa", "dflash", "dflash2", "dspark_confident", "early_exit")
+"""One of each kind, as `tests.drafters.test_features` names them."""
+
+
+def feature_drafts(layout: Layout) -> dict[str, Trained]:
+    """Two steps of each."""
+    target, found = test_features.target_of(), {}
+    for name in FEATURE_DRAFTS:
+        drafter, _ = test_features.made(name, target)
+        drafter = drafter if name == "early_exit" else drafter.at_depths(2)
+        params = jax.jit(drafter.model.init)(jax.random.key(1))
+        found[name] = Trained(layout, (drafter, params, target, 2))
+    return found
 
 
 def optimizer_moment(state: Any) -> Any:
@@ -151,7 +170,10 @@ def main(directory: Path, case: str, port: int, process: int, processes: int) ->
     of_samples = test_on_policy.train(directory / "on-policy", layout=layout)
     cached_row(directory / "teacher", make_layout(FOUR))
     tokens = sampled(make_layout(FOUR))
+    drafts = feature_drafts(make_layout(FOUR)) if case == "long" else {}
     if distributed.is_first():
+        for name, draft in drafts.items():
+            np.savez(directory / f"{name}.npz", losses=draft.losses, **draft.gradient)
         np.savez(directory / "on-policy.npz", **of_samples)
         (directory / "sampled.json").write_text(json.dumps(tokens))
         np.savez(directory / "gradient.npz", **trained.gradient)
