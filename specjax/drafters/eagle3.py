@@ -20,7 +20,6 @@ from pydantic import Field
 
 from specjax.drafters import features as features_lib
 from specjax.drafters.features import FeatureDraft, FeatureDrafter, embedding_and_head, in_float32, of_hidden
-from specjax.drafters.fitting import linear_guess, silent, unit
 from specjax.drafters.token_rows import BoundRows, RowModel, TrainedRows
 from specjax.models.attention.memory import Attended
 from specjax.models.config import LayerKind, ModelConfig
@@ -178,6 +177,8 @@ def as_a_linear_guess(drafter: TrainedRows, params: Params, target: Any, rows: R
     """``params`` that guess linearly, from the captured streams and the token: the streams are what the first layer's
     residual begins with; the token, which is not in it, comes through half of the layer's key-value heads, which look
     for themselves. All else says nothing yet."""
+    from specjax.distill.fitting import linear_guess, silent, unit
+
     model: Any = drafter.model
     embedding, size = in_float32(target.params["embedding"]), model.config.hidden_size
     whole = drafter.complete(params, target.params)

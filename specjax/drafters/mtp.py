@@ -17,7 +17,6 @@ from pydantic import Field
 
 from specjax.drafters import features as features_lib
 from specjax.drafters.features import FeatureDraft, FeatureDrafter, embedding_and_head, in_float32
-from specjax.drafters.fitting import linear_guess, silent, unit
 from specjax.drafters.token_rows import BoundRows, RowModel, TrainedRows
 from specjax.models.attention.memory import Attended
 from specjax.models.layers import Linear, make_norm
@@ -123,6 +122,8 @@ class MTPDraft(FeatureDraft):
 
     def first(self, drafter: Any, params: Params, target: Any, rows: Rows) -> Params:
         """The best linear guess from token and state, over which the layer says nothing yet."""
+        from specjax.distill.fitting import linear_guess, silent, unit
+
         model, embedding = drafter.model, in_float32(target.params["embedding"])
 
         def inputs(batch: Batch, streams: tuple[Array, ...], out: Output) -> Array:

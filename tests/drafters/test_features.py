@@ -22,11 +22,11 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.engine import looked_at, propose
 from specjax.decode.request import prepare
 from specjax.decode.scheduler import Scheduler
-from specjax.distill import step
+from specjax.distill import fitting, step
 from specjax.distill.init import initial_draft
 from specjax.distill.losses import ForwardKL
 from specjax.distill.step import Update
-from specjax.drafters import fitting, mtp
+from specjax.drafters import mtp
 from specjax.drafters.dflash.model import DFlashModel
 from specjax.drafters.dflash.training import TrainedDFlash, TrainedDFlash2, TrainedDSpark
 from specjax.drafters.eagle3 import Eagle3Model, Options, TrainedEagle3

@@ -160,7 +160,7 @@ def test_a_config_names_it_and_its_fields_beside_the_kind(tmp_path, target_direc
     file.write_text(json.dumps({**lines, "draft": {"kind": "nowhere.at_all:Heads"}}))
     with pytest.raises(ConfigError, match="no module 'nowhere'"):
         specjax.load_config(file)
-    with pytest.raises(ConfigError, match="'dflash_' is unknown, known are dflash, draft_model"):
+    with pytest.raises(ConfigError, match="'dflash_' is unknown, known are dflash, dflash2, draft_model"):
         specjax.load_drafter(tmp_path, None, kind="dflash_")
 
 
