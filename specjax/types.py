@@ -542,6 +542,8 @@ class Batch:
     """Document of the row that a token belongs to; attention stays inside it. None: a row is one document."""
     teacher: TopKLogits | None = None
     """The target's logits, cached; None: the target is asked."""
+    number: Int[Array, " B"] | None = None
+    """Of the step that the row is drawn for, of a drafter that ``draws`` in training; None: it is not trained on."""
     streams: tuple[Float[Array, "B T D"], ...] | None = None
     """The streams that the draft's `Reads` name, cached, and behind them `Output.final`; None: the target is asked."""
 
@@ -617,6 +619,8 @@ PLAIN = TrainingForm()
 class Trainable(Protocol):
     """A drafter that can be distilled: static and hashable; it owns the alignment of positions. One that reads the
     target's forward pass has ``reads``; its predictions then need the target, and cannot be made from cached logits.
+    One that chooses at random what it trains on has ``draws = True``: it then finds `Batch.number`, and what it draws
+    is a function of that and of the row.
     `specjax.drafters.base.TrainedDrafter` adds what a training job asks for beside this."""
 
     def init_params(self, key: Key[Array, ""], target: Any) -> Params:

@@ -241,6 +241,29 @@ def encode_parts(tokenizer: Any, documents: Sequence[Document]) -> Iterator[list
             yield [np.asarray(ids, np.int32) for ids in itertools.islice(encoded, len(some))]
 
 
+@dataclasses.dataclass(frozen=True)
+class NumberedRows:
+    """``rows`` that are drawn for the step ``number``."""
+
+    rows: Rows
+    number: int
+
+    @property
+    def length(self) -> int:
+        return self.rows.length
+
+    @property
+    def digest(self) -> str:
+        return self.rows.digest
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Batch:
+        number: Any = np.int32(self.number)
+        return dataclasses.replace(self.rows[index], number=number)
+
+
 def take(rows: Rows, indices: Sequence[int] | np.ndarray) -> Batch:
     """The rows numbered ``indices`` as one batch of numpy arrays."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *(rows[int(i)] for i in indices))

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from specjax import backend, config, registry
-from specjax.data.rows import Batches, Rows
+from specjax.data.rows import Batches, NumberedRows, Rows
 from specjax.distill.kept_streams import Streams
 from specjax.distill.losses import references_of
 from specjax.distill.optimizer import make_optimizer, make_schedule
@@ -295,7 +295,9 @@ class Trainer:
             return shared_rows(Path(stage.teacher_path).expanduser(), *cache)
 
     def _batch(self, step: int) -> Batch:
-        return self.layout.batch(self._batches.rows, self._batches.indices(step))
+        rows = self._batches.rows
+        rows = NumberedRows(rows, step) if getattr(self.drafter, "draws", False) else rows
+        return self.layout.batch(rows, self._batches.indices(step))
 
 
 def settled(stage: config.Stage, drafter: Trainable) -> config.Stage:

@@ -17,7 +17,7 @@ import pytest
 import specjax
 from specjax import config, registry
 from specjax.controllers.confidence import Confidence
-from specjax.data.rows import take
+from specjax.data.rows import NumberedRows, take
 from specjax.decode.decoder import Decoder
 from specjax.decode.engine import looked_at, propose
 from specjax.decode.request import prepare
@@ -273,6 +273,25 @@ def test_a_depth_weighs_less_than_the_one_before(name):
     ratio = math.exp(-1 / 4) if name == "dflash" else 0.8
     np.testing.assert_allclose(np.divide(shares[1:], shares[:-1]), ratio, rtol=1e-6)
     assert sum(shares) == pytest.approx(1)
+
+
+def test_a_row_has_other_anchors_in_another_step():
+    """And the same ones again where it is trained on again after a kill."""
+    target = target_of()
+    trained, params = made("dflash", target)
+    trained = dataclasses.replace(trained, anchors=4, depths=1)
+    rows = toys.Windows(np.random.default_rng(0).integers(0, 61, (3, 25)).astype(np.int32))
+
+    def anchors(number: int) -> np.ndarray:
+        batch = jax.tree.map(jnp.asarray, take(NumberedRows(rows, number), range(3)))
+        out = target_output(target.spec, target.params, batch, trained.reads)
+        return np.sort(next(iter(trained.predictions(params, batch, out))).target_rows, axis=1)
+
+    first, second = anchors(1), anchors(2)
+    assert (first != second).any(axis=1).all()
+    np.testing.assert_array_equal(anchors(1), first)
+    assert (np.diff(first, axis=1) > 0).all()
+    assert first.min() > 0
 
 
 def test_a_loss_compares_with_the_ids_that_can_be_proposed_and_alpha_with_all():

@@ -7,5 +7,5 @@ the distribution of a draft token is what it was drawn from; and it says how lik
 drawn. DFlash2 does the first by scoring a few candidates, and lets the slots of a block blend into their neighbours.
 
 In decoding, the draft's cache holds the injected keys and values of verified tokens and nothing of a block. In
-training, blocks begin at random roots of a row (anchors), which are chosen by the row's text.
+training, blocks begin at random roots of a row (anchors), others in every step.
 """

@@ -42,6 +42,7 @@ class TrainedDFlash(TrainedFeatureDraft):
     depths: int | None = None
     confidence: float = 1.0
     drafter: ClassVar[Any] = DFlash
+    draws: ClassVar[bool] = True
 
     def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
         """One of all anchors by place. What it reads and predicts lies in the anchor's document, or it does not
@@ -81,7 +82,7 @@ class TrainedDFlash(TrainedFeatureDraft):
         return model.confidence(model.module(params), hidden, read)
 
     def _roots(self, batch: Batch) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
-        """Random ones, the same whenever the row is met, and whether they count: a document's first token has nothing
+        """Random ones, by the row's text and the step, and whether they count: a document's first token has nothing
         before it."""
         tokens = jnp.asarray(batch.tokens)
         counts = (batch.token_positions > 0) & (jnp.asarray(batch.weight) > 0)
@@ -89,11 +90,13 @@ class TrainedDFlash(TrainedFeatureDraft):
             every = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
             return jnp.broadcast_to(every, tokens.shape), counts.astype(jnp.float32)
 
-        def drawn(row: Int[Array, " T"]) -> Float[Array, " T"]:
+        def drawn(row: Int[Array, " T"], number: Int[Array, ""]) -> Float[Array, " T"]:
             salt = jnp.sum(row.astype(jnp.uint32) * jnp.arange(1, len(row) + 1, dtype=jnp.uint32))
-            return jax.random.uniform(jax.random.fold_in(jax.random.key(0), salt), row.shape, jnp.float32)
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), salt), number)
+            return jax.random.uniform(key, row.shape, jnp.float32)
 
-        order = jax.vmap(drawn)(tokens) - jnp.where(counts, 0.0, 1.0)
+        numbers = jnp.zeros(len(tokens), jnp.int32) if batch.number is None else jnp.asarray(batch.number)
+        order = jax.vmap(drawn)(tokens, numbers) - jnp.where(counts, 0.0, 1.0)
         _, roots = jax.lax.top_k(order, min(self.anchors, tokens.shape[1]))
         return roots, jnp.take_along_axis(counts, roots, axis=1).astype(jnp.float32)
 
