@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -28,8 +27,14 @@ PARAMETER_LAW = test_lossless.test_every_sampling_parameter_has_the_distribution
 
 
 def proposed(patch: Patch, change: Callable[..., tuple]) -> None:
-    """Replaces a proposal by ``change(real, raw, context, tokens, offset)``."""
-    patch.setattr(one_by_one, "propose", functools.partial(change, one_by_one.propose))
+    """Replaces a proposal by ``change(real, raw, context, tokens, offset)``, of drafts without a confidence head."""
+    real = one_by_one.propose
+
+    def mutated(raw, context, tokens, offset, kept=None):
+        assert kept is None
+        return change(real, raw, context, tokens, offset)
+
+    patch.setattr(one_by_one, "propose", mutated)
 
 
 def reported(proposed, logits):
