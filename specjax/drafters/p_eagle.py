@@ -1,5 +1,5 @@
-"""P-EAGLE, as the library speculators trains it: an EAGLE-3 draft (2503.01840) that proposes its whole block in one
-pass. Behind the root's row come rows of a mask token with learnt features, one a place; row d predicts what is d places
+"""P-EAGLE (2602.01469), as the library speculators trains it: an EAGLE-3 draft (2503.01840) that proposes its whole
+block in one pass. Behind the root's row come rows of a mask token with learnt features, one a place; row d predicts what is d places
 behind the root's own, and knows of the tokens between nothing but that they are there. Its tokens are drawn
 independently.
 
@@ -73,8 +73,8 @@ class BoundPEagle(BoundRows):
 
 @dataclasses.dataclass(frozen=True)
 class PEagle(FeatureDrafter):
-    """A draft that reads its target's hidden states and proposes ``k`` tokens in one pass (P-EAGLE, on EAGLE-3,
-    2503.01840)."""
+    """A draft that reads its target's hidden states and proposes ``k`` tokens in one pass (P-EAGLE,
+    2602.01469)."""
 
     kind: Literal["p_eagle"] = "p_eagle"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Name in the registry, in configs and in results."""
