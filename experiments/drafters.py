@@ -35,7 +35,9 @@ from rich.table import Table
 from specjax import registry
 from specjax.config import RunConfig, load_config
 from specjax.config.training import Architecture
+from specjax.data.rows import Rows
 from specjax.decode import programs
+from specjax.drafters.features import coverage
 from specjax.drafters.ngram import NGram
 from specjax.evaluation.bench import AUTOREGRESSIVE, Bench, Cell, Run
 from specjax.jobs import distill as job
@@ -76,13 +78,14 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A draft as configs/drafters has it; ``kind`` is the file's name."""
+    """A draft as configs/drafters has it; ``kind`` is the file's name. ``ids``: that it can propose; None: all."""
 
     kind: str
+    ids: int | None = None
 
     @property
     def name(self) -> str:
-        return self.kind
+        return self.kind if self.ids is None else f"{self.kind} of {self.ids:,} ids"
 
     def changes(self) -> list[str]:
         recipe: Any = OmegaConf.to_container(OmegaConf.load(RECIPES / f"{self.kind}.yaml"))
@@ -90,6 +93,7 @@ class Recipe:
         # Sizes of the config's own draft are none of theirs.
         cleared = [f"draft.architecture.{f.name}=null" for f in dataclasses.fields(Architecture)]
         own = [f"draft.{name}={json.dumps(value)}" for name, value in recipe["draft"].items()]
+        own += [] if self.ids is None else [f"draft.draft_vocab_size={self.ids}"]
         return [*cleared, *own, "draft.pretrain.steps=0", f"distill.optimizer.learning_rate={rate}"]
 
 
@@ -113,6 +117,7 @@ KINDS: list[Draft] = [
     Shape("glide", 4, 256, 640),
     Shape("draft_model", 4, 256, 640),
     *(Recipe(file.stem) for file in sorted(RECIPES.glob("*.yaml"))),
+    Recipe("eagle3", ids=1024),
 ]
 _AGAIN = 4
 """The fastest: trained with every seed; of the two kinds of `SHAPES`, half of them each."""
@@ -240,9 +245,11 @@ def _alphas(trained: Trained) -> tuple[float, ...]:
     return trained.measures.alpha_at_after or (trained.measures.alpha_after,)
 
 
-def _row(trained: Trained, decoded: Mapping[str, Any], tokens_a_step: int) -> dict[str, Any]:
+def _row(trained: Trained, decoded: Mapping[str, Any], tokens_a_step: int, rows: Rows) -> dict[str, Any]:
     count = parameter_count(trained.draft.params)
+    kept = getattr(getattr(trained.draft.drafter, "model", None), "kept", None)
     return {
+        "text_covered": 1.0 if kept is None else coverage(kept, rows),
         "name": trained.shape.name,
         "seed": trained.seed,
         "equal_time": trained.equal_time,
@@ -320,7 +327,7 @@ def main() -> None:
     drafts += [study.train(shape, 0, n) for shape, n in steps.items() if n > longer[shape].steps]
     decoded = study.decode(drafts, args.repeats, args.kinds)
     distill, seq_len = study.config.distill, study.config.data.seq_len
-    rows = [_row(d, decoded[d.name], distill.batch_size * seq_len) for d in drafts]
+    rows = [_row(d, decoded[d.name], distill.batch_size * seq_len, study.prepared.train_rows) for d in drafts]
     rows += [{"name": NGRAM, "kind": NGRAM, **decoded[NGRAM]}] if args.kinds else []
     show(rows, console)
     if args.results is not None:

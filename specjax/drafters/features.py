@@ -415,14 +415,24 @@ def first_ids(count: int | None, full: ModelConfig) -> Kept | None:
 
 def most_frequent(rows: TextRows, count: int, size: int) -> Kept:
     """The ids that the training text asks for most often, by a sample of it; how much of it they cover is told."""
+    often = _counted(rows, size)
+    kept = Kept(np.sort(np.argsort(-often, kind="stable")[:count]), size)
+    share = 100 * coverage(kept, rows)
+    _log.info("draft vocabulary: %s of %s ids, %.2f%% of the text's tokens", f"{count:,}", f"{size:,}", share)
+    return kept
+
+
+def coverage(kept: Kept, rows: TextRows) -> float:
+    """The share of a text's tokens that are among ``kept``, by a sample of it."""
+    often = _counted(rows, kept.size)
+    return float(often[kept.ids].sum() / max(often.sum(), 1))
+
+
+def _counted(rows: TextRows, size: int) -> np.ndarray:
     from specjax.data.rows import spread
 
     sample = spread(rows, _SAMPLE)
-    often = np.bincount(np.asarray(sample.labels)[np.asarray(sample.weight) > 0], minlength=size)
-    ids = np.sort(np.argsort(-often, kind="stable")[:count])
-    covered = often[ids].sum() / max(often.sum(), 1)
-    _log.info("draft vocabulary: %s of %s ids, %.2f%% of the text's tokens", f"{count:,}", f"{size:,}", 100 * covered)
-    return Kept(ids, size)
+    return np.bincount(np.asarray(sample.labels)[np.asarray(sample.weight) > 0], minlength=size)
 
 
 _SAMPLE = 2**20
