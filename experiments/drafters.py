@@ -91,7 +91,10 @@ class Recipe:
         recipe: Any = OmegaConf.to_container(OmegaConf.load(RECIPES / f"{self.kind}.yaml"))
         rate = recipe["distill"]["optimizer"]["learning_rate"]
         # Sizes of the config's own draft are none of theirs.
-        cleared = [f"draft.architecture.{f.name}=null" for f in dataclasses.fields(Architecture)]
+        cleared = [
+            f"draft.architecture.{name}={json.dumps(value)}"
+            for name, value in dataclasses.asdict(Architecture()).items()
+        ]
         own = [f"draft.{name}={json.dumps(value)}" for name, value in recipe["draft"].items()]
         own += [] if self.ids is None else [f"draft.draft_vocab_size={self.ids}"]
         return [*cleared, *own, "draft.pretrain.steps=0", f"distill.optimizer.learning_rate={rate}"]

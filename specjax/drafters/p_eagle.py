@@ -1,7 +1,7 @@
 """P-EAGLE (2602.01469), as the library speculators trains it: an EAGLE-3 draft (2503.01840) that proposes its whole
-block in one pass. Behind the root's row come rows of a mask token with learnt features, one a place; row d predicts what
-is d places behind the root's own, and knows of the tokens between nothing but that they are there. Its tokens are drawn
-independently.
+block in one pass. Behind the root's row come rows of a mask token with learnt features, one a place; row d predicts
+what is d places behind the root's own, and knows of the tokens between nothing but that they are there. Its tokens are
+drawn independently.
 
 Dims: B rows, T tokens fed, K tokens of a block, H hidden.
 """
