@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from specjax.data.rows import spread
 from specjax.drafters.features import in_float32, same_norm
 from specjax.evaluation.teacher import target_output
+from specjax.runtime.distributed import whole
 from specjax.types import Batch, Output, Params, Reads
 
 if TYPE_CHECKING:
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
 
 TOKENS_AN_INPUT = 32
 RIDGE = 1e-2
-"""Of the inputs' mean square, added to each."""
-ROWS_AT_ONCE = 8
+"""Of each input's mean square, added to it."""
+TOKENS_AT_ONCE = 2**14
 
-Inputs = Callable[[Batch, tuple[Array, ...], Output], Float[Array, "B T I"]]
-"""Of (rows, the streams that the draft reads of the token before, all of the target's forward pass)."""
+Inputs = Callable[[Params, Float[Array, "B T H"], Batch, tuple[Array, ...], Output], Float[Array, "B T I"]]
+"""Of (the draft's parameters, embedded tokens, rows, the streams that the draft reads of the token before, all of the
+target's forward pass)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,38 +51,43 @@ class Fit:
         return float(np.sqrt(np.sum(kernel * (self.products[part, part] @ kernel)) / kernel.shape[1]))
 
 
-def linear_guess(target: Any, rows: Rows, reads: tuple[int, ...], inputs: Inputs) -> Fit:
-    """See `Fit`. ``reads``: streams of the target's."""
+def linear_guess(target: Any, rows: Rows, reads: tuple[int, ...], own: Params, inputs: Inputs) -> Fit:
+    """See `Fit`. ``reads``: streams of the target's; ``own``: the draft's parameters, as ``inputs`` are given them. All
+    processes call it. In memory are, for a while, three float64 matrices of the inputs."""
     like, last = same_norm(target.config), target.config.num_layers
     wanted = Reads(hidden_layers=(*reads, last))
+    exact = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
-    def squares(params: Params, batch: Batch) -> tuple[Array, Array, Array, Array]:
+    def squares(params: Params, own: Params, batch: Batch) -> tuple[Array, Array, Array, Array]:
         out = target_output(target.spec, params, batch, wanted)
         *streams, deepest = (jnp.asarray(x, jnp.float32) for x in out.hidden)
         assert out.final is not None
         # Where the draft's norm is of the target's form it undoes the length, and only the scale is the target's.
         goal = unit(deepest) if like else jnp.asarray(out.final, jnp.float32)
-        read = inputs(batch, tuple(jnp.roll(x, 1, axis=1) for x in streams), out)
+        token = jnp.asarray(params["embedding"][batch.tokens], jnp.float32)
+        read = inputs(own, token, batch, tuple(jnp.roll(x, 1, axis=1) for x in streams), out)
         counts = (batch.token_positions > 0) & (jnp.asarray(batch.weight) > 0)
         x, y = (jnp.where(counts[..., None], a, 0.0).reshape(-1, a.shape[-1]) for a in (read, goal))
-        return x.T @ x, x.T @ y, jnp.sum(jnp.square(y)), jnp.sum(counts)
+        return exact(x.T, x), exact(x.T, y), jnp.sum(jnp.square(y)), jnp.sum(counts)
 
-    size = jax.eval_shape(squares, target.params, spread(rows, 1))[0].shape[0]
-    sample = spread(rows, TOKENS_AN_INPUT * size)
+    size = jax.eval_shape(squares, target.params, own, spread(rows, 1))[0].shape[0]
+    sample, at_once = spread(rows, TOKENS_AN_INPUT * size), max(1, TOKENS_AT_ONCE // rows.length)
     add, total = jax.jit(squares), None
-    for start in range(0, len(sample.tokens), ROWS_AT_ONCE):
-        some = jax.tree.map(lambda x, start=start: x[start : start + ROWS_AT_ONCE], sample)
-        found = jax.tree.map(lambda x: np.asarray(x, np.float64), add(target.params, some))
+    for start in range(0, len(sample.tokens), at_once):
+        some = jax.tree.map(lambda x, start=start: x[start : start + at_once], sample)
+        found = jax.tree.map(lambda x: np.asarray(x, np.float64), whole(add(target.params, own, some)))
         total = found if total is None else jax.tree.map(np.add, total, found)
     assert total is not None
     gram, cross, power, count = total
-    return _solved(gram, cross, float(power), float(count), norm=in_float32(target.params["norm"]) if like else None)
+    norm = whole(target.params["norm"]) if like else None
+    return _solved(gram, cross, float(power), float(count), norm=None if norm is None else in_float32(norm))
 
 
 def _solved(gram: np.ndarray, cross: np.ndarray, power: float, count: float, norm: Params | None) -> Fit:
     products, cross = gram / max(count, 1), cross / max(count, 1)
-    ridge = RIDGE * np.trace(products) / len(products) + 1e-12
-    kernel = np.linalg.solve(products + ridge * np.eye(len(products)), cross)
+    ridged = products.copy()
+    ridged.flat[:: len(ridged) + 1] += RIDGE * np.diag(products) + 1e-12
+    kernel = np.linalg.solve(ridged, cross)
     if norm is None:
         size = cross.shape[1]
         norm = {"scale": jnp.full(size, np.sqrt(power / max(count, 1) / size), jnp.float32)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ class Streams:
 
     reads: Reads
     dtype: str
+    less: ClassVar[str] = "less of fewer streams or rows"
 
     def record(self, target: Any) -> np.dtype:
         """Numbers as whole ones of their width: numpy has no name for bfloat16 on disk."""

@@ -27,7 +27,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import numpy as np
@@ -41,6 +41,7 @@ from specjax.evaluation.teacher import target_output
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime import fingerprint, lock, store
 from specjax.runtime.distributed import by_first, whole
+from specjax.runtime.log import note
 from specjax.runtime.progress import StepProgress
 from specjax.types import Batch, Params, TopKLogits
 
@@ -100,7 +101,9 @@ def _ids(stored: np.ndarray) -> np.ndarray:
 
 
 class Kept(Protocol):
-    """What is kept of a position."""
+    """What is kept of a position. ``less``: how it takes less."""
+
+    less: ClassVar[str]
 
     def record(self, target: Any) -> np.dtype:
         """Of one token."""
@@ -135,6 +138,7 @@ class Logits:
 
     k: int
     vocab_size: int
+    less: ClassVar[str] = "less with a lower teacher_top_k"
 
     @classmethod
     def of(cls, k: int, target: Any, rows: Rows) -> Logits:
@@ -271,12 +275,13 @@ def cached_rows(
     """
     made_from, record = _made_from(target, rows, numbers, kept), kept.record(target)
     per_shard, size = made_from["rows_per_shard"], len(numbers) * rows.length * record.itemsize
-    if size > most_bytes:
+    if size > most_bytes and not by_first(lambda: (directory / PROVENANCE).exists()):
         raise ConfigError(
             f"teacher=cached: {directory} would take {size / 1e9:,.1f} GB, {record.itemsize:,} bytes a token, and "
             f"teacher_gb is {most_bytes / 1e9:g}; raise it, train on fewer rows, or set teacher=online"
         )
     by_first(lambda: fingerprint.claim(directory, made_from))
+    batch_size = min(batch_size, per_shard)  # a shard is made alone
 
     def done(rows: int) -> None:
         if progress is not None:
@@ -290,13 +295,13 @@ def cached_rows(
             if found is None:
                 if number == 0:
                     seconds = _seconds(target, rows, numbers, kept, batch_size)
-                    _log.info("%s: %.3g GB, %.3g s beside compilation", directory, size / 1e9, seconds)
+                    note(f"{directory}: {size / 1e9:.3g} GB, {seconds:.3g} s beside compilation")
                 told = functools.partial(lambda start, rows: done(start + rows), start)
                 found = _make(file, target, rows, indices, kept, batch_size, told)
             done(start + len(indices))
             shards.append(found)
     except TrainingError as error:
-        raise TrainingError(f"{error}; all of it takes {size:,} bytes, less with a lower teacher_top_k") from None
+        raise TrainingError(f"{error}; all of it takes {size:,} bytes, {kept.less}") from None
     figures = {
         "dtype": str(record.descr),
         "bytes_per_token": record.itemsize,
@@ -330,7 +335,8 @@ def read_provenance(directory: Path) -> dict[str, Any]:
 
 def summary(directory: Path) -> str:
     """One line on a whole cache: bytes a token, and what is lost."""
-    return f"{directory}: {read_provenance(directory)['told']}"
+    found = read_provenance(directory)
+    return f"{directory}: {found.get('told', 'of an older version')}"
 
 
 def _name(number: int) -> str:

@@ -414,7 +414,7 @@ def _means(pending: Sequence[dict[str, Any]]) -> dict[str, float]:
     taken = [metrics for metrics in pending if metrics["sound"]]
     depths = {name for metrics in taken[:1] for name in metrics if "_at_" in name}
     names |= {name: name for name in sorted(depths) if name.startswith("loss")}
-    of_alpha = ("alpha", "alpha_lower", "alpha_estimate", "alpha_upper")
+    of_alpha = ("alpha", "alpha_lower", "alpha_estimate", "alpha_upper", "confidence_error")
     names |= {name: f"train_{name}" for name in (*of_alpha, *sorted(depths)) if name not in names}
     means = {key: np.mean([m[key] for m in taken], dtype=np.float64) for key in names if taken and key in taken[0]}
     return {names[key]: float(mean) for key, mean in means.items()}

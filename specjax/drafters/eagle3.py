@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from pydantic import Field
 
 from specjax.drafters import features as features_lib
-from specjax.drafters.features import FeatureDraft, FeatureDrafter, embedding_and_head, in_float32, of_hidden
+from specjax.drafters.features import FeatureDraft, FeatureDrafter, embedding_and_head, of_hidden
 from specjax.drafters.token_rows import BoundRows, RowModel, TrainedRows
 from specjax.models.attention.memory import Attended
 from specjax.models.config import LayerKind, ModelConfig
@@ -180,13 +180,14 @@ def as_a_linear_guess(drafter: TrainedRows, params: Params, target: Any, rows: R
     from specjax.distill.fitting import linear_guess, silent, unit
 
     model: Any = drafter.model
-    embedding, size = in_float32(target.params["embedding"]), model.config.hidden_size
-    whole = drafter.complete(params, target.params)
+    size = model.config.hidden_size
+    # Of the ends, which are the target's, nothing is read here.
+    own = {**params, "embedding": jnp.zeros((1, 1)), "head": {"kernel": jnp.zeros((1, 1))}}
 
-    def inputs(batch: Batch, streams: tuple[Array, ...], out: Output) -> Array:
-        return jnp.concatenate([model.together(whole, streams), unit(embedding[batch.tokens])], axis=-1)
+    def inputs(own: Params, token: Array, batch: Batch, streams: tuple[Array, ...], out: Output) -> Array:
+        return jnp.concatenate([model.together(own, streams), unit(token)], axis=-1)
 
-    fit = linear_guess(target, rows, model.reads, inputs)
+    fit = linear_guess(target, rows, model.reads, own, inputs)
     layers = {i: silent(layer) for i, layer in params["layers"].items()}
     layers[0] = {**layers[0], "attention": _of_itself(model.config, layers[0]["attention"], fit.kernel[-size:])}
     if model.options.norm_before_residual:  # which would give all of it the size 1
@@ -204,7 +205,7 @@ def _of_itself(config: ModelConfig, attention: Params, kernel: Float[np.ndarray,
     size, width, group = config.hidden_size, config.head_dim, config.num_heads // config.num_kv_heads
     q, k, v, o = (np.array(attention[f"{name}_proj"]["kernel"]) for name in "qkvo")
     left, strength, right = np.linalg.svd(kernel)
-    for i in range(max(1, config.num_kv_heads // 2)):
+    for i in range(min(max(1, config.num_kv_heads // 2), size // width)):
         of_key = slice(i * width, (i + 1) * width)
         of_query = slice(i * group * width, (i * group + 1) * width)
         root = np.sqrt(strength[of_key])

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from pydantic import Field
 
 from specjax.drafters import features as features_lib
-from specjax.drafters.features import FeatureDraft, FeatureDrafter, embedding_and_head, in_float32
+from specjax.drafters.features import FeatureDraft, FeatureDrafter, embedding_and_head
 from specjax.drafters.token_rows import BoundRows, RowModel, TrainedRows
 from specjax.models.attention.memory import Attended
 from specjax.models.layers import Linear, make_norm
@@ -124,14 +124,11 @@ class MTPDraft(FeatureDraft):
         """The best linear guess from token and state, over which the layer says nothing yet."""
         from specjax.distill.fitting import linear_guess, silent, unit
 
-        model, embedding = drafter.model, in_float32(target.params["embedding"])
-
-        def inputs(batch: Batch, streams: tuple[Array, ...], out: Output) -> Array:
+        def inputs(own: Params, token: Array, batch: Batch, streams: tuple[Array, ...], out: Output) -> Array:
             assert out.final is not None
             state = streams[0] if self.state == "pre" else jnp.roll(out.final, 1, axis=1)
-            both = unit(embedding[batch.tokens]), unit(jnp.asarray(state, jnp.float32))
-            return jnp.concatenate(both, axis=-1)
+            return jnp.concatenate([unit(token), unit(jnp.asarray(state, jnp.float32))], axis=-1)
 
-        fit = linear_guess(target, rows, model.reads, inputs)
+        fit = linear_guess(target, rows, drafter.model.reads, {}, inputs)
         layers = {i: silent(layer) for i, layer in params["layers"].items()}
         return {**params, "fc": {"kernel": jnp.asarray(fit.kernel)}, "layers": layers, "norm": fit.norm}

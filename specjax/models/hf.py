@@ -63,7 +63,7 @@ _TOKENIZER_JSON = (
     "chat_template.json",
 )
 _HUB_FILES = (
-    *("*.safetensors", INDEX, "config.json", GENERATION),
+    *("*.safetensors", "medusa_lm_head.pt", INDEX, "config.json", GENERATION),
     *("tokenizer.model", "merges.txt", "chat_template.jinja", *_TOKENIZER_JSON),
 )
 

@@ -420,7 +420,7 @@ def test_over_four_devices_it_proposes_the_same(name, tmp_path):
     [
         *(("published", Speculative()), ("two_layers", Block()), ("mtp", Coupled()), ("p_eagle", Speculative())),
         *(("medusa", Block()), ("dflash", Coupled()), ("dspark", Speculative()), ("early_exit", Block())),
-        *(("fewer_ids", Block()), ("dspark_fewer_ids", Coupled())),
+        *(("fewer_ids", Block()), ("dspark_fewer_ids", Coupled()), ("dflash2", Speculative())),
     ],
     ids=str,
 )
@@ -445,6 +445,7 @@ STARTS = {
     "medusa_own_heads": ({"blocks": 2, "own_heads": True}, (6,)),
     "early_exit": ({"adapter": 16}, (2,)),
     "dflash": ({"block_size": 4}, (2, 4, 6)),
+    "dflash2": ({"block_size": 3, "selector_rank": 4, "selector_top_k": 5}, (2, 4, 6)),
     "dspark": ({"markov_rank": 4, "markov_head_type": "rnn", "layers": 1}, (2, 4, 6)),
 }
 
@@ -506,7 +507,7 @@ def test_one_begins_with_what_its_target_has_and_comes_back_from_disk(name, tmp_
     heads = [whole["head"]] if "head" in whole else [head["head"] for head in whole["heads"].values()]
     for own in heads:
         np.testing.assert_array_equal(own["kernel"], target.params["embedding"].T[:, ids])
-    if kind in ("dflash", "dspark"):
+    if kind in ("dflash", "dflash2", "dspark"):
         deepest = whole["layers"][len(whole["layers"]) - 1]
         own, last = (layer["mlp"]["up_proj"]["kernel"] for layer in (deepest, target.params["layers"][5]))
         np.testing.assert_array_equal(own, last)

@@ -324,8 +324,31 @@ def test_a_file_of_torch_is_read_without_torch_and_without_running_it(tmp_path, 
         torch_file.read_tensors(tmp_path / "none.pt")
 
 
-@pytest.mark.parametrize(("offset", "size", "stride"), [(3, (2,), (1,)), (0, (2, 2), (2, 3)), (0, (2,), (-1,))])
+@pytest.mark.parametrize(
+    ("offset", "size", "stride"), [(3, (2,), (1,)), (0, (2, 2), (2, 3)), (0, (2,), (-1,)), (0, (9, 9), (0, 0))]
+)
 def test_a_tensor_outside_of_its_storage_is_refused(offset, size, stride):
     with pytest.raises(ValueError, match="outside of its storage"):
         torch_file._made(np.zeros(4, np.float32), offset, size, stride)
-    np.testing.assert_array_equal(torch_file._made(np.arange(4.0), 1, (2, 2), (1, 0)), [[1, 1], [2, 2]])
+    np.testing.assert_array_equal(torch_file._made(np.arange(4.0), 0, (2, 2), (1, 2)), [[0, 2], [1, 3]])
+
+
+def test_what_a_file_is_handed_it_cannot_change(tmp_path, monkeypatch):
+    """The state that it would set of a dtype, every later bfloat16 of the process would have."""
+    with monkeypatch.context() as patch:
+        Torch(patch)
+
+        class Changed:
+            def __reduce__(self) -> Any:
+                return collections.OrderedDict, (), {"values": None}
+
+        class BFloat16:
+            def __reduce__(self) -> Any:
+                return sys.modules["torch"].FloatStorage, ()
+
+        for name, obj in (("shadowed", Changed()), ("called", BFloat16())):
+            with zipfile.ZipFile(tmp_path / f"{name}.pt", "w") as archive:
+                archive.writestr("draft/data.pkl", pickle.dumps(obj, protocol=2))
+    assert torch_file.read_tensors(tmp_path / "shadowed.pt") == {}
+    with pytest.raises(ModelError, match="is no plain dict of tensors"):
+        torch_file.read_tensors(tmp_path / "called.pt")

@@ -49,8 +49,10 @@ def read(
         raise ModelError(f"{found / 'config.json'}: {_HEADS}={counts[0]!r}, {_BLOCKS}={counts[1]!r}, expected numbers")
     with _as_safetensors(found) as directory:
         with safe_open(directory / WEIGHTS, framework="np") as stored:
-            own_heads = f"0.{counts[1]}.weight" in set(stored.keys())
-        options = {"heads": counts[0], "blocks": counts[1], "own_heads": own_heads}
+            names = set(stored.keys())
+        # Published configs say two where there are five.
+        heads = len({name.partition(".")[0] for name in names})
+        options = {"heads": heads, "blocks": counts[1], "own_heads": f"0.{counts[1]}.weight" in names}
         spec = MedusaModel(layers_like(full), (full.num_layers,), full.hidden_size, str(target.dtype), **options)
         return spec, _stored(spec).read(directory, spec.dtype, check_finite)
 
@@ -63,8 +65,12 @@ def _as_safetensors(found: Path) -> Iterator[Path]:
         yield found
     elif published.exists():
         with tempfile.TemporaryDirectory() as passing:
-            save_file(read_tensors(published), Path(passing) / WEIGHTS)
-            yield Path(passing)
+            weights = Path(passing) / WEIGHTS
+            save_file(read_tensors(published), weights)
+            try:
+                yield Path(passing)
+            except ModelError as error:
+                raise ModelError(str(error).replace(str(weights), str(published))) from None
     else:
         raise ModelError(f"{found}: holds neither {WEIGHTS} nor {PUBLISHED}; fetch it again")
 

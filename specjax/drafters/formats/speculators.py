@@ -156,8 +156,16 @@ CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256,
 def convolved(envelope: Envelope, layers: ModelConfig) -> dict[str, Any]:
     """Convolutions and selector."""
     sizes = {name: envelope.get(name, int, default) for name, default in CONVOLVED.items()}
-    if layers.hidden_size % sizes["conv_group_size"] or min(sizes.values()) < 1:
-        raise ModelError(f"{envelope.file}: {sizes} of a hidden size of {layers.hidden_size}")
+    most = {
+        "conv_kernel_size": envelope.get("block_size", int, 8),
+        "conv_group_size": layers.hidden_size,
+        "selector_top_k": layers.vocab_size,
+    }
+    for name, value in sizes.items():
+        if not 1 <= value <= most.get(name, value) or (name == "conv_group_size" and layers.hidden_size % value):
+            raise ModelError(f"{envelope.file}: {name}={value}, which layers of {layers.hidden_size} have no use for")
+    if (layers.norm.placement, layers.residual, layers.residual_multiplier) != ("pre", "sequential", 1):
+        raise ModelError(f"{envelope.file}: convolutions are read around layers like those of llama and qwen3 alone")
     return dict(zip(("taps", "group", "selector_rank", "candidates"), sizes.values(), strict=True))
 
 
@@ -288,7 +296,7 @@ def read(
 
 
 def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str) -> dict[str, Any]:
-    """The weights; returns config.json. Raises `ModelError` for layers that neither llama nor qwen3 describes."""
+    """The weights; returns config.json. Raises `ModelError` for layers that are none of llama, qwen2 and qwen3."""
     spec, form = draft.spec, FORMS[kind]
     family = layers_of(spec.config)
     described = {"model_type": family.model_type, **hf.described(family, form.described(spec))}

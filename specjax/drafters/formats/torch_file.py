@@ -4,8 +4,10 @@ function, and of all there are this one knows the two that make a dict of tensor
 from __future__ import annotations
 
 import collections
+import math
 import pickle
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,14 +31,22 @@ def read_tensors(file: Path) -> dict[str, np.ndarray]:
         with zipfile.ZipFile(file) as archive:
             [told] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             found = _Tensors(archive, told.removesuffix("data.pkl")).load()
-    except (zipfile.BadZipFile, pickle.UnpicklingError, ValueError, KeyError, TypeError, EOFError) as error:
+    except _BROKEN as error:
         raise ModelError(
             f"{file}: is no plain dict of tensors as torch.save writes it ({error}), and nothing else is unpickled; "
             "convert it to safetensors"
         ) from None
-    if not isinstance(found, dict) or not all(isinstance(x, np.ndarray) for x in found.values()):
+    # What else the file may have made of its dict is not asked.
+    if not isinstance(found, dict) or not all(type(x) is np.ndarray for x in dict.values(found)):
         raise ModelError(f"{file}: holds a {type(found).__name__}, not a dict of tensors; convert it to safetensors")
-    return dict(found)
+    return dict(dict.items(found))
+
+
+_BROKEN = (
+    *(zipfile.BadZipFile, zlib.error, pickle.UnpicklingError, OSError, EOFError),
+    *(ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError),
+)
+"""What reading raises of a file that is damaged, or no such thing."""
 
 
 class _Tensors(pickle.Unpickler):
@@ -49,23 +59,26 @@ class _Tensors(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
+            return name  # a word: what a file is handed, it may change
         known = {("collections", "OrderedDict"): collections.OrderedDict, ("torch._utils", "_rebuild_tensor_v2"): _made}
         if (module, name) not in known:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return known[module, name]
 
     def persistent_load(self, pid: Any) -> np.ndarray:
-        kind, dtype, key, _, count = pid
-        if kind != "storage" or not isinstance(dtype, np.dtype):
+        kind, storage, key, _, count = pid
+        if kind != "storage" or storage not in _STORAGES:
             raise pickle.UnpicklingError(f"it asks for {pid!r}")
-        return np.frombuffer(self._archive.read(f"{self._root}data/{key}"), dtype, count)
+        return np.frombuffer(self._archive.read(f"{self._root}data/{key}"), _STORAGES[storage], count)
 
 
-def _made(storage: np.ndarray, offset: int, size: Sequence[int], stride: Sequence[int], *_: Any) -> np.ndarray:
-    """A view of a storage, copied; one that leaves it is refused."""
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if min((offset, *size, *stride), default=0) < 0 or (0 not in size and last >= len(storage)):
+def _made(storage: Any, offset: int, size: Sequence[int], stride: Sequence[int], *_: Any) -> np.ndarray:
+    """A view of a storage, copied; one that leaves it, or repeats it, is refused."""
+    if type(storage) is not np.ndarray:
+        raise TypeError(f"a storage is a {type(storage).__name__}")
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True) if n > 1)
+    within = min((offset, *size, *stride), default=0) >= 0 and (0 in size or last < len(storage))
+    if not within or math.prod(size) > len(storage):
         raise ValueError("a tensor lies outside of its storage")
-    steps = [step * storage.itemsize for step in stride]
+    steps = [step * storage.itemsize if n > 1 else 0 for n, step in zip(size, stride, strict=True)]
     return np.lib.stride_tricks.as_strided(storage[offset:], size, steps).copy()
