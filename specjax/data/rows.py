@@ -242,11 +242,10 @@ def encode_parts(tokenizer: Any, documents: Sequence[Document]) -> Iterator[list
 
 
 @dataclasses.dataclass(frozen=True)
-class NumberedRows:
-    """``rows`` that are drawn for the step ``number``."""
+class RowsWithMore:
+    """The same ``rows`` with something beside each: a subclass has ``__getitem__``."""
 
     rows: Rows
-    number: int
 
     @property
     def length(self) -> int:
@@ -258,6 +257,13 @@ class NumberedRows:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberedRows(RowsWithMore):
+    """``rows`` that are drawn for the step ``number``."""
+
+    number: int
 
     def __getitem__(self, index: int) -> Batch:
         number: Any = np.int32(self.number)

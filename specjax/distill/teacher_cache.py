@@ -33,7 +33,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from specjax.data.rows import Batches, Rows, take
+from specjax.data.rows import Batches, Rows, RowsWithMore, take
 from specjax.distill.distributions import top_k_logits
 from specjax.errors import ConfigError, TrainingError
 from specjax.evaluation.matching import Teacher, mapped
@@ -191,28 +191,15 @@ class Logits:
 
 
 @dataclasses.dataclass(frozen=True)
-class CachedRows:
+class CachedRows(RowsWithMore):
     """``rows`` with what is ``kept`` of the target beside each. ``numbers``: of the rows that have it, in order;
     ``digests``: of the shards."""
 
-    rows: Rows
     numbers: Int[np.ndarray, " rows"]
     directory: Path
     rows_per_shard: int
     digests: tuple[str, ...]
     kept: Kept
-
-    @property
-    def length(self) -> int:
-        return self.rows.length
-
-    @property
-    def digest(self) -> str:
-        # The target and what is kept stand beside it wherever a result's origin is recorded.
-        return self.rows.digest
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, index: int) -> Batch:
         """Raises `KeyError` for a row that was not asked about."""
