@@ -284,7 +284,9 @@ def _decoding(
         k = max(settings.ks_of(batch))
         drafter: Any = NoDraft()
         if initial is not None:
-            drafter, own = _bound(initial, target, k)
+            # The bench's lengths are for whichever draft; the jobs that ask for fewer must not fail by them.
+            most = getattr(getattr(initial.drafter, "model", None), "most", None)
+            drafter, own = _bound(initial, target, min(k, most or k))
             weights = {**weights, "draft": bytes_on_device(own)}
         controller = controller_for(settings.controller, max_depth(drafter))
         verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")

@@ -14,6 +14,7 @@ from specjax import config, registry
 from specjax.distill import teacher_cache
 from specjax.errors import ConfigError, ModelError
 from specjax.jobs import distill as job
+from specjax.jobs import memory
 from specjax.models.hf import load_model
 from specjax.runtime import fingerprint
 from tests.distill.toys import Interrupt
@@ -131,7 +132,10 @@ def test_what_it_cannot_do_is_refused_with_the_reason(run, tmp_path, kind, field
 
 
 def test_more_tokens_than_a_draft_has_places_for_are_refused(run, tmp_path):
-    found = job.run(run(tmp_path / "run", "medusa", steps=1))
+    settings = run(tmp_path / "run", "medusa", {"bench": config.Bench(ks=(2, 7))}, steps=1)
+    # By the decoder that is to propose them, and not by what is told of memory: other jobs have lengths of their own.
+    assert memory.footprints(settings, [memory.DECODING])
+    found = job.run(settings)
     drafter = specjax.load_drafter(Path(tmp_path / "run" / "draft"), found.target, k=4)
     with pytest.raises(ModelError, match="medusa: k=4, and this draft proposes at most 3; lower k"):
         specjax.Decoder(found.target, drafter).generate(PROMPTS, max_new_tokens=4)
