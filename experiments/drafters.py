@@ -135,7 +135,7 @@ class Trained:
     draft: job.TrainedDraft
     measures: job.Measures
     tokens_per_s: float
-    """Of training, the median over the log."""
+    """Of training: the median over the log, or over the turns of those that are trained for equal times."""
 
     @property
     def name(self) -> str:
@@ -328,6 +328,7 @@ def main() -> None:
     speeds = study.speeds(list(dict.fromkeys([*longer, slowest])), args.turns)
     steps = {s: round(d.steps * speeds[s] / min(speeds.values())) for s, d in longer.items()}
     drafts += [study.train(shape, 0, n) for shape, n in steps.items() if n > longer[shape].steps]
+    drafts = [dataclasses.replace(d, tokens_per_s=speeds.get(d.shape, d.tokens_per_s)) for d in drafts]
     decoded = study.decode(drafts, args.repeats, args.kinds)
     distill, seq_len = study.config.distill, study.config.data.seq_len
     rows = [_row(d, decoded[d.name], distill.batch_size * seq_len, study.prepared.train_rows) for d in drafts]
