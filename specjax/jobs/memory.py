@@ -294,8 +294,8 @@ def _decoding(
         yield memory.decoding(engine, weights, batch, settings.prompt_tokens, settings.new_tokens, split)
 
 
-def _bound(initial: Initial, target: LoadedModel, k: int) -> tuple[Any, Params]:
-    """The drafter that decodes, and its weights as decoding reads them, in the target's dtype."""
+def _bound(initial: Initial, target: LoadedModel, k: int) -> tuple[Any, list[Any]]:
+    """The drafter that decodes, and its own weights as decoding reads them, in the target's dtype."""
     found, trained = [], in_training(initial.drafter, TrainingForm(dtype=str(target.dtype)))
 
     def bind(own: Params, whole: Params) -> Params:
@@ -304,10 +304,12 @@ def _bound(initial: Initial, target: LoadedModel, k: int) -> tuple[Any, Params]:
         params = with_shared_params(initial.drafter, own, whole)
         drafter, laid_out = bound(trained.to_drafter(params, model, k), model)
         found.append(drafter)
-        return laid_out
+        # What lies in the target's layout is not there a second time.
+        shared = {id(leaf) for leaf in jax.tree.leaves(model.layout().params)}
+        return [leaf for leaf in jax.tree.leaves(laid_out) if id(leaf) not in shared]
 
-    params = jax.eval_shape(bind, initial.params, target.params)
-    return found[0], params
+    weights = jax.eval_shape(bind, initial.params, target.params)
+    return found[0], weights
 
 
 def _remedies(config: RunConfig, exceeding: Footprint) -> Iterator[tuple[str, RunConfig]]:

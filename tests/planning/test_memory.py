@@ -16,10 +16,12 @@ from typer.testing import CliRunner
 
 import specjax
 from specjax import backend, cli
-from specjax.config import load_config
+from specjax.config import Draft, load_config
 from specjax.decode.decoder import Decoder
+from specjax.distill.init import initial_draft
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError
+from specjax.evaluation.teacher import with_shared_params
 from specjax.jobs import generate
 from specjax.jobs import memory as job
 from specjax.jobs.training_cost import training_cost
@@ -83,6 +85,21 @@ def test_weights_and_caches_of_a_generation_are_counted_as_they_are(directory, t
     assert found.parts["cache"] == caches
     rest = dataclasses.replace(state, cache=None, drafter=None)
     assert found.parts["state"] == sum(x.nbytes for x in jax.tree.leaves(rest))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "early_exit", "dflash"])
+def test_what_a_draft_has_of_its_target_is_counted_once(directory, tmp_path, kind):
+    config = dataclasses.replace(config_of(directory, tmp_path), draft=Draft(kind=kind, init="scratch"))
+    target = load_model(directory)
+    rows: Any = None  # nothing is fitted
+    trained, params = initial_draft(config, target, rows)
+    drafter: Any = trained
+    _, laid_out = drafter.to_drafter(with_shared_params(trained, params, target.params), target, 3).bind(target)
+    shared = {id(leaf) for leaf in jax.tree.leaves(target.layout().params)}
+    leaves = jax.tree.leaves(laid_out)
+    own = [leaf for leaf in leaves if id(leaf) not in shared]
+    assert len(own) < len(leaves)
+    assert job.footprints(config, [job.DECODING])[0].parts["draft"] == counted(own)[1]
 
 
 def test_a_mesh_splits_what_it_splits(directory, tmp_path):
