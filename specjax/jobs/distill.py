@@ -1,9 +1,9 @@
 """The distillation job: a run's config in, a distilled draft as a Hugging Face directory and its acceptance out.
 
 Stages, each in its own directory under `out` and finished once: a target from scratch if none is given
-(`target-train`), the draft's pretraining (`draft-pretrain`), its distillation (`draft-distill`), and the controls,
-which spend the distillation's tokens on cross-entropy (`control-<learning rate>`). Then held-out evaluation, and
-export to `draft-before` and `draft`.
+(`target-train`), the draft's pretraining (`draft-pretrain`) from the weights in `draft-start.safetensors`, its
+distillation (`draft-distill`), and the controls, which spend the distillation's tokens on cross-entropy
+(`control-<learning rate>`). Then held-out evaluation, and export to `draft-before` and `draft`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from specjax.config import RunConfig, Stage
 from specjax.distill.init import Initial, initial_draft
 from specjax.distill.sources.on_policy import draft_sampler
 from specjax.distill.sources.text import Proposer
+from specjax.distill.start import kept_start
 from specjax.distill.trainer import StageData, Trainer
 from specjax.drafters.base import TrainedDrafter
 from specjax.drafters.loading import load_drafter
@@ -140,7 +141,8 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
         by_first(functools.partial(refuse_foreign, Path(config.out) / name))
     prepared = prepare(config, bars, memory.STAGES) if prepared is None else prepared
     target = prepared.target
-    initial = initial_draft(config, target, prepared.train_rows)
+    rows, first = prepared.train_rows, Path(config.out) / "draft-pretrain"
+    initial = kept_start(config, initial_draft(config, target, rows), target, rows, first)
     drafter = initial.drafter
     decoding = held_out_decoding(config, target, drafter, prepared.corpus.held_out)
     train = _Stages(config, bars, initial, prepared).train

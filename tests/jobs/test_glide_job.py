@@ -8,11 +8,14 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 import specjax
 from specjax import config
+from specjax.distill.init import Initial
+from specjax.distill.start import FILE
 from specjax.drafters.glide import Glide
 from specjax.errors import ConfigError, ModelError, TrainingError
 from specjax.jobs import bench as bench_job
@@ -107,6 +110,26 @@ def test_an_interrupted_training_ends_in_the_same_weights(trained, tmp_path):
     found = job.run(again)
     assert fingerprint.digest(found.draft_after.params) == fingerprint.digest(expected.draft_after.params)
     assert found.measures == expected.measures
+
+
+def test_it_goes_on_from_what_it_began_with_where_its_cut_has_other_last_bits(trained, tmp_path, monkeypatch):
+    settings, expected = trained
+    again = dataclasses.replace(settings, out=str(tmp_path / "run"))
+    with pytest.raises(Interrupt):
+        job.run(again, Recorder(("draft-distill", 5)))
+    here = job.initial_draft
+
+    def elsewhere(*given):
+        drafter, params = here(*given)
+        return Initial(drafter, jax.tree.map(lambda x: x * (1 + 1e-6), params))
+
+    monkeypatch.setattr(job, "initial_draft", elsewhere)
+    found = job.run(again)
+    assert fingerprint.digest(found.draft_after.params) == fingerprint.digest(expected.draft_after.params)
+    assert found.measures == expected.measures
+    (tmp_path / "run" / FILE).write_bytes(b"another")
+    with pytest.raises(TrainingError, match="the weights that training began with"):
+        job.run(again)
 
 
 @pytest.mark.parametrize(
