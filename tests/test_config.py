@@ -437,12 +437,16 @@ def test_the_committed_schema_is_current():
     assert committed == json_schema(), "run: specjax schema > configs/schema.json"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_shipped_config_is_valid_and_says_how_to_run_it(path):
+CONFIGS = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "configs").rglob("*.yaml"))]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_shipped_config_is_valid_and_says_how_to_run_it(name):
+    path = ROOT / name
     lines = path.read_text(encoding="utf-8").splitlines()
     header = "\n".join(line for line in lines[: lines.index("")] if line.startswith("#"))
-    assert lines[0] == "# yaml-language-server: $schema=schema.json"
-    assert f"configs/{path.name}" in header
+    assert lines[0] == f"# yaml-language-server: $schema={'../' * (name.count('/') - 1)}schema.json"
+    assert name in header
     assert all(run.config is not None for run in load_sweep(path))
 
 

@@ -12,6 +12,7 @@ import pytest
 import specjax
 from specjax import config, registry
 from specjax.distill import teacher_cache
+from specjax.distill.init import abstract_draft
 from specjax.errors import ConfigError, ModelError
 from specjax.jobs import distill as job
 from specjax.jobs import memory
@@ -20,6 +21,7 @@ from specjax.runtime import fingerprint
 from tests.distill.toys import Interrupt
 from tests.jobs.test_distill import Recorder
 
+ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 6, 7, 8], [40], [100, 7, 100, 7, 100, 7]]
 KINDS = {
     "eagle3": {"depths": 2},
@@ -129,6 +131,19 @@ def test_over_a_mesh_it_is_the_same_training(run, kind, tmp_path):
 def test_what_it_cannot_do_is_refused_with_the_reason(run, tmp_path, kind, fields, stage, error, message):
     with pytest.raises(error, match=message):
         job.run(run(tmp_path / "run", kind, None, fields, **stage))
+
+
+RECIPES = sorted((ROOT / "configs" / "drafters").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_measured_with_lengths_that_its_draft_has_places_for(recipe, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = config.load_config(recipe)
+    assert (settings.draft.kind, settings.out) == (recipe.stem, f"runs/drafters/{recipe.stem}")
+    initial = abstract_draft(settings, memory.abstract_target(settings))
+    assert initial is not None
+    assert settings.bench.max_k <= (initial.drafter.model.most or settings.bench.max_k)
 
 
 def test_more_tokens_than_a_draft_has_places_for_are_refused(run, tmp_path):
