@@ -4,7 +4,6 @@ other last bits on another processor, and a run that goes on there must go on fr
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -38,8 +37,7 @@ def kept_start(config: RunConfig, initial: Initial, target: LoadedModel, rows: R
     params = whole(initial.params)
     known = by_first(lambda: (store.record_of(file) or {}).get(_MADE_FROM) == key)
     if not known and not by_first(first.exists):
-        content = functools.partial(safetensors.save, _named(params))
-        by_first(lambda: store.write(file, content(), {_MADE_FROM: key}) and None)
+        by_first(lambda: store.write(file, safetensors.save(_named(params)), {_MADE_FROM: key}))
         known = True
     return Initial(initial.drafter, _read(file, initial.params)) if known else initial
 
