@@ -146,13 +146,11 @@ class Subject:
         self.target, self.drafter, self.verifier = target, drafter, verifier
         self.prompts: list[list[int]] = [list(prompt) for prompt in prompts]
         self.sampling, self.settings, self.seed, self.tick = dict(sampling), settings, seed, tick
-        self.plain, self.fast = Decoder(target, None, verifier), self.with_draft(drafter)
+        self.plain = Decoder(target, None, verifier)
+        self.fast = Decoder(target, drafter, verifier, settings.controller)
         self.distribution = TargetDistribution(target, self.sampling, settings.new_tokens)
         self.low = next((str(x.dtype) for x in jax.tree.leaves(target.params) if x.dtype.itemsize < 4), None)
         """The target's precision if it is below float32."""
-
-    def with_draft(self, drafter: Drafter) -> Decoder:
-        return Decoder(self.target, drafter, self.verifier, self.settings.controller)
 
     @functools.cached_property
     def greedy_output(self) -> list[list[int]]:
@@ -293,7 +291,11 @@ def coupled_identity(context: Subject) -> Check:
 def self_acceptance(context: Subject) -> Check:
     """The target drafts for itself, greedily and sampled."""
     prompts = context.prompts
-    decoder = context.with_draft(DraftModel(context.target, context.drafter.k))
+    controller = registry.build(registry.CONTROLLERS, context.settings.controller, "certify.controller")
+    if getattr(controller, "by", None) == "head":  # which the target has not
+        controller = "fixed"
+    own = DraftModel(context.target, context.drafter.k)
+    decoder = Decoder(context.target, own, context.verifier, controller)
     temperatures = [0.0 if i % 4 == 3 else context.settings.temperature for i in range(len(prompts))]
     new = max(min(context.settings.new_tokens, 64), context.sampling.get("min_new_tokens", 0))
     options = {"temperature": temperatures, "max_new_tokens": new, "seed": context.seed}

@@ -421,13 +421,16 @@ def test_over_four_devices_it_proposes_the_same(name, tmp_path):
         *(("published", Speculative()), ("two_layers", Block()), ("mtp", Coupled()), ("p_eagle", Speculative())),
         *(("medusa", Block()), ("dflash", Coupled()), ("dspark", Speculative()), ("early_exit", Block())),
         *(("fewer_ids", Block()), ("dspark_fewer_ids", Coupled()), ("dflash2", Speculative())),
+        ("dspark_confident", Block()),
     ],
     ids=str,
 )
 def test_it_is_certified(name, rule):
     target = target_of()
     trained, params = made(name, target)
-    settings = config.Certify(new_tokens=32, batch_size=64, total_variation=0.04)
+    by_head = {"kind": "confidence", "by": "head", "threshold": 0.5}
+    controller = by_head if name == "dspark_confident" else "fixed"
+    settings = config.Certify(new_tokens=32, batch_size=64, total_variation=0.04, controller=controller)
     prompts, sampling = [[1, 2, 3, 4], [7, 7, 30, 5], [12, 9, 9, 1], [39, 0, 21, 20]], {"top_k": 20}
     certificate = certify(target, trained.to_drafter(params, target, 3), rule, prompts, sampling, settings)
     assert [check.name for check in certificate.checks if not check.passed] == []
