@@ -209,11 +209,10 @@ def _tokens_a_call(rows: list[dict[str, Any]]) -> dict[str, float]:
 def _places(distilled: job.Distilled) -> list[dict[str, Any]]:
     """Of a drafter whose places differ."""
     measures = distilled.measures
-    each = zip(measures.alpha_at_before, measures.alpha_at_after, measures.nll_at_after, strict=True)
-    return [
-        {"place": place, "alpha_before": before, "alpha_after": after, "loss": nll}
-        for place, (before, after, nll) in enumerate(each, 1)
-    ]
+    after = measures.alpha_at_after, measures.nll_at_after, measures.agreement_at_after
+    names = ("alpha_before", "alpha_after", "loss", "agreement")
+    each = zip(measures.alpha_at_before, *after, strict=True)
+    return [{"place": place, **dict(zip(names, row, strict=True))} for place, row in enumerate(each, 1)]
 
 
 def _training(logs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:

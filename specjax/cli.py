@@ -28,6 +28,7 @@ from specjax.runtime.files import plain_json, write_atomically
 
 USER_ERROR, INTERRUPTED, TERMINATED = 2, 130, 143
 # What a wrong path raises wherever it is opened first; a disk that is full or read-only, wherever it is written.
+_SHARD_GB = 5.0
 _PATH_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -518,9 +519,10 @@ def export(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model directory that is there.")] = False,
     check_finite: CheckFinite = True,
-    max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Most gigabytes of weights in a file.")] = 5.0,
+    max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Most gigabytes of weights in a file.")] = _SHARD_GB,
     format: Annotated[
-        str | None, typer.Option(help="Of a draft that reads hidden states: speculators, sglang, z-lab or deepspec.")
+        str | None,
+        typer.Option(help="Of a draft that reads hidden states: speculators, sglang, z-lab, deepspec or specjax."),
     ] = None,
     target: Annotated[
         str | None, typer.Option(help="With --format: the draft's target, a directory or hub id.")
@@ -540,7 +542,10 @@ def export(
 
             if target is None:
                 raise ConfigError("--target: missing; with --format it names the model that the draft was made for")
-            kind = convert(source, directory, load_model(target, dtype or "auto"), format, overwrite)
+            if max_shard_gb != _SHARD_GB:
+                raise ConfigError("--max-shard-gb: is for models; a draft that reads hidden states is written as it is")
+            of_source: dict[str, Any] = {"dtype": dtype, "revision": revision, "check_finite": check_finite}
+            kind = convert(source, directory, load_model(target), format, overwrite, **of_source)
             print(f"{directory}: {kind} draft, as {format}")
             return
 

@@ -19,6 +19,8 @@ that were proposed validly in it (padding is not drafted).
     probes             blocks in which a controller that had stopped drafting looked whether proposals pay again
     invalid_drafts     blocks whose proposal was cut because the drafter's distribution was not finite
     alpha              E sum_v min(p(v), q(v)) under teacher forcing on given text: 1 - total variation, per position
+    agreement          share of positions of given text where draft and target find the same token most likely: alpha at
+                       temperature 0
     simulated          the block_efficiency that the training forward gives for given texts: evaluation/simulated.py
     alpha_mle          the alpha that explains the counts best if every proposal is accepted with the same chance
 
@@ -61,6 +63,11 @@ def alpha_per_position(p_logits: Float[Array, "*B V"], q_logits: Float[Array, "*
     p = jax.nn.softmax(p_logits.astype(jnp.float32), axis=-1)
     q = jax.nn.softmax(q_logits.astype(jnp.float32), axis=-1)
     return jnp.sum(jnp.minimum(p, q), axis=-1)
+
+
+def agreement_per_position(p_logits: Float[Array, "*B V"], q_logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
+    """1 where both find the same token most likely, of equals the first; else 0."""
+    return (jnp.argmax(p_logits, axis=-1) == jnp.argmax(q_logits, axis=-1)).astype(jnp.float32)
 
 
 def negative_log_likelihood(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:

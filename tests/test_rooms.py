@@ -37,6 +37,7 @@ EXCEPTIONS = {
     "cli.export": "likewise",
     "evaluation.references.sampling_logits": "the parameters of a generation, each by its name",
     "models.families.settings.read_decoder": "what a family says of itself, each by its name",
+    "drafters.formats.__init__.save": "what a directory says of a draft, each by its name",
     "decode.decoder.Decoder.generate": "the arguments of the public contract",
     "decode.decoder.Decoder.stream": "the arguments of the public contract",
 }

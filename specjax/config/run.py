@@ -18,7 +18,7 @@ from specjax.config.decoding import Bench, Certify, Eval, Sampling
 from specjax.config.fields import STRICT, Name, NonNegative, buildable
 from specjax.config.training import Control, Data, Distributed, Draft, Logging, Mesh, Selection, Stage, Target, start_of
 from specjax.errors import ConfigError
-from specjax.registry import VERIFIERS, build, resolve
+from specjax.registry import DRAFTS, VERIFIERS, build, resolve
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -79,6 +79,15 @@ class RunConfig:
             "distill": rated(self.distill, start.learning_rate),
         }.items():
             object.__setattr__(self, name, section)
+        return self
+
+    @model_validator(mode="after")
+    def _losses_take_the_cache(self) -> RunConfig:
+        stages = [stage for stage in (self.draft.pretrain, self.distill) if stage.teacher == "cached"]
+        # Of a draft that reads hidden states those are kept, which hold all of it.
+        if stages and not getattr(resolve(DRAFTS, self.draft.kind, "draft.kind"), "keeps_hidden", False):
+            for stage in stages:
+                stage.refuse_lossy_cache()
         return self
 
     @model_validator(mode="after")

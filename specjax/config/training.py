@@ -299,8 +299,8 @@ class Stage:
             raise ValueError("teacher=cached keeps logits of text, on_policy data comes as it goes; use teacher=online")
         return self
 
-    @model_validator(mode="after")
-    def _loss_takes_the_cache(self) -> Stage:
+    def refuse_lossy_cache(self) -> None:
+        """Raises `ValueError` where the loss needs more than the largest logits, which is all that is kept."""
         if self.teacher == "cached" and build(LOSSES, self.loss, "loss").needs_whole_distribution:
             kind = self.loss if isinstance(self.loss, str) else self.loss["kind"]
             raise ValueError(
@@ -308,7 +308,6 @@ class Stage:
                 f"{self.teacher_top_k} largest logits; use teacher=online, or one of forward_kl, "
                 "total_variation, lk_alpha, lk_lambda (at target_temperature=1)"
             )
-        return self
 
     @model_validator(mode="after")
     def _microbatches_fit(self) -> Stage:

@@ -204,8 +204,9 @@ class Trainer:
             result = evaluate(self.drafter, self._state.result, *measured)
         record = {"held_out_nll": result.nll}
         if self.target is not None:
-            record["alpha"] = result.alpha
-            record |= {f"alpha_at_{depth}": alpha for depth, alpha in enumerate(result.alpha_at, 1)}
+            record |= {"alpha": result.alpha, "agreement": result.agreement}
+            for name, values in {"alpha": result.alpha_at, "agreement": result.agreement_at}.items():
+                record |= {f"{name}_at_{depth}": value for depth, value in enumerate(values, 1)}
         with waiting("decoding"):
             return record | self._selector.measure(step, self._state.result)
 

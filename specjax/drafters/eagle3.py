@@ -21,6 +21,7 @@ from pydantic import Field
 from specjax.drafters import features as features_lib
 from specjax.drafters.features import FeatureDraft, FeatureDrafter, embedding_and_head, of_hidden
 from specjax.drafters.token_rows import BoundRows, RowModel, TrainedRows
+from specjax.errors import ConfigError
 from specjax.models.attention.memory import Attended
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.layers import MLP, Attention, Linear, make_norm
@@ -45,6 +46,10 @@ class Options:
     """Captured layers are normed together before they are mixed."""
     fc_norm: bool = False
     """Captured layers are normed each by itself before they are mixed (EAGLE-3.1)."""
+
+    def __post_init__(self) -> None:
+        if self.norm_before_fc and self.fc_norm:
+            raise ConfigError("norm_before_fc=True, fc_norm=True: norms of the same layers; choose one")
 
 
 class FirstBlock(nnx.Module):

@@ -33,7 +33,8 @@ from specjax.models.config import LayerKind, ModelConfig, Norm
 from specjax.models.decode_layout import stored_kernels
 from specjax.models.kernels import Transposed
 from specjax.models.layers import Linear
-from specjax.models.rotary import rotary_table
+from specjax.models.products import soft_capped
+from specjax.models.rotary import Rope, rotary_table
 from specjax.models.sharding import sharding_of
 from specjax.models.training import placed
 from specjax.models.vocabulary import NEVER
@@ -98,6 +99,8 @@ class FeatureModel:
     """The ids that it can propose, of which its head has a row each; None: all."""
     net: ClassVar[Callable[..., nnx.Module]]
     """The weights, made of (spec, rngs)."""
+    of_last: ClassVar[bool] = False
+    """What it reads is the target's last stream, whatever its number."""
 
     def init(self, key: Array) -> Params:
         """Fresh parameters, a nested dict of arrays."""
@@ -117,7 +120,11 @@ class FeatureModel:
 
     def head(self, params: Params, final: Float[Array, "B T H"]) -> Float[Array, "B T V"]:
         """Logits over the target's vocabulary, in float32."""
-        return self.over_all(self.module(params).head(final, wide=True))
+        return self.over_all(self.scaled(self.module(params).head(final, wide=True)))
+
+    def scaled(self, logits: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
+        """As the target makes logits of what its head gives."""
+        return soft_capped(logits * self.config.logit_multiplier, self.config.logit_soft_cap)
 
     def over_all(self, logits: Float[Array, "B T W"]) -> Float[Array, "B T V"]:
         """What the rows of its head give, over the target's vocabulary."""
@@ -283,6 +290,11 @@ def check_readable(kind: str, draft: FeatureModel, target: ModelConfig) -> None:
                 f"{kind}: reads a target of {name}={own}, and this one has {read}; use the draft's own target, or "
                 "distill one for this"
             )
+    if draft.of_last and draft.reads != (target.num_layers,):
+        raise ModelError(
+            f"{kind}: reads the last stream of a target of {draft.reads[0]} layers, and this one has "
+            f"{target.num_layers}; use the draft's own target, or distill one for this"
+        )
     if max(draft.reads) > target.num_layers:
         raise ModelError(f"{kind}: reads stream {max(draft.reads)}, and the target has 0 .. {target.num_layers}")
 
@@ -298,8 +310,6 @@ class TrainedFeatureDraft(TrainedDrafter):
     shared: tuple[str, ...] = ()
     form: TrainingForm = PLAIN
     drafter: ClassVar[type[FeatureDrafter]]
-    serving: ClassVar[str] = "A directory as the library speculators writes them: servers of that format read it too."
-    library: ClassVar[str] = "speculators"
 
     @property
     def config(self) -> ModelConfig:
@@ -309,6 +319,23 @@ class TrainedFeatureDraft(TrainedDrafter):
     @property
     def reads(self) -> Reads:
         return Reads(hidden_layers=self.model.reads)
+
+    @property
+    def serving(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `TrainedDrafter.serving`."""
+        from specjax.drafters import formats
+
+        form, lost = formats.own_form(self.model, self._kind)
+        if lost is not None:
+            return f"Only specjax reads it (`specjax.load_drafter`): the library speculators has no words for {lost}."
+        return f"A directory in the form of {form}: servers of that form read it too."
+
+    @property
+    def library(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `TrainedDrafter.library`."""
+        from specjax.drafters import formats
+
+        return "speculators" if formats.own_form(self.model, self._kind)[0] == "speculators" else "specjax"
 
     def init_params(self, key: Key[Array, ""], target: Any) -> Params:
         return {name: value for name, value in self.model.init(key).items() if name not in self.shared}
@@ -337,7 +364,7 @@ class TrainedFeatureDraft(TrainedDrafter):
         return type(self).drafter(LoadedDraft(self.model, own), k)
 
     def save(self, params: Params, target: Any, directory: Path, *, name: str = "draft", card: str | None = None):
-        """A directory of the library speculators, which `specjax.load_drafter` and servers of that format read."""
+        """A directory in the form of `specjax.drafters.formats.own_form`."""
         from specjax.drafters import formats
 
         draft = LoadedDraft(self.model, params, name)
@@ -361,6 +388,8 @@ class FeatureDraft:
 
     kind: str
     drafter_class: ClassVar[type[FeatureDrafter]]
+    keeps_hidden: ClassVar[bool] = True
+    """A cached teacher keeps hidden states, not logits."""
 
     def drafter(self, config: RunConfig, target: Any) -> Any:
         """What is trained, a `TrainedFeatureDraft`."""
@@ -396,12 +425,17 @@ def streams(reads: tuple[int, ...] | None, config: RunConfig, full: ModelConfig)
     refuse_architecture(config)
     count = full.num_layers
     if reads is None:
-        published = (2, count // 2, count - 3)
+        published = published_streams(count)
         thirds = (-(-count // 3), -(-2 * count // 3), count)
         reads = tuple(sorted(set(published if count >= SHALLOW else thirds)))
     if list(reads) != sorted(set(reads)) or not reads or reads[-1] > count:
         raise ConfigError(f"draft.reads: {list(reads)}; name some of the target's streams 0 .. {count}, ascending")
     return reads
+
+
+def published_streams(count: int) -> tuple[int, ...]:
+    """Those of a target of so many layers that published drafts capture where they do not say which."""
+    return 2, count // 2, count - 3
 
 
 def first_ids(count: int | None, full: ModelConfig) -> Kept | None:
@@ -460,12 +494,15 @@ SHALLOW = 12
 """Layers of a target below which the published streams leave out what its last half computes."""
 
 
-def layers_like(full: ModelConfig, count: int = 1) -> ModelConfig:
-    """Layers of Llama, or of Qwen 3, of a target's sizes."""
-    rope = next((kind.rope for kind in reversed(full.layers) if kind.rope is not None), None)
+def layers_like(full: ModelConfig, count: int = 1, qk_norm: bool | None = None) -> ModelConfig:
+    """Layers of Llama, or of Qwen 3, of a target's sizes. ``qk_norm``: whether queries and keys are normed, as in
+    those of Qwen 3; None: where the target's are."""
+    found = next((kind.rope for kind in reversed(full.layers) if kind.rope is not None), Rope())
+    # Half a head, or pairs side by side, no layer of Llama rotates: all of it, as fast.
+    rope = found if (found.partial, found.interleaved) == (1, False) else Rope(found.theta)
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_positions")
-    like: dict[str, Any] = {name: getattr(full, name) for name in sizes}
-    like |= {"qk_norm": "head"} if full.qk_norm == "head" else {}
+    like: dict[str, Any] = {name: getattr(full, name) for name in (*sizes, "logit_multiplier", "logit_soft_cap")}
+    like |= {"qk_norm": "head"} if (full.qk_norm == "head" if qk_norm is None else qk_norm) else {}
     like |= {"norm": Norm(eps=full.norm.eps)} if full.norm.kind == "rms" else {}
     return ModelConfig(**like, num_layers=count, layers=(LayerKind(rope=rope),), tie_embeddings=False)
 
@@ -473,9 +510,11 @@ def layers_like(full: ModelConfig, count: int = 1) -> ModelConfig:
 def last_layer(target: Any) -> Params | None:
     """The target's, in float32, where it is of the form of `layers_like`."""
     full = target.config
-    kinds = dict.fromkeys(("num_layers", "layers", "tie_embeddings", "embedding_multiplier", "logit_multiplier"))
+    kinds = dict.fromkeys(("num_layers", "layers", "tie_embeddings", "embedding_multiplier"))
     like = layers_like(full)
     if dataclasses.replace(full, **{name: getattr(like, name) for name in kinds}) != like:
+        return None
+    if full.layer(full.num_layers - 1).rope != like.layer(0).rope:
         return None
     return in_float32(target.params["layers"][full.num_layers - 1])
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from specjax import registry
 from specjax.drafters import formats
 from specjax.drafters.draft_model import DraftModel
-from specjax.errors import ConfigError
+from specjax.errors import ConfigError, ModelError
 from specjax.models.files import read_json
 from specjax.models.hf import DRAFTER, draft_of, resolve
 from specjax.types import Drafter
@@ -31,7 +31,8 @@ def load_drafter(
         target: the `LoadedModel` that it drafts for; weights are cast to its dtype.
         k: draft tokens a block.
         kind: as `draft.kind` of a config, ``package.module:Class`` of a drafter from outside; with fields of its own, a
-            mapping. None: what the directory says it is, or else a separate model.
+            mapping: `state` and `recycled` of `mtp` are those that it is read with, what says how a draft is trained
+            changes nothing. None: what the directory says it is, or else a separate model.
         check_finite: refuse NaN and infinite weights.
         quantize: how the kernels of a separate model are stored, see `specjax.load_model`: with it, a directory of the
             target itself is a draft of it.
@@ -57,7 +58,10 @@ def load_drafter(
 
 
 def kind_of(path_or_hub_id: str | os.PathLike) -> str:
-    """The kind of drafter in a directory: what its config.json says, or else a model."""
+    """The kind of drafter in a directory: what its config.json says, or else a model. A directory never names code."""
     file = resolve(path_or_hub_id) / "config.json"
     settings = read_json(file) if file.exists() else {}
-    return str(settings.get(DRAFTER) or formats.kind_of(settings) or DraftModel.kind)
+    told = settings.get(DRAFTER)
+    if told is not None and told not in tuple(registry.DRAFTS):
+        raise ModelError(f"{file}: {DRAFTER}={told!r} is no kind of ours; name a drafter from outside by kind=")
+    return told or formats.kind_of(settings) or DraftModel.kind

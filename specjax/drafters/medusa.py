@@ -67,6 +67,7 @@ class MedusaModel(FeatureModel):
     blocks: int = 1
     own_heads: bool = False
     net: ClassVar[Any] = Net
+    of_last: ClassVar[bool] = True
 
     @property
     def most(self) -> int:
@@ -79,7 +80,7 @@ class MedusaModel(FeatureModel):
     def logits(self, params: Params, i: int, x: Float[Array, "B T H"]) -> Float[Array, "B T V"]:
         """Of place ``i``, in float32."""
         module = self.module(params)
-        return (module.heads[i].head if self.own_heads else module.head)(x, wide=True)
+        return module.heads[i].head(x, wide=True) if self.own_heads else self.scaled(module.head(x, wide=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +136,6 @@ class TrainedMedusa(TrainedFeatureDraft):
     decay: float = 0.8
     depths: int = 5
     drafter: ClassVar[Any] = Medusa
-    serving: ClassVar[str] = "A directory as Medusa's own code writes them; `specjax.load_drafter` reads it."
-    library: ClassVar[str] = "specjax"
 
     def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
         """One of all positions by head; what it reads lies in the same document, or it does not count."""
@@ -189,6 +188,7 @@ class MedusaDraft(FeatureDraft):
         if not self.own_heads:
             return params
         own = features_lib.in_float32(features_lib.dense(target.params, "head", jnp.float32))
+        own = jax.tree.map(lambda x: x * target.config.logit_multiplier, own)
         # Of each head its own array, since each is trained.
         heads = {i: {**head, "head": jax.tree.map(jnp.copy, own)} for i, head in params["heads"].items()}
         return {**params, "heads": heads}

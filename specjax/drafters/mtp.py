@@ -7,6 +7,7 @@ Dims: B rows, T tokens fed, H hidden.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float
 from pydantic import Field
 
 from specjax.drafters import features as features_lib
-from specjax.drafters.features import FeatureDraft, FeatureDrafter, embedding_and_head
+from specjax.drafters.features import FeatureDraft, FeatureDrafter, LoadedDraft, embedding_and_head
 from specjax.drafters.token_rows import BoundRows, RowModel, TrainedRows
 from specjax.models.attention.memory import Attended
 from specjax.models.layers import Linear, make_norm
@@ -61,6 +62,7 @@ class MTPModel(RowModel):
 
     options: Options = Options()
     net: ClassVar[Any] = Net
+    of_last: ClassVar[bool] = True
 
     def features(self, params: Params, target_out: Output) -> Float[Array, "B T H"]:
         chosen = target_out.hidden[0] if self.options.state == "pre" else target_out.final
@@ -119,6 +121,15 @@ class MTPDraft(FeatureDraft):
         options = Options(self.state, self.recycled)
         model = MTPModel(features_lib.layers_like(full), (full.num_layers,), full.hidden_size, options=options)
         return TrainedMTP(model, features_lib.ENDS, depths=self.depths, decay=self.depth_decay)
+
+    def load(self, directory: str | os.PathLike, target: Any, k: int, check_finite: bool = True) -> MTP:
+        """With the norms that are asked for here, where those are not the default: a stored head rarely says them."""
+        found: Any = super().load(directory, target, k, check_finite)
+        asked, plain = Options(self.state, self.recycled), Options()
+        if asked == plain:
+            return found
+        spec = dataclasses.replace(found.model.spec, options=asked)
+        return dataclasses.replace(found, model=LoadedDraft(spec, found.model.params, found.model.name))
 
     def first(self, drafter: Any, params: Params, target: Any, rows: Rows) -> Params:
         """The best linear guess from token and state, over which the layer says nothing yet."""

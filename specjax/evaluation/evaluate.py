@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from specjax.data.rows import Rows, spread
 from specjax.drafters.base import at_depths, in_training
 from specjax.evaluation.matching import Matched, Matching, Positions, Teacher
 from specjax.evaluation.teacher import target_output, with_shared_params
-from specjax.metrics import alpha_per_position, negative_log_likelihood
+from specjax.metrics import agreement_per_position, alpha_per_position, negative_log_likelihood
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime import distributed
 from specjax.runtime.layout import ONE_DEVICE, Layout
@@ -32,7 +33,7 @@ DEPTHS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Means over ``positions`` predicted tokens; nats a token. NaN without a target: ``target_nll`` and ``alpha``. Of a
+    """Means over ``positions`` predicted tokens; nats a token. NaN without a target: all but ``nll``. Of a
     drafter that makes several predictions of every position these are of the first, of the token after the root."""
 
     nll: float
@@ -43,11 +44,16 @@ class Evaluation:
     """By depth, of drafters that make several."""
     nll_at: tuple[float, ...] = ()
     """The same of the loss."""
+    agreement: float = math.nan
+    """See `specjax.metrics`."""
+    agreement_at: tuple[float, ...] = ()
+    """By depth."""
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Evaluation:
         values: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in found.items()}
-        return cls(**values)
+        unknown = (math.nan,) * len(values.get("alpha_at", ()))  # to runs of before it was measured
+        return cls(**{"agreement_at": unknown, **values})
 
     def to_json(self) -> dict[str, Any]:
         return {name: value for name, value in dataclasses.asdict(self).items() if value != ()}
@@ -108,6 +114,8 @@ def evaluate_all(
             positions=int(t["count"]),
             alpha_at=_by_depth(t["at"], "alpha"),
             nll_at=_by_depth(t["at"], "nll"),
+            agreement=float(t.get("agreement", np.nan) / t["count"]),
+            agreement_at=_by_depth(t["at"], "agreement"),
         )
         for t in totals
     ]
@@ -168,6 +176,7 @@ def _measured(m: Matched, some: Positions) -> tuple[Array, dict[str, Array]]:
     if isinstance(m.teacher, FullLogits):
         measured["target_nll"] = negative_log_likelihood(m.teacher.logits, m.tokens)
         measured["alpha"] = alpha_per_position(m.teacher.logits, m.draft_logits)
+        measured["agreement"] = agreement_per_position(m.teacher.logits, m.draft_logits)
     # Every prediction that counts counts alike here, whatever its weight in training.
     counts = m.weight > 0
     # Of a draft of fewer ids, the loss is of the tokens that it can say.

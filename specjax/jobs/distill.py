@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,9 @@ _SELF_TESTS = "self_tests.json"
 @dataclasses.dataclass(frozen=True)
 class Measures:
     """Held-out figures at temperature 1, over ``positions`` predicted tokens (fewer than asked for if the held-out text
-    is shorter); nats a token. ``alpha_at``, ``nll_at``: by place of a block, of drafters that differ in it; the other
-    figures are of the first. ``alpha_ce_control`` is the best of ``alpha_ce_controls`` (learning rate -> alpha), None
-    without control runs."""
+    is shorter); nats a token. ``alpha_at``, ``nll_at``, ``agreement_at``: by place of a block, of drafters that differ
+    in it; the other figures are of the first. ``alpha_ce_control`` is the best of ``alpha_ce_controls`` (learning rate
+    -> alpha), None without control runs."""
 
     target_nll: float
     draft_nll: float
@@ -72,6 +73,9 @@ class Measures:
     alpha_at_before: tuple[float, ...] = ()
     alpha_at_after: tuple[float, ...] = ()
     nll_at_after: tuple[float, ...] = ()
+    agreement_before: float = math.nan
+    agreement_after: float = math.nan
+    agreement_at_after: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -173,6 +177,9 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
         alpha_at_before=first.alpha_at,
         alpha_at_after=last.alpha_at,
         nll_at_after=last.nll_at,
+        agreement_before=first.agreement,
+        agreement_after=last.agreement,
+        agreement_at_after=last.agreement_at,
     )
     trained = dict(zip(_EXPORTS, (before, after), strict=True))
     decoded = figures.decode(config, bars, decoding, trained, target)
@@ -292,6 +299,8 @@ def _draft_card(
     facts = {
         "alpha (E sum min(p, q), held out, temperature 1)": f"{evaluation.alpha:.4f}",
         **_by_place("alpha", evaluation.alpha_at),
+        "agreement with the target's most likely token, held out": f"{evaluation.agreement:.4f}",
+        **_by_place("agreement", evaluation.agreement_at),
         "loss of the draft, nats a token, held out": f"{evaluation.nll:.4f}",
         **_by_place("loss of the draft", evaluation.nll_at),
         "loss of the target": f"{evaluation.target_nll:.4f}",

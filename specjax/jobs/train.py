@@ -27,12 +27,17 @@ def train(config: Path, overrides: Sequence[str]) -> None:
     if not distributed.is_first():
         return
     measures = result.measures
-    table = Table("held out", "loss (nats a token)", "alpha", title=f"{measures.positions:,} positions")
-    table.add_row("target", f"{measures.target_nll:.4f}", "")
-    table.add_row("draft before", f"{measures.draft_nll:.4f}", f"{measures.alpha_before:.4f}")
-    table.add_row("draft distilled", f"{measures.draft_nll_after:.4f}", f"{measures.alpha_after:.4f}")
-    for place, at in enumerate([*zip(measures.nll_at_after, measures.alpha_at_after, strict=True)][1:], 2):
-        table.add_row(f"  at place {place} of a block", *(f"{value:.4f}" for value in at))
+    table = Table("held out", "loss (nats a token)", "alpha", "agreement", title=f"{measures.positions:,} positions")
+
+    def row(name: str, *values: float) -> None:
+        table.add_row(name, *(f"{value:.4f}" for value in values))
+
+    row("target", measures.target_nll)
+    row("draft before", measures.draft_nll, measures.alpha_before, measures.agreement_before)
+    row("draft distilled", measures.draft_nll_after, measures.alpha_after, measures.agreement_after)
+    by_place = zip(measures.nll_at_after, measures.alpha_at_after, measures.agreement_at_after, strict=True)
+    for place, at in enumerate([*by_place][1:], 2):
+        row(f"  at place {place} of a block", *at)
     if measures.alpha_ce_control is not None:
         table.add_row("cross-entropy control", "", f"{measures.alpha_ce_control:.4f}")
     console.print(table)

@@ -247,6 +247,28 @@ def _open_tensors(directory: Path, stack: contextlib.ExitStack, weights: str) ->
     return stored
 
 
+def read_tensors(directory: Path, names: Collection[str], weights: str = WEIGHTS) -> dict[str, np.ndarray]:
+    """Those of ``names`` that the directory holds. Raises `ModelError`."""
+    with contextlib.ExitStack() as stack:
+        stored = _open_tensors(directory, stack, weights)
+        return {name: stored[name].value() for name in names if name in stored}
+
+
+def stored_dtype(directory: Path, weights: str = WEIGHTS) -> str:
+    """What all floating numbers of a directory are stored as; float32 if there are several kinds. Raises
+    `ModelError`."""
+    with contextlib.ExitStack() as stack:
+        headers = {tensor.header()[1] for tensor in _open_tensors(directory, stack, weights).values()}
+        dtypes = {_STORED_FLOATS[name] for name in headers if name in _STORED_FLOATS}
+        return dtypes.pop() if len(dtypes) == 1 else "float32"
+
+
+def tensor_names(directory: Path, weights: str = WEIGHTS) -> set[str]:
+    """Of all that it holds. Raises `ModelError`."""
+    with contextlib.ExitStack() as stack:
+        return set(_open_tensors(directory, stack, weights))
+
+
 def _open_safetensors(file: Path) -> Any:
     try:
         return safetensors.safe_open(file, framework="np")

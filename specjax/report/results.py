@@ -115,13 +115,14 @@ class Comparison(_Record):
 
 
 class Place(_Record):
-    """A place of a block, from 1: acceptance on held-out text of a block's token there, and its loss at the end of
-    training, if it was unrolled so far."""
+    """A place of a block, from 1: of a block's token there, on held-out text, acceptance, loss at the end of training,
+    and how often draft and target find the same most likely."""
 
     place: int
     alpha_before: float | None = None
     alpha_after: float | None = None
     loss: float | None = None
+    agreement: float | None = None
 
 
 class Simulated(Comparison):

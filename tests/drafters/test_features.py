@@ -42,6 +42,7 @@ from specjax.metrics import alpha_per_position
 from specjax.models.cache import KVCache
 from specjax.models.config import LayerKind, ModelConfig, Norm
 from specjax.models.hf import LoadedModel, load_model, save_model
+from specjax.models.rotary import Rope
 from specjax.models.vocabulary import NEVER
 from specjax.types import Batch
 from specjax.verifiers.block import Block
@@ -239,6 +240,7 @@ def test_documents_of_a_row_know_nothing_of_each_other(name):
     ("name", "controller"),
     [
         *(("published", "fixed"), ("two_layers", "adaptive"), ("medusa", "fixed"), ("dflash", "adaptive")),
+        *(("mtp", "adaptive"), ("p_eagle", "fixed"), ("dspark", "fixed"), ("dflash2", "adaptive")),
     ],
 )
 def test_a_cache_is_what_a_prompt_of_the_same_tokens_leaves(name, controller):
@@ -324,13 +326,18 @@ def kept(state: Any) -> list[tuple[Any, int | None]]:
     return others + [part for layer in layers for part in ((layer.keys, 1), (layer.values, 2))]
 
 
-@pytest.mark.parametrize("name", ["published", "medusa", "early_exit", "dspark"])
+@pytest.mark.parametrize("name", ["published", "mtp", "p_eagle", "medusa", "early_exit", "dflash", "dflash2", "dspark"])
 def test_greedy_output_is_the_targets(name):
+    """Of rows that grow, and of rows that end inside a block while others go on."""
     target = target_of()
     trained, params = made(name, target)
-    decoder = Decoder(target, trained.to_drafter(params, target, 3), "block")
+    drafter = trained.to_drafter(params, target, 3)
     plain = Decoder(target).generate(PROMPTS, max_new_tokens=100, temperature=0.0).tokens
-    assert decoder.generate(PROMPTS, max_new_tokens=100, temperature=0.0).tokens == plain
+    assert Decoder(target, drafter, "block").generate(PROMPTS, max_new_tokens=100, temperature=0.0).tokens == plain
+    ending = dataclasses.replace(target, eos_ids=(plain[0][29], plain[2][14]))
+    found = Decoder(ending, drafter, "block").generate(PROMPTS, max_new_tokens=100, temperature=0.0)
+    assert found.tokens == Decoder(ending).generate(PROMPTS, max_new_tokens=100, temperature=0.0).tokens
+    assert len({len(row) for row in found.tokens}) > 1
 
 
 @pytest.mark.parametrize("name", ["dspark_confident", "dspark_confident_gated"])
@@ -448,6 +455,7 @@ STARTS = {
     "medusa_own_heads": ({"blocks": 2, "own_heads": True}, (6,)),
     "early_exit": ({"adapter": 16}, (2,)),
     "dflash": ({"block_size": 4}, (2, 4, 6)),
+    "dflash_normed": ({"block_size": 4, "qk_norm": True, "layers": 9}, (2, 4, 6)),
     "dflash2": ({"block_size": 3, "selector_rank": 4, "selector_top_k": 5}, (2, 4, 6)),
     "dspark": ({"markov_rank": 4, "markov_head_type": "rnn", "layers": 1}, (2, 4, 6)),
 }
@@ -522,5 +530,40 @@ def test_one_begins_with_what_its_target_has_and_comes_back_from_disk(name, tmp_
     jax.tree.map(np.testing.assert_array_equal, {**found.model.params, **whole}, whole)
     assert {*found.model.params} - {"head"} == initial.params.keys()
     other = LoadedModel(dataclasses.replace(target.spec, config=dataclasses.replace(target.config, num_layers=1)), {})
-    with pytest.raises(ModelError, match=rf"{kind}: reads stream {reads[-1]}, and the target has 0 \.\. 1"):
+    last = rf"the last stream of a target of {reads[-1]} layers, and this one has 1;"
+    said = last if kind in ("mtp", "medusa") else rf"stream {reads[-1]}, and the target has 0 \.\. 1"
+    with pytest.raises(ModelError, match=rf"{kind}: reads {said}"):
         found.bind(other)
+
+
+SCALED = {"logit_multiplier": 0.25, "logit_soft_cap": 3.0}
+ODD_ROPES = {
+    "none": LayerKind(rope=None),
+    "half": LayerKind(Rope(partial=0.5)),
+    "pairs": LayerKind(Rope(interleaved=True)),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope"),
+    [("eagle3", "none"), ("mtp", "half"), ("medusa", "pairs"), ("dflash", "half"), ("early_exit", "pairs")],
+)
+def test_logits_are_made_as_the_targets_whatever_its_layers_are_like(kind, rope, tmp_path):
+    """Scaled and capped; layers of a draft are Llama's, whose rotary embedding turns all of a head."""
+    target = target_of(num_layers=6, layers=(ODD_ROPES[rope],), **SCALED)
+    run = config.RunConfig(config.Target(path="x"), config.Data(path="x", seq_len=8), config.Draft(kind=kind))
+    initial = initial_draft(run, target, toys.Windows(np.arange(90).reshape(10, 9).astype(np.int32) % 61))
+    drafter: Any = initial.drafter
+    whole = drafter.complete(initial.params, target.params)
+    final = jax.random.normal(jax.random.key(0), (1, 3, target.config.hidden_size))
+    model = drafter.model
+    said = model.logits(whole, 0, final) if kind == "medusa" else model.head(whole, final)
+    if kind == "dflash":
+        said = model.unary(model.module(whole), final)
+    np.testing.assert_allclose(said, target.spec.head(target.params, final), rtol=1e-5, atol=1e-6)
+    drafter.save(whole, target, tmp_path / "draft")
+    found: Any = specjax.load_drafter(tmp_path / "draft", target, k=2)
+    assert found.model.spec == model
+    assert "Only specjax" in drafter.serving or kind in ("medusa", "early_exit")
+    plain = Decoder(target).generate([[1, 2, 3]], max_new_tokens=8).tokens
+    assert Decoder(target, found).generate([[1, 2, 3]], max_new_tokens=8).tokens == plain

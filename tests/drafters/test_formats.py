@@ -27,6 +27,7 @@ from specjax.drafters.eagle3 import Eagle3Model, Options
 from specjax.drafters.features import LoadedDraft
 from specjax.drafters.formats import torch_file
 from specjax.errors import ModelError
+from specjax.models import hf
 from specjax.models.config import LayerKind
 from specjax.models.families import FAMILIES, Settings
 from specjax.models.hf import LoadedModel, load_model, save_model
@@ -39,8 +40,8 @@ from tests.models.variants import VARIANTS
 KINDS = {
     ("speculators", "eagle3"): "two_layers",
     ("speculators", "p_eagle"): "p_eagle",
-    ("speculators", "mtp"): "mtp_other_norms",
-    ("speculators", "dflash"): "dflash",
+    ("speculators", "mtp"): "mtp",
+    ("speculators", "dflash"): "dflash_windows",
     ("speculators", "dflash2"): "dflash2",
     ("speculators", "dspark"): "dspark_fewer_ids",
     ("sglang", "eagle3"): "sglang",
@@ -49,26 +50,30 @@ KINDS = {
     ("deepspec", "dspark"): "dspark_confident",
     ("medusa", "medusa"): "medusa_own_heads",
     ("specjax", "early_exit"): "early_exit",
+    ("specjax", "mtp"): "mtp_other_norms",
+    ("specjax", "dflash"): "dflash_other_windows",
+    ("specjax", "dflash2"): "dflash2_scaled",
+    ("specjax", "eagle3"): "fewer_ids",
 }
 STREAMS = {"sglang": (1, 2, 3), "z-lab": (1, 3), "deepspec": (1, 3)}
+NORMED = ("mtp", "dflash", "dflash2", "dspark")
+"""Kinds that other projects know with norms of queries and keys alone."""
 
 
-def draft(name: str, target: LoadedModel) -> LoadedDraft:
+def draft(name: str, target: LoadedModel, normed: bool = False) -> LoadedDraft:
+    """``normed``: with norms of queries and keys."""
     if name == "sglang":
         sizes = dataclasses.replace(target.config, num_layers=1, layers=(LayerKind(Rope()),), tie_embeddings=False)
         spec: Any = Eagle3Model(
             sizes, STREAMS["sglang"], sizes.hidden_size, options=Options(norm_before_residual=False)
         )
         return LoadedDraft(spec, test_features.random_params(spec))
-    trained, params = test_features.made(name, target)
-    config = dataclasses.replace(trained.model.config, tie_embeddings=False)
+    trained, _ = test_features.made(name, target)
+    config = dataclasses.replace(trained.model.config, tie_embeddings=False, qk_norm="head" if normed else "none")
     # One kind of layer is written once.
-    same = len(set(config.layers)) == 1
-    config = dataclasses.replace(
-        config, layers=config.layers[:1] if same else (LayerKind(),), num_layers=config.num_layers
-    )
+    config = dataclasses.replace(config, layers=config.layers[:1] if len(set(config.layers)) == 1 else config.layers)
     spec = dataclasses.replace(trained.model, config=config)
-    return LoadedDraft(spec, params if same else test_features.random_params(spec))
+    return LoadedDraft(spec, test_features.random_params(spec))
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -80,7 +85,7 @@ def files(directory: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(("form", "kind"), KINDS)
 def test_what_is_written_is_read_again_and_written_the_same(form, kind, tmp_path):
     target = target_of()
-    made = draft(KINDS[form, kind], target)
+    made = draft(KINDS[form, kind], target, kind in NORMED and form != "specjax")
     formats.save(made, kind, tmp_path / "one", target="t", form_name=form)
     settings = json.loads((tmp_path / "one/config.json").read_text())
     del settings["specjax_drafter"]  # as others write it
@@ -108,7 +113,8 @@ def leaves(tree: Any) -> Any:
 @pytest.mark.parametrize(("form", "kind"), [key for key in KINDS if key[0] in STREAMS])
 def test_layers_are_numbered_from_the_first_ones_output_elsewhere(form, kind, tmp_path):
     target = target_of()
-    formats.save(draft(KINDS[form, kind], target), kind, tmp_path / "draft", target="t", form_name=form)
+    made = draft(KINDS[form, kind], target, kind in NORMED)
+    formats.save(made, kind, tmp_path / "draft", target="t", form_name=form)
     settings = json.loads((tmp_path / "draft/config.json").read_text())
     own = settings.get("eagle_config", settings.get("dflash_config", settings))
     ids = own.get("target_layer_ids", own.get("eagle_aux_hidden_state_layer_ids"))
@@ -158,6 +164,12 @@ def changed(directory: Path, settings: Any = None, **tensors: Any) -> None:
             "speculators_model_type='xpress' is not read",
         ),
         ({}, {"extra.weight": np.zeros(3, np.float32)}, r"unexpected: extra\.weight"),
+        ({"norm_before_residuals": False}, {}, "norm_before_residuals=False is not read; remove it if it changes noth"),
+        ({"norm_before_fc": True, "fc_norm": True}, {}, "norm_before_fc=True, fc_norm=True: norms of the same layers"),
+        ({"specjax_shared": None, "specjax_drafter": "os:Code"}, {}, "specjax_drafter='os:Code' is no kind of ours"),
+        ({"specjax_shared": [1]}, {}, r"specjax_shared=\[1\], expected a list of names"),
+        ({"speculators_model_type": ["eagle3"], "specjax_drafter": None}, {}, r"=\['eagle3'\] is not read"),
+        ({"draft_vocab_size": -8}, {}, "draft_vocab_size=-8, expected at least 1"),
     ],
 )
 def test_what_contradicts_itself_is_refused(settings, tensors, said, tmp_path):
@@ -179,6 +191,12 @@ def test_what_contradicts_itself_is_refused(settings, tensors, said, tmp_path):
             "format 'z-lab': has no dspark drafts; of those that have: speculators, deepspec",
         ),
         ("dspark_rnn", "dspark", "deepspec", "deepspec: cannot say slots that predict their own token"),
+        ("dspark_confident", "dspark", "deepspec", "deepspec: cannot say layers without norms of queries and keys"),
+        ("dflash", "dflash", "z-lab", "z-lab: cannot say layers without norms of queries and keys"),
+        ("dflash", "dflash", "speculators", r"no words for layers without norms of .* \(draft\.qk_norm: true\); spec"),
+        ("dflash_other_windows", "dflash", "speculators", "no words for layers without norms of queries"),
+        ("mtp", "mtp", "speculators", "no words for a head whose layer is not Qwen 3's"),
+        ("mtp_other_norms", "mtp", "speculators", r"no words for the norms of its state \(post\) and of what it rec"),
     ],
 )
 def test_a_form_without_the_words_says_so(name, kind, form, said, tmp_path):
@@ -194,11 +212,88 @@ def test_another_target_is_refused(tmp_path):
     for change, said in (({"hidden_size": 64, "head_dim": 8}, "hidden_size"), ({"vocab_size": 62}, "vocab_size=61")):
         with pytest.raises(ModelError, match=f"dflash: reads a target of {said}"):
             drafter.bind(target_of(**change))
-    unknown = {"dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 60, "output_bias": 3}}
-    formats.save(draft("dflash", target), "dflash", tmp_path / "z", target="t", form_name="z-lab")
-    changed(tmp_path / "z", {**unknown, "specjax_drafter": None})
-    with pytest.raises(ModelError, match=r"dflash_config\.output_bias=3 is not read"):
-        specjax.load_drafter(tmp_path / "z", target)
+
+
+OTHERS = {"target_layer_ids": [0, 2], "mask_token_id": 60}
+
+
+@pytest.mark.parametrize(
+    ("form", "settings", "said"),
+    [
+        ("z-lab", {"dflash_config": {**OTHERS, "output_bias": 3}}, "output_bias=3 is not read"),
+        (
+            "z-lab",
+            {"dflash_config": {**OTHERS, "mask_token_id": 61}},
+            "mask_token_id=61, and the vocabulary has 61",
+        ),
+        ("z-lab", {"num_target_layers": 5}, "num_target_layers=5, and the target has 3 layers"),
+        ("z-lab", {"block_size": 1}, "block_size=1, expected at least 2"),
+        ("deepspec", {"markov_rank": -1}, "markov_rank=-1, expected at least 0"),
+        ("deepspec", {"layer_norms": True}, "layer_norms=True is not read"),
+        (
+            "sglang",
+            {"norm_before_residual": True},
+            "norm_before_residual=True, which drafts of this form",
+        ),
+        ("sglang", {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, r"layer_ids=\[1, 2, 3\] is not read"),
+        ("sglang", {"eagle_config": {"aux_ids": [1]}}, r"aux_ids=\[1\] is not read"),
+        ("sglang", {"norm_output": False}, "norm_output=False is not read"),
+        ("medusa", {"medusa_num_layers": 0}, "medusa_num_layers=0, expected at least 1"),
+        ("medusa", {"vocab_size": 62}, "medusa: reads a target of vocab_size=62, and this one has 61"),
+        ("specjax", {"adapter": "wide"}, "adapter='wide', expected int"),
+    ],
+)
+def test_what_a_form_does_not_say_so_is_refused(form, settings, said, tmp_path):
+    target, kind = target_of(), next(kind for name, kind in KINDS if name == form)
+    made = draft(KINDS[form, kind], target, kind in NORMED)
+    formats.save(made, kind, tmp_path / "draft", target="t", form_name=form)
+    changed(tmp_path / "draft", {**settings, "specjax_drafter": None})
+    with pytest.raises(ModelError, match=said):
+        specjax.load_drafter(tmp_path / "draft", target)
+
+
+def test_a_draft_of_the_last_stream_is_of_a_target_of_as_many_layers(tmp_path):
+    """One of more layers has a stream of that number, and it is not what was trained on."""
+    for kind, name in (("mtp", "mtp"), ("medusa", "medusa")):
+        formats.save(draft(name, target_of()), kind, tmp_path / kind, target="t")
+        drafter = specjax.load_drafter(tmp_path / kind, target_of(), k=2)
+        if kind == "mtp":
+            with pytest.raises(ModelError, match="mtp: reads the last stream of a target of 3 layers, and this one"):
+                drafter.bind(target_of(num_layers=4))
+
+
+def test_published_defaults_are_those_of_the_library(tmp_path):
+    """Windows of Llama's layers, no list of streams, nothing of what is null: as its trainer writes them."""
+    target = target_of(num_layers=7)
+    made = draft("published", target)
+    windowed = dataclasses.replace(made.spec.config, layers=(LayerKind(Rope(), window=5),))
+    spec = dataclasses.replace(made.spec, config=windowed, reads=(2, 3, 4))
+    formats.save(LoadedDraft(spec, made.params), "eagle3", tmp_path / "draft", target="t")
+    told = json.loads((tmp_path / "draft/config.json").read_text())
+    assert told["transformer_layer_config"]["layer_types"] == ["sliding_attention"]
+    library = {"speculators_version": "0.9.0", "embed_requires_grad": False, "auto_map": {"": "config.Config"}}
+    library |= {"eagle_aux_hidden_state_layer_ids": None, "target_hidden_size": None, "specjax_drafter": None}
+    inner = {"use_sliding_window": True, "pretraining_tp": 1, "attention_dropout": 0.0, "use_cache": True}
+    library["transformer_layer_config"] = {**told["transformer_layer_config"], **inner}
+    changed(tmp_path / "draft", library)
+    drafter: Any = specjax.load_drafter(tmp_path / "draft", target, k=2)
+    assert drafter.model.spec == spec
+
+
+def test_a_draft_in_several_files_is_read_and_a_broken_one_named(tmp_path, monkeypatch):
+    target = target_of()
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "MAX_SHARD_BYTES", 4000)
+        formats.save(draft("fewer_ids", target), "eagle3", tmp_path / "draft", target="t")
+    assert len([*(tmp_path / "draft").glob("*.safetensors")]) > 1
+    drafter: Any = specjax.load_drafter(tmp_path / "draft", target, k=2)
+    assert drafter.model.spec.kept == test_features.FEWER
+    formats.save(draft("fewer_ids", target), "eagle3", tmp_path / "draft", target="t")
+    changed(tmp_path / "draft")
+    weights = tmp_path / "draft/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:50])
+    with pytest.raises(ModelError, match=r"model\.safetensors: truncated or not a safetensors file"):
+        specjax.load_drafter(tmp_path / "draft", target)
 
 
 def test_a_draft_is_exported_in_another_form_and_back(tiny_target, tmp_path, capsys, monkeypatch):
@@ -249,7 +344,11 @@ def test_the_head_that_comes_with_a_checkpoint_is_read_beside_it(tmp_path):
     np.testing.assert_array_equal(mlp, head["model.mtp_layers.0.mlp.up_proj.weight"].T)
     plain = specjax.Decoder(found).generate([[1, 2, 3]], max_new_tokens=8).tokens
     assert specjax.Decoder(found, drafter).generate([[1, 2, 3]], max_new_tokens=8).tokens == plain
-    formats.convert(tmp_path / "target", tmp_path / "head", found, "speculators")
+    with pytest.raises(ModelError, match="speculators: has no words for a head whose layer is not Qwen 3's"):
+        formats.convert(tmp_path / "target", tmp_path / "head", found, "speculators")
+    formats.convert(tmp_path / "target", tmp_path / "head", found, "specjax")
+    fed_after: Any = specjax.load_drafter(tmp_path / "target", found, k=2, kind={"kind": "mtp", "state": "post"})
+    assert fed_after.model.spec.options.state == "post"
     again: Any = specjax.load_drafter(tmp_path / "head", found, k=2)
     np.testing.assert_array_equal(again.model.params["fc"]["kernel"], drafter.model.params["fc"]["kernel"])
     with pytest.raises(ModelError, match="format 'native': has no mtp drafts"):

@@ -31,6 +31,8 @@ def test_losses_and_alpha_match_a_float64_reference():
     assert found.nll == pytest.approx(-np.log(np.take_along_axis(q, following, 2)).mean(), rel=1e-5)
     assert found.target_nll == pytest.approx(-np.log(np.take_along_axis(p, following, 2)).mean(), rel=1e-5)
     assert found.alpha == pytest.approx(np.minimum(p, q).sum(-1).mean(), rel=1e-5)
+    assert found.agreement == pytest.approx((p.argmax(-1) == q.argmax(-1)).mean(), rel=1e-6)
+    assert 0 < found.agreement < 1
 
 
 def test_rows_that_fill_up_the_last_batch_do_not_count():

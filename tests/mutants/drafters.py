@@ -140,7 +140,7 @@ def draft_reports_its_distribution_without_the_temperature(patch):
     proposed(patch, change)
 
 
-@mutant("drafter", PARAMETER_LAW, verifier="block", setting="top_p")
+@mutant("drafter", PARAMETER_LAW, verifier="speculative", setting="top_p")
 def draft_reports_its_distribution_before_the_cuts(patch):
     def change(real, raw, context, tokens, offset):
         tokens, proposed = real(raw, context, tokens, offset)

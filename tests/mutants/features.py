@@ -7,19 +7,21 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.drafters import formats, token_rows
+from specjax.drafters import token_rows
 from specjax.drafters.dflash.convolution import Convolution
 from specjax.drafters.dflash.drafting import BoundDFlash
 from specjax.drafters.dflash.heads import Markov, Selector
 from specjax.drafters.dflash.model import Blocks, DFlashModel
+from specjax.drafters.eagle3 import FirstBlock
 from specjax.drafters.features import Kept
-from specjax.drafters.formats import speculators
+from specjax.drafters.formats import serving, speculators
+from specjax.drafters.formats.envelope import Envelope
 from specjax.drafters.glide import GlideModel, Reading
 from specjax.drafters.medusa import TrainedMedusa
 from specjax.drafters.p_eagle import PEagleModel
 from specjax.drafters.token_rows import BoundRows, Rows, TrainedRows
 from specjax.evaluation.matching import Matched
-from tests.drafters import test_features
+from tests.drafters import test_features, test_formats
 from tests.mutants.table import mutant, wrap
 
 decoding = mutant(
@@ -128,30 +130,59 @@ def a_documents_first_token_is_seen_with_features_of_another(patch):
 
 @decoding
 def token_and_features_are_read_the_other_way_round(patch):
-    """As the first half of what the attention reads, in decoding alone."""
+    """By the attention, in decoding alone."""
+    running: list[bool] = []
 
     def make(real):
-        def mutated(self, params, cache, tokens, features, slots):
-            return real(self, params, cache, tokens, jnp.roll(features, 1, axis=-1), slots)
+        def mutated(self, *args):
+            running.append(True)
+            try:
+                return real(self, *args)
+            finally:
+                running.pop()
+
+        return mutated
+
+    def make_block(real):
+        def mutated(self, token, features, rotary, memory):
+            if not running:
+                return real(self, token, features, rotary, memory)
+            normed = self.hidden_norm(features)
+            read = jnp.concatenate([normed, self.attention_norm(token)], axis=-1)
+            attended, layer, _ = self.attention(read, rotary, memory)
+            x = (normed if self.normed_residual else features) + attended
+            return x + self.mlp(self.mlp_norm(x)), layer
 
         return mutated
 
     wrap(patch, BoundRows, "_pass", make)
+    wrap(patch, FirstBlock, "__call__", make_block)
 
 
-@stored
-def captured_layers_are_numbered_from_the_first(patch):
-    """The other convention: layer i is what leaves it, not what enters it."""
+numbered = mutant(
+    "features",
+    test_formats.test_what_is_written_is_read_again_and_written_the_same,
+    form="z-lab",
+    kind="dflash",
+    lossless=True,
+)
 
-    def make(load):
-        def mutated(*args, **options):
-            found = load(*args, **options)
-            found.spec = dataclasses.replace(found.spec, reads=tuple(i + 1 for i in found.spec.reads))
-            return found
 
-        return mutated
+@numbered
+def layers_of_the_other_convention_are_read_as_ours(patch):
+    """Layer i is what leaves it, not what enters it."""
+    wrap(patch, Envelope, "ids", lambda real: lambda self, name, beyond=0, absent=None: real(self, name, 0, absent))
 
-    wrap(patch, formats, "load", make)
+
+@mutant(
+    "features",
+    test_formats.test_layers_are_numbered_from_the_first_ones_output_elsewhere,
+    form="sglang",
+    kind="eagle3",
+    lossless=True,
+)
+def layers_are_written_by_our_convention_elsewhere(patch):
+    patch.setattr(serving, "_shifted", lambda reads, what: list(reads))
 
 
 blocks = mutant(
@@ -341,16 +372,16 @@ def mask_rows_read_the_features_of_the_root(patch):
 
 @fewer
 def offsets_are_taken_for_ids(patch):
-    """Of a draft vocabulary: d2t as ids."""
+    """Of a draft vocabulary: d2t as ids, of equals the next one; t2d, which says otherwise, is not looked at."""
+    wrap(patch, speculators, "read_tensors", lambda real: lambda directory, names: real(directory, ("d2t",)))
 
-    def make(real):
-        def mutated(*args):
-            kept = real(*args)
-            return kept if kept is None else Kept(np.arange(len(kept.ids)), kept.size)
+    def mutated(ids, size):
+        found = []
+        for offset in ids - np.arange(len(ids)):
+            found.append(max(offset, found[-1] + 1 if found else 0))
+        return Kept(found, size)
 
-        return mutated
-
-    wrap(patch, speculators, "kept_ids", make)
+    patch.setattr(speculators, "Kept", mutated)
 
 
 @restricted

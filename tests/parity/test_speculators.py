@@ -124,15 +124,18 @@ EAGLES = {
     "3.1": {"norm_output": True, "fc_norm": True},
     "all": {"norm_before_residual": False, "norm_output": True, "fc_norm": True, "norm_before_fc": False},
     "fewer_ids": {"kept": FEWER},
+    "windows": {"kinds": (WINDOW, ROPE)},
 }
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("name", EAGLES)
 def test_eagle3(name, family, tmp_path):
-    """Row r of theirs has the token behind that of its features: row r + 1 of ours."""
-    kept, options = EAGLES[name].get("kept"), {n: x for n, x in EAGLES[name].items() if n != "kept"}
-    sizes, ids_of_draft = layers(ROPE, ROPE, family=family), np.arange(V) if kept is None else kept.ids
+    """Row r of theirs has the token behind that of its features: row r + 1 of ours. A window of theirs stays where it
+    was at the first depth, and no cache does so."""
+    options = dict(EAGLES[name])
+    kept, kinds = options.pop("kept", None), options.pop("kinds", (ROPE, ROPE))
+    sizes, ids_of_draft = layers(*kinds, family=family), np.arange(V) if kept is None else kept.ids
     model = eagle3.Eagle3Model(sizes, (1, 2, 3), H, kept=kept, options=eagle3.Options(**options))
     params, (batch, out, _) = weights(model), text()
     captured = dataclasses.replace(out, hidden=out.hidden[1:])
@@ -153,7 +156,7 @@ def test_eagle3(name, family, tmp_path):
             ttt_steps=3,
             loss_config=eager("kl_div"),
         )
-    trained = eagle3.TrainedEagle3(model, depths=3)
+    trained = eagle3.TrainedEagle3(model, depths=1 if any(sizes.windows) else 3)
     for depth, prediction in enumerate(trained.predictions(params, batch, captured)):
         ours = np.asarray(prediction.logits)[:, 1 + depth :, ids_of_draft]
         alike(ours, found[depth][:, : T - 1 - depth])
@@ -163,8 +166,14 @@ def test_eagle3(name, family, tmp_path):
         assert float(loss.mean()) == pytest.approx(float(metrics[f"loss_{depth}_sum"]), abs=1e-5)
 
 
-def test_p_eagle(tmp_path):
-    model = p_eagle.PEagleModel(layers(ROPE, ROPE), (1, 2, 3), H, mask_token=V - 1)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["published", "plain", "normed", "3.1", "fewer_ids"])
+def test_p_eagle(name, family, tmp_path):
+    options = {"norm_before_residual": True, **EAGLES.get(name, {})}
+    kept = options.pop("kept", None)
+    ids_of_draft = np.arange(V) if kept is None else kept.ids
+    more: Any = {"kept": kept, "options": eagle3.Options(**options)}
+    model = p_eagle.PEagleModel(layers(ROPE, ROPE, family=family), (1, 2, 3), H, mask_token=V - 1, **more)
     params, (batch, out, _) = weights(model), text()
     captured = dataclasses.replace(out, hidden=out.hidden[1:])
     other = theirs("p_eagle", model, params, tmp_path / "draft", "peagle", "PEagleDraftModel")
@@ -190,7 +199,7 @@ def test_p_eagle(tmp_path):
         )[1]
     trained, total = p_eagle.TrainedPEagle(model, depths=depths), 0.0
     for depth, prediction in enumerate(trained.predictions(params, batch, captured)):
-        ours = np.asarray(prediction.logits)[:, 1 + depth :]
+        ours = np.asarray(prediction.logits)[:, 1 + depth :, ids_of_draft]
         alike(ours, found[0][:, which.numpy() == depth])
         of_target = FullLogits(jnp.asarray(teacher[0][:, depth:]))
         total += float(jnp.sum(ForwardKL()(jnp.asarray(ours), of_target, batch.labels[:, 1 + depth :])))
@@ -221,6 +230,7 @@ BLOCKS = {
     "dflash_from_anchor": ("dflash", (ROPE,), {"from_root": True}),
     "dflash_windows": ("dflash", (WINDOW, ROPE), {}),
     "dflash_windows_both_ways": ("dflash", (WINDOW,), {"causal_window": False}),
+    "dflash_fewer_ids": ("dflash", (ROPE,), {"kept": FEWER}),
     "dflash2": ("dflash2", (WINDOW, ROPE), SELECTOR),
     "dflash2_from_anchor": ("dflash2", (ROPE,), {**SELECTOR, "taps": 3, "from_root": True}),
     "dspark_vanilla": ("dspark", (ROPE,), MARKOV),

@@ -136,7 +136,7 @@ def make_results() -> dict:
         "roofline": _roofline(),
         "comparison": _comparison(),
         "places": [
-            {"place": 1, "alpha_before": 0.7012, "alpha_after": 0.8613, "loss": 0.212},
+            {"place": 1, "alpha_before": 0.7012, "alpha_after": 0.8613, "loss": 0.212, "agreement": 0.9021},
             {"place": 2, "alpha_before": 0.69, "alpha_after": 0.8571, "loss": 0.231},
             {"place": 3, "alpha_before": 0.68, "alpha_after": 0.8499, "loss": None},
         ],

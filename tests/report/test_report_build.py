@@ -112,7 +112,7 @@ def test_what_bounds_each_pass_is_told(built):
 
 def test_training_is_told_beside_decoding(built):
     html, markdown = page(built)[0], (built / "report.md").read_text()
-    assert "| 2 | 0.690 | 0.857 | 0.231 | \n| 3 | 0.680 | 0.850 | – | \n" in markdown
+    assert "| 1 | 0.701 | 0.861 | 0.212 | 0.902 | \n| 2 | 0.690 | 0.857 | 0.231 | – | \n" in markdown
     assert "| draft after distillation | greedy | 5 | 5.012 | 4.10 to 5.90 | 4.987 |" in markdown
     assert "- `draft`, loaded again after its export: 38 arrays and all settings equal." in markdown
     assert '<tr><td>3</td><td class="number">0.680</td>' in html

@@ -35,6 +35,8 @@ class DFlashDraft(FeatureDraft):
     """As of `eagle3`; published drafts capture five or six."""
     layers: Annotated[int, Field(ge=1, le=16)] = 2
     """Of the draft; published drafts have five."""
+    qk_norm: bool | None = None
+    """Queries and keys are normed, as in all published drafts and what serves them; None: where the target's are."""
     sample_from_anchor: bool = False
     """A slot predicts the token behind its own, not its own."""
     anchors: Annotated[int, Field(ge=1)] = 64
@@ -50,7 +52,7 @@ class DFlashDraft(FeatureDraft):
     def drafter(self, config: RunConfig, target: Any) -> TrainedDFlash:
         full = target.config
         reads = features_lib.streams(self.reads, config, full)
-        layers = features_lib.layers_like(full, self.layers)
+        layers = features_lib.layers_like(full, self.layers, self.qk_norm)
         mask = features_lib.mask_token(self.mask_token, full)
         model = DFlashModel(
             layers,
@@ -79,14 +81,27 @@ class DFlashDraft(FeatureDraft):
         size, count = model.config.hidden_size, model.config.num_layers
         if features_lib.last_layer(target) is None:
             return params
-        chosen = [round((i + 1) * full.num_layers / count) - 1 for i in range(count)]
+        chosen = [max(0, round((i + 1) * full.num_layers / count) - 1) for i in range(count)]
         of_target = [features_lib.in_float32(target.params["layers"][layer]) for layer in chosen]
         layers = {i: {**params["layers"][i], **layer} for i, layer in enumerate(of_target)}
+        for i, layer in layers.items():
+            layer["attention"] = _normed(params["layers"][i]["attention"], layer)
         fc = jnp.zeros_like(params["fc"]["kernel"]).at[-size:].set(jnp.eye(size))
         norms = {"hidden_norm": layers[count - 1]["attention_norm"]}
         norms["norm"] = features_lib.in_float32(target.params["norm"])
         # Of each parameter its own array, since each is trained.
         return {**params, "fc": {"kernel": fc}, "layers": layers, **jax.tree.map(jnp.copy, norms)}
+
+
+def _normed(own: Params, layer: Params) -> Params:
+    """The attention of a target's layer with the norms of queries and keys that a draft's own has: what is normed has
+    the size that it has in the target, of numbers drawn independently."""
+    found = dict(layer["attention"])
+    for name in own.keys() - found.keys():
+        kernel = found[name.replace("norm", "proj")]["kernel"] * layer["attention_norm"]["scale"][:, None]
+        size = jnp.sqrt(jnp.mean(jnp.sum(kernel**2, axis=0)))
+        found[name] = jax.tree.map(lambda scale, size=size: jnp.full_like(scale, size), own[name])
+    return {name: x for name, x in found.items() if name in own}
 
 
 @dataclasses.dataclass(frozen=True)

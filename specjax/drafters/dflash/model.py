@@ -23,7 +23,6 @@ from specjax.models.attention.memory import Attended
 from specjax.models.attention.sight import Sight
 from specjax.models.attention.stored import Layer
 from specjax.models.layers import Linear, make_norm
-from specjax.models.products import soft_capped
 from specjax.models.rotary import rotary_table
 from specjax.models.training import gathered
 from specjax.models.transformer import Block
@@ -213,8 +212,7 @@ class DFlashModel(FeatureModel):
 
     def unary(self, module: Any, hidden: Float[Array, "B T H"]) -> Float[Array, "B T W"]:
         """What a slot says of its token by itself."""
-        logits, config = module.head(hidden, wide=True), self.config
-        return soft_capped(logits * config.logit_multiplier, config.logit_soft_cap)
+        return self.scaled(module.head(hidden, wide=True))
 
     def logits(
         self, module: Any, unary: Float[Array, "B T W"], read: Float[Array, "B T R"], taught: bool = False

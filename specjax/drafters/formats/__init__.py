@@ -3,6 +3,7 @@ weight is. `load` and `save` do the rest."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.drafters.features import ENDS, LoadedDraft, check_readable, dense
+from specjax.drafters.features import ENDS, FeatureModel, LoadedDraft, check_readable, dense
 from specjax.drafters.formats import medusa, native, own, speculators
+from specjax.drafters.formats.envelope import Envelope
 from specjax.drafters.formats.serving import deepspec, sglang, z_lab
 from specjax.errors import ModelError
 from specjax.models import hf
+from specjax.models.config import ModelConfig
 from specjax.models.files import read_json, verify_manifest, write_json
-from specjax.models.weights import narrowest
+from specjax.models.weights import narrowest, stored_dtype
 
 SHARED = "specjax_shared"
 """In config.json: the weights that are stored though they are the target's, which need not be in memory twice."""
@@ -39,12 +42,29 @@ def kind_of(settings: Mapping[str, Any]) -> str | None:
     return next((kind for form in FORMATS.values() if (kind := form.kind_of(settings))), None)
 
 
-def form_of(kind: str, name: str | None) -> Any:
-    """The form of this name, or the first that stores drafts of this kind. Raises `ModelError`."""
+def form_of(kind: str, name: str) -> Any:
+    """The form of this name. Raises `ModelError` where it has no drafts of this kind."""
     able = {n: form for n, form in FORMATS.items() if kind in form.KINDS}
-    if name is not None and name not in able:
+    if name not in able:
         raise ModelError(f"format {name!r}: has no {kind} drafts; of those that have: {', '.join(able)}")
-    return next(iter(able.values())) if name is None else able[name]
+    return able[name]
+
+
+def own_form(spec: FeatureModel, kind: str) -> tuple[str, str | None]:
+    """The form that a draft is saved in: (its name, what of the draft speculators' own has no words for, if that is
+    why it is another)."""
+    if kind not in speculators.KINDS:
+        return next(name for name, form in FORMATS.items() if kind in form.KINDS), None
+    lost = speculators.unsaid(spec, kind)
+    return ("speculators", None) if lost is None else ("specjax", lost)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Beside:
+    """What a form is told of the target."""
+
+    config: ModelConfig
+    dtype: str
 
 
 def load(
@@ -59,32 +79,46 @@ def load(
     if form is None:
         told = settings.get(speculators.TYPE) or settings.get("model_type")
         raise ModelError(f"{found / 'config.json'}: {told!r} is no {kind} draft")
-    spec, params = form.read(found, settings, kind, target, check_finite)
-    shared = () if whole else settings.get(SHARED, ())
+    stored = Envelope(settings, found / "config.json").names(SHARED)
+    others = {name: value for name, value in settings.items() if name != SHARED}
+    spec, params = form.read(found, others, kind, _Beside(target.config, str(target.dtype)), check_finite)
+    shared = () if whole else stored
     return LoadedDraft(spec, {n: value for n, value in params.items() if n not in shared}, Path(directory).name)
 
 
 def convert(
-    source: str | os.PathLike, directory: str | os.PathLike, target: Any, form_name: str, overwrite: bool = False
+    source: str | os.PathLike,
+    directory: str | os.PathLike,
+    target: Any,
+    form_name: str,
+    overwrite: bool = False,
+    *,
+    dtype: str | None = None,
+    revision: str | None = None,
+    check_finite: bool = True,
 ) -> str:
     """Write the draft ``source``, a directory, a hub id or a run, in another form; returns its kind. Weights that are
-    the target's come from ``target``, a `LoadedModel`, where the new form stores them and the old one did not. Raises
-    `ModelError` for a draft that the form has no words for."""
-    found = hf.resolve(hf.draft_of(source))
+    the target's come from ``target``, a `LoadedModel`, where the new form stores them and the old one did not.
+    ``dtype``: of the written weights; None: as they are stored. Raises `ModelError` for a draft that the form has no
+    words for."""
+    found = hf.resolve(hf.draft_of(source), revision)
     settings = read_json(found / "config.json")
     kind = kind_of(settings)
     if kind is None:
         raise ModelError(f"{found}: is no draft that reads hidden states; --format is for those")
     form_of(kind, form_name)  # before anything is read
-    draft = load(found, kind, target, whole=True)
+    draft = load(found, kind, _Beside(target.config, dtype or _dtype_of(found)), check_finite, whole=True)
     check_readable(kind, draft.spec, target.config)
-    shared = tuple(settings.get(SHARED, ())) + tuple(name for name in ENDS if name not in draft.params)
+    stored = Envelope(settings, found / "config.json").names(SHARED)
+    shared = (*stored, *(name for name in ENDS if name not in draft.params))
     missing = [n for n in jax.eval_shape(draft.spec.init, jax.random.key(0)) if n in ENDS and n not in draft.params]
-    params = {**draft.params, **{name: dense(target.params, name, draft.spec.dtype) for name in missing}}
+    # In a dtype that holds the target's numbers as well.
+    held = jnp.promote_types(draft.spec.dtype, target.dtype) if missing and dtype is None else draft.spec.dtype
+    params = {**draft.params, **{name: dense(target.params, name, held) for name in missing}}
     card = found / hf.CARD
     text = card.read_text(encoding="utf-8", errors="replace") if card.exists() else None
     save(
-        LoadedDraft(draft.spec, params, draft.name),
+        LoadedDraft(dataclasses.replace(draft.spec, dtype=str(held)), params, draft.name),
         kind,
         directory,
         target=target.name,
@@ -92,8 +126,16 @@ def convert(
         shared=tuple(dict.fromkeys(shared)),
         form_name=form_name,
         overwrite=overwrite,
+        dtype=dtype,
     )
     return kind
+
+
+def _dtype_of(found: Path) -> str:
+    """That its weights are stored in; of what is no safetensors file, the one that holds all."""
+    if (found / medusa.WEIGHTS).exists():
+        return stored_dtype(found, medusa.WEIGHTS)
+    return "float32" if (found / medusa.PUBLISHED).exists() else stored_dtype(found)
 
 
 def save(
@@ -106,15 +148,16 @@ def save(
     shared: tuple[str, ...] = (),
     form_name: str | None = None,
     overwrite: bool = True,
+    dtype: str | None = None,
 ) -> None:
     """Write a directory that `load` reads, in place of what is there: all weights that the form stores, of which
-    ``shared`` are the target's. ``form_name``: one of `FORMATS`; None: the first that stores the kind. Raises
-    `ModelError`."""
-    form = form_of(kind, form_name)
-    dtype = narrowest(draft.params) or str(jnp.dtype(draft.spec.dtype))
+    ``shared`` are the target's. ``form_name``: one of `FORMATS`; None: `own_form`. ``dtype``: of the weights; None: the
+    narrowest that holds them. Raises `ModelError`."""
+    form = form_of(kind, form_name or own_form(draft.spec, kind)[0])
+    stored_as = dtype or narrowest(draft.params) or str(jnp.dtype(draft.spec.dtype))
 
     def write(partial: Path) -> None:
-        settings = form.write(partial, draft, kind, dtype, target)
+        settings = form.write(partial, draft, kind, stored_as, target)
         settings |= {hf.DRAFTER: kind, SHARED: [name for name in shared if name not in form.KINDS[kind].left_out]}
         write_json(partial / "config.json", settings)
         (partial / hf.CARD).write_text(card or f"# {draft.name}\n\nA draft of kind {kind}.\n", encoding="utf-8")

@@ -11,15 +11,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from specjax.drafters.features import FeatureModel, LoadedDraft, layers_like
+from specjax.drafters.formats.envelope import Envelope
 from specjax.drafters.formats.stored import Stored
 from specjax.drafters.formats.torch_file import read_tensors
 from specjax.drafters.medusa import MedusaModel
 from specjax.errors import ModelError
 from specjax.models.families.base import Tensor
+from specjax.models.weights import tensor_names
 from specjax.types import Params
 
 WEIGHTS, PUBLISHED = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
@@ -43,16 +44,19 @@ def read(
     found: Path, settings: Mapping[str, Any], kind: str, target: Any, check_finite: bool
 ) -> tuple[FeatureModel, Params]:
     """The draft's spec and weights. Raises `ModelError`."""
-    full = target.config
-    counts = tuple(settings.get(name, default) for name, default in ((_HEADS, 5), (_BLOCKS, 1)))
-    if not all(type(count) is int and count > 0 for count in counts):
-        raise ModelError(f"{found / 'config.json'}: {_HEADS}={counts[0]!r}, {_BLOCKS}={counts[1]!r}, expected numbers")
+    full, envelope = target.config, Envelope(settings, found / "config.json")
+    envelope.count(_HEADS)
+    blocks = envelope.count(_BLOCKS, 1)
+    for name in ("hidden_size", "vocab_size"):
+        told = envelope.count(name, getattr(full, name))
+        if told != getattr(full, name):
+            raise ModelError(f"medusa: reads a target of {name}={told}, and this one has {getattr(full, name)}")
+    envelope.only_read("base_model_name_or_path")
     with _as_safetensors(found) as directory:
-        with safe_open(directory / WEIGHTS, framework="np") as stored:
-            names = set(stored.keys())
+        names = tensor_names(directory, WEIGHTS)
         # Published configs say two where there are five.
         heads = len({name.partition(".")[0] for name in names})
-        options = {"heads": heads, "blocks": counts[1], "own_heads": f"0.{counts[1]}.weight" in names}
+        options = {"heads": heads, "blocks": blocks, "own_heads": f"0.{blocks}.weight" in names}
         spec = MedusaModel(layers_like(full), (full.num_layers,), full.hidden_size, str(target.dtype), **options)
         return spec, _stored(spec).read(directory, spec.dtype, check_finite)
 

@@ -1,4 +1,5 @@
-"""Drafts of which no other library has the like: config.json says our kind and its settings."""
+"""Drafts of which no other library has the like: config.json says our kind and its settings. Beside early exit those
+that `specjax.drafters.formats.speculators` has no words for, stored as there but for what is said in words of ours."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from typing import Any
 
 from specjax.drafters.early_exit import ExitModel
 from specjax.drafters.features import FeatureModel, LoadedDraft, layers_like
+from specjax.drafters.formats import speculators
+from specjax.drafters.formats.envelope import Envelope
 from specjax.drafters.formats.stored import Stored
-from specjax.errors import ModelError
 from specjax.models.families.base import linear, norm
 from specjax.types import Params
 
@@ -22,7 +24,7 @@ class Form:
     left_out: tuple[str, ...] = ("head",)
 
 
-KINDS = {"early_exit": Form()}
+KINDS = {"early_exit": Form(), **speculators.FORMS}
 _TENSORS = {
     **norm("adapter_norm", "adapter_norm"),
     **norm("norm", "norm"),
@@ -35,24 +37,55 @@ _TENSORS = {
 def kind_of(settings: Mapping[str, Any]) -> str | None:
     """See `specjax.drafters.formats.kind_of`."""
     kind = str(settings.get("model_type")).removeprefix(PREFIX)
-    return kind if kind in KINDS else None
+    return kind if kind in KINDS and settings["model_type"] != kind else None
 
 
 def read(
     found: Path, settings: Mapping[str, Any], kind: str, target: Any, check_finite: bool
 ) -> tuple[FeatureModel, Params]:
     """The draft's spec and weights. Raises `ModelError`."""
-    count, width = settings.get("layers"), settings.get("adapter")
-    if type(count) is not int or type(width) is not int:
-        raise ModelError(f"{found / 'config.json'}: needs `layers` and `adapter`, two numbers; distill it again")
-    sizes = dataclasses.replace(layers_like(target.config), intermediate_size=width)
-    spec = ExitModel(sizes, (count,), int(settings.get("hidden_size", sizes.hidden_size)), str(target.dtype))
-    return spec, Stored(spec, _TENSORS, KINDS[kind].left_out).read(found, spec.dtype, check_finite)
+    envelope = Envelope(settings, found / "config.json")
+    spec: Any
+    if kind in speculators.FORMS:
+        spec = _with_more(envelope, speculators.spec_of(envelope, kind, target))
+        weights = speculators.stored(spec, KINDS[kind])
+    else:
+        sizes = dataclasses.replace(layers_like(target.config), intermediate_size=envelope.count("adapter"))
+        size = envelope.count("hidden_size", sizes.hidden_size)
+        spec = ExitModel(sizes, (envelope.count("layers"),), size, str(target.dtype))
+        weights = Stored(spec, _TENSORS, KINDS[kind].left_out)
+    envelope.only_read("target", "speculators_config")
+    return spec, weights.read(found, spec.dtype, check_finite)
 
 
 def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str) -> dict[str, Any]:
     """The weights; returns config.json."""
-    spec = draft.spec
+    spec: Any = draft.spec
+    named = {"model_type": PREFIX + kind, "target": target}
+    if kind in speculators.FORMS:
+        plain = LoadedDraft(
+            dataclasses.replace(spec, config=dataclasses.replace(spec.config, **_NEUTRAL)), draft.params
+        )
+        said = speculators.written(partial, plain, kind, dtype, target)
+        drop = (speculators.TYPE, "architectures", "speculators_config")
+        return {**{name: value for name, value in said.items() if name not in drop}, **named, **_more(spec)}
     Stored(spec, _TENSORS, KINDS[kind].left_out).write(partial, draft.params, dtype)
     sizes = {"adapter": spec.config.intermediate_size, "hidden_size": spec.feature_size}
-    return {"model_type": PREFIX + kind, "layers": spec.reads[0], **sizes, "target": target}
+    return {**named, "layers": spec.reads[0], **sizes}
+
+
+_NEUTRAL = {"embedding_multiplier": 1.0, "logit_multiplier": 1.0, "logit_soft_cap": None}
+_AT_ROOT = "window_at_root"
+
+
+def _more(spec: Any) -> dict[str, Any]:
+    """What the library has no words for."""
+    said = {name: getattr(spec.config, name) for name, plain in _NEUTRAL.items() if getattr(spec.config, name) != plain}
+    return said if getattr(spec, _AT_ROOT, True) else {**said, _AT_ROOT: False}
+
+
+def _with_more(envelope: Envelope, spec: Any) -> Any:
+    scales = {name: envelope.number(name, plain or 0.0) or None for name, plain in _NEUTRAL.items()}
+    spec = dataclasses.replace(spec, config=dataclasses.replace(spec.config, **scales))
+    at_root = envelope.get(_AT_ROOT, bool, True)
+    return spec if at_root else dataclasses.replace(spec, **{_AT_ROOT: at_root})

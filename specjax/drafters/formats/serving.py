@@ -13,13 +13,11 @@ import numpy as np
 
 from specjax.drafters import eagle3
 from specjax.drafters.dflash.model import DFlashModel
-from specjax.drafters.features import ENDS, FeatureModel, LoadedDraft, head_rows
+from specjax.drafters.features import ENDS, FeatureModel, LoadedDraft, head_rows, published_streams
 from specjax.drafters.formats import speculators
-from specjax.drafters.formats.speculators import Envelope
+from specjax.drafters.formats.envelope import Envelope, described, read_layers
 from specjax.errors import ModelError
-from specjax.models import hf
 from specjax.models.config import ModelConfig
-from specjax.models.families import Settings, family_of
 from specjax.models.families.base import Tensor, linear
 from specjax.types import Params
 
@@ -49,8 +47,8 @@ class Format:
 
     def kind_of(self, settings: Mapping[str, Any]) -> str | None:
         """See `specjax.drafters.formats.kind_of`."""
-        named = settings.get("architectures") or [None]
-        if speculators.TYPE in settings:
+        named = settings.get("architectures") or ()
+        if speculators.TYPE in settings or not isinstance(named, (list, tuple)):
             return None
         return next((kind for kind, form in self.KINDS.items() if form.architecture in named), None)
 
@@ -58,24 +56,24 @@ class Format:
         self, found: Path, settings: Mapping[str, Any], kind: str, target: Any, check_finite: bool
     ) -> tuple[FeatureModel, Params]:
         """The draft's spec and weights. Raises `ModelError`."""
-        file, form = found / "config.json", self.KINDS[kind]
-        layers = family_of(settings.get("model_type"), file).read_config(Settings(dict(settings), file))
+        envelope, form = Envelope(settings, found / "config.json"), self.KINDS[kind]
+        layers, known = read_layers(settings, envelope.file)
         layers = dataclasses.replace(layers, tie_embeddings=False)
-        spec = form.spec(Envelope(settings, file), layers, str(target.dtype), target.config.num_layers)
-        spec = dataclasses.replace(spec, kept=speculators.kept_ids(found, settings, layers.vocab_size))
+        spec = form.spec(envelope, layers, str(target.dtype), target.config.num_layers)
+        spec = dataclasses.replace(spec, kept=speculators.kept_ids(envelope, layers.vocab_size))
+        envelope.only_read(*known)
         return spec, speculators.stored(spec, form).read(found, spec.dtype, check_finite)
 
     def write(self, partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str) -> dict[str, Any]:
         """The weights; returns config.json. Raises `ModelError` for a draft that this form cannot say."""
         spec, form = draft.spec, self.KINDS[kind]
-        family, own = speculators.layers_of(spec.config), form.settings(spec)
-        described = {"model_type": family.model_type, **hf.described(family, form.described(spec))}
+        own, layers = form.settings(spec), described(spec.config, form.described(spec))
         more = speculators.tables_of(spec)
         if form.tables and more is None:
             size = spec.config.vocab_size
             more = {"d2t": np.zeros(size, np.int64), "t2d": np.ones(size, bool)}
         speculators.stored(spec, form).write(partial, draft.params, dtype, more)
-        return {**described, "architectures": [form.architecture], "dtype": dtype, **own}
+        return {**layers, "architectures": [form.architecture], "dtype": dtype, **own}
 
 
 def _shifted(reads: tuple[int, ...], what: str) -> list[int]:
@@ -88,16 +86,22 @@ def _refuse(what: str, said: Mapping[str, bool]) -> None:
     """Raises `ModelError` for the first thing that is so."""
     for name, wrong in said.items():
         if wrong:
-            raise ModelError(f"{what}: cannot say {name} of this draft; write it as speculators")
+            raise ModelError(f"{what}: cannot say {name} of this draft; write it as speculators, or specjax")
 
 
 # --- SpecForge, SGLang ----------------------------------------------------------------------------------------------
 
 
 def _eagle3(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
-    own = envelope.get("eagle_config", dict, {})
-    ids = own.get("eagle_aux_hidden_state_layer_ids")
-    reads = (2, target // 2, target - 3) if ids is None else Envelope(own, envelope.file).ids(_CAPTURED, 1)
+    own = Envelope(envelope.get("eagle_config", dict, {}), envelope.file)
+    reads = own.ids(_CAPTURED, 1, published_streams(target))
+    if own.get("use_aux_hidden_state", bool, True) is not True:
+        raise ModelError(f"{envelope.file}: eagle_config.use_aux_hidden_state=False: a draft of the last layer alone")
+    own.only_read()
+    # What it writes as norm_output has meant different things: refused as any key that is not read.
+    for name in ("norm_before_residual", "norm_before_fc", "fc_norm"):
+        if envelope.get(name, bool, False):
+            raise ModelError(f"{envelope.file}: {name}=True, which drafts of this form have no norms for")
     size = envelope.get("target_hidden_size", int, layers.hidden_size)
     return eagle3.Eagle3Model(layers, reads, size, dtype, options=eagle3.Options(norm_before_residual=False))
 
@@ -105,7 +109,8 @@ def _eagle3(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) ->
 def _eagle3_settings(spec: eagle3.Eagle3Model) -> dict[str, Any]:
     plain = eagle3.Options(norm_before_residual=False)
     said = {name: getattr(spec.options, name) != getattr(plain, name) for name in dataclasses.asdict(plain)}
-    _refuse("sglang", {**said, "several layers": spec.config.num_layers > 1})
+    layers = {"several layers": spec.config.num_layers > 1, "norms of queries and keys": spec.config.qk_norm == "head"}
+    _refuse("sglang", {**said, **layers, "a window": any(spec.config.windows)})
     ids = _shifted(spec.reads, "sglang")
     return {
         "draft_vocab_size": head_rows(spec),
@@ -130,45 +135,53 @@ def _blocks(own: Envelope, layers: ModelConfig, dtype: str, slots: int, **more: 
         layers.hidden_size,
         dtype,
         slots=slots,
-        mask_token=own.get("mask_token_id", int),
+        mask_token=speculators.mask_of(own, layers),
         window_at_root=not any(layers.windows),
         **more,
     )
 
 
 def _z_lab(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
-    return _z_lab_blocks(envelope, _z_lab_own(envelope, ()), layers, dtype)
+    return _z_lab_blocks(envelope, _z_lab_own(envelope), layers, dtype, target)
 
 
 def _z_lab_2(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
-    own = _z_lab_own(envelope, tuple(speculators.CONVOLVED))
-    return _z_lab_blocks(envelope, own, layers, dtype, **speculators.convolved(own, layers))
+    own = _z_lab_own(envelope)
+    return _z_lab_blocks(envelope, own, layers, dtype, target, **speculators.convolved(own, layers))
 
 
 _SCALES = {"input_embedding_scale": "embedding_multiplier", "output_multiplier": "logit_multiplier"}
 _SOFT_CAP = "final_logit_softcapping"
 
 
-def _z_lab_own(envelope: Envelope, more: tuple[str, ...]) -> Envelope:
-    own = Envelope(envelope.get("dflash_config", dict), envelope.file)
-    known = ("target_layer_ids", "mask_token_id", "block_size", _SOFT_CAP, *_SCALES, *more)
-    for name, value in own.values.items():
-        if name not in known:
-            raise ModelError(f"{envelope.file}: dflash_config.{name}={value!r} is not read")
-    return own
+def _z_lab_own(envelope: Envelope) -> Envelope:
+    return Envelope(envelope.get("dflash_config", dict), envelope.file)
 
 
-def _z_lab_blocks(envelope: Envelope, own: Envelope, layers: ModelConfig, dtype: str, **more: Any) -> FeatureModel:
+def _z_lab_blocks(
+    envelope: Envelope, own: Envelope, layers: ModelConfig, dtype: str, target: int, **more: Any
+) -> FeatureModel:
     scales = {ours: own.number(theirs, 1.0) for theirs, ours in _SCALES.items()}
     layers = dataclasses.replace(layers, **scales, logit_soft_cap=own.number(_SOFT_CAP, 0.0) or None)
-    slots = own.get("block_size", int, envelope.values.get("block_size"))
-    return _blocks(own, layers, dtype, slots, causal_window=envelope.get("is_causal", bool, True), **more)
+    _same_target(envelope, target)
+    slots = own.count("block_size", envelope.count("block_size", own.values.get("block_size"), least=2), least=2)
+    spec = _blocks(own, layers, dtype, slots, causal_window=envelope.get("is_causal", bool, True), **more)
+    own.only_read()
+    return spec
+
+
+def _same_target(envelope: Envelope, target: int) -> None:
+    """Raises `ModelError` for a draft of a target of other layers."""
+    told = envelope.count("num_target_layers", target)
+    if told != target:
+        raise ModelError(f"{envelope.file}: num_target_layers={told}, and the target has {target} layers")
 
 
 def _z_lab_settings(spec: DFlashModel) -> dict[str, Any]:
     windows = spec.config.windows != (None,) * spec.config.num_layers
     said = {"a window that is counted from the root": windows and spec.window_at_root}
     said |= {"slots that predict the token behind their own": spec.from_root, "fewer ids": spec.kept is not None}
+    said |= {"layers without norms of queries and keys": spec.config.qk_norm != "head"}
     _refuse("z-lab", {**said, "tokens that depend on each other": bool(spec.markov_rank)})
     causal = {} if spec.causal_window else {"is_causal": False}
     own = {"target_layer_ids": _shifted(spec.reads, "z-lab"), "mask_token_id": spec.mask_token}
@@ -192,14 +205,15 @@ def _z_lab_form(kind: str, architecture: str, spec: Any, settings: Any) -> Form:
 
 
 def _deepspec(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
-    slots, rank = envelope.get("block_size", int), envelope.get("markov_rank", int)
+    _same_target(envelope, target)
+    slots, rank = envelope.count("block_size", least=2), envelope.count("markov_rank", least=0)
     return _blocks(envelope, layers, dtype, slots, from_root=True, **speculators.markov(envelope, rank))
 
 
 def _deepspec_settings(spec: DFlashModel) -> dict[str, Any]:
     windows = spec.config.windows != (None,) * spec.config.num_layers
     said = {"windows": windows, "slots that predict their own token": not spec.from_root, "fewer ids": bool(spec.kept)}
-    _refuse("deepspec", said)
+    _refuse("deepspec", {**said, "layers without norms of queries and keys": spec.config.qk_norm != "head"})
     return {
         "target_layer_ids": _shifted(spec.reads, "deepspec"),
         "block_size": spec.slots,

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
 
 from specjax.drafters import eagle3, mtp, p_eagle
 from specjax.drafters.dflash.model import DFlashModel
-from specjax.drafters.features import ENDS, FeatureModel, Kept, LoadedDraft, head_rows
+from specjax.drafters.features import ENDS, FeatureModel, Kept, LoadedDraft, head_rows, published_streams
+from specjax.drafters.formats.envelope import Envelope, described, layers_of, read_layers
 from specjax.drafters.formats.stored import Stored
 from specjax.errors import ModelError
-from specjax.models import hf
 from specjax.models.config import ModelConfig
-from specjax.models.families import Family, Settings, family_of
 from specjax.models.families.base import Tensor, linear, norm
-from specjax.models.weights import WEIGHTS
+from specjax.models.weights import read_tensors
 from specjax.types import Params
 
 TYPE = "speculators_model_type"
@@ -31,12 +29,12 @@ _CAPTURED = "eagle_aux_hidden_state_layer_ids"
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Of one kind. ``spec(settings, layers, dtype)`` and ``settings(spec)`` are each other's inverse; ``tensors``: our
-    parameters -> stored ones, beside those of the layers."""
+    """Of one kind. ``spec(settings, layers, dtype, target)``, of a target of so many layers, and ``settings(spec)`` are
+    each other's inverse; ``tensors``: our parameters -> stored ones, beside those of the layers."""
 
     algorithm: str
     architecture: str
-    spec: Callable[[Envelope, ModelConfig, str], FeatureModel]
+    spec: Callable[[Envelope, ModelConfig, str, int], FeatureModel]
     settings: Callable[[Any], dict[str, Any]]
     tensors: Mapping[str, Tensor]
     left_out: tuple[str, ...] = ()
@@ -45,48 +43,29 @@ class Form:
     """What the tensors of a layer are called."""
     described: Callable[[Any], ModelConfig] = lambda spec: spec.config
     """The layers that `transformer_layer_config` describes."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Envelope:
-    """A config.json, whose keys are asked for by their type."""
-
-    values: Mapping[str, Any]
-    file: Path
-
-    def get(self, name: str, kind: type, default: Any = None) -> Any:
-        """Raises `ModelError` where it is of another type, or missing and without a default."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        if type(value) is not kind:
-            raise ModelError(f"{self.file}: {name}={value!r}, expected {kind.__name__}")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        """Raises `ModelError` where it is none."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        if type(value) not in (int, float):
-            raise ModelError(f"{self.file}: {name}={value!r}, expected a number")
-        return float(value)
-
-    def ids(self, name: str, beyond: int = 0) -> tuple[int, ...]:
-        """Streams of the target, which are ``beyond`` what is stored."""
-        value = self.values.get(name)
-        if not isinstance(value, list) or not value or not all(type(i) is int and i >= 0 for i in value):
-            raise ModelError(f"{self.file}: {name}={value!r}, expected a list of layers")
-        return tuple(i + beyond for i in value)
+    unsaid: Callable[[Any], str | None] = lambda spec: None
+    """What of a draft this form has no words for."""
 
 
 def _eagle_options(envelope: Envelope) -> eagle3.Options:
     # Without it, the library's own reader says no, whatever its trainer wrote.
     defaults = {"norm_before_residual": False}
     fields = dataclasses.fields(eagle3.Options)
-    return eagle3.Options(**{f.name: envelope.get(f.name, bool, defaults.get(f.name, f.default)) for f in fields})
+    said = {f.name: envelope.get(f.name, bool, defaults.get(f.name, f.default)) for f in fields}
+    try:
+        return eagle3.Options(**said)
+    except ValueError as error:
+        raise ModelError(f"{envelope.file}: {error}") from None
 
 
-def _eagle3_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureModel:
-    size, reads = envelope.get("target_hidden_size", int, layers.hidden_size), envelope.ids(_CAPTURED)
+def _captured(envelope: Envelope, layers: ModelConfig, target: int) -> tuple[int, tuple[int, ...]]:
+    """(features of each stream, the streams)."""
+    size = envelope.get("target_hidden_size", int, layers.hidden_size)
+    return size, envelope.ids(_CAPTURED, absent=published_streams(target))
+
+
+def _eagle3_spec(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
+    size, reads = _captured(envelope, layers, target)
     return eagle3.Eagle3Model(layers, reads, size, dtype, options=_eagle_options(envelope))
 
 
@@ -98,9 +77,8 @@ def _sizes(spec: FeatureModel) -> dict[str, Any]:
     return {"target_hidden_size": spec.feature_size, "draft_vocab_size": head_rows(spec)}
 
 
-def _p_eagle_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureModel:
-    size, reads = envelope.get("target_hidden_size", int, layers.hidden_size), envelope.ids(_CAPTURED)
-    mask = envelope.get("mask_token_id", int)
+def _p_eagle_spec(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
+    (size, reads), mask = _captured(envelope, layers, target), mask_of(envelope, layers)
     return p_eagle.PEagleModel(layers, reads, size, dtype, options=_eagle_options(envelope), mask_token=mask)
 
 
@@ -108,11 +86,22 @@ def _p_eagle_settings(spec: p_eagle.PEagleModel) -> dict[str, Any]:
     return {**_eagle3_settings(spec), "mask_token_id": spec.mask_token}
 
 
-def _mtp_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureModel:
+def mask_of(envelope: Envelope, layers: ModelConfig) -> int:
+    """The id whose embedding stands for tokens that are not there yet."""
+    mask = envelope.count("mask_token_id", least=0)
+    if mask >= layers.vocab_size:
+        raise ModelError(f"{envelope.file}: mask_token_id={mask}, and the vocabulary has {layers.vocab_size} ids")
+    return mask
+
+
+def _mtp_spec(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
     """Described are the target's layers, all of them; the draft's is one like them."""
     if envelope.get("num_nextn_predict_layers", int, 1) != 1:
         raise ModelError(f"{envelope.file}: num_nextn_predict_layers is not 1; only a single head is read")
     options = mtp.Options(*(envelope.get(name, str, default) for name, default in _MTP_OPTIONS.items()))
+    for name, told in zip(_MTP_OPTIONS, dataclasses.astuple(options), strict=True):
+        if told not in ("pre", "post"):
+            raise ModelError(f"{envelope.file}: {name}={told!r}, known are pre and post")
     one = dataclasses.replace(layers, num_layers=1, layers=layers.layers[-1:])
     return mtp.MTPModel(one, (layers.num_layers,), layers.hidden_size, dtype, options=options)
 
@@ -122,12 +111,12 @@ def _mtp_settings(spec: mtp.MTPModel) -> dict[str, Any]:
     return {"num_nextn_predict_layers": 1, **dict(values)}
 
 
-def _dflash_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureModel:
+def _dflash_spec(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
     return _blocks(envelope, layers, dtype, from_root=envelope.get("sample_from_anchor", bool, False))
 
 
-def _dspark_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureModel:
-    rank, from_root = envelope.get("markov_rank", int, 256), envelope.get("sample_from_anchor", bool, True)
+def _dspark_spec(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
+    rank, from_root = envelope.count("markov_rank", 256, least=0), envelope.get("sample_from_anchor", bool, True)
     return _blocks(envelope, layers, dtype, from_root=from_root, **markov(envelope, rank))
 
 
@@ -137,13 +126,13 @@ def markov(envelope: Envelope, rank: int) -> dict[str, Any]:
     if kind not in ("vanilla", "gated", "rnn"):
         raise ModelError(f"{envelope.file}: markov_head_type={kind!r}, known are vanilla, gated, rnn")
     confident = envelope.get("enable_confidence_head", bool, True)
-    behind = confident and envelope.get("confidence_head_with_markov", bool, True)
+    behind = envelope.get("confidence_head_with_markov", bool, True) and confident
     if behind and not rank:
         raise ModelError(f"{envelope.file}: confidence_head_with_markov, and markov_rank is 0")
     return {"markov_rank": rank, "markov": kind, "confident": confident, "confident_of_markov": behind}
 
 
-def _dflash2_spec(envelope: Envelope, layers: ModelConfig, dtype: str) -> FeatureModel:
+def _dflash2_spec(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
     windows = {"causal_window": not envelope.get(_BOTH_WAYS, bool, True)}
     from_root = envelope.get("sample_from_anchor", bool, False)
     return _blocks(envelope, layers, dtype, from_root=from_root, **windows, **convolved(envelope, layers))
@@ -180,8 +169,8 @@ def _blocks(envelope: Envelope, layers: ModelConfig, dtype: str, **more: Any) ->
         envelope.ids(_INJECTED),
         envelope.get("target_hidden_size", int, layers.hidden_size),
         dtype,
-        slots=envelope.get("block_size", int, 8),
-        mask_token=envelope.get("mask_token_id", int),
+        slots=envelope.count("block_size", 8, least=2),
+        mask_token=mask_of(envelope, layers),
         **{"causal_window": not envelope.get(_BOTH_WAYS, bool, False), **more},
     )
 
@@ -209,6 +198,18 @@ def markov_settings(spec: DFlashModel) -> dict[str, Any]:
 
 def _dflash2_settings(spec: DFlashModel) -> dict[str, Any]:
     return {**_dflash_settings(spec), **convolved_settings(spec)}
+
+
+def _unsaid_of_blocks(spec: DFlashModel) -> str | None:
+    if spec.config.qk_norm != "head":
+        return "layers without norms of queries and keys, which all of its own have (draft.qk_norm: true)"
+    return "windows that are counted from each slot" if any(spec.config.windows) and not spec.window_at_root else None
+
+
+def _unsaid_of_heads(spec: mtp.MTPModel) -> str | None:
+    if spec.options != mtp.Options():
+        return f"the norms of its state ({spec.options.state}) and of what it recycles ({spec.options.recycled})"
+    return None if spec.config.qk_norm == "head" else "a head whose layer is not Qwen 3's"
 
 
 _BOTH_WAYS = "sliding_window_non_causal"
@@ -256,16 +257,23 @@ _DFLASH: dict[str, Tensor] = {
     **_convolution("attention_conv"),
     **_convolution("mlp_conv"),
 }
+
+
+def _blocks_form(algorithm: str, architecture: str, spec: Any, settings: Any) -> Form:
+    return Form(algorithm, architecture, spec, settings, _DFLASH, ENDS, unsaid=_unsaid_of_blocks)
+
+
 _PEAGLE = {**_EAGLE3, "mask_hidden": Tensor("mask_hidden")}
 FORMS = {
     "eagle3": Form("eagle3", "Eagle3DraftModel", _eagle3_spec, _eagle3_settings, _EAGLE3),
     "p_eagle": Form("peagle", "PEagleDraftModel", _p_eagle_spec, _p_eagle_settings, _PEAGLE),
-    "dflash": Form("dflash", "DFlashSpeculator", _dflash_spec, _dflash_settings, _DFLASH, ENDS),
-    "dflash2": Form("dflash2", "DFlash2DraftModel", _dflash2_spec, _dflash2_settings, _DFLASH, ENDS),
-    "dspark": Form("dspark", "DSparkSpeculator", _dspark_spec, _dspark_settings, _DFLASH, ENDS),
+    "dflash": _blocks_form("dflash", "DFlashSpeculator", _dflash_spec, _dflash_settings),
+    "dflash2": _blocks_form("dflash2", "DFlash2DraftModel", _dflash2_spec, _dflash2_settings),
+    "dspark": _blocks_form("dspark", "DSparkSpeculator", _dspark_spec, _dspark_settings),
     "mtp": Form(
         *("mtp", "MTPDraftModel", _mtp_spec, _mtp_settings, _MTP, ENDS, "mtp_layers.{}"),
         described=lambda spec: dataclasses.replace(spec.config, num_layers=spec.reads[0]),
+        unsaid=_unsaid_of_heads,
     ),
 }
 KINDS = FORMS
@@ -277,35 +285,62 @@ def kind_of(settings: Mapping[str, Any]) -> str | None:
     """See `specjax.drafters.formats.kind_of`."""
     if TYPE not in settings:
         return None
-    if settings[TYPE] not in _BY_ALGORITHM:
+    if settings[TYPE] not in tuple(_BY_ALGORITHM):
         raise ModelError(f"config.json: {TYPE}={settings[TYPE]!r} is not read; known are {', '.join(_BY_ALGORITHM)}")
     return _BY_ALGORITHM[settings[TYPE]]
+
+
+def unsaid(spec: FeatureModel, kind: str) -> str | None:
+    """What of a draft this form has no words for; None: it says all."""
+    form = FORMS[kind]
+    try:
+        described(spec.config, form.described(spec))
+    except ModelError:
+        return "layers that are none of Llama, Qwen 2 and Qwen 3, or logits that are scaled or capped"
+    return form.unsaid(spec)
 
 
 def read(
     found: Path, settings: Mapping[str, Any], kind: str, target: Any, check_finite: bool
 ) -> tuple[FeatureModel, Params]:
     """The draft's spec and weights. Raises `ModelError`."""
-    file, described = found / "config.json", settings.get("transformer_layer_config")
-    if not isinstance(described, dict):
-        raise ModelError(f"{file}: needs `transformer_layer_config`, what the draft's layers are")
-    layers = family_of(described.get("model_type"), file).read_config(Settings(described, file))
-    spec = FORMS[kind].spec(Envelope(settings, file), layers, str(target.dtype))
-    spec = dataclasses.replace(spec, kept=kept_ids(found, settings, layers.vocab_size))
+    envelope = Envelope(settings, found / "config.json")
+    spec = spec_of(envelope, kind, target)
+    envelope.only_read(TYPE, "speculators_config")
     return spec, stored(spec, FORMS[kind]).read(found, spec.dtype, check_finite)
 
 
+def spec_of(envelope: Envelope, kind: str, target: Any) -> FeatureModel:
+    """The draft's spec. Raises `ModelError`."""
+    file, values = envelope.file, envelope.value("transformer_layer_config")
+    if not isinstance(values, dict):
+        raise ModelError(f"{file}: needs `transformer_layer_config`, what the draft's layers are")
+    layers, known = read_layers(values, file)
+    Envelope(values, file).only_read(*known)
+    spec = FORMS[kind].spec(envelope, layers, str(target.dtype), target.config.num_layers)
+    kept = kept_ids(envelope, layers.vocab_size)
+    if kept is not None and getattr(spec, "candidates", 0):
+        raise ModelError(f"{file}: draft_vocab_size={len(kept.ids)}; a {kind} draft chooses among all ids")
+    return dataclasses.replace(spec, kept=kept)
+
+
 def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str) -> dict[str, Any]:
-    """The weights; returns config.json. Raises `ModelError` for layers that are none of llama, qwen2 and qwen3."""
+    """The weights; returns config.json. Raises `ModelError` for what it has no words for."""
+    lost = unsaid(draft.spec, kind)
+    if lost is not None:
+        raise ModelError(f"speculators: has no words for {lost}; specjax's own form has (--format specjax)")
+    return written(partial, draft, kind, dtype, target)
+
+
+def written(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str) -> dict[str, Any]:
+    """The same, whatever it has no words for."""
     spec, form = draft.spec, FORMS[kind]
-    family = layers_of(spec.config)
-    described = {"model_type": family.model_type, **hf.described(family, form.described(spec))}
     stored(spec, form).write(partial, draft.params, dtype, tables_of(spec))
     return {
         TYPE: form.algorithm,
         "architectures": [form.architecture],
         "dtype": dtype,
-        "transformer_layer_config": described,
+        "transformer_layer_config": described(spec.config, form.described(spec)),
         **form.settings(spec),
         "speculators_config": {
             "algorithm": form.algorithm,
@@ -314,13 +349,6 @@ def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str)
             "verifier": {"name_or_path": target, "architectures": []},
         },
     }
-
-
-def layers_of(config: ModelConfig) -> Family:
-    """The family that describes them."""
-    if config.qkv_bias and not config.o_bias:
-        return family_of("qwen2", "draft")
-    return family_of("qwen3" if config.qk_norm == "head" else "llama", "draft")
 
 
 def stored(spec: FeatureModel, form: Any) -> Stored:
@@ -344,29 +372,22 @@ def tables_of(spec: FeatureModel) -> dict[str, np.ndarray] | None:
     return {"d2t": spec.kept.ids.astype(np.int64) - np.arange(len(spec.kept.ids)), "t2d": spec.kept.mask}
 
 
-def kept_ids(found: Path, settings: Mapping[str, Any], size: int) -> Kept | None:
+def kept_ids(envelope: Envelope, size: int) -> Kept | None:
     """The ids that a draft of fewer can propose: ``d2t`` says by how much each is beyond its place among them, ``t2d``
     which they are. Raises `ModelError` where they disagree."""
-    count, file = settings.get("draft_vocab_size") or size, found / WEIGHTS
-    tensors = _tables(file)
+    count, directory = envelope.count("draft_vocab_size", size), envelope.file.parent
+    tensors = read_tensors(directory, ("d2t", "t2d"))
     if "d2t" not in tensors:
         if count != size:
-            raise ModelError(f"{file}: draft_vocab_size={count} of {size} ids, and no d2t that says which")
+            raise ModelError(f"{directory}: draft_vocab_size={count} of {size} ids, and no d2t that says which")
         return None
     offsets = tensors["d2t"]
     try:
         kept = Kept(np.arange(len(offsets)) + offsets, size)
     except ValueError as error:
-        raise ModelError(f"{file}: d2t: {error}; they are offsets, id j + d2t[j] for j") from None
+        raise ModelError(f"{directory}: d2t: {error}; they are offsets, id j + d2t[j] for j") from None
     if len(kept.ids) != count:
-        raise ModelError(f"{file}: d2t has {len(kept.ids)} ids, and draft_vocab_size is {count}")
+        raise ModelError(f"{directory}: d2t has {len(kept.ids)} ids, and draft_vocab_size is {count}")
     if "t2d" in tensors and not np.array_equal(tensors["t2d"].astype(bool), kept.mask):
-        raise ModelError(f"{file}: d2t and t2d name different ids")
+        raise ModelError(f"{directory}: d2t and t2d name different ids")
     return None if count == size else kept
-
-
-def _tables(file: Path) -> dict[str, np.ndarray]:
-    if not file.exists():
-        return {}
-    with safe_open(file, framework="np") as stored:
-        return {name: stored.get_tensor(name) for name in ("d2t", "t2d") if name in stored.keys()}  # noqa: SIM118
