@@ -291,6 +291,12 @@ def test_fields_that_do_not_fit_together_are_refused(written, overrides, expecte
     assert expected in problem(written(SMALLEST), *overrides)
 
 
+def test_kept_hidden_states_take_losses_of_the_whole_distribution(written):
+    """Of a draft that reads them; what is kept of others is the largest logits."""
+    kept = ["distill.teacher=cached", "distill.loss=reverse_kl"]
+    assert load_config(written(SMALLEST), [*kept, "draft.kind=eagle3"]).distill.loss == "reverse_kl"
+
+
 @pytest.mark.parametrize(
     ("override", "nearest"), [("verifier=speculativ", "'speculative'"), ("distill.loss=forward-kl", "'forward_kl'")]
 )
