@@ -27,8 +27,8 @@ from specjax.runtime import memory
 from specjax.runtime.files import plain_json, write_atomically
 
 USER_ERROR, INTERRUPTED, TERMINATED = 2, 130, 143
-# What a wrong path raises wherever it is opened first; a disk that is full or read-only, wherever it is written.
 _SHARD_GB = 5.0
+# What a wrong path raises wherever it is opened first; a disk that is full or read-only, wherever it is written.
 _PATH_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
