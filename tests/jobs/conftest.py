@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -49,5 +51,25 @@ def settings(target_directory, documents):
             out=str(out),
         )
         return dataclasses.replace(run, **changes)
+
+    return make
+
+
+@pytest.fixture
+def chats(tiny_target, tmp_path):
+    """Fields of a run on 40 chats, for a target whose template begins with ``head``."""
+
+    def make(head: str = "") -> dict[str, Any]:
+        tokenizer = copy.deepcopy(tiny_target.tokenizer)
+        tokenizer.chat_template = (
+            head + "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}"
+        )
+        save_model(dataclasses.replace(tiny_target, tokenizer=tokenizer, eos_ids=(0,)), tmp_path / "target")
+        said = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "return first + second " * 9}]
+        records = [{"messages": [{**said[0], "content": f"add {i}"}, said[1]]} for i in range(40)]
+        (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        data = config.Data(path=str(tmp_path / "chats.jsonl"), held_out=0.3, seq_len=LENGTH)
+        return {"target": config.Target(path=str(tmp_path / "target")), "data": data}
 
     return make

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import datetime
 import json
@@ -434,19 +433,9 @@ def test_what_a_corpus_skipped_is_kept_with_what_was_prepared(settings, document
     assert "1 skipped, not UTF-8 (first: " in message
 
 
-def test_a_chat_is_the_same_text_when_its_run_goes_on_after_midnight(settings, tiny_target, tmp_path, monkeypatch):
+def test_a_chat_is_the_same_text_when_its_run_goes_on_after_midnight(settings, chats, tmp_path, monkeypatch):
     """The template prints the date, which is that of the day on which the run began."""
-    tokenizer = copy.deepcopy(tiny_target.tokenizer)
-    tokenizer.chat_template = (
-        "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    save_model(dataclasses.replace(tiny_target, tokenizer=tokenizer, eos_ids=(0,)), tmp_path / "target")
-    said = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "return first + second " * 9}]
-    records = [{"messages": [{**said[0], "content": f"add {i}"}, said[1]]} for i in range(40)]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    data = config.Data(path=str(tmp_path / "chats.jsonl"), held_out=0.3, seq_len=LENGTH)
-    run = settings(tmp_path / "run", target=config.Target(path=str(tmp_path / "target")), data=data)
+    run = settings(tmp_path / "run", **chats("{{ strftime_now('%d %b %Y') }}"))
 
     def prepared_on(day: int) -> inputs.Prepared:
         class Clock(datetime.datetime):

@@ -11,15 +11,16 @@ import pytest
 
 import specjax
 from specjax import config, registry
+from specjax.data.rows import take
 from specjax.distill import teacher_cache
 from specjax.distill.init import abstract_draft
 from specjax.errors import ConfigError, ModelError
 from specjax.jobs import distill as job
-from specjax.jobs import memory
+from specjax.jobs import inputs, memory
 from specjax.models.hf import load_model
 from specjax.runtime import fingerprint
 from tests.distill.toys import Interrupt
-from tests.jobs.test_distill import Recorder
+from tests.jobs.test_distill import Recorder, on_data
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 6, 7, 8], [40], [100, 7, 100, 7, 100, 7]]
@@ -86,6 +87,30 @@ def test_from_kept_hidden_states_it_is_the_same_training_and_runs_share_them(run
     again = job.run(run(tmp_path / "again", kind, **kept))
     assert written == {file: file.stat().st_mtime_ns for file in directory.glob("*.npy")}
     assert fingerprint.digest(again.draft_after.params) == fingerprint.digest(cached.draft_after.params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        ("mtp", {"kind": "generated", "sequences": 5, "shard_size": 3, "k": 2}),
+        ("eagle3", {"kind": "on_policy"}),
+        ("dspark", {"kind": "on_policy"}),
+    ],
+)
+def test_it_is_distilled_on_text_that_the_models_write(run, tmp_path, kind, data):
+    result = job.run(on_data(run(tmp_path / "run", kind), **data))
+    assert fingerprint.digest(result.draft_after.params) != fingerprint.digest(result.draft_before.params)
+
+
+@pytest.mark.parametrize("kind", ["p_eagle", "dflash"])
+def test_a_chat_is_learnt_from(run, chats, tmp_path, kind):
+    """What an assistant said counts, and nothing else."""
+    settings = run(tmp_path / "run", kind, chats(), steps=3)
+    found = job.run(settings)
+    assert found.measures.alpha_after > 0
+    rows = inputs.prepare(settings).held_out_rows
+    counts = np.asarray(take(rows, range(len(rows))).weight) > 0
+    assert 0 < found.measures.positions <= counts.sum() < 0.95 * counts.size
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])

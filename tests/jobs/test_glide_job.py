@@ -3,9 +3,7 @@ command, over text of every source and over a mesh."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import json
 from pathlib import Path
 
 import jax
@@ -158,19 +156,8 @@ def test_for_a_target_in_bfloat16(run, tiny_target, tmp_path):
     assert found.self_tests["draft"].positions > 0
 
 
-def test_a_chat_is_learnt_from(run, tiny_target, tmp_path):
-    tokenizer = copy.deepcopy(tiny_target.tokenizer)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    save_model(dataclasses.replace(tiny_target, tokenizer=tokenizer, eos_ids=(0,)), tmp_path / "target")
-    said = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "return first + second " * 9}]
-    records = [{"messages": [{**said[0], "content": f"add {i}"}, said[1]]} for i in range(40)]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    data = config.Data(path=str(tmp_path / "chats.jsonl"), held_out=0.3, seq_len=16)
-    rest = {"target": config.Target(path=str(tmp_path / "target")), "data": data}
-    assert job.run(run(tmp_path / "run", rest=rest, steps=3)).measures.alpha_after > 0
+def test_a_chat_is_learnt_from(run, chats, tmp_path):
+    assert job.run(run(tmp_path / "run", rest=chats(), steps=3)).measures.alpha_after > 0
 
 
 @pytest.mark.parametrize(
