@@ -10,6 +10,7 @@ import importlib
 import json
 import math
 import os
+import types
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,18 @@ def theirs(kind: str, model: Any, params: Any, directory: Path, module: str, nam
     with torch.no_grad():
         other.embed_tokens.weight.copy_(as_torch(params["embedding"]))
         other.lm_head.weight.copy_(as_torch(params["head"]["kernel"]).T)
+    as_the_library_writes_it(kind, model, params, other, directory.with_name("theirs"))
     return other
+
+
+def as_the_library_writes_it(kind: str, model: Any, params: Any, other: Any, directory: Path) -> None:
+    """What it saves is read as the draft that it is."""
+    other.save_pretrained(directory)
+    target = types.SimpleNamespace(config=layers(*[ROPE] * STREAMS), dtype="float32")
+    found = formats.load(directory, kind, target, whole=True)
+    assert found.spec == model
+    for name, value in found.params.items():
+        jax.tree.map(np.testing.assert_array_equal, value, params[name])
 
 
 def as_torch(x: Any) -> Any:

@@ -362,7 +362,9 @@ def stored(spec: FeatureModel, form: Any) -> Stored:
     # Of a head of fewer ids the target has no copy.
     left_out = tuple(name for name in form.left_out if name != "head" or spec.kept is None)
     head = linear("head", "lm_head") if spec.kept is not None else {}
-    return Stored(spec, {**layers, **head, **form.tensors}, left_out, others=("^d2t$", "^t2d$"))
+    # What is the target's, the library names so where it saves it.
+    others = ("^d2t$", "^t2d$", r"^verifier_(lm_head|norm)\.weight$")
+    return Stored(spec, {**layers, **head, **form.tensors}, left_out, others=others)
 
 
 def tables_of(spec: FeatureModel) -> dict[str, np.ndarray] | None:
