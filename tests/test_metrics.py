@@ -286,7 +286,8 @@ def test_every_metric_of_the_document_is_one_of_ours():
 
 def test_every_metric_of_the_code_is_in_the_document():
     functions = {name for name, f in vars(metrics).items() if inspect.isfunction(f)} - {
-        "alpha_per_position",  # alpha and the losses, position by position
+        "agreement_per_position",  # agreement, alpha and the losses, position by position
+        "alpha_per_position",
         "negative_log_likelihood",
     }
     own = functions | {re.sub(r"_p\d+$", "", name) for name in one_request(cost=1.0).to_json()}

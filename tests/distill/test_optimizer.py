@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from specjax.data.rows import take
 from specjax.distill.losses import ForwardKL
 from specjax.distill.optimizer import Average, make_optimizer, make_schedule
 from specjax.distill.step import Update, start_state
+from specjax.evaluation.evaluate import Evaluation
 from specjax.runtime.layout import Layout
 from tests.distill import toys
 from tests.distill.toys import BigramDraft, Interrupt, assert_same, bigram_params, interrupt_after
@@ -153,7 +153,7 @@ def test_what_is_measured_during_a_stage_is_the_average(tmp_path, monkeypatch):
     assert_same(measured[-1], result)
 
 
-RESULT = SimpleNamespace(nll=1.0, alpha=0.5, alpha_at=())
+RESULT = Evaluation(nll=1.0, target_nll=1.0, alpha=0.5, positions=1)
 
 
 def test_the_size_of_a_microbatch_does_not_change_the_stage(tmp_path):
