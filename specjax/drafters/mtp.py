@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from pydantic import Field
 
 from specjax.drafters import features as features_lib
-from specjax.drafters.features import FeatureDraft, FeatureDrafter, LoadedDraft, embedding_and_head
+from specjax.drafters.features import FeatureDraft, FeatureDrafter, embedding_and_head
 from specjax.drafters.token_rows import BoundRows, RowModel, TrainedRows
 from specjax.models.attention.memory import Attended
 from specjax.models.layers import Linear, make_norm
@@ -128,8 +128,8 @@ class MTPDraft(FeatureDraft):
         asked, plain = Options(self.state, self.recycled), Options()
         if asked == plain:
             return found
-        spec = dataclasses.replace(found.model.spec, options=asked)
-        return dataclasses.replace(found, model=LoadedDraft(spec, found.model.params, found.model.name))
+        draft = dataclasses.replace(found.model, spec=dataclasses.replace(found.model.spec, options=asked))
+        return dataclasses.replace(found, model=draft)
 
     def first(self, drafter: Any, params: Params, target: Any, rows: Rows) -> Params:
         """The best linear guess from token and state, over which the layer says nothing yet."""

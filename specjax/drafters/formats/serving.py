@@ -178,8 +178,7 @@ def _same_target(envelope: Envelope, target: int) -> None:
 
 
 def _z_lab_settings(spec: DFlashModel) -> dict[str, Any]:
-    windows = spec.config.windows != (None,) * spec.config.num_layers
-    said = {"a window that is counted from the root": windows and spec.window_at_root}
+    said = {"a window that is counted from the root": any(spec.config.windows) and spec.window_at_root}
     said |= {"slots that predict the token behind their own": spec.from_root, "fewer ids": spec.kept is not None}
     said |= {"layers without norms of queries and keys": spec.config.qk_norm != "head"}
     _refuse("z-lab", {**said, "tokens that depend on each other": bool(spec.markov_rank)})
@@ -211,8 +210,8 @@ def _deepspec(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) 
 
 
 def _deepspec_settings(spec: DFlashModel) -> dict[str, Any]:
-    windows = spec.config.windows != (None,) * spec.config.num_layers
-    said = {"windows": windows, "slots that predict their own token": not spec.from_root, "fewer ids": bool(spec.kept)}
+    said = {"windows": any(spec.config.windows), "slots that predict their own token": not spec.from_root}
+    said |= {"fewer ids": spec.kept is not None}
     _refuse("deepspec", {**said, "layers without norms of queries and keys": spec.config.qk_norm != "head"})
     return {
         "target_layer_ids": _shifted(spec.reads, "deepspec"),
