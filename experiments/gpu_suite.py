@@ -155,8 +155,8 @@ class Suite:
                 yield f"{name}: no kernel on this device", "-"
                 continue
             turned = (k.transpose(0, 2, 1, 3), v.transpose(0, 2, 3, 1))
-            folded = (x.astype(jnp.float32).reshape(rows * kv_heads, *x.shape[2:]) for x in turned)
-            plain = products.attend(q.astype(jnp.float32), *folded, sight.all(length), call.scale, None)
+            keys, values = (x.astype(jnp.float32).reshape(rows * kv_heads, *x.shape[2:]) for x in turned)
+            plain = products.attend(q.astype(jnp.float32), keys, values, sight.all(length), call.scale, None)
             yield f"{name}: difference from plain", float(jnp.abs(found - plain).max() / jnp.abs(plain).max())
 
     def verification(self) -> Iterator[tuple[str, Any]]:

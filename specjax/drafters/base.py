@@ -5,7 +5,7 @@ Dims: B rows, T tokens fed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +27,24 @@ from specjax.types import (
     Trainable,
     TrainingForm,
 )
+
+
+def start_of(config: Any, of_training: frozenset[str]) -> str | None:
+    """The directory or hub id of the draft that a kind's training goes on with, by `draft.init`; None: it begins new.
+    ``of_training``: the kind's fields that say how it is trained; no other may be set, since the draft has its own.
+    Raises `ConfigError`."""
+    init, kind = config.draft.init, config.draft.kind
+    if init in (None, "target", "scratch", {"kind": "pruned"}, {"kind": "scratch"}):
+        return None
+    path = init.get("path") if isinstance(init, Mapping) and init.get("kind") == "checkpoint" else init
+    if not isinstance(path, str):
+        raise ConfigError(
+            f"draft.init: {init!r}; a draft of kind {kind} begins as its `target`, from `scratch`, or as another "
+            "draft, whose directory is named"
+        )
+    if described := sorted(config.draft.settings.keys() - of_training):
+        raise ConfigError(f"draft.{described[0]}: the draft in {path} has its own; leave it out")
+    return path
 
 
 class StatelessDrafter:

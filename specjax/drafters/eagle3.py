@@ -165,8 +165,9 @@ class Eagle3Draft(FeatureDraft):
     fc_norm: bool = False
     kind: Literal["eagle3"] = "eagle3"  # pyright: ignore[reportIncompatibleVariableOverride]
     drafter_class: ClassVar[Any] = Eagle3
+    of_training: ClassVar[Any] = frozenset({"depths", "depth_decay"})
 
-    def drafter(self, config: RunConfig, target: Any) -> TrainedEagle3:
+    def described(self, config: RunConfig, target: Any) -> TrainedEagle3:
         full: ModelConfig = target.config
         reads = features_lib.streams(self.reads, config, full)
         options = Options(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Options)})

@@ -150,7 +150,7 @@ class EarlyExitDraft(FeatureDraft):
     kind: Literal["early_exit"] = "early_exit"  # pyright: ignore[reportIncompatibleVariableOverride]
     drafter_class: ClassVar[Any] = EarlyExit
 
-    def drafter(self, config: RunConfig, target: Any) -> TrainedExit:
+    def described(self, config: RunConfig, target: Any) -> TrainedExit:
         full = target.config
         features_lib.refuse_architecture(config)
         count = max(1, full.num_layers // 3) if self.layers is None else self.layers

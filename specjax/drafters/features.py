@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from pydantic import Field
 
 from specjax import registry
-from specjax.drafters.base import TrainedDrafter
+from specjax.drafters.base import TrainedDrafter, start_of
 from specjax.errors import ConfigError, ModelError
 from specjax.models import hf
 from specjax.models.attention.memory import Attended
@@ -219,6 +219,12 @@ def dense(params: Params, name: str, dtype: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype), params[name])
 
 
+def end_of(spec: FeatureModel, params: Params, name: str, dtype: Any) -> Any:
+    """One of `ENDS` of a target, as a draft of this form has it: of a head, the ids that it can propose."""
+    found = dense(params, name, dtype)
+    return {"kernel": found["kernel"][:, spec.kept.ids]} if name == "head" and spec.kept is not None else found
+
+
 @dataclasses.dataclass(frozen=True)
 class FeatureDrafter:
     """A draft that reads its target's hidden states, and proposes ``k`` tokens."""
@@ -343,10 +349,7 @@ class TrainedFeatureDraft(TrainedDrafter):
     def complete(self, params: Params, target_params: Params) -> Params:
         """See `specjax.types.Sharing`."""
         dtype = jax.tree.leaves(params)[0].dtype
-        shared = {name: dense(target_params, name, dtype) for name in self.shared}
-        if self.model.kept is not None and "head" in shared:
-            shared["head"] = {"kernel": shared["head"]["kernel"][:, self.model.kept.ids]}
-        return {**params, **shared}
+        return {**params, **{name: end_of(self.model, target_params, name, dtype) for name in self.shared}}
 
     def in_training(self, form: TrainingForm) -> Any:
         if form.scan_layers:
@@ -390,10 +393,17 @@ class FeatureDraft:
     drafter_class: ClassVar[type[FeatureDrafter]]
     keeps_hidden: ClassVar[bool] = True
     """A cached teacher keeps hidden states, not logits."""
+    of_training: ClassVar[frozenset[str]] = frozenset()
+    """Fields that say how a draft is trained or read; the others describe one."""
+
+    def described(self, config: RunConfig, target: Any) -> Any:
+        """The `TrainedFeatureDraft` of these fields."""
+        raise NotImplementedError
 
     def drafter(self, config: RunConfig, target: Any) -> Any:
-        """What is trained, a `TrainedFeatureDraft`."""
-        raise NotImplementedError
+        """What is trained: of these fields, or of the directory that `draft.init` names; a `TrainedFeatureDraft`."""
+        described, first = self.described(config, target), self._stored(config, target)
+        return described if first is None else self._as(described, first)
 
     def first(self, drafter: Any, params: Params, target: Any, rows: TextRows) -> Params:
         """``params`` with what the target has for them; ``rows``: the training text."""
@@ -402,21 +412,52 @@ class FeatureDraft:
     def draft(self, config: RunConfig, target: Any, rows: TextRows) -> Initial:
         from specjax.distill.init import Initial
 
-        drafter, init = self.drafter(config, target), config.draft.init
+        stored, drafter, init = self._stored(config, target), self.described(config, target), config.draft.init
+        if stored is not None:
+            hf.refuse_quantised(target.params, f"draft.init: {init}")
+            own = _without_the_targets(stored, target)
+            return Initial(self._as(drafter, own), own.params)
         if drafter.model.kept is not None:
             kept = most_frequent(rows, len(drafter.model.kept.ids), drafter.model.kept.size)
             drafter = dataclasses.replace(drafter, model=dataclasses.replace(drafter.model, kept=kept))
-        if init not in (None, "target", "scratch"):
-            raise ConfigError(f"draft.init: {init!r}; a draft of kind {self.kind} begins as its `target`, or `scratch`")
         _, key = jax.random.split(jax.random.key(config.seed))
         params = drafter.init_params(key, target)
-        if init != "scratch":
+        if init not in ("scratch", {"kind": "scratch"}):
             hf.refuse_quantised(target.params, "draft.init: target")
             params = self.first(drafter, params, target, rows)
         return Initial(drafter, params)
 
+    def _stored(self, config: RunConfig, target: Any) -> LoadedDraft | None:
+        """The draft whose training is to go on, in float32."""
+        from specjax.drafters.formats import Beside
+
+        path = start_of(config, self.of_training)
+        if path is None:
+            return None
+        drafter = self.load(hf.draft_of(path), Beside(target.config, "float32"), 1)
+        check_readable(self.kind, drafter.model.spec, target.config)
+        return drafter.model
+
+    def _as(self, described: Any, draft: LoadedDraft) -> Any:
+        """The draft in training, as ``described`` says how."""
+        wanted = jax.eval_shape(draft.spec.init, jax.random.key(0))
+        shared = tuple(name for name in ENDS if name in wanted and name not in draft.params)
+        return dataclasses.replace(described, model=draft.spec, shared=shared)
+
     def load(self, directory: str | os.PathLike, target: Any, k: int, check_finite: bool = True) -> FeatureDrafter:
         return type(self).drafter_class.load(directory, target, k, check_finite)
+
+
+def _without_the_targets(draft: LoadedDraft, target: Any) -> LoadedDraft:
+    """Without weights that are the target's, number by number, stored or not: those stay as they are."""
+
+    def same(name: str) -> bool:
+        of_target = end_of(draft.spec, target.params, name, jnp.float32)
+        found = jax.tree.leaves(draft.params[name]), jax.tree.leaves(of_target)
+        return all(x.shape == y.shape and bool(jnp.array_equal(x, y)) for x, y in zip(*found, strict=True))
+
+    of_target = [name for name in ENDS if name in draft.params and same(name)]
+    return dataclasses.replace(draft, params={n: x for n, x in draft.params.items() if n not in of_target})
 
 
 def streams(reads: tuple[int, ...] | None, config: RunConfig, full: ModelConfig) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Key
 from pydantic import Field
 
-from specjax.drafters.base import StatelessDrafter, TrainedDrafter
+from specjax.drafters.base import StatelessDrafter, TrainedDrafter, start_of
 from specjax.drafters.one_by_one import one_by_one, root_of
 from specjax.errors import ConfigError, ModelError
 from specjax.models import hf
@@ -418,15 +418,31 @@ class GlideDraft:
         from specjax.distill.init import Initial, calibration
         from specjax.distill.prune import check_cuttable, prune
 
-        drafter, init = self.drafter(config, target), config.draft.init
-        if init == "scratch":
+        stored, drafter = self._stored(config, target), self.drafter(config, target)
+        if stored is not None:
+            return Initial(drafter, stored.params)
+        if config.draft.init in ("scratch", {"kind": "scratch"}):
             return Initial(drafter, drafter.init_params(jax.random.split(jax.random.key(config.seed))[1], target))
-        if init not in (None, "target", {"kind": "pruned"}):
-            raise ConfigError(f"draft.init: {init!r}; a glide draft is cut from its target (`target`), or `scratch`")
         check_cuttable(target.config, "set it to scratch, or train a separate draft (kind: draft_model)")
         return Initial(drafter, prune(target, drafter.config, calibration(rows), drafter.glide.reads))
 
     def drafter(self, config: RunConfig, target: Any) -> TrainedGlide:
+        stored = self._stored(config, target)
+        if stored is None:
+            return self._described(config, target)
+        glide = GlideModel(stored.spec, stored.reads)
+        return TrainedGlide(glide, stored.family, self.depths, self.depth_decay)
+
+    def _stored(self, config: RunConfig, target: Any) -> LoadedGlide | None:
+        """The draft whose training is to go on, in float32."""
+        path = start_of(config, frozenset({"depths", "depth_decay"}))
+        if path is None:
+            return None
+        found = load_glide(hf.draft_of(path))
+        check_readable(found.spec.config, found.reads, target.config)
+        return found
+
+    def _described(self, config: RunConfig, target: Any) -> TrainedGlide:
         from specjax.distill.shape import resized, spread
 
         full, shape = target.config, config.draft.architecture

@@ -131,10 +131,11 @@ class Medusa(FeatureDrafter):
 
 @dataclasses.dataclass(frozen=True)
 class TrainedMedusa(TrainedFeatureDraft):
-    """In training. ``decay``: what a head weighs beside the one before."""
+    """In training. ``decay``: what a head weighs beside the one before; ``depths``: heads that are trained, None:
+    all."""
 
     decay: float = 0.8
-    depths: int = 5
+    depths: int | None = None
     drafter: ClassVar[Any] = Medusa
 
     def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
@@ -143,7 +144,7 @@ class TrainedMedusa(TrainedFeatureDraft):
         assert target_out.final is not None
         model: Any = self.model
         place = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
-        shares = [self.decay**i for i in range(self.depths)]
+        shares = [self.decay**i for i in range(model.heads if self.depths is None else self.depths)]
         read = target_out.final
         for i, share in enumerate(shares):
             read = jnp.roll(read, 1, axis=1)  # of the token before the root, i + 1 places back
@@ -174,14 +175,15 @@ class MedusaDraft(FeatureDraft):
     """What the loss of a head weighs beside that of the one before."""
     kind: Literal["medusa"] = "medusa"  # pyright: ignore[reportIncompatibleVariableOverride]
     drafter_class: ClassVar[Any] = Medusa
+    of_training: ClassVar[Any] = frozenset({"depth_decay"})
 
-    def drafter(self, config: RunConfig, target: Any) -> TrainedMedusa:
+    def described(self, config: RunConfig, target: Any) -> TrainedMedusa:
         full = target.config
         features_lib.refuse_architecture(config)
         sizes = features_lib.layers_like(full)
         options = {"heads": self.heads, "blocks": self.blocks, "own_heads": self.own_heads}
         model = MedusaModel(sizes, (full.num_layers,), full.hidden_size, **options)
-        return TrainedMedusa(model, () if self.own_heads else ("head",), decay=self.depth_decay, depths=self.heads)
+        return TrainedMedusa(model, () if self.own_heads else ("head",), decay=self.depth_decay)
 
     def first(self, drafter: Any, params: Params, target: Any, rows: Rows) -> Params:
         """Every projection as the target's."""

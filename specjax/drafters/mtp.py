@@ -114,8 +114,9 @@ class MTPDraft(FeatureDraft):
     """What stands in for it behind the root is taken before the draft's own last norm, or after it."""
     kind: Literal["mtp"] = "mtp"  # pyright: ignore[reportIncompatibleVariableOverride]
     drafter_class: ClassVar[Any] = MTP
+    of_training: ClassVar[Any] = frozenset({"depths", "depth_decay", "state", "recycled"})
 
-    def drafter(self, config: RunConfig, target: Any) -> TrainedMTP:
+    def described(self, config: RunConfig, target: Any) -> TrainedMTP:
         full = target.config
         features_lib.refuse_architecture(config)
         options = Options(self.state, self.recycled)

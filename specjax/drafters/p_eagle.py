@@ -109,8 +109,9 @@ class PEagleDraft(FeatureDraft):
     fc_norm: bool = False
     kind: Literal["p_eagle"] = "p_eagle"  # pyright: ignore[reportIncompatibleVariableOverride]
     drafter_class: ClassVar[Any] = PEagle
+    of_training: ClassVar[Any] = frozenset({"depths", "depth_decay"})
 
-    def drafter(self, config: RunConfig, target: Any) -> TrainedPEagle:
+    def described(self, config: RunConfig, target: Any) -> TrainedPEagle:
         full = target.config
         reads = features_lib.streams(self.reads, config, full)
         mask = features_lib.mask_token(self.mask_token, full)

@@ -84,6 +84,8 @@ def test_what_is_decoded_is_what_a_whole_cache_gives(monkeypatch, windows, kind,
     narrow(monkeypatch, ROOM)
     found = generated(target, kind, piece)
     assert found.tokens == whole.tokens
+    assert found.logprobs is not None
+    assert whole.logprobs is not None
     for a, b in zip(found.logprobs, whole.logprobs, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
 
@@ -157,6 +159,8 @@ def test_in_8_bits_what_is_decoded_depends_on_no_block_and_no_piece(monkeypatch,
     narrow(monkeypatch, ROOM)
     target = in_8_bits(windowed(24, None))
     plain, found = generated(target, "plain"), generated(target, kind, piece)
+    assert plain.logprobs is not None
+    assert found.logprobs is not None
     for a, b, c, d in zip(plain.tokens, found.tokens, plain.logprobs, found.logprobs, strict=True):
         assert a[: len(b)] == b
         np.testing.assert_allclose(c[: len(d)], d, rtol=0, atol=1e-4)

@@ -289,7 +289,8 @@ def test_a_batch_lies_row_by_row_over_data_and_fsdp():
     assert layout.mesh is not None
     toys.assert_same(batch, take(rows, numbers))
     held = {shard.device.id: np.asarray(shard.data) for shard in batch.tokens.addressable_shards}
-    assert [held[d.id].tolist() for d in layout.mesh.devices.flat] == [
+    devices: Any = layout.mesh.devices
+    assert [held[d.id].tolist() for d in devices.flat] == [
         batch.tokens[i : i + 2].tolist() for i in (0, 2, 4, 6)
     ]
 
@@ -402,11 +403,11 @@ def test_rematerialised_and_scanned_layers_give_the_loss_the_gradient_and_the_re
     expected_loss, expected = loss_and_gradient(Model(PATTERN))
     loss, gradient = inspect.unwrap(loss_and_gradient)(TrainingModel(PATTERN, remat=remat, scan_layers=scan))
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
-    flat = [
+    found, plain = (
         {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (gradient, expected)
-    ]
-    same_gradient(*flat)
+    )
+    same_gradient(found, plain)
 
 
 def test_remat_recomputes_and_scan_compiles_one_loop():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -208,7 +209,8 @@ def test_documents_of_a_row_know_nothing_of_each_other(name):
     segments = jnp.asarray(np.repeat([[0, 1]], 2, 0).repeat(12, 1))
     positions = jnp.asarray(np.tile(np.arange(12), 2)[None].repeat(2, 0), jnp.int32)
     together = Batch(jnp.asarray(text), jnp.asarray(text), jnp.ones(text.shape), positions, segments)
-    alone = [Batch(*(jnp.asarray(text[:, at]),) * 2, jnp.ones((2, 12))) for at in (slice(0, 12), slice(12, 24))]
+    halves = jnp.asarray(text[:, :12]), jnp.asarray(text[:, 12:])
+    alone = [Batch(half, half, jnp.ones((2, 12))) for half in halves]
 
     def predicted(batch: Batch) -> list[Any]:
         """Weights and logits by the target's row."""
@@ -305,10 +307,11 @@ def test_a_loss_compares_with_the_ids_that_can_be_proposed_and_alpha_with_all():
     out = target_output(target.spec, target.params, batch, trained.reads)
     prediction = next(iter(trained.predictions(params, batch, out)))
     matched = Matching.of(prediction, Teacher.of(target.spec, target.params, out), batch.labels).whole
-    p, q = (np.asarray(jax.nn.softmax(x)) for x in (matched.teacher.logits, matched.draft_logits))
+    teacher: Any = matched.teacher
+    p, q = (np.asarray(jax.nn.softmax(x)) for x in (teacher.logits, matched.draft_logits))
     ids = np.asarray(FEWER.ids)
     assert q[..., ids].sum(-1) == pytest.approx(1, abs=1e-6)
-    alpha = alpha_per_position(matched.teacher.logits, matched.draft_logits)
+    alpha = alpha_per_position(teacher.logits, matched.draft_logits)
     np.testing.assert_allclose(alpha, np.minimum(p, q).sum(-1), rtol=1e-5)
     among = matched.among_kept(labels=True)
     p = p[..., ids] / p[..., ids].sum(-1, keepdims=True)
@@ -318,7 +321,7 @@ def test_a_loss_compares_with_the_ids_that_can_be_proposed_and_alpha_with_all():
     np.testing.assert_array_equal(matched.among_kept(labels=False).weight, prediction.weight)
 
 
-def kept(state: Any) -> list[tuple[Any, int | None]]:
+def kept(state: Any) -> Sequence[tuple[Any, int | None]]:
     """The arrays of a drafter's state, each with the axis of its slots."""
     cache = state if isinstance(state, KVCache) else getattr(state, "cache", None)
     others = [] if isinstance(state, KVCache) else [(getattr(state, "features", state), None)]
@@ -394,7 +397,8 @@ def test_confidence_is_taught_what_the_distributions_share():
             matched = Matching.of(prediction, Teacher.of(target.spec, target.params, out), batch.labels).whole
             among = matched.among_kept(labels=False)
             value = ForwardKL()(among.draft_logits, among.teacher, among.tokens)
-            alpha = alpha_per_position(matched.teacher.logits, matched.draft_logits)
+            teacher: Any = matched.teacher
+            alpha = alpha_per_position(teacher.logits, matched.draft_logits)
             if matched.confidence is not None:
                 value += optax.sigmoid_binary_cross_entropy(matched.confidence, alpha)
             else:

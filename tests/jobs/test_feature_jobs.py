@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,7 +15,7 @@ import specjax
 from specjax import config, registry
 from specjax.data.rows import take
 from specjax.distill import teacher_cache
-from specjax.distill.init import abstract_draft
+from specjax.distill.init import abstract_draft, initial_draft
 from specjax.errors import ConfigError, ModelError
 from specjax.jobs import distill as job
 from specjax.jobs import inputs, memory
@@ -33,6 +35,7 @@ KINDS = {
     "dflash2": {"block_size": 3, "layers": 1, "anchors": 8, "selector_rank": 8, "selector_top_k": 4},
     "dspark": {"block_size": 3, "layers": 1, "anchors": 8, "markov_rank": 8},
     "early_exit": {"adapter": 8},
+    "glide": {},
 }
 
 
@@ -42,6 +45,9 @@ def run(settings):
         base = settings(out, control=config.Control())
         skipped = dataclasses.replace(base.draft.pretrain, steps=0)
         draft = config.Draft(kind=kind, settings={**KINDS[kind], **(fields or {})}, pretrain=skipped)
+        if kind == "glide":
+            shape = config.Architecture(hidden_size=16, num_layers=2, intermediate_size=24)
+            draft = dataclasses.replace(draft, architecture=shape)
         stage = {"eval_every": 3, "save_every": 2, "steps": 6, **stage}
         return dataclasses.replace(
             base, draft=draft, distill=dataclasses.replace(base.distill, **stage), **(rest or {})
@@ -50,7 +56,7 @@ def run(settings):
     return make
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "glide"])
 def test_killed_and_resumed_it_ends_in_the_same_weights_and_decodes(run, kind, tmp_path):
     whole = job.run(run(tmp_path / "whole", kind))
     with pytest.raises(Interrupt):
@@ -71,6 +77,57 @@ def test_killed_and_resumed_it_ends_in_the_same_weights_and_decodes(run, kind, t
         if registry.resolve(registry.VERIFIERS, rule, "verifier").lossless:
             decoder = specjax.Decoder(found.target, drafter, rule)
             assert decoder.generate(PROMPTS, max_new_tokens=12).tokens == plain, rule
+
+
+@pytest.mark.parametrize("kind", ["p_eagle", "medusa", "dspark", "glide"])
+def test_training_goes_on_with_a_stored_draft(run, kind, tmp_path):
+    """With what the stored one is, of whatever sizes; what is the target's stays it."""
+    first = job.run(run(tmp_path / "first", kind, steps=2))
+    directory = str(tmp_path / "first" / "draft")
+    settings = run(tmp_path / "second", kind, steps=2)
+    of_training = {"depth_decay": 0.5} if kind != "dspark" else {"gamma": 2.0}
+    settings = dataclasses.replace(
+        settings, draft=dataclasses.replace(settings.draft, init=directory, settings=of_training)
+    )
+    second = job.run(settings)
+    assert fingerprint.digest(second.draft_before.params) == fingerprint.digest(first.draft_after.params)
+    assert fingerprint.digest(second.draft_after.params) != fingerprint.digest(first.draft_after.params)
+    assert second.measures.alpha_before == first.measures.alpha_after
+    prepared = inputs.prepare(settings)
+    begun = initial_draft(settings, prepared.target, prepared.train_rows)
+    planned = abstract_draft(settings, memory.abstract_target(settings))
+    shapes = {name: jax.tree.map(np.shape, begun.params[name]) for name in begun.params}
+    assert planned is not None
+    assert shapes == {name: jax.tree.map(np.shape, planned.params[name]) for name in begun.params}
+    if kind != "glide":
+        began: Any = first.draft_after.drafter
+        assert begun.drafter.shared == began.shared
+
+
+TARGET = str(ROOT / "models" / "demo-target")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "init", "error", "message"),
+    [
+        (
+            "eagle3",
+            {"depths": 2, "layers": 1},
+            "elsewhere",
+            ConfigError,
+            r"draft\.layers: the draft in elsewhere has it",
+        ),
+        ("glide", {"reads": [0, 1]}, "elsewhere", ConfigError, r"draft\.reads: the draft in elsewhere has its own; l"),
+        ("dspark", {}, {"kind": "layers", "keep": [0]}, ConfigError, "a draft of kind dspark begins as its `target`, "),
+        ("eagle3", {}, TARGET, ModelError, "'llama' is no eagle3 draft"),
+        ("mtp", {}, "elsewhere", ModelError, "elsewhere"),
+    ],
+)
+def test_what_training_cannot_go_on_with_is_refused(run, tmp_path, kind, fields, init, error, message):
+    settings = run(tmp_path / "run", kind)
+    draft = dataclasses.replace(settings.draft, init=init, settings=fields)
+    with pytest.raises(error, match=message):
+        job.run(dataclasses.replace(settings, draft=draft))
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "dflash2", "early_exit"])

@@ -82,7 +82,7 @@ def test_a_plan_of_this_device_predicts_and_measures_the_grid(config, measured):
     assert plan.measured_here
     assert plan.training.measured
     assert plan.training.tokens == 6 * 2 * 16
-    assert plan.training.memory > 0
+    assert plan.training.memory
     names = [found.name for found in plan.passes]
     assert names == ["target, 1 token", "target, 3 tokens", "small", "prefill, 16 tokens"]
     assert all(found.share is not None and found.share > 0 for found in plan.passes)

@@ -35,7 +35,7 @@ TOLERANCE = 2e-4
 """Largest difference of a logit, in standard deviations of all logits."""
 PROMPT, NEW = 12, 32
 DYNAMIC_PAST = "llama-dynamic-past"
-KNOWN_AS = {"mimo": "qwen2"}
+KNOWN_AS: dict[str, str] = {"mimo": "qwen2"}
 """What transformers has under another name, since its own code comes with the checkpoint."""
 CHECKPOINTS = tempfile.TemporaryDirectory()
 
@@ -50,9 +50,9 @@ class Pair:
 @functools.cache
 def pair(variant: str) -> Pair:
     """A checkpoint with random weights, norms and biases, written by transformers and read by both."""
-    settings = dict(VARIANTS[variant])
+    settings: dict[str, Any] = dict(VARIANTS[variant])
     model_type = settings.pop("model_type")
-    config = transformers.AutoConfig.for_model(KNOWN_AS.get(model_type, model_type), **settings)
+    config = transformers.AutoConfig.for_model(str(KNOWN_AS.get(model_type, model_type)), **settings)
     config._attn_implementation = "eager"
     theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(sum(map(ord, variant)))

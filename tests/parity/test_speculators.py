@@ -45,7 +45,7 @@ CLOSE = 1e-4
 
 
 def layers(*kinds: LayerKind, family: str = "llama") -> ModelConfig:
-    more = {"qk_norm": "head"} if family == "qwen3" else {}
+    more: Any = {"qk_norm": "head"} if family == "qwen3" else {}
     return ModelConfig(
         *(V, H, 48, len(kinds), 4, 2, 8),
         layers=kinds if len(set(kinds)) > 1 else kinds[:1],

@@ -160,7 +160,7 @@ def test_a_plan_gives_the_same_memory_of_a_distillation(directory, tmp_path):
 def test_microbatches_are_as_large_as_fit_where_memory_decides(directory, tmp_path):
     """Elsewhere they are what the cache of a CPU holds, and what the config says is left alone."""
     config = config_of(directory, tmp_path, "data.seq_len=2000")
-    draft = job.abstract_draft(config, job.abstract_target(config))
+    draft: Any = job.abstract_draft(config, job.abstract_target(config))
     with backend.lowering_for("cuda"):
         whole = job.footprints(config, ["draft-distill"])[0].total
         stage = job.fitting("draft-distill", config.distill, config, draft)

@@ -47,9 +47,10 @@ class DFlashDraft(FeatureDraft):
     """Places over which the weight of a place falls by e."""
     kind: Literal["dflash"] = "dflash"  # pyright: ignore[reportIncompatibleVariableOverride]
     drafter_class: ClassVar[Any] = DFlash
+    of_training: ClassVar[Any] = frozenset({"anchors", "gamma", "confidence"})
     trained: ClassVar[Any] = TrainedDFlash
 
-    def drafter(self, config: RunConfig, target: Any) -> TrainedDFlash:
+    def described(self, config: RunConfig, target: Any) -> TrainedDFlash:
         full = target.config
         reads = features_lib.streams(self.reads, config, full)
         layers = features_lib.layers_like(full, self.layers, self.qk_norm)

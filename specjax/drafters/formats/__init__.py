@@ -60,7 +60,7 @@ def own_form(spec: FeatureModel, kind: str) -> tuple[str, str | None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Beside:
+class Beside:
     """What a form is told of the target."""
 
     config: ModelConfig
@@ -81,7 +81,7 @@ def load(
         raise ModelError(f"{found / 'config.json'}: {told!r} is no {kind} draft")
     stored = Envelope(settings, found / "config.json").names(SHARED)
     others = {name: value for name, value in settings.items() if name != SHARED}
-    spec, params = form.read(found, others, kind, _Beside(target.config, str(target.dtype)), check_finite)
+    spec, params = form.read(found, others, kind, Beside(target.config, str(target.dtype)), check_finite)
     shared = () if whole else stored
     return LoadedDraft(spec, {n: value for n, value in params.items() if n not in shared}, Path(directory).name)
 
@@ -107,7 +107,7 @@ def convert(
     if kind is None:
         raise ModelError(f"{found}: is no draft that reads hidden states; --format is for those")
     form_of(kind, form_name)  # before anything is read
-    draft = load(found, kind, _Beside(target.config, dtype or _dtype_of(found)), check_finite, whole=True)
+    draft = load(found, kind, Beside(target.config, dtype or _dtype_of(found)), check_finite, whole=True)
     check_readable(kind, draft.spec, target.config)
     stored = Envelope(settings, found / "config.json").names(SHARED)
     shared = (*stored, *(name for name in ENDS if name not in draft.params))

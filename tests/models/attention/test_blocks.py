@@ -134,7 +134,7 @@ def test_keys_of_a_query_s_own_are_merged_with_those_of_all(fed, each):
                 q[:, i : i + 1],
                 (k, v),
                 sight.all(KEYS)[:, i : i + 1],
-                tuple(x[:, i : i + 1] for x in own),
+                (one[:, i : i + 1], other[:, i : i + 1]),
                 reached[i],
                 soft_cap=4.0,
             )
