@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from specjax.runtime.files import write_atomically
+from specjax.runtime.files import plain_json, write_atomically
 
 
 def command() -> str:
@@ -42,4 +42,4 @@ def write(file: Path, found: Mapping[str, Any]) -> None:
     """``found`` as JSON, in place of what was there."""
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     whole = {"command": command(), "date": date, "machine": machine(), **found}
-    write_atomically(file, json.dumps(whole, indent=1) + "\n")
+    write_atomically(file, json.dumps(whole, indent=1, default=plain_json) + "\n")

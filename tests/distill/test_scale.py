@@ -290,9 +290,7 @@ def test_a_batch_lies_row_by_row_over_data_and_fsdp():
     toys.assert_same(batch, take(rows, numbers))
     held = {shard.device.id: np.asarray(shard.data) for shard in batch.tokens.addressable_shards}
     devices: Any = layout.mesh.devices
-    assert [held[d.id].tolist() for d in devices.flat] == [
-        batch.tokens[i : i + 2].tolist() for i in (0, 2, 4, 6)
-    ]
+    assert [held[d.id].tolist() for d in devices.flat] == [batch.tokens[i : i + 2].tolist() for i in (0, 2, 4, 6)]
 
 
 def test_draft_and_target_follow_their_own_rules():
