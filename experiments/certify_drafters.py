@@ -57,8 +57,8 @@ def main() -> int:
         certificates.append({"kind": kind, "rule": rule, "overrides": more, "seconds": seconds, **found.to_json()})
         checks = "; ".join(f"{check.name}: {check.summary}" for check in found.checks)
         print(f"{kind}, {' '.join((rule, *more))}: {found.verdict} in {seconds:.0f} s: {checks}", flush=True)
-    if args.results:
-        record.write(args.results, {"certificates": certificates})
+        if args.results:
+            record.write(args.results, {"certificates": certificates})
     return int(any(found["verdict"] != "PASS" for found in certificates))
 
 
