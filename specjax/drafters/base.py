@@ -29,7 +29,7 @@ from specjax.types import (
 )
 
 
-def start_of(config: Any, of_training: frozenset[str]) -> str | None:
+def stored_start(config: Any, of_training: frozenset[str]) -> str | None:
     """The directory or hub id of the draft that a kind's training goes on with, by `draft.init`; None: it begins new.
     ``of_training``: the kind's fields that say how it is trained; no other may be set, since the draft has its own.
     Raises `ConfigError`."""

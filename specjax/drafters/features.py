@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from pydantic import Field
 
 from specjax import registry
-from specjax.drafters.base import TrainedDrafter, start_of
+from specjax.drafters.base import TrainedDrafter, stored_start
 from specjax.errors import ConfigError, ModelError
 from specjax.models import hf
 from specjax.models.attention.memory import Attended
@@ -431,7 +431,7 @@ class FeatureDraft:
         """The draft whose training is to go on, in float32."""
         from specjax.drafters.formats import Beside
 
-        path = start_of(config, self.of_training)
+        path = stored_start(config, self.of_training)
         if path is None:
             return None
         drafter = self.load(hf.draft_of(path), Beside(target.config, "float32"), 1)

@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Key
 from pydantic import Field
 
-from specjax.drafters.base import StatelessDrafter, TrainedDrafter, start_of
+from specjax.drafters.base import StatelessDrafter, TrainedDrafter, stored_start
 from specjax.drafters.one_by_one import one_by_one, root_of
 from specjax.errors import ConfigError, ModelError
 from specjax.models import hf
@@ -418,9 +418,10 @@ class GlideDraft:
         from specjax.distill.init import Initial, calibration
         from specjax.distill.prune import check_cuttable, prune
 
-        stored, drafter = self._stored(config, target), self.drafter(config, target)
+        stored = self._stored(config, target)
         if stored is not None:
-            return Initial(drafter, stored.params)
+            return Initial(self._of(stored), stored.params)
+        drafter = self._described(config, target)
         if config.draft.init in ("scratch", {"kind": "scratch"}):
             return Initial(drafter, drafter.init_params(jax.random.split(jax.random.key(config.seed))[1], target))
         check_cuttable(target.config, "set it to scratch, or train a separate draft (kind: draft_model)")
@@ -428,14 +429,14 @@ class GlideDraft:
 
     def drafter(self, config: RunConfig, target: Any) -> TrainedGlide:
         stored = self._stored(config, target)
-        if stored is None:
-            return self._described(config, target)
-        glide = GlideModel(stored.spec, stored.reads)
-        return TrainedGlide(glide, stored.family, self.depths, self.depth_decay)
+        return self._described(config, target) if stored is None else self._of(stored)
+
+    def _of(self, stored: LoadedGlide) -> TrainedGlide:
+        return TrainedGlide(GlideModel(stored.spec, stored.reads), stored.family, self.depths, self.depth_decay)
 
     def _stored(self, config: RunConfig, target: Any) -> LoadedGlide | None:
         """The draft whose training is to go on, in float32."""
-        path = start_of(config, frozenset({"depths", "depth_decay"}))
+        path = stored_start(config, frozenset({"depths", "depth_decay"}))
         if path is None:
             return None
         found = load_glide(hf.draft_of(path))
