@@ -60,8 +60,14 @@ def of(stats, name):
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("drafter", ["draft", "ngram", in_proof("hidden")])
-@pytest.mark.parametrize("controller", list(CONTROLLERS))
+@pytest.mark.parametrize(
+    ("controller", "drafter"),
+    [
+        *((controller, "draft") for controller in CONTROLLERS),
+        *((controller, "ngram") for controller in ("ladder", "budgeted", "confidence")),
+        *(in_proof(controller, "hidden") for controller in ("survival", "confidence")),
+    ],
+)
 def test_no_choice_of_a_length_changes_a_token(controller, drafter, mode):
     verifier, temperature = MODES[mode]
     decoder = adaptive(drafter, verifier, CONTROLLERS[controller])
@@ -237,8 +243,13 @@ def copies(decoder: Decoder) -> int:
     return sum(math.prod(map(int, shape.split(","))) in sizes for shape in found)
 
 
-@pytest.mark.parametrize("verifier", ["block", in_proof("speculative")])
-@pytest.mark.parametrize("controller", [in_proof("ladder"), "survival", in_proof("confidence"), in_proof("budgeted")])
+@pytest.mark.parametrize(
+    ("controller", "verifier"),
+    [
+        *(("survival", "block"), in_proof("ladder", "block"), in_proof("budgeted", "speculative")),
+        *(in_proof("confidence", "block"), in_proof("survival", "speculative")),
+    ],
+)
 def test_the_distribution_of_three_tokens(controller, verifier):
     """Of the compiled loop; every choice is enumerated in test_exact.py."""
     decoder = Decoder(test_lossless.TARGET, test_lossless.DRAFTERS["k2"], verifier, CONTROLLERS[controller])

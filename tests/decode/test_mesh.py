@@ -68,7 +68,7 @@ def _plain(target: LoadedModel) -> tuple[Any, Any]:
     [
         *((name, kind) for name in ("tensor", "both") for kind in ("plain", "draft", "glide")),
         *(in_proof("both", kind) for kind in ("ngram", "tree")),
-        *(in_proof(name, kind) for name in ("data", "stored") for kind in ("draft", "glide")),
+        *(in_proof("data", "draft"), in_proof("stored", "glide")),
     ],
 )
 def test_tokens_are_those_of_one_device(directories, name, kind, temperature):

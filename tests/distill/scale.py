@@ -132,7 +132,7 @@ def feature_drafts(layout: Layout) -> dict[str, Trained]:
     for name in FEATURE_DRAFTS:
         drafter, _ = test_features.made(name, target)
         drafter = drafter if name == "early_exit" else drafter.at_depths(2)
-        params = jax.jit(drafter.model.init)(jax.random.key(1))
+        params = drafter.model.init(jax.random.key(1))
         found[name] = Trained(layout, (drafter, params, target, 2))
     return found
 
@@ -164,20 +164,23 @@ def main(directory: Path, case: str, port: int, process: int, processes: int) ->
     assert jax.process_count() == processes
     assert jax.local_device_count() < jax.device_count() == 4
     trained = Trained(make_layout(FOUR), case)
+    if distributed.is_first():
+        np.savez(directory / "gradient.npz", **trained.gradient)
+        (directory / "losses.json").write_text(json.dumps(trained.losses))
+    if case == "long":
+        for name, draft in feature_drafts(make_layout(FOUR)).items():
+            if distributed.is_first():
+                np.savez(directory / f"{name}.npz", losses=draft.losses, **draft.gradient)
+        return
     # The whole loop as well: log, fingerprint and checkpoints in one directory, and data that is made for a stage.
     layout = make_layout(config.Mesh(data=-1))
     params = toys.train(directory / "stage", layout=layout, steps=6)
     of_samples = test_on_policy.train(directory / "on-policy", layout=layout)
     cached_row(directory / "teacher", make_layout(FOUR))
     tokens = sampled(make_layout(FOUR))
-    drafts = feature_drafts(make_layout(FOUR)) if case == "long" else {}
     if distributed.is_first():
-        for name, draft in drafts.items():
-            np.savez(directory / f"{name}.npz", losses=draft.losses, **draft.gradient)
         np.savez(directory / "on-policy.npz", **of_samples)
         (directory / "sampled.json").write_text(json.dumps(tokens))
-        np.savez(directory / "gradient.npz", **trained.gradient)
-        (directory / "losses.json").write_text(json.dumps(trained.losses))
         np.savez(directory / "bigram.npz", **params)
 
 

@@ -35,7 +35,6 @@ from specjax.runtime.layout import Layout, make_layout
 from specjax.runtime.log import read_log
 from specjax.types import Reads, TrainingForm
 from tests import processes
-from tests.cases import in_proof
 from tests.distill import scale, test_on_policy, toys
 from tests.distill.scale import FOUR, SHAPE, Trained
 
@@ -82,52 +81,53 @@ def test_the_state_stays_where_the_table_says_and_is_donated(on_four):
     assert all(x.is_deleted() for x in jax.tree.leaves(on_four.before))
 
 
+@functools.cache
+def long_on_one_device() -> Trained:
+    return Trained(Layout(), "long")
+
+
 @pytest.mark.proof
-@pytest.mark.parametrize("mesh", [FOUR, TENSOR, dataclasses.replace(TENSOR, draft="replicated"), config.Mesh(fsdp=4)])
+@pytest.mark.parametrize("mesh", [TENSOR, dataclasses.replace(TENSOR, draft="replicated"), config.Mesh(fsdp=4)])
 def test_fifty_steps_over_a_mesh_are_those_of_one_device(mesh):
-    expected, found = Trained(Layout(), "long"), Trained(make_layout(mesh), "long")
-    same_training(found.losses, found.gradient, expected)
+    found = Trained(make_layout(mesh), "long")
+    same_training(found.losses, found.gradient, long_on_one_device())
+
+
+def train_in_two_processes(directory: Path, case: str) -> None:
+    """One of `tests.distill.scale`, whose results are left in ``directory``."""
+    command = ["-m", "tests.distill.scale", str(directory), case, processes.free_port()]
+    processes.in_processes([*command, "0", "2"], [*command, "1", "2"])
 
 
 @pytest.fixture(scope="module")
-def drafts_on_one_device():
-    return scale.feature_drafts(Layout())
-
-
-@pytest.mark.proof
-def test_every_kind_of_draft_trains_over_four_devices_as_on_one(drafts_on_one_device):
-    for name, found in scale.feature_drafts(make_layout(FOUR)).items():
-        same_training(found.losses, found.gradient, drafts_on_one_device[name], 3e-6)
-
-
-@pytest.fixture(scope="module", params=["short", in_proof("long")])
-def in_two_processes(request, tmp_path_factory):
-    """(directory, case) of `tests.distill.scale`."""
+def in_two_processes(tmp_path_factory):
     directory = tmp_path_factory.mktemp("processes")
-    command = ["-m", "tests.distill.scale", str(directory), request.param, processes.free_port()]
-    processes.in_processes([*command, "0", "2"], [*command, "1", "2"])
-    return directory, request.param
+    train_in_two_processes(directory, "short")
+    return directory
 
 
-def test_two_processes_train_as_one_does(in_two_processes, on_one_device):
-    directory, case = in_two_processes
-    expected = on_one_device if case == "short" else Trained(Layout(), case)
+def same_as_stored(directory: Path, expected: Trained) -> None:
     losses = json.loads((directory / "losses.json").read_text())
     same_training(losses, dict(np.load(directory / "gradient.npz")), expected)
 
 
+def test_two_processes_train_as_one_does(in_two_processes, on_one_device):
+    same_as_stored(in_two_processes, on_one_device)
+
+
 @pytest.mark.proof
-@pytest.mark.parametrize("in_two_processes", [in_proof("long")], indirect=True)
-def test_every_kind_of_draft_trains_in_two_processes_as_in_one(in_two_processes, drafts_on_one_device):
-    for name, expected in drafts_on_one_device.items():
-        found = dict(np.load(in_two_processes[0] / f"{name}.npz"))
+def test_fifty_steps_and_every_kind_of_draft_in_two_processes_are_those_of_one_device(tmp_path):
+    train_in_two_processes(tmp_path, "long")
+    same_as_stored(tmp_path, long_on_one_device())
+    for name, expected in scale.feature_drafts(Layout()).items():
+        found = dict(np.load(tmp_path / f"{name}.npz"))
         same_training(found.pop("losses"), found, expected, 3e-6)
 
 
 def test_two_processes_leave_one_log_and_checkpoints_that_one_process_goes_on_from(in_two_processes, tmp_path):
-    directory = in_two_processes[0] / "stage"
+    directory = in_two_processes / "stage"
     expected = toys.train(tmp_path / "alone", steps=6)
-    found = dict(np.load(in_two_processes[0] / "bigram.npz"))
+    found = dict(np.load(in_two_processes / "bigram.npz"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
     logs = [read_log(where) for where in (directory, tmp_path / "alone")]
     assert [r["step"] for r in logs[0]] == [r["step"] for r in logs[1]] == [5, 6]
@@ -141,7 +141,7 @@ def test_two_processes_leave_one_log_and_checkpoints_that_one_process_goes_on_fr
 
 
 def test_two_processes_make_the_data_of_a_stage_that_one_does(in_two_processes, tmp_path):
-    directory = in_two_processes[0]
+    directory = in_two_processes
     assert json.loads((directory / "sampled.json").read_text()) == scale.sampled(Layout())
     found, alone = dict(np.load(directory / "on-policy.npz")), test_on_policy.train(tmp_path / "on-policy")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, alone)

@@ -137,7 +137,7 @@ MODELS = {
 
 def random_params(model: Any) -> Any:
     """What begins as nothing is something as well."""
-    leaves, tree = jax.tree.flatten(jax.jit(model.init)(jax.random.key(1)))
+    leaves, tree = jax.tree.flatten(model.init(jax.random.key(1)))
     keys = jax.random.split(jax.random.key(2), len(leaves))
     leaves = [x * 1.5 + 0.1 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
     return jax.tree.unflatten(tree, leaves)
@@ -172,8 +172,8 @@ def drafted(decoder: Decoder, prompts: list[list[int]]) -> Any:
 @pytest.mark.parametrize(
     ("name", "piece"),
     [
-        *((name, None) for name in MODELS),
-        *((name, 5) for name in ("published", "two_layers", "mtp", "medusa", "dflash")),
+        *((name, None) for name in MODELS if name not in ("two_layers", "mtp")),
+        *((name, 5) for name in ("published", "two_layers", "mtp", "dflash")),
     ],
 )
 def test_decoding_is_the_training_forward(name, piece):
@@ -411,7 +411,7 @@ def test_confidence_is_taught_what_the_distributions_share():
         assert ("confidence_error" in metrics) == (name == "dspark_confident")
 
 
-@pytest.mark.parametrize("name", ["published", "dspark", "early_exit"])
+@pytest.mark.parametrize("name", ["dspark", "early_exit"])
 def test_over_four_devices_it_proposes_the_same(name, tmp_path):
     save_model(dataclasses.replace(target_of(), eos_ids=(0,)), tmp_path / "target")
     found = []
@@ -429,14 +429,14 @@ def test_over_four_devices_it_proposes_the_same(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        *(("published", Speculative()), ("two_layers", Block()), ("mtp", Coupled()), ("p_eagle", Speculative())),
-        *(("medusa", Block()), ("dflash", Coupled()), ("dspark", Speculative()), ("early_exit", Block())),
-        *(("fewer_ids", Block()), ("dspark_fewer_ids", Coupled()), ("dflash2", Speculative())),
-        ("dspark_confident", Block()),
+        # One of each way to propose: in a chain, independently, in sequence, among candidates, until a head ends it.
+        *(("fewer_ids", Speculative()), ("medusa", Coupled()), ("dspark_fewer_ids", Coupled())),
+        *(("dflash2", Speculative()), ("dspark_confident", Block()), ("early_exit", Block())),
     ],
     ids=str,
 )
 def test_it_is_certified(name, rule):
+    """Every kind under every rule: experiments/certify_drafters.py."""
     target = target_of()
     trained, params = made(name, target)
     by_head = {"kind": "confidence", "by": "head", "threshold": 0.5}

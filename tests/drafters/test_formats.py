@@ -100,8 +100,6 @@ def test_what_is_written_is_read_again_and_written_the_same(form, kind, tmp_path
     formats.save(again, kind, tmp_path / "two", target="t", form_name=form)
     one, two = files(tmp_path / "one"), files(tmp_path / "two")
     assert {n: x for n, x in one.items() if n != "config.json"} == {n: x for n, x in two.items() if n != "config.json"}
-    plain = specjax.Decoder(target).generate([[1, 2, 3]], max_new_tokens=8).tokens
-    assert specjax.Decoder(target, drafter).generate([[1, 2, 3]], max_new_tokens=8).tokens == plain
 
 
 def leaves(tree: Any) -> Any:

@@ -169,10 +169,13 @@ def test_one_that_equals_its_target_predicts_what_it_predicts_at_every_depth(kin
 
 
 @pytest.mark.parametrize(
-    ("verifier", "temperature"),
-    [("greedy", 0.0), ("speculative", 1.0), ("block", 1.0), ("coupled", 1.0), in_proof("top_k", 0.0)],
+    ("kind", "verifier", "temperature"),
+    [
+        *(("llama", *rule) for rule in (("greedy", 0.0), ("speculative", 1.0), ("block", 1.0), ("coupled", 1.0))),
+        *(in_proof("llama", "top_k", 0.0), in_proof("windows", "block", 1.0), in_proof("windows", "greedy", 0.0)),
+        *(in_proof("odd", "speculative", 1.0), in_proof("odd", "coupled", 1.0)),
+    ],
 )
-@pytest.mark.parametrize("kind", ["llama", in_proof("windows"), in_proof("odd")])
 def test_one_that_equals_its_target_is_always_accepted(kind, verifier, temperature):
     target = target_of(**KINDS[kind])
     options: dict[str, Any] = {"max_new_tokens": 90, "temperature": temperature, "seed": 3}

@@ -36,7 +36,7 @@ def kernels_of(params):
 def test_a_layout_keeps_the_logits(tokens, tie):
     """Also where a kernel's size has no factor of four."""
     model = Model(dataclasses.replace(CONFIG, tie_embeddings=tie))
-    params = jax.jit(model.init)(jax.random.key(0))
+    params = model.init(jax.random.key(0))
     spec, laid_out = decode_layout(model, params)
     fed = jnp.arange(tokens, dtype=jnp.int32)[None]
     logits = jax.jit(spec.__call__, compiler_options=compiler_options(decoding=True))(laid_out, fed, fed).logits
@@ -50,7 +50,7 @@ def test_a_layout_keeps_the_logits(tokens, tie):
 @pytest.mark.parametrize("tokens", [1, FEW_ROWS, in_proof(FEW_ROWS + 1)])
 def test_weights_that_are_bfloat16_numbers_are_read_as_such_and_lose_nothing(tokens):
     model = Model(CONFIG)
-    params = jax.jit(model.init)(jax.random.key(0))
+    params = model.init(jax.random.key(0))
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
     spec, laid_out = decode_layout(model, rounded)
     on_cpu = jax.default_backend() == "cpu"
@@ -80,7 +80,7 @@ def test_weights_that_are_bfloat16_numbers_are_read_as_such_and_lose_nothing(tok
 )
 def test_the_originals_come_back_from_a_layout_bit_for_bit(changes, rounded):
     model = Model(dataclasses.replace(CONFIG, **changes))
-    params = jax.jit(model.init)(jax.random.key(0))
+    params = model.init(jax.random.key(0))
     if rounded:
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
     again = DecodeLayout.of(model, params).originals()
@@ -92,7 +92,7 @@ def test_the_originals_come_back_from_a_layout_bit_for_bit(changes, rounded):
 def test_where_kernels_are_not_turned_they_are_fused_and_stay_as_they_are(monkeypatch, tie):
     monkeypatch.setattr(backend, "turns_kernels", lambda: False)
     model = Model(dataclasses.replace(CONFIG, tie_embeddings=tie))
-    params = jax.jit(model.init)(jax.random.key(0))
+    params = model.init(jax.random.key(0))
     layout = DecodeLayout.of(model, params)
     assert {type(x) for x in kernels_of(layout.params)} == {Dense}
     assert ("head" in layout.params) is not tie
