@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -30,12 +31,17 @@ def in_proof(*values: Any, **options: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.proof, **options)
 
 
+@functools.cache
+def initialiser(model: Any) -> Any:
+    """Its compiled `init`, one for all equal models: compiling it takes longer than most of what a test does."""
+    return jax.jit(model.init)
+
+
 def transformer(seed: int, **changes) -> ToyModel:
     """A small one of random weights, scaled up so that its distributions are not flat."""
     config = ModelConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
     )
     model = Model(dataclasses.replace(config, **changes))
-    # Not in one program: its parts are compiled once for all models of such shapes.
-    params = jax.tree.map(lambda x: x * 3.0, model.init(jax.random.key(seed)))
+    params = jax.tree.map(lambda x: x * 3.0, initialiser(model)(jax.random.key(seed)))
     return ToyModel(model, params)

@@ -49,7 +49,7 @@ from specjax.types import Batch
 from specjax.verifiers.block import Block
 from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.speculative import Speculative
-from tests.cases import transformer
+from tests.cases import initialiser, transformer
 from tests.distill import toys
 
 PROMPTS = [[1, 2, 3], [7], list(range(20)), [5] * 11]
@@ -137,7 +137,7 @@ MODELS = {
 
 def random_params(model: Any) -> Any:
     """What begins as nothing is something as well."""
-    leaves, tree = jax.tree.flatten(model.init(jax.random.key(1)))
+    leaves, tree = jax.tree.flatten(initialiser(model)(jax.random.key(1)))
     keys = jax.random.split(jax.random.key(2), len(leaves))
     leaves = [x * 1.5 + 0.1 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
     return jax.tree.unflatten(tree, leaves)
@@ -151,13 +151,13 @@ def made(name: str, target: LoadedModel) -> tuple[Any, Any]:
 
 
 def alike(found: Any, expected: Any) -> None:
-    """As far as the target's own features are when it reads a prompt in pieces, or in blocks; a mistake is many
-    times as large, as tests/mutants/features.py shows."""
+    """As far as the target's own features are when it reads a prompt in pieces, or in blocks; a mistake is a hundred
+    times as large."""
     found, expected = np.asarray(found), np.asarray(expected)
     can_be = expected > NEVER / 2  # ids that a draft of fewer cannot propose are never drawn
     np.testing.assert_array_equal(found > NEVER / 2, can_be)
     found, expected = found[can_be], expected[can_be]
-    assert np.abs(found - expected).max() < 5e-3 * expected.std()
+    assert np.abs(found - expected).max() < 2e-3 * expected.std()
 
 
 def drafted(decoder: Decoder, prompts: list[list[int]]) -> Any:
