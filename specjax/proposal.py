@@ -149,11 +149,12 @@ class Followed:
 
 def paths(parents: Int[Array, "B N"]) -> Bool[Array, "B N1 N"]:
     """Membership in the ways down a tree, see `Proposal.path`."""
-    rows = [jnp.zeros(parents.shape, bool)]
-    for token in range(parents.shape[1]):
-        before = jnp.take_along_axis(jnp.stack(rows, axis=1), parents[:, token, None, None], axis=1)[:, 0]
-        rows.append(before.at[:, token].set(True))
-    return jnp.stack(rows, axis=1)
+    size = parents.shape[1] + 1
+    above = jax.nn.one_hot(jnp.pad(parents, ((0, 0), (1, 0))), size, dtype=bool) | jnp.eye(size, dtype=bool)[None]
+    # A node reaches itself and its parent; each pass doubles how far up.
+    for _ in range((parents.shape[1] - 1).bit_length()):
+        above = jnp.any(above[..., None] & above[:, None], axis=2)
+    return above[..., 1:]
 
 
 def depths(path: Bool[Array, "B N1 N"]) -> Int[Array, "B N1"]:

@@ -202,18 +202,20 @@ def test_a_tree_is_closed_from_the_root_and_followed_to_where_the_verifier_went(
 
 def test_a_chain_is_the_tree_of_one_branch():
     chain = Proposal.chain(
-        context(jnp.zeros((1, 9), jnp.int32), [3], neutral_sampling(1, 10)), jnp.asarray([[4, 5, 6]])
+        context(jnp.zeros((1, 9), jnp.int32), [3], neutral_sampling(1, 10)), jnp.asarray([[4, 5, 6, 7, 8, 9]])
     )
-    branch = dataclasses.replace(chain, parents=jnp.asarray([[0, 1, 2]]))
+    branch = dataclasses.replace(chain, parents=jnp.asarray([[0, 1, 2, 3, 4, 5]]))
     assert chain.mask is None
     for name in ("positions", "slots", "depth", "path"):
         np.testing.assert_array_equal(getattr(chain, name), getattr(branch, name))
-    good = jnp.asarray([[True, True, False]])
-    for name in ("closed", "offered"):
-        np.testing.assert_array_equal(getattr(chain, name)(good), getattr(branch, name)(good))
+    good = jnp.asarray([[True, True, False, True, True, True]])
+    valid = chain.closed(good)
+    np.testing.assert_array_equal(valid, branch.closed(good))
+    np.testing.assert_array_equal(chain.offered(valid), branch.offered(valid))
+    way = jnp.asarray([[1, 2, 3, 4, 5, 6]])
     for count in range(3):
-        of_chain = chain.follow(Verdict(jnp.asarray([count]), jnp.asarray([9])), good)
-        of_branch = branch.follow(Verdict(jnp.asarray([count]), jnp.asarray([9]), jnp.asarray([[1, 2, 3]])), good)
+        of_chain = chain.follow(Verdict(jnp.asarray([count]), jnp.asarray([9])), valid)
+        of_branch = branch.follow(Verdict(jnp.asarray([count]), jnp.asarray([9]), way), valid)
         for name in ("tokens", "num_accepted", "rejected"):
             got, want = (np.asarray(getattr(x, name))[..., : count + 1] for x in (of_branch, of_chain))
             np.testing.assert_array_equal(got, want)
