@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import pytest
 
+from specjax.evaluation import teacher
 from specjax.models.config import ModelConfig
+from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
 from specjax.testing.toys import ToyModel
+from specjax.types import Batch, Params
 
 NEUTRAL: dict[str, Any] = {
     "temperature": 1.0,
@@ -31,10 +34,9 @@ def in_proof(*values: Any, **options: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.proof, **options)
 
 
-@functools.cache
-def initialiser(model: Any) -> Any:
-    """Its compiled `init`, one for all equal models: compiling it takes longer than most of what a test does."""
-    return jax.jit(model.init)
+@functools.partial(jax.jit, static_argnums=0)
+def _initial(model: Model, key: jax.Array) -> Params:
+    return jax.tree.map(lambda x: x * 3.0, model.init(key))
 
 
 def transformer(seed: int, **changes) -> ToyModel:
@@ -43,5 +45,29 @@ def transformer(seed: int, **changes) -> ToyModel:
         vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
     )
     model = Model(dataclasses.replace(config, **changes))
-    params = jax.tree.map(lambda x: x * 3.0, initialiser(model)(jax.random.key(seed)))
-    return ToyModel(model, params)
+    return ToyModel(model, _initial(model, jax.random.key(seed)))
+
+
+# One program of equal ones, here and below: op by op it takes as long as all the rest of a test.
+target_output = jax.jit(teacher.target_output, static_argnums=(0, 3))
+
+
+class Predicted(NamedTuple):
+    """Of a place of a block, in training: `specjax.types.Prediction`."""
+
+    target_rows: jax.Array
+    logits: jax.Array
+    weight: jax.Array
+    share: jax.Array
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _predicted(trained: Any, params: Params, spec: Any, target_params: Params, batch: Batch) -> list[Predicted]:
+    out = teacher.target_output(spec, target_params, batch, trained.reads)
+    found = trained.predictions(params, batch, out)
+    return [Predicted(p.target_rows, p.logits, p.weight, p.share) for p in found]
+
+
+def predicted(trained: Any, params: Params, target: LoadedModel, batch: Batch) -> list[Predicted]:
+    """What a draft that reads its target predicts in training."""
+    return _predicted(trained, params, target.spec, target.params, batch)

@@ -21,7 +21,6 @@ from specjax.decode.programs import compiled_chunk
 from specjax.distill.init import initial_draft
 from specjax.drafters.glide import BoundGlide, Glide, GlideModel, LoadedGlide, TrainedGlide, save_glide
 from specjax.errors import ConfigError, ModelError
-from specjax.evaluation.teacher import target_output
 from specjax.models.config import LayerKind, Norm
 from specjax.models.families.settings import same_or_each
 from specjax.models.hf import LoadedModel, load_model
@@ -30,7 +29,7 @@ from specjax.models.transformer import Model
 from specjax.sampling import fresh_noise
 from specjax.testing.toys import context, exact_distribution, neutral_sampling
 from specjax.types import Batch, TargetView, TrainingForm
-from tests.cases import in_proof, transformer
+from tests.cases import in_proof, predicted, target_output, transformer
 from tests.decode import distributions
 from tests.distill import toys
 from tests.models.test_families import random_params, read
@@ -71,10 +70,6 @@ def itself(target: LoadedModel, k: int) -> Glide:
     """A draft that equals its target: all layers of it, each reading itself."""
     every = tuple(range(target.config.num_layers))
     return Glide(LoadedGlide(target.spec, target.params, every), k)
-
-
-def predicted(drafter: TrainedGlide, params, target: LoadedModel, batch: Batch) -> list[Any]:
-    return list(drafter.predictions(params, batch, target_output(target.spec, target.params, batch, drafter.reads)))
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -130,7 +125,8 @@ def assert_decodes_as_it_trains(drafter: TrainedGlide, params: Any, target: Load
     rows = len(lengths)
     text = np.random.default_rng(0).integers(0, size, (rows, fed)).astype(np.int32)
     place = jnp.broadcast_to(jnp.arange(fed, dtype=jnp.int32)[None], text.shape)
-    cache = target.spec(target.params, jnp.asarray(text), place, place, target.spec.init_cache(rows, 48)).cache
+    empty = target.spec.init_cache(rows, 48)
+    cache = jax.jit(target.spec.__call__)(target.params, jnp.asarray(text), place, place, empty).cache
     noise = fresh_noise(jnp.arange(2 * rows, dtype=jnp.uint32).reshape(rows, 2), jnp.asarray(lengths), depths)
     seen = context(text, lengths, neutral_sampling(rows, size), noise)
     view = TargetView({}, cache.view(reads), jnp.asarray(lengths, jnp.int32) - 1)
