@@ -31,8 +31,8 @@ from specjax.types import (
 
 def stored_start(config: Any, of_training: frozenset[str]) -> str | None:
     """The directory or hub id of the draft that a kind's training goes on with, by `draft.init`; None: it begins new.
-    ``of_training``: the kind's fields that say how it is trained; no other may be set, since the draft has its own.
-    Raises `ConfigError`."""
+    ``of_training``: the kind's fields that say how it is trained; no other may be set, and no size, since the draft has
+    its own. Raises `ConfigError`."""
     init, kind = config.draft.init, config.draft.kind
     if init in (None, "target", "scratch", {"kind": "pruned"}, {"kind": "scratch"}):
         return None
@@ -42,7 +42,10 @@ def stored_start(config: Any, of_training: frozenset[str]) -> str | None:
             f"draft.init: {init!r}; a draft of kind {kind} begins as its `target`, from `scratch`, or as another "
             "draft, whose directory is named"
         )
-    if described := sorted(config.draft.settings.keys() - of_training):
+    described, sizes = sorted(config.draft.settings.keys() - of_training), config.draft.architecture
+    if sizes != type(sizes)():
+        described.append("architecture")
+    if described:
         raise ConfigError(f"draft.{described[0]}: the draft in {path} has its own; leave it out")
     return path
 

@@ -21,18 +21,20 @@ import pytest
 import safetensors.numpy
 
 import specjax
-from specjax import cli
+from specjax import cli, config
+from specjax.distill.init import initial_draft
 from specjax.drafters import formats
 from specjax.drafters.eagle3 import Eagle3Model, Options
 from specjax.drafters.features import LoadedDraft
 from specjax.drafters.formats import torch_file
-from specjax.errors import ModelError
+from specjax.errors import ConfigError, ModelError
 from specjax.models import hf
 from specjax.models.config import LayerKind
 from specjax.models.families import FAMILIES, Settings
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.models.rotary import Rope
 from specjax.models.transformer import Model
+from tests.distill import toys
 from tests.drafters import test_features
 from tests.drafters.test_features import target_of
 from tests.models.variants import VARIANTS
@@ -276,6 +278,17 @@ def test_published_defaults_are_those_of_the_library(tmp_path):
     changed(tmp_path / "draft", library)
     drafter: Any = specjax.load_drafter(tmp_path / "draft", target, k=2)
     assert drafter.model.spec == spec
+
+
+def test_a_confidence_that_a_stored_draft_has_no_head_for_is_refused(tmp_path):
+    target = target_of()
+    formats.save(draft("dspark", target), "dspark", tmp_path / "draft", target="t", form_name="specjax")
+    section = config.Draft(kind="dspark", init=str(tmp_path / "draft"), settings={"confidence": 0.5})
+    run = config.RunConfig(config.Target(path="x"), config.Data(path="x", seq_len=8), section)
+    with pytest.raises(
+        ConfigError, match=r"draft\.confidence: the draft that draft\.init names has no such head; leave"
+    ):
+        initial_draft(run, target, toys.Windows(np.zeros((4, 9), np.int32)))
 
 
 def test_a_draft_in_several_files_is_read_and_a_broken_one_named(tmp_path, monkeypatch):

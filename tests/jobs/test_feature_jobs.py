@@ -86,9 +86,8 @@ def test_training_goes_on_with_a_stored_draft(run, kind, tmp_path):
     directory = str(tmp_path / "first" / "draft")
     settings = run(tmp_path / "second", kind, steps=2)
     of_training = {"depth_decay": 0.5} if kind != "dspark" else {"gamma": 2.0}
-    settings = dataclasses.replace(
-        settings, draft=dataclasses.replace(settings.draft, init=directory, settings=of_training)
-    )
+    goes_on = {"init": directory, "settings": of_training, "architecture": config.Architecture()}
+    settings = dataclasses.replace(settings, draft=dataclasses.replace(settings.draft, **goes_on))
     second = job.run(settings)
     assert fingerprint.digest(second.draft_before.params) == fingerprint.digest(first.draft_after.params)
     assert fingerprint.digest(second.draft_after.params) != fingerprint.digest(first.draft_after.params)
@@ -118,6 +117,7 @@ TARGET = str(ROOT / "models" / "demo-target")
             r"draft\.layers: the draft in elsewhere has it",
         ),
         ("glide", {"reads": [0, 1]}, "elsewhere", ConfigError, r"draft\.reads: the draft in elsewhere has its own; l"),
+        ("glide", {}, "elsewhere", ConfigError, r"draft\.architecture: the draft in elsewhere has its own; l"),
         ("dspark", {}, {"kind": "layers", "keep": [0]}, ConfigError, "a draft of kind dspark begins as its `target`, "),
         ("eagle3", {}, TARGET, ModelError, "'llama' is no eagle3 draft"),
         ("mtp", {}, "elsewhere", ModelError, "elsewhere"),

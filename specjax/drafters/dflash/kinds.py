@@ -14,7 +14,7 @@ from specjax.drafters.dflash.drafting import DFlash, DFlash2, DSpark
 from specjax.drafters.dflash.heads import Sequential
 from specjax.drafters.dflash.model import DFlashModel
 from specjax.drafters.dflash.training import TrainedDFlash, TrainedDFlash2, TrainedDSpark
-from specjax.drafters.features import FeatureDraft
+from specjax.drafters.features import FeatureDraft, LoadedDraft
 from specjax.errors import ConfigError
 from specjax.types import Params
 
@@ -132,6 +132,12 @@ class DSparkDraft(DFlashDraft):
 
     def weighed(self) -> dict[str, Any]:
         return {"confidence": self.confidence}
+
+    def _stored(self, config: RunConfig, target: Any) -> LoadedDraft | None:
+        found = super()._stored(config, target)
+        if found is not None and config.draft.settings.get("confidence") and not found.spec.confident:
+            raise ConfigError("draft.confidence: the draft that draft.init names has no such head; leave it out")
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
