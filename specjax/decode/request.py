@@ -425,8 +425,7 @@ def _encode(target: Any, prompt: Prompt, index: int, unused: np.ndarray) -> list
     if bad is not None:
         raise DataError(f"prompt {index}: token id {bad} is outside the target's vocabulary of {vocabulary}")
     # A draft may have no such row, and n-gram lookup would propose it.
-    padding = np.intersect1d(ids, unused)
-    if len(padding):
+    if len(unused) and len(padding := np.intersect1d(ids, unused)):
         raise DataError(
             f"prompt {index}: token id {padding[0]} is no token of the target's tokenizer, which has "
             f"{vocabulary - len(unused)} for {vocabulary} rows; give ids that it knows"

@@ -216,8 +216,8 @@ def test_sigterm_to_one_of_two_processes_saves_and_ends_both_at_one_step(tmp_pat
 
     def train(out: str, stop: bool) -> None:
         each = ["enabled=true", f"coordinator=localhost:{processes.free_port()}", "num_processes=2"]
-        settings = [f"out={tmp_path / out}", "mesh.data=-1", "distill.steps=400", "distill.save_every=400"]
-        settings += ["distill.eval_every=400", *(f"distributed.{v}" for v in each)]
+        settings = [f"out={tmp_path / out}", "mesh.data=-1", "distill.steps=200", "distill.save_every=200"]
+        settings += ["distill.eval_every=200", *(f"distributed.{v}" for v in each)]
         commands = [
             ["train_draft.py", str(tmp_path / "run.yaml"), *settings, f"distributed.process_id={i}"] for i in (0, 1)
         ]
@@ -235,7 +235,7 @@ def test_sigterm_to_one_of_two_processes_saves_and_ends_both_at_one_step(tmp_pat
     steps: set[str] = set()
     train("stopped", stop=True)
     assert len(steps) == 1
-    assert 0 < int(steps.pop()) < 400
+    assert 0 < int(steps.pop()) < 200
     train("stopped", stop=False)
     train("whole", stop=False)
     assert not steps
