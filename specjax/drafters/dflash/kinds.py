@@ -134,7 +134,7 @@ class DSparkDraft(DFlashDraft):
         return {"confidence": self.confidence}
 
     def _stored(self, config: RunConfig, target: Any) -> LoadedDraft | None:
-        found = super()._stored(config, target)
+        found: Any = super()._stored(config, target)
         if found is not None and config.draft.settings.get("confidence") and not found.spec.confident:
             raise ConfigError("draft.confidence: the draft that draft.init names has no such head; leave it out")
         return found
