@@ -157,7 +157,9 @@ def generate(
     target: Annotated[str, typer.Option(help="Target: a Hugging Face directory or hub id.")],
     draft: Annotated[str | None, typer.Option(help="Draft: a Hugging Face directory, hub id or run directory.")] = None,
     ngram: Annotated[bool, typer.Option("--ngram", help="Draft by n-gram prompt lookup.")] = False,
-    k: Annotated[int | None, typer.Option("-k", min=1, max=64, help="Draft length.", show_default="5")] = None,
+    k: Annotated[
+        int | None, typer.Option("-k", min=1, max=64, help="Draft length.", show_default="5, or what the draft can")
+    ] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be repeated.")] = None,
     prompt_file: Annotated[list[Path] | None, typer.Option(help="File with one prompt; may be repeated.")] = None,
     chat: Annotated[
@@ -262,7 +264,7 @@ def generate(
             "ignore_eos": ignore_eos,
         }
         job.tell_memory(target, draft, loading, [text for _, text in named], max_new_tokens)
-        decoder = job.decoder(target, draft, ngram, k or 5, how, loading, quantize_draft)
+        decoder = job.decoder(target, draft, ngram, k, how, loading, quantize_draft)
         if not chat:
             job.refuse_empty(named, decoder)
         if defaults:
@@ -522,7 +524,9 @@ def export(
     max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Most gigabytes of weights in a file.")] = _SHARD_GB,
     format: Annotated[
         str | None,
-        typer.Option(help="Of a draft that reads hidden states: speculators, sglang, z-lab, deepspec or specjax."),
+        typer.Option(
+            help="Of a draft that reads hidden states: speculators, sglang, z-lab, deepspec, medusa or specjax."
+        ),
     ] = None,
     target: Annotated[
         str | None, typer.Option(help="With --format: the draft's target, a directory or hub id.")
@@ -533,10 +537,10 @@ def export(
 
     With --format, a draft that reads its target's hidden states, as other projects store it."""
     with user_errors(debug):
+        from specjax.drafters.formats import convert, refuse_without_form
         from specjax.models.export import export_model
 
         if format is not None:
-            from specjax.drafters.formats import convert
             from specjax.errors import ConfigError
             from specjax.models.hf import load_model
 
@@ -549,6 +553,7 @@ def export(
             print(f"{directory}: {kind} draft, as {format}")
             return
 
+        refuse_without_form(source)
         size = int(max_shard_gb * 10**9)
         options = {"dtype": dtype, "revision": revision, "overwrite": overwrite, "max_shard_bytes": size}
         model = export_model(source, directory, check_finite=check_finite, **options)

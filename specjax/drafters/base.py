@@ -50,6 +50,18 @@ def stored_start(config: Any, of_training: frozenset[str]) -> str | None:
     return path
 
 
+def longest(drafter: Any) -> int | None:
+    """The longest block of a drafter, loaded or in training; None: any."""
+    return getattr(getattr(drafter, "model", None), "most", None)
+
+
+def refuse_longer(drafter: Any, k: int, field: str) -> None:
+    """Raises `ConfigError` where ``field`` of a config asks for longer blocks than a drafter proposes."""
+    most = longest(drafter)
+    if most is not None and k > most:
+        raise ConfigError(f"{field}: {k}, and this draft proposes at most {most}; lower it")
+
+
 class StatelessDrafter:
     """A drafter that reads committed tokens alone, has no weights and keeps nothing. A frozen dataclass with ``k`` and
     ``draft`` is all that is left to write; it is its own bound form."""

@@ -53,11 +53,12 @@ class Kept:
     """Some ids of a vocabulary, ascending: what a draft of fewer can propose. Static and hashable."""
 
     def __init__(self, ids: Any, size: int):
-        self.ids, self.size = np.asarray(ids, np.int32), size
-        if self.ids.ndim != 1 or not len(self.ids) or self.ids[0] < 0 or self.ids[-1] >= size:
+        found = np.asarray(ids)
+        if found.ndim != 1 or not len(found) or found.min() < 0 or found.max() >= size:
             raise ValueError(f"ids of 0 .. {size - 1} are to be named")
-        if (np.diff(self.ids) <= 0).any():
+        if (np.diff(found) <= 0).any():
             raise ValueError("the ids do not ascend")
+        self.ids, self.size = found.astype(np.int32), size
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Kept) and self.size == other.size and np.array_equal(self.ids, other.ids)
@@ -192,6 +193,11 @@ class LoadedDraft:
     params: Params
     name: str = "draft"
 
+    @property
+    def most(self) -> int | None:
+        """The longest block; None: any."""
+        return self.spec.most
+
     def beside(self, target: Any) -> Params:
         """All weights as decoding reads them, made once: those that are missing are the target's, not copied."""
         layout, (made_of, found) = target.layout(), self.__dict__.get("_beside", (None, None))
@@ -275,8 +281,8 @@ class FeatureDrafter:
         named = isinstance(self.model, (str, os.PathLike))
         draft: LoadedDraft = self._read(hf.draft_of(self.model), target) if named else self.model
         check_readable(self.kind, draft.spec, target.config)
-        if draft.spec.most is not None and self.k > draft.spec.most:
-            raise ModelError(f"{self.kind}: k={self.k}, and this draft proposes at most {draft.spec.most}; lower k")
+        if draft.most is not None and self.k > draft.most:
+            raise ModelError(f"{self.kind}: k={self.k}, and this draft proposes at most {draft.most}; lower k")
         return draft
 
     @classmethod
@@ -300,6 +306,11 @@ def check_readable(kind: str, draft: FeatureModel, target: ModelConfig) -> None:
         raise ModelError(
             f"{kind}: reads the last stream of a target of {draft.reads[0]} layers, and this one has "
             f"{target.num_layers}; use the draft's own target, or distill one for this"
+        )
+    if min(draft.reads) < 0:
+        raise ModelError(
+            f"{kind}: names no streams, and a target of {target.num_layers} layers has not those that are meant then; "
+            "name them in its config.json"
         )
     if max(draft.reads) > target.num_layers:
         raise ModelError(f"{kind}: reads stream {max(draft.reads)}, and the target has 0 .. {target.num_layers}")
@@ -371,7 +382,9 @@ class TrainedFeatureDraft(TrainedDrafter):
         from specjax.drafters import formats
 
         draft = LoadedDraft(self.model, params, name)
-        formats.save(draft, self._kind, directory, target=target.name, card=card, shared=self._stored_once)
+        formats.save(
+            draft, self._kind, directory, target=target.source or target.name, card=card, shared=self._stored_once
+        )
 
     @property
     def _stored_once(self) -> tuple[str, ...]:

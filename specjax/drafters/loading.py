@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from specjax import registry
 from specjax.drafters import formats
+from specjax.drafters.base import longest
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError, ModelError
 from specjax.models.files import read_json
 from specjax.models.hf import DRAFTER, draft_of, resolve
 from specjax.types import Drafter
 
+DEFAULT_K = 5
+
 
 def load_drafter(
     path_or_hub_id: str | os.PathLike,
     target: Any,
-    k: int = 5,
+    k: int | None = None,
     kind: str | Mapping[str, Any] | None = None,
     check_finite: bool = True,
     quantize: Literal["int8", "int4"] | None = None,
@@ -29,10 +33,11 @@ def load_drafter(
         path_or_hub_id: what `TrainedDrafter.save` wrote, a run directory (its draft), or, of a separate model, any
             Hugging Face directory or hub id.
         target: the `LoadedModel` that it drafts for; weights are cast to its dtype.
-        k: draft tokens a block.
+        k: draft tokens a block; None: 5, or as many as the draft can propose.
         kind: as `draft.kind` of a config, ``package.module:Class`` of a drafter from outside; with fields of its own, a
             mapping: `state` and `recycled` of `mtp` are those that it is read with, what says how a draft is trained
-            changes nothing. None: what the directory says it is, or else a separate model.
+            changes nothing, and what a draft says of itself is refused. None: what the directory says it is, or else a
+            separate model.
         check_finite: refuse NaN and infinite weights.
         quantize: how the kernels of a separate model are stored, see `specjax.load_model`: with it, a directory of the
             target itself is a draft of it.
@@ -42,7 +47,8 @@ def load_drafter(
 
     Raises:
         ModelError: for a directory that cannot be read, or, once it is bound, a vocabulary that is not the target's.
-        ConfigError: for an unknown kind, or ``quantize`` for a draft that is no separate model.
+        ConfigError: for an unknown kind, a field of ``kind`` that the draft says itself, or ``quantize`` for a draft that
+            is no separate model.
     """
     if kind is not None:
         registry.build(registry.DRAFTS, kind, "load_drafter: kind")  # an unknown one before the directory is looked for
@@ -50,11 +56,23 @@ def load_drafter(
     kind = kind_of(found) if kind is None else kind
     alone = kind == DraftModel.kind  # without what trains one
     if alone:
-        return DraftModel.load(found, target, k, check_finite, quantize)
+        return DraftModel.load(found, target, DEFAULT_K if k is None else k, check_finite, quantize)
     if quantize is not None:
         raise ConfigError(f"quantize={quantize!r}: is for separate models, and this draft is a {kind!r}; leave it out")
     reader: Any = registry.build(registry.DRAFTS, kind, "load_drafter: kind")
-    return reader.load(found, target, k, check_finite)
+    if isinstance(kind, Mapping) and kind["kind"] in registry.DRAFTS and hasattr(reader, "of_training"):
+        for name in sorted(kind.keys() - {"kind"} - reader.of_training):
+            raise ConfigError(f"load_drafter: kind.{name}: the draft in {found} has its own; leave it out")
+    if k is not None:
+        return reader.load(found, target, k, check_finite)
+    drafter = reader.load(found, target, DEFAULT_K, check_finite)
+    return dataclasses.replace(drafter, k=most) if (most := longest(drafter) or DEFAULT_K) < DEFAULT_K else drafter
+
+
+def asked_kind(draft: Any) -> str | dict[str, Any]:
+    """``kind`` of `load_drafter` for what the section `draft` of a config has left: of ours the name alone, since the
+    directory says the rest; of one from outside its fields, too."""
+    return draft.kind if draft.kind in registry.DRAFTS else {"kind": draft.kind, **draft.settings}
 
 
 def kind_of(path_or_hub_id: str | os.PathLike) -> str:

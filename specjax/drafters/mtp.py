@@ -108,10 +108,11 @@ class MTPDraft(FeatureDraft):
     """Tokens of a block that training unrolls."""
     depth_decay: Annotated[float, Field(gt=0, le=1)] = 0.6
     """What the loss of a depth weighs beside that of the one before."""
-    state: Norms = "pre"
-    """The target's last stream is read before its final norm, or after it."""
-    recycled: Norms = "post"
-    """What stands in for it behind the root is taken before the draft's own last norm, or after it."""
+    state: Norms | None = None
+    """The target's last stream is read before its final norm, or after it; None: before, or as a stored head says."""
+    recycled: Norms | None = None
+    """What stands in for it behind the root is taken before the draft's own last norm, or after it; None: after,
+    or as a stored head says."""
     kind: Literal["mtp"] = "mtp"  # pyright: ignore[reportIncompatibleVariableOverride]
     drafter_class: ClassVar[Any] = MTP
     of_training: ClassVar[Any] = frozenset({"depths", "depth_decay", "state", "recycled"})
@@ -119,26 +120,31 @@ class MTPDraft(FeatureDraft):
     def described(self, config: RunConfig, target: Any) -> TrainedMTP:
         full = target.config
         features_lib.refuse_architecture(config)
-        options = Options(self.state, self.recycled)
+        options = dataclasses.replace(Options(), **self._named)
         model = MTPModel(features_lib.layers_like(full), (full.num_layers,), full.hidden_size, options=options)
         return TrainedMTP(model, features_lib.ENDS, depths=self.depths, decay=self.depth_decay)
 
     def load(self, directory: str | os.PathLike, target: Any, k: int, check_finite: bool = True) -> MTP:
-        """With the norms that are asked for here, where those are not the default: a stored head rarely says them."""
+        """With the norms that are named here: a stored head rarely says them."""
         found: Any = super().load(directory, target, k, check_finite)
-        asked, plain = Options(self.state, self.recycled), Options()
-        if asked == plain:
-            return found
-        draft = dataclasses.replace(found.model, spec=dataclasses.replace(found.model.spec, options=asked))
-        return dataclasses.replace(found, model=draft)
+        spec = found.model.spec
+        spec = dataclasses.replace(spec, options=dataclasses.replace(spec.options, **self._named))
+        return dataclasses.replace(found, model=dataclasses.replace(found.model, spec=spec))
+
+    @property
+    def _named(self) -> dict[str, Any]:
+        asked = {"state": self.state, "recycled": self.recycled}
+        return {name: norms for name, norms in asked.items() if norms is not None}
 
     def first(self, drafter: Any, params: Params, target: Any, rows: Rows) -> Params:
         """The best linear guess from token and state, over which the layer says nothing yet."""
         from specjax.distill.fitting import linear_guess, silent, unit
 
+        before = drafter.model.options.state == "pre"
+
         def inputs(own: Params, token: Array, batch: Batch, streams: tuple[Array, ...], out: Output) -> Array:
             assert out.final is not None
-            state = streams[0] if self.state == "pre" else jnp.roll(out.final, 1, axis=1)
+            state = streams[0] if before else jnp.roll(out.final, 1, axis=1)
             return jnp.concatenate([unit(token), unit(jnp.asarray(state, jnp.float32))], axis=-1)
 
         fit = linear_guess(target, rows, drafter.model.reads, {}, inputs)

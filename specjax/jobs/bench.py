@@ -17,7 +17,8 @@ from specjax.data.corpus import Document
 from specjax.data.prompts import HeldOutPrompt, cut_prompts
 from specjax.decode import request
 from specjax.decode.decoder import Decoder
-from specjax.drafters.loading import load_drafter
+from specjax.drafters.base import refuse_longer
+from specjax.drafters.loading import asked_kind, load_drafter
 from specjax.errors import DataError
 from specjax.evaluation import bench as bench_lib
 from specjax.evaluation import certify as certify_lib
@@ -43,7 +44,7 @@ def run_bench(config: RunConfig, bars: Bars = no_bars) -> dict[str, Any]:
         raise DataError(f"out: {out} holds no draft; run `specjax train` with this config first, or give its `out`")
     prepared = inputs.prepare(config, bars)
     directories = {"draft_before": out / "draft-before", "draft_after": out / "draft"}
-    kind = {"kind": config.draft.kind, **config.draft.settings}
+    kind = asked_kind(config.draft)
     drafts = {name: load_drafter(at, prepared.target, kind=kind) for name, at in directories.items() if at.is_dir()}
     prepared.target.free_originals()
     return decoding_figures(config, prepared.target, drafts, prepared.corpus.held_out, bars)
@@ -62,7 +63,10 @@ def decoding_figures(
     cut = _prompts(held_out, target, settings.prompt_tokens, (1 + _TUNING) * settings.prompts)
     prompts = [prompt.tokens for prompt in cut]
     timed, tuning = prompts[: settings.prompts], prompts[settings.prompts :]
-    factories = {name: _of_length(draft) for name, draft in (drafts | _from_disk(config, target)).items()} | {
+    loaded = drafts | _from_disk(config, target)
+    for draft in loaded.values():
+        refuse_longer(draft, settings.max_k, "bench.ks, bench.batch_ks")
+    factories = {name: _of_length(draft) for name, draft in loaded.items()} | {
         kind: registered(kind) for kind in settings.drafters
     }
     favourite = list(drafts)[-1]

@@ -13,7 +13,8 @@ import jax
 
 from specjax import registry
 from specjax.config import RunConfig
-from specjax.drafters.loading import load_drafter
+from specjax.drafters.base import refuse_longer
+from specjax.drafters.loading import asked_kind, load_drafter
 from specjax.errors import ConfigError
 from specjax.evaluation.bench import AUTOREGRESSIVE, Bench, Cell, DrafterFactory
 from specjax.evaluation.costs import count_compiles
@@ -75,8 +76,9 @@ class Subject:
         target = prepared.target
         drafts: dict[str, Drafter] = {name: load_drafter(at, target) for name, at in settings.drafts.items()}
         if trained.is_dir():
-            kind = {"kind": config.draft.kind, **config.draft.settings}
-            drafts = {TRAINED: load_drafter(trained, target, kind=kind), **drafts}
+            drafts = {TRAINED: load_drafter(trained, target, kind=asked_kind(config.draft)), **drafts}
+        for draft in drafts.values():
+            refuse_longer(draft, settings.max_k, "bench.ks, bench.batch_ks")
         factories: dict[str, DrafterFactory] = {name: _of_length(draft) for name, draft in drafts.items()}
         factories |= {kind: registered(kind) for kind in settings.drafters}
         count = settings.prompts

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from specjax import registry
 from specjax.config import RunConfig
-from specjax.drafters.loading import load_drafter
+from specjax.drafters.base import refuse_longer
+from specjax.drafters.loading import asked_kind, load_drafter
 from specjax.errors import DataError
 from specjax.evaluation import certify as certify_lib
 from specjax.jobs import inputs
@@ -33,8 +34,8 @@ def run_certify(config: RunConfig, bars: Bars = no_bars) -> certify_lib.Certific
     verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")
     prepared = inputs.prepare(config, bars)
     if drafter is None:
-        kind = {"kind": config.draft.kind, **config.draft.settings}
-        drafter = load_drafter(draft, prepared.target, settings.k, kind)
+        drafter = load_drafter(draft, prepared.target, settings.k, asked_kind(config.draft))
+        refuse_longer(drafter, settings.k, "certify.k")
     prompts = held_out_prompts(prepared.corpus.held_out, prepared.target, settings.prompt_tokens, settings.prompts)
     with bars("certify", certify_lib.num_ticks(settings, verifier)) as progress:
         done = itertools.count(1)

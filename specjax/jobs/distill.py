@@ -25,8 +25,8 @@ from specjax.distill.sources.on_policy import draft_sampler
 from specjax.distill.sources.text import Proposer
 from specjax.distill.start import kept_start
 from specjax.distill.trainer import StageData, Trainer
-from specjax.drafters.base import TrainedDrafter
-from specjax.drafters.loading import load_drafter
+from specjax.drafters.base import TrainedDrafter, longest, refuse_longer
+from specjax.drafters.loading import asked_kind, load_drafter
 from specjax.errors import ModelError
 from specjax.evaluation import figures
 from specjax.evaluation.evaluate import Evaluation
@@ -148,6 +148,8 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
     rows, first = prepared.train_rows, Path(config.out) / "draft-pretrain"
     initial = kept_start(config, initial_draft(config, target, rows), target, rows, first)
     drafter = initial.drafter
+    if config.selection.prompts:
+        refuse_longer(drafter, config.selection.k, "selection.k")
     decoding = held_out_decoding(config, target, drafter, prepared.corpus.held_out)
     train = _Stages(config, bars, initial, prepared).train
     before, _ = train("draft-pretrain", config.draft.pretrain, initial.params, config.seed, target)
@@ -267,11 +269,10 @@ def _tested(
         directory, weights = Path(config.out) / draft.name, fingerprint.digest(draft.params)
         if not written and known.get(draft.name, {}).get("weights") == weights:
             continue
-        # The directory says which of ours it is.
-        kind = None if config.draft.kind in registry.DRAFTS else {"kind": config.draft.kind, **config.draft.settings}
         same_dtype = all(x.dtype == draft.target.dtype for x in jax.tree.leaves(draft.params))
         try:
-            loaded = load_drafter(directory, draft.target, config.selection.k, kind)
+            k = min(config.selection.k, longest(draft.drafter) or config.selection.k)
+            loaded = load_drafter(directory, draft.target, k, asked_kind(config.draft))
             found = self_test(draft.drafter, draft.params, draft.target, loaded, prompts_of(prepared.held_out_rows))
             if decoding is not None and same_dtype:  # else it was decoded in the dtype of training
                 found = found.counting(decoding(draft.params, loaded), decoded[draft.name])

@@ -40,7 +40,7 @@ def decoder(
     target: str,
     draft: str | None,
     ngram: bool,
-    k: int,
+    k: int | None,
     how: dict[str, Any],
     loading: dict[str, Any],
     quantize_draft: Any = None,
@@ -55,7 +55,7 @@ def decoder(
             "tokenizer_config.json there"
         )
     model.free_originals()
-    drafter: Any = specjax.NGram(k=k) if ngram else None
+    drafter: Any = specjax.NGram(k=k or 5) if ngram else None
     if draft is not None:
         options = {"check_finite": loading["check_finite"], "quantize": quantize_draft}
         drafter = specjax.load_drafter(draft, model, k, **options)

@@ -11,7 +11,7 @@ from specjax import registry
 from specjax.config import RunConfig
 from specjax.distill.sources.generated import PROVENANCE, Generated
 from specjax.distill.sources.text import Proposer
-from specjax.drafters.loading import load_drafter
+from specjax.drafters.loading import asked_kind, load_drafter
 from specjax.errors import ConfigError
 from specjax.jobs import inputs
 from specjax.models.hf import LoadedModel
@@ -44,5 +44,5 @@ def make_data(config: RunConfig, out: Path | None, draft: str | None, bars: Bars
 
 
 def _helper(config: RunConfig, path: str | Path, target: LoadedModel) -> Proposer:
-    loaded: Any = load_drafter(path, target, 1, {"kind": config.draft.kind, **config.draft.settings})
+    loaded: Any = load_drafter(path, target, 1, asked_kind(config.draft))
     return Proposer(loaded.bind(target).params, lambda _, k: dataclasses.replace(loaded, k=k))

@@ -22,7 +22,7 @@ from specjax.distill.init import Initial, abstract_draft, target_model, target_s
 from specjax.distill.optimizer import make_optimizer
 from specjax.distill.step import microbatch_rows
 from specjax.distill.trainer import settled
-from specjax.drafters.base import in_training, passes_of
+from specjax.drafters.base import in_training, longest, passes_of
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import ConfigError, SpecjaxError
 from specjax.evaluation.teacher import needs_target, with_shared_params
@@ -285,8 +285,7 @@ def _decoding(
         drafter: Any = NoDraft()
         if initial is not None:
             # The bench's lengths are for whichever draft; the jobs that ask for fewer must not fail by them.
-            most = getattr(getattr(initial.drafter, "model", None), "most", None)
-            drafter, own = _bound(initial, target, min(k, most or k))
+            drafter, own = _bound(initial, target, min(k, longest(initial.drafter) or k))
             weights = {**weights, "draft": bytes_on_device(own)}
         controller = controller_for(settings.controller, max_depth(drafter))
         verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")

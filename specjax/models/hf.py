@@ -56,6 +56,10 @@ DRAFT = "draft"
 """Where a run directory has its draft."""
 DRAFTER = "specjax_drafter"
 """In config.json: the kind of a drafter that is no model by itself."""
+_OF_DRAFTS = (
+    *("speculators_model_type", "medusa_num_heads", "eagle_config", "draft_vocab_size", "dflash_config", "markov_rank"),
+)
+"""Keys of drafts that others have trained."""
 MAX_SHARD_BYTES = 5 * 10**9
 _TOKENIZER_DATA = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_JSON = (
@@ -86,6 +90,8 @@ class LoadedModel(LaidOut):
     """The Hugging Face model type it is saved as."""
     generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The generation_config.json it came with; saved again as it is, but for ``eos_ids``."""
+    source: str | None = None
+    """The directory or hub id that it was loaded from, as it was given."""
 
     @property
     def config(self) -> ModelConfig:
@@ -212,6 +218,7 @@ def load_model(
         name=_named(Path(path_or_hub_id).name or directory.name, quantize, kv_cache),
         family=family.saved_as or family.model_type,
         generation=generation,
+        source=str(path_or_hub_id),
     )
 
 
@@ -271,10 +278,11 @@ def _described(directory: Path) -> tuple[Settings, Family, ModelConfig]:
         raise ModelError(f"{directory}: is a run, no model (no config.json); its draft is {directory / DRAFT}")
     settings = Settings(read_json(config_file), config_file)
     _refuse_stored_quantised(settings)
-    if DRAFTER in settings.values:
-        kind = settings.values[DRAFTER]
+    kind = settings.values.get(DRAFTER)
+    if kind is not None or any(key in settings.values for key in _OF_DRAFTS):
         raise ModelError(
-            f"{directory}: is a {kind!r} draft, no model; specjax.load_drafter(DIRECTORY, target) loads it"
+            f"{directory}: is a {f'{kind!r} ' if kind else ''}draft, no model; specjax.load_drafter(DIRECTORY, target) "
+            "loads it"
         )
     family = family_of(settings.values.get("model_type"), config_file)
     return settings, family, family.read_config(settings)

@@ -231,6 +231,8 @@ def _open_tensors(directory: Path, stack: contextlib.ExitStack, weights: str) ->
         for shard in shards:
             if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
                 raise ModelError(f"{index_file}: shard {shard!r} is not a .safetensors file of this directory")
+    elif any(directory.glob("*.safetensors")):
+        raise ModelError(f"{directory}: holds neither {weights} nor {INDEX}, which names its shards; fetch it again")
     else:
         raise ModelError(f"{directory}: holds no {WEIGHTS}; {NO_PICKLE}: convert the weights to safetensors")
     stored = {}

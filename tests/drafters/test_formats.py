@@ -29,6 +29,7 @@ from specjax.drafters.features import LoadedDraft
 from specjax.drafters.formats import torch_file
 from specjax.errors import ConfigError, ModelError
 from specjax.models import hf
+from specjax.models import weights as weights_lib
 from specjax.models.config import LayerKind
 from specjax.models.families import FAMILIES, Settings
 from specjax.models.hf import LoadedModel, load_model, save_model
@@ -170,6 +171,12 @@ def changed(directory: Path, settings: Any = None, **tensors: Any) -> None:
         ({"specjax_shared": [1]}, {}, r"specjax_shared=\[1\], expected a list of names"),
         ({"speculators_model_type": ["eagle3"], "specjax_drafter": None}, {}, r"=\['eagle3'\] is not read"),
         ({"draft_vocab_size": -8}, {}, "draft_vocab_size=-8, expected at least 1"),
+        ({"target_hidden_size": 0}, {}, "target_hidden_size=0, expected at least 1"),
+        ({}, {"d2t": np.asarray([0.4] * 8)}, r"d2t is float64\[8\]; expected a row of ids"),
+        ({}, {"d2t": np.asarray(3)}, r"d2t is int64\[\]; expected a row of ids"),
+        ({}, {"d2t": np.asarray([2**32, 2**32, 2**32, *[2**32 + 9] * 5])}, "d2t: ids of 0"),
+        ({}, {"t2d": 2 * test_features.FEWER.mask.astype(np.int8)}, "d2t and t2d name different ids"),
+        ({"speculators_config": {"algorithm": "dflash"}}, {}, "algorithm='dflash', and the draft is 'eagle3'"),
     ],
 )
 def test_what_contradicts_itself_is_refused(settings, tensors, said, tmp_path):
@@ -183,7 +190,12 @@ def test_what_contradicts_itself_is_refused(settings, tensors, said, tmp_path):
 @pytest.mark.parametrize(
     ("name", "kind", "form", "said"),
     [
-        ("published", "eagle3", "sglang", "sglang: cannot say norm_before_residual of this draft"),
+        (
+            "published",
+            "eagle3",
+            "sglang",
+            r"sglang: cannot say norm_before_residual \(draft\.norm_before_residual: false tr",
+        ),
         (
             "dspark",
             "dspark",
@@ -228,6 +240,20 @@ OTHERS = {"target_layer_ids": [0, 2], "mask_token_id": 60}
         ),
         ("z-lab", {"num_target_layers": 5}, "num_target_layers=5, and the target has 3 layers"),
         ("z-lab", {"block_size": 1}, "block_size=1, expected at least 2"),
+        ("z-lab", {"block_size": 10**12}, "block_size=1000000000000, expected at most 1024"),
+        (
+            "z-lab",
+            {"block_size": 5, "dflash_config": {**OTHERS, "block_size": 3}},
+            "block_size=5, and 3 in dflash_config",
+        ),
+        *(
+            ("z-lab", {"dflash_config": {**OTHERS, name: value}}, f"{name}={value}, expected a finite number above 0")
+            for name, value in (
+                ("output_multiplier", 0.0),
+                ("input_embedding_scale", float("nan")),
+                ("final_logit_softcapping", -1.0),
+            )
+        ),
         ("deepspec", {"markov_rank": -1}, "markov_rank=-1, expected at least 0"),
         ("deepspec", {"layer_norms": True}, "layer_norms=True is not read"),
         (
@@ -239,6 +265,7 @@ OTHERS = {"target_layer_ids": [0, 2], "mask_token_id": 60}
         ("sglang", {"eagle_config": {"aux_ids": [1]}}, r"aux_ids=\[1\] is not read"),
         ("sglang", {"norm_output": False}, "norm_output=False is not read"),
         ("medusa", {"medusa_num_layers": 0}, "medusa_num_layers=0, expected at least 1"),
+        ("medusa", {"medusa_num_layers": 10**12}, "medusa_num_layers=1000000000000, expected at most 64"),
         ("medusa", {"vocab_size": 62}, "medusa: reads a target of vocab_size=62, and this one has 61"),
         ("specjax", {"adapter": "wide"}, "adapter='wide', expected int"),
     ],
@@ -250,6 +277,78 @@ def test_what_a_form_does_not_say_so_is_refused(form, settings, said, tmp_path):
     changed(tmp_path / "draft", {**settings, "specjax_drafter": None})
     with pytest.raises(ModelError, match=said):
         specjax.load_drafter(tmp_path / "draft", target)
+
+
+def test_ids_that_are_left_out_must_be_said(tmp_path):
+    """A whole vocabulary has no d2t; a selector looks its candidates up among all ids."""
+    target = target_of()
+    formats.save(draft("published", target), "eagle3", tmp_path / "whole", target="t")
+    changed(tmp_path / "whole", t2d=np.zeros(61, bool))
+    with pytest.raises(ModelError, match="t2d leaves ids out, and no d2t says which"):
+        specjax.load_drafter(tmp_path / "whole", target)
+    formats.save(draft("dflash2_scaled", target, True), "dflash2", tmp_path / "fewer", target="t", form_name="z-lab")
+    ids = test_features.FEWER.ids
+    tables = {"d2t": ids - np.arange(len(ids)), "t2d": test_features.FEWER.mask}
+    changed(tmp_path / "fewer", {"draft_vocab_size": len(ids)}, **tables)
+    with pytest.raises(ModelError, match="draft_vocab_size=8; a dflash2 draft chooses among all ids"):
+        specjax.load_drafter(tmp_path / "fewer", target)
+
+
+def test_streams_that_a_shallow_target_has_not_are_refused(tmp_path):
+    """The published default is counted from the last layer."""
+    target = target_of(num_layers=2)
+    formats.save(draft("published", target), "eagle3", tmp_path / "draft", target="t")
+    changed(tmp_path / "draft", {"eagle_aux_hidden_state_layer_ids": None})
+    with pytest.raises(ModelError, match="eagle3: names no streams, and a target of 2 layers has not those that"):
+        specjax.load_drafter(tmp_path / "draft", target, k=2).bind(target)
+
+
+def test_norms_that_are_named_are_those_that_a_head_is_read_with(tmp_path):
+    """What is not named is as the draft says, whatever the default."""
+    target = target_of()
+    formats.save(draft("mtp_other_norms", target), "mtp", tmp_path / "draft", target="t", form_name="specjax")
+
+    def read(**named: str) -> tuple[str, ...]:
+        drafter: Any = specjax.load_drafter(tmp_path / "draft", target, kind={"kind": "mtp", **named})
+        return dataclasses.astuple(drafter.model.spec.options)
+
+    stored = read()
+    assert stored != ("pre", "post")
+    for place, (name, default) in enumerate((("state", "pre"), ("recycled", "post"))):
+        for norms in ("pre", "post", default):
+            assert read(**{name: norms}) == (*stored[:place], norms, *stored[place + 1 :])
+
+
+def test_what_a_draft_says_of_itself_is_not_asked_for(tmp_path):
+    target = target_of()
+    formats.save(draft("published", target), "eagle3", tmp_path / "draft", target="t")
+    specjax.load_drafter(tmp_path / "draft", target, kind={"kind": "eagle3", "depths": 2})
+    with pytest.raises(ConfigError, match=r"load_drafter: kind\.layers: the draft in .* has its own; leave it out"):
+        specjax.load_drafter(tmp_path / "draft", target, kind={"kind": "eagle3", "layers": 2})
+
+
+def test_without_a_length_a_draft_proposes_what_it_can(tmp_path):
+    target = target_of()
+    for kind, name, most in (("medusa", "medusa", 3), ("eagle3", "published", 5)):
+        formats.save(draft(name, target), kind, tmp_path / kind, target="t")
+        drafter: Any = specjax.load_drafter(tmp_path / kind, target)
+        assert drafter.k == min(5, most if drafter.model.most is None else drafter.model.most)
+        drafter.bind(target)
+
+
+def test_drafts_of_others_are_no_models_and_links_lead_nowhere(tmp_path):
+    target = target_of()
+    for form, kind in (("speculators", "eagle3"), ("sglang", "eagle3"), ("z-lab", "dflash"), ("medusa", "medusa")):
+        made = draft(KINDS[form, kind], target, kind in NORMED)
+        formats.save(made, kind, tmp_path / form, target="t", form_name=form)
+        changed(tmp_path / form, {"specjax_drafter": None})
+        with pytest.raises(ModelError, match=r"is a draft, no model; specjax\.load_drafter\(DIRECTORY, target\)"):
+            load_model(tmp_path / form)
+    weights = tmp_path / "sglang/model.safetensors"
+    weights.rename(tmp_path / "outside.safetensors")
+    weights.symlink_to(tmp_path / "outside.safetensors")
+    with pytest.raises(ModelError, match=r"is a link to .*, outside the model directory"):
+        specjax.load_drafter(tmp_path / "sglang", target)
 
 
 def test_a_draft_of_the_last_stream_is_of_a_target_of_as_many_layers(tmp_path):
@@ -297,6 +396,12 @@ def test_a_draft_in_several_files_is_read_and_a_broken_one_named(tmp_path, monke
         patch.setattr(hf, "MAX_SHARD_BYTES", 4000)
         formats.save(draft("fewer_ids", target), "eagle3", tmp_path / "draft", target="t")
     assert len([*(tmp_path / "draft").glob("*.safetensors")]) > 1
+    index = (tmp_path / "draft" / weights_lib.INDEX).read_bytes()
+    changed(tmp_path / "draft")
+    (tmp_path / "draft" / weights_lib.INDEX).unlink()
+    with pytest.raises(ModelError, match=r"holds neither model\.safetensors nor model\.safetensors\.index\.json"):
+        specjax.load_drafter(tmp_path / "draft", target)
+    (tmp_path / "draft" / weights_lib.INDEX).write_bytes(index)
     drafter: Any = specjax.load_drafter(tmp_path / "draft", target, k=2)
     assert drafter.model.spec.kept == test_features.FEWER
     formats.save(draft("fewer_ids", target), "eagle3", tmp_path / "draft", target="t")

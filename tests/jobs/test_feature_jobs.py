@@ -19,6 +19,8 @@ from specjax.distill.init import abstract_draft, initial_draft
 from specjax.errors import ConfigError, ModelError
 from specjax.jobs import distill as job
 from specjax.jobs import inputs, memory
+from specjax.jobs.bench import run_bench
+from specjax.jobs.certify import run_certify
 from specjax.models.hf import load_model
 from specjax.runtime import fingerprint
 from tests.distill.toys import Interrupt
@@ -236,3 +238,11 @@ def test_more_tokens_than_a_draft_has_places_for_are_refused(run, tmp_path):
     drafter = specjax.load_drafter(Path(tmp_path / "run" / "draft"), found.target, k=4)
     with pytest.raises(ModelError, match="medusa: k=4, and this draft proposes at most 3; lower k"):
         specjax.Decoder(found.target, drafter).generate(PROMPTS, max_new_tokens=4)
+    asked = dataclasses.replace(settings.selection, prompts=1, k=4)
+    with pytest.raises(ConfigError, match=r"selection\.k: 4, and this draft proposes at most 3; lower it"):
+        job.run(run(tmp_path / "other", "medusa", {"selection": asked}, steps=1))
+    assert not (tmp_path / "other/draft-distill").exists()
+    with pytest.raises(ConfigError, match=r"bench\.ks, bench\.batch_ks: 7, and this draft proposes at most 3"):
+        run_bench(settings)
+    with pytest.raises(ConfigError, match=r"certify\.k: 4, and this draft proposes at most 3"):
+        run_certify(dataclasses.replace(settings, certify=dataclasses.replace(settings.certify, k=4)))

@@ -19,7 +19,7 @@ from specjax.drafters.formats.serving import deepspec, sglang, z_lab
 from specjax.errors import ModelError
 from specjax.models import hf
 from specjax.models.config import ModelConfig
-from specjax.models.files import read_json, verify_manifest, write_json
+from specjax.models.files import read_json, refuse_outside, verify_manifest, write_json
 from specjax.models.weights import narrowest, stored_dtype
 
 SHARED = "specjax_shared"
@@ -40,6 +40,14 @@ def kind_of(settings: Mapping[str, Any]) -> str | None:
     """The kind of draft that a config.json describes; None: none of these. Raises `ModelError` for one in a known form
     that is not read."""
     return next((kind for form in FORMATS.values() if (kind := form.kind_of(settings))), None)
+
+
+def refuse_without_form(source: str | os.PathLike) -> None:
+    """Raises `ModelError` for the directory of a draft of ours, which is no model to be written as one."""
+    file = Path(hf.draft_of(source)) / "config.json"
+    kind = kind_of(read_json(file)) if file.exists() else None
+    if kind is not None:
+        raise ModelError(f"{source}: is a {kind} draft; specjax export --format NAME --target MODEL writes it")
 
 
 def form_of(kind: str, name: str) -> Any:
@@ -73,6 +81,8 @@ def load(
     """The draft of this kind in a directory, in the dtype of ``target``; ``whole``: also with the weights that are
     stored though they are the target's. Raises `ModelError` for what cannot be read."""
     found = hf.resolve(directory)
+    for file in found.iterdir():
+        refuse_outside(file)
     verify_manifest(found, ignored=(hf.CARD,))
     settings = read_json(found / "config.json")
     form = next((form for form in FORMATS.values() if form.kind_of(settings) == kind), None)
@@ -121,7 +131,7 @@ def convert(
         LoadedDraft(dataclasses.replace(draft.spec, dtype=str(held)), params, draft.name),
         kind,
         directory,
-        target=target.name,
+        target=target.source or target.name,
         card=text,
         shared=tuple(dict.fromkeys(shared)),
         form_name=form_name,

@@ -4,6 +4,7 @@ asked for is refused by name: it may change what the draft computes."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,18 +54,19 @@ class Envelope:
             raise ModelError(f"{self.file}: {name}={value!r}, expected {kind.__name__}")
         return value
 
-    def count(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """Raises `ModelError` where it is no number of at least ``least``."""
+    def count(self, name: str, default: int | None = None, least: int = 1, most: int = 2**24) -> int:
+        """Raises `ModelError` where it is no whole number of ``least`` to ``most``."""
         value = self.get(name, int, default)
-        if value < least:
-            raise ModelError(f"{self.file}: {name}={value}, expected at least {least}")
+        if not least <= value <= most:
+            limit = f"least {least}" if value < least else f"most {most}"
+            raise ModelError(f"{self.file}: {name}={value}, expected at {limit}")
         return value
 
-    def number(self, name: str, default: float) -> float:
-        """Raises `ModelError` where it is none."""
+    def positive(self, name: str, default: float) -> float:
+        """Raises `ModelError` where it is neither the default nor a finite number above 0."""
         value = self.value(name, default)
-        if type(value) not in (int, float):
-            raise ModelError(f"{self.file}: {name}={value!r}, expected a number")
+        if type(value) not in (int, float) or not (0 < value < math.inf or value == default):
+            raise ModelError(f"{self.file}: {name}={value!r}, expected a finite number above 0")
         return float(value)
 
     def names(self, name: str) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ def read(
     """The draft's spec and weights. Raises `ModelError`."""
     full, envelope = target.config, Envelope(settings, found / "config.json")
     envelope.count(_HEADS)
-    blocks = envelope.count(_BLOCKS, 1)
+    blocks = envelope.count(_BLOCKS, 1, most=64)
     for name in ("hidden_size", "vocab_size"):
         told = envelope.count(name, getattr(full, name))
         if told != getattr(full, name):

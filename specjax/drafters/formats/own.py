@@ -54,7 +54,7 @@ def read(
         size = envelope.count("hidden_size", sizes.hidden_size)
         spec = ExitModel(sizes, (envelope.count("layers"),), size, str(target.dtype))
         weights = Stored(spec, _TENSORS, KINDS[kind].left_out)
-    envelope.only_read("target", "speculators_config")
+    envelope.only_read("target")
     return spec, weights.read(found, spec.dtype, check_finite)
 
 
@@ -85,7 +85,8 @@ def _more(spec: Any) -> dict[str, Any]:
 
 
 def _with_more(envelope: Envelope, spec: Any) -> Any:
-    scales = {name: envelope.number(name, plain or 0.0) or None for name, plain in _NEUTRAL.items()}
+    # 0 stands for no soft cap, and for nothing else.
+    scales = {name: envelope.positive(name, plain or 0.0) or None for name, plain in _NEUTRAL.items()}
     spec = dataclasses.replace(spec, config=dataclasses.replace(spec.config, **scales))
     at_root = envelope.get(_AT_ROOT, bool, True)
     return spec if at_root else dataclasses.replace(spec, **{_AT_ROOT: at_root})

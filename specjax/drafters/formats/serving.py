@@ -60,7 +60,7 @@ class Format:
         layers, known = read_layers(settings, envelope.file)
         layers = dataclasses.replace(layers, tie_embeddings=False)
         spec = form.spec(envelope, layers, str(target.dtype), target.config.num_layers)
-        spec = dataclasses.replace(spec, kept=speculators.kept_ids(envelope, layers.vocab_size))
+        spec = speculators.with_kept(spec, envelope)
         envelope.only_read(*known)
         return spec, speculators.stored(spec, form).read(found, spec.dtype, check_finite)
 
@@ -86,7 +86,7 @@ def _refuse(what: str, said: Mapping[str, bool]) -> None:
     """Raises `ModelError` for the first thing that is so."""
     for name, wrong in said.items():
         if wrong:
-            raise ModelError(f"{what}: cannot say {name} of this draft; write it as speculators, or specjax")
+            raise ModelError(f"{what}: cannot say {name} of this draft; the form specjax can (--format specjax)")
 
 
 # --- SpecForge, SGLang ----------------------------------------------------------------------------------------------
@@ -102,13 +102,14 @@ def _eagle3(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) ->
     for name in ("norm_before_residual", "norm_before_fc", "fc_norm"):
         if envelope.get(name, bool, False):
             raise ModelError(f"{envelope.file}: {name}=True, which drafts of this form have no norms for")
-    size = envelope.get("target_hidden_size", int, layers.hidden_size)
+    size = envelope.count("target_hidden_size", layers.hidden_size)
     return eagle3.Eagle3Model(layers, reads, size, dtype, options=eagle3.Options(norm_before_residual=False))
 
 
 def _eagle3_settings(spec: eagle3.Eagle3Model) -> dict[str, Any]:
     plain = eagle3.Options(norm_before_residual=False)
-    said = {name: getattr(spec.options, name) != getattr(plain, name) for name in dataclasses.asdict(plain)}
+    options = {name: getattr(spec.options, name) != getattr(plain, name) for name in dataclasses.asdict(plain)}
+    said = {f"{name} (draft.{name}: false trains one without)": asked for name, asked in options.items()}
     layers = {"several layers": spec.config.num_layers > 1, "norms of queries and keys": spec.config.qk_norm == "head"}
     _refuse("sglang", {**said, **layers, "a window": any(spec.config.windows)})
     ids = _shifted(spec.reads, "sglang")
@@ -150,6 +151,7 @@ def _z_lab_2(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -
     return _z_lab_blocks(envelope, own, layers, dtype, target, **speculators.convolved(own, layers))
 
 
+_NO_NORMS = "layers without norms of queries and keys (draft.qk_norm: true trains one with them)"
 _SCALES = {"input_embedding_scale": "embedding_multiplier", "output_multiplier": "logit_multiplier"}
 _SOFT_CAP = "final_logit_softcapping"
 
@@ -161,10 +163,14 @@ def _z_lab_own(envelope: Envelope) -> Envelope:
 def _z_lab_blocks(
     envelope: Envelope, own: Envelope, layers: ModelConfig, dtype: str, target: int, **more: Any
 ) -> FeatureModel:
-    scales = {ours: own.number(theirs, 1.0) for theirs, ours in _SCALES.items()}
-    layers = dataclasses.replace(layers, **scales, logit_soft_cap=own.number(_SOFT_CAP, 0.0) or None)
+    scales = {ours: own.positive(theirs, 1.0) for theirs, ours in _SCALES.items()}
+    cap = own.positive(_SOFT_CAP, 0.0)
+    layers = dataclasses.replace(layers, **scales, logit_soft_cap=cap or None)
     _same_target(envelope, target)
-    slots = own.count("block_size", envelope.count("block_size", own.values.get("block_size"), least=2), least=2)
+    most = speculators.MOST_SLOTS
+    slots = envelope.count("block_size", own.values.get("block_size"), least=2, most=most)
+    if own.count("block_size", slots) != slots:
+        raise ModelError(f"{envelope.file}: block_size={slots}, and {own.value('block_size')} in dflash_config")
     spec = _blocks(own, layers, dtype, slots, causal_window=envelope.get("is_causal", bool, True), **more)
     own.only_read()
     return spec
@@ -180,7 +186,7 @@ def _same_target(envelope: Envelope, target: int) -> None:
 def _z_lab_settings(spec: DFlashModel) -> dict[str, Any]:
     said = {"a window that is counted from the root": any(spec.config.windows) and spec.window_at_root}
     said |= {"slots that predict the token behind their own": spec.from_root, "fewer ids": spec.kept is not None}
-    said |= {"layers without norms of queries and keys": spec.config.qk_norm != "head"}
+    said |= {_NO_NORMS: spec.config.qk_norm != "head"}
     _refuse("z-lab", {**said, "tokens that depend on each other": bool(spec.markov_rank)})
     causal = {} if spec.causal_window else {"is_causal": False}
     own = {"target_layer_ids": _shifted(spec.reads, "z-lab"), "mask_token_id": spec.mask_token}
@@ -205,14 +211,15 @@ def _z_lab_form(kind: str, architecture: str, spec: Any, settings: Any) -> Form:
 
 def _deepspec(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
     _same_target(envelope, target)
-    slots, rank = envelope.count("block_size", least=2), envelope.count("markov_rank", least=0)
+    slots = envelope.count("block_size", least=2, most=speculators.MOST_SLOTS)
+    rank = envelope.count("markov_rank", least=0)
     return _blocks(envelope, layers, dtype, slots, from_root=True, **speculators.markov(envelope, rank))
 
 
 def _deepspec_settings(spec: DFlashModel) -> dict[str, Any]:
     said = {"windows": any(spec.config.windows), "slots that predict their own token": not spec.from_root}
     said |= {"fewer ids": spec.kept is not None}
-    _refuse("deepspec", {**said, "layers without norms of queries and keys": spec.config.qk_norm != "head"})
+    _refuse("deepspec", {**said, _NO_NORMS: spec.config.qk_norm != "head"})
     return {
         "target_layer_ids": _shifted(spec.reads, "deepspec"),
         "block_size": spec.slots,

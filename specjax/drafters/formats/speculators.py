@@ -60,7 +60,7 @@ def _eagle_options(envelope: Envelope) -> eagle3.Options:
 
 def _captured(envelope: Envelope, layers: ModelConfig, target: int) -> tuple[int, tuple[int, ...]]:
     """(features of each stream, the streams)."""
-    size = envelope.get("target_hidden_size", int, layers.hidden_size)
+    size = envelope.count("target_hidden_size", layers.hidden_size)
     return size, envelope.ids(_CAPTURED, absent=published_streams(target))
 
 
@@ -167,9 +167,9 @@ def _blocks(envelope: Envelope, layers: ModelConfig, dtype: str, **more: Any) ->
     return DFlashModel(
         layers,
         envelope.ids(_INJECTED),
-        envelope.get("target_hidden_size", int, layers.hidden_size),
+        envelope.count("target_hidden_size", layers.hidden_size),
         dtype,
-        slots=envelope.count("block_size", 8, least=2),
+        slots=envelope.count("block_size", 8, least=2, most=MOST_SLOTS),
         mask_token=mask_of(envelope, layers),
         **{"causal_window": not envelope.get(_BOTH_WAYS, bool, False), **more},
     )
@@ -212,6 +212,8 @@ def _unsaid_of_heads(spec: mtp.MTPModel) -> str | None:
     return None if spec.config.qk_norm == "head" else "a head whose layer is not Qwen 3's"
 
 
+MOST_SLOTS = 1024
+"""Of a block: far beyond what a pass can verify."""
 _BOTH_WAYS = "sliding_window_non_causal"
 _INJECTED = "aux_hidden_state_layer_ids"
 _MTP_OPTIONS = {"specjax_state": "pre", "specjax_recycled": "post"}
@@ -306,22 +308,22 @@ def read(
     """The draft's spec and weights. Raises `ModelError`."""
     envelope = Envelope(settings, found / "config.json")
     spec = spec_of(envelope, kind, target)
-    envelope.only_read(TYPE, "speculators_config")
+    envelope.only_read(TYPE)
     return spec, stored(spec, FORMS[kind]).read(found, spec.dtype, check_finite)
 
 
 def spec_of(envelope: Envelope, kind: str, target: Any) -> FeatureModel:
     """The draft's spec. Raises `ModelError`."""
     file, values = envelope.file, envelope.value("transformer_layer_config")
+    told = envelope.get("speculators_config", dict, {}).get("algorithm")
+    if told not in (None, FORMS[kind].algorithm):
+        raise ModelError(f"{file}: speculators_config.algorithm={told!r}, and the draft is {FORMS[kind].algorithm!r}")
     if not isinstance(values, dict):
         raise ModelError(f"{file}: needs `transformer_layer_config`, what the draft's layers are")
     layers, known = read_layers(values, file)
     Envelope(values, file).only_read(*known)
     spec = FORMS[kind].spec(envelope, layers, str(target.dtype), target.config.num_layers)
-    kept = kept_ids(envelope, layers.vocab_size)
-    if kept is not None and getattr(spec, "candidates", 0):
-        raise ModelError(f"{file}: draft_vocab_size={len(kept.ids)}; a {kind} draft chooses among all ids")
-    return dataclasses.replace(spec, kept=kept)
+    return with_kept(spec, envelope)
 
 
 def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str) -> dict[str, Any]:
@@ -345,7 +347,7 @@ def written(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: st
         "speculators_config": {
             "algorithm": form.algorithm,
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": spec.most or 3}],
             "verifier": {"name_or_path": target, "architectures": []},
         },
     }
@@ -374,22 +376,37 @@ def tables_of(spec: FeatureModel) -> dict[str, np.ndarray] | None:
     return {"d2t": spec.kept.ids.astype(np.int64) - np.arange(len(spec.kept.ids)), "t2d": spec.kept.mask}
 
 
-def kept_ids(envelope: Envelope, size: int) -> Kept | None:
-    """The ids that a draft of fewer can propose: ``d2t`` says by how much each is beyond its place among them, ``t2d``
-    which they are. Raises `ModelError` where they disagree."""
+def with_kept(spec: FeatureModel, envelope: Envelope) -> FeatureModel:
+    """``spec`` with the ids that it can propose, where those are fewer. Raises `ModelError`."""
+    kept = _kept_ids(envelope, spec.config.vocab_size)
+    if kept is not None and getattr(spec, "candidates", 0):
+        raise ModelError(f"{envelope.file}: draft_vocab_size={len(kept.ids)}; a dflash2 draft chooses among all ids")
+    return dataclasses.replace(spec, kept=kept)
+
+
+def _kept_ids(envelope: Envelope, size: int) -> Kept | None:
+    """``d2t`` says by how much each id is beyond its place among them, ``t2d`` which they are. Raises `ModelError`
+    where they disagree."""
     count, directory = envelope.count("draft_vocab_size", size), envelope.file.parent
     tensors = read_tensors(directory, ("d2t", "t2d"))
-    if "d2t" not in tensors:
-        if count != size:
-            raise ModelError(f"{directory}: draft_vocab_size={count} of {size} ids, and no d2t that says which")
-        return None
-    offsets = tensors["d2t"]
+    for name, kinds in (("d2t", "iu"), ("t2d", "biu")):
+        if name in tensors and (tensors[name].ndim != 1 or tensors[name].dtype.kind not in kinds):
+            found = f"{tensors[name].dtype}{list(tensors[name].shape)}"
+            raise ModelError(f"{directory}: {name} is {found}; expected a row of {'ids' if name == 'd2t' else 'bools'}")
+    if "d2t" in tensors:
+        offsets = tensors["d2t"].astype(np.int64)
+        ids = np.arange(len(offsets)) + offsets
+    elif count == size:
+        ids = np.arange(size)
+    else:
+        raise ModelError(f"{directory}: draft_vocab_size={count} of {size} ids, and no d2t that says which")
     try:
-        kept = Kept(np.arange(len(offsets)) + offsets, size)
+        kept = Kept(ids, size)
     except ValueError as error:
         raise ModelError(f"{directory}: d2t: {error}; they are offsets, id j + d2t[j] for j") from None
     if len(kept.ids) != count:
         raise ModelError(f"{directory}: d2t has {len(kept.ids)} ids, and draft_vocab_size is {count}")
-    if "t2d" in tensors and not np.array_equal(tensors["t2d"].astype(bool), kept.mask):
-        raise ModelError(f"{directory}: d2t and t2d name different ids")
+    if "t2d" in tensors and not np.array_equal(tensors["t2d"], kept.mask):
+        wrong = "d2t and t2d name different ids" if "d2t" in tensors else "t2d leaves ids out, and no d2t says which"
+        raise ModelError(f"{directory}: {wrong}")
     return None if count == size else kept

@@ -96,7 +96,8 @@ class Settings:
 
     def inner(self, key: str) -> Settings:
         """The object under ``key``; null and absent mean an empty one."""
-        value = self.get(key) or {}
+        value = self.get(key)
+        value = {} if value is None else value
         if not isinstance(value, dict):
             raise self.bad(key, "an object")
         return Settings(value, self.where, f"{self.within}{key}.")
