@@ -47,8 +47,8 @@ def load_drafter(
 
     Raises:
         ModelError: for a directory that cannot be read, or, once it is bound, a vocabulary that is not the target's.
-        ConfigError: for an unknown kind, a field of ``kind`` that the draft says itself, or ``quantize`` for a draft that
-            is no separate model.
+        ConfigError: for an unknown kind, a field of ``kind`` that the draft says itself, or ``quantize`` for a draft
+            that is no separate model.
     """
     if kind is not None:
         registry.build(registry.DRAFTS, kind, "load_drafter: kind")  # an unknown one before the directory is looked for
