@@ -138,9 +138,14 @@ def test_offsets_of_a_draft_vocabulary_are_stored(tmp_path):
     assert tensors["lm_head.weight"].shape[0] == len(ids)
 
 
+_LAYERS = "transformer_layer_config"
+
+
 def changed(directory: Path, settings: Any = None, **tensors: Any) -> None:
     file = directory / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **(settings or {})}))
+    told, settings = json.loads(file.read_text()), dict(settings or {})
+    layers = {**told.get(_LAYERS, {}), **(settings.pop(_LAYERS, None) or {})}
+    file.write_text(json.dumps({**told, **settings, **({_LAYERS: layers} if layers else {})}))
     if tensors:
         weights = directory / "model.safetensors"
         safetensors.numpy.save_file({**safetensors.numpy.load_file(weights), **tensors}, weights)
@@ -171,6 +176,11 @@ def changed(directory: Path, settings: Any = None, **tensors: Any) -> None:
         ({"specjax_shared": [1]}, {}, r"specjax_shared=\[1\], expected a list of names"),
         ({"speculators_model_type": ["eagle3"], "specjax_drafter": None}, {}, r"=\['eagle3'\] is not read"),
         ({"draft_vocab_size": -8}, {}, "draft_vocab_size=-8, expected at least 1"),
+        (
+            {"transformer_layer_config": {"vocab_size": 10**12}},
+            {},
+            "vocab_size=1000000000000, expected at most 16777216",
+        ),
         ({"target_hidden_size": 0}, {}, "target_hidden_size=0, expected at least 1"),
         ({}, {"d2t": np.asarray([0.4] * 8)}, r"d2t is float64\[8\]; expected a row of ids"),
         ({}, {"d2t": np.asarray(3)}, r"d2t is int64\[\]; expected a row of ids"),
