@@ -17,6 +17,7 @@ from specjax.models.hf import DRAFTER, draft_of, resolve
 from specjax.types import Drafter
 
 DEFAULT_K = 5
+"""Draft tokens a block, where nothing says how many."""
 
 
 def load_drafter(

@@ -47,6 +47,7 @@ def decoder(
 ) -> Any:
     """For prompts of text; ``how``: options of `specjax.Decoder`, ``loading``: of `specjax.load_model`."""
     import specjax
+    from specjax.drafters.loading import DEFAULT_K
 
     model = specjax.load_model(target, **loading)
     if model.tokenizer is None:
@@ -55,7 +56,7 @@ def decoder(
             "tokenizer_config.json there"
         )
     model.free_originals()
-    drafter: Any = specjax.NGram(k=k or 5) if ngram else None
+    drafter: Any = specjax.NGram(k=k or DEFAULT_K) if ngram else None
     if draft is not None:
         options = {"check_finite": loading["check_finite"], "quantize": quantize_draft}
         drafter = specjax.load_drafter(draft, model, k, **options)

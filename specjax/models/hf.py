@@ -56,10 +56,9 @@ DRAFT = "draft"
 """Where a run directory has its draft."""
 DRAFTER = "specjax_drafter"
 """In config.json: the kind of a drafter that is no model by itself."""
-_OF_DRAFTS = (
-    *("speculators_model_type", "medusa_num_heads", "eagle_config", "draft_vocab_size", "dflash_config", "markov_rank"),
-)
-"""Keys of drafts that others have trained."""
+_OF_DRAFTS = {"speculators_model_type", "medusa_num_heads", "eagle_config", "dflash_config"}
+_OF_DRAFTS |= {"draft_vocab_size", "markov_rank"}
+"""Keys that config.json has of drafts that others have trained, and of no model."""
 MAX_SHARD_BYTES = 5 * 10**9
 _TOKENIZER_DATA = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_JSON = (
@@ -279,7 +278,7 @@ def _described(directory: Path) -> tuple[Settings, Family, ModelConfig]:
     settings = Settings(read_json(config_file), config_file)
     _refuse_stored_quantised(settings)
     kind = settings.values.get(DRAFTER)
-    if kind is not None or any(key in settings.values for key in _OF_DRAFTS):
+    if kind is not None or not _OF_DRAFTS.isdisjoint(settings.values):
         raise ModelError(
             f"{directory}: is a {f'{kind!r} ' if kind else ''}draft, no model; specjax.load_drafter(DIRECTORY, target) "
             "loads it"

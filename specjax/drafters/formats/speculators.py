@@ -387,7 +387,7 @@ def with_kept(spec: FeatureModel, envelope: Envelope) -> FeatureModel:
 def _kept_ids(envelope: Envelope, size: int) -> Kept | None:
     """``d2t`` says by how much each id is beyond its place among them, ``t2d`` which they are. Raises `ModelError`
     where they disagree."""
-    size = Envelope({"vocab_size": size}, envelope.file).count("vocab_size")
+    Envelope({"vocab_size": size}, envelope.file).count("vocab_size")  # before there are arrays of so many
     count, directory = envelope.count("draft_vocab_size", size), envelope.file.parent
     tensors = read_tensors(directory, ("d2t", "t2d"))
     for name, kinds in (("d2t", "iu"), ("t2d", "biu")):
