@@ -110,7 +110,8 @@ def _outside(kind: str, what: str) -> type:
         ) from None
     except AttributeError:
         raise ConfigError(f"{what}: {kind!r}: {module} has no {name}") from None
-    if not isinstance(found, type) or not dataclasses.is_dataclass(found) or not isinstance(kind_of(found), str):
+    frozen = isinstance(found, type) and dataclasses.is_dataclass(found) and found.__dataclass_params__.frozen
+    if not frozen or not isinstance(kind_of(found), str):
         raise ConfigError(
             f"{what}: {kind!r} is no frozen dataclass with a field `kind: Literal[...]`; see docs/extending.md"
         )

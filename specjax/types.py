@@ -659,9 +659,10 @@ class Sharing(Protocol):
 @runtime_checkable
 class Loss(Protocol):
     """The cost of a prediction: one value a predicted token, in float32, without a mean: the trainer adds up ``weight *
-    value`` and ``weight`` over microbatches and devices and divides once. ``tokens`` are the next tokens, for losses
-    that need labels. It is asked about some positions of the rows at a time. A loss that compares with frozen reference
-    drafts has a ``bind(target)`` that gives them by name, each as (`Trainable`, its parameters).
+    value`` and ``weight`` over microbatches and devices and divides once. Frozen and hashable: equal ones share their
+    compiled step. ``tokens`` are the next tokens, for losses that need labels. It is asked about some positions of the
+    rows at a time. A loss that compares with frozen reference drafts has a ``bind(target)`` that gives them by name,
+    each as (`Trainable`, its parameters).
 
     One that weighs the positions of a row against each other has ``scores``, called as the loss is, which gives arrays
     ``[B, T]``, and ``choose(scores, weight)``, which is given those of whole rows; what it returns, arrays ``[B, T]``

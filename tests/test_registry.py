@@ -28,6 +28,11 @@ class NoDataclass:
     kind = "none"
 
 
+@dataclasses.dataclass
+class Mutable:
+    kind: Literal["mutable"] = "mutable"
+
+
 number = 3
 """
 
@@ -74,6 +79,7 @@ def test_a_decoder_takes_a_class_from_outside(theirs):
         ("{theirs}:Missing", "{theirs} has no Missing"),
         ("{theirs}:NoDataclass", "is no frozen dataclass with a field `kind"),
         ("{theirs}:number", "is no frozen dataclass with a field `kind"),
+        ("{theirs}:Mutable", "is no frozen dataclass with a field `kind"),
         (
             "{theirs}.py:",
             "is unknown, known are dflash, dflash2, draft_model, dspark, eagle3, early_exit, glide, medusa, mtp, ngram,"

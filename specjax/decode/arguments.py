@@ -11,7 +11,7 @@ import numpy as np
 from specjax import registry
 from specjax.errors import ConfigError, DataError
 from specjax.models.files import named
-from specjax.models.sharding import beside, mesh_of
+from specjax.models.sharding import beside
 from specjax.types import Bound, Controller, Drafter, Verifier
 
 _short = reprlib.Repr().repr
@@ -90,7 +90,7 @@ def bound(drafter: Drafter, target: Any) -> Bound:
             f"drafter {drafter.kind!r}: its bind gives {named(spec)} without {', '.join(missing)}; see "
             "docs/extending.md, and inherit specjax.drafters.base.StatelessDrafter if it keeps nothing"
         )
-    return Bound(spec, beside(params, mesh_of(target.params)))
+    return Bound(spec, beside(params, target.mesh))
 
 
 def token_ids(prompt: Any, where: str) -> list[int]:

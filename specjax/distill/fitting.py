@@ -33,7 +33,7 @@ TOKENS_AT_ONCE = 2**14
 
 Inputs = Callable[[Params, Float[Array, "B T H"], Batch, tuple[Array, ...], Output], Float[Array, "B T I"]]
 """Of (the draft's parameters, embedded tokens, rows, the streams that the draft reads of the token before, all of the
-target's forward pass)."""
+target's forward pass). Hashable; for equal ones one program is compiled."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,33 +54,38 @@ class Fit:
 def linear_guess(target: Any, rows: Rows, reads: tuple[int, ...], own: Params, inputs: Inputs) -> Fit:
     """See `Fit`. ``reads``: streams of the target's; ``own``: the draft's parameters, as ``inputs`` are given them. All
     processes call it. In memory are, for a while, three float64 matrices of the inputs."""
-    like, last = same_norm(target.config), target.config.num_layers
-    wanted = Reads(hidden_layers=(*reads, last))
-    exact = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-
-    def squares(params: Params, own: Params, batch: Batch) -> tuple[Array, Array, Array, Array]:
-        out = target_output(target.spec, params, batch, wanted)
-        *streams, deepest = (jnp.asarray(x, jnp.float32) for x in out.hidden)
-        assert out.final is not None
-        # Where the draft's norm is of the target's form it undoes the length, and only the scale is the target's.
-        goal = unit(deepest) if like else jnp.asarray(out.final, jnp.float32)
-        token = jnp.asarray(params["embedding"][batch.tokens], jnp.float32)
-        read = inputs(own, token, batch, tuple(jnp.roll(x, 1, axis=1) for x in streams), out)
-        counts = (batch.token_positions > 0) & (jnp.asarray(batch.weight) > 0)
-        x, y = (jnp.where(counts[..., None], a, 0.0).reshape(-1, a.shape[-1]) for a in (read, goal))
-        return exact(x.T, x), exact(x.T, y), jnp.sum(jnp.square(y)), jnp.sum(counts)
-
+    like = same_norm(target.config)
+    squares = functools.partial(_squares, target.spec, (*reads, target.config.num_layers), inputs)
     size = jax.eval_shape(squares, target.params, own, spread(rows, 1))[0].shape[0]
     sample, at_once = spread(rows, TOKENS_AN_INPUT * size), max(1, TOKENS_AT_ONCE // rows.length)
-    add, total = jax.jit(squares), None
+    total = None
     for start in range(0, len(sample.tokens), at_once):
         some = jax.tree.map(lambda x, start=start: x[start : start + at_once], sample)
-        found = jax.tree.map(lambda x: np.asarray(x, np.float64), whole(add(target.params, own, some)))
+        found = jax.tree.map(lambda x: np.asarray(x, np.float64), whole(squares(target.params, own, some)))
         total = found if total is None else jax.tree.map(np.add, total, found)
     assert total is not None
     gram, cross, power, count = total
     norm = whole(target.params["norm"]) if like else None
     return _solved(gram, cross, float(power), float(count), norm=None if norm is None else in_float32(norm))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _squares(
+    spec: Any, reads: tuple[int, ...], inputs: Inputs, params: Params, own: Params, batch: Batch
+) -> tuple[Array, Array, Array, Array]:
+    """Sums over the rows' tokens: products of inputs, of inputs and goal, squares of the goal, tokens. ``reads``: the
+    last is the deepest stream, of which the goal is made."""
+    exact = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    out = target_output(spec, params, batch, Reads(hidden_layers=reads))
+    *streams, deepest = (jnp.asarray(x, jnp.float32) for x in out.hidden)
+    assert out.final is not None
+    # Where the draft's norm is of the target's form it undoes the length, and only the scale is the target's.
+    goal = unit(deepest) if same_norm(spec.config) else jnp.asarray(out.final, jnp.float32)
+    token = jnp.asarray(params["embedding"][batch.tokens], jnp.float32)
+    read = inputs(own, token, batch, tuple(jnp.roll(x, 1, axis=1) for x in streams), out)
+    counts = (batch.token_positions > 0) & (jnp.asarray(batch.weight) > 0)
+    x, y = (jnp.where(counts[..., None], a, 0.0).reshape(-1, a.shape[-1]) for a in (read, goal))
+    return exact(x.T, x), exact(x.T, y), jnp.sum(jnp.square(y)), jnp.sum(counts)
 
 
 def _solved(gram: np.ndarray, cross: np.ndarray, power: float, count: float, norm: Params | None) -> Fit:

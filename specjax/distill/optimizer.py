@@ -21,13 +21,18 @@ _EMBEDDINGS = ("embedding", "position_embedding")
 
 
 def make_optimizer(stage: config.Stage) -> optax.GradientTransformation:
-    """Clips by the global norm, then steps as ``stage.optimizer`` says; matrices decay, norm scales do not."""
-    o = stage.optimizer
+    """Clips by the global norm, then steps as ``stage.optimizer`` says; matrices decay, norm scales do not. Stages that
+    say the same get the same object, so that their steps are one program."""
+    return _optimizer(stage.optimizer, stage.num_steps)
+
+
+@functools.lru_cache(maxsize=64)
+def _optimizer(o: config.Optimizer, steps: int) -> optax.GradientTransformation:
     optimizer = optax.chain(
         optax.clip_by_global_norm(o.clip_norm),
         _direction(o),
         optax.add_decayed_weights(o.weight_decay, functools.partial(_decaying, embeddings=o.decay_embeddings)),
-        optax.scale_by_learning_rate(make_schedule(o, stage.num_steps)),
+        optax.scale_by_learning_rate(make_schedule(o, steps)),
     )
 
     # Optax names no dtypes: under JAX_ENABLE_X64 its rates would be float64, and round otherwise.

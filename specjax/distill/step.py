@@ -6,9 +6,11 @@ Dims: B rows, T predicted positions.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+import flax.core
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -84,16 +86,18 @@ def start_state(
     params: Params, optimizer: optax.GradientTransformation, averages: bool, layout: Layout, drafter: Any
 ) -> TrainState:
     """The state before the first step; ``params`` are copied, because a step donates its state."""
-
-    def start(params: Params) -> TrainState:
-        average = Average.start(params) if averages else None
-        return TrainState(params, optimizer.init(params), average=average)
-
-    if layout.mesh is None:
-        return start(jax.tree.map(jnp.array, params))
+    start = functools.partial(_start, optimizer, averages)
     params = layout.put(params, layout.of_draft(params, drafter))
     shardings = layout.of_draft(jax.eval_shape(start, params), drafter)
-    return jax.jit(start, out_shardings=shardings)(params)
+    state = jax.jit(_start, static_argnums=(0, 1), out_shardings=shardings)(optimizer, averages, params)
+    # Committed to where it lies, as one from a checkpoint is: other arguments would be another program.
+    return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
+
+
+def _start(optimizer: optax.GradientTransformation, averages: bool, params: Params) -> TrainState:
+    params = jax.tree.map(jnp.copy, params)
+    average = Average.start(params) if averages else None
+    return TrainState(params, optimizer.init(params), average=average)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,24 +128,16 @@ class Update:
     layout: Layout = ONE_DEVICE
     tokens: TokenRows | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "references", flax.core.freeze(dict(self.references)))  # which is hashable
+
     def jitted(self, state: TrainState | None = None):
-        """Compiled at its first call; ``state`` is donated. Over a mesh, ``state`` is one that lies where the step is
-        to find and leave its states."""
-        layout, shardings = self.layout, {}
-        if layout.mesh is not None:
-            lies = jax.tree.map(lambda x: x.sharding, state)
-            shardings = {
-                "in_shardings": (lies, None, layout.rows(), None),
-                "out_shardings": (lies, layout.everywhere()),
-            }
-        form = dataclasses.replace(self.form, sharding=layout.rows())
-        placed = dataclasses.replace(self, drafter=in_training(self.drafter, form), spec=layout.model(self.spec))
-
-        def update(state: TrainState, target_params: Params, batch: Batch, frozen: dict[str, Params] | None = None):
-            given = _Given(target_params, frozen or {}, state.alpha)
-            return placed.apply_gradients(state, placed.accumulate(state.params, given, batch))
-
-        return jax.jit(update, donate_argnums=0, compiler_options=backend.compiler_options(), **shardings)
+        """Compiled at its first call, once for all that are equal; ``state`` is donated. Over a mesh, ``state`` is one
+        that lies where the step is to find and leave its states."""
+        if self.layout.mesh is None:
+            return _jitted(self, backend.platform())
+        shardings, structure = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, state))
+        return _jitted(self, backend.platform(), structure, tuple(shardings))
 
     def summed_loss(self, params: Params, given: _Given, batch: Batch):
         """(loss, (weight, metrics)) of the rows of ``batch``, summed over their predictions."""
@@ -250,6 +246,27 @@ class Update:
         shards = self.layout.row_shards
         own = x.reshape(shards, -1, self.rows // shards, *x.shape[1:])
         return own.swapaxes(0, 1).reshape(-1, self.rows, *x.shape[1:])
+
+
+@functools.lru_cache(maxsize=16)
+def _jitted(step: Update, platform: str, structure: Any = None, state_shardings: tuple[Any, ...] = ()):
+    """``platform``: what it is traced for; ``structure``, ``state_shardings``: where the leaves of its state lie, over
+    a mesh."""
+    layout, shardings = step.layout, {}
+    if layout.mesh is not None:
+        lies = jax.tree.unflatten(structure, state_shardings)
+        shardings = {
+            "in_shardings": (lies, None, layout.rows(), None),
+            "out_shardings": (lies, layout.everywhere()),
+        }
+    form = dataclasses.replace(step.form, sharding=layout.rows())
+    placed = dataclasses.replace(step, drafter=in_training(step.drafter, form), spec=layout.model(step.spec))
+
+    def update(state: TrainState, target_params: Params, batch: Batch, frozen: dict[str, Params] | None = None):
+        given = _Given(target_params, frozen or {}, state.alpha)
+        return placed.apply_gradients(state, placed.accumulate(state.params, given, batch))
+
+    return jax.jit(update, donate_argnums=0, compiler_options=backend.compiler_options(), **shardings)
 
 
 def _running(alpha: jax.Array, metrics: dict[str, jax.Array], weight: jax.Array) -> jax.Array:

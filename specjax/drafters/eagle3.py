@@ -183,22 +183,30 @@ def as_a_linear_guess(drafter: TrainedRows, params: Params, target: Any, rows: R
     """``params`` that guess linearly, from the captured streams and the token: the streams are what the first layer's
     residual begins with; the token, which is not in it, comes through half of the layer's key-value heads, which look
     for themselves. All else says nothing yet."""
-    from specjax.distill.fitting import linear_guess, silent, unit
+    from specjax.distill.fitting import linear_guess, silent
 
     model: Any = drafter.model
     size = model.config.hidden_size
     # Of the ends, which are the target's, nothing is read here.
     own = {**params, "embedding": jnp.zeros((1, 1)), "head": {"kernel": jnp.zeros((1, 1))}}
-
-    def inputs(own: Params, token: Array, batch: Batch, streams: tuple[Array, ...], out: Output) -> Array:
-        return jnp.concatenate([model.together(own, streams), unit(token)], axis=-1)
-
-    fit = linear_guess(target, rows, model.reads, own, inputs)
+    fit = linear_guess(target, rows, model.reads, own, _StreamsAndToken(model))
     layers = {i: silent(layer) for i, layer in params["layers"].items()}
     layers[0] = {**layers[0], "attention": _of_itself(model.config, layers[0]["attention"], fit.kernel[-size:])}
     if model.options.norm_before_residual:  # which would give all of it the size 1
         layers[0]["hidden_norm"] = {"scale": jnp.full(size, fit.size(slice(0, -size)), jnp.float32)}
     return {**params, "fc": {"kernel": jnp.asarray(fit.kernel[:-size])}, "layers": layers, "norm": fit.norm}
+
+
+@dataclasses.dataclass(frozen=True)
+class _StreamsAndToken:
+    """What a linear guess is made of: `specjax.distill.fitting.Inputs`."""
+
+    model: Any
+
+    def __call__(self, own: Params, token: Array, batch: Batch, streams: tuple[Array, ...], out: Output) -> Array:
+        from specjax.distill.fitting import unit
+
+        return jnp.concatenate([self.model.together(own, streams), unit(token)], axis=-1)
 
 
 SHARPNESS = 1.25

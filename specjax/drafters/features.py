@@ -37,6 +37,7 @@ from specjax.models.products import soft_capped
 from specjax.models.rotary import Rope, rotary_table
 from specjax.models.sharding import sharding_of
 from specjax.models.training import placed
+from specjax.models.transformer import param_shapes
 from specjax.models.vocabulary import NEVER
 from specjax.types import PLAIN, Bound, Output, Params, Reads, TrainingForm
 
@@ -209,7 +210,7 @@ class LoadedDraft:
         return found
 
     def _wanted(self, ends: Mapping[str, Any]) -> Params:
-        wanted = jax.eval_shape(self.spec.init, jax.random.key(0))
+        wanted = param_shapes(self.spec)
         return {name: value for name, value in ends.items() if name in wanted}
 
 
@@ -453,7 +454,7 @@ class FeatureDraft:
 
     def _as(self, described: Any, draft: LoadedDraft) -> Any:
         """The draft in training, as ``described`` says how."""
-        wanted = jax.eval_shape(draft.spec.init, jax.random.key(0))
+        wanted = param_shapes(draft.spec)
         shared = tuple(name for name in ENDS if name in wanted and name not in draft.params)
         return dataclasses.replace(described, model=draft.spec, shared=shared)
 

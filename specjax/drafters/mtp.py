@@ -138,15 +138,23 @@ class MTPDraft(FeatureDraft):
 
     def first(self, drafter: Any, params: Params, target: Any, rows: Rows) -> Params:
         """The best linear guess from token and state, over which the layer says nothing yet."""
-        from specjax.distill.fitting import linear_guess, silent, unit
+        from specjax.distill.fitting import linear_guess, silent
 
-        before = drafter.model.options.state == "pre"
-
-        def inputs(own: Params, token: Array, batch: Batch, streams: tuple[Array, ...], out: Output) -> Array:
-            assert out.final is not None
-            state = streams[0] if before else jnp.roll(out.final, 1, axis=1)
-            return jnp.concatenate([unit(token), unit(jnp.asarray(state, jnp.float32))], axis=-1)
-
+        inputs = _TokenAndState(before=drafter.model.options.state == "pre")
         fit = linear_guess(target, rows, drafter.model.reads, {}, inputs)
         layers = {i: silent(layer) for i, layer in params["layers"].items()}
         return {**params, "fc": {"kernel": jnp.asarray(fit.kernel)}, "layers": layers, "norm": fit.norm}
+
+
+@dataclasses.dataclass(frozen=True)
+class _TokenAndState:
+    """What a linear guess is made of: `specjax.distill.fitting.Inputs`. ``before``: the final norm."""
+
+    before: bool
+
+    def __call__(self, own: Params, token: Array, batch: Batch, streams: tuple[Array, ...], out: Output) -> Array:
+        from specjax.distill.fitting import unit
+
+        assert out.final is not None
+        state = streams[0] if self.before else jnp.roll(out.final, 1, axis=1)
+        return jnp.concatenate([unit(token), unit(jnp.asarray(state, jnp.float32))], axis=-1)

@@ -148,7 +148,8 @@ def _same_weights(trained: Params, loaded: Params) -> int:
         name = min(missing)
         raise ModelError(f"self-test: {name} is {'missing' if name in before else 'new'}")
     for name, x in before.items():
-        a, b = (np.asarray(leaf.astype(jnp.float32)) for leaf in (x.astype(after[name].dtype), after[name]))
+        a, b = (np.asarray(leaf) for leaf in (x, after[name]))
+        a, b = (leaf.astype(b.dtype).astype(np.float32) for leaf in (a, b))
         if a.shape != b.shape or not np.array_equal(a, b):
             how = (
                 f"shape {b.shape}, and {a.shape} in training"

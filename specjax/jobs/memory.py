@@ -30,6 +30,7 @@ from specjax.models import families
 from specjax.models.decode_layout import abstract_layout
 from specjax.models.hf import LoadedModel, abstract_model, scheme_of
 from specjax.models.sharding import AXES
+from specjax.models.transformer import param_shapes
 from specjax.planning import memory
 from specjax.planning.devices import Device
 from specjax.planning.memory import Footprint, Split, TrainingShape, bytes_on_device
@@ -202,7 +203,7 @@ def abstract_target(config: RunConfig) -> LoadedModel:
     settings = config.target
     if settings.path is None:
         model = target_model(config, settings.vocab_size)
-        return LoadedModel(model, jax.eval_shape(model.init, jax.random.key(0)))
+        return LoadedModel(model, param_shapes(model))
     if settings.family is not None:
         families.register(settings.family)
     return abstract_model(settings.path, settings.dtype, settings.revision, settings.kv_cache)

@@ -21,7 +21,7 @@ from specjax.models.kernels import Dense, Kernel, Narrow, Transposed
 from specjax.models.kernels.quantised import SCHEMES, Quantised, Scheme
 from specjax.models.layers import Linear
 from specjax.models.sharding import mesh_of, sharding_of
-from specjax.models.transformer import Model
+from specjax.models.transformer import Model, param_shapes
 from specjax.models.weights import is_bfloat16, quantised
 from specjax.types import Params
 
@@ -91,6 +91,11 @@ class LaidOut:
         self.__dict__.pop("params", None)
 
     @property
+    def mesh(self) -> Mesh | None:
+        """The devices that the weights lie over, if there are several."""
+        return mesh_of(self.params if self.holds_originals else self._layout[1].params)
+
+    @property
     def holds_originals(self) -> bool:
         return "params" in self.__dict__
 
@@ -123,8 +128,9 @@ def decode_layout(spec: Any, params: Params, fused: bool = True, owned: bool = F
     in_few_bits = kernels.are_quantised(params)
     if spec.config.tie_embeddings and (in_few_bits or backend.turns_kernels()):
         spec = dataclasses.replace(spec, config=dataclasses.replace(spec.config, tie_embeddings=False))
-        head = params["embedding"].T
-        params = {**params, "head": {"kernel": Quantised.of(head, SCHEMES["int8"]) if in_few_bits else jnp.array(head)}}
+        table = params["embedding"]
+        head = Quantised.of(table.T, SCHEMES["int8"]) if in_few_bits else _transposed([table], str(table.dtype))[0]
+        params = {**params, "head": {"kernel": head}}
     if fused:
         spec, params = _fused(spec, params, owned=owned)
     return spec, stored_kernels(spec, params)
@@ -133,7 +139,7 @@ def decode_layout(spec: Any, params: Params, fused: bool = True, owned: bool = F
 def abstract_layout(spec: Model, mesh: Mesh | None = None, scheme: Scheme | None = None) -> tuple[Model, Params]:
     """(spec, shapes) of the layout of a model whose weights are not there: what a program is compiled for, and what
     they take. ``scheme``: of kernels in few bits."""
-    params = jax.eval_shape(spec.init, jax.random.key(0))
+    params = param_shapes(spec)
     if mesh is not None:
 
         def placed(path: Any, leaf: Any) -> Any:
@@ -217,19 +223,30 @@ def stored_kernels(spec: Any, params: Params) -> Params:
         return tuple(module) in linears and name == "kernel" and not _is_kernel(leaf)
 
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_kernel)
-    turned = [leaf for path, leaf in leaves if is_ours(path, leaf) and _turns(leaf)]
+    turning = {path: leaf for path, leaf in leaves if is_ours(path, leaf) and _turns(leaf)}
     # All or none: one draft after another of the same training then has at most two programs.
-    known = not any(isinstance(leaf, Tracer) for leaf in turned)
-    narrow = known and all(map(is_bfloat16, turned))
+    known = not any(isinstance(leaf, Tracer) for leaf in turning.values())
+    narrow = known and all(map(is_bfloat16, turning.values()))
+    # A layer at a time: equal ones are turned by one program.
+    parts: dict[Any, list[Any]] = {}
+    for path in turning:
+        parts.setdefault(path[:2] if path[0].key == "layers" else None, []).append(path)
+    turned = {}
+    for paths in parts.values():
+        found = _transposed([turning[path] for path in paths], "bfloat16" if narrow else "float32")
+        turned |= zip(paths, map(Narrow if narrow else Transposed, found), strict=True)
 
     def stored(path, leaf):
         if not is_ours(path, leaf):
             return leaf
-        if not _turns(leaf):
-            return Dense(leaf)
-        return Narrow(jnp.array(leaf.T, jnp.bfloat16)) if narrow else Transposed(jnp.array(leaf.T))
+        return turned[path] if path in turned else Dense(leaf)
 
     return jax.tree_util.tree_map_with_path(stored, params, is_leaf=_is_kernel)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _transposed(matrices: list[Array], dtype: str) -> list[Array]:
+    return [matrix.T.astype(dtype) for matrix in matrices]
 
 
 def _turns(leaf: Any) -> bool:

@@ -46,7 +46,7 @@ from specjax.models.files import (
 from specjax.models.kernels import are_quantised, counted
 from specjax.models.kernels.quantised import SCHEMES, Scheme
 from specjax.models.sharding import usable
-from specjax.models.transformer import Model
+from specjax.models.transformer import Model, param_shapes
 from specjax.models.weights import AS_STORED, INDEX, NO_PICKLE, quantised, read_params, write_params
 from specjax.types import Params
 
@@ -247,7 +247,7 @@ def abstract_model(
         stored = settings.values.get("dtype") or settings.values.get("torch_dtype")
         dtype = stored if stored in DTYPES else backend.default_dtype()
     model = Model(config, dtype, cache_dtype=kv_cache)
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    shapes = param_shapes(model)
     name, saved_as = Path(path_or_hub_id).name, family.saved_as or family.model_type
     return LoadedModel(model, shapes, name=name, family=saved_as)
 

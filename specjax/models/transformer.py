@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -227,3 +227,8 @@ class Model:
         wanted = final if rows is None else jnp.take_along_axis(final, rows[..., None], axis=1)
         logits = constrained(module.logits(wanted), self.mesh, ROWS, None, None)
         return Output(logits, hidden, cache, keys_values, final)
+
+
+def param_shapes(spec: Any) -> Params:
+    """The shapes and dtypes of what ``spec.init`` makes, without an array: the key is made inside."""
+    return jax.eval_shape(lambda: spec.init(jax.random.key(0)))

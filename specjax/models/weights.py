@@ -42,8 +42,11 @@ _STORED_FLOATS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": 
 
 def rounded(params: Params, dtype: str) -> Params:
     """With numbers that ``dtype`` holds, in the dtype that they have."""
-    if dtype != "bfloat16":
-        return params
+    return _to_bfloat16(params) if dtype == "bfloat16" else params
+
+
+@jax.jit
+def _to_bfloat16(params: Params) -> Params:
     # A cast there and back, XLA may leave out.
     return jax.tree.map(lambda x: jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7), params)
 
@@ -57,13 +60,25 @@ def is_bfloat16(x: jax.Array) -> jax.Array | bool:
     """Whether all its numbers are bfloat16 numbers."""
     if x.dtype == jnp.bfloat16:
         return True
-    return _low_bits_unset(x) if x.dtype == jnp.float32 else False
+    if x.dtype != jnp.float32:
+        return False
+    if _on_one_host(x):  # with no program for its shape
+        return not np.any(np.asarray(x).view(np.uint32) & 0xFFFF)
+    return _low_bits_unset(x)
 
 
 @jax.jit
 def _low_bits_unset(x: jax.Array) -> jax.Array:
     # By its bits: of a number turned into bfloat16 and back, XLA may keep more than bfloat16 holds.
     return jnp.all(jax.lax.bitcast_convert_type(x, jnp.uint32) & 0xFFFF == 0)
+
+
+def _on_one_host(x: Any) -> bool:
+    """Whether the host reads it where it lies."""
+    if not isinstance(x, jax.Array):
+        return True
+    [device, *others] = x.devices()
+    return backend.is_host(device) and not others
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -121,8 +136,7 @@ def _all_finite(value: jax.Array) -> jax.Array:
 
 def _finite(value: jax.Array) -> Any:
     """Asked where the weights lie."""
-    [device, *others] = value.devices()
-    return np.isfinite(np.asarray(value)).all() if backend.is_host(device) and not others else _all_finite(value)
+    return np.isfinite(np.asarray(value)).all() if _on_one_host(value) else _all_finite(value)
 
 
 def _refuse_non_finite(found: list[Any], parameters: Sequence[Parameter], stored: Mapping[str, _Stored]) -> None:
@@ -297,8 +311,11 @@ class _Source:
     expert: int | None
 
     def on_host(self) -> np.ndarray:
-        # Through a copy that goes away: what JAX has once brought to the host, it keeps as long as the array lives.
-        return np.asarray(jnp.copy(self.value) if self.expert is None else self.value[self.expert])
+        value = self.value if self.expert is None else self.value[self.expert]
+        if self.expert is None and not _on_one_host(value):
+            # A copy that goes away: what JAX has once brought to the host, it keeps as long as the array lives.
+            value = jnp.copy(value)
+        return np.asarray(value)
 
 
 def stored_tensors(params: Params, family: Family, config: ModelConfig, dtype: str) -> dict[str, np.ndarray]:

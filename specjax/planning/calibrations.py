@@ -57,7 +57,7 @@ def calibrate(decoder: Decoder, prompts: Sequence[Any], again: bool = False, **s
     if not decoder.weighs:
         return None
     greedy, rows = where = decoder.program_of(prompts, **sampling)
-    dtype = jax.tree.leaves(decoder.target.params)[0].dtype
+    dtype = jax.tree.leaves(decoder.target.layout().params)[0].dtype
     key = store.key_of(rows, str(dtype), {"decoder": decoder}, {"greedy": greedy})
     known = None if again else store.read(key, _of_json)
     if known is not None:

@@ -18,12 +18,11 @@ from specjax.runtime.progress import wait_for
 
 SWITCH = "SPECJAX_COMPILE_CACHE"
 _MOST_BYTES = 2 * 10**9
-_SECONDS_WORTH_KEEPING = 0.05
 _SECONDS_WORTH_SAYING = 1.0
 
 
 def keep_programs(wanted: bool = True) -> Path | None:
-    """Load what was compiled before, and keep what takes long to compile; to be called before anything is compiled.
+    """Load what was compiled before, and keep what is compiled now; to be called before anything is compiled.
 
     Returns the directory; None if it is not ``wanted``, `SPECJAX_COMPILE_CACHE=0` is set, the directory cannot be
     used, or JAX was given one already (`JAX_COMPILATION_CACHE_DIR`), which stays. The programs unused for longest are
@@ -34,12 +33,12 @@ def keep_programs(wanted: bool = True) -> Path | None:
         return None
     try:
         directory = user_cache() / "specjax" / f"programs-{machine()}"
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _remove_oldest(directory)
+        make_room(directory, _MOST_BYTES)
     except (OSError, RuntimeError):  # no home, or a read-only one: compiling takes its time, nothing else
         return None
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", _SECONDS_WORTH_KEEPING)
+    # All of them: the many small ones of a start take seconds together.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return directory
 
 
@@ -131,10 +130,12 @@ def machine() -> str:
     return hashlib.sha256(features.encode()).hexdigest()[:8]
 
 
-def _remove_oldest(directory: Path) -> None:
+def make_room(directory: Path, most_bytes: int) -> None:
+    """Make the directory, which others cannot read, and remove the files unused for longest beyond ``most_bytes``."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     files = sorted(((f.stat().st_atime, f.stat().st_size, f) for f in directory.iterdir()), reverse=True)
     total = 0
     for _, size, file in files:
         total += size
-        if total > _MOST_BYTES:
+        if total > most_bytes:
             file.unlink(missing_ok=True)

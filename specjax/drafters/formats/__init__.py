@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from specjax.drafters.features import ENDS, FeatureModel, LoadedDraft, check_readable, dense
@@ -20,6 +19,7 @@ from specjax.errors import ModelError
 from specjax.models import hf
 from specjax.models.config import ModelConfig
 from specjax.models.files import read_json, refuse_outside, verify_manifest, write_json
+from specjax.models.transformer import param_shapes
 from specjax.models.weights import narrowest, stored_dtype
 
 SHARED = "specjax_shared"
@@ -121,7 +121,7 @@ def convert(
     check_readable(kind, draft.spec, target.config)
     stored = Envelope(settings, found / "config.json").names(SHARED)
     shared = (*stored, *(name for name in ENDS if name not in draft.params))
-    missing = [n for n in jax.eval_shape(draft.spec.init, jax.random.key(0)) if n in ENDS and n not in draft.params]
+    missing = [n for n in param_shapes(draft.spec) if n in ENDS and n not in draft.params]
     # In a dtype that holds the target's numbers as well.
     held = jnp.promote_types(draft.spec.dtype, target.dtype) if missing and dtype is None else draft.spec.dtype
     params = {**draft.params, **{name: dense(target.params, name, held) for name in missing}}

@@ -13,7 +13,7 @@ import numpy as np
 
 from specjax.models.config import ModelConfig
 from specjax.models.families.settings import Settings
-from specjax.models.transformer import Model
+from specjax.models.transformer import Model, param_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Parameter:
 def parameters_of(family: Family, of: ModelConfig | Any) -> list[Parameter]:
     """Every parameter of `Model.init`, in its order; or of another spec with ``config`` and ``init``."""
     spec = Model(of) if isinstance(of, ModelConfig) else of
-    shapes, config = jax.eval_shape(lambda: spec.init(jax.random.key(0))), spec.config
+    shapes, config = param_shapes(spec), spec.config
     parameters = []
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         path = tuple(key.key for key in key_path)
