@@ -4,10 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
-PARITY_STAMP := $(VENV)/.installed-parity
+# Beside the other environment and on top of it, so that the tests never see torch.
+PARITY_VENV := .venv-parity
+PARITY_STAMP := $(PARITY_VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: setup test proof mutants faults parity demo docs lint clean
+# Byte code is made once, and not by every process that tests start.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: setup parity-setup test proof mutants faults parity demo docs lint clean distclean
 
 setup: $(STAMP)
 
@@ -27,21 +32,29 @@ $(DEV_STAMP): $(STAMP)
 	@touch $@
 
 $(PARITY_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[parity]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps speculators hs-connectors
+	$(BIN)/python -m venv --clear $(PARITY_VENV)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(PARITY_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	$(PARITY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[parity]'
+	$(PARITY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
+		speculators hs-connectors
 	@touch $@
+
+parity-setup: $(PARITY_STAMP)
 
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
-# Not parity, also where torch is installed: what is tested must not depend on what else is there.
+# Compiled programs are kept for the next run, in the user's cache directory: an edit compiles what it changes.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "not proof and not mutants" --ignore tests/parity
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "not proof and not more and not mutants" --ignore tests/parity
 
-# Exactness, the long part: statistical laws through the jitted loop, and longer certificates.
+# Exactness, the long part: statistical laws through the jitted loop, and longer certificates, in the code that users
+# run; then what `make test` left out of its tables.
 proof: $(STAMP)
-	XLA_FLAGS=--xla_backend_optimization_level=2 $(BIN)/python -m pytest -n 2 -q -m proof
+	XLA_FLAGS=--xla_backend_optimization_level=2 $(BIN)/python -m pytest -n 2 -q -m proof --ignore tests/parity
+	$(BIN)/python -m pytest -n 2 -q -m more --ignore tests/parity
 
 # A test that cannot fail proves nothing: errors planted in the shipped code, each with the test that finds it.
 mutants: $(STAMP)
@@ -54,7 +67,7 @@ faults: $(STAMP)
 # Against transformers on torch: logits of every family, sampling, a saved draft as its assistant. Against speculators:
 # drafts that read hidden states; it asks for older versions of what it needs than work, so what it needs is told above.
 parity: $(PARITY_STAMP)
-	$(BIN)/python -m pytest -n 2 -q tests/parity
+	$(PARITY_VENV)/bin/python -m pytest -n 2 -q tests/parity
 
 demo: $(STAMP)
 	$(BIN)/python experiments/run.py configs/demo.yaml
@@ -68,7 +81,11 @@ lint: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-# Leaves runs/ alone: it holds results.
+# Leaves runs/ alone, which holds results, and the programs that tests have compiled.
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PARITY_VENV) build dist site *.egg-info .pytest_cache .ruff_cache
 	find specjax experiments tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# tests/conftest.py says where the programs are.
+distclean: clean
+	rm -rf "$${XDG_CACHE_HOME:-$$HOME/.cache}"/specjax/tests-*

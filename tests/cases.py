@@ -30,8 +30,9 @@ NEUTRAL: dict[str, Any] = {
 
 
 def in_proof(*values: Any, **options: Any) -> Any:
-    """A case of a parametrised test that only `make proof` runs: others of its kind stay in `make test`."""
-    return pytest.param(*values, marks=pytest.mark.proof, **options)
+    """A case of a parametrised test that only `make proof` runs: others of its kind stay in `make test`. It runs as
+    they do, where a test marked ``proof`` as a whole runs in the code that users run."""
+    return pytest.param(*values, marks=pytest.mark.more, **options)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -21,6 +21,11 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).s
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["SPECJAX_COMPILE_CACHE"] = "0"
 os.environ.setdefault("MPLBACKEND", "agg")
+# Every program, whatever it took, is kept for the next run, and read by the processes that tests start as well.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# Of a damaged one, which is compiled anew. (A process that is killed may leave it half written.)
+os.environ["PYTHONWARNINGS"] = "ignore:Error reading persistent compilation cache entry"
 
 import beartype
 import jax
@@ -37,6 +42,16 @@ CHECKED += ["models.rotary", "distill.losses", "distill.distributions"]
 jaxtyping.install_import_hook([f"specjax.{module}" for module in CHECKED], "beartype.beartype")
 
 from specjax import metrics
+from specjax.runtime import compile_cache
+
+# Outside the checkout, so that every clone has them. JAX's names of the programs say versions, flags and all that is
+# computed: what an edit or a planted error changes is compiled.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    PROGRAMS = compile_cache.user_cache() / "specjax" / f"tests-{compile_cache.machine()}"
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS)
+    jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
+PROGRAMS = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+_MOST_PROGRAM_BYTES = 2 * 10**9
 
 for _name in ("alpha_per_position", "negative_log_likelihood"):
     setattr(metrics, _name, jaxtyping.jaxtyped(typechecker=beartype.beartype)(getattr(metrics, _name)))
@@ -60,18 +75,26 @@ _MAPS, _MOST_MAPS = Path("/proc/self/maps"), 25_000
 _tests_since = 0
 
 
-def pytest_runtest_teardown(item):
-    """Let go of compiled programs before the system refuses to map more: each takes dozens of the 65,530 pieces of
-    memory that Linux grants a process, and a worker that is refused one dies."""
+def pytest_configure(config):
+    """Make room for the programs of this run, once: not in each of its workers."""
+    if not hasattr(config, "workerinput"):
+        compile_cache.make_room(PROGRAMS, _MOST_PROGRAM_BYTES)
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Let go of programs after each file of tests, which share few: together they would be gigabytes. And before the
+    system refuses to map more: each takes dozens of the 65,530 pieces of memory that Linux grants a process, and a
+    worker that is refused one dies."""
     global _tests_since
     _tests_since += 1
-    if _tests_since < 8 or not _MAPS.exists():
+    last = nextitem is not None and nextitem.path != item.path
+    if not last and (_tests_since < 8 or not _MAPS.exists()):
         return
-    _tests_since = 0
-    if _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:
+    if last or _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:
         programs.free_programs()
         jax.clear_caches()
         gc.collect()
+    _tests_since = 0
 
 
 @pytest.fixture(scope="session")
