@@ -113,9 +113,8 @@ def test_a_processor_sees_each_branch_of_a_tree():
 def test_the_distribution_of_three_tokens_of_a_tree():
     """With fewer rows than chains have: that its tokens are those of plain sampling is tested above."""
     decoder = Decoder(test_lossless.TARGET, SHORT_TREE, "coupled")
-    counts = distributions.decode_counts(decoder, test_lossless.PROMPT, 3, calls=distributions.SMOKE_CALLS)
     distribution = exact_distribution(test_lossless.TARGET, test_lossless.PROMPT, 3)
-    assert distributions.p_value(counts, distribution) > distributions.SMOKE_LEVEL
+    distributions.check_law(decoder, test_lossless.PROMPT, 3, distribution, distributions.SMOKE)
 
 
 def test_a_tree_is_never_verified_as_a_chain():

@@ -217,8 +217,7 @@ def test_three_tokens_have_exactly_the_targets_joint_distribution(verifier):
     target = transformer(0, vocab_size=4, max_positions=64, num_layers=2)
     loaded = LoadedModel(target.spec, target.params)
     drafter = random_glide(loaded, k=2, reads=(0, 1))
-    counts = distributions.decode_counts(Decoder(loaded, drafter, verifier), [1, 2], 3)
-    assert distributions.p_value(counts, exact_distribution(target, [1, 2], 3)) > distributions.LEVEL
+    distributions.check_law(Decoder(loaded, drafter, verifier), [1, 2], 3, exact_distribution(target, [1, 2], 3))
     stats = Decoder(loaded, drafter, verifier).generate([[1, 2]] * 64, max_new_tokens=30, temperature=1.0).stats
     assert 0.1 < sum(s.accepted for s in stats) / sum(s.drafted for s in stats) < 0.9
 
