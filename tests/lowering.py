@@ -169,7 +169,11 @@ def _static(jitted: Any, *first: Any) -> Any:
 
 
 def main() -> None:
-    platform = sys.argv[1]
+    for platform in sys.argv[1:]:
+        lower(platform)
+
+
+def lower(platform: str) -> None:
     for count in (1, 8):
         axes = {"data": 2, "tensor": 4}
         mesh = None if count == 1 else usable(jax.make_mesh(tuple(axes.values()), tuple(axes)))
@@ -181,11 +185,18 @@ def main() -> None:
                 calls = sorted(set(re.findall(r"custom_call @(\w+)", text)))
                 print(
                     json.dumps(
-                        {"name": name, "devices": exported.nr_devices, "custom_calls": calls, "size": len(text)}
+                        {
+                            "platform": platform,
+                            "name": name,
+                            "devices": exported.nr_devices,
+                            "custom_calls": calls,
+                            "size": len(text),
+                        }
                     ),
                     flush=True,
                 )
             programs.free_programs()
+            jax.clear_caches()
 
 
 if __name__ == "__main__":

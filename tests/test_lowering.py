@@ -9,6 +9,7 @@ import pytest
 
 from tests import processes
 
+PLATFORMS = ("tpu", "cuda")
 DRAFTS = ("plain", "ngram", "draft", "glide")
 PROGRAMS = {
     *("prefill plain", "grow", "insert", "teacher's pass", "teacher's best"),
@@ -22,13 +23,18 @@ by."""
 WHOLE_ROWS = {"prefill plain", "training step draft", "training step glide", "teacher's pass", "teacher's best"}
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_every_entry_point_lowers_for_an_accelerator_from_here(platform):
-    """On one device and on eight; on a TPU, whole rows go through its kernel, and nothing calls the host."""
-    with processes.started([sys.executable, "-m", "tests.lowering", platform], cwd=processes.ROOT) as group:
-        (process,) = group.finish()
+@pytest.fixture(scope="module")
+def lowered():
+    command = [sys.executable, "-m", "tests.lowering", *PLATFORMS]
+    process = processes.run(command, cwd=processes.ROOT)
     assert process.returncode == 0, process.output[-4000:]
-    found = [json.loads(line) for line in process.stdout.splitlines()]
+    return [json.loads(line) for line in process.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_every_entry_point_lowers_for_an_accelerator_from_here(lowered, platform):
+    """On one device and on eight; on a TPU, whole rows go through its kernel, and nothing calls the host."""
+    found = [entry for entry in lowered if entry["platform"] == platform]
     for devices in (1, 8):
         assert {entry["name"] for entry in found if entry["devices"] == devices} == PROGRAMS
     for entry in found:

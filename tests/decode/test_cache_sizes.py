@@ -65,10 +65,8 @@ def _programs():
 
 
 def generated(target: LoadedModel, kind: str, piece: int | None = None):
-    decoder, new = (
-        Decoder(target, DRAFTERS[kind](target), "coupled", prefill_chunk=piece),
-        60 if kind == "tree" else NEW,
-    )
+    decoder = Decoder(target, DRAFTERS[kind](target), "coupled", prefill_chunk=piece)
+    new = {"tree": 60, "model": 100}.get(kind, NEW)  # caches of the others grow as well
     return decoder.generate(PROMPTS, max_new_tokens=new, ignore_eos=True, temperature=1.0, logprobs=True)
 
 

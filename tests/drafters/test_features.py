@@ -48,7 +48,7 @@ from specjax.types import Batch
 from specjax.verifiers.block import Block
 from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.speculative import Speculative
-from tests.cases import predicted, target_output, transformer
+from tests.cases import in_proof, predicted, target_output, transformer
 from tests.distill import toys
 
 PROMPTS = [[1, 2, 3], [7], list(range(20)), [5] * 11]
@@ -100,16 +100,19 @@ def blocks(target: LoadedModel, *kinds: LayerKind, **options: Any) -> tuple[Any,
 
 
 WINDOW = LayerKind(window=6)
+OTHER_LAYERS = LayerKind(), WINDOW
 DEPTHS = 4
 MARKOV = {"markov_rank": 8, "markov": "vanilla"}
 SELECTOR = {"taps": 2, "group": 4, "candidates": 6, "selector_rank": 8, "causal_window": False}
 SCALES = {"embedding_multiplier": 2.0, "logit_multiplier": 0.5, "logit_soft_cap": 20.0}
+# Flags that are no kinds of their own come together, each with and without the others.
 MODELS = {
     "published": eagle3,
-    "plain": functools.partial(eagle3, norm_before_residual=False),
-    "3.1": functools.partial(eagle3, norm_output=True, fc_norm=True),
-    "normed": functools.partial(eagle3, norm_before_fc=True),
-    "two_layers": lambda target: eagle3(target, LayerKind(), LayerKind(window=6)),
+    "two_layers": lambda target: eagle3(target, *OTHER_LAYERS),
+    "other_norms": lambda target: eagle3(
+        target, *OTHER_LAYERS, norm_before_residual=False, norm_output=True, fc_norm=True
+    ),
+    "normed_fewer_ids": lambda target: eagle3(target, kept=FEWER, norm_before_fc=True),
     "p_eagle": p_eagle,
     "mtp": head,
     "mtp_other_norms": lambda target: head(target, "post", "pre"),
@@ -120,7 +123,6 @@ MODELS = {
     "dflash_windows": lambda target: blocks(target, WINDOW, WINDOW),
     "dflash_other_windows": lambda target: blocks(target, WINDOW, window_at_root=False, causal_window=False),
     "dspark": lambda target: blocks(target, from_root=True, **MARKOV),
-    "dspark_gated": lambda target: blocks(target, from_root=True, markov_rank=8, markov="gated"),
     "dspark_rnn": lambda target: blocks(target, markov_rank=8, markov="rnn"),
     "dspark_confident": lambda target: blocks(target, from_root=True, **MARKOV, confident=True),
     "dspark_confident_gated": lambda target: blocks(
@@ -128,7 +130,7 @@ MODELS = {
     ),
     "dflash2": lambda target: blocks(target, WINDOW, LayerKind(), **SELECTOR),
     "dflash2_scaled": lambda target: blocks(target, **SELECTOR, scales=SCALES),
-    "dflash2_from_root": lambda target: blocks(target, **{**SELECTOR, "taps": 3}, from_root=True),
+    "dflash2_from_root": lambda target: blocks(target, **{**SELECTOR, "taps": 3}, from_root=True, scales=SCALES),
     "fewer_ids": lambda target: eagle3(target, kept=FEWER),
     "dspark_fewer_ids": lambda target: blocks(target, from_root=True, **MARKOV, kept=FEWER),
 }
@@ -168,10 +170,15 @@ def drafted(decoder: Decoder, prompts: list[list[int]]) -> Any:
     )
 
 
+ELSEWHERE = "two_layers", "mtp", "fewer_ids", "dspark", "medusa_own_heads", "dflash2_scaled"
+"""What is compared in pieces, with more flags, or with what it began as."""
+
+
 @pytest.mark.parametrize(
     ("name", "piece"),
     [
-        *((name, None) for name in MODELS if name not in ("two_layers", "mtp")),
+        in_proof("medusa_own_heads", None),
+        *((name, None) for name in MODELS if name not in ELSEWHERE),
         *((name, 5) for name in ("published", "two_layers", "mtp", "dflash")),
     ],
 )
@@ -237,8 +244,9 @@ def test_documents_of_a_row_know_nothing_of_each_other(name):
 @pytest.mark.parametrize(
     ("name", "controller"),
     [
-        *(("published", "fixed"), ("two_layers", "adaptive"), ("medusa", "fixed"), ("dflash", "adaptive")),
-        *(("mtp", "adaptive"), ("p_eagle", "fixed"), ("dspark", "fixed"), ("dflash2", "adaptive")),
+        *(("published", "fixed"), ("medusa", "fixed"), ("dflash", "adaptive")),
+        *(in_proof(name, "adaptive") for name in ("two_layers", "mtp", "dflash2")),
+        *(in_proof(name, "fixed") for name in ("p_eagle", "dspark")),
     ],
 )
 def test_a_cache_is_what_a_prompt_of_the_same_tokens_leaves(name, controller):
@@ -323,7 +331,10 @@ def kept(state: Any) -> Sequence[tuple[Any, int | None]]:
     return others + [part for layer in layers for part in ((layer.keys, 1), (layer.values, 2))]
 
 
-@pytest.mark.parametrize("name", ["published", "mtp", "p_eagle", "medusa", "early_exit", "dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize(
+    "name",
+    ["published", "early_exit", "dflash", *map(in_proof, ("mtp", "p_eagle", "medusa", "dflash2", "dspark"))],
+)
 def test_greedy_output_is_the_targets(name):
     """Of rows that grow, and of rows that end inside a block while others go on."""
     target = target_of()
@@ -405,7 +416,7 @@ def test_confidence_is_taught_what_the_distributions_share():
         assert ("confidence_error" in metrics) == (name == "dspark_confident")
 
 
-@pytest.mark.parametrize("name", ["dspark", "early_exit"])
+@pytest.mark.parametrize("name", ["dspark", in_proof("early_exit")])
 def test_over_four_devices_it_proposes_the_same(name, tmp_path):
     save_model(dataclasses.replace(target_of(), eos_ids=(0,)), tmp_path / "target")
     found = []
@@ -460,7 +471,7 @@ STARTS = {
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
-@pytest.mark.parametrize("kind", ["mtp", "eagle3", "p_eagle"])
+@pytest.mark.parametrize("kind", ["mtp", "eagle3", in_proof("p_eagle")])
 def test_it_begins_as_the_best_linear_guess(kind, norm):
     """From token and streams, as far as the rank of two heads allows where the token is not in the residual. The
     error of the best one, found another way, is met, and that of a fresh draft is far off."""
@@ -548,7 +559,7 @@ ODD_ROPES = {
 )
 def test_logits_are_made_as_the_targets_whatever_its_layers_are_like(kind, rope, tmp_path):
     """Scaled and capped; layers of a draft are Llama's, whose rotary embedding turns all of a head."""
-    target = target_of(num_layers=6, layers=(ODD_ROPES[rope],), **SCALED)
+    target = target_of(layers=(ODD_ROPES[rope],), **SCALED)
     run = config.RunConfig(config.Target(path="x"), config.Data(path="x", seq_len=8), config.Draft(kind=kind))
     initial = initial_draft(run, target, toys.Windows(np.arange(90).reshape(10, 9).astype(np.int32) % 61))
     drafter: Any = initial.drafter
