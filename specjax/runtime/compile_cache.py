@@ -133,9 +133,12 @@ def machine() -> str:
 def make_room(directory: Path, most_bytes: int) -> None:
     """Make the directory, which others cannot read, and remove the files unused for longest beyond ``most_bytes``."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    files = sorted(((f.stat().st_atime, f.stat().st_size, f) for f in directory.iterdir()), reverse=True)
+    files = []
+    for file in directory.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process makes room as well
+            files.append((file.stat().st_atime, file.stat().st_size, file))
     total = 0
-    for _, size, file in files:
+    for _, size, file in sorted(files, reverse=True):
         total += size
         if total > most_bytes:
             file.unlink(missing_ok=True)
