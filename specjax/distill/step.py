@@ -135,9 +135,9 @@ class Update:
         """Compiled at its first call, once for all that are equal; ``state`` is donated. Over a mesh, ``state`` is one
         that lies where the step is to find and leave its states."""
         if self.layout.mesh is None:
-            return _jitted(self, backend.platform())
+            return _jitted(self)
         shardings, structure = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, state))
-        return _jitted(self, backend.platform(), structure, tuple(shardings))
+        return _jitted(self, structure, tuple(shardings))
 
     def summed_loss(self, params: Params, given: _Given, batch: Batch):
         """(loss, (weight, metrics)) of the rows of ``batch``, summed over their predictions."""
@@ -249,9 +249,9 @@ class Update:
 
 
 @functools.lru_cache(maxsize=16)
-def _jitted(step: Update, platform: str, structure: Any = None, state_shardings: tuple[Any, ...] = ()):
-    """``platform``: what it is traced for; ``structure``, ``state_shardings``: where the leaves of its state lie, over
-    a mesh."""
+def _jitted(step: Update, structure: Any = None, state_shardings: tuple[Any, ...] = ()):
+    """``structure``, ``state_shardings``: where the leaves of its state lie, over a mesh. Whoever lowers for another
+    device clears JAX's caches first."""
     layout, shardings = step.layout, {}
     if layout.mesh is not None:
         lies = jax.tree.unflatten(structure, state_shardings)
