@@ -105,7 +105,7 @@ DEPTHS = 4
 MARKOV = {"markov_rank": 8, "markov": "vanilla"}
 SELECTOR = {"taps": 2, "group": 4, "candidates": 6, "selector_rank": 8, "causal_window": False}
 SCALES = {"embedding_multiplier": 2.0, "logit_multiplier": 0.5, "logit_soft_cap": 20.0}
-# Flags that are no kinds of their own come together, each with and without the others.
+# Flags that are no kinds of their own come together.
 MODELS = {
     "published": eagle3,
     "two_layers": lambda target: eagle3(target, *OTHER_LAYERS),

@@ -91,10 +91,10 @@ def test_every_command_finds_it(trained, monkeypatch, tmp_path):
     certify_job.run_certify(dataclasses.replace(settings, certify=low))
     assert isinstance(seen[0], Glide)
     small = config.Bench(prompts=1, prompt_tokens=8, new_tokens=8, batch_sizes=(1,), temperatures=(0.0,), ks=(2,))
-    small = dataclasses.replace(small, drafters=(), repeats=1, adaptive=False)
+    small = dataclasses.replace(small, drafters=(), repeats=1)
     found = bench_job.run_bench(dataclasses.replace(settings, bench=small))
     names = {row["drafter"] for row in found["decoding"]}
-    assert names == {"autoregressive", "draft_before", "draft_after"}
+    assert names == {"autoregressive", "draft_before", "draft_after", "adaptive"}
     assert found["figures"]["greedy_identical"]
     generated = on_data(settings, kind="generated", sequences=3, shard_size=3, k=2, path=str(tmp_path / "data"))
     assert make_data(generated, None, None)["shards"][0]["draft"] is not None
