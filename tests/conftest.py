@@ -46,11 +46,11 @@ from specjax.runtime import compile_cache
 
 # Outside the checkout, so that every clone has them. JAX's names of the programs say versions, flags and all that is
 # computed: what an edit or a planted error changes is compiled.
+PROGRAMS = None  # those of a directory that was given are left alone
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     PROGRAMS = compile_cache.user_cache() / "specjax" / f"tests-{compile_cache.machine()}"
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS)
     jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
-PROGRAMS = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
 _MOST_PROGRAM_BYTES = 2 * 10**9
 
 for _name in ("alpha_per_position", "negative_log_likelihood"):
@@ -77,7 +77,7 @@ _tests_since = 0
 
 def pytest_configure(config):
     """Make room for the programs of this run, once: not in each of its workers."""
-    if not hasattr(config, "workerinput"):
+    if PROGRAMS is not None and not hasattr(config, "workerinput"):
         compile_cache.make_room(PROGRAMS, _MOST_PROGRAM_BYTES)
 
 
