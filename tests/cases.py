@@ -30,8 +30,8 @@ NEUTRAL: dict[str, Any] = {
 
 
 def in_proof(*values: Any, **options: Any) -> Any:
-    """A case of a parametrised test that only `make proof` runs: others of its kind stay in `make test`. It runs as
-    they do, where a test marked ``proof`` as a whole runs in the code that users run."""
+    """A case of a parametrised test that only `make proof` runs: others of its kind stay in `make test`. It runs in
+    unoptimised code as they do, where a test marked ``proof`` runs in the code that users run."""
     return pytest.param(*values, marks=pytest.mark.more, **options)
 
 

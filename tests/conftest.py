@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 from pathlib import Path
 
+gc.disable()  # until `pytest_collection_finish`
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests compile much and compute little, and two workers share the cores: unoptimised code, by the older emitters of
 # fusions and in one piece, is made in half of the time. `make proof` asks for the code that users run.
@@ -79,6 +80,14 @@ def pytest_configure(config):
     """Make room for the programs of this run, once: not in each of its workers."""
     if PROGRAMS is not None and not hasattr(config, "workerinput"):
         compile_cache.make_room(PROGRAMS, _MOST_PROGRAM_BYTES)
+
+
+def pytest_collection_finish():
+    """What has been imported stays, and tracing makes many objects that die young: walking over all of them as often as
+    Python does takes a sixth of a test's time."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+    gc.enable()
 
 
 def pytest_runtest_teardown(item, nextitem):

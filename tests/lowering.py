@@ -1,5 +1,6 @@
 """Every jitted entry point lowered for an accelerator from abstract weights, bfloat16, widths as those of a model of 8B
-and 2 layers, on one device and on eight: python -m tests.lowering PLATFORM. Prints one JSON line an entry point."""
+and 2 layers: python -m tests.lowering PLATFORM DEVICES ..., on one device or on eight. Prints one JSON line an entry
+point."""
 
 from __future__ import annotations
 
@@ -169,34 +170,30 @@ def _static(jitted: Any, *first: Any) -> Any:
 
 
 def main() -> None:
-    for platform in sys.argv[1:]:
-        lower(platform)
+    machines = iter(sys.argv[1:])
+    for platform, devices in zip(machines, machines, strict=True):
+        lower(platform, int(devices))
 
 
-def lower(platform: str) -> None:
-    for count in (1, 8):
-        axes = {"data": 2, "tensor": 4}
-        mesh = None if count == 1 else usable(jax.make_mesh(tuple(axes.values()), tuple(axes)))
-        trained = None if count == 1 else usable(jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor")))
-        with backend.lowering_for(platform):
-            for name, jitted, arguments in (*decoding(mesh), *small_caches(mesh), *training(trained)):
-                exported = jax.export.export(jitted, platforms=[platform])(*arguments)
-                text = exported.mlir_module()
-                calls = sorted(set(re.findall(r"custom_call @(\w+)", text)))
-                print(
-                    json.dumps(
-                        {
-                            "platform": platform,
-                            "name": name,
-                            "devices": exported.nr_devices,
-                            "custom_calls": calls,
-                            "size": len(text),
-                        }
-                    ),
-                    flush=True,
-                )
-            programs.free_programs()
-            jax.clear_caches()
+def lower(platform: str, devices: int) -> None:
+    axes = {"data": 2, "tensor": 4}
+    mesh = None if devices == 1 else usable(jax.make_mesh(tuple(axes.values()), tuple(axes)))
+    trained = None if devices == 1 else usable(jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor")))
+    with backend.lowering_for(platform):
+        for name, jitted, arguments in (*decoding(mesh), *small_caches(mesh), *training(trained)):
+            exported = jax.export.export(jitted, platforms=[platform])(*arguments)
+            text = exported.mlir_module()
+            calls = sorted(set(re.findall(r"custom_call @(\w+)", text)))
+            entry = {
+                "platform": platform,
+                "name": name,
+                "devices": exported.nr_devices,
+                "custom_calls": calls,
+                "size": len(text),
+            }
+            print(json.dumps(entry), flush=True)
+        programs.free_programs()
+        jax.clear_caches()
 
 
 if __name__ == "__main__":

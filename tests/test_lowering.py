@@ -9,7 +9,6 @@ import pytest
 
 from tests import processes
 
-PLATFORMS = ("tpu", "cuda")
 DRAFTS = ("plain", "ngram", "draft", "glide")
 PROGRAMS = {
     *("prefill plain", "grow", "insert", "teacher's pass", "teacher's best"),
@@ -23,20 +22,25 @@ by."""
 WHOLE_ROWS = {"prefill plain", "training step draft", "training step glide", "teacher's pass", "teacher's best"}
 
 
-@pytest.fixture(scope="module")
-def lowered():
-    command = [sys.executable, "-m", "tests.lowering", *PLATFORMS]
-    process = processes.run(command, cwd=processes.ROOT)
+def check(*machines: tuple[str, int]) -> None:
+    """What is lowered for each of them, a platform and a number of devices: on a TPU, whole rows go through its kernel,
+    and nothing calls the host."""
+    arguments = [str(part) for machine in machines for part in machine]
+    process = processes.run([sys.executable, "-m", "tests.lowering", *arguments], cwd=processes.ROOT)
     assert process.returncode == 0, process.output[-4000:]
-    return [json.loads(line) for line in process.stdout.splitlines()]
+    entries = [json.loads(line) for line in process.stdout.splitlines()]
+    for platform, devices in machines:
+        found = [entry for entry in entries if (entry["platform"], entry["devices"]) == (platform, devices)]
+        assert {entry["name"] for entry in found} == PROGRAMS
+        for entry in found:
+            kernel = ["tpu_custom_call"] if platform == "tpu" and entry["name"] in WHOLE_ROWS else []
+            assert entry["custom_calls"] == kernel, entry
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-def test_every_entry_point_lowers_for_an_accelerator_from_here(lowered, platform):
-    """On one device and on eight; on a TPU, whole rows go through its kernel, and nothing calls the host."""
-    found = [entry for entry in lowered if entry["platform"] == platform]
-    for devices in (1, 8):
-        assert {entry["name"] for entry in found if entry["devices"] == devices} == PROGRAMS
-    for entry in found:
-        kernel = ["tpu_custom_call"] if platform == "tpu" and entry["name"] in WHOLE_ROWS else []
-        assert entry["custom_calls"] == kernel, entry
+def test_every_entry_point_lowers_for_accelerators_from_here():
+    check(("tpu", 8), ("cuda", 1))
+
+
+@pytest.mark.more
+def test_every_entry_point_lowers_for_the_others_as_well():
+    check(("tpu", 1), ("cuda", 8))

@@ -148,10 +148,10 @@ def test_the_script_answers_a_bad_config_with_one_line_and_status_2(sweep):
     assert done.stderr.count("\n") == 1
 
 
-def checked(tmp_path, **changes) -> int:
+def checked(tmp_path, *options: str, **changes) -> int:
     path = tmp_path / "summary.json"
     path.write_text(json.dumps({**GOOD, **changes}))
-    return check_summary.main([str(path)])
+    return check_summary.main([*options, str(path)])
 
 
 def test_a_summary_that_meets_every_bound_passes_whatever_its_timings(tmp_path, capsys):
@@ -181,6 +181,17 @@ def test_a_summary_that_meets_every_bound_passes_whatever_its_timings(tmp_path, 
 def test_a_missed_bound_fails_and_is_named(tmp_path, capsys, changes, named):
     assert checked(tmp_path, **changes) == 1
     assert f"error: {named} is" in capsys.readouterr().err
+
+
+def test_a_short_demo_has_bounds_of_its_own(tmp_path, capsys):
+    short = {"alpha_before": 0.74, "alpha_after": 0.795, "alpha_ce_control": 0.76, "alpha_after_at_5": 0.775}
+    short["alpha_positions"] = 16_000
+    assert checked(tmp_path, **short) == 1
+    assert checked(tmp_path, "--short", **short) == 0
+    capsys.readouterr()
+    for name, value in {"alpha_after": 0.789, "alpha_before": 0.746, "alpha_ce_control": 0.766}.items():
+        assert checked(tmp_path, "--short", **{**short, name: value}) == 1
+        assert "error: alpha_after is" in capsys.readouterr().err
 
 
 def test_a_summary_that_cannot_be_read_is_an_error_of_its_own(tmp_path):

@@ -59,15 +59,18 @@ def of(stats, name):
     return np.asarray([getattr(row, name) for row in stats])
 
 
-@pytest.mark.parametrize("mode", list(MODES))
+QUICK_CHOICES = [("survival", "draft", "coupled"), ("confidence", "draft", "greedy")]
+QUICK_CHOICES += [("adaptive", "draft", "coupled"), ("ladder", "ngram", "greedy")]
+CHOICES = [(controller, "draft") for controller in CONTROLLERS]
+CHOICES += [("ladder", "ngram"), ("budgeted", "ngram"), ("confidence", "ngram")]
+CHOICES += [("survival", "hidden"), ("confidence", "hidden")]
+
+
 @pytest.mark.parametrize(
-    ("controller", "drafter"),
+    ("controller", "drafter", "mode"),
     [
-        *((controller, "draft") for controller in ("survival", "confidence", "adaptive")),
-        ("ladder", "ngram"),
-        *(in_proof(controller, "draft") for controller in ("ladder", "budgeted")),
-        *(in_proof(controller, "ngram") for controller in ("budgeted", "confidence")),
-        *(in_proof(controller, "hidden") for controller in ("survival", "confidence")),
+        *QUICK_CHOICES,
+        *(in_proof(*pair, mode) for pair in CHOICES for mode in MODES if (*pair, mode) not in QUICK_CHOICES),
     ],
 )
 def test_no_choice_of_a_length_changes_a_token(controller, drafter, mode):
@@ -118,8 +121,9 @@ def test_nobody_looks_at_a_draft_that_cannot_pay(controller):
     assert [stats.drafted for stats in found.stats] == [0] * 4
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("drafter", ["draft", "ngram"])
+@pytest.mark.parametrize(
+    ("drafter", "temperature"), [("draft", 1.0), ("ngram", 0.0), in_proof("draft", 0.0), in_proof("ngram", 1.0)]
+)
 def test_a_batch_that_would_never_be_drafted_for_is_decoded_by_the_plain_program(drafter, temperature, monkeypatch):
     """And gets what the program of all lengths would give it, stats and all."""
     options: dict[str, Any] = {**OPTIONS, "temperature": temperature}

@@ -29,7 +29,7 @@ from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.models.transformer import Model
 from specjax.testing.inhabitants import Tree
 from specjax.types import Reads
-from tests.cases import transformer
+from tests.cases import in_proof, transformer
 
 ROOM = 32
 PROMPTS = [[int(x) for x in np.random.default_rng(i).integers(0, 16, size)] for i, size in enumerate((1, 50, 120))]
@@ -72,7 +72,12 @@ def generated(target: LoadedModel, kind: str, piece: int | None = None):
 
 @pytest.mark.parametrize(
     ("windows", "kind", "piece"),
-    [((24, None), "plain", None), ((24, 24), "model", 16), ((24, 40), "ngram", 7), ((None, 24), "tree", 16)],
+    [
+        ((24, None), "plain", None),
+        ((24, 24), "model", 16),
+        in_proof((24, 40), "ngram", 7),
+        in_proof((None, 24), "tree", 16),
+    ],
 )
 def test_what_is_decoded_is_what_a_whole_cache_gives(monkeypatch, windows, kind, piece):
     """Through growth, slides at other times in each row, pieces of a prompt, and a tree that is cut back."""

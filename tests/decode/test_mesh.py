@@ -4,8 +4,8 @@ places do not ask for."""
 from __future__ import annotations
 
 import collections
-import json
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +21,6 @@ from specjax.drafters.ngram import NGram
 from specjax.models import cache as cache_lib
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.testing.inhabitants import Tree
-from tests import processes
 from tests.cases import in_proof, transformer
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "num_kv_heads": 4, "num_heads": 8, "head_dim": 8, "tie_embeddings": False}
@@ -41,13 +40,16 @@ def mesh_of(name: str) -> jax.sharding.Mesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes))
 
 
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory):
-    """A target, and a draft that is its first layer."""
-    where = tmp_path_factory.mktemp("models")
+def saved_models(where: Path) -> Path:
+    """``where``, with a target and a draft that is its first layer."""
     for name, toy in (("target", transformer(0, **SIZES)), ("draft", transformer(0, num_layers=1, **SIZES))):
         save_model(LoadedModel(toy.spec, toy.params), where / name)
     return where
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    return saved_models(tmp_path_factory.mktemp("models"))
 
 
 def drafter_of(kind: str, directories, target: LoadedModel, mesh=None) -> Any:
@@ -62,16 +64,21 @@ def _plain(target: LoadedModel) -> tuple[Any, Any]:
     return target.spec, jax.tree.map(np.asarray, target.params)
 
 
-# Each mesh with each kind, and each of both at each temperature.
-QUICK = [("tensor", "plain", 0.0), ("tensor", "draft", 1.0), ("tensor", "glide", 0.0)]
-QUICK += [("both", "plain", 1.0), ("both", "draft", 0.0), ("both", "glide", 1.0)]
+# Each kind, each mesh, each temperature.
+QUICK = [("tensor", "plain", 0.0), ("tensor", "draft", 1.0), ("both", "glide", 1.0)]
+BOTH = [
+    (name, kind, temperature)
+    for name in ("tensor", "both")
+    for kind in ("plain", "draft", "glide")
+    for temperature in (0.0, 1.0)
+]
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "temperature"),
     [
         *QUICK,
-        *(in_proof(name, kind, 1.0 - temperature) for name, kind, temperature in QUICK),
+        *(in_proof(*case) for case in BOTH if case not in QUICK),
         *(in_proof("both", kind, temperature) for kind in ("ngram", "tree") for temperature in (0.0, 1.0)),
         *(in_proof("data", "draft", temperature) for temperature in (0.0, 1.0)),
         *(in_proof("stored", "glide", temperature) for temperature in (0.0, 1.0)),
@@ -105,19 +112,11 @@ def test_a_draft_may_be_split_as_well(directories):
         assert keys.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, spec), keys.ndim)
 
 
-@pytest.mark.parametrize("name", ["both", in_proof("tensor")])
-def test_two_processes_decode_as_one_device_does(directories, name, tmp_path):
-    """Each with two of the four devices; both are told all rows."""
-    command = ["-m", "tests.decode.in_processes", str(directories), name, str(tmp_path), processes.free_port()]
-    processes.in_processes(*([*command, str(i)] for i in range(2)))
-    target = load_model(directories / "target")
-    expected = tokens_of(target, drafter_of("draft", directories, target))
-    assert [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)] == [expected] * 2
-
-
-def tokens_of(target: LoadedModel, drafter: Any) -> list[list[list[int]]]:
-    """Of both temperatures."""
-    decoder = Decoder(target, drafter, controller="fixed")
+def tokens_of(models: Path, mesh: str | None = None) -> list[list[list[int]]]:
+    """Of both temperatures, over a mesh of `MESHES` or on one device: tests/distill/test_scale.py compares them in two
+    processes."""
+    target = load_model(models / "target", mesh=None if mesh is None else mesh_of(mesh))
+    decoder = Decoder(target, drafter_of("draft", models, target), controller="fixed")
     return [decoder.generate(PROMPTS, temperature=t, **OPTIONS).tokens for t in (0.0, 1.0)]
 
 

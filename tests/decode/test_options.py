@@ -103,7 +103,7 @@ def test_coupled_output_is_plain_samplings_token_for_token(kind, k):
     assert plain.tokens != Decoder(TARGET, verifier="coupled").generate(PROMPTS, **options).tokens
 
 
-@pytest.mark.proof
+@pytest.mark.more
 @pytest.mark.parametrize("kind", sorted(set(VERIFIERS) - {"greedy"}))
 def test_every_rule_takes_sampled_and_certain_drafts_and_greedy_rows_stay_greedy(kind):
     verifier = resolve(VERIFIERS, kind, "")()

@@ -14,7 +14,7 @@ from specjax.errors import ConfigError
 from specjax.models import cache as cache_lib
 from specjax.testing.inhabitants import CacheReader, HiddenReader, Tree
 from specjax.testing.toys import prefix_model
-from tests.cases import transformer
+from tests.cases import in_proof, transformer
 
 TARGET = prefix_model(0, vocab_size=5, eos_ids=(4,))
 PROMPTS = [[int(x) for x in np.random.default_rng(i).integers(0, 4, size)] for i, size in enumerate((1, 9, 17, 30))]
@@ -22,8 +22,7 @@ OPTIONS = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 1.0}
 SELF = {"model": DraftModel(TARGET, 3), "tree": Tree(TARGET, 2, 3), "hidden": HiddenReader(3), "cache": CacheReader(3)}
 
 
-@pytest.mark.parametrize("piece", [8, 7])
-@pytest.mark.parametrize("name", SELF)
+@pytest.mark.parametrize(("name", "piece"), [*((name, 7) for name in SELF), *(in_proof(name, 8) for name in SELF)])
 def test_a_drafter_that_equals_its_target_has_every_token_accepted_after_pieces(name, piece):
     """Whether they divide the padded prompt, 32 tokens, or not."""
     result = Decoder(TARGET, SELF[name], "coupled", prefill_chunk=piece).generate(PROMPTS, **OPTIONS)

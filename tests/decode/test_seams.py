@@ -100,7 +100,7 @@ def test_a_tree_goes_through_a_transformer(layers):
     assert all(stats.accepted == stats.drafted for stats in same.stats)
 
 
-@pytest.mark.proof
+@pytest.mark.more
 def test_a_processor_sees_each_branch_of_a_tree():
     options = {**OPTIONS, "temperature": 1.0, "logits_processor": test_lossless.shy}
     found, plain = (

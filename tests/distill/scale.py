@@ -1,6 +1,6 @@
-"""A small transformer trained over a mesh, by this process or, run as a program, by one of several:
-python -m tests.distill.scale DIRECTORY CASE PORT PROCESS PROCESSES. Rows are masked unevenly, and so are the
-shards of a batch."""
+"""A small transformer trained over a mesh, by this process or, run as a program, by one of several, which decode as
+well: python -m tests.distill.scale DIRECTORY CASE PORT PROCESS PROCESSES. Rows are masked unevenly, and so are the
+shards of a batch. DIRECTORY has the models of `tests.decode.test_mesh`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from specjax.models.transformer import Model
 from specjax.runtime import distributed, fingerprint
 from specjax.runtime.layout import Layout, make_layout
 from specjax.types import Batch
+from tests.decode import test_mesh
 from tests.distill import test_on_policy, toys
 from tests.drafters import test_features
 
@@ -82,11 +83,13 @@ class Case:
     shape: ModelConfig
     target: Callable[[], Any]
     steps: int
+    decoding_mesh: str
+    """Of `tests.decode.test_mesh`."""
 
 
 CASES = {
-    "short": Case(SHAPE, toys.target, 3),
-    "long": Case(dataclasses.replace(SHAPE, num_layers=2), transformer_target, 50),
+    "short": Case(SHAPE, toys.target, 3, "both"),
+    "long": Case(dataclasses.replace(SHAPE, num_layers=2), transformer_target, 50, "tensor"),
 }
 
 
@@ -163,6 +166,9 @@ def main(directory: Path, case: str, port: int, process: int, processes: int) ->
     distributed.start(config.Distributed(True, where, processes, process))
     assert jax.process_count() == processes
     assert jax.local_device_count() < jax.device_count() == 4
+    # Each is told all rows.
+    tokens = test_mesh.tokens_of(directory, CASES[case].decoding_mesh)
+    (directory / f"tokens-{process}.json").write_text(json.dumps(tokens))
     trained = Trained(make_layout(FOUR), case)
     if distributed.is_first():
         np.savez(directory / "gradient.npz", **trained.gradient)

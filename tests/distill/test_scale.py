@@ -1,4 +1,5 @@
-"""The same training on one device, over meshes of four, in two processes, rematerialised, scanned; masks are uneven."""
+"""The same training on one device, over meshes of four, in two processes, rematerialised, scanned; masks are uneven.
+And the same decoding in two processes."""
 
 from __future__ import annotations
 
@@ -35,6 +36,8 @@ from specjax.runtime.layout import Layout, make_layout
 from specjax.runtime.log import read_log
 from specjax.types import Reads, TrainingForm
 from tests import processes
+from tests.cases import in_proof
+from tests.decode import test_mesh
 from tests.distill import scale, test_on_policy, toys
 from tests.distill.scale import FOUR, SHAPE, Trained
 
@@ -86,15 +89,16 @@ def long_on_one_device() -> Trained:
     return Trained(Layout(), "long")
 
 
-@pytest.mark.proof
+@pytest.mark.more
 @pytest.mark.parametrize("mesh", [TENSOR, dataclasses.replace(TENSOR, draft="replicated"), config.Mesh(fsdp=4)])
 def test_fifty_steps_over_a_mesh_are_those_of_one_device(mesh):
     found = Trained(make_layout(mesh), "long")
     same_training(found.losses, found.gradient, long_on_one_device())
 
 
-def train_in_two_processes(directory: Path, case: str) -> None:
+def in_two_processes_of(directory: Path, case: str) -> None:
     """One of `tests.distill.scale`, whose results are left in ``directory``."""
+    test_mesh.saved_models(directory)
     command = ["-m", "tests.distill.scale", str(directory), case, processes.free_port()]
     processes.in_processes([*command, "0", "2"], [*command, "1", "2"])
 
@@ -102,7 +106,7 @@ def train_in_two_processes(directory: Path, case: str) -> None:
 @pytest.fixture(scope="module")
 def in_two_processes(tmp_path_factory):
     directory = tmp_path_factory.mktemp("processes")
-    train_in_two_processes(directory, "short")
+    in_two_processes_of(directory, "short")
     return directory
 
 
@@ -111,14 +115,25 @@ def same_as_stored(directory: Path, expected: Trained) -> None:
     same_training(losses, dict(np.load(directory / "gradient.npz")), expected)
 
 
+def decoded_as_on_one_device(directory: Path) -> None:
+    """Each of the processes had two of the four devices."""
+    found = [json.loads((directory / f"tokens-{i}.json").read_text()) for i in range(2)]
+    assert found == [test_mesh.tokens_of(directory)] * 2
+
+
 def test_two_processes_train_as_one_does(in_two_processes, on_one_device):
     same_as_stored(in_two_processes, on_one_device)
 
 
-@pytest.mark.proof
+def test_two_processes_decode_as_one_device_does(in_two_processes):
+    decoded_as_on_one_device(in_two_processes)
+
+
+@pytest.mark.more
 def test_fifty_steps_and_every_kind_of_draft_in_two_processes_are_those_of_one_device(tmp_path):
-    train_in_two_processes(tmp_path, "long")
+    in_two_processes_of(tmp_path, "long")
     same_as_stored(tmp_path, long_on_one_device())
+    decoded_as_on_one_device(tmp_path)
     for name, expected in scale.feature_drafts(Layout()).items():
         found = dict(np.load(tmp_path / f"{name}.npz"))
         same_training(found.pop("losses"), found, expected, 3e-6)
@@ -171,7 +186,7 @@ selection: {prompts: 0}
 """
 
 
-@pytest.mark.proof
+@pytest.mark.more
 def test_the_whole_job_in_two_processes_is_that_of_one(tmp_path):
     (tmp_path / "text").mkdir()
     for i in range(40):
@@ -207,7 +222,7 @@ def test_the_whole_job_in_two_processes_is_that_of_one(tmp_path):
     np.testing.assert_allclose(*alphas, rtol=1e-4)
 
 
-@pytest.mark.proof
+@pytest.mark.more
 def test_sigterm_to_one_of_two_processes_saves_and_ends_both_at_one_step(tmp_path):
     (tmp_path / "text.jsonl").write_text(
         "".join(f'{{"text": "value {i} = {i * i} and {i + 7}"}}\n' for i in range(200))
@@ -396,7 +411,9 @@ def loss_and_gradient(model):
     return jax.jit(jax.value_and_grad(loss))(params)
 
 
-@pytest.mark.parametrize(("remat", "scan"), [(True, False), (False, True), (True, True)], ids=["remat", "scan", "both"])
+@pytest.mark.parametrize(
+    ("remat", "scan"), [(True, False), in_proof(False, True), (True, True)], ids=["remat", "scan", "both"]
+)
 def test_rematerialised_and_scanned_layers_give_the_loss_the_gradient_and_the_reads_of_plain_ones(remat, scan):
     expected_loss, expected = loss_and_gradient(Model(PATTERN))
     loss, gradient = inspect.unwrap(loss_and_gradient)(TrainingModel(PATTERN, remat=remat, scan_layers=scan))

@@ -289,7 +289,7 @@ def test_other_weights_of_the_draft_compile_nothing(decoding):
     assert programs_for_other_weights(decoding, DRAFT.params) == 0
 
 
-@pytest.mark.proof
+@pytest.mark.more
 def test_other_weights_of_a_transformer_compile_nothing(tiny_target, tiny_draft):
     found = held_out_decoding(run_config(), tiny_target, TrainedDraftModel(tiny_draft.spec), DOCUMENTS)
     assert found is not None

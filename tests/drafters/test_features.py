@@ -170,16 +170,20 @@ def drafted(decoder: Decoder, prompts: list[list[int]]) -> Any:
     )
 
 
-ELSEWHERE = "two_layers", "mtp", "fewer_ids", "dspark", "medusa_own_heads", "dflash2_scaled"
+QUICK = "other_norms", "p_eagle", "mtp_other_norms", "medusa", "early_exit", "dflash_other_windows"
+QUICK += "dspark_confident_gated", "dflash2_from_root"
+"""Of each kind the one with the most flags."""
+ELSEWHERE = "two_layers", "mtp", "fewer_ids", "dspark", "dflash2_scaled"
 """What is compared in pieces, with more flags, or with what it began as."""
 
 
 @pytest.mark.parametrize(
     ("name", "piece"),
     [
-        in_proof("medusa_own_heads", None),
-        *((name, None) for name in MODELS if name not in ELSEWHERE),
-        *((name, 5) for name in ("published", "two_layers", "mtp", "dflash")),
+        *((name, None) for name in QUICK),
+        *((name, 5) for name in ("published", "dflash")),
+        *(in_proof(name, None) for name in MODELS if name not in (*QUICK, *ELSEWHERE)),
+        *(in_proof(name, 5) for name in ("two_layers", "mtp")),
     ],
 )
 def test_decoding_is_the_training_forward(name, piece):
@@ -204,7 +208,9 @@ def test_decoding_is_the_training_forward(name, piece):
         assert (np.asarray(prediction.weight)[here] == 1).all()
 
 
-@pytest.mark.parametrize("name", ["published", "two_layers", "mtp", "p_eagle", "medusa", "dflash_windows", "dspark"])
+@pytest.mark.parametrize(
+    "name", ["two_layers", "p_eagle", "medusa", "dflash_windows", *map(in_proof, ("published", "mtp", "dspark"))]
+)
 def test_documents_of_a_row_know_nothing_of_each_other(name):
     """What a document's tokens predict is what they do alone, and its first tokens, without features, do not count."""
     target = target_of()
@@ -244,9 +250,9 @@ def test_documents_of_a_row_know_nothing_of_each_other(name):
 @pytest.mark.parametrize(
     ("name", "controller"),
     [
-        *(("published", "fixed"), ("medusa", "fixed"), ("dflash", "adaptive")),
+        *(("published", "fixed"), ("dflash", "adaptive")),
         *(in_proof(name, "adaptive") for name in ("two_layers", "mtp", "dflash2")),
-        *(in_proof(name, "fixed") for name in ("p_eagle", "dspark")),
+        *(in_proof(name, "fixed") for name in ("p_eagle", "medusa", "dspark")),
     ],
 )
 def test_a_cache_is_what_a_prompt_of_the_same_tokens_leaves(name, controller):
@@ -333,7 +339,7 @@ def kept(state: Any) -> Sequence[tuple[Any, int | None]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["published", "early_exit", "dflash", *map(in_proof, ("mtp", "p_eagle", "medusa", "dflash2", "dspark"))],
+    ["published", "dflash", *map(in_proof, ("early_exit", "mtp", "p_eagle", "medusa", "dflash2", "dspark"))],
 )
 def test_greedy_output_is_the_targets(name):
     """Of rows that grow, and of rows that end inside a block while others go on."""
@@ -348,7 +354,7 @@ def test_greedy_output_is_the_targets(name):
     assert len({len(row) for row in found.tokens}) > 1
 
 
-@pytest.mark.parametrize("name", ["dspark_confident", "dspark_confident_gated"])
+@pytest.mark.parametrize("name", ["dspark_confident", in_proof("dspark_confident_gated")])
 def test_a_row_stops_before_a_token_that_its_head_is_not_sure_of(name):
     """As the training forward says it of the tokens drawn before, and of nothing behind."""
     target, k = target_of(), DEPTHS
@@ -416,7 +422,8 @@ def test_confidence_is_taught_what_the_distributions_share():
         assert ("confidence_error" in metrics) == (name == "dspark_confident")
 
 
-@pytest.mark.parametrize("name", ["dspark", in_proof("early_exit")])
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["dspark", "early_exit"])
 def test_over_four_devices_it_proposes_the_same(name, tmp_path):
     save_model(dataclasses.replace(target_of(), eos_ids=(0,)), tmp_path / "target")
     found = []
@@ -470,8 +477,13 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("norm", ["rms", "layer"])
-@pytest.mark.parametrize("kind", ["mtp", "eagle3", in_proof("p_eagle")])
+@pytest.mark.parametrize(
+    ("kind", "norm"),
+    [
+        *(("mtp", "rms"), ("eagle3", "layer"), in_proof("mtp", "layer"), in_proof("eagle3", "rms")),
+        *(in_proof("p_eagle", norm) for norm in ("rms", "layer")),
+    ],
+)
 def test_it_begins_as_the_best_linear_guess(kind, norm):
     """From token and streams, as far as the rank of two heads allows where the token is not in the residual. The
     error of the best one, found another way, is met, and that of a fresh draft is far off."""
@@ -555,7 +567,13 @@ ODD_ROPES = {
 
 @pytest.mark.parametrize(
     ("kind", "rope"),
-    [("eagle3", "none"), ("mtp", "half"), ("medusa", "pairs"), ("dflash", "half"), ("early_exit", "pairs")],
+    [
+        ("eagle3", "none"),
+        ("dflash", "half"),
+        ("early_exit", "pairs"),
+        in_proof("mtp", "half"),
+        in_proof("medusa", "pairs"),
+    ],
 )
 def test_logits_are_made_as_the_targets_whatever_its_layers_are_like(kind, rope, tmp_path):
     """Scaled and capped; layers of a draft are Llama's, whose rotary embedding turns all of a head."""

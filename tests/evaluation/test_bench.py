@@ -361,7 +361,7 @@ def test_the_programs_of_a_large_batch_are_freed_before_the_next_ones(monkeypatc
     assert alive == [[], [False] * 3, [False] * 6]
 
 
-@pytest.mark.proof
+@pytest.mark.more
 def test_figures_of_a_lossy_rule_say_so_and_how_far_it_is(tiny_target, tiny_draft):
     settings = config.Bench(
         prompts=4,

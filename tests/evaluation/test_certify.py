@@ -67,6 +67,7 @@ def test_what_is_exact_passes(drafter, verifier, sampling):
     assert "PASS" in certificate.to_markdown().splitlines()[0]
 
 
+@pytest.mark.more
 def test_a_controller_from_outside_is_certified_by_name():
     settings = dataclasses.replace(SETTINGS, controller={"kind": "specjax.testing.inhabitants:Changing", "sure": 0.9})
     certificate, checks = verdict(DraftModel(DRAFT, 3), Speculative(), settings)
@@ -131,12 +132,12 @@ def test_a_sound_pair_in_bfloat16_passes_with_its_drift():
     assert json.loads(json.dumps(certificate.to_json()))["checks"][0]["details"]["total_variation"] < 0.06
 
 
-@pytest.mark.proof
+@pytest.mark.more
 def test_a_wrong_residual_fails_in_bfloat16():
     assert certify_lib.sampled_distribution(low_subject(ResidualIsTarget())).passed is False
 
 
-@pytest.mark.proof
+@pytest.mark.more
 def test_a_cache_slot_too_far_fails_in_bfloat16(monkeypatch):
     cache_advanced_over_a_rejected_draft(monkeypatch)
     subject = low_subject(Speculative())
@@ -161,7 +162,7 @@ def test_a_wrong_residual_fails():
     assert checks == {"greedy identity": True, "sampled distribution": False, "self acceptance": True}
 
 
-@pytest.mark.proof
+@pytest.mark.more
 def test_a_draft_that_reports_other_probabilities_fails():
     settings = dataclasses.replace(SETTINGS, temperature=0.6)
     certificate, checks = verdict(ColdDraft(DRAFT, 3), Speculative(), settings)
@@ -169,7 +170,7 @@ def test_a_draft_that_reports_other_probabilities_fails():
     assert checks["sampled distribution"] is False
 
 
-@pytest.mark.proof
+@pytest.mark.more
 def test_a_block_fed_one_position_late_fails(monkeypatch):
     def feed(target, params, cache, proposal, reads):
         late = int(proposal.slots.shape[1] > 1)  # the autoregressive loop stays right
@@ -183,7 +184,7 @@ def test_a_block_fed_one_position_late_fails(monkeypatch):
     assert worst > SETTINGS.margin
 
 
-@pytest.mark.proof
+@pytest.mark.more
 def test_a_drafter_that_forgets_fails_self_acceptance_alone(monkeypatch):
     """The verifier repairs its output: only the acceptance tells."""
 
@@ -193,7 +194,7 @@ def test_a_drafter_that_forgets_fails_self_acceptance_alone(monkeypatch):
     assert checks == {"greedy identity": True, "sampled distribution": True, "self acceptance": False}
 
 
-@pytest.mark.proof
+@pytest.mark.more
 def test_a_lossy_rule_gets_its_distance():
     certificate, checks = verdict(DraftModel(DRAFT, 3), TopK(k=3))
     assert certificate.verdict == "LOSSY"
@@ -202,7 +203,7 @@ def test_a_lossy_rule_gets_its_distance():
     assert details["total_variation"] > 5 * details["total_variation_of_exact_sampling"]
 
 
-@pytest.mark.proof
+@pytest.mark.more
 def test_a_forbidden_token_fails_whatever_the_counts(monkeypatch):
     found = certify_lib.Subject.generate
 

@@ -87,7 +87,7 @@ def test_killed_and_resumed_it_ends_in_the_same_weights_and_decodes(run, kind, t
             assert decoder.generate(PROMPTS, max_new_tokens=12).tokens == plain, rule
 
 
-@pytest.mark.parametrize("kind", ["p_eagle", "glide", *map(in_proof, ("medusa", "dspark"))])
+@pytest.mark.parametrize("kind", ["p_eagle", *map(in_proof, ("glide", "medusa", "dspark"))])
 def test_training_goes_on_with_a_stored_draft(run, kind, tmp_path):
     """With what the stored one is, of whatever sizes; what is the target's stays it."""
     first = job.run(run(tmp_path / "first", kind, steps=2))
@@ -138,7 +138,7 @@ def test_what_training_cannot_go_on_with_is_refused(run, tmp_path, kind, fields,
         job.run(dataclasses.replace(settings, draft=draft))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "early_exit", *map(in_proof, ("medusa", "dflash2"))])
+@pytest.mark.parametrize("kind", ["eagle3", *map(in_proof, ("early_exit", "medusa", "dflash2"))])
 def test_from_kept_hidden_states_it_is_the_same_training_and_runs_share_them(run, kind, tmp_path, caplog):
     kept = {"teacher": "cached", "teacher_path": str(tmp_path / "shared"), "steps": 4}
     online = job.run(run(tmp_path / "online", kind, steps=4))

@@ -130,6 +130,8 @@ def test_it_goes_on_from_what_it_began_with_where_its_cut_has_other_last_bits(tr
         job.run(again)
 
 
+# Other kinds do so in `make test`, and over a mesh.
+@pytest.mark.more
 @pytest.mark.parametrize(
     "data", [{"kind": "generated", "sequences": 5, "shard_size": 3, "k": 2}, {"kind": "on_policy"}]
 )
@@ -138,6 +140,7 @@ def test_it_is_distilled_on_text_that_the_models_write(run, tmp_path, data):
     assert fingerprint.digest(result.draft_after.params) != fingerprint.digest(result.draft_before.params)
 
 
+@pytest.mark.more
 def test_over_a_mesh_it_is_the_same_training(run, tmp_path):
     one = job.run(run(tmp_path / "one", batch_size=4, steps=3))
     mesh = config.Mesh(data=2, tensor=2)
@@ -147,6 +150,7 @@ def test_over_a_mesh_it_is_the_same_training(run, tmp_path):
     np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
+@pytest.mark.more
 def test_for_a_target_in_bfloat16(run, tiny_target, tmp_path):
     save_model(dataclasses.replace(tiny_target, eos_ids=(0,)), tmp_path / "target")
     selection = config.Selection(prompts=2, prompt_tokens=8, new_tokens=8, k=2)

@@ -164,7 +164,7 @@ def test_a_config_names_it_and_its_fields_beside_the_kind(tmp_path, target_direc
         specjax.load_drafter(tmp_path, None, kind="dflash_")
 
 
-@pytest.mark.proof
+@pytest.mark.more
 def test_its_law_is_the_targets(trained):
     _, result = trained
     drafter = result.draft_after.of(2)

@@ -106,7 +106,8 @@ def dense(model: LoadedModel) -> LoadedModel:
 
 
 @pytest.mark.parametrize(
-    ("name", "temperature"), [("int8", 0.0), ("int4", 1.0), in_proof("int8", 1.0), in_proof("int4", 0.0)]
+    ("name", "temperature"),
+    [("int4", 1.0), in_proof("int8", 0.0), in_proof("int8", 1.0), in_proof("int4", 0.0)],
 )
 def test_a_quantised_target_is_the_model_of_its_rounded_weights(directory, name, temperature):
     """Plainly, with a draft, laid out and not; greedily and sampled."""

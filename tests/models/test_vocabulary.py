@@ -124,7 +124,7 @@ def test_a_transformer_decodes_as_without_its_padding(tiny_target, tiny_draft):
     assert Decoder(target, DraftModel(draft, 3)).generate(prompts, max_new_tokens=20).tokens == expected.tokens
 
 
-@pytest.mark.proof
+@pytest.mark.more
 def test_padding_compiles_nothing_anew(tiny_target, tiny_draft):
     target, draft = padded_transformer(tiny_target, 320), padded_transformer(tiny_draft, 304)
     assert count_recompiles(target, DraftModel(draft, 3), Block(), prompts=20) == 0
