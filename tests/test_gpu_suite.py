@@ -17,6 +17,7 @@ def suite():
     return gpu_suite.Suite("tiny", "float32")
 
 
+@pytest.mark.more
 def test_its_target_counts_and_its_draft_agrees_as_often_as_told(suite):
     suite.check()
     decoder = suite.decoders(agreement=0.8)["speculative"]

@@ -157,8 +157,8 @@ def test_from_kept_hidden_states_it_is_the_same_training_and_runs_share_them(run
 @pytest.mark.parametrize(
     ("kind", "data"),
     [
-        ("mtp", {"kind": "generated", "sequences": 5, "shard_size": 3, "k": 2}),
         ("dspark", {"kind": "on_policy"}),
+        in_proof("mtp", {"kind": "generated", "sequences": 5, "shard_size": 3, "k": 2}),
         in_proof("eagle3", {"kind": "on_policy"}),
     ],
 )

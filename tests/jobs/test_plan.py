@@ -141,6 +141,10 @@ def test_the_command_says_what_passes_cost_and_how_far_off_the_fit_is(file, meas
     text = run("calibrate", file)
     for said in ("target, 1 token", "n-gram lookup, a pass", "error of the fit, median", "read; error at points left"):
         assert said in text
+
+
+@pytest.mark.more
+def test_calibrate_prints_json(file, measured):
     told = json.loads(run("calibrate", file, "--json"))
     assert (told["kept"], told["measured"], list(told["batches"])) == ([1], True, ["1"])
 
