@@ -51,7 +51,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "not proof and not more and not mutants" --ignore tests/parity
 
 # Exactness, the long part: statistical laws through the jitted loop, and certificates, in the code that users run. Then
-# what `make test` leaves out of its tables, and what takes long, in code that is compiled as fast as there.
+# what `make test` leaves out of its tables, and what takes long, in unoptimised code as there.
 proof: $(STAMP)
 	XLA_FLAGS=--xla_backend_optimization_level=2 $(BIN)/python -m pytest -n 2 -q -m proof --ignore tests/parity
 	$(BIN)/python -m pytest -n 2 -q -m more --ignore tests/parity

@@ -4,6 +4,7 @@ places do not ask for."""
 from __future__ import annotations
 
 import collections
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -66,19 +67,14 @@ def _plain(target: LoadedModel) -> tuple[Any, Any]:
 
 # Each kind, each mesh, each temperature.
 QUICK = [("tensor", "plain", 0.0), ("tensor", "draft", 1.0), ("both", "glide", 1.0)]
-BOTH = [
-    (name, kind, temperature)
-    for name in ("tensor", "both")
-    for kind in ("plain", "draft", "glide")
-    for temperature in (0.0, 1.0)
-]
+ALL = list(itertools.product(("tensor", "both"), ("plain", "draft", "glide"), (0.0, 1.0)))
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "temperature"),
     [
         *QUICK,
-        *(in_proof(*case) for case in BOTH if case not in QUICK),
+        *(in_proof(*case) for case in ALL if case not in QUICK),
         *(in_proof("both", kind, temperature) for kind in ("ngram", "tree") for temperature in (0.0, 1.0)),
         *(in_proof("data", "draft", temperature) for temperature in (0.0, 1.0)),
         *(in_proof("stored", "glide", temperature) for temperature in (0.0, 1.0)),

@@ -96,7 +96,7 @@ def test_fifty_steps_over_a_mesh_are_those_of_one_device(mesh):
     same_training(found.losses, found.gradient, long_on_one_device())
 
 
-def in_two_processes_of(directory: Path, case: str) -> None:
+def run_in_two_processes(directory: Path, case: str) -> None:
     """One of `tests.distill.scale`, whose results are left in ``directory``."""
     test_mesh.saved_models(directory)
     command = ["-m", "tests.distill.scale", str(directory), case, processes.free_port()]
@@ -106,7 +106,7 @@ def in_two_processes_of(directory: Path, case: str) -> None:
 @pytest.fixture(scope="module")
 def in_two_processes(tmp_path_factory):
     directory = tmp_path_factory.mktemp("processes")
-    in_two_processes_of(directory, "short")
+    run_in_two_processes(directory, "short")
     return directory
 
 
@@ -131,7 +131,7 @@ def test_two_processes_decode_as_one_device_does(in_two_processes):
 
 @pytest.mark.more
 def test_fifty_steps_and_every_kind_of_draft_in_two_processes_are_those_of_one_device(tmp_path):
-    in_two_processes_of(tmp_path, "long")
+    run_in_two_processes(tmp_path, "long")
     same_as_stored(tmp_path, long_on_one_device())
     decoded_as_on_one_device(tmp_path)
     for name, expected in scale.feature_drafts(Layout()).items():
