@@ -3,6 +3,7 @@ promotion, shape annotations enforced by beartype. Set before JAX and specjax ar
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.metadata
 import os
@@ -32,6 +33,8 @@ import beartype
 import jax
 import jaxtyping
 import pytest
+from _pytest.runner import runtestprotocol
+from jax._src.interpreters import mlir
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -72,7 +75,12 @@ _LINES = (
 )
 
 
-_MAPS, _MOST_MAPS = Path("/proc/self/maps"), 25_000
+# JAX lowers each program in a context of its own, and to make one loads every dialect of MLIR, which takes longer than a
+# small program does. They can share one.
+mlir.make_ir_context = functools.cache(mlir.make_ir_context)
+
+# Of the 65,530 pieces of memory that Linux maps for a process; a program takes dozens. Between files, and at any time.
+_MAPS, _KEPT_MAPS, _MOST_MAPS = Path("/proc/self/maps"), 6_000, 25_000
 _tests_since = 0
 
 
@@ -90,16 +98,34 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def _run_test(item, nextitem):
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    runtestprotocol(item, nextitem=nextitem)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+
+# Python keeps the frames of calls in pieces of 16 kB, and asks the system for a piece, and gives it back, whenever calls
+# cross the end of one: tracing, which is deep, does so all the time, for a tenth of a test. All that a frame of this
+# size calls shares its piece, a megabyte.
+_run_test.__code__ = _run_test.__code__.replace(co_stacksize=70_000)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    _run_test(item, nextitem)
+    return True
+
+
 def pytest_runtest_teardown(item, nextitem):
-    """Let go of programs after each file of tests, which share few: together they would be gigabytes. And before the
-    system refuses to map more: each takes dozens of the 65,530 pieces of memory that Linux grants a process, and a
-    worker that is refused one dies."""
+    """Let go of programs between files of tests, which share few: together they would be gigabytes. And before the
+    system refuses to map more: a worker that is refused dies."""
     global _tests_since
     _tests_since += 1
     last = nextitem is not None and nextitem.path != item.path
-    if not last and (_tests_since < 8 or not _MAPS.exists()):
+    if not last and _tests_since < 8:
         return
-    if last or _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:
+    maps = _MAPS.read_bytes().count(b"\n") if _MAPS.exists() else _MOST_MAPS
+    if maps > (_KEPT_MAPS if last else _MOST_MAPS):
         programs.free_programs()
         jax.clear_caches()
         gc.collect()
