@@ -75,8 +75,8 @@ _LINES = (
 )
 
 
-# JAX lowers each program in a context of its own, and to make one loads every dialect of MLIR, which takes longer than a
-# small program does. They can share one.
+# JAX lowers each program in a context of its own, and to make one it loads every dialect of MLIR, which takes longer
+# than a small program does. They can share one.
 mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 # Of the 65,530 pieces of memory that Linux maps for a process; a program takes dozens. Between files, and at any time.
@@ -104,9 +104,9 @@ def _run_test(item, nextitem):
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
 
-# Python keeps the frames of calls in pieces of 16 kB, and asks the system for a piece, and gives it back, whenever calls
-# cross the end of one: tracing, which is deep, does so all the time, for a tenth of a test. All that a frame of this
-# size calls shares its piece, a megabyte.
+# Python keeps the frames of calls in pieces of 16 kB. It asks the system for a piece, and gives it back, whenever calls
+# cross the end of one, and tracing, which calls deeply, does so all the time: a tenth of a test. Everything that is
+# called from a frame of this size shares its piece, which has a megabyte.
 _run_test.__code__ = _run_test.__code__.replace(co_stacksize=70_000)
 
 
