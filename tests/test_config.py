@@ -43,6 +43,13 @@ def test_overrides_change_single_fields_and_leave_their_neighbours(written):
     assert config.bench.ks == (2, 4)
 
 
+def test_an_empty_mapping_empties_one_and_leaves_a_section(written):
+    path = written(SMALLEST + "bench: {prompts: 5, drafts: {mine: models/mine}}\n")
+    emptied = load_config(path, ["bench.drafts={}"]).bench
+    assert (emptied.prompts, emptied.drafts) == (5, {})
+    assert load_config(path, ["bench={}"]).bench == load_config(path).bench
+
+
 JENSEN = "distill: {loss: {kind: jensen_shannon, beta: 0.3}}\n"
 EVERY_UNION = """
 draft: {init: {kind: layers, keep: [0, 1], share: true}}

@@ -89,26 +89,28 @@ def _named(override: str) -> Iterator[None]:
 
 def merged(raw: DictConfig, changes: DictConfig, schema: type) -> DictConfig:
     """``changes`` over ``raw``, field by field; but a mapping that is of one ``kind`` is replaced whole by one of
-    another, whose fields are not the same. (A section of ``schema`` has one set of fields, whatever kind it names.)"""
+    another, whose fields are not the same, and any mapping by an empty one. (A section of ``schema`` has one set of
+    fields, whatever kind it names.)"""
     return typing.cast(DictConfig, OmegaConf.merge(_less_other_kinds(raw, changes, schema), changes))
 
 
 def _less_other_kinds(raw: DictConfig, changes: DictConfig, schema: type) -> DictConfig:
     """``raw`` without the mappings that ``changes`` replace whole."""
     raw, sections = copy.deepcopy(raw), sections_of(schema)
-    for field in _of_another_kind("", unresolved(raw), unresolved(changes)):
+    for field in _replaced("", unresolved(raw), unresolved(changes)):
         if field not in sections:
             OmegaConf.update(raw, field, None, merge=False)
     return raw
 
 
-def _of_another_kind(field: str, old: Any, new: Any) -> Iterator[str]:
-    """Fields, outer ones first, of which ``new`` has another kind than ``old``."""
+def _replaced(field: str, old: Any, new: Any) -> Iterator[str]:
+    """Fields, outer ones first, of which ``new`` is empty or has another kind than ``old``."""
     if isinstance(old, dict) and isinstance(new, dict):
-        if old.get("kind", new.get("kind")) != new.get("kind", old.get("kind")):
+        emptied = bool(field and old and not new)
+        if emptied or old.get("kind", new.get("kind")) != new.get("kind", old.get("kind")):
             yield field
         for key in old.keys() & new.keys():
-            yield from _of_another_kind(f"{field}.{key}" if field else str(key), old[key], new[key])
+            yield from _replaced(f"{field}.{key}" if field else str(key), old[key], new[key])
 
 
 def validate(path: str | Path, raw: DictConfig, schema: type[T], sources: Mapping[str, str]) -> T:
