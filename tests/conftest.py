@@ -79,7 +79,8 @@ _LINES = (
 # than a small program does. They can share one.
 mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
-# Of the 65,530 pieces of memory that Linux maps for a process; a program takes dozens. Between files, and at any time.
+# Linux maps at most 65,530 pieces of memory for a process, and a program takes dozens. Programs are freed above the
+# first number between files, and above the second within one.
 _MAPS, _KEPT_MAPS, _MOST_MAPS = Path("/proc/self/maps"), 6_000, 25_000
 _tests_since = 0
 

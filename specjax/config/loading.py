@@ -58,7 +58,7 @@ def read(path: str | Path, overrides: Sequence[str], schema: type) -> DictConfig
         with _named(override):
             ones.append(OmegaConf.from_dotlist([override]))
             together = merged(together, ones[-1], schema)
-    raw = _less_other_kinds(raw, together, schema)
+    raw = _less_replaced(raw, together, schema)
     for override, one in zip(overrides, ones, strict=True):
         with _named(override):
             OmegaConf.merge(raw, one)  # alone, so that what does not go is known
@@ -91,10 +91,10 @@ def merged(raw: DictConfig, changes: DictConfig, schema: type) -> DictConfig:
     """``changes`` over ``raw``, field by field; but a mapping that is of one ``kind`` is replaced whole by one of
     another, whose fields are not the same, and any mapping by an empty one. (A section of ``schema`` has one set of
     fields, whatever kind it names.)"""
-    return typing.cast(DictConfig, OmegaConf.merge(_less_other_kinds(raw, changes, schema), changes))
+    return typing.cast(DictConfig, OmegaConf.merge(_less_replaced(raw, changes, schema), changes))
 
 
-def _less_other_kinds(raw: DictConfig, changes: DictConfig, schema: type) -> DictConfig:
+def _less_replaced(raw: DictConfig, changes: DictConfig, schema: type) -> DictConfig:
     """``raw`` without the mappings that ``changes`` replace whole."""
     raw, sections = copy.deepcopy(raw), sections_of(schema)
     for field in _replaced("", unresolved(raw), unresolved(changes)):
