@@ -51,7 +51,7 @@ class Bounds:
 
 
 WHOLE = Bounds(">= 0.80", ">= 0.78", 0.08, 0.05, ">= 50,000")
-SHORT = Bounds(">= 0.79", ">= 0.77", 0.05, 0.03, ">= 16,000")
+SHORT = Bounds(">= 0.79", ">= 0.77", 0.05, 0.03, ">= 8,000")
 
 
 def figures(summary: Mapping[str, Any], bounds: Bounds = WHOLE) -> list[Figure]:
