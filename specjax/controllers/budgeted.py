@@ -32,7 +32,7 @@ class Budgeted(Weighing):
     def decide(self, state: Weighed, context: Context, draft: Draft) -> Int[Array, " B"]:
         """The same, of what was found."""
         kept = jnp.cumprod(self.chances(state, context, draft.grade), axis=1)
-        return self._allotted(state, context, jnp.where(draft.valid, kept, 0.0))
+        return self._allotted(state, context, jnp.where(draft.valid[:, : self.rungs[-1]], kept, 0.0))
 
     def never_proposes(self, calibration: Calibration) -> bool:
         """No: a total of proposals is spent, and its costs are between those of ``ks``."""

@@ -21,7 +21,7 @@ class Pooled(Weighing):
     """A `Weighing` of which all rows choose the same."""
 
     together: ClassVar[bool] = True
-    row_trust: Annotated[float, Field(gt=0)] = 16.0
+    row_trust: Annotated[float, Field(gt=0)] = 5.0
     """Blocks of a row that what all rows kept counts for, in what is expected of that row."""
 
     def chances(self, state: Weighed, context: Context, grade: Int[Array, " B"] | None = None) -> Float[Array, "B K"]:
@@ -33,8 +33,11 @@ class Pooled(Weighing):
             [of_grade(x, grade) for x in found]
             for found in (counts, [jnp.sum(jnp.where(active, x, 0.0), axis=0, keepdims=True) for x in counts])
         )
-        of_all = estimated(pooled[0], pooled[1], prior, self.trust)
-        return estimated(own[0], own[1], of_all, self.row_trust)
+        share, rows = active[:, 0, 0].astype(jnp.float32), len(active)
+        trusted = jnp.sum(share * of_grade(state.trusted[..., None], grade)[:, 0], keepdims=True)
+        trusted = trusted / jnp.maximum(jnp.sum(share), 1.0)
+        of_all = estimated(pooled[0], pooled[1], prior, self.trust * trusted)
+        return estimated(own[0], own[1], of_all, jnp.full((rows,), self.row_trust, jnp.float32))
 
     def rates(
         self, chances: Float[Array, "B K"], context: Context, valid: Bool[Array, "B K"] | None = None
@@ -51,10 +54,19 @@ class Pooled(Weighing):
         weight = jnp.where(left > 0, jnp.exp((left - jnp.max(left)) / _AHEAD), 0.0)
         return jnp.sum(weight * emitted, axis=0, keepdims=True) / self.seconds(context)[None]
 
-    def gained(self, outcome: Outcome, chances: Float[Array, "B K"]) -> Float[Array, "1"]:
-        """Tokens that the first proposals were expected to give, in the mean of all rows that are not done."""
+    def kept_enough(self, outcome: Outcome, look: Int[Array, ""]) -> Bool[Array, "1"]:
+        """Whether half of the rows kept half of what a look proposed."""
+        active, kept = outcome.emitted > 0, super().kept_enough(outcome, look)
+        return 2 * jnp.sum(active & kept, keepdims=True) >= jnp.sum(active, keepdims=True)
+
+    def of_all(self, values: Float[Array, "B G"], active: Bool[Array, " B"]) -> Float[Array, "1 G"]:
+        """The sum of the rows that are not done."""
+        return jnp.sum(jnp.where(active[:, None], values, 0.0), axis=0, keepdims=True)
+
+    def gained(self, outcome: Outcome, chances: Float[Array, "B K"], look: Int[Array, ""]) -> Float[Array, "1"]:
+        """Tokens that the proposals of a look were expected to give, in the mean of all rows that are not done."""
         active = (outcome.emitted > 0).astype(jnp.float32)
-        of_all = jnp.sum(active * super().gained(outcome, chances), keepdims=True)
+        of_all = jnp.sum(active * super().gained(outcome, chances, look), keepdims=True)
         return of_all / jnp.maximum(jnp.sum(active), 1.0)
 
     def due(self, state: Weighed, waited: Int[Array, " B"], context: Context) -> Bool[Array, " B"]:

@@ -25,10 +25,20 @@ from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field
 
 from specjax.errors import ConfigError
+from specjax.proposal import Proposal
 from specjax.types import Calibration, Context, Draft, Outcome
 
-_LOOKS = 4
+_LOOKS = 8
 """Blocks of one look, at most."""
+_AFTER_A_PAUSE, _AFTER_A_CHANGE = 1.0, 3.0
+"""Blocks that the evidence from before counts for, beside what comes."""
+_FIRST_PLACE, _LATER_PLACES = 0.5, 4.0
+"""Blocks that what is expected of a place counts for at least: of the first one by the calibration, of a later one by
+the place before it."""
+_SUDDEN = 3.0
+"""Standard deviations: what was kept lately lies so far from what was expected where something has changed."""
+_LATELY = 0.8
+"""What a block counts beside the one after it, in what was kept lately."""
 _HOPED = 10.0
 """Times what it takes to read what was missed, as a share of plain blocks: what a look must be able to find."""
 
@@ -41,6 +51,12 @@ class Weighed:
     """Blocks whose verification got to place j, those long ago for less."""
     accepted: Float[Array, "B G K"]
     """Those of them that kept it."""
+    trusted: Float[Array, "B G"]
+    """Share of ``Weighing.trust`` that is left to the calibration: it fades as the evidence does."""
+    surprise: Float[Array, "B G"]
+    """Tokens that were kept lately beyond what was expected."""
+    spread: Float[Array, "B G"]
+    """The variance that it would have if nothing had changed."""
     blocks: Int[Array, " B"]
     next: Int[Array, " B"]
     """Chosen for the next block; before the first one it means nothing."""
@@ -63,18 +79,19 @@ class Weighing:
     """Whether all rows choose the same."""
     ks: tuple[Annotated[int, Field(ge=0, le=64)], ...] | None = None
     """Lengths to choose from, ascending from 0; None: 0, 1, 2, 3, 5, 8, ... and the drafter's longest."""
-    decay: Annotated[float, Field(gt=0, lt=1)] = 0.93
-    """What a block counts beside the one after it."""
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.98
+    """What a block counts beside the one after it, as long as nothing changes suddenly."""
     trust: Annotated[float, Field(gt=0)] = 12.0
-    """Blocks that the calibration counts for."""
-    margin: Annotated[float, Field(ge=0)] = 0.03
+    """Blocks that the calibration's acceptance counts for at first; it fades as the evidence of blocks does."""
+    margin: Annotated[float, Field(ge=0)] = 0.02
     """How much better another length has to be to be changed to, so that nothing flaps."""
     probe: Annotated[int, Field(ge=1)] = 16
-    """Blocks without proposals before one of the shortest length looks whether they pay again; more where a look costs
-    more, and twice as many after each look in vain, up to ``longest_wait``."""
-    longest_wait: Annotated[int, Field(ge=1)] = 256
-    looks_cost: Annotated[float, Field(gt=0, le=1)] = 0.005
-    """Most of the time of plain blocks that looks may be expected to cost, as a share."""
+    """Blocks without proposals before a look whether they pay again; more where a look costs more, up to
+    ``longest_wait``."""
+    longest_wait: Annotated[int, Field(ge=1)] = 64
+    looks_cost: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Share of the time of plain blocks that looks may be expected to cost, where ``longest_wait`` lets them be so
+    rare."""
 
     def __post_init__(self):
         if self.ks is not None and (len(self.ks) < 2 or self.ks[0] != 0 or list(self.ks) != sorted(set(self.ks))):
@@ -92,7 +109,20 @@ class Weighing:
     def init(self, batch: int, grades: int = 1) -> Weighed:
         """No evidence yet."""
         zeros, nothing = jnp.zeros((batch, grades, self.rungs[-1]), jnp.float32), jnp.zeros((batch,), jnp.int32)
-        return Weighed(zeros, zeros, nothing, nothing, nothing, nothing + self.probe, nothing, nothing)
+        trusted = jnp.ones((batch, grades), jnp.float32)
+        return Weighed(
+            zeros,
+            zeros,
+            trusted,
+            0 * trusted,
+            0 * trusted,
+            nothing,
+            nothing,
+            nothing,
+            nothing + self.probe,
+            nothing,
+            nothing,
+        )
 
     def choose(self, state: Weighed, context: Context) -> Int[Array, " B"]:
         """What was chosen after the block before; for the first one, what is best by the calibration alone."""
@@ -101,14 +131,15 @@ class Weighing:
 
     def decide(self, state: Weighed, context: Context, draft: Draft) -> Int[Array, " B"]:
         """How much to verify of a deterministic draft that cost nothing, which may be looked at."""
-        rates = self.rates(self.chances(state, context, draft.grade), context, draft.valid)
+        valid = draft.valid[:, : self.rungs[-1]]
+        rates = self.rates(self.chances(state, context, draft.grade), context, valid)
         # Nothing is lost by a change here, but no draft is worth what it is not expected to give back for certain.
         best = self._lengths()[jnp.argmax(rates.at[:, 0].mul(1 + self.margin), axis=1)]
         # A look costs time too: it is taken where this very draft would pay if all of it were kept.
-        hoped = self.rates(jnp.ones(draft.valid.shape, jnp.float32), context, draft.valid)
+        hoped = self.rates(jnp.ones(valid.shape, jnp.float32), context, valid)
         hopeful = jnp.max(hoped, axis=1) > (1 + self.margin) * hoped[:, 0]
-        due = draft.valid[:, 0] & hopeful & self.due(state, state.waited, context)
-        return jnp.where(due, jnp.maximum(best, self.rungs[1]), best)
+        due = valid[:, 0] & hopeful & self.due(state, state.waited, context)
+        return jnp.where(due, jnp.maximum(best, self._look(calibration_of(context, self))), best)
 
     def stop(self, state: Weighed, logits: Float[Array, "B V"], offset: int | Int[Array, ""]) -> Any:
         """No row stops early."""
@@ -116,8 +147,10 @@ class Weighing:
 
     def chances(self, state: Weighed, context: Context, grade: Int[Array, " B"] | None = None) -> Float[Array, "B K"]:
         """That each place is kept if those before it are, by what the row's own proposals of that grade became."""
-        reached, accepted = (of_grade(x, grade) for x in (state.reached, state.accepted))
-        return estimated(reached, accepted, calibration_of(context, self).acceptance[None], self.trust)
+        counts = (state.reached, state.accepted, state.trusted[..., None])
+        reached, accepted, trusted = (of_grade(x, grade) for x in counts)
+        prior = calibration_of(context, self).acceptance[None]
+        return estimated(reached, accepted, prior, self.trust * trusted[:, 0])
 
     def rates(
         self, chances: Float[Array, "B K"], context: Context, valid: Bool[Array, "B K"] | None = None
@@ -144,8 +177,9 @@ class Weighing:
         assert limit is not None
         state = dataclasses.replace(state, blocks=state.blocks + active.astype(jnp.int32))
         waited = state.waited + active.astype(jnp.int32)
+        look = self._look(calibration_of(outcome.context, self))
         due = self.due(state, waited, outcome.context)
-        waiting = dataclasses.replace(state, waited=waited, next=jnp.where(due, self.rungs[1], 0))
+        waiting = dataclasses.replace(state, waited=waited, next=jnp.where(due, look, 0))
         # Where nothing was found to propose, nothing is learnt; but what others look at, nobody has to look at again.
         found = dataclasses.replace(state, next=limit, waited=jnp.zeros_like(waited) if self.together else state.waited)
         if outcome.draft.tokens.shape[1]:
@@ -168,6 +202,12 @@ class Weighing:
         ks, kept = np.asarray(self.rungs), calibration.acceptance.cumprod().cumsum()
         return ((1.0 + np.float32(ks > 0) * kept[ks - 1]) / calibration.seconds[ks]).argmax()
 
+    def _look(self, calibration: Calibration) -> Int[Array, ""]:
+        """The shortest length that pays if all of it is kept; a shorter one says less than it costs."""
+        ks = np.asarray(self.rungs)
+        pays = np.float32(1 + ks) * calibration.seconds[0] > (1 + self.margin) * calibration.seconds[ks]
+        return jnp.asarray(ks, jnp.int32)[jnp.argmax(jnp.asarray(pays) & jnp.asarray(ks > 0))]
+
     def _could_pay(self, calibration: Calibration) -> Bool[Array, ""]:
         """Whether a draft that is always kept would."""
         ks, plain = np.asarray(self.rungs), calibration.seconds[0]
@@ -182,41 +222,69 @@ class Weighing:
         better = jnp.max(rates, axis=1) > (1 + self.margin) * jnp.take_along_axis(rates, before[:, None], axis=1)[:, 0]
         chosen = self._lengths()[jnp.where(better, best, before)]
         # A look that was worth it is taken again at once: what is known is old, and one block says little.
-        worth_it = outcome.verdict.num_accepted >= self.rungs[1]
+        look = self._look(calibration_of(context, self))
+        worth_it = self.kept_enough(outcome, look)
         again = (chosen == 0) & looked & worth_it & (state.looks + 1 < _LOOKS)
         seconds = self.seconds(context)
-        lost = (seconds[1] / seconds[0] - 1 - self.gained(outcome, chances)) / self.looks_cost
-        interval = jnp.where(looked, jnp.minimum(2 * state.interval, self.longest_wait), self.probe)
-        interval = jnp.maximum(interval, jnp.clip(lost, 0, 1e6).astype(jnp.int32))
+        at = jnp.sum(self._lengths() < look)
+        lost = (seconds[at] / seconds[0] - 1 - self.gained(outcome, chances, look)) / self.looks_cost
+        interval = jnp.clip(lost, self.probe, max(self.probe, self.longest_wait)).astype(jnp.int32)
         return dataclasses.replace(
             state,
-            next=jnp.where(again, self.rungs[1], chosen),
+            next=jnp.where(again, look, chosen),
             waited=jnp.where(again, state.waited, 0),
             interval=jnp.where(again, state.interval, jnp.where(chosen > 0, self.probe, interval)),
             looks=jnp.where(again, state.looks + 1, 0),
             probes=state.probes + (looked & active).astype(jnp.int32),
         )
 
-    def gained(self, outcome: Outcome, chances: Float[Array, "B K"]) -> Float[Array, " R"]:
-        """Tokens that the first proposals were expected to give, a row."""
-        return jnp.where(outcome.draft.valid[:, 0], chances[:, 0], 0.0)
+    def kept_enough(self, outcome: Outcome, look: Int[Array, ""]) -> Bool[Array, " R"]:
+        """Whether half of what a look proposed was kept."""
+        return 2 * outcome.verdict.num_accepted >= look
+
+    def gained(self, outcome: Outcome, chances: Float[Array, "B K"], look: Int[Array, ""]) -> Float[Array, " R"]:
+        """Tokens that the proposals of a look were expected to give, a row."""
+        places = jnp.arange(chances.shape[1], dtype=jnp.int32)[None]
+        kept = jnp.where(places < look, jnp.cumprod(chances, axis=1), 0.0)
+        return jnp.where(outcome.draft.valid[:, 0], jnp.sum(kept, axis=1), 0.0)
 
     def _with_evidence(self, state: Weighed, outcome: Outcome, active: Bool[Array, " B"]) -> Weighed:
-        valid, n = outcome.draft.valid, outcome.verdict.num_accepted[:, None]
-        place = jnp.arange(1, valid.shape[1] + 1, dtype=jnp.int32)[None]
-        reached, kept = (active[:, None] & valid & (n >= least) for least in (place - 1, place))
-        more = ((0, 0), (0, self.rungs[-1] - valid.shape[1]))
+        n, place = outcome.verdict.num_accepted[:, None], jnp.arange(1, self.rungs[-1] + 1, dtype=jnp.int32)[None]
+        proposal = Proposal.of(outcome.context, outcome.draft)
+        proposed = active[:, None] & (proposal.offered(outcome.draft.valid)[:, None] >= place)
+        reached, kept = (proposed & (n >= least) for least in (place - 1, place))
         grades = jnp.arange(state.reached.shape[1], dtype=jnp.int32)[None]
         grade = outcome.draft.grade
         concerned = grades == (jnp.zeros_like(grades) if grade is None else grade[:, None])
-        # Only what was proposed makes what is known older; a look, more so.
-        decay = jnp.where(state.waited > 0, self.decay**4, self.decay)[:, None]
-        decay = jnp.where(concerned & jnp.any(reached, axis=1, keepdims=True), decay, 1.0)[..., None]
+        expected = self.chances(state, outcome.context, grade)
+        beyond = jnp.sum(jnp.where(reached, kept.astype(jnp.float32) - expected, 0.0), axis=1)[:, None]
+        varies = jnp.sum(jnp.where(reached, expected * (1 - expected), 0.0), axis=1)[:, None]
+        surprise = _LATELY * state.surprise + jnp.where(concerned, beyond, 0.0)
+        spread = _LATELY**2 * state.spread + jnp.where(concerned, varies, 0.0)
+        paused = (state.waited >= self.probe)[:, None]
+        changed = self.of_all(surprise, active) ** 2 > _SUDDEN**2 * self.of_all(spread, active)
+        # Only what was proposed makes what is known older, and a pause or a change much older.
+        known = jnp.maximum(jnp.max(state.reached, axis=2), self.trust * state.trusted)
+        left = jnp.where(paused, _AFTER_A_PAUSE, jnp.where(changed, _AFTER_A_CHANGE, jnp.inf))
+        decay = jnp.minimum(self.decay, left / jnp.maximum(known, _AFTER_A_PAUSE))
+        decay = jnp.where(concerned & jnp.any(reached, axis=1, keepdims=True), decay, 1.0)
         pairs = ((state.reached, reached), (state.accepted, kept))
         counts = [
-            decay * old + (concerned[..., None] & jnp.pad(new, more)[:, None]).astype(jnp.float32) for old, new in pairs
+            decay[..., None] * old + (concerned[..., None] & new[:, None]).astype(jnp.float32) for old, new in pairs
         ]
-        return dataclasses.replace(state, reached=counts[0], accepted=counts[1])
+        surprise, spread = (jnp.where(paused | changed, 0.0, x) for x in (surprise, spread))
+        return dataclasses.replace(
+            state,
+            reached=counts[0],
+            accepted=counts[1],
+            trusted=decay * state.trusted,
+            surprise=surprise,
+            spread=spread,
+        )
+
+    def of_all(self, values: Float[Array, "B G"], active: Bool[Array, " B"]) -> Float[Array, "R G"]:
+        """Each row's own."""
+        return values
 
     def _rung_of(self, looked: Bool[Array, " B"], context: Context) -> Int[Array, " B"]:
         """Which of ``ks`` the block had; of a look, nothing, since it is what would go on without."""
@@ -237,16 +305,18 @@ def of_grade(counts: Float[Array, "R G K"], grade: Int[Array, " B"] | None) -> F
 
 
 def estimated(
-    reached: Float[Array, "R K"], accepted: Float[Array, "R K"], prior: Float[Array, "S K"], trust: float
+    reached: Float[Array, "R K"], accepted: Float[Array, "R K"], prior: Float[Array, "S K"], weight: Float[Array, " R"]
 ) -> Float[Array, "R K"]:
-    """Chances by what was kept of what was reached, with ``trust`` blocks of what is expected before: ``prior``,
-    changed from place to place as it does."""
+    """Chances by what was kept of what was reached, and by what is expected without it, which counts for ``weight``
+    blocks at least: at the first place ``prior``, at a later one what was found for the place before it, changed as
+    ``prior`` changes."""
     found: list[Array] = []
+    weights = jnp.maximum(weight, _FIRST_PLACE), jnp.maximum(weight, _LATER_PLACES)
     for j in range(reached.shape[1]):
-        expected = prior[:, j]
+        expected, weight = prior[:, j], weights[j > 0]
         if j:
             expected = jnp.clip(found[-1] * expected / jnp.maximum(prior[:, j - 1], 0.01), 0.0, 1.0)
-        found.append((accepted[:, j] + trust * expected) / (reached[:, j] + trust))
+        found.append((accepted[:, j] + weight * expected) / (reached[:, j] + weight))
     return jnp.stack(found, axis=1)
 
 

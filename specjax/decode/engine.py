@@ -129,8 +129,9 @@ class Engine:
 
     @property
     def decides_after(self) -> bool:
-        """Whether the controller is asked once the draft is there: one that is no chance and cost nothing."""
-        return hasattr(self.controller, "decide") and getattr(self.drafter, "free", False)
+        """Whether the controller is asked once the draft is there: a chain that is no chance and cost nothing."""
+        chain = self.num_nodes == self.max_depth
+        return chain and hasattr(self.controller, "decide") and getattr(self.drafter, "free", False)
 
     @property
     def num_nodes(self) -> int:
@@ -276,13 +277,18 @@ def chosen(engine: Engine, params: EngineParams, state: DecodeState) -> Int[Arra
     context = looked_at(engine, params, state, None, noise=False)
     deepest = min(engine.max_depth, engine.rungs[-1])  # a tree's rungs count nodes, of which there are more
     limit = deepest if engine.decides_after else engine.controller.choose(state.controller, context)
-    return None if limit is None else jnp.where(state.done, 0, jnp.minimum(limit, deepest))
+    if limit is None:
+        return None
+    # The last token of a row's budget is the target's own.
+    most = jnp.minimum(deepest, state.budget - state.lengths - 1) if len(engine.rungs) > 1 else deepest
+    return jnp.where(state.done, 0, jnp.minimum(limit, most))
 
 
 def decided(engine: Engine, state: DecodeState, context: Context, draft: Draft) -> tuple[Context, Draft]:
     """The rest of a draft that cost nothing, once the controller has seen it."""
     assert engine.controller is not None
-    limit = jnp.where(state.done, 0, engine.controller.decide(state.controller, context, draft))  # type: ignore[attr-defined]
+    limit = engine.controller.decide(state.controller, context, draft)  # type: ignore[attr-defined]
+    limit = jnp.where(state.done, 0, jnp.minimum(limit, state.budget - state.lengths - 1))
     place = jnp.arange(1, draft.valid.shape[1] + 1, dtype=jnp.int32)[None]
     draft = dataclasses.replace(draft, valid=draft.valid & (place <= limit[:, None]))
     return dataclasses.replace(context, limit=limit), draft

@@ -4,6 +4,7 @@ its calibration makes the best."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax.numpy as jnp
@@ -94,12 +95,31 @@ def test_the_only_length_that_can_be_paid_is_chosen_and_drafted_no_further(k):
     seconds = np.where(np.arange(6) == k, 1.0, np.inf)
     forced(decoder, True, 4, seconds)
     found = decoder.generate(PROMPTS, **OPTIONS, temperature=0.0)
-    for stats in found.stats:
-        assert stats.drafted_at == (stats.blocks,) * k + (0,) * (5 - k)
+    for proposals, origins in zip(found.proposals, found.origins, strict=True):
+        before = [0, *itertools.accumulate(sizes_of_blocks(origins))]
+        # The last token of a row's budget is the target's own.
+        assert proposals == [min(k, OPTIONS["max_new_tokens"] - 1 - tokens) for tokens in before[:-1]]
     short = Decoder(TARGET, DraftModel(DRAFT, k)) if k else Decoder(TARGET)
     same = short.generate(PROMPTS, **OPTIONS, temperature=0.0)
     assert [stats.blocks for stats in found.stats] == [stats.blocks for stats in same.stats]
-    assert [stats.accepted for stats in found.stats] == [stats.accepted for stats in same.stats]
+    assert found.tokens == same.tokens
+
+
+def sizes_of_blocks(origins: list[str]) -> list[int]:
+    """Tokens of each block; the last one may end without a token of the target's own."""
+    ends = [i for i, origin in enumerate(origins, 1) if origin != "accepted"]
+    ends += [len(origins)] * (ends[-1] < len(origins))
+    return np.diff([0, *ends]).tolist()
+
+
+@pytest.mark.parametrize("drafter", ["draft", "ngram"])
+@pytest.mark.parametrize("controller", ["adaptive", "ladder", "survival", "budgeted", Confidence(0.01)])
+def test_nothing_is_drafted_past_the_budget(controller, drafter):
+    decoder = adaptive(drafter, "speculative", controller)
+    for new in (1, 2, 4):
+        found = decoder.generate([[1, 1, 1, 1]] * 4, max_new_tokens=new, temperature=0.0, ignore_eos=True)
+        assert all(proposals[0] <= new - 1 for proposals in found.proposals)
+    assert sum(stats.drafted for stats in found.stats) > 0
 
 
 @pytest.mark.parametrize("controller", [Ladder(probe=4, longest_wait=8), Survival(probe=4, longest_wait=8)])

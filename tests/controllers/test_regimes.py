@@ -1,0 +1,68 @@
+"""Lengths where acceptance changes: within 5% of the best fixed length of each regime, once 64 blocks have passed."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from specjax.controllers.ladder import Ladder
+from specjax.controllers.survival import Survival
+from tests.cases import in_proof
+from tests.controllers.regimes import costs, rows_of, shares_of_the_best
+
+COSTS = {"1.1": costs(1.1), "1.5": costs(1.5), "2": costs(2.0), "2, the first .5": costs(2.0, 0.5), "3": costs(3.0)}
+REGIMES = {
+    "good, bad, good": (0.9, 0.1, 0.9),
+    "bad, good, bad": (0.3, 0.95, 0.3),
+    "middling": (0.7, 0.4, 0.8),
+    "bad at first": (0.1, 0.9, 0.5),
+}
+EXPECTED = (0.3, 0.7, 0.9)
+QUICK = [("2", "bad at first", 0.3), ("1.5", "middling", 0.9), ("3", "good, bad, good", 0.7)]
+CASES = [
+    *QUICK,
+    *(in_proof(*case) for case in itertools.product(COSTS, REGIMES, EXPECTED) if case not in QUICK),
+]
+
+
+@pytest.mark.parametrize("controller", [Ladder(), Survival()])
+@pytest.mark.parametrize(("cost", "regimes", "expected"), CASES)
+def test_one_row_is_near_the_best_length_of_each_regime(controller, cost, regimes, expected):
+    chances = np.stack([rows_of(chance) for chance in REGIMES[regimes]])
+    assert shares_of_the_best(controller, chances, COSTS[cost], expected).min() > 0.95
+
+
+@pytest.mark.parametrize(
+    ("cost", "regimes", "expected"),
+    [QUICK[0], *(in_proof(*case) for case in itertools.product(COSTS, REGIMES, EXPECTED) if case != QUICK[0])],
+)
+def test_rows_that_are_alike_are_near_the_best_length_of_each_regime(cost, regimes, expected):
+    chances = np.stack([rows_of(*[chance] * 4) for chance in REGIMES[regimes]])
+    assert shares_of_the_best(Ladder(), chances, COSTS[cost], expected).min() > 0.95
+
+
+@pytest.mark.parametrize("cost", ["1.5", in_proof("1.1"), in_proof("2")])
+def test_rows_that_differ_end_as_soon_as_the_slowest_of_them_can(cost):
+    """The batch takes as long as that row, which gets no more proposals than pay for it."""
+    rows = [(0.9, 0.9, 0.9, 0.9), (0.95, 0.8, 0.5, 0.3), (0.9, 0.9, 0.9, 0.3)]
+    chances = np.stack([rows_of(*row) for row in rows])
+    assert shares_of_the_best(Ladder(), chances, COSTS[cost], 0.7).min() > 0.95
+
+
+def test_a_draft_that_was_given_up_is_taken_up_again_however_bad_it_was_expected_to_be():
+    """Expected .3, and always kept from the first look on: 1.79 times plain decoding is possible."""
+    chances = np.stack([rows_of(1.0)])
+    seconds = costs(1.0 + 5 * 0.47)
+    for controller in (Ladder(), Survival()):
+        assert shares_of_the_best(controller, chances, seconds, 0.3, settled=0).min() > 0.85
+        assert shares_of_the_best(controller, chances, seconds, 0.3).min() > 0.95
+
+
+@pytest.mark.parametrize("controller", [Ladder(), Survival()])
+def test_lengths_do_not_flap_where_nothing_changes(controller):
+    """A draft of the demo at temperature 1: all lengths are within 3% of each other, and 13% better than none."""
+    chances = np.asarray([[[0.80, 0.85, 0.86, 0.87, 0.87]]], np.float32)
+    seconds = np.asarray([1, 1.61, 2.16, 2.68, 3.1, 3.52], np.float32)
+    assert shares_of_the_best(controller, chances, seconds, 0.8, settled=0, runs=64).min() > 0.97
