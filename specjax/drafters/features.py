@@ -30,7 +30,7 @@ from specjax.errors import ConfigError, ModelError
 from specjax.models import hf
 from specjax.models.attention.memory import Attended
 from specjax.models.config import LayerKind, ModelConfig, Norm
-from specjax.models.decode_layout import stored_kernels
+from specjax.models.decode_layout import described, stored_kernels
 from specjax.models.kernels import Transposed
 from specjax.models.layers import Linear
 from specjax.models.products import soft_capped
@@ -186,13 +186,17 @@ class BoundFeatures:
 # --- loaded, beside a target ----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class LoadedDraft:
     """A draft's weights and what computes with them; of `ENDS` those that are not the target's."""
 
     spec: FeatureModel
     params: Params
     name: str = "draft"
+
+    def __repr__(self) -> str:
+        """A line, of any number of weights."""
+        return described(self, self.params)
 
     @property
     def most(self) -> int | None:
@@ -201,12 +205,17 @@ class LoadedDraft:
 
     def beside(self, target: Any) -> Params:
         """All weights as decoding reads them, made once: those that are missing are the target's, not copied."""
-        layout, (made_of, found) = target.layout(), self.__dict__.get("_beside", (None, None))
-        if made_of is not layout:
+        layout = target.layout()
+        (made_of, found), parts = self.__dict__.get("_beside", (None, None)), [layout, *jax.tree.leaves(self.params)]
+        if (
+            made_of is None
+            or len(made_of) != len(parts)
+            or any(x is not y for x, y in zip(made_of, parts, strict=True))
+        ):
             ends = {name: _laid_out(layout.params, name) for name in ENDS if name not in self.params}
             # As trained first: what stands for a kernel of the target's is no array, and stays.
             found = stored_kernels(self.spec, {**self.params, **self._wanted(ends)})
-            self._beside = layout, found
+            self._beside = parts, found
         return found
 
     def _wanted(self, ends: Mapping[str, Any]) -> Params:

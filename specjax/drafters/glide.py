@@ -279,7 +279,7 @@ class TrainedGlide(TrainedDrafter):
         save_glide(LoadedGlide(self.glide.model, params, self.glide.reads, name, self.family), directory, card)
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class LoadedGlide(LaidOut):
     """A draft's weights and the target's layers that they read."""
 

@@ -95,6 +95,11 @@ class LaidOut:
         """The devices that the weights lie over, if there are several."""
         return mesh_of(self.params if self.holds_originals else self._layout[1].params)
 
+    def __repr__(self) -> str:
+        """A line, of any number of weights."""
+        weights = self.params if self.holds_originals else self._layout[1].params
+        return described(self, weights)
+
     @property
     def holds_originals(self) -> bool:
         return "params" in self.__dict__
@@ -103,6 +108,11 @@ class LaidOut:
         if name == "params" and "_layout" in self.__dict__:
             return self._layout[1].originals()
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def described(model: Any, params: Params) -> str:
+    """A line about a model, its name and its weights."""
+    return f"<{type(model).__name__} {model.name!r}, {kernels.counted(params)[0]:,} weights in memory>"
 
 
 def _same_arrays(a: list[Array] | None, b: list[Array] | None) -> bool:

@@ -71,7 +71,7 @@ _HUB_FILES = (
 )
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class LoadedModel(LaidOut):
     """A model ready to run, in weights laid out as `Model.init` makes them."""
 

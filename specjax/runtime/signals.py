@@ -1,4 +1,5 @@
-"""SIGTERM, which schedulers send before they take a machine away, as a question between two steps: save and end now?"""
+"""SIGTERM, which schedulers send before they take a machine away, as a question between two steps: save and end now?
+And Ctrl-C, where it must not come between two instructions."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -36,3 +38,24 @@ def stop_requested() -> Iterator[Callable[[int], bool]]:
         yield lambda step: came.is_set()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def ctrl_c_waits() -> Iterator[None]:
+    """A Ctrl-C is handled once this block has ended: in the block, what one thing gives up another takes over. Of a
+    SIGTERM that raises as one does (`specjax.cli`), the same."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are handled in the main thread alone
+        return
+    came: list[tuple[int, Any]] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handled = {number: handler for number, handler in before.items() if callable(handler)}
+    for number in handled:
+        signal.signal(number, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        for number, handler in handled.items():
+            signal.signal(number, handler)
+        for number, frame in came[:1]:
+            handled[number](number, frame)

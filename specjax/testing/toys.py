@@ -99,7 +99,7 @@ def seen(positions, slots, stored, mask) -> tuple[jax.Array, jax.Array]:
     return visible, jnp.sum(wrong, axis=2)
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class ToyModel(LaidOut):
     """Stands where a `LoadedModel` stands."""
 
