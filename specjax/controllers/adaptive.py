@@ -17,4 +17,7 @@ class Adaptive(Pooled):
 
     uncalibrated: ClassVar[Fixed] = Fixed()
     """Decodes where nothing was measured."""
+    corrects: ClassVar[bool] = True
+    """What blocks cost is measured again while they are decoded, where it is doubtful: see
+    `specjax.decode.calibration.Correction`."""
     kind: Literal["adaptive"] = "adaptive"

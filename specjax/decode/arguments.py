@@ -6,13 +6,14 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from specjax import registry
 from specjax.errors import ConfigError, DataError
 from specjax.models.files import named
 from specjax.models.sharding import beside
-from specjax.types import Bound, Controller, Drafter, Verifier
+from specjax.types import Bound, Calibration, Controller, Drafter, Verifier
 
 _short = reprlib.Repr().repr
 _HOW = (
@@ -91,6 +92,31 @@ def bound(drafter: Drafter, target: Any) -> Bound:
             "docs/extending.md, and inherit specjax.drafters.base.StatelessDrafter if it keeps nothing"
         )
     return Bound(spec, beside(params, target.mesh))
+
+
+def weights_of(drafter: Drafter | None, target: Any) -> list[Any]:
+    """The target's layout and the arrays of the drafter's own model: a bound drafter was made of them, and a user may
+    have replaced one since."""
+    model = getattr(drafter, "model", None)
+    own = getattr(model, "__dict__", {}).get("params")  # not of a model that made its layout of them and let them go
+    return [target.layout(), *jax.tree.leaves(own)]
+
+
+def check_calibration(calibration: Any, where: tuple[bool, int], depth: int) -> None:
+    """Raises `ConfigError` for one that nothing can be weighed with."""
+    name = f"decoder.calibrations[{where[0]}, {where[1]}]"
+    if not isinstance(calibration, Calibration):
+        raise ConfigError(f"{name}: a {type(calibration).__name__}; give a specjax.types.Calibration, or calibrate")
+    seconds, acceptance = (np.asarray(x) for x in (calibration.seconds, calibration.acceptance))
+    if seconds.shape != (depth + 1,) or acceptance.shape != (depth,):
+        raise ConfigError(
+            f"{name}: seconds of {list(seconds.shape)} and acceptance of {list(acceptance.shape)}, and the drafter "
+            f"proposes up to {depth} tokens; give [{depth + 1}] and [{depth}]"
+        )
+    if not (np.all(seconds > 0) and np.isfinite(seconds).any()):  # infinitely much: never
+        raise ConfigError(f"{name}: seconds={seconds.tolist()}; give what blocks take, above 0")
+    if not (np.all(acceptance >= 0) and np.all(acceptance <= 1)):
+        raise ConfigError(f"{name}: acceptance={acceptance.tolist()}; give chances from 0 to 1")
 
 
 def token_ids(prompt: Any, where: str) -> list[int]:

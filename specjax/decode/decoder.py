@@ -17,8 +17,8 @@ import numpy as np
 from specjax import backend, registry
 from specjax.decode import request as request_lib
 from specjax.decode import stops as stops_lib
-from specjax.decode.arguments import bound, controller_for, drafter_of, verifier_of
-from specjax.decode.calibration import guessed, held_to, measured
+from specjax.decode.arguments import bound, check_calibration, controller_for, drafter_of, verifier_of, weights_of
+from specjax.decode.calibration import BlockTimer, Correction, guessed, held_to, measured
 from specjax.decode.engine import Engine, EngineParams, Logprobs, NoDraft, max_depth, num_nodes
 from specjax.decode.programs import NO_LIMIT, compiled_chunk, grow, prefilled, slide
 from specjax.decode.request import Batch, Prompt, SamplingOptions
@@ -72,16 +72,23 @@ class Decoder:
     ):
         check_model(target, "target")
         self.target = target
-        self._drafter, self._drafter_params = bound(drafter_of(drafter) or NoDraft(), target)
+        self._given = drafter_of(drafter)
+        self._bind()
         self._verifier = verifier_of(verifier)
         self._controller = controller_for(controller, max_depth(self._drafter))
-        if prefill_chunk is not None and prefill_chunk < 1:
-            raise ConfigError(f"prefill_chunk: {prefill_chunk}; give at least 1 token, or None")
+        if prefill_chunk is not None and not (request_lib.is_whole(prefill_chunk) and prefill_chunk >= 1):
+            raise ConfigError(f"prefill_chunk: {prefill_chunk!r}; give at least 1 token, a whole number, or None")
         self._prefill_chunk = prefill_chunk
         self.calibrations: dict[tuple[bool, int], Calibration] = {}
         """What blocks cost, by whether all rows are greedy and by the rows of the padded batch: from `calibrate`, or
-        set to what another decoder measured, so that it chooses as that one did."""
+        set to what another decoder measured, so that it chooses as that one did. `adaptive` corrects them as it
+        decodes."""
+        self._corrections: dict[tuple[bool, int], Correction] = {}
         self._greedy_verifier: Verifier = registry.build(registry.VERIFIERS, "greedy", "verifier")
+
+    def _bind(self) -> None:
+        self._weights = weights_of(self._given, self.target)
+        self._drafter, self._drafter_params = bound(self._given or NoDraft(), self.target)
 
     @property
     def lossless(self) -> bool:
@@ -97,6 +104,18 @@ class Decoder:
     def weighs(self) -> bool:
         """Whether the controller chooses by what blocks cost: see `calibrate`."""
         return getattr(self._controller, "needs_calibration", False)
+
+    def moves_no_token(self, greedy: bool) -> bool:
+        """Whether the lengths of blocks leave every token as it is: greedily, and where noise belongs to positions
+        (`coupled`). Elsewhere they change which sample of its distribution a row gets.
+
+        Args:
+            greedy: whether all rows are at temperature 0.
+
+        Returns:
+            Whether lengths may be chosen by a clock, and a row still replays from its seed.
+        """
+        return greedy or self._verifier.noise == "coupled"
 
     def program_of(self, prompts: Sequence[Prompt], **sampling: Unpack[SamplingOptions]) -> tuple[bool, int]:
         """Which of `calibrations` a batch of these prompts is decoded with.
@@ -138,7 +157,8 @@ class Decoder:
             prompts: texts, or lists of token ids.
             max_new_tokens: the budget, in tokens.
             seed: an integer s gives row i the seed derived from (s, i); the seeds used are in the result, and any row
-                replays alone from its own (``seed=[result.seeds[i]]``).
+                replays alone from its own (``seed=[result.seeds[i]]``); after `calibrate`, see
+                `GenerationResult.seeds`.
             ignore_eos: go on past the target's end-of-sequence ids.
             stop_strings: end a row where its new text holds one: the text stops before it, the tokens with the one that
                 completes it (counters also hold what was decoded before the host saw it).
@@ -203,8 +223,7 @@ class Decoder:
             DataError: an argument cannot be used; the message names argument and value.
             TypeError: a keyword is none of `SamplingOptions`.
         """
-        whole = isinstance(steps_per_event, (int, np.integer)) and not isinstance(steps_per_event, bool)
-        if not whole or steps_per_event < 1:
+        if not request_lib.is_whole(steps_per_event) or steps_per_event < 1:
             raise DataError(
                 f"steps_per_event: {steps_per_event!r}; an event takes a whole number of blocks, at least one"
             )
@@ -212,7 +231,7 @@ class Decoder:
         detokenize = self._detokenizer(skip_special_tokens)
         if detokenize is not None:
             run.texts = [RowText(detokenize, run.stops[0])]
-        return self._events(run, steps_per_event)
+        return self._events(run, min(int(steps_per_event), NO_LIMIT))
 
     def _events(self, run: _Run, steps_per_event: int) -> Iterator[Event]:
         sent = start = int(run.batch.request.lengths[0])
@@ -255,6 +274,15 @@ class Decoder:
             TypeError: a keyword is none of `SamplingOptions`.
         """
         run = self._run(prompts, max_new_tokens, 0, True, None, logprobs, logits_processor, sampling)
+        self._compile(run)
+        where = run.batch.greedy, run.batch.rows
+        if run.params.calibration is not None and self._never_proposes(where):  # once its costs have been measured
+            engine, run.params = self._plain_program(*where, run.batch.extras)
+            kept = {name: getattr(run.engine, name) for name in ("processor", "logprobs", "tokens")}
+            run.engine = dataclasses.replace(engine, **kept)
+            self._compile(run)
+
+    def _compile(self, run: _Run) -> None:
         first, *more = run.batch.slots
         chunk = compiled_chunk(run.engine)
         limits = np.int32(0), np.int32(NO_LIMIT)
@@ -274,8 +302,17 @@ class Decoder:
         Returns:
             The engine, static and hashable, and its parameters.
         """
+        return self._engine(greedy, rows, extras, self._known((greedy, rows)))
+
+    def _engine(
+        self, greedy: bool, rows: int, extras: tuple[str, ...] | None, calibration: Calibration | None
+    ) -> tuple[Engine, EngineParams]:
+        """`engine` by what is known of a block's costs."""
+        weights = weights_of(self._given, self.target)
+        if len(weights) != len(self._weights) or any(x is not y for x, y in zip(weights, self._weights, strict=True)):
+            self._bind()
         layout, verifier = self.target.layout(), self._greedy_verifier if greedy else self._verifier
-        controller, calibration = self._controller, self.calibrations.get((greedy, rows))
+        controller = self._controller
         if calibration is None and self.weighs:
             controller = getattr(controller, "uncalibrated", controller)
             if controller is self._controller:
@@ -292,20 +329,30 @@ class Decoder:
         return engine, EngineParams(layout.params, self._drafter_params, calibration)
 
     def calibrate(
-        self, prompts: Sequence[Prompt], *, blocks: int = 12, seconds: float = 3.0, **sampling: Unpack[SamplingOptions]
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        blocks: int = 12,
+        seconds: float = 3.0,
+        costs: Calibration | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> Calibration | None:
         """Measure what blocks of every length cost in a batch of these prompts, and how often proposals are kept, for
         the controller of all batches of as many rows, greedy or not as this one. Beside its seconds, it compiles what
         `generate` does.
 
         Args:
-            prompts: texts, or lists of token ids; not those that the decoder is judged by.
+            prompts: texts, or lists of token ids; not those that the decoder is judged by. Where the target has too few
+                positions for what follows them, they lose their first tokens.
             blocks: of each length in a turn, the fastest of which counts.
             seconds: of turns, of which there are at least three.
+            costs: what programs of the same shapes were found to cost, on this machine: one turn, and no more if it
+                agrees.
             sampling: `SamplingOptions`.
 
         Returns:
-            What was measured; None if the controller does not weigh.
+            What was measured; None if the controller does not weigh, or if the target has too few positions for a
+            block.
 
         Raises:
             DataError: an argument cannot be used; the message names argument, row and value.
@@ -313,18 +360,20 @@ class Decoder:
         """
         if not self.weighs:
             return None
-        depth = max_depth(self._drafter)
-        new = blocks * (depth + 1)
+        depth, nodes = max_depth(self._drafter), num_nodes(self._drafter)
+        prompts, blocks = request_lib.fitting(self.target, prompts, blocks, nodes + 1)
+        if not blocks:
+            return None
+        new = blocks * (nodes + 1)
         run = self._run(prompts, new, 0, True, sampling=sampling)
         where = run.batch.greedy, run.batch.rows
-        program = *where, run.batch.extras
         # Whatever it is, so that the program is the one that chooses, and the draft reads the prompts.
-        self.calibrations.setdefault(where, held_to(depth, depth))
-        run.engine, run.params = self.engine(*program)
-        run.params = dataclasses.replace(run.params, calibration=held_to(depth, depth))
-        found = measured(run.engine, run.params, self._prefill(run, run.batch.slots[-1]), blocks, seconds)
+        held = held_to(depth, depth)
+        run.engine, run.params = self._engine(*where, run.batch.extras, held)
+        found = measured(run.engine, run.params, self._prefill(run, run.batch.slots[-1]), blocks, seconds, costs)
         self.calibrations[where] = found
-        if self._program(*program)[0] != run.engine:  # what was timed is not what will decode
+        self._corrections[where] = Correction(found, measured=True, shapes={run.batch.shapes})
+        if self._program(run.batch)[0] != run.engine:  # what was timed is not what will decode
             self.compile(prompts, max_new_tokens=new, **sampling)
         return found
 
@@ -385,21 +434,60 @@ class Decoder:
             raise DataError(f"logprobs: {logprobs!r}; give 'raw' (or True), 'processed' or None")
         if processor is not None:
             request_lib.check_processor(processor, batch.request, batch.slots[-1])
-        engine, params = self._program(batch.greedy, batch.rows, batch.extras)
+        engine, params = self._program(batch)
         tokens = TokenRows.of(self.target) if logprobs == "raw" else None
         engine = dataclasses.replace(engine, processor=processor, logprobs=logprobs, tokens=tokens)
         stops = stops_lib.check(stop_strings, len(prompts), self.target.tokenizer is not None)
         return _Run(batch, engine, params, stops, start)
 
-    def _program(self, greedy: bool, rows: int, extras: tuple[str, ...]) -> tuple[Engine, EngineParams]:
+    def _program(self, batch: Batch) -> tuple[Engine, EngineParams]:
         """`engine`, or that of plain decoding where its controller would never propose anything."""
+        where, extras = (batch.greedy, batch.rows), batch.extras
+        correction = self._correction(where)
+        if self._never_proposes(where) and (correction is None or not correction.wants(batch.shapes)):
+            return self._plain_program(*where, extras)
+        return self.engine(*where, extras)
+
+    def _never_proposes(self, where: tuple[bool, int]) -> bool:
+        known, correction = self._known(where), self._correction(where)
+        never = getattr(self._controller, "never_proposes", None)
+        if known is None or never is None:
+            return False
+        return bool(never(known)) and (correction is None or bool(never(correction.origin)))
+
+    def _plain_program(self, greedy: bool, rows: int, extras: tuple[str, ...]) -> tuple[Engine, EngineParams]:
         engine, params = self.engine(greedy, rows, extras)
-        known, never = self.calibrations.get((greedy, rows)), getattr(engine.controller, "never_proposes", None)
-        if known is None or never is None or not never(known):
-            return engine, params
         spec, nothing = bound(NoDraft(), self.target)
         engine = dataclasses.replace(engine, drafter=spec, controller=controller_for("fixed", 0))
         return engine, dataclasses.replace(params, drafter=nothing, calibration=None)
+
+    def _known(self, where: tuple[bool, int]) -> Calibration | None:
+        """Raises `ConfigError` for one that a user set and that is none."""
+        known = self.calibrations.get(where)
+        if known is not None:
+            check_calibration(known, where, max_depth(self._drafter))
+        return known
+
+    def _correction(self, where: tuple[bool, int]) -> Correction | None:
+        """Of what the lengths of such batches are chosen by; None where nobody corrects it."""
+        known = self._known(where)
+        if known is None or not getattr(self._controller, "corrects", False):
+            return None
+        found = self._corrections.get(where)
+        if found is None or found.known is not known:
+            found = self._corrections[where] = Correction(known, measured=False)
+        return found
+
+    def _correct(self, run: _Run, scheduler: Scheduler, correction: Correction, controller: Any) -> None:
+        """Measure what blocks cost now, in the state that the generation goes on from; ``controller``: its controller's
+        before the first block."""
+        timer = BlockTimer(run.engine, run.params, scheduler.state, controller)
+        try:
+            found = correction.corrected(timer, run.engine, run.batch.shapes)
+        finally:
+            scheduler.state = timer.state
+        self.calibrations[run.batch.greedy, run.batch.rows] = found
+        run.params = scheduler.params = dataclasses.replace(run.params, calibration=found)
 
     def _prefill(self, run: _Run, slots: int) -> DecodeState:
         return prefilled(run.engine, run.params, run.batch.request, slots)
@@ -411,9 +499,20 @@ class Decoder:
         """What the host reads of the states at chunk ends; the last one has every row done. ``first``: most steps of
         the first chunk, if they are others."""
         scheduler = Scheduler(run.engine, run.params, run.batch.rows)
+        correction = self._correction((run.batch.greedy, run.batch.rows))
         scheduler.insert(run.batch)
+        # A copy: the program takes the state over.
+        fresh = None if correction is None else jax.device_put(scheduler.state.controller, may_alias=False)
         while True:
-            scheduler.chunk(max_steps if run.looks or first is None else first)
+            steps = max_steps if run.looks or first is None else first
+            if correction is None:
+                scheduler.chunk(steps)
+            else:
+                if correction.due and run.params.calibration is not None:
+                    self._correct(run, scheduler, correction, fresh)
+                begun, counted = time.perf_counter(), scheduler.counters
+                scheduler.chunk(min(steps, correction.patience))
+                correction.decoded(time.perf_counter() - begun, counted, scheduler.counters)
             run.looks.append(Look(time.perf_counter() - run.start, scheduler.lengths))
             if run.texts:
                 scheduler.stop(_ended(run, scheduler))

@@ -68,6 +68,11 @@ class Batch:
         """Padded rows."""
         return self.request.prompt.shape[0]
 
+    @property
+    def shapes(self) -> tuple[int, ...]:
+        """Of the padded batch: rows, width of the prompts, slots of its first cache."""
+        return (*self.request.prompt.shape, self.slots[0])
+
 
 @dataclasses.dataclass(frozen=True)
 class _Range:
@@ -79,12 +84,14 @@ class _Range:
     whole: bool = False
 
 
+_LEAST, _NORMAL = float(np.float32(1e-5)), float(np.finfo(np.float32).tiny)
+"""XLA makes 0 of what is below the second, so near to 0 that it lacks digits."""
 NUMBERS = {
-    "temperature": _Range(0.0, lambda x: x == 0 or x >= 1e-5, "a finite number >= 0 (0, or at least 1e-5)"),
+    "temperature": _Range(0.0, lambda x: x == 0 or x >= _LEAST, "a finite number >= 0 (0, or at least 1e-5)"),
     "top_k": _Range(0, lambda x: x >= 0, "a whole number >= 0 (0: all tokens)", whole=True),
-    "top_p": _Range(1.0, lambda x: 0 < x <= 1, "in (0, 1] (1: all tokens)"),
+    "top_p": _Range(1.0, lambda x: _NORMAL <= x <= 1, "in (0, 1], at least 1.2e-38 (1: all tokens)"),
     "min_p": _Range(0.0, lambda x: 0 <= x <= 1, "in [0, 1] (0: all tokens)"),
-    "repetition_penalty": _Range(1.0, lambda x: x > 0, "a finite number > 0 (1: none)"),
+    "repetition_penalty": _Range(1.0, lambda x: 1e-20 < x < 1e20, "a finite number > 0, from 1e-20 to 1e20 (1: none)"),
     "presence_penalty": _Range(0.0, lambda x: True, "a finite number (0: none)"),
     "frequency_penalty": _Range(0.0, lambda x: True, "a finite number (0: none)"),
     "min_new_tokens": _Range(0, lambda x: x >= 0, "a whole number >= 0", whole=True),
@@ -124,20 +131,39 @@ def prepare(
     return Batch(_padded(checked, width, greedy), checked.seeds, greedy, slot_buckets(width, end + k + 1, most), extras)
 
 
-def _check(target: Any, prompts: Any, max_new_tokens: Any, seed: Any, ignore_eos: bool, options: Any) -> _Checked:
-    """See `prepare`."""
+def fitting(target: Any, prompts: Any, blocks: int, size: int) -> tuple[list[list[int]], int]:
+    """The prompts as token ids, and how many blocks of ``size`` tokens can follow them: at most ``blocks``, 0 where the
+    target has no positions for one. Where it has too few for so many, prompts lose their first tokens. Raises
+    `DataError` as `prepare` does."""
+    rows, positions = _encoded(target, prompts), positions_of(target)
+    blocks = min(blocks, (positions - 1) // size)
+    return [row[-max(positions - blocks * size, 1) :] for row in rows], blocks
+
+
+def positions_of(target: Any) -> int:
+    """Tokens of the longest generation that is exact."""
+    positions, limit = target.config.max_positions, getattr(target.config, "dynamic_limit", None)
+    return positions if limit is None else min(positions, limit)
+
+
+def _encoded(target: Any, prompts: Any) -> list[list[int]]:
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         found = type(prompts).__name__ if isinstance(prompts, (str, Mapping, np.ndarray)) else repr(prompts)
         raise DataError(f"prompts: {found}; give a list of strings or of token-id lists; for one prompt, a list of one")
     if not prompts:
         raise DataError("prompts: the list is empty; give at least one prompt")
+    unused = unused_ids(target)
+    return [_encode(target, prompt, i, unused) for i, prompt in enumerate(prompts)]
+
+
+def _check(target: Any, prompts: Any, max_new_tokens: Any, seed: Any, ignore_eos: bool, options: Any) -> _Checked:
+    """See `prepare`."""
     unknown = next((name for name in options if name not in SamplingOptions.__annotations__), None)
     if unknown is not None:
         raise TypeError(
             f"{unknown!r} is no argument of a generation, known are {', '.join(SamplingOptions.__annotations__)}"
         )
-    unused = unused_ids(target)
-    rows = [_encode(target, prompt, i, unused) for i, prompt in enumerate(prompts)]
+    rows, unused = _encoded(target, prompts), unused_ids(target)
     count, size = len(rows), target.config.vocab_size
     budgets = [
         _whole("max_new_tokens", i, x, 1) for i, x in enumerate(per_row("max_new_tokens", max_new_tokens, count))
@@ -160,9 +186,8 @@ def _check(target: Any, prompts: Any, max_new_tokens: Any, seed: Any, ignore_eos
 
 
 def _check_sizes(target: Any, rows: list[list[int]], budgets: list[int], numbers: Mapping[str, list]) -> None:
-    positions, size = target.config.max_positions, target.config.vocab_size
-    limit = getattr(target.config, "dynamic_limit", None)
-    positions, limited = (positions, False) if limit is None else (min(positions, limit), True)
+    positions, size = positions_of(target), target.config.vocab_size
+    limited = getattr(target.config, "dynamic_limit", None) is not None
     for i, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
         if len(row) + budget > positions:
             dynamic = " (past them its dynamic rotary scaling changes with every token, and a block would not be exact)"
@@ -338,9 +363,14 @@ def _seeds(seed: Any, count: int) -> list[int]:
     return derive_seeds(_whole("seed", None, seed), count)
 
 
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number; a float is none, not even 3.0, and neither is a truth value."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def _whole(name: str, row: int | None, value: Any, least: int | None = None) -> int:
-    """A whole number; a float is none, not even 3.0, and neither is a truth value."""
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and (least is None or value >= least):
+    """A whole number."""
+    if is_whole(value) and (least is None or value >= least):
         return int(value)
     of_row = "" if row is None else f" of row {row}"
     expected = "a whole number" if least is None else f"a whole number of at least {least}"

@@ -72,7 +72,9 @@ class GenerationResult:
     stats: list[DecodeStats]
     """Counts of blocks, drafted, accepted and emitted tokens."""
     seeds: list[int]
-    """The seed from which each row replays alone."""
+    """The seed from which each row replays alone. At temperatures above 0 lengths that a controller chooses by measured
+    costs (`Decoder.calibrate`) decide which sample of its distribution a row gets; with the `coupled` rule they do
+    not."""
     verifier: str
     """The kind that decided; `greedy` if all rows are at temperature 0."""
     lossless: bool

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -20,20 +20,29 @@ from specjax.decode.programs import NO_LIMIT, compiled_chunk, grow, prefilled, s
 from specjax.decode.request import Batch
 from specjax.errors import DataError
 from specjax.models.cache import first, insert, num_slots
+from specjax.runtime.signals import ctrl_c_waits
 from specjax.types import STOP_STRING, UNFINISHED, DecodeState
 
 
 class Scheduler:
-    """A host queue over ``rows`` rows of a decoder's program. ``state`` is that of the engine; ``done`` and
-    ``lengths``, one a row, are what the host knows of it after the last chunk. A free row is done."""
+    """A host queue over ``rows`` rows of a decoder's program. ``state`` is that of the engine; ``done``,
+    ``lengths`` and ``counters`` are what the host knows of it after the last chunk. A free row is done."""
 
     def __init__(self, engine: Engine, params: EngineParams, rows: int):
-        self.engine, self.rows, self._params = engine, rows, params
+        self.engine, self.rows, self.params = engine, rows, params
         self.state: Any = None  # until something is inserted
+        self.counters: Any = None  # until the first chunk
         self.done, self.lengths = np.ones(rows, bool), np.zeros(rows, np.int32)
         self._slid = np.zeros(rows, np.int32)  # how long each was when its cache last slid
         self._taken: set[int] = set()
         self._buckets: tuple[int, ...] = ()
+        self._unread = False
+
+    def _change(self, change: Callable[..., Any], *arguments: Any) -> None:
+        """The state becomes what ``change`` makes of the arguments, which takes over the state that is among them: a
+        Ctrl-C finds the state before or the state after, never none."""
+        with ctrl_c_waits():
+            self.state = change(*arguments)
 
     @property
     def free(self) -> list[int]:
@@ -55,18 +64,17 @@ class Scheduler:
         rows = self.free[:wanted]
         self._buckets = tuple(sorted({*self._buckets, *batch.slots}))
         if self.state is None and len(batch.request.lengths) == self.rows:
-            self.state = prefilled(self.engine, self._params, batch.request, batch.slots[0])
+            self.state = prefilled(self.engine, self.params, batch.request, batch.slots[0])
         else:
             if self.state is None:
-                self.state = _vacant(prefilled(self.engine, self._params, batch.request, batch.slots[0]), self.rows)
+                self.state = _vacant(prefilled(self.engine, self.params, batch.request, batch.slots[0]), self.rows)
             elif batch.slots[0] > num_slots(self.state.cache):
                 self._grow(batch.slots[0])
             # Rows that only pad the batch go nowhere.
             at = np.full(len(batch.request.lengths), self.rows, np.int32)
             at[:wanted] = rows
-            self.state = _inserted(
-                self.state, prefilled(self.engine, self._params, batch.request, num_slots(self.state.cache)), at
-            )
+            new = prefilled(self.engine, self.params, batch.request, num_slots(self.state.cache))
+            self._change(_inserted, self.state, new, at)
         self._taken.update(rows)
         self.done[rows], self.lengths[rows] = False, batch.request.lengths[:wanted]
         self._slid[rows] = self.lengths[rows]
@@ -75,19 +83,29 @@ class Scheduler:
     def chunk(self, max_steps: int = NO_LIMIT, stop_after: int | None = None) -> None:
         """Run blocks until all rows are done, until the cache needs its next bucket, after ``max_steps`` blocks, or
         when ``stop_after`` rows have finished in it; the cache grows or slides before where it must."""
+        if self._unread:  # a chunk before was interrupted
+            self._look()
         block, going = self.engine.num_nodes + 1, ~self.done
         slots = num_slots(self.state.cache)
         if int(self.lengths[going].max(initial=0)) + block > slots:
             self._grow(next(bucket for bucket in self._buckets if bucket > slots))
         windows = first(self.state.cache).windows
         if windows is not None and int((self.lengths - self._slid)[going].max(initial=0)) + block > windows.room:
-            self.state, self._slid = slide(self.state), self.lengths.copy()
-        limits = (np.int32(max_steps), np.int32(NO_LIMIT if stop_after is None else stop_after))
-        self.state = compiled_chunk(self.engine)(self._params, self.state, *limits)
-        self.lengths, self.done = (np.array(x) for x in jax.device_get((self.state.lengths, self.state.done)))
+            self._change(slide, self.state)
+            self._slid = self.lengths.copy()
+        limits = (np.int32(min(max_steps, NO_LIMIT)), np.int32(NO_LIMIT if stop_after is None else stop_after))
+        self._unread = True
+        self._change(compiled_chunk(self.engine), self.params, self.state, *limits)
+        self._look()
+
+    def _look(self) -> None:
+        lengths, done, self.counters = jax.device_get((self.state.lengths, self.state.done, self.state.counters))
+        self.lengths, self.done = np.array(lengths), np.array(done)
+        self._unread = False
 
     def _grow(self, slots: int) -> None:
-        self.state, self._slid = slide(grow(self.state, slots)), self.lengths.copy()
+        self._change(lambda state: slide(grow(state, slots)), self.state)
+        self._slid = self.lengths.copy()
 
     def stop(self, rows: Iterable[int]) -> None:
         """End rows between two chunks: they were cancelled, or a stop string was found."""

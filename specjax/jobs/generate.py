@@ -117,9 +117,14 @@ def _prepare(decoder: Any, prompts: Sequence[Any], options: dict[str, Any]) -> N
     metrics."""
     from specjax.planning.calibrations import calibrate
 
-    kept = calibrate(decoder, prompts, temperature=options["temperature"])
-    if kept is not None:
+    temperature = options["temperature"]
+    if decoder.weighs and not decoder.moves_no_token(temperature == 0):
+        note = "costs of blocks are not measured, since the text of a seed would depend on them"
+        print(f"note: {note} at temperature {temperature:g}; with --verifier coupled it does not", file=sys.stderr)
+    elif (kept := calibrate(decoder, prompts, temperature=temperature)) is not None:
         print(f"note: {kept.summary}", file=sys.stderr)
+    elif decoder.weighs:
+        print("note: costs of blocks are not measured, the target has too few positions", file=sys.stderr)
     decoder.compile(prompts, **{name: options[name] for name in ("max_new_tokens", "temperature", "logprobs")})
 
 

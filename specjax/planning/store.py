@@ -20,7 +20,7 @@ from specjax.runtime.files import plain_json, write_atomically
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-_FORMAT = 2
+_FORMAT = 3
 """Of the files: another one is not read."""
 
 

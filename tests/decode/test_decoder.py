@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,9 @@ from specjax.errors import DataError, SpecjaxError
 from specjax.evaluation.costs import count_compiles
 from specjax.models.cache import num_slots
 from specjax.models.config import Norm
+from specjax.models.decode_layout import DecodeLayout
 from specjax.testing.toys import context, neutral_sampling, prefix_model
-from specjax.types import Batch, TargetView
+from specjax.types import Batch, Calibration, TargetView
 from specjax.verifiers.lenient import Lenient
 from tests.cases import in_proof, transformer
 
@@ -429,3 +431,66 @@ def test_the_greedy_verifier_refuses_temperatures():
 def test_an_unknown_verifier_names_the_nearest():
     with pytest.raises(SpecjaxError, match="speculative"):
         Decoder(TARGET, verifier="speculativ")
+
+
+@pytest.mark.parametrize("replaced", ["draft", "target"])
+def test_weights_that_are_replaced_are_decoded_with(replaced):
+    """Of the draft, all of whose proposals are kept once it equals the target; and of the target."""
+    one, other = (prefix_model(seed, vocab_size=7) for seed in (0, 1))
+    model = {"draft": other, "target": one}
+    decoder = Decoder(one, DraftModel(other, 3))
+    before = decoder.generate([[1, 2]], max_new_tokens=40, temperature=0.0)
+    assert before.stats[0].accepted < before.stats[0].drafted
+    model[replaced].params = {"draft": one, "target": other}[replaced].params
+    after = decoder.generate([[1, 2]], max_new_tokens=40, temperature=0.0)
+    assert after.tokens == Decoder(one).generate([[1, 2]], max_new_tokens=40, temperature=0.0).tokens
+    assert after.stats[0].accepted >= 3 * (after.stats[0].blocks - 1)
+
+
+def test_nothing_asks_a_model_that_only_decodes_for_its_originals(monkeypatch):
+    """They would be all of its weights once more, and are made whenever somebody does."""
+    target, draft = transformer(0), transformer(1)
+    for model in (target, draft):
+        model.free_originals()
+    monkeypatch.setattr(DecodeLayout, "originals", lambda self: pytest.fail("all weights were made again"))
+    for drafter in (None, "ngram", DraftModel(draft, 2), DraftModel(target, 2)):
+        decoder = Decoder(target, drafter)
+        decoder.generate([[1, 2]], max_new_tokens=8, temperature=0.0, logprobs="raw")
+        decoder.calibrate([[1, 2]], blocks=2, seconds=0, temperature=0.0)
+        assert "weights in memory" in repr(target)
+
+
+def test_a_model_and_a_drafter_are_printed_in_a_line(pair):
+    target, draft = pair
+    for thing in (target, draft, DraftModel(draft, 3), Decoder(target, DraftModel(draft, 3))):
+        assert len(repr(thing)) < 300
+        assert "\n" not in repr(thing)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (3, r"decoder.calibrations\[True, 1\]: a int"),
+        (([1.0, 2.0], [0.5]), r"seconds of \[2\] and acceptance of \[1\], and the drafter proposes up to 3"),
+        (([1.0, 2.0, 0.0, 3.0], [0.5] * 3), "above 0"),
+        (([np.nan] * 4, [0.5] * 3), "above 0"),
+        (([1.0] * 4, [0.5, 0.5, 1.5]), "chances from 0 to 1"),
+    ],
+)
+def test_a_calibration_that_cannot_be_weighed_with_is_refused(given, message):
+    decoder = Decoder(prefix_model(0), DraftModel(prefix_model(1), 3))
+    arrays: Any = [np.asarray(x, np.float32) for x in given] if isinstance(given, tuple) else None
+    decoder.calibrations[True, 1] = given if arrays is None else Calibration(*arrays)
+    with pytest.raises(SpecjaxError, match=message):
+        decoder.generate([[1]], max_new_tokens=4, temperature=0.0)
+
+
+@pytest.mark.parametrize("chunk", ["8", 2.0, True, 0])
+def test_a_prefill_chunk_is_a_whole_number_of_tokens(chunk):
+    with pytest.raises(SpecjaxError, match=r"prefill_chunk: .*give at least 1 token, a whole number"):
+        Decoder(prefix_model(0), prefill_chunk=chunk)
+
+
+def test_any_number_of_blocks_can_be_in_an_event():
+    events = list(Decoder(prefix_model(0)).stream([1], max_new_tokens=8, temperature=0.0, steps_per_event=2**40))
+    assert [len(event.tokens) for event in events] == [8]

@@ -379,6 +379,8 @@ def test_nothing_is_compiled_for_other_parameters():
         ({"temperature": 1e-38}, "temperature of row 0: 1e-38"),
         ({"presence_penalty": 1e300}, r"presence_penalty of row 0: 1e\+300"),
         ({"repetition_penalty": 1e-50}, "repetition_penalty of row 0: 1e-50"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty of row 0: 1e-40 is not a finite number > 0, from 1e-20"),
+        ({"top_p": 1e-40}, "top_p of row 0: 1e-40 is not in"),
         ({"logit_bias": {1: 1e300}}, r"logit_bias of row 0: 1e\+300"),
         ({"logit_bias": {1: None}}, "logit_bias of row 0: None"),
         ({"stop_token_ids": 5}, "stop_token_ids: 5; give a list"),
@@ -389,6 +391,17 @@ def test_nothing_is_compiled_for_other_parameters():
 def test_bad_options_name_argument_row_and_value(options, message):
     with pytest.raises(SpecjaxError, match=message):
         Decoder(TARGET).generate(PROMPTS, max_new_tokens=8, **options)
+
+
+def test_the_least_numbers_that_are_taken_have_a_distribution():
+    """A temperature of 1e-5 takes the most likely token, and so does the least top_p."""
+    greedy = Decoder(TARGET).generate(PROMPTS, max_new_tokens=8, temperature=0.0)
+    for options in ({"temperature": 1e-5}, {"temperature": 1.0, "top_p": 1.2e-38}):
+        found = Decoder(TARGET).generate(PROMPTS, max_new_tokens=8, **options)
+        assert found.tokens == greedy.tokens
+    for penalty in (1e-19, 1e19):
+        found = Decoder(TARGET).generate(PROMPTS, max_new_tokens=8, repetition_penalty=penalty)
+        assert set(found.finish_reasons) <= {"length", "stop"}
 
 
 def test_an_unknown_option_is_an_error():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from specjax.drafters.ngram import NGram
 from specjax.errors import DataError
 from specjax.models.cache import num_slots
 from specjax.testing.toys import prefix_model, related
+from tests import processes
 from tests.cases import in_proof
 
 TARGET = prefix_model(0, vocab_size=7, eos_ids=(3,))
@@ -109,3 +111,35 @@ def test_a_request_that_samples_does_not_go_among_greedy_ones():
     batch = prepare(TARGET, 0, [[1]], 4, 0, True, {"temperature": 1.0})
     with pytest.raises(DataError, match="above 0 among greedy ones"):
         Scheduler(engine, params, 1).insert(batch)
+
+
+def test_a_request_goes_on_after_a_ctrl_c(monkeypatch):
+    """Wherever in a chunk the signal comes: before, or once the program has taken the state over."""
+    engine, params = decoders("draft").engine(True)
+    batch = prepare(TARGET, 3, [[1, 2]], 40, 0, True, {"temperature": 0.0})
+    ((_, alone),) = Scheduler(engine, params, 4).run([batch])
+    scheduler = Scheduler(engine, params, 4)
+    scheduler.insert(batch)
+    look, interrupted = Scheduler._look, []
+
+    def interrupt(self):
+        if len(interrupted) < 3:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        look(self)
+
+    monkeypatch.setattr(Scheduler, "_look", interrupt)
+    while not scheduler.done[0]:
+        try:
+            scheduler.chunk(2)
+        except KeyboardInterrupt:
+            assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(scheduler.state))
+    assert len(interrupted) == 3
+    jax.tree.map(np.testing.assert_array_equal, values(scheduler.take(0)), values(alone))
+
+
+def test_no_signal_finds_a_scheduler_without_a_state():
+    """Real ones at any time, in a process that has its main thread to itself."""
+    found = processes.run([sys.executable, "-m", "tests.decode.interrupted"])
+    assert found.returncode == 0, found.output
+    assert int(found.stdout) > 100

@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 
+from specjax.decode import calibration
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
 from specjax.planning import store
@@ -33,16 +34,39 @@ def test_it_is_measured_once_and_read_by_the_next_program(monkeypatch):
     assert found is not None
     assert found.measured
     assert found.summary == f"costs of blocks measured in {found.seconds:.1f} s, kept in {found.file}"
-    monkeypatch.setattr(Decoder, "calibrate", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(calibration, "agree", lambda found, known: True)
     # The weights of the second draft are others, the shapes are not.
     for program in (first, decoder(seed=2)):
         again = calibrate(program, PROMPTS, temperature=0.0)
         assert again is not None
         assert (again.measured, again.summary) == (False, f"costs of blocks read from {found.file}")
-        for name in ("seconds", "acceptance", "least"):
+        for name in ("seconds", "catch_up", "least"):
             np.testing.assert_array_equal(getattr(again.calibration, name), getattr(found.calibration, name))
     assert decoder().calibrations == {}
     assert list(program.calibrations) == [(True, 2)]
+
+
+def test_acceptance_is_that_of_the_draft_the_prompts_and_the_temperature(monkeypatch):
+    """Of a draft that equals its target, after one of the same shape that does not, and the other way round."""
+    monkeypatch.setattr(calibration, "agree", lambda found, known: True)
+    monkeypatch.setattr(Decoder, "calibrate", functools.partialmethod(Decoder.calibrate, blocks=24, seconds=0.0))
+    same, other = (Decoder(TARGET, DraftModel(model, k=2)) for model in (TARGET, related(TARGET, 1, 0.0)))
+    found = [calibrate(program, PROMPTS, temperature=0.0) for program in (other, same, other)]
+    assert [kept is not None and kept.measured for kept in found] == [True, False, False]
+    bad, good, again = (kept.calibration.acceptance for kept in found if kept is not None)
+    assert good.min() > 0.9
+    assert bad.max() < 0.7
+    np.testing.assert_array_equal(bad, again)
+
+
+def test_costs_of_a_bad_moment_are_measured_again(monkeypatch):
+    """They were read, and the first turn does not confirm them."""
+    found = calibrate(decoder(), PROMPTS, temperature=0.0)
+    assert found is not None
+    monkeypatch.setattr(calibration, "agree", lambda found, known: False)
+    again = calibrate(decoder(), PROMPTS, temperature=0.0)
+    assert again is not None
+    assert (again.measured, again.file) == (True, found.file)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +86,7 @@ def test_what_is_damaged_is_measured_again_and_so_is_what_is_asked_for():
     assert found is not None
     assert found.file is not None
     again = calibrate(decoder(), PROMPTS, again=True, temperature=0.0)
-    found.file.write_text(found.file.read_text().replace("acceptance", "acceptances"))
+    found.file.write_text(found.file.read_text().replace("catch_up", "catch_ups"))
     damaged = calibrate(decoder(), PROMPTS, temperature=0.0)
     assert again is not None
     assert damaged is not None
