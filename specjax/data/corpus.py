@@ -74,14 +74,16 @@ def _read_files(path: str, bad: BadRecordPolicy, columns: Mapping[str, str]) -> 
             f"data.path: {path!r} does not exist; "
             f"give a text, .jsonl or .parquet file, a directory of them, {STDLIB!r} or {readers.HUB}NAME"
         )
-    known = readers.READERS
-    files = [root] if root.is_file() else sorted(f for f in root.rglob("*") if f.suffix in known and f.is_file())
+    files, passed = ([root], []) if root.is_file() else readers.files_of(root, bad)
+    if passed:
+        some = ", ".join(str(file.relative_to(root)) for file in passed[:3]) + ", ..." * (len(passed) > 3)
+        _log.warning("data.path: %r: %d files are no documents and not read: %s", path, len(passed), some)
     if not files:
-        raise DataError(f"data.path: {path!r} holds no file ending in {', '.join(sorted(known))}")
+        raise DataError(f"data.path: {path!r} holds no file ending in {', '.join(sorted(readers.READERS))}")
     for file in files:
         inside = file.relative_to(root).parts
         source = inside[0] if len(inside) > 1 else root.resolve().stem
-        yield from known.get(file.suffix, readers.read_text)(file, source, bad, columns)
+        yield from readers.reader_of(file)(file, source, bad, columns)
 
 
 def _pieces(document: Document) -> Iterator[Document]:

@@ -118,18 +118,45 @@ def read_stdlib() -> list[Document]:
 
 def read_text(file: Path, source: str, bad: BadRecordPolicy, columns: Mapping[str, str]) -> Iterator[Document]:
     try:
-        yield Document(file.as_posix(), file.read_bytes().decode("utf-8"), source)
+        yield Document(file.as_posix(), decoded(file.read_bytes()), source)
     except UnicodeDecodeError as error:
         found = f"{file}: not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x})"
         bad.found("not UTF-8", f"{found}; convert it, for example with iconv")
 
 
-def read_jsonl(file: Path, source: str, bad: BadRecordPolicy, columns: Mapping[str, str]) -> Iterator[Document]:
-    for number, record in jsonl_records(file, bad):
+def decoded(raw: bytes) -> str:
+    """Text in UTF-8, without the byte order mark that some editors begin it with. Raises `UnicodeDecodeError`."""
+    return raw.decode("utf-8-sig")
+
+
+def read_json(file: Path, source: str, bad: BadRecordPolicy, columns: Mapping[str, str]) -> Iterator[Document]:
+    for number, where, record in json_records(file, bad):
         try:
-            yield parse(record, f"{file.as_posix()}:{number}", source, f"{file}, line {number}", columns)
+            yield parse(record, f"{file.as_posix()}:{number}", source, where, columns)
         except Unusable as reason:
             bad.found("unusable records", str(reason))
+
+
+def json_records(file: Path, bad: BadRecordPolicy) -> Iterator[tuple[int, str, Any]]:
+    """(number, place, value) of every record of a file of JSON: a list of them, or one a line."""
+    listed = _listed(file) if file.suffix.lower() == ".json" else None
+    if listed is None:
+        for number, record in jsonl_records(file, bad):
+            yield number, f"{file}, line {number}", record
+        return
+    for number, record in enumerate(listed, 1):
+        yield number, f"{file}, record {number}", record
+    if not listed:
+        bad.found("empty shards", f"{file}: holds no records; an unfinished download, or a file to remove")
+
+
+def _listed(file: Path) -> list[Any] | None:
+    """The records of a file that is one value: a list of them, or a single one; None: it may have one a line."""
+    try:
+        found = json.loads(decoded(file.read_bytes()))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, list) else [found]
 
 
 def jsonl_records(file: Path, bad: BadRecordPolicy) -> Iterator[tuple[int, Any]]:
@@ -141,7 +168,7 @@ def jsonl_records(file: Path, bad: BadRecordPolicy) -> Iterator[tuple[int, Any]]
                 continue
             records += 1
             try:
-                record = json.loads(line.decode("utf-8"))
+                record = json.loads(decoded(line) if number == 1 else line.decode("utf-8"))
             except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are ValueErrors
                 bad.found("malformed lines", f"{file}, line {number}: not a JSON object in UTF-8 ({error})")
                 continue
@@ -232,5 +259,42 @@ def _without_nulls(value: Any) -> Any:
     return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
-TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".text")
-READERS = {**dict.fromkeys(TEXT_SUFFIXES, read_text), ".jsonl": read_jsonl, ".parquet": read_parquet}
+READERS = {
+    **dict.fromkeys((".txt", ".md", ".py", ".rst", ".text"), read_text),
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), read_json),
+    ".parquet": read_parquet,
+}
+"""By the end of a file's name, in small letters."""
+_DATA = (".csv", ".tsv", ".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".arrow", ".feather", ".xml", ".yaml", ".yml")
+"""Ends of names that hold records as well, which are not read: in a directory, too, they are not passed over."""
+
+
+def reader_of(file: Path) -> Any:
+    """Raises `DataError` for a file of none of these kinds: what it holds is not guessed."""
+    reader = READERS.get(file.suffix.lower())
+    if reader is None:
+        raise DataError(
+            f"{file}: what it holds is not known by its name; give a file that ends in {', '.join(READERS)}: text of "
+            "any kind as .txt, records as .jsonl"
+        )
+    return reader
+
+
+def files_of(root: Path, bad: BadRecordPolicy) -> tuple[list[Path], list[Path]]:
+    """(the files of a directory to be read, those that are passed over). What may hold records and is not read is
+    ``bad``. No documents are what tools keep for themselves, and what tells of the directory itself."""
+    read, passed = [], []
+    for file in sorted(file for file in root.rglob("*") if file.is_file()):
+        inside, name = file.relative_to(root).parts, file.name
+        hidden = any(part.startswith((".", "__pycache__")) for part in inside)
+        saved = name.endswith(("~", ".bak", ".orig", ".swp")) or name.startswith("#")
+        about = file.stem.upper() in ("README", "LICENSE", "LICENCE", "CHANGELOG", "CONTRIBUTING", "DATASET_INFOS")
+        if hidden or saved or about:
+            passed.append(file)
+        elif file.suffix.lower() in READERS:
+            read.append(file)
+        elif file.suffix.lower() in _DATA:
+            bad.found("files of another kind", f"{file}: is not read; convert it to .jsonl, .parquet or .txt")
+        else:
+            passed.append(file)
+    return read, passed

@@ -138,6 +138,78 @@ def test_parquet_is_read_by_its_text_column(tmp_path):
         corpus.read_documents(str(file))
 
 
+CHATS = [
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+    {"instruction": "Greet", "output": "Hello"},
+]
+
+
+@pytest.mark.parametrize("name", ["chats.json", "CHATS.JSON", "chats.ndjson", "chats.JSONL", "lines.json"])
+def test_chats_in_any_form_of_json_are_chats(tmp_path, name):
+    """ShareGPT and Alpaca are published as lists in a .json file; nothing of it is text."""
+    listed = name.lower() == "chats.json"
+    text = json.dumps(CHATS) if listed else "\n".join(map(json.dumps, CHATS))
+    (tmp_path / name).write_text("\ufeff" + text, encoding="utf-8")
+    for path in (tmp_path, tmp_path / name):
+        found = corpus.read_documents(str(path))
+        assert [[m["role"] for m in d.messages] for d in found] == [["user", "assistant"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("chats.json", '[{"conversations": 3}]', "chats.json, record 1: 'conversations' is no list"),
+        ("one.json", '{"data": [{"text": "a"}]}', "one.json, record 1: no string under the key 'text'"),
+        ("none.json", "[]", "none.json: holds no records"),
+        ("half.json", '[{"text": "a"},', "half.json, line 1: not a JSON object"),
+        ("table.csv", "text\na\n", "table.csv: is not read; convert it to .jsonl"),
+        ("rows.jsonl.gz", "x", "rows.jsonl.gz: is not read"),
+    ],
+)
+def test_what_may_hold_records_and_is_not_read_is_refused_by_name(tmp_path, name, text, message):
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        corpus.read_documents(str(tmp_path))
+    bad = corpus.BadRecordPolicy("skip")
+    assert [d.text for d in corpus.read_documents(str(tmp_path), bad)] == ["a text"]
+    assert sum(bad.counts.values()) == 1
+
+
+@pytest.mark.parametrize("name", ["corpus.dat", "corpus", "rows.csv", "rows.jsonl.gz"])
+def test_what_a_file_holds_is_never_guessed(tmp_path, name):
+    (tmp_path / name).write_text('{"text": "a"}')
+    with pytest.raises(
+        DataError, match=f"{name}: what it holds is not known by its name; give a file that ends in .txt"
+    ):
+        corpus.read_documents(str(tmp_path / name))
+
+
+def test_what_tools_and_publishers_leave_in_a_directory_is_no_document_and_is_told(tmp_path, caplog):
+    for name in (
+        "a.txt",
+        "sub/B.TXT",
+        "README.md",
+        ".git/c.txt",
+        ".ipynb_checkpoints/d.py",
+        "e.txt~",
+        "f.png",
+        "#g.txt#",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"text of {name}")
+    found = corpus.read_documents(str(tmp_path))
+    assert sorted(d.text for d in found) == ["text of a.txt", "text of sub/B.TXT"]
+    assert "6 files are no documents and not read: " in caplog.text
+    assert [d.text for d in corpus.read_documents(str(tmp_path / "README.md"))] == ["text of README.md"]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfimport os\n")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "import sys"}\n')
+    assert sorted(d.text for d in corpus.read_documents(str(tmp_path))) == ["import os\n", "import sys"]
+
+
 def test_a_directory_named_like_a_file_is_entered(tmp_path):
     (tmp_path / "package.py").mkdir()
     (tmp_path / "package.py" / "a.py").write_text("text\n")

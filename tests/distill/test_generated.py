@@ -281,6 +281,24 @@ def test_prompts_come_from_a_file(tmp_path, tiny_tokenizer):
         prompts_of_file(str(tmp_path / "none.jsonl"), tiny_tokenizer, 20, BadRecordPolicy())
 
 
+def test_the_name_of_a_prompts_file_says_what_it_holds(tmp_path, tiny_tokenizer):
+    """A list of records is no text with a prompt a line, and what is neither is not guessed."""
+    records, found = [{"prompt": "one"}, {"text": "two"}], []
+    for name, text in (
+        ("a.json", json.dumps(records)),
+        ("b.JSONL", "\n".join(map(json.dumps, records))),
+        ("c.txt", "\ufeffone\ntwo\n"),
+    ):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        prompts = prompts_of_file(str(tmp_path / name), tiny_tokenizer, 99, BadRecordPolicy())
+        found.append([prompts[i] for i in range(len(prompts))])
+    assert found[0] == found[1] == found[2]
+    for name in ("prompts.csv", "prompts", "prompts.parquet"):
+        (tmp_path / name).write_text("one\ntwo\n")
+        with pytest.raises(DataError, match=f"{name}.*give a"):
+            prompts_of_file(str(tmp_path / name), tiny_tokenizer, 99, BadRecordPolicy())
+
+
 def test_a_chat_of_a_prompts_file_may_give_its_tools_as_json(tmp_path, tiny_tokenizer):
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = "{% for t in tools or [] %}{{ t.name }}{% endfor %}{{ messages[0].content }}"

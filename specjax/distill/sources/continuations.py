@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import datetime
 import logging
@@ -15,8 +16,8 @@ from jaxtyping import Bool, Int
 from pydantic import Field
 
 from specjax.data import chat_template as chat
-from specjax.data import chats
-from specjax.data.readers import BadRecordPolicy, jsonl_records
+from specjax.data import chats, readers
+from specjax.data.readers import BadRecordPolicy
 from specjax.data.rows import ConcatenatedRows
 from specjax.decode.decoder import Decoder
 from specjax.decode.result import check_finite
@@ -117,16 +118,18 @@ def prompts_of_text(rows: ConcatenatedRows, settings: Sampled) -> Prompts:
 def prompts_of_file(
     path: str, tokenizer: Any, room: int, bad: BadRecordPolicy, today: datetime.date | None = None
 ) -> Prompts:
-    """Prompts of a ``.jsonl`` file with ``prompt``, ``text`` or ``messages`` (continued by the chat template's answer),
-    or of a text file with one prompt a line. A prompt of more than ``room`` tokens is ``bad``, as is a malformed line.
-    ``today``: for templates that ask."""
+    """Prompts of a file of JSON with ``prompt``, ``text`` or ``messages`` (continued by the chat template's answer), or
+    of a text file with one prompt a line; which it is, its name says. A prompt of more than ``room`` tokens is ``bad``,
+    as is a malformed line. ``today``: for templates that ask."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise DataError(f"data.prompts: {path!r} is no file; give a .jsonl file or a text file with one prompt a line")
     found = []
-    records = jsonl_records(file, bad) if file.suffix == ".jsonl" else _lines(file)
-    for number, record in records:
-        where = f"{file}, line {number}"
+    reader = readers.reader_of(file)
+    if reader is readers.read_parquet:
+        raise DataError(f"data.prompts: {path!r}: Parquet holds no prompts here; give a .jsonl or a .txt file")
+    records = readers.json_records(file, bad) if reader is readers.read_json else _lines(file)
+    for _, where, record in records:
         try:
             ids = _prompt_ids(record, tokenizer, today)
         except Exception as error:  # a template is a program: it raises what it likes, and Jinja more
@@ -148,8 +151,9 @@ def _reason(error: Exception) -> str:
     return (str(error).lstrip(":, ") or type(error).__name__).splitlines()[0]
 
 
-def _lines(file: Path) -> list[tuple[int, bytes]]:
-    return [(number, line) for number, line in enumerate(file.read_bytes().splitlines(), 1) if line.strip()]
+def _lines(file: Path) -> list[tuple[int, str, bytes]]:
+    lines = file.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
+    return [(number, f"{file}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _prompt_ids(record: Any, tokenizer: Any, today: datetime.date | None) -> list[int]:
