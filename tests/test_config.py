@@ -501,3 +501,14 @@ def test_a_verifier_with_its_fields_and_sampling_parameters_are_read(written):
     assert config.sampling.options()["logit_bias"] == {5: -1.5}
     assert (config.sampling.top_k, config.sampling.banned_tokens) == (0, (1, 2))
     assert load_config(written(SMALLEST), ["verifier=block", "require_lossless=true"]).verifier == "block"
+
+
+def test_a_tilde_in_out_is_the_users_own_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "run.yaml"
+    text = "target: {path: somewhere}\ndata: {path: texts}\nout: ~/runs/x\n"
+    file.write_text(text)
+    assert load_config(file).out == str(tmp_path / "runs" / "x")
+    file.write_text(f"{text}sweep: {{seed: [0, 1], distill.steps: [1, -1]}}\n")
+    assert {run.out.parent for run in load_sweep(file)} == {tmp_path / "runs" / "x"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -89,4 +90,6 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
+Directory = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+"""One to write to; `~` is the user's own, as in a shell."""
 Axis = Annotated[int, Field(ge=-1), AfterValidator(_no_zero)]

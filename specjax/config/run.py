@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from specjax.config import loading
 from specjax.config.decoding import Bench, Certify, Eval, Sampling
-from specjax.config.fields import STRICT, Name, NonNegative, buildable
+from specjax.config.fields import STRICT, Directory, NonNegative, buildable
 from specjax.config.training import Control, Data, Distributed, Draft, Logging, Mesh, Selection, Stage, Target, start_of
 from specjax.errors import ConfigError
 from specjax.registry import DRAFTS, VERIFIERS, build, resolve
@@ -61,7 +61,7 @@ class RunConfig:
     all runs."""
     seed: NonNegative = 0
     """Every random choice of the run follows from it."""
-    out: Name = "runs/run"
+    out: Directory = "runs/run"
     """Where everything of this run goes: checkpoints, logs, the draft, the report."""
 
     @model_validator(mode="after")

@@ -91,7 +91,7 @@ def _sweep_run(path: str | Path, raw: DictConfig, point: dict[str, Any], sources
         config = loading.validate(path, completed(merged), RunConfig, {**sources, **swept})
     except ConfigError as error:
         out = OmegaConf.select(raw, "out", throw_on_resolution_failure=False, default=RunConfig.out)
-        return SweepRun(run_id, point, Path(str(out)) / run_id, None, error)
+        return SweepRun(run_id, point, Path(str(out)).expanduser() / run_id, None, error)
     out = Path(config.out) / run_id
     return SweepRun(run_id, point, out, dataclasses.replace(config, out=str(out)))
 
