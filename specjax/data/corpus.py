@@ -11,7 +11,7 @@ import dataclasses
 import datetime
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +144,11 @@ def rendered(
     tokenizer: Any,
     bad: BadRecordPolicy | None = None,
     today: datetime.date | None = None,
+    ends: Collection[str] = (),
 ) -> list[Document]:
-    """The documents with every chat as the tokenizer's chat template writes it; what the assistant says, up to where
-    the next message begins, is predicted, each time after what the template makes of the chat so far. Where the
+    """The documents with every chat as the tokenizer's chat template writes it; what the assistant says is predicted,
+    each time after what the template makes of the chat so far: up to the token that ends its turn, one of ``ends``, or
+    to where the next message begins, if there is none. (What the template writes behind it nobody generates.) Where the
     template writes earlier turns otherwise than it did when they were the last (without their reasoning, say), the
     chat becomes several documents. ``today``: for templates that print the date.
 
@@ -163,7 +165,7 @@ def rendered(
                 "model as the target, or give 'prompt' and 'completion'"
             )
         try:
-            turns = _turns(document, tokenizer, today)
+            turns = _turns(document, tokenizer, today, ends)
         except Exception as error:  # a template is a program: it raises what it likes, and Jinja more
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             bad.found("chats", f"{document.name}: the chat template does not take its messages ({reason}); mend them")
@@ -175,7 +177,9 @@ def rendered(
     return found
 
 
-def _turns(document: Document, tokenizer: Any, today: datetime.date | None) -> list[tuple[Part, ...]]:
+def _turns(
+    document: Document, tokenizer: Any, today: datetime.date | None, ends: Collection[str]
+) -> list[tuple[Part, ...]]:
     """Parts of one document, or of several."""
     messages = document.messages
 
@@ -183,17 +187,20 @@ def _turns(document: Document, tokenizer: Any, today: datetime.date | None) -> l
         return chat.render(tokenizer, messages[:count], document.tools, tokenize=False, asks=asks, today=today)
 
     documents: list[tuple[Part, ...]] = []
-    written = None
+    written, after = None, ""
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         before, after = render(i, True), render(i + 1, False)
         if not after.startswith(before):
             raise ValueError(f"what precedes message {i + 1} changes when the message is there")
-        answer = Part(after[len(before) :], False)
+        closed = max((after.rfind(end) + len(end) for end in ends if end in after), default=0)
+        answered = Part(after[len(before) : closed if closed > len(before) else None], False)
         if written is not None and before.startswith(written):
-            documents[-1] += (Part(before[len(written) :], True), answer)
+            documents[-1] += (Part(before[len(written) :], True), answered)
         else:
-            documents.append((Part(before, True), answer))
-        written = after
+            documents.append((Part(before, True), answered))
+        written = before + answered.text
+    if documents and after.startswith(written):
+        documents[-1] += (Part(after[len(written) :], True),) * (len(after) > len(written))
     return documents

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from specjax.data.corpus import BadRecordPolicy, Document, Part
+from specjax.data.corpus import BadRecordPolicy, Document
 from specjax.errors import DataError
 from specjax.runtime import fingerprint
 from specjax.types import Batch, Params
@@ -232,13 +232,39 @@ def opening_ids(tokenizer: Any, eos_id: int) -> list[int]:
 
 
 def encode_parts(tokenizer: Any, documents: Sequence[Document]) -> Iterator[list[Int[np.ndarray, " tokens"]]]:
-    """The token ids of each document's parts; few documents are held as lists at a time."""
+    """The token ids of each document's parts; few documents are held as lists at a time. A prompt and its completion
+    are tokenized apart, as they are when the prompt is continued; a chat as a whole, as its template's tokens are: a
+    tokenizer may put a space before every text. A token is of the part that it begins in."""
     for begin in range(0, len(documents), _TOKENIZED_AT_ONCE):
-        parts = [d.parts or (Part(d.text, False),) for d in documents[begin : begin + _TOKENIZED_AT_ONCE]]
-        texts = [part.text for some in parts for part in some]
-        encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
-        for some in parts:
-            yield [np.asarray(ids, np.int32) for ids in itertools.islice(encoded, len(some))]
+        some = documents[begin : begin + _TOKENIZED_AT_ONCE]
+        apart = [[d.text] if d.messages or not d.parts else [part.text for part in d.parts] for d in some]
+        texts = [text for parts in apart for text in parts]
+        told = {"return_offsets_mapping": True} if any(d.messages for d in some) and tokenizer.is_fast else {}
+        encoded = tokenizer(texts, add_special_tokens=False, **told)
+        spans = encoded["offset_mapping"] if told else [None] * len(texts)
+        found = zip(encoded["input_ids"], spans, strict=True)
+        for document, parts in zip(some, apart, strict=True):
+            if document.messages and document.parts:
+                yield _split(tokenizer, document, *next(found))
+            else:
+                yield [np.asarray(ids, np.int32) for ids, _ in itertools.islice(found, len(parts))]
+
+
+def _split(
+    tokenizer: Any, document: Document, ids: Sequence[int], spans: Sequence[tuple[int, int]] | None
+) -> list[Int[np.ndarray, " tokens"]]:
+    """Token ids of a whole text by its parts. ``spans``: of each token, in characters; None: the tokenizer does not
+    say, and how many tokens each part ends after is found with the text cut there."""
+    ends = np.cumsum([len(part.text) for part in document.parts])
+    if spans is None:
+        before = [tokenizer(document.text[:end], add_special_tokens=False)["input_ids"] for end in ends[:-1]]
+        pairs = ([*zip(some, ids, strict=False)] for some in before)
+        cuts = [next((i for i, (x, y) in enumerate(both) if x != y), len(both)) for both in pairs]
+    else:
+        # Of a token that lies on both sides, what is behind the cut is the news.
+        last = np.maximum.accumulate([max(begin, end - 1) for begin, end in spans] or [0])
+        cuts = np.searchsorted(last, ends[:-1], side="left").tolist()
+    return [*np.split(np.asarray(ids, np.int32), np.maximum.accumulate(cuts or [0])[: len(ends) - 1])]
 
 
 @dataclasses.dataclass(frozen=True)

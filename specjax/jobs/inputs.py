@@ -81,7 +81,7 @@ def prepare(config: RunConfig, bars: Bars = no_bars, jobs: Sequence[str] = (memo
             )
     if config.target.path is None:
         tokenizer = _tokenizer(config, documents)
-        documents, train, held_out = _rows(config, documents, tokenizer, tokenizer.eos_token_id, bad)
+        documents, train, held_out = _rows(config, documents, tokenizer, (tokenizer.eos_token_id,), bad)
         target = _target_from_scratch(config, documents, tokenizer, (train, held_out), bars)
         return Prepared(target, documents, train, held_out, bad)
     target = load_target(config, config.target.path)
@@ -89,7 +89,7 @@ def prepare(config: RunConfig, bars: Bars = no_bars, jobs: Sequence[str] = (memo
         missing = "tokenizer" if target.tokenizer is None else "end-of-sequence id"
         raise ConfigError(f"target.path: {config.target.path!r} has no {missing}, which the corpus needs; add it there")
     check_length(config, target.config, "target")
-    return Prepared(target, *_rows(config, documents, target.tokenizer, target.eos_ids[0], bad), bad)
+    return Prepared(target, *_rows(config, documents, target.tokenizer, target.eos_ids, bad), bad)
 
 
 def load_target(config: RunConfig, path: str | Path) -> LoadedModel:
@@ -103,17 +103,18 @@ def load_target(config: RunConfig, path: str | Path) -> LoadedModel:
 
 
 def _rows(
-    config: RunConfig, documents: Corpus, tokenizer: Any, eos_id: int, bad: BadRecordPolicy
+    config: RunConfig, documents: Corpus, tokenizer: Any, eos_ids: Sequence[int], bad: BadRecordPolicy
 ) -> tuple[Corpus, ConcatenatedRows, ConcatenatedRows]:
     """Rendered documents, and their rows: train, held out."""
     data = config.data
     today = _today(Path(config.out), tokenizer)
     both = (documents.train, documents.held_out)
-    documents = Corpus(*(corpus.rendered(side, tokenizer, bad, today) for side in both))
+    ends = [token for token in tokenizer.convert_ids_to_tokens([*eos_ids]) if token]
+    documents = Corpus(*(corpus.rendered(side, tokenizer, bad, today, ends) for side in both))
     sides = []
     for name, side in (("training", documents.train), ("held-out", documents.held_out)):
         try:
-            sides.append(pack(tokenizer, side, eos_id, data.seq_len, data.prompt_weight, bad))
+            sides.append(pack(tokenizer, side, eos_ids[0], data.seq_len, data.prompt_weight, bad))
         except DataError as error:
             raise DataError(f"data.path: {data.path!r}: its {name} part: {error}") from None
     if bad.counts:
