@@ -85,6 +85,17 @@ class ConcatenatedRows:
                 f"the corpus has {len(self.stream)} tokens, too few for one window of {self.length + 1}; "
                 "use more text, a smaller data.seq_len or another data.held_out"
             )
+        if self.prompt is not None and not self.prompt_weight and not self._predicts():
+            raise DataError(
+                f"nothing of the corpus's {len(self.stream)} tokens is to be predicted, they are all prompts; give "
+                "completions or answers, or a data.prompt_weight above 0"
+            )
+
+    def _predicts(self) -> bool:
+        """Whether a token of an answer follows another one of its document."""
+        counts = ~np.asarray(self.prompt)
+        counts[self.starts] = False
+        return bool(counts.any())
 
     def __len__(self) -> int:
         return (len(self.stream) - 1) // self.length
@@ -302,9 +313,20 @@ def take(rows: Rows, indices: Sequence[int] | np.ndarray) -> Batch:
 
 
 def spread(rows: Rows, positions: int) -> Batch:
-    """As many rows as hold ``positions`` predicted tokens, evenly spread; else all."""
+    """As many rows as hold ``positions`` tokens, evenly spread; else all."""
     count = min(len(rows), -(-positions // rows.length))
     return take(rows, np.arange(count) * len(rows) // count)
+
+
+def spread_predictions(rows: Rows, positions: int) -> Batch:
+    """As many rows as hold ``positions`` tokens whose prediction counts, evenly spread; else all. (A twentieth less is
+    as good: documents begin in them.)"""
+    found, wanted = spread(rows, positions), 0.95 * positions
+    while (counted := np.count_nonzero(found.weight)) < wanted and len(found.tokens) < len(rows):
+        # By the share that counts in these, and never by so little that this takes long.
+        share = max(counted / found.weight.size, 0.25 * wanted / found.weight.size)
+        found = spread(rows, max(int(positions / share), (len(found.tokens) + 1) * rows.length))
+    return found
 
 
 class Batches:

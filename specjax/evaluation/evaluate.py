@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from specjax.data.rows import Rows, spread
+from specjax.data.rows import Rows, spread_predictions
 from specjax.drafters.base import at_depths, in_training
 from specjax.evaluation.matching import Matched, Matching, Positions, Teacher
 from specjax.evaluation.teacher import target_output, with_shared_params
@@ -84,11 +84,11 @@ def evaluate_all(
 ) -> list[Evaluation]:
     """Every model of one shape on the same positions, at one target forward a batch.
 
-    ``target``: a `LoadedModel`, or None for the models' own losses only. As many rows as hold ``positions`` predicted
-    tokens are used, all if there are fewer, and the number of predictions that count is reported. ``batch_size`` is
-    rounded up to fill the shards of ``layout``.
+    ``target``: a `LoadedModel`, or None for the models' own losses only. As many rows as hold ``positions`` predictions
+    that count are used, all if there are fewer, and their number is reported: where it is 0, all figures are NaN.
+    ``batch_size`` is rounded up to fill the shards of ``layout``.
     """
-    chosen = spread(rows, positions)
+    chosen = spread_predictions(rows, positions)
     batch_size = -(-batch_size // layout.row_shards) * layout.row_shards
     spec, target_params = None, None
     if target is not None:
@@ -108,13 +108,13 @@ def evaluate_all(
     totals = jax.tree.map(lambda *x: np.sum(np.asarray(x, np.float64), axis=0), *jax.device_get(sums))
     return [
         Evaluation(
-            nll=float(t["nll"] / max(t["said"], 1)),
-            target_nll=float(t.get("target_nll", np.nan) / t["count"]),
-            alpha=float(t.get("alpha", np.nan) / t["count"]),
+            nll=_mean(t["nll"], t["said"]),
+            target_nll=_mean(t.get("target_nll", np.nan), t["count"]),
+            alpha=_mean(t.get("alpha", np.nan), t["count"]),
             positions=int(t["count"]),
             alpha_at=_by_depth(t["at"], "alpha"),
             nll_at=_by_depth(t["at"], "nll"),
-            agreement=float(t.get("agreement", np.nan) / t["count"]),
+            agreement=_mean(t.get("agreement", np.nan), t["count"]),
             agreement_at=_by_depth(t["at"], "agreement"),
         )
         for t in totals
@@ -123,7 +123,12 @@ def evaluate_all(
 
 def _by_depth(at: Sequence[Mapping[str, Any]], name: str) -> tuple[float, ...]:
     counted = "said" if name == "nll" else "count"
-    return tuple(float(sums[name] / max(sums[counted], 1)) for sums in at if name in sums and len(at) > 1)
+    return tuple(_mean(sums[name], sums[counted]) for sums in at if name in sums and len(at) > 1)
+
+
+def _mean(total: float, count: float) -> float:
+    """NaN of nothing: a loss of 0 would be a perfect one."""
+    return float(total / count) if count else float("nan")
 
 
 def _deep(drafter: Trainable) -> Trainable:

@@ -15,7 +15,7 @@ from typing import Any
 from specjax.config import RunConfig
 from specjax.data.corpus import BadRecordPolicy, Document
 from specjax.data.prompts import by_source
-from specjax.data.rows import Rows, pack, spread
+from specjax.data.rows import Rows, pack, spread_predictions
 from specjax.errors import DataError
 from specjax.evaluation.evaluate import Evaluation, evaluate_all
 from specjax.evaluation.held_out import Decoded, HeldOutDecoding, with_median_seconds
@@ -115,7 +115,7 @@ def evaluate(
     config: RunConfig, bars: Bars, drafter: Trainable, target: LoadedModel, models: Sequence[Params], rows: Rows
 ) -> list[Evaluation]:
     """One evaluation a model, on held-out ``rows``."""
-    chosen = spread(rows, config.eval.positions)
+    chosen = spread_predictions(rows, config.eval.positions)
 
     def evaluated(missing: list[int]) -> list[dict[str, Any]]:
         settings = (target, rows, config.eval.positions, config.eval.batch_size)

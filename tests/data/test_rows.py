@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specjax.data.corpus import BadRecordPolicy, Document, Part
-from specjax.data.rows import Batches, ConcatenatedRows, Sequences, WholeSequenceRows, pack, take
+from specjax.data.rows import Batches, ConcatenatedRows, Sequences, WholeSequenceRows, pack, spread_predictions, take
 from specjax.errors import DataError
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model
@@ -99,6 +99,30 @@ def test_a_document_that_ends_where_a_row_begins_is_not_opened_again():
     rows = ConcatenatedRows(np.arange(41, dtype=np.int32), np.array([0, 9, 18]), 8, opening=(99,))
     assert rows[1].tokens.tolist() == list(range(8, 16))
     assert rows[2].tokens.tolist() == [99, *range(17, 24)]
+
+
+@pytest.mark.parametrize("answers", [4, 40, 400])
+def test_positions_that_are_measured_are_those_that_count(answers):
+    """Of 4,000 tokens in rows of 8, a few are an answer's."""
+    prompt = np.ones(4001, bool)
+    prompt[np.linspace(10, 3990, answers).astype(int)] = False
+    rows = ConcatenatedRows(np.arange(4001, dtype=np.int32), np.array([0]), 8, prompt)
+    for wanted in (1, 16, 200):
+        found = np.count_nonzero(spread_predictions(rows, wanted).weight)
+        assert found >= min(0.95 * wanted, answers)
+        assert found == answers or found < 5 * wanted + 8
+    whole = ConcatenatedRows(np.arange(4001, dtype=np.int32), np.array([0]), 8)
+    assert spread_predictions(whole, 64).tokens.shape == (8, 8)
+
+
+def test_rows_of_which_nothing_is_predicted_are_refused():
+    """A loss over nothing would be 0. The first token of a document is predicted by nobody."""
+    prompt = np.ones(41, bool)
+    prompt[5] = False
+    given = (np.arange(41, dtype=np.int32), np.array([0, 5]), 8, prompt)
+    with pytest.raises(DataError, match="nothing of the corpus's 41 tokens is to be predicted, they are all prompts"):
+        ConcatenatedRows(*given)
+    assert ConcatenatedRows(*given, 0.5)[0].weight.max() == 0.5
 
 
 def documents(*texts) -> list[Document]:

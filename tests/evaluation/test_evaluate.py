@@ -54,6 +54,15 @@ def test_predictions_that_the_drafter_masks_do_not_count():
     assert found.nll == pytest.approx(-np.log(q[counted]).mean(), rel=1e-5)
 
 
+def test_of_nothing_there_are_no_figures():
+    """A loss of 0 would be a perfect one."""
+    windows = toys.windows(5)
+    nothing = BigramDraft(ignored=int(windows[0, 0]))
+    found = evaluate(nothing, bigram_params(1), toys.target(), toys.Windows(0 * windows[:1] + windows[0, 0]), 100, 1)
+    assert found.positions == 0
+    assert all(math.isnan(x) for x in (found.nll, found.target_nll, found.alpha, found.agreement))
+
+
 def test_a_draft_equal_to_its_target_has_alpha_one():
     target = toys.target()
     found = evaluate(BigramDraft(), target.params, target, toys.rows(5), 10_000, batch_size=5)
