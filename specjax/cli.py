@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import signal
@@ -92,7 +93,11 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=v", help="Ov
 def user_errors(debug: bool = False, interrupted: str = "interrupted") -> Iterator[None]:
     """A `SpecjaxError` or a path that cannot be opened leaves as `error: ...` on stderr and exit status 2, one line a
     problem; Ctrl-C as ``interrupted`` and 130, what SIGTERM stopped as its message and 143. Anything else is a
-    defect of specjax and keeps its traceback."""
+    defect of specjax and keeps its traceback. Characters that the terminal's encoding has not are printed as escapes:
+    text of a model can be anything, and what it took is not lost for a character."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
     try:
         yield
     except (SpecjaxError, OSError) as error:

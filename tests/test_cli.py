@@ -517,3 +517,18 @@ def test_generate_says_where_the_costs_are_from_that_its_controller_weighs_with(
     assert asked == [(name, ["x"], {"temperature": 0.5}) for name in ("adaptive", "survival", "fixed")]
     told = "note: costs of blocks read from FILE\n"
     assert [result.stderr.startswith(told) for result in found] == [True, True, False]
+
+
+def test_what_the_terminal_cannot_show_is_escaped(tmp_path):
+    """Nothing that took long is lost for a character, and metrics are written."""
+    code = (
+        "import sys; from specjax import cli\n"
+        "with cli.user_errors():\n"
+        "    print('caf\\xe9 \\u4e2d'); print('\\xe9', file=sys.stderr)\n"
+        "open(sys.argv[1], 'w').write('metrics')"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    found = processes.run([sys.executable, "-c", code, str(tmp_path / "m.txt")], env=environment)
+    assert (found.returncode, found.stdout.strip()) == (0, "caf\\xe9 \\u4e2d")
+    assert "\\xe9" in found.stderr
+    assert (tmp_path / "m.txt").read_text() == "metrics"
