@@ -98,7 +98,7 @@ class ConcatenatedRows:
         return bool(counts.any())
 
     def __len__(self) -> int:
-        return (len(self.stream) - 1) // self.length
+        return max(len(self.stream) - 1, 0) // self.length
 
     def __getitem__(self, index: int) -> Batch:
         if not 0 <= index < len(self):

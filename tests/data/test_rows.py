@@ -169,6 +169,11 @@ def test_how_many_documents_are_tokenized_at_once_changes_nothing(tiny_tokenizer
     assert whole.stream.dtype == np.int32
 
 
+def test_a_side_of_which_every_record_was_skipped_is_refused(tiny_tokenizer):
+    with pytest.raises(DataError, match="the corpus has 0 tokens, too few for one window of 5; use more text"):
+        pack(tiny_tokenizer, [], 0, 4)
+
+
 def test_a_document_shorter_than_two_tokens_is_refused_or_counted(tiny_tokenizer):
     texts = documents("a", "return first + second")
     with pytest.raises(DataError, match=r"^0: 'a' has 1 of the tokenizer's tokens.*data\.on_bad=skip"):
