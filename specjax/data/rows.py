@@ -245,12 +245,13 @@ def opening_ids(tokenizer: Any, eos_id: int) -> list[int]:
 def encode_parts(tokenizer: Any, documents: Sequence[Document]) -> Iterator[list[Int[np.ndarray, " tokens"]]]:
     """The token ids of each document's parts; few documents are held as lists at a time. A prompt and its completion
     are tokenized apart, as they are when the prompt is continued; a chat as a whole, as its template's tokens are: a
-    tokenizer may put a space before every text. A token is of the part that it begins in."""
+    tokenizer may put a space before every text. A token is of the part that it ends in."""
     for begin in range(0, len(documents), _TOKENIZED_AT_ONCE):
         some = documents[begin : begin + _TOKENIZED_AT_ONCE]
         apart = [[d.text] if d.messages or not d.parts else [part.text for part in d.parts] for d in some]
         texts = [text for parts in apart for text in parts]
-        told = {"return_offsets_mapping": True} if any(d.messages for d in some) and tokenizer.is_fast else {}
+        tells = any(d.messages for d in some) and getattr(tokenizer, "is_fast", False)
+        told = {"return_offsets_mapping": True} if tells else {}
         encoded = tokenizer(texts, add_special_tokens=False, **told)
         spans = encoded["offset_mapping"] if told else [None] * len(texts)
         found = zip(encoded["input_ids"], spans, strict=True)

@@ -14,6 +14,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.testing.toys import prefix_model, related
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job ignores
     target, interrupted = prefix_model(0), 0
     engine, params = Decoder(target, DraftModel(related(target, 1), 3)).engine(True)
     scheduler = Scheduler(engine, params, 4)
