@@ -111,17 +111,17 @@ class Weighing:
         zeros, nothing = jnp.zeros((batch, grades, self.rungs[-1]), jnp.float32), jnp.zeros((batch,), jnp.int32)
         trusted = jnp.ones((batch, grades), jnp.float32)
         return Weighed(
-            zeros,
-            zeros,
-            trusted,
-            0 * trusted,
-            0 * trusted,
-            nothing,
-            nothing,
-            nothing,
-            nothing + self.probe,
-            nothing,
-            nothing,
+            reached=zeros,
+            accepted=zeros,
+            trusted=trusted,
+            surprise=jnp.zeros_like(trusted),
+            spread=jnp.zeros_like(trusted),
+            blocks=nothing,
+            next=nothing,
+            waited=nothing,
+            interval=nothing + self.probe,
+            looks=nothing,
+            probes=nothing,
         )
 
     def choose(self, state: Weighed, context: Context) -> Int[Array, " B"]:

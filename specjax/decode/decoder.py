@@ -36,6 +36,7 @@ from specjax.decode.result import (
 from specjax.decode.scheduler import Scheduler, without_caches
 from specjax.decode.text import Cut, Detokenizer, RowText
 from specjax.errors import ConfigError, DataError
+from specjax.models.decode_layout import same_arrays
 from specjax.models.files import check_model
 from specjax.models.vocabulary import TokenRows
 from specjax.types import BoundDrafter, Calibration, Controller, DecodeState, Drafter, LogitsProcessor, Verifier
@@ -308,8 +309,7 @@ class Decoder:
         self, greedy: bool, rows: int, extras: tuple[str, ...] | None, calibration: Calibration | None
     ) -> tuple[Engine, EngineParams]:
         """`engine` by what is known of a block's costs."""
-        weights = weights_of(self._given, self.target)
-        if len(weights) != len(self._weights) or any(x is not y for x, y in zip(weights, self._weights, strict=True)):
+        if not same_arrays(self._weights, weights_of(self._given, self.target)):
             self._bind()
         layout, verifier = self.target.layout(), self._greedy_verifier if greedy else self._verifier
         controller = self._controller

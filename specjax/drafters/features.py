@@ -30,7 +30,7 @@ from specjax.errors import ConfigError, ModelError
 from specjax.models import hf
 from specjax.models.attention.memory import Attended
 from specjax.models.config import LayerKind, ModelConfig, Norm
-from specjax.models.decode_layout import described, stored_kernels
+from specjax.models.decode_layout import described, same_arrays, stored_kernels
 from specjax.models.kernels import Transposed
 from specjax.models.layers import Linear
 from specjax.models.products import soft_capped
@@ -207,11 +207,7 @@ class LoadedDraft:
         """All weights as decoding reads them, made once: those that are missing are the target's, not copied."""
         layout = target.layout()
         (made_of, found), parts = self.__dict__.get("_beside", (None, None)), [layout, *jax.tree.leaves(self.params)]
-        if (
-            made_of is None
-            or len(made_of) != len(parts)
-            or any(x is not y for x, y in zip(made_of, parts, strict=True))
-        ):
+        if not same_arrays(made_of, parts):
             ends = {name: _laid_out(layout.params, name) for name in ENDS if name not in self.params}
             # As trained first: what stands for a kernel of the target's is no array, and stays.
             found = stored_kernels(self.spec, {**self.params, **self._wanted(ends)})

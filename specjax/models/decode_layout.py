@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -69,7 +70,7 @@ class LaidOut:
         ``spec`` or an array of ``params`` was replaced."""
         made_of, layout = self.__dict__.get("_layout", (None, None))
         leaves = jax.tree.leaves(self.params) if self.holds_originals else None
-        if layout is None or layout.plain != self.spec or not _same_arrays(made_of, leaves):
+        if layout is None or layout.plain != self.spec or not same_arrays(made_of, leaves):
             # Beside their originals, fused projections would be in memory twice.
             layout = DecodeLayout.of(self.spec, self.params, fused=backend.keeps_copies())
             self._layout = leaves, layout
@@ -115,7 +116,8 @@ def described(model: Any, params: Params) -> str:
     return f"<{type(model).__name__} {model.name!r}, {kernels.counted(params)[0]:,} weights in memory>"
 
 
-def _same_arrays(a: list[Array] | None, b: list[Array] | None) -> bool:
+def same_arrays(a: Sequence[Any] | None, b: Sequence[Any] | None) -> bool:
+    """Whether what was made of the first still holds for the second: the very same objects, in the same order."""
     if a is None or b is None:
         return a is b
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
