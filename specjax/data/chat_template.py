@@ -57,8 +57,13 @@ def render(
     tools = list(tools) if tools else None
     options: dict[str, Any] = {"tools": tools, "tokenize": tokenize, "add_generation_prompt": asks}
     if today is not None:
-        options["chat_template"] = _dated(tokenizer.get_chat_template(None, tools), today)
+        options["chat_template"] = _dated(source(tokenizer, tools), today)
     return tokenizer.apply_chat_template(list(messages), return_dict=False, **options)
+
+
+def source(tokenizer: Any, tools: Sequence[Any] | None = None) -> str:
+    """The template's own text, of several that for tools if there are any."""
+    return tokenizer.get_chat_template(None, list(tools) if tools else None)
 
 
 def _dated(template: str, today: datetime.date) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from specjax.errors import DataError
@@ -15,26 +16,83 @@ _ROLES = {
     "tool": "tool",
 }
 """ShareGPT's names of the roles, which differ from set to set."""
+_WEIGHTS = ("weight", "train", "training", "trainable", "loss")
+"""What says of a message whether it is to be predicted: OpenAI's and ShareGPT's 0 and 1, others' true and false."""
+_UNREAD = ("function_call", "images", "image", "audios", "audio", "videos", "video", "documents")
+"""What changes what a message says, and is not read."""
+_BY_TEMPLATE = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+"""What of a message only some templates write."""
 Messages = tuple[dict[str, Any], ...]
 
 
 def of_record(record: Mapping[str, Any], key: str) -> tuple[Messages, tuple[Any, ...]]:
-    """Messages, and the tools that the assistant may call. ``key``: `messages`, `conversations` or `instruction`.
+    """Messages with something to predict, and the tools that the assistant may call; see `read`."""
+    messages, tools = read(record, key)
+    answers = [m for m in messages if m["role"] == "assistant" and (m["content"].strip() or m.get("tool_calls"))]
+    if not answers:
+        raise DataError(": no message of the role 'assistant', so there is nothing to predict; drop the record")
+    if not any(map(counts, answers)):
+        raise DataError(": every answer says that it is not to be predicted; drop the record")
+    return messages, tools
+
+
+def read(record: Mapping[str, Any], key: str) -> tuple[Messages, tuple[Any, ...]]:
+    """Messages, and the tools that the assistant may call. ``key``: `messages`, `conversations`, `instruction` (with
+    `history`, earlier questions and answers), or `prompt`, messages of which none is to be predicted, before those of
+    `completion`.
 
     Raises `DataError` with what is wrong, and what to write; its text goes on from the name of the record."""
     if key == "instruction":
-        asked = [_text(record, name, "", "") for name in ("instruction", "input")]
-        question = "\n\n".join(text for text in asked if text)
-        answer = {"role": "assistant", "content": _text(record, "output", "", None)}
-        messages = [{"role": "user", "content": question}, answer]
+        messages = _instructed(record)
+    elif key == "prompt":
+        asked = [m | {"weight": 0} if m["role"] == "assistant" else m for m in checked(record["prompt"], "prompt")]
+        messages = [*asked, *checked(record.get("completion") or [], "completion")]
     else:
         messages = [*checked(record[key], key)]
-    system = record.get("system")
-    if isinstance(system, str) and system and messages[:1] and messages[0]["role"] != "system":
+    system = _text(record, "system", "", "")
+    if system and messages[:1] and messages[0]["role"] == "system":
+        if messages[0]["content"] != system:
+            raise DataError(": 'system' is not what the first message says, of the role 'system'; keep one of them")
+    elif system:
         messages.insert(0, {"role": "system", "content": system})
-    if not any(m["role"] == "assistant" and (m["content"].strip() or m.get("tool_calls")) for m in messages):
-        raise DataError(": no message of the role 'assistant', so there is nothing to predict; drop the record")
     return tuple(messages), tools_of(record)
+
+
+def _instructed(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Alpaca's record."""
+    history = record.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(t, list | tuple) and len(t) == 2 for t in history):
+        raise DataError(": 'history' is no list of pairs; give [question, answer] each")
+    asked = [_text(record, name, "", "") for name in ("instruction", "input")]
+    said = [*(text for turn in history for text in turn), "\n\n".join(text for text in asked if text)]
+    if record.get("output") is not None:
+        said.append(record["output"])
+    messages = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(said)]
+    return [*checked(messages, "history and instruction")]
+
+
+def question(messages: Messages) -> Messages:
+    """The messages up to the last that is not the assistant's: what an answer is to follow."""
+    end = max((i for i, message in enumerate(messages, 1) if message["role"] != "assistant"), default=0)
+    if not any(message["role"] == "user" for message in messages[:end]):
+        raise DataError(": no message of the role 'user', so there is nothing to answer; drop the record")
+    return messages[:end]
+
+
+def counts(message: Mapping[str, Any]) -> bool:
+    """Whether what the assistant says here is to be predicted."""
+    return message.get("weight", 1) != 0
+
+
+def for_template(messages: Messages, tools: Sequence[Any], template: str) -> list[dict[str, Any]]:
+    """What a chat template is given. Raises `DataError` for what it would drop without a word."""
+    for number, message in enumerate(messages, 1):
+        dropped = next((key for key in _BY_TEMPLATE if message.get(key) and not _names(template, key)), None)
+        if dropped is not None:
+            raise DataError(f"it does not write {dropped!r} of message {number}; put it into 'content', or drop it")
+    if tools and not _names(template, "tools"):
+        raise DataError("it does not write 'tools'; put them into a message, or drop them")
+    return [{key: value for key, value in message.items() if key != "weight"} for message in messages]
 
 
 def checked(messages: Any, key: str = "messages") -> Messages:
@@ -45,8 +103,18 @@ def checked(messages: Any, key: str = "messages") -> Messages:
     return tuple(_message(message, f", message {number}") for number, message in enumerate(messages, 1))
 
 
+def _names(template: str, key: str) -> bool:
+    return re.search(rf"\b{key}\b", template) is not None
+
+
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     message = {name: value for name, value in message.items() if value is not None or name == "content"}
+    for one, other in (("role", "from"), ("content", "value")):
+        if one in message and other in message and message[one] is not None:
+            raise DataError(f"{where}: both {one!r} and {other!r}, which may differ; keep one of them")
+    unread = next((name for name in _UNREAD if message.get(name)), None)
+    if unread is not None:
+        raise DataError(f"{where}: {unread!r} is not read; give text and 'tool_calls', or drop the record")
     if "from" in message and "role" not in message:
         speaker = message.pop("from")
         if not isinstance(speaker, str) or speaker not in _ROLES:
@@ -60,7 +128,21 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     else:
         message.pop("tool_calls", None)
     message["content"] = _text(message, "content", where, "" if calls else None)
-    return message
+    return _weighed(message, where)
+
+
+def _weighed(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """The message with a ``weight`` of 0 or 1 where it says, under whatever name, whether it is to be predicted."""
+    found = {name: message[name] for name in _WEIGHTS if name in message}
+    message = {name: value for name, value in message.items() if name not in found}
+    if not found:
+        return message
+    if any(value not in (0, 1) for value in found.values()) or len({*found.values()}) > 1:
+        raise DataError(f"{where}: {', '.join(f'{k}={v!r}' for k, v in found.items())}; give 0 or 1, once")
+    name, value = next(iter(found.items()))
+    if value and message["role"] != "assistant":
+        raise DataError(f"{where}: {name}={value!r}, but only what the assistant says is predicted; drop the key")
+    return message | {"weight": int(value)}
 
 
 def _text(record: Mapping[str, Any], key: str, where: str, empty: str | None) -> str:

@@ -1,8 +1,9 @@
 """Text in, documents out: local files, JSONL, Parquet, a data set of the hub or the running Python's standard library.
 
 Held-out documents are chosen by the hash of their content, so that no run over the same text, on any machine, with any
-seed, ever trains on them; a long one is on one side with all of its pieces. (An edited file is another document: the
-standard library of another Python version holds near copies of what the shipped target was trained on.)
+seed, ever trains on them; a long one is on one side with all of its pieces, a prompt with all of its answers. (An
+edited file is another document: the standard library of another Python version holds near copies of what the shipped
+target was trained on.)
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
+import itertools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specjax.data import chat_template as chat
-from specjax.data import readers
+from specjax.data import chats, readers
 from specjax.data.document import Document, Part
 from specjax.data.readers import STDLIB, BadRecordPolicy, Hub
 from specjax.errors import DataError
@@ -35,6 +37,7 @@ __all__ = [
 _LONGEST_PIECE = 16_384
 _MUCH = 0.05
 """Of a text: a share that is no accident of the hashes of many documents."""
+_NO_TEXT = "\ue000"
 _log = logging.getLogger(__name__)
 
 
@@ -103,14 +106,17 @@ def _pieces(document: Document) -> Iterator[Document]:
 
 def split_held_out(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
     """(train, held out): held out is a document whose content hash, as a number in [0, 1), is below ``fraction``, with
-    all pieces of it; where that is none, the shortest. Of a text that is the only document the last pieces are held
-    out, with a warning: they are close to what is trained on. Another warning says where few documents make it a share
-    of the characters that is far from ``fraction``."""
-    of = [document.cut_from or document.digest for document in documents]
+    all pieces of it; where that is none, the shortest. What answers one prompt goes by the hash of the prompt. Of a
+    text that is the only document the last pieces are held out, with a warning: they are close to what is trained on;
+    so are the last answers, if there is only one prompt. Another warning says where few documents make it a share of
+    the characters that is far from ``fraction``."""
+    of = [document.group for document in documents]
     whole = sorted(set(of))
     if len(whole) == 1 and len(documents) > 1:
-        name = documents[0].name.rpartition(":")[0]
-        _log.warning("%s is the only document: its end is held out, and close to what is trained on", name)
+        pieces = bool(documents[0].cut_from)
+        only = documents[0].name.rpartition(":")[0] if pieces else "the prompt of all documents"
+        what = "the only document: its end is" if pieces else "the same: the last answers to it are"
+        _log.warning("%s is %s held out, and close to what is trained on", only, what)
         kept = min(len(documents) - 1, max(1, round(fraction * len(documents))))
         return [*documents[:-kept]], [*documents[-kept:]]
     chosen = {digest for digest in whole if int(digest[:16], 16) / 2**64 < fraction}
@@ -150,7 +156,8 @@ def rendered(
     each time after what the template makes of the chat so far: up to the token that ends its turn, one of ``ends``, or
     to where the next message begins, if there is none. (What the template writes behind it nobody generates.) Where the
     template writes earlier turns otherwise than it did when they were the last (without their reasoning, say), the
-    chat becomes several documents. ``today``: for templates that print the date.
+    chat becomes several documents. Where it opens a thought for the answer to come and none for one that is there, the
+    answer is predicted after what both have in common (`Document.asks`). ``today``: for templates that print the date.
 
     Raises `DataError` if there are chats and no template; a chat that the template does not take is ``bad``.
     """
@@ -170,37 +177,51 @@ def rendered(
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             bad.found("chats", f"{document.name}: the chat template does not take its messages ({reason}); mend them")
             continue
-        for number, parts in enumerate(turns, 1):
+        for number, (parts, asks) in enumerate(turns, 1):
             name = document.name if len(turns) == 1 else f"{document.name}:{number}"
             text = "".join(part.text for part in parts)
-            found.append(dataclasses.replace(document, name=name, text=text, parts=parts))
+            found.append(dataclasses.replace(document, name=name, text=text, parts=parts, asks=asks))
     return found
 
 
 def _turns(
     document: Document, tokenizer: Any, today: datetime.date | None, ends: Collection[str]
-) -> list[tuple[Part, ...]]:
-    """Parts of one document, or of several."""
-    messages = document.messages
+) -> list[tuple[tuple[Part, ...], str]]:
+    """(parts, `Document.asks`) of one document, or of several."""
+    messages = chats.for_template(document.messages, document.tools, chat.source(tokenizer, document.tools))
+
+    def render_all(messages: Sequence[Mapping[str, Any]], asks: bool) -> str:
+        return chat.render(tokenizer, messages, document.tools, tokenize=False, asks=asks, today=today)
 
     def render(count: int, asks: bool) -> str:
-        return chat.render(tokenizer, messages[:count], document.tools, tokenize=False, asks=asks, today=today)
+        return render_all(messages[:count], asks)
 
-    documents: list[tuple[Part, ...]] = []
+    documents: list[tuple[tuple[Part, ...], str]] = []
     written, after = None, ""
-    for i, message in enumerate(messages):
+    for i, message in enumerate(document.messages):
         if message["role"] != "assistant":
             continue
-        before, after = render(i, True), render(i + 1, False)
+        before, after, asks = render(i, True), render(i + 1, False), ""
         if not after.startswith(before):
-            raise ValueError(f"what precedes message {i + 1} changes when the message is there")
+            # Of an answer that has no character in common with a thought.
+            other = [*messages[:i], {**messages[i], "content": _NO_TEXT}]
+            before, asks = _parted(before, render_all(other, False))
+            if not before.startswith(render(i, False)) or not after.startswith(before):
+                raise ValueError(f"what precedes message {i + 1} changes when the message is there")
         closed = max((after.rfind(end) + len(end) for end in ends if end in after), default=0)
-        answered = Part(after[len(before) : closed if closed > len(before) else None], False)
-        if written is not None and before.startswith(written):
-            documents[-1] += (Part(before[len(written) :], True), answered)
+        answered = Part(after[len(before) : closed if closed > len(before) else None], not chats.counts(message))
+        if written is not None and before.startswith(written) and asks == documents[-1][1]:
+            documents[-1] = ((*documents[-1][0], Part(before[len(written) :], True), answered), asks)
         else:
-            documents.append((Part(before, True), answered))
+            documents.append(((Part(before, True), answered), asks))
         written = before + answered.text
-    if documents and after.startswith(written):
-        documents[-1] += (Part(after[len(written) :], True),) * (len(after) > len(written))
-    return documents
+    if documents and after.startswith(written) and len(after) > len(written):
+        parts, asks = documents[-1]
+        documents[-1] = ((*parts, Part(after[len(written) :], True)), asks)
+    return [(parts, asks) for parts, asks in documents if not all(part.is_prompt for part in parts)]
+
+
+def _parted(text: str, other: str) -> tuple[str, str]:
+    """``text`` up to where it differs from the other one, and from there."""
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
+    return text[:same], text[same:]

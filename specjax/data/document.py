@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,9 @@ class Part:
 class Document:
     """``source``: where it came from, for figures by source. ``parts``: of ``text`` in order; none: it is one part, all
     of it to be predicted. ``messages``: a chat, whose ``text`` is its JSON until `corpus.rendered`; ``tools``: that its
-    assistant may call. ``cut_from``: the digest of the longer document that this is a piece of."""
+    assistant may call; ``asks``: what its template writes between a question and the answer to come, and leaves out
+    once the answer is there (the opening of a thought). ``cut_from``: the digest of the longer document that this is a
+    piece of."""
 
     name: str
     text: str
@@ -28,8 +31,29 @@ class Document:
     parts: tuple[Part, ...] = ()
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Any, ...] = ()
+    asks: str = ""
     cut_from: str = ""
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()
+        return _digest(self.text)
+
+    @property
+    def group(self) -> str:
+        """Names what has to stay on one side of a split: the pieces of one document, and all answers to one prompt. Of
+        a chat, the prompt is all up to the first answer to a user."""
+        if self.cut_from:
+            return self.cut_from
+        if self.messages:
+            asked = next((i for i, message in enumerate(self.messages) if message["role"] == "user"), None)
+            answers = (i for i, message in enumerate(self.messages) if message["role"] == "assistant")
+            end = None if asked is None else next((i for i in answers if i > asked), None)
+            if end is not None:
+                return _digest(json.dumps([*self.messages[:end], self.tools], sort_keys=True))
+        elif self.parts and self.parts[0].is_prompt:
+            return _digest(self.parts[0].text)
+        return self.digest
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

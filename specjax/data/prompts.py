@@ -6,17 +6,20 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from specjax.data import encoding
 from specjax.data.corpus import Document
-from specjax.data.rows import encode_parts, opening_ids
+from specjax.data.rows import asked_prompt, encode_parts
 
 PLACES = (1 / 2, 1 / 4, 3 / 4, 1 / 8, 3 / 8, 5 / 8, 7 / 8)
 """Where in a document a prompt may begin, as a share of its tokens."""
 _UNNAMED = "text"
+_SHARE = 4
+"""One of so many held-out documents is for selection."""
 _log = logging.getLogger(__name__)
 
 
@@ -39,6 +42,34 @@ def by_source(documents: Iterable[Document]) -> dict[str, list[Document]]:
     return dict(sorted(found.items()))
 
 
+def for_benchmark(held_out: Sequence[Document]) -> list[Document]:
+    """The held-out documents that benchmarks take their prompts from: all but those for selection."""
+    return _sides(held_out)[0]
+
+
+def for_selection(held_out: Sequence[Document]) -> list[Document]:
+    """The held-out documents whose prompts select a checkpoint: a quarter of them, the last by hash. No benchmark has a
+    prompt of them, nor another answer to theirs: what was selected by a prompt looks better on it. Where there is but
+    one document, both have it, with a warning."""
+    return _sides(held_out)[1]
+
+
+def _sides(held_out: Sequence[Document]) -> tuple[list[Document], list[Document]]:
+    ordered = sorted(held_out, key=lambda d: (d.group, d.digest))
+    groups = [d.group for d in ordered]
+    if len({*groups}) == 1:  # pieces of one text, or answers to one prompt: no nearer than those trained on
+        groups = [d.digest for d in ordered]
+    names = sorted({*groups})
+    if len(names) == 1:
+        _log.warning("there is one held-out document: the checkpoint that it selects is measured on it too")
+        return ordered, ordered
+    last = {*names[-max(1, len(names) // _SHARE) :]}
+    sides: tuple[list[Document], list[Document]] = [], []
+    for document, name in zip(ordered, groups, strict=True):
+        sides[name in last].append(document)
+    return sides
+
+
 def cut_prompts(
     documents: Sequence[Document], tokenizer: Any, length: int, count: int, places: Sequence[float] = PLACES
 ) -> list[HeldOutPrompt]:
@@ -52,7 +83,7 @@ def cut_prompts(
     for whole in (True, False):
         for place in places:
             for i, text in enumerate(texts):
-                span = _span(len(text.tokens), text.answers, place, length, whole)
+                span = text.span(place, length, whole)
                 if span is not None and len(found) < count:
                     found.setdefault((i, *span), HeldOutPrompt(text.prompt(*span), source_of(ordered[i])))
     cut = sum(begin > 0 for i, begin, _ in found if texts[i].answers)
@@ -68,34 +99,42 @@ def cut_prompts(
 
 @dataclasses.dataclass(frozen=True)
 class _Text:
-    """``answers``: where they begin among ``tokens``. ``opening``: what such a text opens with."""
+    """``answers``: where they begin among ``tokens``. ``opening``: what such a text opens with. ``asked``: the prompts
+    of a chat by their lengths, if they are not how its text goes on (`Document.asks`); these are the ``answers``."""
 
     tokens: list[int]
     answers: list[int]
     opening: list[int]
+    asked: Mapping[int, list[int]] = dataclasses.field(default_factory=dict)
 
     def prompt(self, begin: int, end: int) -> list[int]:
         opened = len(self.opening) if begin and end - begin > len(self.opening) else 0
-        return [*self.opening[:opened], *self.tokens[begin + opened : end]]
+        return [*self.opening[:opened], *self.asked.get(end, self.tokens)[begin + opened : end]]
+
+    def span(self, place: float, length: int, whole: bool) -> tuple[int, int] | None:
+        if not self.answers:
+            start = int(len(self.tokens) * place)
+            return (start, start + length) if start + length <= len(self.tokens) else None
+        ends = [end for end in self.answers if (end <= length) == whole]
+        if not ends:
+            return None
+        end = ends[int(len(ends) * place)]
+        return max(0, end - length), end
 
 
 def _tokenized(tokenizer: Any, document: Document) -> _Text:
-    opening = [] if document.messages else opening_ids(tokenizer, tokenizer.eos_token_id)
+    opening = [] if document.messages else encoding.opening(tokenizer)
     if not any(part.is_prompt for part in document.parts):
-        return _Text(tokenizer(document.text)["input_ids"], [], opening)
+        return _Text(encoding.encode(tokenizer, document.text), [], opening)
+    answers = [
+        number
+        for number, (one, following) in enumerate(itertools.pairwise(document.parts), 1)
+        if one.is_prompt and not following.is_prompt
+    ]
+    if document.asks:
+        asked = [asked_prompt(tokenizer, document, number) for number in answers]
+        return _Text([], [*map(len, asked)], opening, {len(prompt): prompt for prompt in asked})
     parts = [part.tolist() for part in next(encode_parts(tokenizer, [document]))]
-    ends = (len(opening) + np.cumsum([*map(len, parts)])).tolist()
-    pairs = zip(ends, itertools.pairwise(document.parts), strict=False)
-    answers = [end for end, (one, following) in pairs if one.is_prompt and not following.is_prompt]
-    return _Text([*opening, *itertools.chain(*parts)], answers, opening)
-
-
-def _span(size: int, answers: Sequence[int], place: float, length: int, whole: bool) -> tuple[int, int] | None:
-    if not answers:
-        start = int(size * place)
-        return (start, start + length) if start + length <= size else None
-    ends = [end for end in answers if (end <= length) == whole]
-    if not ends:
-        return None
-    end = ends[int(len(ends) * place)]
-    return max(0, end - length), end
+    before = [] if encoding.begins_with(parts[0], opening) else opening
+    ends = (len(before) + np.cumsum([*map(len, parts)])).tolist()
+    return _Text([*before, *itertools.chain(*parts)], [ends[number - 1] for number in answers], opening)

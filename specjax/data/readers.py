@@ -1,8 +1,10 @@
 """Files in, records as documents out: text, JSONL, Parquet and data sets of the Hugging Face hub.
 
-A record is a mapping with ``text``; or ``prompt`` and ``completion``; or a chat: ``messages``, ShareGPT's
-``conversations`` (from, value), or Alpaca's ``instruction``, ``input`` and ``output`` (specjax.data.chats).
-``source``, a string, labels where it came from. ``columns`` says what stands under another name.
+A record is a mapping with ``text``; or ``prompt`` and ``completion``, of text or of messages; or a chat: ``messages``,
+ShareGPT's ``conversations`` (from, value), or Alpaca's ``instruction``, ``input`` and ``output``
+(specjax.data.chats). ``source``, a string, labels where it came from. ``columns`` says what stands under another name;
+without it, a record that is two of these at once is refused, and one with a field that changes what its prompt means
+and is not read.
 """
 
 from __future__ import annotations
@@ -22,8 +24,20 @@ STDLIB, HUB = "python-stdlib", "hf:"
 # Generated tables and topic texts, and bundled wheels: no source to learn from.
 _STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "__pycache__", "encodings", "pydoc_data", "ensurepip"}
 _SHAPES = (("messages",), ("prompt", "completion"), ("text",), ("conversations",), ("instruction", "output"))
-_BESIDE = ("input", "system", "tools", "source")
-_NESTED = ("messages", "conversations", "tools")
+_OF_CHATS = ("system", "tools")
+_BESIDE = {
+    "messages": _OF_CHATS,
+    "conversations": _OF_CHATS,
+    "instruction": (*_OF_CHATS, "input", "history"),
+    "prompt": (),
+    "text": (),
+}
+"""By the first key of a shape, what else of a record is read; and the label."""
+_SEEN = ("images", "image", "videos", "video", "audios", "audio")
+_PROMPTING = ("system", "tools", "history", "functions", "documents", "context", "chat_template_kwargs")
+"""What changes a prompt: none that is not read may hold anything. (A text has no prompt, only pictures.)"""
+_NOTHING = (None, "", [], {}, "[]", "{}", "null")
+_NESTED = ("messages", "conversations", "tools", "history", "prompt", "completion", *_SEEN, *_PROMPTING)
 _WANTED = (
     "give 'text', or 'prompt' and 'completion', or 'messages', or say which columns are that: "
     "data.columns={prompt: question, completion: answer}"
@@ -58,11 +72,11 @@ def parse(record: Any, name: str, source: str, where: str, columns: Mapping[str,
     """A record as a document. Raises `Unusable` with ``where`` and the reason."""
     if not isinstance(record, Mapping):
         raise Unusable(f"{where}: no string under the key 'text'; {_WANTED}")
+    shape = _shape_of(record, columns or {}, where)
     record = _renamed(record, columns or {}, where)
     label = record.get("source")
     source = label if isinstance(label, str) and label else source
-    shape = next((shape for shape in _SHAPES if any(record.get(key) is not None for key in shape)), ("text",))
-    if shape[0] in ("messages", "conversations", "instruction"):
+    if shape[0] in ("messages", "conversations", "instruction") or isinstance(record.get("prompt"), list):
         try:
             messages, tools = chats.of_record(record, shape[0])
         except ValueError as error:
@@ -76,6 +90,42 @@ def parse(record: Any, name: str, source: str, where: str, columns: Mapping[str,
         raise Unusable(f"{where}: 'completion' is empty, so there is nothing to predict; drop the record")
     parts = tuple(part for part in (Part(texts[0], True), Part(texts[1], False)) if part.text)
     return Document(name, "".join(texts), source, parts)
+
+
+def _shape_of(record: Mapping[str, Any], columns: Mapping[str, str], where: str) -> tuple[str, ...]:
+    """The keys that hold what the record is. Raises `Unusable` where that is not one thing, or not all of it."""
+    names = columns or [key for key, value in record.items() if value is not None]
+    try:
+        one_shape(names, f"{where}: the record")
+    except DataError as error:
+        raise Unusable(str(error)) from None
+    shape = next((shape for shape in _SHAPES if any(key in names for key in shape)), ("text",))
+    if not columns:
+        found = unread(record, shape[0])
+        if found is not None:
+            these = ", ".join(f"{key}: {key}" for key in shape)
+            raise Unusable(
+                f"{where}: {found!r} changes what a prompt means, and is not read beside {shape[0]!r}; drop the "
+                f"record, or say which columns count alone: data.columns={{{these}}}"
+            )
+    return shape
+
+
+def unread(record: Mapping[str, Any], key: str) -> str | None:
+    """The first field of a record that changes its prompt and is not read beside ``key``, the first of its shape."""
+    is_chat = isinstance(record.get(key), list) and key == "prompt"
+    read = _OF_CHATS if is_chat else _BESIDE[key]
+    others = _SEEN if key == "text" else (*_SEEN, *_PROMPTING)
+    return next((name for name in others if name not in read and record.get(name) not in _NOTHING), None)
+
+
+def one_shape(names: Collection[str], what: str) -> None:
+    """Raises `DataError` if the keys make a record of more than one shape: none of them is taken for granted."""
+    whole = [shape for shape in _SHAPES if all(key in names for key in shape)]
+    if len(whole) > 1:
+        told = " and ".join("+".join(map(repr, shape)) for shape in whole)
+        these = ", ".join(f"{key}: {key}" for key in whole[0])
+        raise DataError(f"{what} has {told}, which may be different texts; say which: data.columns={{{these}}}")
 
 
 def _renamed(record: Mapping[str, Any], columns: Mapping[str, str], where: str) -> Mapping[str, Any]:
@@ -198,7 +248,7 @@ def read_parquet(file: Path, source: str, bad: BadRecordPolicy, columns: Mapping
                 row += 1
                 record = _without_nulls({ours: record[theirs] for ours, theirs in names.items()})
                 # What is null, but for what may stand beside it, is an empty document.
-                record = record if record.keys() - {*_BESIDE} else {"text": ""}
+                record = record if any(key in record for shape in _SHAPES for key in shape) else {"text": ""}
                 try:
                     yield parse(record, f"{file.as_posix()}:{row}", source, f"{file}, row {row}")
                 except Unusable as reason:
@@ -244,11 +294,13 @@ def _columns(names: Collection[str], where: str, columns: Mapping[str, str]) -> 
     if missing is not None:
         raise DataError(f"{where}: no column {missing!r}, which data.columns names (columns: {', '.join(names)})")
     if columns:
+        one_shape(columns, f"{where}: data.columns")
         return {**({"source": "source"} if "source" in names else {}), **columns}
+    one_shape(names, f"{where}: the table")
     shape = next((shape for shape in _SHAPES if set(shape) <= set(names)), None)
     if shape is None:
         raise DataError(f"{where}: no column 'text' (columns: {', '.join(names)}); {_WANTED}")
-    beside = _BESIDE if shape[0] not in ("text", "prompt") else ("source",)
+    beside = dict.fromkeys((*_BESIDE[shape[0]], *_SEEN, *_PROMPTING, "source"))
     return {name: name for name in (*shape, *(name for name in beside if name in names))}
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import grain
@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from specjax.data import encoding
 from specjax.data.corpus import BadRecordPolicy, Document
 from specjax.errors import DataError
 from specjax.runtime import fingerprint
@@ -70,7 +71,8 @@ def row_of(
 class ConcatenatedRows:
     """``stream``: the concatenated documents; ``starts``: where each begins; ``length``: T; ``prompt``: tokens whose
     prediction counts ``prompt_weight`` instead of 1 (None: there are none); ``opening``: the tokens that open a text,
-    which replace the first of a row that begins inside a document."""
+    which replace the first of a row that begins inside a document; ``asked``: by a document's number, its prompt as
+    decoding sees it, where that is not how the document begins (`Document.asks`)."""
 
     stream: Int[np.ndarray, " tokens"]
     starts: Int[np.ndarray, " documents"]
@@ -78,6 +80,7 @@ class ConcatenatedRows:
     prompt: Bool[np.ndarray, " tokens"] | None = None
     prompt_weight: float = 0.0
     opening: tuple[int, ...] = ()
+    asked: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not len(self):
@@ -214,11 +217,11 @@ def pack(
     bad: BadRecordPolicy | None = None,
 ) -> ConcatenatedRows:
     """Ordered by content hash, so names do not matter. A chat is opened and closed by its template, any other document
-    opened as the tokenizer opens a text and closed by ``eos_id``. A document of fewer than two tokens of its own is
-    ``bad``."""
-    bad, opening = BadRecordPolicy() if bad is None else bad, opening_ids(tokenizer, eos_id)
+    opened as the tokenizer opens a text and closed by ``eos_id``, unless its text does so itself. A document of fewer
+    than two tokens of its own is ``bad``."""
+    bad, opening = BadRecordPolicy() if bad is None else bad, encoding.opening(tokenizer)
     ordered = sorted(documents, key=lambda d: d.digest)
-    tokens, prompt, sizes = [np.zeros(0, np.int32)], [np.zeros(0, bool)], []
+    tokens, prompt, sizes, asked = [np.zeros(0, np.int32)], [np.zeros(0, bool)], [], {}
     for document, ids in zip(ordered, encode_parts(tokenizer, ordered), strict=True):
         if sum(map(len, ids)) < 2:
             found = f"{document.name}: {document.text[:40]!r} has {sum(map(len, ids))} of the tokenizer's tokens"
@@ -226,20 +229,26 @@ def pack(
             continue
         is_prompt = [part.is_prompt for part in document.parts] or [False]
         if not document.messages:
-            ids = [np.asarray(opening, np.int32), *ids, np.asarray([eos_id], np.int32)]
+            opens = [] if encoding.begins_with(ids[0], opening) else opening
+            closes = [] if ids[-1][-1:].tolist() == [eos_id] else [eos_id]
+            ids = [np.asarray(opens, np.int32), *ids, np.asarray(closes, np.int32)]
             is_prompt = [is_prompt[0], *is_prompt, False]
+        elif document.asks:
+            asked[len(sizes)] = asked_prompt(tokenizer, document, is_prompt.index(False))
         tokens.append(np.concatenate(ids))
         prompt.append(np.repeat(is_prompt, [*map(len, ids)]))
         sizes.append(len(tokens[-1]))
     mask = np.concatenate(prompt)
     starts = np.cumsum([0, *sizes[:-1]])
     prompts = mask if mask.any() else None
-    return ConcatenatedRows(np.concatenate(tokens), starts, length, prompts, prompt_weight, tuple(opening))
+    return ConcatenatedRows(np.concatenate(tokens), starts, length, prompts, prompt_weight, tuple(opening), asked)
 
 
-def opening_ids(tokenizer: Any, eos_id: int) -> list[int]:
-    """What the tokenizer puts before a text: beginning-of-sequence, or nothing."""
-    return [token for token in tokenizer("")["input_ids"] if token != eos_id]
+def asked_prompt(tokenizer: Any, document: Document, answer: int) -> list[int]:
+    """What decoding a chat begins with where part ``answer`` is to follow: the template's generation prompt."""
+    text = "".join(part.text for part in document.parts[:answer]) + document.asks
+    (ids,) = tokenizer([text], add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def encode_parts(tokenizer: Any, documents: Sequence[Document]) -> Iterator[list[Int[np.ndarray, " tokens"]]]:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from specjax import sampling
+from specjax.data import encoding
 from specjax.decode.arguments import token_ids
 from specjax.decode.programs import Request
 from specjax.errors import DataError
@@ -445,7 +446,7 @@ def _encode(target: Any, prompt: Prompt, index: int, unused: np.ndarray) -> list
     if isinstance(prompt, str):
         if target.tokenizer is None:
             raise DataError(f"prompt {index} is text, but the target has no tokenizer; give token ids")
-        ids = target.tokenizer(prompt)["input_ids"]
+        ids = encoding.encode(target.tokenizer, prompt)
     else:
         ids = token_ids(prompt, f"prompt {index}")
     if not ids:

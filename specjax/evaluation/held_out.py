@@ -17,7 +17,7 @@ import jax
 from specjax import config, registry
 from specjax.config import RunConfig
 from specjax.data.corpus import Document
-from specjax.data.prompts import PLACES, HeldOutPrompt, cut_prompts
+from specjax.data.prompts import PLACES, HeldOutPrompt, cut_prompts, for_selection
 from specjax.decode.decoder import Decoder
 from specjax.decode.result import GenerationResult, check_finite
 from specjax.drafters.base import TrainedDrafter
@@ -132,9 +132,8 @@ class HeldOutDecoding:
 def held_out_decoding(
     config: RunConfig, target: LoadedModel, drafter: TrainedDrafter, held_out: Sequence[Document]
 ) -> HeldOutDecoding | None:
-    """None where nothing is to be decoded. The prompts are cut from the ends of documents backwards, so that those of
-    the benchmark are others as long as there is text enough. Raises `DataError` where there is no prompt, or where
-    the target has too few positions, `ConfigError` as `decoding_enabled` does."""
+    """None where nothing is to be decoded. The prompts are of documents that no benchmark sees. Raises `DataError`
+    where there is no prompt, or where the target has too few positions, `ConfigError` as `decoding_enabled` does."""
     rule = config.selection
     if not decoding_enabled(config):
         if rule.prompts:
@@ -149,7 +148,7 @@ def held_out_decoding(
             f"selection: prompt_tokens={rule.prompt_tokens}, new_tokens={rule.new_tokens} and k={rule.k} need {needed} "
             f"positions, the target has {target.config.max_positions}; lower one of them, or set selection.prompts=0"
         )
-    prompts = cut_prompts(held_out, target.tokenizer, rule.prompt_tokens, rule.prompts, PLACES[::-1])
+    prompts = cut_prompts(for_selection(held_out), target.tokenizer, rule.prompt_tokens, rule.prompts, PLACES[::-1])
     if not prompts:
         raise DataError(
             f"the held-out text has no prompt of selection.prompt_tokens={rule.prompt_tokens}; give more text, "

@@ -122,7 +122,7 @@ def _same_tokenizer(model: Any, target: Any) -> None:
     own, wanted = getattr(model, "tokenizer", None), target.tokenizer
     if own is None or wanted is None:
         return
-    for name, of in (("vocabulary", lambda t: t.get_vocab()), ("chat template", lambda t: t.chat_template)):
+    for name, of in (("vocabulary", lambda t: t.get_vocab()), ("chat template", lambda t: t.chat_template or None)):
         if of(own) != of(wanted):
             raise ModelError(f"self-test: the {name} of its tokenizer is not the target's")
 

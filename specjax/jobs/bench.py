@@ -14,7 +14,7 @@ import numpy as np
 from specjax import metrics, registry
 from specjax.config import Bench, RunConfig
 from specjax.data.corpus import Document
-from specjax.data.prompts import HeldOutPrompt, cut_prompts
+from specjax.data.prompts import HeldOutPrompt, cut_prompts, for_benchmark
 from specjax.decode import request
 from specjax.decode.decoder import Decoder
 from specjax.drafters.base import refuse_longer
@@ -159,7 +159,7 @@ def held_out_prompts(documents: Sequence[Document], target: LoadedModel, length:
 
 
 def _prompts(documents: Sequence[Document], target: LoadedModel, length: int, count: int) -> list[HeldOutPrompt]:
-    found = cut_prompts(documents, target.tokenizer, length, count)
+    found = cut_prompts(for_benchmark(documents), target.tokenizer, length, count)
     if len(found) < count:
         raise DataError(
             f"the held-out text gives {len(found)} prompts of {length} tokens, bench needs {count}; use more text, "

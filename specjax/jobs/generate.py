@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specjax.data import encoding
 from specjax.errors import DataError, ModelError
 from specjax.runtime.files import plain_json, write_atomically
 
@@ -25,7 +26,7 @@ def read_prompt(path: Path) -> str:
 def refuse_empty(named: Sequence[tuple[str, str]], decoder: Any) -> None:
     """A prompt without a token, by the name that the user gave it; a tokenizer may begin every text with one."""
     for name, text in named:
-        if not text and not decoder.target.tokenizer(text)["input_ids"]:
+        if not text and not encoding.encode(decoder.target.tokenizer, text):
             raise DataError(f"{name}: empty, and a prompt needs at least one token; put text there, or leave it out")
 
 

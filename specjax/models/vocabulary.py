@@ -179,14 +179,39 @@ def _content(tokenizer: Any) -> dict[str, Any]:
     # A unigram model has scores in place of merges.
     vocabulary = model.pop("vocab")
     content["merges"] = model.pop("merges", None) or (vocabulary if isinstance(vocabulary, list) else [])
+    if not model.get("unk_token"):
+        model.pop("fuse_unk", None)
     return content | {"model": model, **{name: stored[name] for name in ("normalizer", "pre_tokenizer")}}
+
+
+_STEPS = ("model", "normalizer", "pre_tokenizer")
+_WITHOUT_EFFECT = ("trim_offsets",)
+"""Settings that change no id."""
+
+
+def _effective(part: Any) -> Any:
+    """A step of a tokenizer without what has no effect: what is null, empty or false is the same as left out, a
+    sequence of one step is that step, and one of none is no step."""
+    if not isinstance(part, Mapping):
+        return part or None
+    found = {name: _effective(value) for name, value in part.items() if name not in _WITHOUT_EFFECT}
+    if found.get("type") == "Sequence":
+        (key,) = found.keys() - {"type"}
+        steps = [step for step in map(_effective, found[key] or ()) if step]
+        # A sequence in a sequence is its steps.
+        steps = [inner for step in steps for inner in (step[key] if step.get("type") == "Sequence" else [step])]
+        return steps[0] if len(steps) == 1 else {"type": "Sequence", key: steps} if steps else None
+    return {name: value for name, value in found.items() if value}
 
 
 def _digest(tokenizer: Any) -> bytes:
     """Digest of a tokenizer's `_content`, which is too large to be kept."""
 
     def make():
-        text = json.dumps(list(_content(tokenizer).items()), sort_keys=True)
+        parts = _content(tokenizer).items()
+        text = json.dumps(
+            [(name, _effective(part) if name in _STEPS else part) for name, part in parts], sort_keys=True
+        )
         return hashlib.sha256(text.encode()).digest()
 
     return _once(tokenizer, "digest", make)
@@ -208,6 +233,9 @@ def _compare(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     for part in (name for name in ours if name in theirs):
         a, b = _by_place(ours[part]), _by_place(theirs[part])
         places = [place for place in {**a, **b} if a.get(place) != b.get(place)]
+        if part in _STEPS:
+            same = _effective(ours[part]) == _effective(theirs[part])
+            places = [] if same else [p for p in places if _effective(a.get(p)) != _effective(b.get(p))]
         if part in ("tokens", "added tokens"):
             places = [place for place in places if not any(place in tokens for tokens in alone.values())]
         if places:

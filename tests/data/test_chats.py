@@ -12,8 +12,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from specjax.data import chat_template as chat
 from specjax.data import corpus
+from specjax.data.corpus import BadRecordPolicy
 from specjax.data.prompts import cut_prompts
 from specjax.data.rows import encode_parts, pack
+from specjax.distill.sources.continuations import Sampled, prompts_of_file, prompts_of_text
 
 CHAT = [
     {"role": "user", "content": "add one and two"},
@@ -109,3 +111,74 @@ def test_a_tokenizer_that_does_not_say_where_its_tokens_lie_gives_the_same_parts
     assert len(slow) == len(fast)
     for a, b in zip(slow, fast, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+# R1 and its distills: the thought is opened for the answer to come, and cut off an answer that is there.
+THINKING = (
+    "{% for m in messages %}{% if m.role == 'user' %}<s>{{ m.content }}</s>{% else %}"
+    "<|assistant|>{{ m.content.split('</think>')[-1] }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["words", "normalizer", "bytes"])
+@pytest.mark.parametrize("answer", ["four", "<think>two and two</think>four", "<th"])
+def test_a_template_that_opens_a_thought_only_for_the_answer_to_come(kind, answer, tmp_path):
+    tokenizer = of_kind(kind, THINKING)
+    messages = [*CHAT[:3], {**CHAT[3], "content": answer}]
+    (document,) = chats_of(tmp_path, tokenizer, messages)
+    rows = pack(tokenizer, [document], tokenizer.eos_token_id, 4)
+    assert rows.stream.tolist() == chat.render(tokenizer, messages, tokenize=True, asks=False)
+    answers = [part.text for part in document.parts if not part.is_prompt]
+    assert answers == ["one and two add to three</s>", f"{answer.split('</think>')[-1]}</s>"]
+    asked = [chat.render(tokenizer, messages[:end], tokenize=True) for end in (1, 3)]
+    assert asked[0] != rows.stream[: len(asked[0])].tolist()
+    assert sorted(p.tokens for p in cut_prompts([document], tokenizer, 200, 4)) == sorted(asked)
+    # What target-generated and on-policy data continue is what decoding begins with, too.
+    long = pack(tokenizer, [document], tokenizer.eos_token_id, len(rows.stream) - 1)
+    prompts = prompts_of_text(long, Sampled(new_tokens=2))
+    assert [prompts[i] for i in range(len(prompts))] == [asked[0]]
+
+
+def test_a_template_that_changes_what_precedes_an_answer_is_refused(tmp_path):
+    counting = "{{ messages | length }}{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    with pytest.raises(ValueError, match="what precedes message 2 changes when the message is there"):
+        chats_of(tmp_path, of_kind("bytes", counting), CHAT)
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES, "thinking"])
+@pytest.mark.parametrize("form", ["messages", "conversations", "instruction", "prompt"])
+def test_a_whole_chat_as_a_prompt_asks_for_its_last_answer_again(template, form, tmp_path):
+    tokenizer = of_kind("bytes", {**TEMPLATES, "thinking": THINKING}[template])
+    said = [message["content"] for message in CHAT]
+    records = {
+        "messages": {"messages": CHAT},
+        "conversations": {"conversations": [{"from": m["role"], "value": m["content"]} for m in CHAT]},
+        "instruction": {"instruction": said[2], "output": said[3], "history": [said[:2]]},
+        "prompt": {"prompt": CHAT[:3], "completion": CHAT[3:]},
+    }
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(records[form]))
+    prompts = prompts_of_file(str(file), tokenizer, 400, BadRecordPolicy())
+    assert prompts[0] == chat.render(tokenizer, CHAT[:3], tokenize=True)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": CHAT[1:2]}, "no message of the role 'user', so there is nothing to answer"),
+        ({"messages": CHAT, "prompt": "one"}, "both 'messages' and 'prompt', which may be different prompts"),
+        ({"prompt": "one", "text": "two"}, "both 'prompt' and 'text'"),
+        (
+            {"prompt": "one", "system": "be brief"},
+            "'system' changes what a prompt means, and is not read beside 'prompt'",
+        ),
+        ({"messages": CHAT, "images": ["a.png"]}, "'images' changes what a prompt means"),
+        ({"messages": CHAT, "tools": [{"name": "add"}]}, "it does not write 'tools'"),
+    ],
+)
+def test_a_prompt_that_may_mean_several_things_is_refused(record, message, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=message):
+        prompts_of_file(str(file), of_kind("bytes", TEMPLATES["lines"]), 400, BadRecordPolicy())

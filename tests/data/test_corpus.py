@@ -12,6 +12,8 @@ import pytest
 from specjax import config
 from specjax.data import corpus
 from specjax.data.corpus import Document, Part
+from specjax.data.prompts import for_benchmark, for_selection
+from specjax.data.rows import pack
 from specjax.errors import DataError
 
 
@@ -493,6 +495,43 @@ def test_a_message_may_call_a_tool_in_place_of_text(tmp_path, tiny_tokenizer, ar
         ({"messages": [*SAID], "tools": "["}, "'tools' is no JSON; give a list"),
         ({"instruction": "x", "output": ""}, "no message of the role 'assistant'"),
         ({"instruction": 3, "output": "x"}, r"no string under the key 'instruction' \(it is 3\)"),
+        ({"messages": [*SAID], "system": 3}, r"no string under the key 'system' \(it is 3\)"),
+        (
+            {"messages": [{"role": "system", "content": "a"}, *SAID], "system": "b"},
+            "'system' is not what the first message says",
+        ),
+        ({"messages": [SAID[0], {**SAID[1], "weight": 0.5}]}, "message 2: weight=0.5; give 0 or 1, once"),
+        ({"messages": [SAID[0], {**SAID[1], "weight": 1, "train": False}]}, "message 2: weight=1, train=False; give 0"),
+        ({"messages": [{**SAID[0], "weight": 1}, SAID[1]]}, "message 1: weight=1, but only what the assistant says"),
+        ({"messages": [SAID[0], {**SAID[1], "weight": 0}]}, "every answer says that it is not to be predicted"),
+        ({"messages": [SAID[0], {**SAID[1], "from": "gpt"}]}, "message 2: both 'role' and 'from'"),
+        ({"messages": [SAID[0], {**SAID[1], "value": "2"}]}, "message 2: both 'content' and 'value'"),
+        (
+            {"messages": [SAID[0], {**SAID[1], "function_call": {"name": "f"}}]},
+            "message 2: 'function_call' is not read",
+        ),
+        ({"messages": [{**SAID[0], "images": ["a.png"]}, SAID[1]]}, "message 1: 'images' is not read"),
+        (
+            {"messages": [*SAID], "images": ["a.png"]},
+            "'images' changes what a prompt means.*columns={messages: messages}",
+        ),
+        ({"text": "a", "image": {"bytes": "x"}}, r"'image' changes what a prompt means.*data\.columns=\{text: text\}"),
+        ({"prompt": "a", "completion": "b", "system": "s"}, "'system' changes what a prompt means.*beside 'prompt'"),
+        ({"prompt": "a", "completion": "b", "history": [["x", "y"]]}, "'history' changes what a prompt means"),
+        ({"messages": [*SAID], "functions": [{"name": "f"}]}, "'functions' changes what a prompt means"),
+        (
+            {"instruction": "a", "output": "b", "history": ["x"]},
+            r"'history' is no list of pairs; give \[question, answer",
+        ),
+        (
+            {"text": "a", "messages": [*SAID]},
+            r"has 'messages' and 'text', which may be different texts; say which: data",
+        ),
+        (
+            {"instruction": "a", "output": "b", "text": "c"},
+            r"has 'text' and 'instruction'\+'output', .*data\.columns=\{text: text\}",
+        ),
+        ({"prompt": [SAID[0]], "completion": "b"}, "'completion' is no list of mappings"),
         ({"question": "x", "answer": "y"}, r"no string under the key 'text'.*data\.columns=\{prompt: question, "),
     ],
 )
@@ -500,6 +539,120 @@ def test_a_chat_that_cannot_be_read_says_what_to_write(tmp_path, record, message
     with pytest.raises(DataError, match=f"rows.jsonl, line 1.*{message}") as refused:
         corpus.read_documents(written(tmp_path, record))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["weight", "train", "training", "trainable", "loss"])
+@pytest.mark.parametrize("no", [0, False, 0.0])
+def test_an_answer_that_is_not_to_be_trained_on_is_part_of_the_prompt(tmp_path, tiny_tokenizer, name, no):
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = ASKING
+    first, second = ({"role": "user", "content": f"q{i}"} for i in range(2))
+    record = [first, {**SAID[1], name: no}, second, {"role": "assistant", "content": "2", name: 1}]
+    (document,) = corpus.rendered(corpus.read_documents(written(tmp_path, {"messages": record})), tokenizer)
+    assert [part.text for part in document.parts if not part.is_prompt] == ["2</>"]
+    plain = [{key: value for key, value in message.items() if key != name} for message in record]
+    assert document.text == tokenizer.apply_chat_template(plain, tokenize=False)
+    rows = pack(tokenizer, [document], 0, 4)
+    assert rows.prompt is not None
+    assert tokenizer.decode(rows.stream[~rows.prompt]) == "2</>"
+
+
+def test_of_a_prompt_of_messages_nothing_is_predicted(tmp_path, tiny_tokenizer):
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = ASKING
+    record = {"prompt": [*SAID, SAID[0]], "completion": [{"role": "assistant", "content": "2"}]}
+    (document,) = corpus.rendered(corpus.read_documents(written(tmp_path, record)), tokenizer)
+    assert [part.text for part in document.parts if not part.is_prompt] == ["2</>"]
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({key: [value] for key, value in record.items()}), tmp_path / "a.parquet")
+    (same,) = corpus.rendered(corpus.read_documents(str(tmp_path / "a.parquet")), tokenizer)
+    assert same.parts == document.parts
+
+
+def test_earlier_turns_of_an_instruction_stand_before_it(tmp_path):
+    record = {"instruction": "three", "output": "3", "history": [["one", "1"], ["two", "2"]]}
+    (document,) = corpus.read_documents(written(tmp_path, record))
+    assert [message["content"] for message in document.messages] == ["one", "1", "two", "2", "three", "3"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "dropped"),
+    [
+        ({"tools": [{"name": "add"}]}, "it does not write 'tools'"),
+        (
+            {"messages": [SAID[0], {**SAID[1], "reasoning_content": "hm"}]},
+            "it does not write 'reasoning_content' of mess",
+        ),
+        ({"messages": [SAID[0], {**SAID[1], "tool_calls": [CALL]}]}, "it does not write 'tool_calls' of message 2"),
+    ],
+)
+def test_what_the_template_would_drop_is_refused(tmp_path, tiny_tokenizer, changes, dropped):
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = ASKING
+    documents = corpus.read_documents(written(tmp_path, {"messages": [*SAID], **changes}))
+    with pytest.raises(DataError, match=dropped):
+        corpus.rendered(documents, tokenizer)
+
+
+def test_a_table_of_several_shapes_is_refused_until_columns_say_which(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "a.parquet"
+    table = {"instruction": ["add"], "input": ["1 and 1"], "output": ["2"], "text": ["add 1 and 1: 2"]}
+    parquet.write_table(pyarrow.table(table), file)
+    with pytest.raises(DataError, match=r"a\.parquet: the table has 'text' and 'instruction'\+'output'"):
+        corpus.read_documents(str(file))
+    (document,) = corpus.read_documents(str(file), columns={"text": "text"})
+    assert document.text == "add 1 and 1: 2"
+    (document,) = corpus.read_documents(str(file), columns={n: n for n in ("instruction", "input", "output")})
+    assert [message["content"] for message in document.messages] == ["add\n\n1 and 1", "2"]
+    with pytest.raises(DataError, match=r"data\.columns has 'text' and 'instruction'\+'output'"):
+        corpus.read_documents(str(file), columns={n: n for n in ("instruction", "output", "text")})
+
+
+def test_a_picture_beside_a_row_of_a_table_is_refused(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = {"messages": [[*SAID], [*SAID]], "images": [None, [{"bytes": b"x"}]]}
+    parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="row 2: 'images' changes what a prompt means"):
+        corpus.read_documents(str(tmp_path / "a.parquet"))
+
+
+# --- both sides of the split ------------------------------------------------------------------------------------------
+
+ANSWERED = {
+    "text": lambda i, j: {"text": f"text {i} {j}"},
+    "prompt and completion": lambda i, j: {"prompt": f"ask {i}", "completion": f"answer {j}"},
+    "chat": lambda i, j: {"messages": [{"role": "user", "content": f"ask {i}"}, {**SAID[1], "content": f"answer {j}"}]},
+    "chat of several turns": lambda i, j: {
+        "messages": [{"role": "user", "content": f"ask {i}"}, {**SAID[1], "content": f"answer {j}"}, *SAID]
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERED)
+def test_answers_to_one_prompt_stay_on_one_side_and_select_on_other_documents_than_are_measured(
+    kind, tmp_path, tiny_tokenizer
+):
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = ASKING
+    documents = corpus.read_documents(written(tmp_path, *(ANSWERED[kind](i, j) for i in range(40) for j in range(4))))
+    assert len({document.group for document in documents}) == (160 if kind == "text" else 40)
+    train, held_out = corpus.split_held_out(documents, 0.4)
+    sides = [train, for_benchmark(corpus.rendered(held_out, tokenizer)), for_selection(held_out)]
+    groups = [{document.group for document in side} for side in sides]
+    assert all(groups)
+    assert sum(map(len, groups)) == len(set.union(*groups))
+    if kind != "text":
+        assert {len(side) for side in sides} == {4 * len(group) for group in groups}
+
+
+def test_of_a_single_prompt_the_last_answers_are_held_out_and_that_is_said(tmp_path, caplog):
+    path = written(tmp_path, *({"prompt": "ask", "completion": f"answer {i}"} for i in range(10)))
+    train, held_out = corpus.split_held_out(corpus.read_documents(path), 0.2)
+    assert (len(train), len(held_out)) == (8, 2)
+    assert "the prompt of all documents is the same: the last answers to it are held out" in caplog.text
+    assert len(for_benchmark(held_out)) == len(for_selection(held_out)) == 1
+    assert for_benchmark(held_out) != for_selection(held_out)
 
 
 def test_columns_say_what_stands_under_another_name(tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -181,6 +183,46 @@ def test_tokenizers_pair_by_content_and_padding_does_not_count(rows):
     ours, theirs = (model_of(tokenizer(), count, name) for count, name in zip(rows, "ab", strict=True))
     assert ours.tokenizer is not theirs.tokenizer
     check_same_vocabulary(ours, theirs)
+
+
+def other_file(change: Callable[[dict[str, Any]], None]) -> Any:
+    """The same tokenizer, of a file that ``change`` wrote otherwise."""
+    stored = json.loads(tokenizer().backend_tokenizer.to_str())
+    change(stored)
+    backend = Tokenizer.from_str(json.dumps(stored))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+
+
+NOTHING_CHANGED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "empty for null": lambda f: f["model"].update(continuing_subword_prefix="", end_of_word_suffix=""),
+    "zero for null": lambda f: f["model"].update(dropout=0.0),
+    "nothing to fuse": lambda f: f["model"].update(fuse_unk=True),
+    "default left out": lambda f: [f["model"].pop(name) for name in ("byte_fallback", "ignore_merges")],
+    "no step": lambda f: f.update(normalizer={"type": "Sequence", "normalizers": []}),
+    "one step": lambda f: f.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [f["pre_tokenizer"]]}),
+    "spans alone": lambda f: f["pre_tokenizer"].update(trim_offsets=False),
+}
+
+
+@pytest.mark.parametrize("change", NOTHING_CHANGED)
+def test_files_that_differ_in_nothing_that_has_an_effect_are_one_tokenizer(change):
+    check_same_vocabulary(model_of(tokenizer(), 12), model_of(other_file(NOTHING_CHANGED[change]), 12))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f["model"].update(ignore_merges=True), "'model'.*ignore_merges: False and True"),
+        (lambda f: f["model"].update(end_of_word_suffix="w"), "'model'.*end_of_word_suffix: None and 'w'"),
+        (
+            lambda f: f.update(normalizer={"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}),
+            "'normalizer'.*'Lowercase'",
+        ),
+    ],
+)
+def test_files_that_differ_in_what_has_an_effect_are_two(change, message):
+    with pytest.raises(ModelError, match=message):
+        check_same_vocabulary(model_of(tokenizer(), 12), model_of(other_file(change), 12))
 
 
 @pytest.mark.parametrize(

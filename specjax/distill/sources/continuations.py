@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 from pydantic import Field
 
 from specjax.data import chat_template as chat
-from specjax.data import chats, readers
+from specjax.data import chats, encoding, readers
 from specjax.data.readers import BadRecordPolicy
 from specjax.data.rows import ConcatenatedRows
 from specjax.decode.decoder import Decoder
@@ -26,6 +26,7 @@ from specjax.errors import ConfigError, DataError
 from specjax.metrics import DecodeStats
 from specjax.runtime import fingerprint
 
+_PROMPTS = ("messages", "conversations", "instruction", "prompt", "text")
 _log = logging.getLogger(__name__)
 Positive = Annotated[int, Field(ge=1)]
 
@@ -101,8 +102,13 @@ def prompts_of_text(rows: ConcatenatedRows, settings: Sampled) -> Prompts:
     if rows.prompt is not None:
         predicted = np.append(np.flatnonzero(~rows.prompt), len(rows.stream))
         own = np.minimum(predicted[np.searchsorted(predicted, rows.starts)], ends) - rows.starts
-    spans = [np.stack([rows.starts, rows.starts + own], axis=1)[(own > 0) & (own <= room)]]
     plain = own == 0
+    written = [np.asarray(prompt, np.int32) for prompt in rows.asked.values() if len(prompt) <= room]
+    own[[*rows.asked]] = 0  # its prompt is written otherwise than its rows
+    spans = [np.stack([rows.starts, rows.starts + own], axis=1)[(own > 0) & (own <= room)]]
+    sizes = [*map(len, written)]
+    behind = len(rows.stream) + np.cumsum(sizes)
+    spans.append(np.stack([behind - sizes, behind], axis=1).astype(np.int64))
     pieces = np.where(plain, -(-(ends - rows.starts) // rows.length), 0)
     first = np.repeat(rows.starts, pieces)
     begins = first + rows.length * (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces))
@@ -112,15 +118,18 @@ def prompts_of_text(rows: ConcatenatedRows, settings: Sampled) -> Prompts:
     found = np.concatenate(spans)
     if not len(found):
         raise DataError(f"no prompt of the training text leaves room for new_tokens={settings.new_tokens}; lower it")
-    return Prompts(rows.stream, found, ~np.isin(found[:, 0], rows.starts), rows.opening)
+    tokens = np.concatenate([rows.stream, *written])
+    inside = ~np.isin(found[:, 0], [*rows.starts, *(behind - sizes)])
+    return Prompts(tokens, found, inside, rows.opening)
 
 
 def prompts_of_file(
     path: str, tokenizer: Any, room: int, bad: BadRecordPolicy, today: datetime.date | None = None
 ) -> Prompts:
-    """Prompts of a file of JSON with ``prompt``, ``text`` or ``messages`` (continued by the chat template's answer), or
-    of a text file with one prompt a line; which it is, its name says. A prompt of more than ``room`` tokens is ``bad``,
-    as is a malformed line. ``today``: for templates that ask."""
+    """Prompts of a file of JSON with ``prompt``, ``text`` or a chat (continued by the chat template's answer to its
+    last question: an answer that stands there is left out), or of a text file with one prompt a line; which it is, its
+    name says. A prompt of more than ``room`` tokens is ``bad``, as is a malformed line. ``today``: for templates that
+    ask."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise DataError(f"data.prompts: {path!r} is no file; give a .jsonl file or a text file with one prompt a line")
@@ -158,15 +167,20 @@ def _lines(file: Path) -> list[tuple[int, str, bytes]]:
 
 def _prompt_ids(record: Any, tokenizer: Any, today: datetime.date | None) -> list[int]:
     if isinstance(record, bytes):
-        return tokenizer(record.decode("utf-8"))["input_ids"]
-    if isinstance(record, dict) and record.get("messages"):
-        messages = chats.checked(record["messages"], "messages")
-        return chat.render(tokenizer, messages, chats.tools_of(record), today=today, tokenize=True)
-    texts = [record.get(key) for key in ("prompt", "text")] if isinstance(record, dict) else []
-    text = next((text for text in texts if isinstance(text, str)), None)
-    if text is None:
-        raise DataError("no string under the key 'prompt'; give 'prompt', 'text' or 'messages'")
-    return tokenizer(text)["input_ids"]
+        return encoding.encode(tokenizer, record.decode("utf-8"))
+    found = [key for key in _PROMPTS if record.get(key)] if isinstance(record, dict) else []
+    if len(found) > 1:
+        raise DataError(f"both {found[0]!r} and {found[1]!r}, which may be different prompts; keep one of them")
+    key = next(iter(found), "prompt")
+    if found and (other := readers.unread(record, key)) is not None:
+        raise DataError(f"{other!r} changes what a prompt means, and is not read beside {key!r}; drop it")
+    if found and (key not in ("prompt", "text") or isinstance(record[key], list)):
+        messages, tools = chats.read(record, key)
+        messages = chats.for_template(chats.question(messages), tools, chat.source(tokenizer, tools))
+        return chat.render(tokenizer, messages, tools, today=today, tokenize=True)
+    if not found or not isinstance(record[key], str):
+        raise DataError(f"no string under the key {key!r}; give one of {', '.join(_PROMPTS)}")
+    return encoding.encode(tokenizer, record[key])
 
 
 @dataclasses.dataclass(frozen=True)
