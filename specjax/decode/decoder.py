@@ -163,7 +163,8 @@ class Decoder:
             ignore_eos: go on past the target's end-of-sequence ids.
             stop_strings: end a row where its new text holds one: the text stops before it, the tokens with the one that
                 completes it (counters also hold what was decoded before the host saw it).
-            skip_special_tokens: they are in the tokens, but not in the text, where stop strings are looked for.
+            skip_special_tokens: they are in the tokens, but not in the text, where stop strings are looked for; only
+                a stop string that has one of them in it is found where they stand.
             logprobs: log-probabilities of the emitted tokens: 'raw' (or True) of the target's own distribution, over
                 the tokens of its tokenizer; 'processed' after all sampling parameters.
             logits_processor: a pure, traceable ``(logits[B, V], specjax.types.LogitsContext) -> logits[B, V]``, for

@@ -31,17 +31,36 @@ def check(value: Any, count: int, has_tokenizer: bool) -> list[tuple[str, ...]]:
     return [tuple(stops) for stops in rows]
 
 
-def undecided(text: str, stops: Sequence[str]) -> int:
-    """Characters at the end of ``text`` that may begin a stop string: a stream holds them back."""
-    longest = 0
-    for stop in stops:
-        for size in range(min(len(stop) - 1, len(text)), longest, -1):
-            if text.endswith(stop[:size]):
-                longest = size
-                break
-    return longest
+class Search:
+    """Looks for ``stops`` in a text that comes in parts, of which some are not shown."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = stops
+        self._reach = max(map(len, stops), default=1) - 1
+        self._tail: list[tuple[str, bool]] = []
+        """The last characters, in which a stop string may have begun, and whether each is shown."""
+
+    def push(self, shown: str, hidden: str) -> int | None:
+        """The next part. Returns the characters shown from where the first stop string begins, None without one."""
+        if not self._stops:
+            return None
+        window = [*self._tail, *((character, True) for character in shown), *((c, False) for c in hidden)]
+        text = "".join(character for character, _ in window)
+        start = min((place for stop in self._stops if (place := text.find(stop)) >= 0), default=None)
+        self._tail = window[-self._reach :] if self._reach else []
+        return None if start is None else _shown(window[start:])
+
+    @property
+    def undecided(self) -> int:
+        """Characters shown at the end that may begin a stop string: a stream holds them back."""
+        longest, text = 0, "".join(character for character, _ in self._tail)
+        for stop in self._stops:
+            for size in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:size]):
+                    longest = size
+                    break
+        return _shown(self._tail[len(self._tail) - longest :])
 
 
-def find(text: str, stops: Sequence[str]) -> int | None:
-    """The place in ``text`` where the first of its stop strings begins."""
-    return min((start for stop in stops if (start := text.find(stop)) >= 0), default=None)
+def _shown(characters: Sequence[tuple[str, bool]]) -> int:
+    return sum(shown for _, shown in characters)

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from specjax.decode.stops import find, undecided
+from specjax.decode.stops import Search
 
 _INCOMPLETE = "\ufffd"
 _UTF8 = 4
@@ -51,6 +51,12 @@ class Detokenizer:
         if getattr(self.tokenizer, "backend_tokenizer", None) is None:
             return frozenset(getattr(self.tokenizer, "all_special_ids", ()))
         return frozenset(id_ for id_, token in self.tokenizer.added_tokens_decoder.items() if token.special)
+
+    @functools.cached_property
+    def hidden(self) -> dict[int, str]:
+        """What the tokens that are left out would be written as."""
+        plainly = dataclasses.replace(self, skip_special_tokens=False)
+        return {token: plainly([token]) for token in self.left_out}
 
     @functools.cached_property
     def byte_of(self) -> dict[int, int]:
@@ -100,6 +106,8 @@ class Shares:
         self._detokenize = detokenize
         self._context: list[int] = []
         self._context_text = ""
+        self._silent: list[int] = []
+        """Tokens after the context that have shown no text. (A token that follows may yet show it.)"""
         self._waiting: list[int] = []
         """Tokens without a share yet; the first one has text, or bytes."""
         self._are_bytes = False
@@ -124,7 +132,7 @@ class Shares:
         self._waiting.append(token)
         if is_byte:
             return settled
-        self._texts.append(self._text(self._waiting))
+        self._texts.append(self._text(self._waiting) if self._shows(self._waiting) else "")
         if not self._texts[-1].endswith(_INCOMPLETE):
             return settled + self._settle_all()
         return settled + self._settle_part()
@@ -147,14 +155,17 @@ class Shares:
         return self._settle_bytes() if self._are_bytes else self._settle(len(self._waiting))
 
     def _settle(self, count: int) -> list[str]:
-        """The first ``count`` tokens that wait, by what their texts have in common with the text of all of them."""
+        """The first ``count`` tokens that wait, by what their texts have in common with the text of all of them. Where
+        they end within a character, it is left to the token that completes it."""
         text, shares, done = self._texts[count - 1], [], 0
+        begun = not self._texts[-1].startswith(text)
+        text = text[:-1] if begun else text
         for some in self._texts[:count]:
             end = max(done, _agreeing(some, text))
             shares.append(text[done:end])
             done = end
         self._texts = [some.removeprefix(text) for some in self._texts[count:]]
-        self._go_on_after(count)
+        self._go_on_after(count, bool(text), begun)
         return shares
 
     def _settle_part(self) -> list[str]:
@@ -163,27 +174,42 @@ class Shares:
         if len(visible) < 2 * _UTF8:
             return []
         count = visible[-_UTF8]
-        return self._settle(count) if self._texts[-1].startswith(self._texts[count - 1]) else []
+        text = self._texts[count - 1]
+        decided = text[:-1] if text.endswith(_INCOMPLETE) else text
+        return self._settle(count) if self._texts[-1].startswith(decided) else []
 
     def _settle_bytes(self) -> list[str]:
         d = self._detokenize
         values = [d.byte_of[token] for token in self._waiting if token not in d.left_out]
-        of_bytes = iter(_shares_of_bytes(self._text(self._waiting), values))
+        text = self._text(self._waiting)
+        of_bytes = iter(_shares_of_bytes(text, values))
         shares = ["" if token in d.left_out else next(of_bytes) for token in self._waiting]
-        self._go_on_after(len(self._waiting))
+        self._go_on_after(len(self._waiting), bool(text))
         return shares
 
     def _text(self, tokens: list[int]) -> str:
-        return self._detokenize(self._context + tokens)[len(self._context_text) :]
+        return self._detokenize(self._context + self._silent + tokens)[len(self._context_text) :]
 
-    def _go_on_after(self, count: int) -> None:
-        """The context is what was settled last. It has text: the first token of all may be written otherwise."""
+    def _shows(self, tokens: list[int]) -> bool:
+        """Whether there is any text to be read: of many silent tokens the last ones tell."""
+        if len(self._silent) < 2 * _UTF8:
+            return True
+        few = self._context + self._silent[-_UTF8:] + tokens
+        return len(self._detokenize(few)) > len(self._context_text)
+
+    def _go_on_after(self, count: int, shown: bool, begun: bool = False) -> None:
+        """The context is what was settled last. It has text: the first token of all may be written otherwise.
+        ``begun``: but for a character at its end, which is to be completed."""
         tokens, self._waiting = self._waiting[:count], self._waiting[count:]
-        text = self._detokenize(tokens)
-        if not text:
-            tokens = self._context + tokens
-            text = self._detokenize(tokens)
-        self._context, self._context_text = tokens, text
+        if not shown:
+            self._silent += tokens
+            return
+        before, text = self._context + self._silent, self._detokenize(tokens)
+        size = len(tokens)
+        while not text and size < len(before) + len(tokens):
+            size *= 2
+            text = self._detokenize((before + tokens)[-size:])
+        self._context, self._context_text, self._silent = (before + tokens)[-size:], text[:-1] if begun else text, []
 
 
 @functools.lru_cache(maxsize=1)
@@ -220,13 +246,18 @@ class RowText:
         self.fed = 0
         """Tokens."""
         self._stops, self._writer = stops, Shares(detokenize)
-        self._reach = max(map(len, stops), default=1) - 1
+        self._hidden = detokenize.hidden if stops else {}
+        written = [stop for stop in stops if any(text in stop for text in self._hidden.values() if text)]
+        self._searches = Search([stop for stop in stops if stop not in written]), Search(written)
+        """In the text, and in what would be the text with all special tokens."""
+        self._ids: list[int] = []
         self._shares: list[str] = []
-        self._tail, self._length, self._last = "", 0, False
+        self._length, self._last = 0, False
         self._sent_shares, self._sent_of_share, self._sent = 0, 0, 0
 
     def feed(self, tokens: Sequence[int], last: bool) -> None:
         """The next tokens. ``last``: none will follow."""
+        self._ids += tokens
         for token in tokens:
             self._settle(self._writer.push(token))
         self.fed += len(tokens)
@@ -238,13 +269,14 @@ class RowText:
         for share in shares:
             if self.cut is not None:
                 return
+            hidden = self._hidden.get(self._ids[len(self._shares)], "")
             self._shares.append(share)
-            window = self._tail + share
-            start = find(window, self._stops)
-            if start is not None:
-                self.cut = Cut(len(self._shares), self._length - len(self._tail) + start)
             self._length += len(share)
-            self._tail = window[-self._reach :] if self._reach else ""
+            text, written = self._searches
+            found = text.push(share, ""), written.push(share, hidden)
+            behind = max((count for count in found if count is not None), default=None)
+            if behind is not None:
+                self.cut = Cut(len(self._shares), self._length - behind)
 
     @property
     def text(self) -> str:
@@ -261,7 +293,7 @@ class RowText:
     def release(self) -> tuple[int, list[str]]:
         """The text to hand out that was not yet: (number of the token that it begins with, a share for each token from
         there). What may begin a stop string stays back."""
-        limit = self._length - (0 if self._last else undecided(self._tail, self._stops))
+        limit = self._length - (0 if self._last else max(search.undecided for search in self._searches))
         limit = limit if self.cut is None else self.cut.length
         first, shares = self._sent_shares, []
         while self._sent_shares < len(self._shares):

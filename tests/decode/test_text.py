@@ -205,6 +205,20 @@ def test_work_is_linear_in_the_tokens(tokenizer, what, stops):
     assert counted.tokens <= (20 if detokenize.is_local else 100) * count
 
 
+def test_work_is_linear_for_every_token_of_a_row_of_one(tokenizer):
+    """Also of tokens that have no text alone: a space of which a decoder strips the first, a piece without a letter."""
+    detokenize = Detokenizer(tokenizer)
+    if not detokenize.is_local:
+        pytest.skip("waits for the end of the row")
+    count = 400
+    for token in range(len(tokenizer)):
+        for ids in ([token] * count, [1, *[token] * count], [token, 1] * (count // 2)):
+            counted = Counting(tokenizer)
+            texts, _ = handed_out(RowText(Detokenizer(counted)), [ids])
+            assert "".join(texts) == detokenize(ids)
+            assert counted.tokens <= 30 * count, (token, ids[:3])
+
+
 def test_a_split_character_belongs_to_the_token_that_completes_it():
     detokenize = Detokenizer(Slow())
     assert detokenize.shares("é🙂".encode()) == ["", "é", "", "", "", "🙂"]
@@ -265,6 +279,22 @@ def test_special_tokens_are_text_where_asked_for_and_stop_strings_see_them_there
     assert decoder.generate([[1]], stop_strings="end", **options).text == [TEXT.removesuffix("<|end|>")]
     kept = decoder.generate([[1]], stop_strings="end", skip_special_tokens=False, **options)
     assert kept.text == [TEXT.removesuffix("end|>")]
+
+
+@pytest.mark.parametrize("stop", ["<|end|>", "no<|end|>", " 🙂 no<|end|>", ["never", "<|end|>"]])
+def test_a_stop_string_with_a_special_token_is_found_though_it_is_not_in_the_text(said, stop):
+    decoder, options = said
+    written = TEXT * 2
+    ids = decoder.target.tokenizer(written)["input_ids"]
+    options = {**options, "max_new_tokens": len(ids), "logits_processor": scripted(ids), "ignore_eos": True}
+    result = decoder.generate([[1]], stop_strings=stop, **options)
+    (text,) = (s for s in ([stop] if isinstance(stop, str) else stop) if "<|end|>" in s)
+    assert result.text == [TEXT[: TEXT.index(text)]]
+    assert result.tokens == [ids[: len(ids) // 2]]
+    assert result.finish_reasons == ["stop_string"]
+    events = list(decoder.stream([1], stop_strings=stop, **options))
+    assert "".join(event.text for event in events) == result.text[0]
+    assert [token for event in events for token in event.tokens] == result.tokens[0]
 
 
 def test_a_result_pins_no_decoder(said):
