@@ -268,13 +268,15 @@ def generate(
             "seed": seed,
             "ignore_eos": ignore_eos,
         }
-        job.tell_memory(target, draft, loading, [text for _, text in named], max_new_tokens)
+        if defaults:
+            typed = {"banned_tokens": "ban", "stop_strings": "stop"}
+            sources = {name: given(typed.get(name, name)) for name in options}
+            own = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+            options |= job.defaults(own, target)
+        job.tell_memory(target, draft, loading, [text for _, text in named], options["max_new_tokens"])
         decoder = job.decoder(target, draft, ngram, k, how, loading, quantize_draft)
         if not chat:
             job.refuse_empty(named, decoder)
-        if defaults:
-            own = [name for name in options if (source := given(name)) is not None and source.name == "COMMANDLINE"]
-            options |= job.defaults(own, target)
         prompts = job.Prompts([text for _, text in named], chat, system)
         job.generate(decoder, prompts, options, verifier, job.Shown(as_json, no_color, metrics, price_per_hour))
 

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,15 +15,31 @@ from specjax.errors import DataError, ModelError
 from specjax.models.files import read_json
 
 _WARPERS = ("temperature", "top_k", "top_p", "min_p")
-_SETTINGS = (*_WARPERS, "repetition_penalty")
+_NUMBERS = (*_WARPERS, "repetition_penalty", "max_new_tokens", "min_new_tokens")
+_NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "typical_p", "repetition_penalty"), 1),
+    **dict.fromkeys(("top_p", "encoder_repetition_penalty", "guidance_scale", "temperature", "length_penalty"), 1),
+    "max_length": 20,
+    "top_k": 50,
+}
+"""The value at which a setting changes nothing, where that is not 0, false, null or empty: transformers' default."""
+_WITHOUT_EFFECT = re.compile(
+    "do_sample|early_stopping|.*_token_id|transformers_version|_from_model_config|_?use_.*|cache_.*|max_cache_len|"
+    "output_.*|return_.*|.*compile.*|low_memory|is_assistant|num_assistant_.*|assistant_.*|prefill_chunk_size|"
+    "continuous_batching_config|prompt_lookup_num_tokens|max_matching_ngram_size|target_lookbehind|speculation_type|"
+    "renormalize_logits|remove_invalid_values|trust_remote_code|chat_format"
+)
+"""Settings that change how it is generated, and not what."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationDefaults:
-    """``values``: arguments of `specjax.Decoder.generate`. ``source``: where they stand."""
+    """``values``: arguments of `specjax.Decoder.generate`. ``source``: where they stand. ``unapplied``: what else there
+    would change what is generated, and has no place here."""
 
     values: Mapping[str, Any]
     source: str
+    unapplied: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def encode(tokenizer: Any, message: str, system: str | None = None) -> list[int]:
@@ -80,18 +97,30 @@ def prints_the_date(tokenizer: Any) -> bool:
 
 
 def generation_defaults(model: str | os.PathLike) -> GenerationDefaults:
-    """What generation_config.json of a directory or hub id says of sampling. As for transformers, ``do_sample`` decides
-    whether temperature and cuts count; unlike there, an absent top_k is none (not 50). Raises `ModelError` if the file
-    cannot be read; without one there are no values."""
+    """What generation_config.json of a directory or hub id says of generation. As for transformers, ``do_sample``
+    decides whether temperature and cuts count; unlike there, an absent top_k is none (not 50). Raises `ModelError` if
+    the file cannot be read; without one there are no values."""
     from specjax.models import hf
 
     file = hf.resolve(model) / "generation_config.json"
     found = read_json(file) if file.exists() else {}
-    for name in _SETTINGS:
+    for name in _NUMBERS:
         if isinstance(found.get(name), bool) or not isinstance(found.get(name), int | float | None):
             raise ModelError(f"{file}: {name}={found[name]!r} is no number; correct it, or leave --defaults out")
-    names = _SETTINGS if found.get("do_sample") else ("repetition_penalty",)
+    names = [name for name in _NUMBERS if found.get("do_sample") or name not in _WARPERS]
     values = {name: found[name] for name in names if found.get(name) is not None}
     if found.get("do_sample"):
         values = {"temperature": 1.0, **values}
-    return GenerationDefaults(values, str(file))
+    if found.get("stop_strings"):
+        values["stop_strings"] = found["stop_strings"]
+    # Tokens that are never to come; sequences of several are another thing.
+    banned = found.get("bad_words_ids") or []
+    single = isinstance(banned, list) and all(isinstance(ids, list) and len(ids) == 1 for ids in banned)
+    ids = [*(found.get("suppress_tokens") or []), *(ids[0] for ids in banned if single)]
+    if ids:
+        values["banned_tokens"] = ids
+    applied = {*values, "suppress_tokens", *(["bad_words_ids"] if single else [])}
+    others = {name: value for name, value in found.items() if name not in applied}
+    unapplied = {name: value for name, value in others.items() if value and value != _NEUTRAL.get(name)}
+    unapplied = {name: value for name, value in unapplied.items() if not _WITHOUT_EFFECT.fullmatch(name)}
+    return GenerationDefaults(values, str(file), unapplied)

@@ -75,16 +75,25 @@ def tell_memory(target: str, draft: str | None, loading: Mapping[str, Any], prom
 
 
 def defaults(own: Sequence[str], target: str) -> dict[str, Any]:
-    """What generation_config.json says and the command line does not, whose ``own`` stand; told on stderr."""
+    """What generation_config.json says and the command line does not, whose ``own`` stand; told on stderr, as is what
+    it says and has no place here."""
     from specjax.data.chat_template import generation_defaults
 
     found = generation_defaults(target)
     kept = [name for name in found.values if name in own]
     applied = {name: value for name, value in found.values.items() if name not in own}
-    told = ", ".join(f"{name} {value:g}" for name, value in applied.items()) or "nothing to apply"
+    told = ", ".join(f"{name} {_told(value)}" for name, value in applied.items()) or "nothing to apply"
     kept = f" (as given on the command line: {', '.join(kept)})" if kept else ""
     print(f"note: from {found.source}: {told}{kept}", file=sys.stderr)
+    if found.unapplied:
+        others = ", ".join(f"{name} {_told(value)}" for name, value in found.unapplied.items())
+        greedy = "; without do_sample nothing is sampled" if "temperature" in found.unapplied else ""
+        print(f"note: not applied of it: {others}{greedy}", file=sys.stderr)
     return applied
+
+
+def _told(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,6 +56,7 @@ DRAFT = "draft"
 """Where a run directory has its draft."""
 DRAFTER = "specjax_drafter"
 """In config.json: the kind of a drafter that is no model by itself."""
+_EOS = "eos_token_id"
 _OF_DRAFTS = {"speculators_model_type", "medusa_num_heads", "eagle_config", "dflash_config"}
 _OF_DRAFTS |= {"draft_vocab_size", "markov_rank"}
 """Keys that config.json has of drafts that others have trained, and of no model."""
@@ -206,7 +207,7 @@ def load_model(
     # What may fail at once comes before what takes long.
     generation_file = directory / GENERATION
     generation = read_json(generation_file) if generation_file.exists() else {}
-    eos_ids = _read_eos_ids(generation_file, generation, settings, config.vocab_size)
+    eos_ids = _read_eos_ids(generation_file, generation, settings, family, config.vocab_size)
     tokenizer = _read_tokenizer(directory)
     params = read_params(directory, family, config, dtype, mesh, check_finite, scheme)
     return LoadedModel(
@@ -384,11 +385,18 @@ def resolve(path_or_hub_id: str | os.PathLike, revision: str | None = None, file
         ) from error
 
 
-def _read_eos_ids(file: Path, generation: Mapping[str, Any], settings: Settings, vocab_size: int) -> tuple[int, ...]:
-    """generation_config.json decides, where it says anything: it is what transformers stops on."""
-    where, value = str(file), generation.get("eos_token_id")
-    if value is None:
-        where, value = str(settings.where), settings.values.get("eos_token_id")
+def _read_eos_ids(
+    file: Path, generation: Mapping[str, Any], settings: Settings, family: Family, vocab_size: int
+) -> tuple[int, ...]:
+    """generation_config.json decides, where it says anything: it is what transformers stops on. Null means that nothing
+    ends a text; where neither file says anything, it is the family's default."""
+    where, said = next(
+        ((place, found) for place, found in ((file, generation), (settings.where, settings.values)) if _EOS in found),
+        (file, None),
+    )
+    if said is None:
+        return () if family.eos_id is None or family.eos_id >= vocab_size else (family.eos_id,)
+    value = said[_EOS]
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token in ids:
         if type(token) is not int or not 0 <= token < vocab_size:

@@ -5,6 +5,7 @@ import json
 import types
 
 import pytest
+import transformers
 from typer.testing import CliRunner
 
 import specjax
@@ -58,11 +59,55 @@ def written(directory, **settings):
         ({"do_sample": True, "min_p": 0.1}, {"temperature": 1.0, "min_p": 0.1}),
         ({"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
         ({"do_sample": True, "temperature": None, "eos_token_id": 3}, {"temperature": 1.0}),
+        ({"max_new_tokens": 9, "min_new_tokens": 2}, {"max_new_tokens": 9, "min_new_tokens": 2}),
+        ({"stop_strings": ["a", "b"], "top_k": 3}, {"stop_strings": ["a", "b"]}),
+        ({"suppress_tokens": [3], "bad_words_ids": [[4], [5]]}, {"banned_tokens": [3, 4, 5]}),
+        ({"suppress_tokens": [3], "bad_words_ids": [[4], [5, 6]]}, {"banned_tokens": [3]}),
         ({}, {}),
     ],
 )
 def test_defaults_are_those_that_transformers_would_sample_with(tmp_path, settings, expected):
     assert chat.generation_defaults(written(tmp_path, **settings)).values == expected
+
+
+def test_defaults_name_what_they_do_not_apply(tmp_path):
+    """Each setting of transformers: applied, named, or without effect on what is generated."""
+    changing = {
+        "num_beams": 4,
+        "typical_p": 0.9,
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": [[4, 5]],
+        "max_length": 4096,
+        "sequence_bias": [[[3], 1.0]],
+        "forced_bos_token_id": 0,
+        "guidance_scale": 1.5,
+        "min_length": 5,
+        "exponential_decay_length_penalty": [3, 1.1],
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "penalty_alpha": 0.6,
+    }
+    silent = {
+        "num_beams": 1,
+        "typical_p": 1.0,
+        "eos_token_id": [3, 4],
+        "bos_token_id": 1,
+        "pad_token_id": None,
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+        "cache_implementation": "hybrid",
+        "top_k": 50,
+        "_from_model_config": True,
+        "num_assistant_tokens": 5,
+        "max_length": 20,
+        "do_sample": False,
+    }
+    del changing["forced_bos_token_id"]  # of encoders that write
+    found = chat.generation_defaults(written(tmp_path, **{**silent, **changing}))
+    assert (found.values, found.unapplied) == ({}, changing)
+    assert chat.generation_defaults(written(tmp_path, **silent)).unapplied == {}
+    known = {name for name, value in vars(transformers.GenerationConfig()).items() if value is not None}
+    assert not known  # transformers' own defaults are told by none
 
 
 def test_defaults_without_a_file_or_with_a_broken_one(tmp_path):
@@ -135,3 +180,10 @@ def test_defaults_are_applied_where_asked_for_told_and_overruled_by_options(run,
     result, (_, options) = run("--target", written(tmp_path, temperature=0.7), "--defaults")
     assert options["temperature"] == 0.0
     assert "nothing to apply" in result.stderr
+    assert "note: not applied of it: temperature 0.7; without do_sample nothing is sampled\n" in result.stderr
+    where = written(tmp_path, max_new_tokens=9, stop_strings=["x"], suppress_tokens=[3], num_beams=4)
+    result, (_, options) = run("--target", where, "--defaults", "--stop", "y")
+    names = ("max_new_tokens", "stop_strings", "banned_tokens")
+    assert [options[name] for name in names] == [9, ["y"], [3]]
+    assert "max_new_tokens 9, banned_tokens [3] (as given on the command line: stop_strings)\n" in result.stderr
+    assert "note: not applied of it: num_beams 4\n" in result.stderr

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from specjax.errors import ModelError
 from specjax.models.config import LayerKind
-from specjax.models.hf import load_model, save_model
+from specjax.models.families import FAMILIES, Settings
+from specjax.models.hf import _read_eos_ids, load_model, save_model
 from specjax.models.rotary import Rope
 from tests.models.directories import change
 
@@ -125,6 +128,23 @@ def test_absent_settings_take_the_defaults_of_transformers(llama):
     )
 
 
+def test_what_ends_a_text_where_no_file_says_so_is_what_transformers_takes():
+    for name, family in FAMILIES.items():
+        if name in CONFIG_MAPPING:
+            theirs = CONFIG_MAPPING[name]()
+            assert family.eos_id == getattr(theirs.get_text_config(), "eos_token_id", None), name
+
+
+def test_a_default_that_the_vocabulary_does_not_have_ends_nothing(tmp_path):
+    settings = Settings({}, "config.json")
+    for eos_id, expected in ((36, (36,)), (37, ())):
+        family = dataclasses.replace(FAMILIES["llama"], eos_id=eos_id)
+        assert _read_eos_ids(tmp_path, {}, settings, family, 37) == expected
+
+
+ABSENT = object()
+
+
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [
@@ -133,10 +153,18 @@ def test_absent_settings_take_the_defaults_of_transformers(llama):
         ({"temperature": 1.0}, 3, (3,)),
         (None, [3, 8], (3, 8)),
         (None, None, ()),
+        ({"eos_token_id": None}, 3, ()),
+        ({"eos_token_id": None}, ABSENT, ()),
+        # Where neither file has the key, the family's: a Llama's is 2.
+        (None, ABSENT, (2,)),
+        ({"temperature": 1.0}, ABSENT, (2,)),
+        ({"eos_token_id": 4}, ABSENT, (4,)),
     ],
 )
 def test_generation_stops_on_generation_config_and_falls_back_to_config(llama, tmp_path, generation, config, expected):
-    path = llama.write(eos_token_id=config)
+    path = llama.write(eos_token_id=None)  # leaves the key out
+    if config is not ABSENT:
+        change(path / "config.json", eos_token_id=config)
     if generation is not None:
         (path / "generation_config.json").write_text(json.dumps(generation))
     loaded = load_model(path)

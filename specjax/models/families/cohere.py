@@ -38,4 +38,4 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-COHERE = Family("cohere", "CohereForCausalLM", _read, _write, TENSORS)
+COHERE = Family("cohere", "CohereForCausalLM", _read, _write, TENSORS, eos_id=255001)

@@ -35,4 +35,4 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {**write_decoder(config), "attention_bias": config.qkv_bias, **write_rope(config)}
 
 
-GEMMA = Family("gemma", "GemmaForCausalLM", _read, _write, TENSORS)
+GEMMA = Family("gemma", "GemmaForCausalLM", _read, _write, TENSORS, eos_id=1)

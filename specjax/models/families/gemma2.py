@@ -76,4 +76,4 @@ GEMMA_TENSORS = {
     **norm("layers.{}.mlp_norm", "model.layers.{}.pre_feedforward_layernorm"),
     **norm("layers.{}.mlp_post_norm", "model.layers.{}.post_feedforward_layernorm"),
 }
-GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", _read, _write, GEMMA_TENSORS)
+GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", _read, _write, GEMMA_TENSORS, eos_id=1)

@@ -64,7 +64,7 @@ def _read_text_part(settings: Settings) -> ModelConfig:
     return _read(Settings({**sizes, **text}, settings.where, "text_config."))
 
 
-GEMMA3_TEXT = Family("gemma3_text", "Gemma3ForCausalLM", _read, _write, GEMMA_TENSORS)
+GEMMA3_TEXT = Family("gemma3_text", "Gemma3ForCausalLM", _read, _write, GEMMA_TENSORS, eos_id=1)
 GEMMA3 = Family(
     "gemma3",
     "Gemma3ForConditionalGeneration",
@@ -73,4 +73,5 @@ GEMMA3 = Family(
     {path: dataclasses.replace(tensor, name=f"language_model.{tensor.name}") for path, tensor in GEMMA_TENSORS.items()},
     others=(r"\.rotary_emb\.inv_freq$", r"^vision_tower\.", r"^multi_modal_projector\."),
     saved_as="gemma3_text",
+    eos_id=1,
 )

@@ -74,4 +74,5 @@ GPT2 = Family(
     },
     prefix="transformer.",
     others=(r"\.attn\.(masked_)?bias$",),
+    eos_id=50256,
 )

@@ -63,4 +63,5 @@ GPT_NEOX = Family(
         **linear("layers.{}.mlp.down_proj", f"{_LAYER}.mlp.dense_4h_to_h"),
     },
     others=(r"\.attention\.(masked_)?bias$", r"\.rotary_emb\.inv_freq$"),
+    eos_id=2,
 )

@@ -39,4 +39,4 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-GRANITE = Family("granite", "GraniteForCausalLM", _read, _write, TENSORS)
+GRANITE = Family("granite", "GraniteForCausalLM", _read, _write, TENSORS, eos_id=2)

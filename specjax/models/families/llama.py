@@ -26,4 +26,4 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {**write_decoder(config), **biases, **write_rope(config)}
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", _read, _write, TENSORS)
+LLAMA = Family("llama", "LlamaForCausalLM", _read, _write, TENSORS, eos_id=2)

@@ -27,4 +27,4 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {**write_decoder(config), "sliding_window": config.layer(0).window, **write_rope(config)}
 
 
-MISTRAL = Family("mistral", "MistralForCausalLM", _read, _write, TENSORS)
+MISTRAL = Family("mistral", "MistralForCausalLM", _read, _write, TENSORS, eos_id=2)

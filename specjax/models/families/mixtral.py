@@ -49,4 +49,5 @@ MIXTRAL = Family(
     TENSORS
     | expert_tensors("model.layers.{}.block_sparse_moe", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
     dense="mistral",
+    eos_id=2,
 )

@@ -35,4 +35,5 @@ OLMO2 = Family(
         **norm("layers.{}.attention_post_norm", "model.layers.{}.post_attention_layernorm"),
         **norm("layers.{}.mlp_post_norm", "model.layers.{}.post_feedforward_layernorm"),
     },
+    eos_id=50279,
 )

@@ -67,4 +67,5 @@ PHI3 = Family(
             lambda config: (config.intermediate_size, config.intermediate_size),
         ),
     },
+    eos_id=32000,
 )

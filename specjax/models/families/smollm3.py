@@ -66,4 +66,4 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", _read, _write, TENSORS)
+SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", _read, _write, TENSORS, eos_id=128001)

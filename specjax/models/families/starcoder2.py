@@ -49,4 +49,5 @@ STARCODER2 = Family(
         **linear("layers.{}.mlp.up_proj", "model.layers.{}.mlp.c_fc"),
         **linear("layers.{}.mlp.down_proj", "model.layers.{}.mlp.c_proj"),
     },
+    eos_id=50256,
 )
