@@ -16,7 +16,7 @@ _ROLES = {
     "tool": "tool",
 }
 """ShareGPT's names of the roles, which differ from set to set."""
-_WEIGHTS = ("weight", "train", "training", "trainable", "loss")
+_WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_mask")
 """What says of a message whether it is to be predicted: OpenAI's and ShareGPT's 0 and 1, others' true and false."""
 _UNREAD = ("function_call", "images", "image", "audios", "audio", "videos", "video", "documents")
 """What changes what a message says, and is not read."""

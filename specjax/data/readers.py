@@ -122,6 +122,9 @@ def unread(record: Mapping[str, Any], key: str) -> str | None:
 def one_shape(names: Collection[str], what: str) -> None:
     """Raises `DataError` if the keys make a record of more than one shape: none of them is taken for granted."""
     whole = [shape for shape in _SHAPES if all(key in names for key in shape)]
+    if whole == [("text",)]:
+        # Beside a part of another shape it may be an answer, or a piece of one.
+        whole += [(key,) for shape in _SHAPES for key in shape if key in names and key != "text"][:1]
     if len(whole) > 1:
         told = " and ".join("+".join(map(repr, shape)) for shape in whole)
         these = ", ".join(f"{key}: {key}" for key in whole[0])

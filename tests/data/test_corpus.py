@@ -531,6 +531,8 @@ def test_a_message_may_call_a_tool_in_place_of_text(tmp_path, tiny_tokenizer, ar
             {"instruction": "a", "output": "b", "text": "c"},
             r"has 'text' and 'instruction'\+'output', .*data\.columns=\{text: text\}",
         ),
+        ({"text": "a", "prompt": "b"}, "has 'text' and 'prompt', which may be different texts"),
+        ({"text": "a", "instruction": "b"}, "has 'text' and 'instruction', which may be"),
         ({"prompt": [SAID[0]], "completion": "b"}, "'completion' is no list of mappings"),
         ({"question": "x", "answer": "y"}, r"no string under the key 'text'.*data\.columns=\{prompt: question, "),
     ],
@@ -541,7 +543,7 @@ def test_a_chat_that_cannot_be_read_says_what_to_write(tmp_path, record, message
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["weight", "train", "training", "trainable", "loss"])
+@pytest.mark.parametrize("name", ["weight", "train", "training", "trainable", "loss", "loss_mask"])
 @pytest.mark.parametrize("no", [0, False, 0.0])
 def test_an_answer_that_is_not_to_be_trained_on_is_part_of_the_prompt(tmp_path, tiny_tokenizer, name, no):
     tokenizer = copy.deepcopy(tiny_tokenizer)
