@@ -251,7 +251,14 @@ class FeatureDrafter:
     """What the engine runs, of (spec, k)."""
 
     @classmethod
-    def load(cls, directory: str | os.PathLike, target: Any, k: int, check_finite: bool = True) -> Any:
+    def load(
+        cls,
+        directory: str | os.PathLike,
+        target: Any,
+        k: int,
+        check_finite: bool = True,
+        asked: Mapping[str, Any] | None = None,
+    ) -> Any:
         """See `specjax.drafters.loading.load_drafter`.
 
         Args:
@@ -259,6 +266,7 @@ class FeatureDrafter:
             target: the `LoadedModel` whose dtype the weights are cast to.
             k: draft tokens a block.
             check_finite: refuse NaN and infinite weights.
+            asked: keys of config.json that the draft leaves unsaid, and what they are.
 
         Returns:
             The drafter.
@@ -266,7 +274,7 @@ class FeatureDrafter:
         Raises:
             ModelError: for what cannot be read.
         """
-        return cls(cls._read(directory, target, check_finite), k)
+        return cls(cls._read(directory, target, check_finite, asked), k)
 
     def bind(self, target: Any) -> Bound:
         """The draft beside its target.
@@ -292,10 +300,16 @@ class FeatureDrafter:
         return draft
 
     @classmethod
-    def _read(cls, directory: str | os.PathLike, target: Any, check_finite: bool = True) -> LoadedDraft:
+    def _read(
+        cls,
+        directory: str | os.PathLike,
+        target: Any,
+        check_finite: bool = True,
+        asked: Mapping[str, Any] | None = None,
+    ) -> LoadedDraft:
         from specjax.drafters import formats
 
-        return formats.load(directory, registry.kind_of(cls), target, check_finite)
+        return formats.load(directory, registry.kind_of(cls), target, check_finite, asked=asked)
 
 
 def check_readable(kind: str, draft: FeatureModel, target: ModelConfig) -> None:
@@ -389,7 +403,13 @@ class TrainedFeatureDraft(TrainedDrafter):
 
         draft = LoadedDraft(self.model, params, name)
         formats.save(
-            draft, self._kind, directory, target=target.source or target.name, card=card, shared=self._stored_once
+            draft,
+            self._kind,
+            directory,
+            target=target.source or target.name,
+            target_layers=target.config.num_layers,
+            card=card,
+            shared=self._stored_once,
         )
 
     @property
@@ -414,6 +434,8 @@ class FeatureDraft:
     """A cached teacher keeps hidden states, not logits."""
     of_training: ClassVar[frozenset[str]] = frozenset()
     """Fields that say how a draft is trained or read; the others describe one."""
+    unsaid: ClassVar[Mapping[str, str]] = {}
+    """Fields that describe one and that a stored one may leave unsaid -> their keys in its config.json."""
 
     def described(self, config: RunConfig, target: Any) -> Any:
         """The `TrainedFeatureDraft` of these fields."""
@@ -450,7 +472,7 @@ class FeatureDraft:
         """The draft whose training is to go on, in float32."""
         from specjax.drafters.formats import Beside
 
-        path = stored_start(config, self.of_training)
+        path = stored_start(config, self.of_training.union(self.unsaid))
         if path is None:
             return None
         drafter = self.load(hf.draft_of(path), Beside(target.config, "float32"), 1)
@@ -464,7 +486,13 @@ class FeatureDraft:
         return dataclasses.replace(described, model=draft.spec, shared=shared)
 
     def load(self, directory: str | os.PathLike, target: Any, k: int, check_finite: bool = True) -> FeatureDrafter:
-        return type(self).drafter_class.load(directory, target, k, check_finite)
+        named = {key: getattr(self, field) for field, key in self.unsaid.items()}
+        asked = {key: _as_json(value) for key, value in named.items() if value is not None}
+        return type(self).drafter_class.load(directory, target, k, check_finite, asked)
+
+
+def _as_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _without_the_targets(draft: LoadedDraft, target: Any) -> LoadedDraft:

@@ -36,9 +36,10 @@ def load_drafter(
         target: the `LoadedModel` that it drafts for; weights are cast to its dtype.
         k: draft tokens a block; None: 5, or as many as the draft can propose.
         kind: as `draft.kind` of a config, ``package.module:Class`` of a drafter from outside; with fields of its own, a
-            mapping: `state` and `recycled` of `mtp` are those that it is read with, what says how a draft is trained
-            changes nothing, and what a draft says of itself is refused. None: what the directory says it is, or else a
-            separate model.
+            mapping: `state` and `recycled` of `mtp` are those that it is read with, `sample_from_anchor` of `dspark`
+            and `reads` of `eagle3` and `p_eagle` where the draft does not say it plainly; what says how a draft is
+            trained changes nothing, and what a draft says of itself is refused. None: what the directory says it is, or
+            else a separate model.
         check_finite: refuse NaN and infinite weights.
         quantize: how the kernels of a separate model are stored, see `specjax.load_model`: with it, a directory of the
             target itself is a draft of it.
@@ -57,17 +58,28 @@ def load_drafter(
     kind = kind_of(found) if kind is None else kind
     alone = kind == DraftModel.kind  # without what trains one
     if alone:
+        _refuse_other_drafts(found)
         return DraftModel.load(found, target, DEFAULT_K if k is None else k, check_finite, quantize)
     if quantize is not None:
         raise ConfigError(f"quantize={quantize!r}: is for separate models, and this draft is a {kind!r}; leave it out")
     reader: Any = registry.build(registry.DRAFTS, kind, "load_drafter: kind")
     if isinstance(kind, Mapping) and kind["kind"] in registry.DRAFTS and hasattr(reader, "of_training"):
-        for name in sorted(kind.keys() - {"kind"} - reader.of_training):
+        for name in sorted(kind.keys() - {"kind"} - reader.of_training - getattr(reader, "unsaid", {}).keys()):
             raise ConfigError(f"load_drafter: kind.{name}: the draft in {found} has its own; leave it out")
     if k is not None:
         return reader.load(found, target, k, check_finite)
     drafter = reader.load(found, target, DEFAULT_K, check_finite)
     return dataclasses.replace(drafter, k=most) if (most := longest(drafter) or DEFAULT_K) < DEFAULT_K else drafter
+
+
+def _refuse_other_drafts(source: str | os.PathLike) -> None:
+    """Raises `ModelError` for a draft that is no separate model, whatever its config.json says of it."""
+    directory = resolve(source)
+    file = directory / "config.json"
+    kind = formats.kind_of(read_json(file)) if file.exists() else None
+    if kind is not None:
+        raise ModelError(f"{directory}: is a {kind} draft, no separate model; leave kind out, or name {kind!r}")
+    formats.refuse_by_weights(directory)
 
 
 def asked_kind(draft: Any) -> str | dict[str, Any]:

@@ -57,8 +57,8 @@ DRAFT = "draft"
 DRAFTER = "specjax_drafter"
 """In config.json: the kind of a drafter that is no model by itself."""
 _EOS = "eos_token_id"
-_OF_DRAFTS = {"speculators_model_type", "medusa_num_heads", "eagle_config", "dflash_config"}
-_OF_DRAFTS |= {"draft_vocab_size", "markov_rank"}
+OF_DRAFTS = {"speculators_model_type", "medusa_num_heads", "eagle_config", "dflash_config"}
+OF_DRAFTS |= {"draft_vocab_size", "markov_rank", "target_layer_ids", "ptd_token_id"}
 """Keys that config.json has of drafts that others have trained, and of no model."""
 MAX_SHARD_BYTES = 5 * 10**9
 _TOKENIZER_DATA = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -66,10 +66,11 @@ _TOKENIZER_JSON = (
     *("tokenizer.json", "vocab.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     "chat_template.json",
 )
-_HUB_FILES = (
+HUB_FILES = (
     *("*.safetensors", "medusa_lm_head.pt", INDEX, "config.json", GENERATION),
     *("tokenizer.model", "merges.txt", "chat_template.jinja", *_TOKENIZER_JSON),
 )
+"""What is fetched of a hub id."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -199,7 +200,7 @@ def load_model(
     dtype, scheme, kv_cache = _known_dtype(dtype), scheme_of(quantize), _known_cache(kv_cache)
     mesh = None if mesh is None else usable(mesh)
     directory = resolve(path_or_hub_id, revision)
-    for pattern in _HUB_FILES:
+    for pattern in HUB_FILES:
         for file in directory.glob(pattern):
             refuse_outside(file)
     verify_manifest(directory, ignored=(CARD,))  # the card may be edited freely
@@ -279,7 +280,7 @@ def _described(directory: Path) -> tuple[Settings, Family, ModelConfig]:
     settings = Settings(read_json(config_file), config_file)
     _refuse_stored_quantised(settings)
     kind = settings.values.get(DRAFTER)
-    if kind is not None or not _OF_DRAFTS.isdisjoint(settings.values):
+    if kind is not None or any(settings.values.get(name) is not None for name in OF_DRAFTS):
         raise ModelError(
             f"{directory}: is a {f'{kind!r} ' if kind else ''}draft, no model; specjax.load_drafter(DIRECTORY, target) "
             "loads it"
@@ -349,7 +350,7 @@ def draft_of(source: str | os.PathLike) -> str | os.PathLike:
     return directory / DRAFT
 
 
-def resolve(path_or_hub_id: str | os.PathLike, revision: str | None = None, files: Sequence[str] = _HUB_FILES) -> Path:
+def resolve(path_or_hub_id: str | os.PathLike, revision: str | None = None, files: Sequence[str] = HUB_FILES) -> Path:
     """The directory of a model; of a hub id these ``files`` are downloaded first."""
     if not isinstance(path_or_hub_id, (str, os.PathLike)) or not str(path_or_hub_id):
         raise ModelError(f"{named(path_or_hub_id)} is no path; give a Hugging Face directory or a hub id")

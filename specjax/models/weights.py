@@ -223,7 +223,11 @@ class _Stored:
 
 
 def _named(family: Family, stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
-    """By the names that the family's table has: a file may leave out the prefix, from all names that have it."""
+    """By the names that the family's table has: a file may leave out the prefix, from all names that have it, and have
+    `Family.aliases`. A tensor that is there by both names is left by the other, as one too many."""
+    for theirs, ours in family.aliases.items():
+        renamed = {name: ours + name.removeprefix(theirs) for name in stored if name.startswith(theirs)}
+        stored = {name if (new := renamed.get(name, name)) in stored else new: x for name, x in stored.items()}
     bare = family.prefix and not any(name.startswith(family.prefix) for name in stored)
     tables = {tensor.name.split(".")[0] for tensor in family.tensors.values()} if bare else set()
     return {

@@ -532,6 +532,7 @@ def test_a_file_of_torch_is_read_without_torch_and_without_running_it(tmp_path, 
     tensors = safetensors.numpy.load_file(weights)
     weights.unlink()
     published = weights.with_suffix(".pt")
+    published.unlink()
     changed(tmp_path / "draft")
     with pytest.raises(ModelError, match=r"holds neither medusa_lm_head\.safetensors nor medusa_lm_head\.pt"):
         specjax.load_drafter(tmp_path / "draft", target)

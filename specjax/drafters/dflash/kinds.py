@@ -62,7 +62,7 @@ class DFlashDraft(FeatureDraft):
             kept=features_lib.first_ids(self.draft_vocab_size, full),
             slots=self.block_size,
             mask_token=mask,
-            from_root=self.sample_from_anchor,
+            from_root=self.sample_from_anchor is not False,
             **self.own(full),
         )
         return self.trained(model, features_lib.ENDS, anchors=self.anchors, gamma=self.gamma, **self.weighed())
@@ -109,8 +109,8 @@ def _normed(own: Params, layer: Params) -> Params:
 class DSparkDraft(DFlashDraft):
     """The section `draft` of a config: `DFlashDraft` with a head that is drawn in sequence."""
 
-    sample_from_anchor: bool = True
-    """A slot predicts the token behind its own, not its own."""
+    sample_from_anchor: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """A slot predicts the token behind its own, not its own; None: it does, or as a stored draft says."""
     markov_rank: Annotated[int, Field(ge=1)] = 256
     """Of what the token before adds to the logits."""
     markov_head_type: Sequential = "vanilla"
@@ -122,6 +122,7 @@ class DSparkDraft(DFlashDraft):
     kind: Literal["dspark"] = "dspark"  # pyright: ignore[reportIncompatibleVariableOverride]
     drafter_class: ClassVar[Any] = DSpark
     trained: ClassVar[Any] = TrainedDSpark
+    unsaid: ClassVar[Any] = {"sample_from_anchor": "sample_from_anchor"}
 
     def own(self, full: Any) -> dict[str, Any]:
         heads = {

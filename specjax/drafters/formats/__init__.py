@@ -15,12 +15,15 @@ from specjax.drafters.features import ENDS, FeatureModel, LoadedDraft, check_rea
 from specjax.drafters.formats import medusa, native, own, speculators
 from specjax.drafters.formats.envelope import Envelope
 from specjax.drafters.formats.serving import deepspec, sglang, z_lab
+from specjax.drafters.formats.stored import OF_TORCH, as_safetensors
+from specjax.drafters.formats.unread import refuse_by_weights as refuse_by_weights
+from specjax.drafters.formats.unread import refuse_unread
 from specjax.errors import ModelError
 from specjax.models import hf
 from specjax.models.config import ModelConfig
 from specjax.models.files import read_json, refuse_outside, verify_manifest, write_json
 from specjax.models.transformer import param_shapes
-from specjax.models.weights import narrowest, stored_dtype
+from specjax.models.weights import INDEX, WEIGHTS, narrowest, stored_dtype
 
 SHARED = "specjax_shared"
 """In config.json: the weights that are stored though they are the target's, which need not be in memory twice."""
@@ -39,7 +42,10 @@ FORMATS: dict[str, Any] = {
 def kind_of(settings: Mapping[str, Any]) -> str | None:
     """The kind of draft that a config.json describes; None: none of these. Raises `ModelError` for one in a known form
     that is not read."""
-    return next((kind for form in FORMATS.values() if (kind := form.kind_of(settings))), None)
+    kind = next((kind for form in FORMATS.values() if (kind := form.kind_of(settings))), None)
+    if kind is None:
+        refuse_unread(settings)
+    return kind
 
 
 def refuse_without_form(source: str | os.PathLike) -> None:
@@ -76,24 +82,48 @@ class Beside:
 
 
 def load(
-    directory: str | os.PathLike, kind: str, target: Any, check_finite: bool = True, whole: bool = False
+    directory: str | os.PathLike,
+    kind: str,
+    target: Any,
+    check_finite: bool = True,
+    whole: bool = False,
+    asked: Mapping[str, Any] | None = None,
 ) -> LoadedDraft:
     """The draft of this kind in a directory, in the dtype of ``target``; ``whole``: also with the weights that are
-    stored though they are the target's. Raises `ModelError` for what cannot be read."""
-    found = hf.resolve(directory)
+    stored though they are the target's; ``asked``: keys of config.json that it may leave unsaid. Raises `ModelError`
+    for what cannot be read."""
+    found = _resolved(directory)
     for file in found.iterdir():
         refuse_outside(file)
     verify_manifest(found, ignored=(hf.CARD,))
-    settings = read_json(found / "config.json")
+    settings = _with(asked or {}, read_json(found / "config.json"), found / "config.json")
     form = next((form for form in FORMATS.values() if form.kind_of(settings) == kind), None)
     if form is None:
+        refuse_unread(settings)
         told = settings.get(speculators.TYPE) or settings.get("model_type")
         raise ModelError(f"{found / 'config.json'}: {told!r} is no {kind} draft")
     stored = Envelope(settings, found / "config.json").names(SHARED)
     others = {name: value for name, value in settings.items() if name != SHARED}
-    spec, params = form.read(found, others, kind, Beside(target.config, str(target.dtype)), check_finite)
+    with as_safetensors(found) as read_from:
+        spec, params = form.read(read_from, others, kind, Beside(target.config, str(target.dtype)), check_finite)
     shared = () if whole else stored
     return LoadedDraft(spec, {n: value for n, value in params.items() if n not in shared}, Path(directory).name)
+
+
+def _resolved(source: str | os.PathLike, revision: str | None = None) -> Path:
+    """The directory of a draft; of a hub id, files of torch's are fetched where there is no other."""
+    found = hf.resolve(source, revision)
+    if found == Path(source).expanduser() or any(found.glob("*.safetensors")):
+        return found
+    return hf.resolve(source, revision, (*hf.HUB_FILES, *OF_TORCH))
+
+
+def _with(asked: Mapping[str, Any], settings: dict[str, Any], file: Path) -> dict[str, Any]:
+    """``settings`` as if ``asked`` were written there. Raises `ModelError` where it says something else."""
+    for name, value in asked.items():
+        if settings.get(name) not in (None, value):
+            raise ModelError(f"{file}: {name}={settings[name]!r}, and {value!r} is asked for; leave it out")
+    return {**settings, **asked}
 
 
 def convert(
@@ -111,7 +141,7 @@ def convert(
     the target's come from ``target``, a `LoadedModel`, where the new form stores them and the old one did not.
     ``dtype``: of the written weights; None: as they are stored. Raises `ModelError` for a draft that the form has no
     words for."""
-    found = hf.resolve(hf.draft_of(source), revision)
+    found = _resolved(hf.draft_of(source), revision)
     settings = read_json(found / "config.json")
     kind = kind_of(settings)
     if kind is None:
@@ -132,6 +162,7 @@ def convert(
         kind,
         directory,
         target=target.source or target.name,
+        target_layers=target.config.num_layers,
         card=text,
         shared=tuple(dict.fromkeys(shared)),
         form_name=form_name,
@@ -142,10 +173,18 @@ def convert(
 
 
 def _dtype_of(found: Path) -> str:
-    """That its weights are stored in; of what is no safetensors file, the one that holds all."""
-    if (found / medusa.WEIGHTS).exists():
-        return stored_dtype(found, medusa.WEIGHTS)
-    return "float32" if (found / medusa.PUBLISHED).exists() else stored_dtype(found)
+    """That its weights are stored in; of a file of torch's, the one that holds all."""
+    if any((found / name).exists() for name in (WEIGHTS, INDEX)):
+        return stored_dtype(found)
+    return stored_dtype(found, medusa.WEIGHTS) if (found / medusa.WEIGHTS).exists() else "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What is written of a draft's target."""
+
+    name: str
+    layers: int
 
 
 def save(
@@ -154,6 +193,7 @@ def save(
     directory: str | os.PathLike,
     *,
     target: str,
+    target_layers: int | None = None,
     card: str | None = None,
     shared: tuple[str, ...] = (),
     form_name: str | None = None,
@@ -161,13 +201,15 @@ def save(
     dtype: str | None = None,
 ) -> None:
     """Write a directory that `load` reads, in place of what is there: all weights that the form stores, of which
-    ``shared`` are the target's. ``form_name``: one of `FORMATS`; None: `own_form`. ``dtype``: of the weights; None: the
-    narrowest that holds them. Raises `ModelError`."""
+    ``shared`` are the target's. ``target_layers``: how many the target has; None: as many as the draft is seen to read.
+    ``form_name``: one of `FORMATS`; None: `own_form`. ``dtype``: of the weights; None: the narrowest that holds them.
+    Raises `ModelError`."""
     form = form_of(kind, form_name or own_form(draft.spec, kind)[0])
     stored_as = dtype or narrowest(draft.params) or str(jnp.dtype(draft.spec.dtype))
+    of = Target(target, max(draft.spec.reads) if target_layers is None else target_layers)
 
     def write(partial: Path) -> None:
-        settings = form.write(partial, draft, kind, stored_as, target)
+        settings = form.write(partial, draft, kind, stored_as, of)
         settings |= {hf.DRAFTER: kind, SHARED: [name for name in shared if name not in form.KINDS[kind].left_out]}
         write_json(partial / "config.json", settings)
         (partial / hf.CARD).write_text(card or f"# {draft.name}\n\nA draft of kind {kind}.\n", encoding="utf-8")

@@ -1,14 +1,15 @@
 """A config.json of a draft, whose keys are asked for by their type, and the layers that it describes. What nothing has
-asked for is refused by name: it may change what the draft computes."""
+asked for is refused by name, unless `specjax.drafters.formats.keys` knows that it changes nothing."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from specjax.drafters.formats.keys import ASKED, AT, INERT
 from specjax.errors import ModelError
 from specjax.models import hf
 from specjax.models.config import ModelConfig
@@ -21,16 +22,6 @@ from specjax.models.families.settings import (
     sliding_layers,
     write_layers,
 )
-
-INERT = {
-    *("_name_or_path", "name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "model_type", "version"),
-    *("transformers_version", "speculators_version", "use_cache", "initializer_range", "attention_dropout", "id2label"),
-    *("label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states", "torchscript"),
-    *("chunk_size_feed_forward", "is_decoder", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
-    *("finetuning_task", "task_specific_params", "tokenizer_class", "has_no_defaults_at_init", "embed_requires_grad"),
-    *("use_sliding_window", "max_window_layers", hf.DRAFTER),
-}
-"""Keys that change nothing of what a draft computes, or that what reads the layers has its own rules for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,29 +72,63 @@ class Envelope:
         value = self.value(name)
         if value is None and absent is not None:
             return absent
-        if not isinstance(value, list) or not value or not all(type(i) is int and i >= 0 for i in value):
+        if not isinstance(value, list) or not value or not all(type(i) is int and i + beyond >= 0 for i in value):
             raise ModelError(f"{self.file}: {name}={value!r}, expected a list of layers")
         return tuple(i + beyond for i in value)
 
-    def only_read(self, *known: str) -> None:
-        """Raises `ModelError` for a key that nothing has asked for and that is not ``known``."""
+    def only_read(self, *known: str, at: Mapping[str, Any] | None = None) -> None:
+        """Raises `ModelError` for a key that nothing has asked for and that is not ``known``, but for those that change
+        nothing: of any value, or of the value that `AT` and ``at`` name."""
+        plain = {**AT, **(at or {})}
         for name in sorted(self.values.keys() - self.read - INERT - set(known)):
-            if self.values[name] is not None:
-                raise ModelError(
-                    f"{self.file}: {name}={self.values[name]!r} is not read; remove it if it changes nothing of what "
-                    "the draft computes"
-                )
+            value = self.values[name]
+            if value is None or (name in plain and _same(value, plain[name])):
+                continue
+            if name in ASKED:
+                raise ModelError(f"{self.file}: {ASKED[name]}: the draft says it itself; leave it out")
+            if name in plain:
+                raise ModelError(f"{self.file}: {name}={value!r} is not implemented; only {plain[name]!r} is")
+            raise ModelError(
+                f"{self.file}: {name}={value!r} is not read; remove it if it changes nothing of what the draft computes"
+            )
+
+
+def _same(value: Any, plain: Any) -> bool:
+    """A truth value is no number here."""
+    return value == plain and isinstance(value, bool) == isinstance(plain, bool)
 
 
 # --- the layers -----------------------------------------------------------------------------------------------------
 
 
-def read_layers(values: Mapping[str, Any], file: Path) -> tuple[ModelConfig, set[str]]:
-    """(the layers that ``values`` describe, the keys that say so). Raises `ModelError`."""
-    family = _windowed(family_of(values.get("model_type"), file))
-    settings = Settings(dict(values), file)
-    layers = family.read_config(settings)
-    return layers, settings.read | NEUTRAL.keys() | {"layer_types", "partial_rotary_factor"}
+def read_layers(
+    values: Mapping[str, Any], file: Path, family: str | None = None, unread: Collection[str] = ()
+) -> tuple[ModelConfig, set[str]]:
+    """(the layers that ``values`` describe, the keys that say so). ``family``: whose layers they are, whatever
+    `model_type` says, and ``unread``: what says nothing of them, where the class that config.json names decides that.
+    Raises `ModelError`."""
+    told = {name: value for name, value in _of_text(values).items() if name not in unread}
+    found = _windowed(family_of(family or told.get("model_type"), file))
+    settings = Settings(told, file)
+    layers = found.read_config(settings)
+    try:
+        described(layers, dataclasses.replace(layers, tie_embeddings=False))
+    except ModelError:
+        raise ModelError(
+            f"{file}: model_type={found.model_type!r}: its layers are none of Llama, Qwen 2 and Qwen 3, and a draft's "
+            "are; use a draft of one of those"
+        ) from None
+    return layers, settings.read | NEUTRAL.keys() | {"layer_types", "partial_rotary_factor", *unread}
+
+
+def _of_text(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without rotary positions of several axes, which are one and the same in a text: that is the plain embedding."""
+    plain = dict(values)
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = values.get(name)
+        if isinstance(rope, dict) and any(key.startswith("mrope_") or rope[key] == "mrope" for key in rope):
+            plain[name] = {k: x for k, x in rope.items() if not k.startswith("mrope_") and x != "mrope"}
+    return plain
 
 
 def described(config: ModelConfig, layers: ModelConfig) -> dict[str, Any]:

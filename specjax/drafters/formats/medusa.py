@@ -1,26 +1,25 @@
 """Directories of Medusa's own code, version 1 (2401.10774): `medusa_lm_head.safetensors`, or `.pt` as it was published,
 and the numbers of heads and of their layers. Sizes are the target's. A file without projections of the heads' own is of
-its older form, in which they are the target's."""
+its older form, in which they are the target's. Both files are written: Medusa's own loader reads the second alone, and
+expects projections in it."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.numpy import save_file
+import numpy as np
 
 from specjax.drafters.features import FeatureModel, LoadedDraft, layers_like
 from specjax.drafters.formats.envelope import Envelope
 from specjax.drafters.formats.stored import Stored
-from specjax.drafters.formats.torch_file import read_tensors
+from specjax.drafters.formats.torch_file import write_tensors
 from specjax.drafters.medusa import MedusaModel
 from specjax.errors import ModelError
 from specjax.models.families.base import Tensor
-from specjax.models.weights import tensor_names
+from specjax.models.weights import INDEX, read_tensors, tensor_names
 from specjax.types import Params
 
 WEIGHTS, PUBLISHED = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
@@ -52,42 +51,31 @@ def read(
         if told != getattr(full, name):
             raise ModelError(f"medusa: reads a target of {name}={told}, and this one has {getattr(full, name)}")
     envelope.only_read("base_model_name_or_path")
-    with _as_safetensors(found) as directory:
-        names = tensor_names(directory, WEIGHTS)
-        # Published configs say two where there are five.
-        heads = len({name.partition(".")[0] for name in names})
-        options = {"heads": heads, "blocks": blocks, "own_heads": f"0.{blocks}.weight" in names}
-        spec = MedusaModel(layers_like(full), (full.num_layers,), full.hidden_size, str(target.dtype), **options)
-        return spec, _stored(spec).read(directory, spec.dtype, check_finite)
-
-
-@contextlib.contextmanager
-def _as_safetensors(found: Path) -> Iterator[Path]:
-    """The directory with `WEIGHTS`: this one, or a passing one with what a file of torch's holds."""
-    published = found / PUBLISHED
-    if (found / WEIGHTS).exists():
-        yield found
-    elif published.exists():
-        with tempfile.TemporaryDirectory() as passing:
-            weights = Path(passing) / WEIGHTS
-            save_file(read_tensors(published), weights)
-            try:
-                yield Path(passing)
-            except ModelError as error:
-                raise ModelError(str(error).replace(str(weights), str(published))) from None
-    else:
+    if not any((found / name).exists() for name in (WEIGHTS, INDEX)):
         raise ModelError(f"{found}: holds neither {WEIGHTS} nor {PUBLISHED}; fetch it again")
+    names = tensor_names(found, WEIGHTS)
+    # Published configs say two where there are five.
+    heads = len({name.partition(".")[0] for name in names})
+    options = {"heads": heads, "blocks": blocks, "own_heads": f"0.{blocks}.weight" in names}
+    spec = MedusaModel(layers_like(full), (full.num_layers,), full.hidden_size, str(target.dtype), **options)
+    return spec, _stored(spec).read(found, spec.dtype, check_finite)
 
 
-def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str) -> dict[str, Any]:
-    """The weights; returns config.json."""
+def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: Any) -> dict[str, Any]:
+    """The weights, also as `PUBLISHED`, which is where Medusa's own loader looks; returns config.json."""
     spec: Any = draft.spec
     _stored(spec).write(partial, draft.params, dtype)
+    tensors = read_tensors(partial, tensor_names(partial, WEIGHTS), WEIGHTS)
+    if "head" in draft.params:
+        # A head without a projection of its own would begin there as one of random numbers.
+        projection = np.asarray(draft.params["head"]["kernel"].T.astype(dtype))
+        tensors |= {f"{i}.{spec.blocks}.weight": projection for i in range(spec.heads)}
+    write_tensors(partial / PUBLISHED, tensors)
     sizes = {"hidden_size": spec.config.hidden_size, "vocab_size": spec.config.vocab_size}
     return {
         _HEADS: spec.heads,
         _BLOCKS: spec.blocks,
-        "base_model_name_or_path": target,
+        "base_model_name_or_path": target.name,
         "version": "1",
         **sizes,
         "architectures": ["MedusaModel"],

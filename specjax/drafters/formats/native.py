@@ -63,6 +63,6 @@ def read(
     return spec, {**params, "fc": {"kernel": jnp.concatenate([token, state])}}
 
 
-def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str) -> dict[str, Any]:
+def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: Any) -> dict[str, Any]:
     """Raises `ModelError`."""
     raise ModelError("native: is a part of a target's directory; write it as speculators")

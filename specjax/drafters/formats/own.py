@@ -58,10 +58,10 @@ def read(
     return spec, weights.read(found, spec.dtype, check_finite)
 
 
-def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str) -> dict[str, Any]:
+def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: Any) -> dict[str, Any]:
     """The weights; returns config.json."""
     spec: Any = draft.spec
-    named = {"model_type": PREFIX + kind, "target": target}
+    named = {"model_type": PREFIX + kind, "target": target.name}
     if kind in speculators.FORMS:
         plain = LoadedDraft(
             dataclasses.replace(spec, config=dataclasses.replace(spec.config, **_NEUTRAL)), draft.params

@@ -15,6 +15,7 @@ from specjax.drafters import eagle3, mtp, p_eagle
 from specjax.drafters.dflash.model import DFlashModel
 from specjax.drafters.features import ENDS, FeatureModel, Kept, LoadedDraft, head_rows, published_streams
 from specjax.drafters.formats.envelope import Envelope, described, layers_of, read_layers
+from specjax.drafters.formats.keys import FROM_ANCHOR
 from specjax.drafters.formats.stored import Stored
 from specjax.errors import ModelError
 from specjax.models.config import ModelConfig
@@ -112,11 +113,18 @@ def _mtp_settings(spec: mtp.MTPModel) -> dict[str, Any]:
 
 
 def _dflash_spec(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
-    return _blocks(envelope, layers, dtype, from_root=envelope.get("sample_from_anchor", bool, False))
+    return _blocks(envelope, layers, dtype, from_root=envelope.get(FROM_ANCHOR, bool, False))
 
 
 def _dspark_spec(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
-    rank, from_root = envelope.count("markov_rank", 256, least=0), envelope.get("sample_from_anchor", bool, True)
+    rank = envelope.count("markov_rank", 256, least=0)
+    if envelope.value(FROM_ANCHOR) is None:
+        raise ModelError(
+            f"{envelope.file}: {FROM_ANCHOR} is missing: drafts from before there was such a key mean false by that, "
+            f"and later readers true; name what it was trained with, kind={{'kind': 'dspark', {FROM_ANCHOR!r}: True}} "
+            "or False, or write it there"
+        )
+    from_root = envelope.get(FROM_ANCHOR, bool)
     return _blocks(envelope, layers, dtype, from_root=from_root, **markov(envelope, rank))
 
 
@@ -134,7 +142,7 @@ def markov(envelope: Envelope, rank: int) -> dict[str, Any]:
 
 def _dflash2_spec(envelope: Envelope, layers: ModelConfig, dtype: str, target: int) -> FeatureModel:
     windows = {"causal_window": not envelope.get(_BOTH_WAYS, bool, True)}
-    from_root = envelope.get("sample_from_anchor", bool, False)
+    from_root = envelope.get(FROM_ANCHOR, bool, False)
     return _blocks(envelope, layers, dtype, from_root=from_root, **windows, **convolved(envelope, layers))
 
 
@@ -181,7 +189,7 @@ def _dflash_settings(spec: DFlashModel) -> dict[str, Any]:
         _INJECTED: list(spec.reads),
         "block_size": spec.slots,
         "mask_token_id": spec.mask_token,
-        "sample_from_anchor": spec.from_root,
+        FROM_ANCHOR: spec.from_root,
         _BOTH_WAYS: not spec.causal_window,
     }
 
@@ -326,7 +334,7 @@ def spec_of(envelope: Envelope, kind: str, target: Any) -> FeatureModel:
     return with_kept(spec, envelope)
 
 
-def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str) -> dict[str, Any]:
+def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: Any) -> dict[str, Any]:
     """The weights; returns config.json. Raises `ModelError` for what it has no words for."""
     lost = unsaid(draft.spec, kind)
     if lost is not None:
@@ -334,7 +342,7 @@ def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str)
     return written(partial, draft, kind, dtype, target)
 
 
-def written(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: str) -> dict[str, Any]:
+def written(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: Any) -> dict[str, Any]:
     """The same, whatever it has no words for."""
     spec, form = draft.spec, FORMS[kind]
     stored(spec, form).write(partial, draft.params, dtype, tables_of(spec))
@@ -348,7 +356,7 @@ def written(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: st
             "algorithm": form.algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": spec.most or 3}],
-            "verifier": {"name_or_path": target, "architectures": []},
+            "verifier": {"name_or_path": target.name, "architectures": []},
         },
     }
 
@@ -366,7 +374,8 @@ def stored(spec: FeatureModel, form: Any) -> Stored:
     head = linear("head", "lm_head") if spec.kept is not None else {}
     # What is the target's, the library names so where it saves it.
     others = ("^d2t$", "^t2d$", r"^verifier_(lm_head|norm)\.weight$")
-    return Stored(spec, {**layers, **head, **form.tensors}, left_out, others=others)
+    aliases = getattr(form, "aliases", {})
+    return Stored(spec, {**layers, **head, **form.tensors}, left_out, others=others, aliases=aliases)
 
 
 def tables_of(spec: FeatureModel) -> dict[str, np.ndarray] | None:

@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Array
+from safetensors.numpy import save_file
 
 from specjax.drafters.features import ENDS, FeatureModel
+from specjax.drafters.formats import torch_file
+from specjax.errors import ModelError
 from specjax.models import hf
 from specjax.models.config import ModelConfig
 from specjax.models.families import Family, family_of
 from specjax.models.families.base import Tensor
-from specjax.models.weights import WEIGHTS, read_params, write_params
+from specjax.models.weights import INDEX, WEIGHTS, read_params, write_params
 from specjax.types import Params
+
+OF_TORCH = {"pytorch_model.bin": WEIGHTS, "medusa_lm_head.pt": "medusa_lm_head.safetensors"}
+"""Files that torch.save wrote, and those that are read in their place."""
+
+
+@contextlib.contextmanager
+def as_safetensors(found: Path) -> Iterator[Path]:
+    """The directory: this one, or a passing one with what a file of torch's holds."""
+    published = [name for name in OF_TORCH if (found / name).exists()]
+    if not published or any((found / name).exists() for name in (*OF_TORCH.values(), INDEX)):
+        yield found
+        return
+    with tempfile.TemporaryDirectory() as passing:
+        directory = Path(passing)
+        for name in published:
+            save_file(torch_file.read_tensors(found / name), directory / OF_TORCH[name])
+        shutil.copyfile(found / "config.json", directory / "config.json")
+        try:
+            yield directory
+        except ModelError as error:
+            text = str(error)
+            for name in published:
+                text = text.replace(str(directory / OF_TORCH[name]), str(found / name))
+            raise ModelError(text.replace(passing, str(found))) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +58,8 @@ class Stored:
     weights: str = WEIGHTS
     others: tuple[str, ...] = ()
     """Patterns of names that are not its weights."""
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Beginnings of names that some files have -> those of ``tensors``."""
 
     @property
     def config(self) -> ModelConfig:
@@ -48,5 +80,9 @@ class Stored:
     def _family(self) -> Family:
         ends = {f"{name}{'.kernel' * (name == 'head')}": Tensor(name) for name in ENDS}
         return dataclasses.replace(
-            family_of("llama", "draft"), tensors={**ends, **self.tensors}, prefix="", others=self.others
+            family_of("llama", "draft"),
+            tensors={**ends, **self.tensors},
+            prefix="",
+            others=self.others,
+            aliases=self.aliases,
         )

@@ -1,14 +1,15 @@
-"""Tensors of a file that torch.save wrote, without torch and without running what is in it: a pickle may name any
-function, and of all there are this one knows the two that make a dict of tensors."""
+"""Tensors of a file that torch.save wrote, or torch.load reads, without torch and without running what is in it: a
+pickle may name any function, and of all there are this one knows the few that make a dict of tensors."""
 
 from __future__ import annotations
 
 import collections
 import math
 import pickle
+import struct
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,27 @@ _STORAGES = {
     "FloatStorage": np.dtype(np.float32),
     "HalfStorage": np.dtype(np.float16),
     "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
+    "LongStorage": np.dtype(np.int64),
+    "IntStorage": np.dtype(np.int32),
+    "BoolStorage": np.dtype(np.bool_),
 }
 
 
 def read_tensors(file: Path) -> dict[str, np.ndarray]:
     """By name. Raises `ModelError` for a file that is none, or holds anything else."""
+    return _read(file, _Tensors)
+
+
+def tensor_names(file: Path) -> set[str]:
+    """Of all that it holds, without reading them. Raises `ModelError`."""
+    return set(_read(file, _Names))
+
+
+def _read(file: Path, unpickler: type[_Tensors]) -> dict[str, np.ndarray]:
     try:
         with zipfile.ZipFile(file) as archive:
             [told] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            found = _Tensors(archive, told.removesuffix("data.pkl")).load()
+            found = unpickler(archive, told.removesuffix("data.pkl")).load()
     except _BROKEN as error:
         raise ModelError(
             f"{file}: is no plain dict of tensors as torch.save writes it ({error}), and nothing else is unpickled; "
@@ -60,7 +73,11 @@ class _Tensors(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _STORAGES:
             return name  # a word: what a file is handed, it may change
-        known = {("collections", "OrderedDict"): collections.OrderedDict, ("torch._utils", "_rebuild_tensor_v2"): _made}
+        known = {
+            ("collections", "OrderedDict"): collections.OrderedDict,
+            ("torch._utils", "_rebuild_tensor_v2"): _made,
+            ("torch._utils", "_rebuild_parameter"): _parameter,
+        }
         if (module, name) not in known:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return known[module, name]
@@ -70,6 +87,23 @@ class _Tensors(pickle.Unpickler):
         if kind != "storage" or storage not in _STORAGES:
             raise pickle.UnpicklingError(f"it asks for {pid!r}")
         return np.frombuffer(self._archive.read(f"{self._root}data/{key}"), _STORAGES[storage], count)
+
+
+class _Names(_Tensors):
+    """Tensors of no numbers."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return (lambda *_: np.zeros(0)) if found is _made else found
+
+    def persistent_load(self, pid: Any) -> None:
+        return None
+
+
+def _parameter(tensor: Any, *_: Any) -> np.ndarray:
+    if type(tensor) is not np.ndarray:
+        raise TypeError(f"a parameter is a {type(tensor).__name__}")
+    return tensor
 
 
 def _made(storage: Any, offset: int, size: Sequence[int], stride: Sequence[int], *_: Any) -> np.ndarray:
@@ -82,3 +116,51 @@ def _made(storage: Any, offset: int, size: Sequence[int], stride: Sequence[int],
         raise ValueError("a tensor lies outside of its storage")
     steps = [step * storage.itemsize if n > 1 else 0 for n, step in zip(size, stride, strict=True)]
     return np.lib.stride_tricks.as_strided(storage[offset:], size, steps).copy()
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def write_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """What `read_tensors` and torch.load read, of any of the dtypes above. An array that has several names is stored
+    once."""
+    storages = {id(array): (str(i), array) for i, array in enumerate({id(x): x for x in tensors.values()}.values())}
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(f"{_ROOT}/data.pkl", _pickled({n: storages[id(x)] for n, x in tensors.items()}))
+        archive.writestr(f"{_ROOT}/byteorder", b"little")
+        for key, array in storages.values():
+            with archive.open(f"{_ROOT}/data/{key}", "w", force_zip64=True) as stream:
+                stream.write(np.ascontiguousarray(array).tobytes())
+        archive.writestr(f"{_ROOT}/version", b"3\n")
+
+
+_ROOT = "archive"
+
+
+def _pickled(tensors: Mapping[str, tuple[str, np.ndarray]]) -> bytes:
+    """A pickle of the second protocol, written by hand: Python's own would import what it names."""
+    empty = b"ccollections\nOrderedDict\n)R"
+    items = b"".join(_text(name) + _tensor(key, array, empty) for name, (key, array) in tensors.items())
+    return b"\x80\x02" + empty + b"(" + items + b"u."
+
+
+def _tensor(key: str, array: np.ndarray, empty: bytes) -> bytes:
+    storage = next(name for name, dtype in _STORAGES.items() if dtype == array.dtype)
+    strides = [math.prod(array.shape[i + 1 :]) for i in range(array.ndim)]
+    place = _tuple(_text("storage"), f"ctorch\n{storage}\n".encode(), _text(key), _text("cpu"), _number(array.size))
+    of = (place + b"Q", _number(0), _tuple(*map(_number, array.shape)), _tuple(*map(_number, strides)), b"\x89", empty)
+    return b"ctorch._utils\n_rebuild_tensor_v2\n" + _tuple(*of) + b"R"
+
+
+def _tuple(*items: bytes) -> bytes:
+    return b"(" + b"".join(items) + b"t"
+
+
+def _text(text: str) -> bytes:
+    encoded = text.encode()
+    return b"X" + struct.pack("<I", len(encoded)) + encoded
+
+
+def _number(number: int) -> bytes:
+    encoded = number.to_bytes(9, "little", signed=True)
+    return b"\x8a" + bytes([len(encoded)]) + encoded

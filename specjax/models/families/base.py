@@ -42,8 +42,8 @@ class Family:
     """One Hugging Face model type. ``tensors``: our parameter path -> where it is stored. ``prefix``: how stored names
     begin, left out in some files. ``others``: patterns of names that are not its weights, such as the buffers of older
     versions. ``saved_as``: the model type to save as, where it is another one. ``dense``: the model type of the
-    same layers with a plain MLP, where these have experts. ``eos_id``: what ends a text where config.json does not say
-    (null there means nothing does)."""
+    same layers with a plain MLP, where these have experts. ``aliases``: beginnings of names that some files have -> the
+    table's. ``eos_id``: what ends a text where config.json does not say (null there means nothing does)."""
 
     model_type: str
     architecture: str
@@ -54,6 +54,7 @@ class Family:
     others: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     saved_as: str | None = None
     dense: str | None = None
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     eos_id: int | None = None
 
 
