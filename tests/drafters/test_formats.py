@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -578,3 +579,125 @@ def test_what_a_file_is_handed_it_cannot_change(tmp_path, monkeypatch):
     assert torch_file.read_tensors(tmp_path / "shadowed.pt") == {}
     with pytest.raises(ModelError, match="is no plain dict of tensors"):
         torch_file.read_tensors(tmp_path / "called.pt")
+
+
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("num_hidden_layers", "max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_theta", "architectures"),
+)
+READ_BY_THEIR_CLASS = {
+    ("sglang", "eagle3"): (*SIZES, "draft_vocab_size", "target_hidden_size", "eagle_config"),
+    ("z-lab", "dflash"): (*SIZES, "num_target_layers", "block_size", "dflash_config", "attention_bias", "layer_types"),
+    ("z-lab", "dflash2"): (*SIZES, "num_target_layers", "block_size", "dflash_config", "attention_bias", "layer_types"),
+    ("deepspec", "dspark"): (
+        *(*SIZES, "target_layer_ids", "mask_token_id", "num_anchors", "enable_confidence_head", "markov_rank"),
+        *("markov_head_type", "confidence_head_with_markov", "block_size", "num_target_layers", "attention_bias"),
+    ),
+    ("deepspec", "dflash"): (
+        *(*SIZES, "target_layer_ids", "mask_token_id", "num_anchors", "enable_confidence_head", "markov_rank"),
+        *("block_size", "num_target_layers", "attention_bias"),
+    ),
+    ("deepspec", "eagle3"): (
+        *(*SIZES, "target_layer_ids", "ttt_length", "step_loss_decay", "num_target_layers", "attention_bias"),
+    ),
+    ("medusa", "medusa"): ("medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"),
+}
+"""Attributes that each project's own class takes from its config without asking whether they are there."""
+
+
+def normed_eagle3(target: LoadedModel) -> LoadedDraft:
+    """As DeepSpec's class computes it, which reads the embeddings as any other stream."""
+    made = draft("sglang", target)
+    config = dataclasses.replace(made.spec.config, qk_norm="head")
+    spec = dataclasses.replace(made.spec, config=config, reads=(0, 1, 3))
+    return LoadedDraft(spec, test_features.random_params(spec))
+
+
+@pytest.mark.parametrize(("form", "kind"), READ_BY_THEIR_CLASS)
+def test_what_is_written_has_all_that_their_own_class_reads(form, kind, tmp_path):
+    target = target_of()
+    if (form, kind) == ("deepspec", "eagle3"):
+        made = normed_eagle3(target)
+    elif (form, kind) == ("deepspec", "dflash"):
+        made = draft("dflash", target, True)
+        made = LoadedDraft(dataclasses.replace(made.spec, from_root=True), made.params)
+    else:
+        made = draft(KINDS[form, kind], target, kind in NORMED)
+    formats.save(made, kind, tmp_path / "draft", target="t", target_layers=3, form_name=form)
+    settings = json.loads((tmp_path / "draft/config.json").read_text())
+    wanted = READ_BY_THEIR_CLASS[form, kind]
+    assert [name for name in wanted if settings.get(name) is None] == []
+    if "num_target_layers" in wanted:
+        assert settings["num_target_layers"] == 3
+    del settings["specjax_drafter"]  # as others write it
+    (tmp_path / "draft/config.json").write_text(json.dumps(settings))
+    (tmp_path / "draft/SHA256SUMS").unlink()
+    drafter: Any = specjax.load_drafter(tmp_path / "draft", target, k=2)
+    assert (drafter.kind, drafter.model.spec) == (kind, made.spec)
+
+
+def test_an_export_says_how_many_layers_its_target_has(tiny_target, tmp_path):
+    """No draft knows by itself: here it reads none of the last."""
+    config = tiny_target.config
+    sizes = dataclasses.replace(config, num_layers=1, layers=config.layers[:1], tie_embeddings=False, qk_norm="head")
+    made = draft("dflash", tiny_target, True)
+    spec = dataclasses.replace(made.spec, config=sizes, reads=(1,))
+    formats.save(LoadedDraft(spec, test_features.random_params(spec)), "dflash", tmp_path / "draft", target="t")
+    formats.convert(tmp_path / "draft", tmp_path / "z-lab", tiny_target, "z-lab")
+    settings = json.loads((tmp_path / "z-lab/config.json").read_text())
+    assert settings["num_target_layers"] == config.num_layers > 1
+
+
+@pytest.mark.parametrize("own_heads", [True, False])
+def test_an_export_is_found_by_medusas_own_loader(own_heads, tmp_path):
+    """It reads one file of torch's, and of a projection that is not there it has random numbers."""
+    target = target_of()
+    made = draft("medusa_own_heads" if own_heads else "medusa", target)
+    formats.save(made, "medusa", tmp_path / "draft", target="t")
+    found = torch_file.read_tensors(tmp_path / "draft/medusa_lm_head.pt")
+    spec: Any = made.spec
+    heads = made.params["heads"]
+    for i in range(spec.heads):
+        for j in range(spec.blocks):
+            kernel = heads[i]["blocks"][j]["kernel"]
+            np.testing.assert_array_equal(found[f"{i}.{j}.linear.weight"], np.asarray(kernel).T)
+        projection = heads[i]["head"] if own_heads else made.params["head"]
+        np.testing.assert_array_equal(found[f"{i}.{spec.blocks}.weight"], np.asarray(projection["kernel"]).T)
+    assert len(found) == spec.heads * (2 * spec.blocks + 1)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.bool_])
+def test_a_file_for_torch_is_read_again(dtype, tmp_path):
+    array = (np.arange(6).reshape(2, 3) % 2).astype(dtype)
+    torch_file.write_tensors(tmp_path / "a.pt", {"a.b": array, "again": array, "c": np.zeros((), dtype)})
+    found = torch_file.read_tensors(tmp_path / "a.pt")
+    assert found.keys() == {"a.b", "again", "c"} == torch_file.tensor_names(tmp_path / "a.pt")
+    for name in ("a.b", "again"):
+        assert found[name].dtype == dtype
+        np.testing.assert_array_equal(found[name], array)
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        assert [n for n in archive.namelist() if "/data/" in n] == ["archive/data/0", "archive/data/1"]  # stored once
+
+
+@pytest.mark.parametrize(("form", "kind"), [("speculators", "eagle3"), ("sglang", "eagle3"), ("z-lab", "dflash")])
+def test_a_draft_in_a_file_of_torch_is_read(form, kind, tmp_path):
+    """What is wrong with it is told of that file."""
+    target = target_of()
+    name = "fewer_ids" if form == "speculators" else KINDS[form, kind]
+    made = draft(name, target, kind in NORMED)
+    formats.save(made, kind, tmp_path / "draft", target="t", form_name=form)
+    weights = tmp_path / "draft/model.safetensors"
+    tensors = safetensors.numpy.load_file(weights)
+    weights.unlink()
+    changed(tmp_path / "draft")
+    torch_file.write_tensors(tmp_path / "draft/pytorch_model.bin", tensors)
+    drafter: Any = specjax.load_drafter(tmp_path / "draft", target, k=2)
+    assert drafter.model.spec == made.spec
+    formats.convert(tmp_path / "draft", tmp_path / "again", target, form)
+    np.testing.assert_equal(safetensors.numpy.load_file(tmp_path / "again/model.safetensors"), tensors)
+    torch_file.write_tensors(tmp_path / "draft/pytorch_model.bin", {**tensors, "extra": tensors["fc.weight"]})
+    with pytest.raises(ModelError, match=r"draft: the tensors do not fit config\.json; missing: none; unexp"):
+        specjax.load_drafter(tmp_path / "draft", target)
+    torch_file.write_tensors(tmp_path / "draft/pytorch_model.bin", {**tensors, "fc.weight": tensors["fc.weight"][:1]})
+    with pytest.raises(ModelError, match=r"fc\.weight"):
+        specjax.load_drafter(tmp_path / "draft", target)
