@@ -343,3 +343,32 @@ def test_a_file_that_torch_saved_is_read_without_it(tmp_path):
     torch.save({"a": whole, "b": slice(0, 1)}, tmp_path / "more.pt")
     with pytest.raises(ModelError, match=r"__builtin__\.slice"):
         torch_file.read_tensors(tmp_path / "more.pt")
+
+
+def test_a_draft_vocabulary_and_parameters_that_torch_saved_are_read(tmp_path):
+    """As training code saves a draft: its tables are whole numbers and truth values, and its weights parameters."""
+    tensors = {"d2t": torch.arange(5), "t2d": torch.arange(5) > 2, "i": torch.arange(3, dtype=torch.int32)}
+    tensors["w"] = torch.nn.Parameter(torch.ones(2, 3))
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    found = torch_file.read_tensors(tmp_path / "pytorch_model.bin")
+    assert torch_file.tensor_names(tmp_path / "pytorch_model.bin") == found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.detach().numpy().dtype
+        np.testing.assert_array_equal(found[name], tensor.detach().numpy())
+
+
+def test_a_file_that_is_written_without_torch_is_what_torch_loads(tmp_path):
+    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
+    arrays = {"a": whole, "again": whole, "b": whole.T, "c": whole.astype(np.float16), "d": np.arange(4)}
+    torch_file.write_tensors(tmp_path / "medusa_lm_head.pt", arrays)
+    found = torch.load(tmp_path / "medusa_lm_head.pt", weights_only=True)
+    assert isinstance(found, collections.OrderedDict)
+    for name, array in arrays.items():
+        assert found[name].numpy().dtype == array.dtype
+        np.testing.assert_array_equal(found[name].numpy(), array)
+    assert found["a"].data_ptr() == found["again"].data_ptr()
+    bfloat16 = np.asarray(jnp.asarray(whole, jnp.bfloat16))
+    torch_file.write_tensors(tmp_path / "bfloat16.pt", {"a": bfloat16})
+    [one] = torch.load(tmp_path / "bfloat16.pt", weights_only=True).values()
+    assert one.dtype == torch.bfloat16
+    np.testing.assert_array_equal(one.float().numpy(), whole)
