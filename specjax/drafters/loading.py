@@ -55,10 +55,12 @@ def load_drafter(
     if kind is not None:
         registry.build(registry.DRAFTS, kind, "load_drafter: kind")  # an unknown one before the directory is looked for
     found = draft_of(path_or_hub_id)
-    kind = kind_of(found) if kind is None else kind
+    said = kind_of(found) if kind in (None, DraftModel.kind) else None
+    if kind is not None and said not in (None, kind):
+        raise ModelError(f"{found}: is a {said} draft, no separate model; leave kind out, or name {said!r}")
+    kind = said if kind is None else kind
     alone = kind == DraftModel.kind  # without what trains one
     if alone:
-        _refuse_other_drafts(found)
         return DraftModel.load(found, target, DEFAULT_K if k is None else k, check_finite, quantize)
     if quantize is not None:
         raise ConfigError(f"quantize={quantize!r}: is for separate models, and this draft is a {kind!r}; leave it out")
@@ -70,16 +72,6 @@ def load_drafter(
         return reader.load(found, target, k, check_finite)
     drafter = reader.load(found, target, DEFAULT_K, check_finite)
     return dataclasses.replace(drafter, k=most) if (most := longest(drafter) or DEFAULT_K) < DEFAULT_K else drafter
-
-
-def _refuse_other_drafts(source: str | os.PathLike) -> None:
-    """Raises `ModelError` for a draft that is no separate model, whatever its config.json says of it."""
-    directory = resolve(source)
-    file = directory / "config.json"
-    kind = formats.kind_of(read_json(file)) if file.exists() else None
-    if kind is not None:
-        raise ModelError(f"{directory}: is a {kind} draft, no separate model; leave kind out, or name {kind!r}")
-    formats.refuse_by_weights(directory)
 
 
 def asked_kind(draft: Any) -> str | dict[str, Any]:
@@ -95,4 +87,7 @@ def kind_of(path_or_hub_id: str | os.PathLike) -> str:
     told = settings.get(DRAFTER)
     if told is not None and told not in tuple(registry.DRAFTS):
         raise ModelError(f"{file}: {DRAFTER}={told!r} is no kind of ours; name a drafter from outside by kind=")
-    return told or formats.kind_of(settings) or DraftModel.kind
+    kind = told or formats.kind_of(settings)
+    if kind is None:
+        formats.refuse_by_weights(file.parent)
+    return kind or DraftModel.kind
