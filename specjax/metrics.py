@@ -21,6 +21,7 @@ that were proposed validly in it (padding is not drafted).
     alpha              E sum_v min(p(v), q(v)) under teacher forcing on given text: 1 - total variation, per position
     agreement          share of positions of given text where draft and target find the same token most likely: alpha at
                        temperature 0
+    nll                cross-entropy of the draft under teacher forcing on given text, nats a token, as training has it
     simulated          the block_efficiency that the training forward gives for given texts: evaluation/simulated.py
     alpha_mle          the alpha that explains the counts best if every proposal is accepted with the same chance
 

@@ -34,7 +34,8 @@ DEPTHS = 5
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """Means over ``positions`` predicted tokens; nats a token. NaN without a target: all but ``nll``. Of a
-    drafter that makes several predictions of every position these are of the first, of the token after the root."""
+    drafter that makes several predictions of every position these are of the first, of the token after the root.
+    ``nll`` is the cross-entropy that training minimises (docs/metrics.md)."""
 
     nll: float
     target_nll: float
@@ -174,8 +175,10 @@ def _sums(
 
 
 def _measured(m: Matched, some: Positions) -> tuple[Array, dict[str, Array]]:
+    # As cross-entropy trains it: a draft that draws from a few candidates has no finite loss of any other token.
+    own = m.among_kept(labels=True)
     measured = {
-        "nll": negative_log_likelihood(m.draft_logits, m.tokens),
+        "nll": negative_log_likelihood(own.draft_logits, m.tokens),
         "count": jnp.ones(m.tokens.shape, jnp.float32),
     }
     if isinstance(m.teacher, FullLogits):
@@ -183,9 +186,7 @@ def _measured(m: Matched, some: Positions) -> tuple[Array, dict[str, Array]]:
         measured["alpha"] = alpha_per_position(m.teacher.logits, m.draft_logits)
         measured["agreement"] = agreement_per_position(m.teacher.logits, m.draft_logits)
     # Every prediction that counts counts alike here, whatever its weight in training.
-    counts = m.weight > 0
-    # Of a draft of fewer ids, the loss is of the tokens that it can say.
-    said = counts if m.kept is None else counts & m.kept[m.tokens]
+    counts, said = m.weight > 0, own.weight > 0
     sums = {n: jnp.sum(jnp.where(said if n == "nll" else counts, values, 0.0)) for n, values in measured.items()}
     sums["said"] = jnp.sum(said.astype(jnp.float32))
     return sums["nll"], sums

@@ -4,16 +4,24 @@ import json
 import math
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from specjax import config
 from specjax.data.rows import spread
+from specjax.distill import step
+from specjax.distill.losses import CrossEntropy
+from specjax.distill.step import Update
 from specjax.evaluation import figures
 from specjax.evaluation.evaluate import Evaluation, evaluate, evaluate_all
 from specjax.runtime.progress import no_bars
+from specjax.types import Batch
 from tests.distill import toys
 from tests.distill.toys import LENGTH, BigramDraft, bigram_params
+from tests.drafters import test_features
 
 
 def distributions(params, tokens) -> np.ndarray:
@@ -148,3 +156,21 @@ def test_alpha_is_told_by_depth_where_there_is_more_than_one():
     assert two.alpha_at[1] != pytest.approx(one.alpha, rel=1e-2)
     first, second = one.positions, two.positions - one.positions
     assert two.alpha == pytest.approx((first * two.alpha_at[0] + second * two.alpha_at[1]) / two.positions, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dflash2", "fewer_ids"])
+def test_the_loss_of_a_draft_that_cannot_propose_every_id_is_what_cross_entropy_has_in_training(name):
+    """At every place of a block, of a draft that draws from a few candidates (all others have no chance, and no finite
+    loss) and of one of fewer ids."""
+    target = test_features.target_of()
+    trained, params = test_features.made(name, target)
+    windows = np.random.default_rng(2).integers(0, 61, (3, 13)).astype(np.int32)
+    found = evaluate(trained, params, target, toys.Windows(windows), 10_000, batch_size=2)
+    batch = Batch(jnp.asarray(windows[:, :-1]), jnp.asarray(windows[:, 1:]), jnp.ones((3, 12), jnp.float32))
+    every = trained.at_depths(test_features.DEPTHS if name == "dflash2" else 5)
+    update = Update(every, CrossEntropy(), optax.identity(), target.spec, rows=3)
+    _, (_, metrics) = jax.jit(update.summed_loss)(params, step._Given(target.params, {}, jnp.float32(0)), batch)
+    expected = [float(place["loss"] / place["weight"]) for place in metrics["by_depth"]]
+    np.testing.assert_allclose(found.nll_at, expected, rtol=1e-5)
+    assert found.nll == found.nll_at[0]
+    assert max(found.nll_at) < 50
