@@ -645,6 +645,8 @@ class LossContext:
     """Logits of the frozen drafts that the loss compares with, by its names for them."""
     chosen: Any = None
     """What the loss chose among the positions of whole rows, see `Loss`; None: it takes these for whole rows."""
+    proposable: Bool[Array, "B T"] | None = None
+    """Whether the draft can propose the text's next token, of a draft of fewer ids; None: it always can."""
 
 
 @runtime_checkable

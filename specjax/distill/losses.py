@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 from pydantic import BeforeValidator, Field
 
 from specjax.distill.distributions import log_distributions, log_overlap, overlap
@@ -231,7 +231,8 @@ def _term(spec: Any) -> Any:
 @dataclasses.dataclass(frozen=True)
 class Sum:
     """A weighted sum of losses: ``of: [{kind: forward_kl, weight: 0.9}, {kind: cross_entropy, weight: 0.1}]``; a weight
-    is 1 if it is not given, and they need not add up to 1."""
+    is 1 if it is not given, and they need not add up to 1. A loss that compares with the text's token alone adds
+    nothing where a draft of fewer ids cannot propose that token; the others count there as everywhere."""
 
     of: Annotated[tuple[Annotated[Any, BeforeValidator(_term)], ...], Field(min_length=1)]
     """The losses, each with its weight."""
@@ -260,12 +261,14 @@ class Sum:
         tokens: Int[Array, "B T"],
         context: LossContext | None = None,
     ) -> Any:
-        """The scores of each of its losses, see `scores_of`."""
-        return tuple(scores_of(term.loss, draft_logits, teacher, tokens, context) for term in self.of)
+        """The scores of each of its losses, see `scores_of`, and where it compares, see `compared_at`."""
+        given = draft_logits, teacher, tokens, context
+        return tuple((scores_of(term.loss, *given), compared_at(term.loss, context)) for term in self.of)
 
     def choose(self, scores: Any, weight: Float[Array, "B T"]) -> Any:
         """The choice of each of its losses, see `choice_of`."""
-        return tuple(choice_of(term.loss, found, weight) for term, found in zip(self.of, scores, strict=True))
+        pairs = zip(self.of, scores, strict=True)
+        return tuple(choice_of(term.loss, found, only_at(where, weight)) for term, (found, where) in pairs)
 
     def __call__(
         self,
@@ -275,10 +278,12 @@ class Sum:
         context: LossContext | None = None,
     ) -> Float[Array, "B T"]:
         chosen = [None] * len(self.of) if context is None or context.chosen is None else context.chosen
-        values = [
-            term.weight * term.loss(draft_logits, teacher, tokens, with_choice(context, own))
-            for term, own in zip(self.of, chosen, strict=True)
-        ]
+        values = []
+        for term, own in zip(self.of, chosen, strict=True):
+            where, given = compared_at(term.loss, context), with_choice(context, own)
+            if given is not None:
+                given = dataclasses.replace(given, weight=only_at(where, given.weight))
+            values.append(term.weight * only_at(where, term.loss(draft_logits, teacher, tokens, given)))
         return functools.reduce(operator.add, values)
 
 
@@ -372,6 +377,24 @@ def choice_of(loss: Loss, scores: Any, weight: Float[Array, "B T"]) -> Any:
     none."""
     choose = getattr(loss, "choose", None)
     return None if choose is None else choose(scores, weight)
+
+
+def of_labels_alone(loss: Loss) -> bool:
+    """Whether ``loss`` compares with the text's token and nothing else, so that a position whose token the draft cannot
+    propose says nothing to it."""
+    if isinstance(loss, Sum):
+        return all(of_labels_alone(term.loss) for term in loss.of)
+    return of_labels_alone(loss.of) if isinstance(loss, AdaSPEC) else loss.needs_labels
+
+
+def compared_at(loss: Loss, context: LossContext | None) -> Bool[Array, "B T"] | None:
+    """The positions at which ``loss`` has something to compare with; None: all."""
+    return None if context is None or not of_labels_alone(loss) else context.proposable
+
+
+def only_at(where: Bool[Array, "B T"] | None, values: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """``values``, elsewhere 0."""
+    return values if where is None else jnp.where(where, values, 0.0)
 
 
 def with_choice(context: LossContext | None, chosen: Any) -> LossContext | None:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 
 from specjax import backend
 from specjax.distill.distributions import acceptance
-from specjax.distill.losses import choice_of, scores_of
+from specjax.distill.losses import choice_of, of_labels_alone, scores_of
 from specjax.distill.optimizer import Average
 from specjax.drafters.base import in_training
 from specjax.evaluation.matching import Matched, Matching, Positions, Teacher
@@ -170,15 +170,16 @@ class Update:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(loss, weight and overlaps) of a prediction, summed over its positions."""
 
-        labels, share = self.loss.needs_labels, prediction.share
+        labels, share = of_labels_alone(self.loss), prediction.share
 
         def given(m: Matched, chosen: Any) -> tuple[Any, ...]:
-            return m.draft_logits, m.teacher, m.tokens, LossContext(alpha, share * m.weight, m.references, chosen)
+            context = LossContext(alpha, share * m.weight, m.references, chosen, m.proposable)
+            return m.draft_logits, m.teacher, m.tokens, context
 
         chosen = None
         if hasattr(self.loss, "scores"):
             scores = matching.mapped(lambda m, _: scores_of(self.loss, *given(m.among_kept(labels), None)))
-            chosen = choice_of(self.loss, jax.lax.stop_gradient(scores), share * matching.positions.weight)
+            chosen = choice_of(self.loss, jax.lax.stop_gradient(scores), share * matching.weight(labels))
 
         def measure(m: Matched, some: Positions) -> tuple[jax.Array, dict[str, jax.Array]]:
             own = m.among_kept(labels)

@@ -82,9 +82,14 @@ class Matched:
     confidence: Float[Array, "B C"] | None = None
     """The logit of the chance that it is kept, as the draft sees it."""
 
+    @property
+    def proposable(self) -> Bool[Array, "B C"] | None:
+        """Whether the draft can propose the text's token; None: always."""
+        return None if self.kept is None else self.kept[self.tokens]
+
     def among_kept(self, labels: bool) -> Matched:
         """What a loss compares: the teacher's distribution over the ids that the draft can propose, and, for one that
-        takes the text's tokens for right (``labels``), no others."""
+        compares with the text's tokens alone (``labels``), no others."""
         if self.taught is not None:
             return dataclasses.replace(self, draft_logits=self.taught, taught=None).among_kept(labels)
         if self.kept is None:
@@ -95,7 +100,7 @@ class Matched:
             seen = self.kept.reshape([1] * (teacher.logits.ndim - 1) + [-1])
             teacher = FullLogits(jnp.where(seen, teacher.logits, NEVER))
         if labels:
-            weight = jnp.where(self.kept[self.tokens], weight, 0.0)
+            weight = jnp.where(self.proposable, weight, 0.0)
         return dataclasses.replace(self, teacher=teacher, weight=weight)
 
 
@@ -175,6 +180,12 @@ class Matching:
     def chunk(self) -> int:
         """Most positions of a row whose logits are made at a time."""
         return chunk_of(self.head, self.positions.hidden)
+
+    def weight(self, labels: bool) -> Float[Array, "B T"]:
+        """How much each position counts, see `Matched.among_kept`."""
+        kept = None if self.prediction is None else self.prediction.kept
+        weight, tokens = self.positions.weight, self.positions.tokens
+        return weight if kept is None or not labels else jnp.where(kept[tokens], weight, 0.0)
 
     def mapped(self, measure: Callable[[Matched, Positions], Any], more: Any = None) -> Any:
         """What ``measure`` makes of each position, ``[B, T, ...]``. ``more``: of each, see `Positions`."""

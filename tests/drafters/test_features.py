@@ -30,6 +30,7 @@ from specjax.distill.step import Update
 from specjax.drafters import mtp
 from specjax.drafters.dflash.model import DFlashModel
 from specjax.drafters.dflash.training import TrainedDFlash, TrainedDFlash2, TrainedDSpark
+from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.drafters.eagle3 import Eagle3Model, Options, TrainedEagle3
 from specjax.drafters.early_exit import ExitModel, TrainedExit
 from specjax.drafters.features import Kept
@@ -327,6 +328,43 @@ def test_a_loss_compares_with_the_ids_that_can_be_proposed_and_alpha_with_all():
     np.testing.assert_allclose(ForwardKL()(among.draft_logits, among.teacher, among.tokens), kl, rtol=1e-4)
     np.testing.assert_array_equal(among.weight > 0, (np.asarray(prediction.weight) > 0) & np.isin(batch.labels, ids))
     np.testing.assert_array_equal(matched.among_kept(labels=False).weight, prediction.weight)
+
+
+OTHER = {"kind": "adaspec", "reference": "other", "keep": 0.5, "of": "cross_entropy"}
+SUMS = {
+    "kl": ["forward_kl", "cross_entropy"],
+    "nested": [{"kind": "sum", "of": ["cross_entropy", {"kind": "lk_lambda", "weight": 0.3}]}, "cross_entropy"],
+    "chosen": ["total_variation", OTHER],
+    "labels": ["cross_entropy", "cross_entropy"],
+}
+
+
+@pytest.mark.parametrize("of", SUMS.values(), ids=SUMS)
+def test_each_part_of_a_sum_counts_where_it_counts_alone(of):
+    """Of a draft of fewer ids: cross-entropy says nothing of a token that the draft cannot propose, others do."""
+    target, reference = target_of(), transformer(1)
+    trained, params = made("fewer_ids", target)
+    trained = trained.at_depths(1)
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, 61, (2, 12))
+    text = jnp.asarray(np.where(rng.random(text.shape) < 0.5, FEWER.ids[text % 8], text), jnp.int32)
+    batch = Batch(text, jnp.roll(text, -1, axis=1), jnp.ones(text.shape))
+    given = step._Given(target.params, {"other": reference.params}, jnp.float32(0.4))
+
+    def summed(spec: Any) -> tuple[float, float]:
+        loss = registry.build(registry.LOSSES, spec, "loss")
+        references = {"other": TrainedDraftModel(reference.spec)}
+        update = Update(trained, loss, optax.identity(), target.spec, rows=2, references=references)
+        total, (weight, _) = jax.jit(update.summed_loss)(params, given, batch)
+        return float(total), float(weight)
+
+    total, weight = summed({"kind": "sum", "of": of})
+    alone = [summed(part) for part in of]
+    assert total == pytest.approx(sum(part for part, _ in alone), rel=1e-5)
+    assert weight == max(counted for _, counted in alone)
+    every, labels = summed("forward_kl")[1], summed("cross_entropy")[1]
+    assert 0 < labels < every
+    assert weight == (labels if of == SUMS["labels"] else every)
 
 
 def kept(state: Any) -> Sequence[tuple[Any, int | None]]:
