@@ -543,7 +543,8 @@ class Batch:
     teacher: TopKLogits | None = None
     """The target's logits, cached; None: the target is asked."""
     number: Int[Array, " B"] | None = None
-    """Of the step that the row is drawn for, of a drafter that ``draws`` in training; None: it is not trained on."""
+    """Of the step that the row is drawn for, of a drafter that ``draws`` in training; where it is not trained on, of
+    the part of its predictions that is meant (None: all of them)."""
     streams: tuple[Float[Array, "B T D"], ...] | None = None
     """The streams that the draft's `Reads` name, cached, and behind them `Output.final`; None: the target is asked."""
 

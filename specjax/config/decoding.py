@@ -31,6 +31,7 @@ class Eval:
     positions: Positive = 50_000
     """Held-out positions of the final acceptance and losses."""
     batch_size: Positive = 8
+    """Rows at a time; fewer where a step of the draft's last stage takes fewer."""
 
 
 @dataclass(frozen=True, config=STRICT)

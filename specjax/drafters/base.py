@@ -5,10 +5,13 @@ Dims: B rows, T tokens fed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Int, Key
 
@@ -136,6 +139,11 @@ class TrainedDrafter:
         """Passes over whole rows of ``length`` tokens that its training makes, as memory is planned for."""
         return getattr(self, "depths", 1)
 
+    def parts(self, length: int) -> int:
+        """Parts in which the predictions of rows of ``length`` tokens are made where no step draws them, so that no
+        more exists at a time than in training: `Batch.number` says which one."""
+        return 1
+
     def to_drafter(self, params: Params, target: Any, k: int) -> Drafter:
         """The drafter that decodes with these weights, ``k`` tokens a block."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it decodes: define to_drafter")
@@ -155,6 +163,28 @@ def passes_of(drafter: Any, length: int) -> int:
     """See `TrainedDrafter.passes`; 1 for one without."""
     count = getattr(drafter, "passes", None)
     return 1 if count is None else count(length)
+
+
+def by_part(drafter: Any, batch: Batch, measure: Callable[[Batch], Any]) -> Any:
+    """The sum of what ``measure`` makes of each part of a batch, one after the other, see `TrainedDrafter.parts`.
+
+    Args:
+        drafter: whose predictions ``measure`` asks for.
+        batch: rows that no step draws.
+        measure: gives a pytree of arrays, of a batch that says which part is meant; of a single part it does not.
+
+    Returns:
+        Such a pytree.
+    """
+    parts, shape = getattr(drafter, "parts", lambda length: 1)(batch.tokens.shape[1]), batch.tokens.shape[:1]
+    if parts == 1:
+        return measure(batch)
+
+    def of_part(number: Int[Array, ""]) -> Any:
+        return measure(dataclasses.replace(batch, number=jnp.broadcast_to(number, shape)))
+
+    found = jax.lax.map(of_part, jnp.arange(parts, dtype=jnp.int32))
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), found)
 
 
 def in_training(drafter: Any, form: TrainingForm) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array
 
 from specjax.data.rows import Rows, spread_predictions
-from specjax.drafters.base import at_depths, in_training
+from specjax.drafters.base import at_depths, by_part, in_training
 from specjax.evaluation.matching import Matched, Matching, Positions, Teacher
 from specjax.evaluation.teacher import target_output, with_shared_params
 from specjax.metrics import agreement_per_position, alpha_per_position, negative_log_likelihood
@@ -95,7 +95,7 @@ def evaluate_all(
     if target is not None:
         spec, target_params = target.spec, layout.put(target.params, layout.of_target(target.params, target.spec))
     params = [layout.put(model, layout.of_draft(model, drafter)) for model in params]
-    drafter, spec, tokens = in_training(_deep(drafter), layout.form()), layout.model(spec), TokenRows.of(target)
+    drafter, spec, tokens = in_training(as_evaluated(drafter), layout.form()), layout.model(spec), TokenRows.of(target)
     sums = []
     for start in range(0, len(chosen.tokens), batch_size):
         batch = jax.tree.map(lambda x, start=start: _filled_up(x[start : start + batch_size], batch_size), chosen)
@@ -132,8 +132,8 @@ def _mean(total: float, count: float) -> float:
     return float(total / count) if count else float("nan")
 
 
-def _deep(drafter: Trainable) -> Trainable:
-    """To the depth that figures are given to, if it goes so far."""
+def as_evaluated(drafter: Trainable) -> Trainable:
+    """The drafter with predictions to the depth that figures are given to, if it goes so far."""
     found = (at_depths(drafter, depths) for depths in range(DEPTHS, 0, -1))
     return next((deep for deep in found if deep is not None), drafter)
 
@@ -168,10 +168,14 @@ def _sums(
     """``sums["at"]``: of each depth by itself."""
     teacher = None if target_out is None else Teacher.of(spec, target_params, target_out)
     whole = with_shared_params(drafter, params, target_params)
-    predictions = drafter.predictions(whole, batch, target_out)
-    matchings = [Matching.of(prediction, teacher, batch.labels, tokens) for prediction in predictions]
-    at = [matching.summed(_measured)[1] for matching in matchings]
-    return {**at[0], "at": at}
+
+    def of_part(some: Batch) -> dict[str, Any]:
+        predictions = drafter.predictions(whole, some, target_out)
+        matchings = [Matching.of(prediction, teacher, batch.labels, tokens) for prediction in predictions]
+        at = [matching.summed(_measured)[1] for matching in matchings]
+        return {**at[0], "at": at}
+
+    return by_part(drafter, batch, of_part)
 
 
 def _measured(m: Matched, some: Positions) -> tuple[Array, dict[str, Array]]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from specjax.drafters.base import at_depths
+from specjax.drafters.base import at_depths, by_part
 from specjax.evaluation.matching import Matched, Matching, Positions, Teacher
 from specjax.evaluation.teacher import target_output
 from specjax.models.vocabulary import TokenRows
@@ -125,11 +125,16 @@ def _ratios(
         chosen = jnp.take_along_axis(q - p, m.tokens[..., None], axis=-1)[..., 0]
         return jnp.where(temperature > 0, jnp.exp(chosen), best)
 
-    found = []
-    for prediction in itertools.islice(drafter.predictions(params, batch, out), k):
-        ratio = Matching.of(prediction, teacher, labels, tokens).mapped(ratios)
-        # The prediction of target row i is of token i + 1.
-        at = jnp.where(prediction.weight > 0, prediction.target_rows + 1, texts.shape[1])
-        scattered = jax.vmap(lambda at, ratio: jnp.zeros_like(ratio).at[at].set(ratio, mode="drop"))(at, ratio)
-        found.append(scattered)
-    return jnp.stack(found * (k if len(found) == 1 else 1))
+    nothing = jnp.zeros(texts.shape[1], jnp.float32)
+
+    def of_part(some: Batch) -> Float[jax.Array, "K B L"]:
+        found = []
+        for prediction in itertools.islice(drafter.predictions(params, some, out), k):
+            ratio = Matching.of(prediction, teacher, labels, tokens).mapped(ratios)
+            # The prediction of target row i is of token i + 1.
+            at = jnp.where(prediction.weight > 0, prediction.target_rows + 1, texts.shape[1])
+            scattered = jax.vmap(lambda at, ratio: nothing.at[at].set(ratio, mode="drop"))(at, ratio)
+            found.append(scattered)
+        return jnp.stack(found * (k if len(found) == 1 else 1))
+
+    return by_part(drafter, batch, of_part)

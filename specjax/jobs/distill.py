@@ -164,7 +164,7 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
     }
     before, after = rounded(before, config.draft.dtype), rounded(after, config.draft.dtype)
     controls = {rate: rounded(params, config.draft.dtype) for rate, params in controls.items()}
-    evaluate = functools.partial(figures.evaluate, config, bars, drafter, target)
+    evaluate = functools.partial(figures.evaluate, memory.evaluating(config, initial), bars, drafter, target)
     first, last, *rivals = evaluate([before, after, *controls.values()], prepared.held_out_rows)
     control_alphas = {rate: control.alpha for rate, control in zip(controls, rivals, strict=True)}
     measures = Measures(

@@ -25,6 +25,7 @@ from specjax.distill.trainer import settled
 from specjax.drafters.base import in_training, longest, passes_of
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import ConfigError, SpecjaxError
+from specjax.evaluation.evaluate import as_evaluated
 from specjax.evaluation.teacher import needs_target, with_shared_params
 from specjax.models import families
 from specjax.models.decode_layout import abstract_layout
@@ -153,8 +154,7 @@ def footprints(config: RunConfig, jobs: Sequence[str], limit: float | None = Non
     found = []
     if "target-train" in jobs and config.target.path is None:
         found.append(_from_scratch(config, target, layout, split))
-    stages = {"draft-pretrain": config.draft.pretrain, "draft-distill": config.distill}
-    for name, stage in stages.items():
+    for name, stage in _draft_stages(config).items():
         if name in jobs and drafts is not None and stage.steps != 0:
             stage = _fitting(name, stage, config, target, drafts, limit)
             found.append(_stage(name, stage, config, target, drafts, layout, split))
@@ -172,6 +172,26 @@ def fitting(name: str, stage: config_lib.Stage, config: RunConfig, drafts: Initi
     # One choice of all processes, whatever each has left.
     rows = by_first(lambda: _fitting(name, stage, config, abstract_target(config), drafts, limit).micro_batch_size)
     return dataclasses.replace(stage, micro_batch_size=rows)
+
+
+def evaluating(config: RunConfig, drafts: Initial) -> RunConfig:
+    """``config`` with an `eval.batch_size` of no more rows than a step of the draft's last stage takes at a time: what
+    fits is known of those."""
+    trained = [(name, stage) for name, stage in _draft_stages(config).items() if stage.steps != 0]
+    if not trained:
+        return config
+    name, stage = trained[-1]
+    rows = fitting(name, stage, config, drafts).micro_batch_size
+    if rows is None:
+        shards = _abstract_layout(config.mesh)[0].row_shards
+        rows = microbatch_rows(stage.batch_size, config.data.seq_len - 1, shards)
+    return dataclasses.replace(
+        config, eval=dataclasses.replace(config.eval, batch_size=min(rows, config.eval.batch_size))
+    )
+
+
+def _draft_stages(config: RunConfig) -> dict[str, config_lib.Stage]:
+    return {"draft-pretrain": config.draft.pretrain, "draft-distill": config.distill}
 
 
 def _decides(stage: config_lib.Stage, limit: float | None) -> bool:
@@ -270,7 +290,20 @@ def _stage(
         passes_of(drafter, length),
         bool(stage.remat),
     )
-    return memory.training(name, shape, split)
+    evaluated = _evaluated(shape, config, target, drafter, layout)
+    return dataclasses.replace(memory.training(name, shape, split), evaluation=memory.evaluation(evaluated, split))
+
+
+def _evaluated(
+    shape: TrainingShape, config: RunConfig, target: LoadedModel | None, drafter: Any, layout: Layout
+) -> TrainingShape:
+    """The same of the stage's evaluation, which asks the target whatever the loss does, and computes in float32."""
+    shape = dataclasses.replace(shape, depths=passes_of(as_evaluated(drafter), shape.length), itemsize=4)
+    if target is None:
+        return shape
+    full, reads = target.config, reads_of(drafter)
+    read = len(reads.hidden_layers) * full.hidden_size + 2 * len(reads.kv_layers) * full.num_kv_heads * full.head_dim
+    return dataclasses.replace(shape, target=full, target_params=_target_params(config, target, layout), reads=read)
 
 
 def _decoding(

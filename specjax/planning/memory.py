@@ -30,6 +30,11 @@ _WIDTHS_OF_LOGITS = 8
 """Arrays as large as the logits of a block that sampling makes at a time."""
 _CHUNKS_OF_LOGITS = 4
 """The same of a chunk of positions in training: teacher, draft, and the gradient of each on its way."""
+_CHUNKS_OF_EVALUATION = 3
+"""The same in evaluation: teacher, draft, and what is compared."""
+_STREAMS_OF_A_DEPTH = 4
+"""Arrays as large as the stream that evaluation holds of every depth but one: what the head reads, its own keys and
+values, and what stands in for features."""
 _ARRAYS_OF_BACKWARD = 2.3
 """What the backward pass through a layer makes, over what the forward pass does."""
 _LAYERS_GATHERED = 1.25
@@ -44,20 +49,24 @@ class Footprint:
     """The program: `distillation`, `decoding 8 rows of 2,048 tokens`."""
     devices: int
     parts: Mapping[str, int]
+    evaluation: int = 0
+    """Bytes at the peak of the evaluation between two steps of a stage, weights and optimizer among them; 0: none."""
 
     @property
     def total(self) -> int:
-        """All parts together."""
-        return sum(self.parts.values())
+        """All parts together, or the evaluation where that takes more."""
+        return max(sum(self.parts.values()), self.evaluation)
 
     def __str__(self) -> str:
         each = " on each device" if self.devices > 1 else ""
         parts = ", ".join(f"{name} {gib(size)}" for name, size in self.parts.items() if size)
-        return f"{self.what}: {gib(self.total)}{each} ({parts})"
+        evaluation = f"; evaluation {gib(self.evaluation)}" if self.evaluation else ""
+        return f"{self.what}: {gib(self.total)}{each} ({parts}{evaluation})"
 
     def to_json(self) -> dict[str, Any]:
         """Figures by name."""
-        return {"what": self.what, "devices": self.devices, "total": self.total, "bytes": dict(self.parts)}
+        figures = {"total": self.total, "bytes": dict(self.parts), "evaluation": self.evaluation}
+        return {"what": self.what, "devices": self.devices, **figures}
 
 
 def gib(size: float) -> str:
@@ -212,6 +221,8 @@ class TrainingShape:
     depths: int
     """Forward passes that the draft is unrolled to."""
     remat: bool
+    reads: int = 0
+    """Numbers of a token that the draft reads of the target's forward pass."""
 
 
 def training(what: str, shape: TrainingShape, split: Split = Split()) -> Footprint:
@@ -259,6 +270,33 @@ def training(what: str, shape: TrainingShape, split: Split = Split()) -> Footpri
         "activations": max(beside, draft),
     }
     return Footprint(what, split.devices, parts)
+
+
+def evaluation(shape: TrainingShape, split: Split = Split()) -> int:
+    """Bytes at the peak of an evaluation between two steps, on each device.
+
+    Args:
+        shape: as of the stage, but ``depths`` and ``itemsize`` are those of evaluation; its state is there meanwhile.
+        split: how a mesh splits the work.
+
+    Returns:
+        Weights and optimizer, and the larger of what the target's forward pass makes and of what the draft's does
+        beside what it reads of the target.
+    """
+    rows, config = -(-shape.rows // split.rows), shape.draft
+    tokens = rows * shape.length
+    held, read = bytes_on_device((shape.state, shape.target_params)), 0
+    of_target = 0
+    if shape.target is not None:
+        read = tokens * (shape.reads + shape.target.hidden_size) * shape.target_itemsize
+        of_target = read + pass_bytes(shape.target, tokens, shape.target_itemsize, split)
+        of_target += score_bytes(shape.target, rows, shape.length, shape.length, split)
+    layer = pass_bytes(config, tokens, shape.itemsize, split)
+    layer += 2 * score_bytes(config, rows, shape.length, shape.length, split)
+    depths = (shape.depths - 1) * _STREAMS_OF_A_DEPTH * tokens * config.hidden_size * shape.itemsize
+    logits = min(tokens, backend.logit_tokens(config.vocab_size)) * split.of(config.vocab_size) * 4
+    # What is read is there as the target leaves it, and side by side as the draft takes it.
+    return held + max(of_target, 2 * read + depths + max(layer, _CHUNKS_OF_EVALUATION * logits))
 
 
 def _trained_ends(shape: TrainingShape, split: Split) -> int:

@@ -71,6 +71,8 @@ def memory_table(footprints: Sequence[Footprint], limit: float | None) -> Table:
     for name in dict.fromkeys(name for footprint in footprints for name in footprint.parts):
         table.add_row(name, *(gib(f.parts[name]) if name in f.parts else "–" for f in footprints))
     table.add_section()
+    if any(footprint.evaluation for footprint in footprints):
+        table.add_row("in evaluation", *(gib(f.evaluation) if f.evaluation else "–" for f in footprints))
     table.add_row("all", *(gib(footprint.total) for footprint in footprints))
     return table
 

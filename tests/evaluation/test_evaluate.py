@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -11,14 +12,17 @@ import optax
 import pytest
 
 from specjax import config
-from specjax.data.rows import spread
+from specjax.data.rows import ConcatenatedRows, spread
 from specjax.distill import step
-from specjax.distill.losses import CrossEntropy
+from specjax.distill.losses import CrossEntropy, ForwardKL
 from specjax.distill.step import Update
+from specjax.evaluation import evaluate as measures
 from specjax.evaluation import figures
 from specjax.evaluation.evaluate import Evaluation, evaluate, evaluate_all
+from specjax.evaluation.simulated import simulated_block_efficiency
 from specjax.runtime.progress import no_bars
 from specjax.types import Batch
+from tests.cases import in_proof
 from tests.distill import toys
 from tests.distill.toys import LENGTH, BigramDraft, bigram_params
 from tests.drafters import test_features
@@ -174,3 +178,47 @@ def test_the_loss_of_a_draft_that_cannot_propose_every_id_is_what_cross_entropy_
     np.testing.assert_allclose(found.nll_at, expected, rtol=1e-5)
     assert found.nll == found.nll_at[0]
     assert max(found.nll_at) < 50
+
+
+@pytest.mark.parametrize("name", ["dflash2", *map(in_proof, ("dflash", "dspark_confident"))])
+def test_blocks_at_every_position_take_no_more_memory_than_a_training_step(name):
+    """In XLA's count; as many as in a step are there at a time."""
+    target, length, rows = test_features.target_of(max_positions=512), 512, 2
+    trained, params = test_features.made(name, target)
+    ids, weight = (jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.float32))
+    batch = Batch(ids, ids, weight, ids, ids)
+    optimizer = optax.sgd(1.0)
+    state = jax.eval_shape(lambda params: step.TrainState(params, optimizer.init(params)), params)
+    update = Update(trained, ForwardKL(), optimizer, target.spec, rows).jitted()
+    drawn = batch.replace(number=jax.ShapeDtypeStruct((rows,), jnp.int32))
+    trains = update.lower(state, target.params, drawn, {}).compile().memory_analysis()
+    deep = measures.as_evaluated(trained)
+    out = jax.eval_shape(lambda batch: measures._target_output(target.spec, deep.reads, target.params, batch), batch)
+    sums = measures._sums.lower(deep, target.spec, None, params, target.params, out, batch)
+    evaluates = sums.compile().memory_analysis()
+    assert evaluates.temp_size_in_bytes < trains.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("name", ["dflash2", *map(in_proof, ("dflash", "dspark_confident"))])
+def test_blocks_a_part_at_a_time_give_the_figures_of_all_at_once(name):
+    """Of rows of several documents, whose length the parts do not divide."""
+    target = test_features.target_of()
+    trained, params = test_features.made(name, target)
+    text = np.random.default_rng(2).integers(0, 61, 200).astype(np.int32)
+    rows = ConcatenatedRows(text, np.asarray([0, 30, 31, 70]), 23)
+    found = [
+        evaluate(dataclasses.replace(trained, anchors=anchors), params, target, rows, 10_000, batch_size=3)
+        for anchors in (None, 5, 64)
+    ]
+    assert found[0].positions == found[1].positions == found[2].positions
+    for one in found[1:]:
+        for name, value in found[0].to_json().items():
+            np.testing.assert_allclose(one.to_json()[name], value, rtol=2e-5)
+    texts, prompts = [text[:40].tolist(), text[50:77].tolist()], [3, 5]
+    simulated = [
+        simulated_block_efficiency(
+            dataclasses.replace(trained, anchors=anchors), params, target, texts, prompts, 3, 1.0, "block"
+        )
+        for anchors in (None, 5)
+    ]
+    assert simulated[1] == pytest.approx(simulated[0], rel=1e-5)

@@ -21,6 +21,7 @@ from specjax.decode.decoder import Decoder
 from specjax.distill.init import initial_draft
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError
+from specjax.evaluation import evaluate
 from specjax.evaluation.teacher import with_shared_params
 from specjax.jobs import generate
 from specjax.jobs import memory as job
@@ -33,6 +34,8 @@ from specjax.planning import memory
 from specjax.planning.devices import device_of
 from specjax.planning.memory import Split
 from specjax.report.planning import training_line
+from specjax.types import Batch, reads_of
+from tests.cases import in_proof
 
 GIB = 2**30
 RUN = """
@@ -232,3 +235,32 @@ def test_a_pass_grows_with_its_tokens_and_a_split_makes_it_smaller():
     assert sizes[1] == 100 * sizes[0]
     assert memory.pass_bytes(WIDE, 100, 4, Split(tensor=4)) < sizes[1]
     assert memory.score_bytes(WIDE, 1, 10**4, 10**5, Split()) == 4 * backend.score_count()
+
+
+@pytest.mark.parametrize("kind", ["dflash", in_proof("dspark"), in_proof("eagle3")])
+def test_the_evaluation_of_a_stage_is_told_near_xla_s_own_count(directory, tmp_path, kind):
+    """Weights and optimizer of the stage are there meanwhile. It takes the rows that a step takes, and no more memory
+    than a step does: where the step fits, it fits."""
+    config = config_of(directory, tmp_path, "distill.micro_batch_size=2", "data.seq_len=513")
+    config = dataclasses.replace(config, draft=Draft(kind=kind, init="scratch"))
+    target = job.abstract_target(config)
+    draft: Any = job.abstract_draft(config, target)
+    [found] = job.footprints(config, ["draft-distill"])
+    measured = job.evaluating(config, draft).eval
+    assert measured.batch_size == 2
+    assert measured.positions == config.eval.positions
+    deep = evaluate.as_evaluated(draft.drafter)
+    ids, weight = (jax.ShapeDtypeStruct((2, 512), dtype) for dtype in (jnp.int32, jnp.float32))
+    batch = Batch(ids, ids, weight, ids, ids)
+    out = jax.eval_shape(
+        lambda params: evaluate._target_output(target.spec, reads_of(deep), params, batch), target.params
+    )
+    sums = evaluate._sums.lower(deep, target.spec, None, draft.params, target.params, out, batch)
+    counted = sums.compile().memory_analysis().temp_size_in_bytes + memory.bytes_on_device(out)
+    held = found.parts["target"] + found.parts["draft"] + found.parts["optimizer"]
+    assert found.evaluation == pytest.approx(held + counted, rel=0.3)
+    assert found.evaluation <= found.total
+    assert found.to_json()["evaluation"] == found.evaluation
+    assert "; evaluation " in str(found)
+    larger = dataclasses.replace(found, evaluation=2 * found.total)
+    assert memory.over([larger], found.total) == larger

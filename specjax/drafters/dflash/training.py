@@ -33,11 +33,12 @@ class _Nothing:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedDFlash(TrainedFeatureDraft):
-    """In training. ``anchors``: blocks of a row, None: one at every position; ``gamma``: places over which the weight
-    of a place falls by e; ``depths``: places that are predicted, None: all; ``confidence``: how much its error counts
-    beside the loss."""
+    """In training. ``anchors``: blocks of a row, None: one at every position; ``every``: one at every position, and
+    ``anchors`` of them at a time; ``gamma``: places over which the weight of a place falls by e; ``depths``: places
+    that are predicted, None: all; ``confidence``: how much its error counts beside the loss."""
 
     anchors: int | None = 64
+    every: bool = False
     gamma: float = 4.0
     depths: int | None = None
     confidence: float = 1.0
@@ -83,19 +84,25 @@ class TrainedDFlash(TrainedFeatureDraft):
 
     def _roots(self, batch: Batch) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
         """Random ones, by the row's text and the step, and whether they count: a document's first token has nothing
-        before it."""
+        before it. Those of the part ``batch.number`` where there is one at ``every`` position."""
         tokens = jnp.asarray(batch.tokens)
         counts = (batch.token_positions > 0) & (jnp.asarray(batch.weight) > 0)
-        if self.anchors is None:
-            every = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-            return jnp.broadcast_to(every, tokens.shape), counts.astype(jnp.float32)
+        numbers = None if batch.number is None else jnp.asarray(batch.number)
+        if self.anchors is None or self.every:
+            length, parts = tokens.shape[1], 1 if numbers is None else self.parts(tokens.shape[1])
+            first = 0 if numbers is None else -(-length // parts) * numbers[:, None]
+            roots = first + jnp.arange(-(-length // parts), dtype=jnp.int32)[None]
+            roots = jnp.broadcast_to(roots, (len(tokens), roots.shape[1]))
+            # Beyond the row's end there is none: the last part may be shorter.
+            counts = jnp.take_along_axis(counts, roots, axis=1, mode="fill", fill_value=False)
+            return jnp.minimum(roots, length - 1), counts.astype(jnp.float32)
 
         def drawn(row: Int[Array, " T"], number: Int[Array, ""]) -> Float[Array, " T"]:
             salt = jnp.sum(row.astype(jnp.uint32) * jnp.arange(1, len(row) + 1, dtype=jnp.uint32))
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), salt), number)
             return jax.random.uniform(key, row.shape, jnp.float32)
 
-        numbers = jnp.zeros(len(tokens), jnp.int32) if batch.number is None else jnp.asarray(batch.number)
+        numbers = jnp.zeros(len(tokens), jnp.int32) if numbers is None else numbers
         order = jax.vmap(drawn)(tokens, numbers) - jnp.where(counts, 0.0, 1.0)
         _, roots = jax.lax.top_k(order, min(self.anchors, tokens.shape[1]))
         return roots, jnp.take_along_axis(counts, roots, axis=1).astype(jnp.float32)
@@ -132,10 +139,13 @@ class TrainedDFlash(TrainedFeatureDraft):
         model: Any = self.model
         return -(-(self.anchors or length) * model.slots // length)
 
+    def parts(self, length: int) -> int:
+        return -(-length // (self.anchors or length)) if self.every else 1
+
     def at_depths(self, depths: int) -> Any:
         """With a block at every position, so that each is met at every place."""
         fewer = depths <= (self.model.most or depths)
-        return dataclasses.replace(self, depths=depths, anchors=None) if fewer else None
+        return dataclasses.replace(self, depths=depths, every=True) if fewer else None
 
 
 @dataclasses.dataclass(frozen=True)
