@@ -94,6 +94,18 @@ def start_state(
     return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
 
 
+def abstract_state(
+    shapes: Params, optimizer: optax.GradientTransformation, averages: bool, layout: Layout, drafter: Any
+) -> TrainState:
+    """Shapes of `start_state`, with where its arrays lie, of which none is made: what a checkpoint is restored into."""
+    state = jax.eval_shape(functools.partial(_start, optimizer, averages), shapes)
+    lies = layout.of_draft(state, drafter)
+    if lies is None:
+        here = jnp.zeros((), jnp.float32).sharding
+        lies = jax.tree.map(lambda _: here, state)
+    return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), state, lies)
+
+
 def _start(optimizer: optax.GradientTransformation, averages: bool, params: Params) -> TrainState:
     params = jax.tree.map(jnp.copy, params)
     average = Average.start(params) if averages else None

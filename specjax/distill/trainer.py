@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,8 @@ from specjax.distill.losses import references_of
 from specjax.distill.optimizer import make_optimizer, make_schedule
 from specjax.distill.selection import Selector, fingerprint_of
 from specjax.distill.sources.on_policy import Sampler
-from specjax.distill.step import Update, microbatch_rows, start_state
+from specjax.distill.start import FirstWeights
+from specjax.distill.step import Update, abstract_state, microbatch_rows, start_state
 from specjax.distill.teacher_cache import Logits, cached_rows, numbers_of, shared_rows
 from specjax.drafters.base import in_training
 from specjax.errors import ConfigError, Stopped, TrainingError
@@ -31,7 +33,7 @@ from specjax.evaluation.teacher import needs_target
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime import fingerprint, memory
 from specjax.runtime.checkpoint import Checkpoints, Restored, steps_taken
-from specjax.runtime.distributed import by_first
+from specjax.runtime.distributed import by_first, is_first
 from specjax.runtime.layout import ONE_DEVICE, Layout
 from specjax.runtime.log import LOG, Log, read_log
 from specjax.runtime.profile import Profile
@@ -55,6 +57,7 @@ _CHANGE_NO_WEIGHT = (
 
 _CAN_GO_ON = ("constant", "wsd")
 """Schedules that do not lead to the last step from the first."""
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +73,7 @@ class StageData:
 
 @dataclasses.dataclass
 class Trainer:
-    """One stage: trains ``params`` as ``stage`` says.
+    """One stage: trains ``params`` as ``stage`` says; of `FirstWeights` none are made where it goes on.
 
     ``target``: a `LoadedModel`, or None where the loss needs none (then no acceptance is measured). ``directory`` keeps
     ``log.jsonl`` (`read_log`), checkpoints, a fingerprint, and what `jax.profiler` traced. ``decoding``: decodes with
@@ -85,7 +88,7 @@ class Trainer:
     directory: Path
     stage: config.Stage
     drafter: Trainable
-    params: Params
+    params: Params | FirstWeights
     target: Any
     data: StageData
     layout: Layout = ONE_DEVICE
@@ -96,6 +99,7 @@ class Trainer:
         name, data = self.directory.name, self.data
         self.stage = settled(self.stage.over(len(data.train)), self.drafter)
         self._steps = self.stage.num_steps
+        self._first = FirstWeights.of(self.params)
         self._loss: Loss = registry.build(registry.LOSSES, self.stage.loss, f"{name}: loss")
         if self._loss.needs_target and self.target is None:
             raise TrainingError(
@@ -135,9 +139,10 @@ class Trainer:
         """
         self._claim(keep=self._steps > 0)
         if self._steps == 0:
-            return self.params
+            return self._first.params
         with Checkpoints(self.directory / "checkpoints") as self._checkpoints:
             start = self._restore()
+            self._tell_another_mesh(start)
             # A change is taken once there is something whole to go on from.
             self._claim()
             self._selector = Selector(self.directory, self.decoding, start)
@@ -224,7 +229,10 @@ class Trainer:
 
     @functools.cached_property
     def _made_of(self) -> dict[str, Any]:
-        made_of = _fingerprint(self.stage, self.drafter, self.params, self.target, self.data)
+        made_of = _fingerprint(self.stage, self.drafter, self.target, self.data)
+        known = by_first(lambda: fingerprint.made_from(self.directory))
+        made_of |= {"initial_params": self._first.digest(known), "initial_made_from": self._first.made_from}
+        made_of["mesh"] = self.layout.described
         made_of["selection"] = fingerprint_of(self.decoding, self.stage)
         if self._frozen:
             made_of["reference_params"] = [fingerprint.digest(params) for params in self._frozen.values()]
@@ -233,16 +241,31 @@ class Trainer:
     def _claim(self, keep: bool = False) -> None:
         why_not = functools.partial(_why_not_steps, self.directory, self.stage, self._source, self._batches)
         made_of = self._made_of  # by all processes: arrays may lie on several
-        by_first(lambda: fingerprint.claim(self.directory, made_of, {"stage.steps": why_not}, keep=keep))
+        # What the first weights are made of is told by their digest; another mesh is told in a warning.
+        may_change = {"stage.steps": why_not, "initial_made_from": _may_differ, "mesh": _may_differ}
+        by_first(lambda: fingerprint.claim(self.directory, made_of, may_change, keep=keep))
+
+    def _tell_another_mesh(self, start: int) -> None:
+        was, now = by_first(lambda: fingerprint.made_from(self.directory).get("mesh")), self.layout.described
+        if was in (None, now) or start == 0:
+            return
+        if start == self._steps:  # no step is taken on this one
+            self._made_of["mesh"] = was
+        elif is_first():
+            _log.warning(
+                "%s: the first %d steps were taken on the mesh %s, and the next ones are taken on %s, which adds up in "
+                "another order: the weights will not be bit for bit those of a run on one mesh",
+                *(self.directory, start, was, now),
+            )
 
     def _restore(self) -> int:
         """The state to go on from, and its step."""
         self._optimizer, averages = make_optimizer(self.stage), self.stage.optimizer.ema is not None
-        state = start_state(self.params, self._optimizer, averages, self.layout, self.drafter)
-        restored = self._checkpoints.restore_latest(state)
+        settings = self._optimizer, averages, self.layout, self.drafter
+        restored = self._checkpoints.restore_latest(abstract_state(self._first.shapes, *settings))
         if restored is None:
             _refuse_to_start_over(self.directory, self._checkpoints)
-            restored = Restored(0, state)
+            restored = Restored(0, start_state(self._first.params, *settings))
         self._state, self._pending = restored.state, restored.pending
         return restored.step
 
@@ -366,7 +389,11 @@ def _microbatch_rows(name: str, stage: config.Stage, length: int, layout: Layout
     return stage.micro_batch_size
 
 
-def _fingerprint(stage, drafter, params, target, data: StageData) -> dict[str, Any]:
+def _may_differ(was: Any, now: Any) -> None:
+    """See `fingerprint.MayChange`."""
+
+
+def _fingerprint(stage, drafter, target, data: StageData) -> dict[str, Any]:
     settings = {k: v for k, v in dataclasses.asdict(stage).items() if k not in _CHANGE_NO_WEIGHT}
     target_params, target_config = (None, None) if target is None else fingerprint.of_model(target)
     return {
@@ -374,7 +401,6 @@ def _fingerprint(stage, drafter, params, target, data: StageData) -> dict[str, A
         # What is too large to be written out names itself by a digest.
         "drafter": json.loads(json.dumps(dataclasses.asdict(drafter), default=lambda x: x.digest)),
         "seed": data.seed,
-        "initial_params": fingerprint.digest(params),
         "target_params": target_params,
         "target_config": target_config,
         "train_rows": data.train.digest,

@@ -374,6 +374,10 @@ class TrainedFeatureDraft(TrainedDrafter):
 
         return "speculators" if formats.own_form(self.model, self._kind)[0] == "speculators" else "specjax"
 
+    def with_ids(self, kept: Kept) -> Any:
+        """The same, of a draft that proposes these ids alone."""
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, kept=kept))
+
     def init_params(self, key: Key[Array, ""], target: Any) -> Params:
         return {name: value for name, value in self.model.init(key).items() if name not in self.shared}
 
@@ -460,7 +464,7 @@ class FeatureDraft:
             return Initial(self._as(drafter, own), own.params)
         if drafter.model.kept is not None:
             kept = most_frequent(rows, len(drafter.model.kept.ids), drafter.model.kept.size)
-            drafter = dataclasses.replace(drafter, model=dataclasses.replace(drafter.model, kept=kept))
+            drafter = drafter.with_ids(kept)
         _, key = jax.random.split(jax.random.key(config.seed))
         params = drafter.init_params(key, target)
         if init not in ("scratch", {"kind": "scratch"}):

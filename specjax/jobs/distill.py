@@ -22,8 +22,8 @@ from specjax import registry
 from specjax.config import RunConfig, Stage
 from specjax.distill.init import Initial, initial_draft
 from specjax.distill.sources.on_policy import draft_sampler
-from specjax.distill.sources.text import Proposer
-from specjax.distill.start import kept_start
+from specjax.distill.sources.text import Proposer, Text
+from specjax.distill.start import FirstWeights, kept_start
 from specjax.distill.trainer import StageData, Trainer
 from specjax.drafters.base import TrainedDrafter, longest, refuse_longer
 from specjax.drafters.loading import asked_kind, load_drafter
@@ -146,13 +146,13 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
     prepared = prepare(config, bars, memory.STAGES) if prepared is None else prepared
     target = prepared.target
     rows, first = prepared.train_rows, Path(config.out) / "draft-pretrain"
-    initial = kept_start(config, initial_draft(config, target, rows), target, rows, first)
-    drafter = initial.drafter
+    drafter, weights = kept_start(config, lambda: initial_draft(config, target, rows), target, rows, first)
+    initial = Initial(drafter, weights.shapes)
     if config.selection.prompts:
         refuse_longer(drafter, config.selection.k, "selection.k")
     decoding = held_out_decoding(config, target, drafter, prepared.corpus.held_out)
-    train = _Stages(config, bars, initial, prepared).train
-    before, _ = train("draft-pretrain", config.draft.pretrain, initial.params, config.seed, target)
+    train = _Stages(config, bars, drafter, prepared).train
+    before, _ = train("draft-pretrain", config.draft.pretrain, weights, config.seed, target)
     after, steps = train("draft-distill", config.distill, before, config.seed + 1, target, decoding)
     # The controls see the batches that the distillation saw, start where it started, and are chosen as it is.
     control_target = target if needs_target(drafter) else None
@@ -219,24 +219,26 @@ class _Stages:
 
     config: RunConfig
     bars: Bars
-    initial: Initial
+    drafter: Any
     prepared: Prepared
 
     def train(
         self,
         name: str,
         stage: Stage,
-        params: Params,
+        params: Params | FirstWeights,
         seed: int,
         target: LoadedModel | None,
         decoding: HeldOutDecoding | None = None,
     ) -> tuple[Params, int]:
         """The trained parameters, and how many steps that took if none was spared."""
-        config, bars, initial, prepared = self.config, self.bars, self.initial, self.prepared
-        drafter, whose = initial.drafter, prepared.target
-        whole = with_shared_params(drafter, params, whose.params)
-        draft = Proposer(whole, lambda params, k: drafter.to_drafter(params, whose, k))
+        config, bars, drafter, prepared = self.config, self.bars, self.drafter, self.prepared
+        whose, first = prepared.target, FirstWeights.of(params)
         source = registry.build(registry.DATA, "text" if stage.steps == 0 else stage.data, f"{name}: data")
+        draft = None
+        if not isinstance(source, Text):  # whose rows no draft helps to make
+            whole = with_shared_params(drafter, first.params, whose.params)
+            draft = Proposer(whole, lambda params, k: drafter.to_drafter(params, whose, k))
         made_from = source_context(config, prepared, draft, name, data_directory(config, name), seed, bars)
         loss = registry.build(registry.LOSSES, stage.loss, f"{name}: loss")
         rows = rows_of(config, source, dataclasses.replace(made_from, needs_labels=loss.needs_labels))
@@ -244,11 +246,11 @@ class _Stages:
             epochs, stage = stage.epochs, stage.over(len(rows))
             note(f"{name}: {epochs:g} epochs of {len(rows):,} rows are {stage.steps:,} steps of {stage.batch_size}")
         steps = stage.num_steps
-        stage = memory.fitting(name, stage, config, Initial(drafter, params))
+        stage = memory.fitting(name, stage, config, Initial(drafter, first.shapes))
         with naming_inputs(config), (bars if steps else no_bars)(name, steps) as progress:
             data = StageData(rows, prepared.held_out_rows, seed, draft_sampler(drafter, whose))
             options = {"layout": make_layout(config.mesh), "decoding": decoding, "bars": bars}
-            trainer = Trainer(Path(config.out) / name, stage, drafter, params, target, data, **options)
+            trainer = Trainer(Path(config.out) / name, stage, drafter, first, target, data, **options)
             return trainer.run(progress), steps
 
 

@@ -23,6 +23,7 @@ from specjax.data.rows import ConcatenatedRows, Rows, pack
 from specjax.data.tokenizer import train_tokenizer
 from specjax.distill.init import check_length, target_model, target_stage
 from specjax.distill.sources.text import Proposer, SourceContext
+from specjax.distill.start import FirstWeights
 from specjax.distill.trainer import StageData, Trainer
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
@@ -150,7 +151,11 @@ def _target_from_scratch(
     drafter = TrainedDraftModel(spec)  # in training, a target is a model like any other
     key, _ = jax.random.split(jax.random.key(config.seed))
     with naming_inputs(config), bars("target-train", settings.steps) as progress:
-        initial = drafter.init_params(key, None)
+        initial = FirstWeights(
+            jax.eval_shape(lambda key: drafter.init_params(key, None), key),
+            lambda: drafter.init_params(key, None),
+            fingerprint.of_record({"random": [repr(spec), config.seed]}),
+        )
         data = StageData(*rows, config.seed + 2)
         trainer = Trainer(out / "target-train", stage, drafter, initial, None, data, layout=make_layout(config.mesh))
         params = trainer.run(progress)

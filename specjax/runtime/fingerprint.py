@@ -41,7 +41,7 @@ _CONTENTS = {
     "initial_params": "the weights that training began with",
 }
 """Fields that are digests of a content: they tell that it changed, not how."""
-_NOT_KNOWN_ONCE = ("target_config", "drafter.every")
+_NOT_KNOWN_ONCE = ("target_config", "drafter.every", "initial_made_from", "mesh")
 """Fields that a record of an earlier version may lack, whatever they are now."""
 
 

@@ -41,6 +41,13 @@ class Layout:
         """Parts that the rows of a batch are split into."""
         return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in _ROW_AXES)
 
+    @property
+    def described(self) -> str:
+        """The mesh in words; it decides in which order a step adds up."""
+        sizes = dict.fromkeys(AXES, 1) if self.mesh is None else dict(self.mesh.shape)
+        axes = " x ".join(f"{axis}={sizes[axis]}" for axis in AXES)
+        return axes if self.draft_sharded else f"{axes} with the draft replicated"
+
     def check_rows(self, rows: int, what: str) -> None:
         if rows % self.row_shards:
             raise ConfigError(

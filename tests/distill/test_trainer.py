@@ -19,11 +19,13 @@ from specjax.data.rows import Batches, take
 from specjax.distill import trainer
 from specjax.distill.losses import AdaSPEC
 from specjax.distill.optimizer import make_optimizer
+from specjax.distill.start import FirstWeights
 from specjax.distill.step import TrainState, Update, microbatch_rows
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import DataError, Stopped, TrainingError
 from specjax.evaluation.evaluate import evaluate
 from specjax.runtime.checkpoint import Checkpoints
+from specjax.runtime.layout import make_layout
 from specjax.runtime.log import read_log
 from specjax.runtime.signals import stop_requested
 from specjax.testing.heads import TrainedHeads
@@ -57,6 +59,50 @@ def test_a_stage_interrupted_before_its_first_checkpoint_starts_over(uninterrupt
     with pytest.raises(Interrupt):
         toys.train(tmp_path / "stage", interrupt_after(3))
     assert_same(toys.train(tmp_path / "stage"), uninterrupted[1])
+
+
+def test_a_stage_that_goes_on_makes_no_first_weights(uninterrupted, tmp_path, monkeypatch):
+    """Nor a state of them: it restores into shapes. What the weights would be made of is told from another thing."""
+    made, states, start = [], [], trainer.start_state
+    monkeypatch.setattr(trainer, "start_state", lambda *given: states.append(given) or start(*given))
+
+    def run(progress: Any, made_from: str, seed: int = 1) -> Any:
+        def make() -> Any:
+            made.append(seed)
+            return bigram_params(seed)
+
+        weights = FirstWeights(jax.eval_shape(bigram_params, 1), make, made_from)
+        data = toys.target(), toys.rows(40), toys.rows(8, 1), 3
+        return train_stage(tmp_path / "stage", toys.stage(), BigramDraft(), weights, *data, progress)
+
+    with pytest.raises(Interrupt):
+        run(interrupt_after(7), "a seed")
+    assert (len(made), len(states)) == (1, 1)
+    assert_same(run(None, "a seed"), uninterrupted[1])
+    assert_same(run(None, "a seed"), uninterrupted[1])
+    assert (len(made), len(states)) == (1, 1)
+    # Said otherwise, the same weights are those that it began with, and others are not.
+    assert_same(run(None, "the same in other words"), uninterrupted[1])
+    with pytest.raises(TrainingError, match="changed since it was made: the weights that training began with"):
+        run(None, "another seed", seed=2)
+
+
+def test_another_mesh_is_told_where_a_stage_goes_on(tmp_path, caplog):
+    """Once, and of steps that are still to be taken."""
+    stage, mesh = tmp_path / "stage", make_layout(config.Mesh(data=2, fsdp=2))
+    with pytest.raises(Interrupt):
+        toys.train(stage, interrupt_after(3))
+    with pytest.raises(Interrupt):
+        toys.train(stage, interrupt_after(7), layout=mesh)  # from the first step on
+    with pytest.raises(Interrupt):
+        toys.train(stage, interrupt_after(11), layout=mesh)
+    assert not caplog.messages
+    toys.train(stage)
+    [told] = caplog.messages
+    assert "the first 10 steps were taken on the mesh data=2 x fsdp=2 x tensor=1, " in told
+    assert "the next ones are taken on data=1 x fsdp=1 x tensor=1" in told
+    toys.train(stage, layout=mesh)
+    assert caplog.messages == [told]
 
 
 def test_sigterm_saves_the_step_under_way_and_the_rest_goes_on_as_if_nothing_was(uninterrupted, tmp_path):

@@ -73,11 +73,13 @@ def test_the_job_measures_both_drafts_and_the_control_on_the_same_positions(fini
     assert set(result.logs) == {"draft-pretrain", "draft-distill", "control-0.01"}
 
 
-def test_an_interrupted_job_resumes_to_the_same_final_weights(finished, settings, tmp_path):
+def test_an_interrupted_job_resumes_to_the_same_final_weights(finished, settings, tmp_path, monkeypatch):
+    """And makes no first weights, which it would throw away."""
     _, expected = finished
     run = settings(tmp_path / "run", control=config.Control())
     with pytest.raises(Interrupt):
         job.run(run, Recorder(fail_at=("draft-distill", 5)))
+    monkeypatch.setattr(job, "initial_draft", lambda *given: pytest.fail("made first weights again"))
     recorder = Recorder()
     result = job.run(run, recorder)
     assert recorder.steps == {"draft-pretrain": [], "draft-distill": [5, 6], "evaluation": [1, 2, 3, 4]}
@@ -188,7 +190,7 @@ def test_a_job_in_a_directory_in_use_is_refused(finished):
         job.run(run)
 
 
-def test_a_target_is_trained_from_nothing_and_kept_as_a_model_directory(settings, documents, tmp_path):
+def test_a_target_is_trained_from_nothing_and_kept_as_a_model_directory(settings, documents, tmp_path, monkeypatch):
     shape = config.Architecture(hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1)
     run = settings(tmp_path, target=config.Target(architecture=shape, vocab_size=280, steps=4, batch_size=2))
     first = inputs.prepare(run)
@@ -198,8 +200,15 @@ def test_a_target_is_trained_from_nothing_and_kept_as_a_model_directory(settings
     assert kept.vocab_size == len(kept.tokenizer) == 280
     assert kept.config.max_positions >= 1024
     flip_a_byte(tmp_path / "tokenizer" / "files" / "tokenizer.json")
-    recorder = Recorder()
+    recorder, random = Recorder(), inputs.TrainedDraftModel.init_params
+
+    def only_shapes(self: Any, key: Any, target: Any) -> Any:
+        assert isinstance(key, jax.core.Tracer), "made first weights again"
+        return random(self, key, target)
+
+    monkeypatch.setattr(inputs.TrainedDraftModel, "init_params", only_shapes)
     second = inputs.prepare(run, recorder)
+    monkeypatch.undo()
     assert recorder.steps == {"target-train": []}
     assert (tmp_path / "tokenizer" / "files.damaged").exists()
     assert fingerprint.digest(second.target.params) == fingerprint.digest(first.target.params)
