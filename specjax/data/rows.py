@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import grain
@@ -315,6 +315,17 @@ class NumberedRows(RowsWithMore):
     def __getitem__(self, index: int) -> Batch:
         number: Any = np.int32(self.number)
         return dataclasses.replace(self.rows[index], number=number)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsToCount(RowsWithMore):
+    """``rows`` of text, and beside them those in which ids are ``counted``: what training asks a draft to predict, in
+    parts, each with its share of the rows that it is trained on. They are made when they are asked for."""
+
+    counted: Callable[[], Sequence[tuple[Rows, float]]]
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.rows[index]
 
 
 def take(rows: Rows, indices: Sequence[int] | np.ndarray) -> Batch:

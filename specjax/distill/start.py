@@ -76,6 +76,8 @@ def kept_start(
         return initial.drafter, FirstWeights.of(initial.params)
     draft = {name: value for name, value in dataclasses.asdict(config.draft).items() if name != "pretrain"}
     made_from = [*fingerprint.of_model(target), rows.digest, repr(draft), config.seed]
+    # Ids may be counted in what these say.
+    made_from += [repr(stage.data) for stage in (config.draft.pretrain, config.distill) if stage.data != "text"]
     key = fingerprint.of_record({_MADE_FROM: made_from})
     known = by_first(lambda: (store.record_of(file) or {}).get(_MADE_FROM) == key)
     planned = _planned(config, target, file) if known else None

@@ -158,7 +158,7 @@ class Eagle3Draft(FeatureDraft):
     depth_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     """What the loss of a depth weighs beside that of the one before."""
     draft_vocab_size: Annotated[int, Field(ge=1)] | None = None
-    """Ids that it can propose, the most frequent of the training text; None: all."""
+    """Ids that it can propose, the most frequent of what it is trained on; None: all."""
     norm_before_residual: bool = True
     norm_output: bool = False
     norm_before_fc: bool = False

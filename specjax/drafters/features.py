@@ -540,29 +540,35 @@ def first_ids(count: int | None, full: ModelConfig) -> Kept | None:
 
 
 def most_frequent(rows: TextRows, count: int, size: int) -> Kept:
-    """The ids that the training text asks for most often, by a sample of it; how much of it they cover is told."""
+    """The ids that training asks for most often, by a sample of its rows; how much of it they cover is told."""
     often = _counted(rows, size)
     kept = Kept(np.sort(np.argsort(-often, kind="stable")[:count]), size)
-    share = 100 * coverage(kept, rows)
-    _log.info("draft vocabulary: %s of %s ids, %.2f%% of the text's tokens", f"{count:,}", f"{size:,}", share)
+    share = 100 * often[kept.ids].sum() / max(often.sum(), 1e-30)
+    _log.info("draft vocabulary: %s of %s ids, %.2f%% of what is predicted", f"{count:,}", f"{size:,}", share)
     return kept
 
 
 def coverage(kept: Kept, rows: TextRows) -> float:
-    """The share of a text's tokens that are among ``kept``, by a sample of it."""
+    """The share of what training asks for that is among ``kept``, by a sample of its rows."""
     often = _counted(rows, kept.size)
-    return float(often[kept.ids].sum() / max(often.sum(), 1))
+    return float(often[kept.ids].sum() / max(often.sum(), 1e-30))
 
 
-def _counted(rows: TextRows, size: int) -> np.ndarray:
-    from specjax.data.rows import spread
+def _counted(rows: TextRows, size: int) -> Float[np.ndarray, " V"]:
+    """How often each id is asked for in a row, on average, as much as its prediction counts: that of a prompt's token
+    less or not at all."""
+    from specjax.data.rows import RowsToCount, spread
 
-    sample = spread(rows, _SAMPLE)
-    return np.bincount(np.asarray(sample.labels)[np.asarray(sample.weight) > 0], minlength=size)
+    total = np.zeros(size)
+    for part, share in rows.counted() if isinstance(rows, RowsToCount) else [(rows, 1.0)]:
+        sample = spread(part, _SAMPLE)
+        labels, weight = (np.asarray(x).reshape(-1) for x in (sample.labels, sample.weight))
+        total += share / len(sample.labels) * np.bincount(labels, weight.astype(np.float64), minlength=size)
+    return total
 
 
 _SAMPLE = 2**20
-"""Tokens of training text that ids are counted in."""
+"""Tokens of each part of the training rows that ids are counted in."""
 _log = logging.getLogger(__name__)
 
 

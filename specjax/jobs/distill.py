@@ -41,7 +41,16 @@ from specjax.evaluation.self_test import SelfTest, prompts_of, self_test
 from specjax.evaluation.teacher import needs_target, with_shared_params
 from specjax.jobs import memory
 from specjax.jobs.exports import MADE_BY, WEIGHTS, card, export, parameter_count, refuse_foreign
-from specjax.jobs.inputs import Prepared, data_directory, naming_inputs, prepare, rows_of, source_context
+from specjax.jobs.inputs import (
+    Prepared,
+    data_directory,
+    naming_inputs,
+    prepare,
+    rows_of,
+    rows_to_count,
+    seed_of,
+    source_context,
+)
 from specjax.models.hf import LoadedModel
 from specjax.models.weights import rounded
 from specjax.runtime import fingerprint, lock, sinks
@@ -145,19 +154,19 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
         by_first(functools.partial(refuse_foreign, Path(config.out) / name))
     prepared = prepare(config, bars, memory.STAGES) if prepared is None else prepared
     target = prepared.target
-    rows, first = prepared.train_rows, Path(config.out) / "draft-pretrain"
+    rows, first = rows_to_count(config, prepared, bars), Path(config.out) / "draft-pretrain"
     drafter, weights = kept_start(config, lambda: initial_draft(config, target, rows), target, rows, first)
     initial = Initial(drafter, weights.shapes)
     if config.selection.prompts:
         refuse_longer(drafter, config.selection.k, "selection.k")
     decoding = held_out_decoding(config, target, drafter, prepared.corpus.held_out)
     train = _Stages(config, bars, drafter, prepared).train
-    before, _ = train("draft-pretrain", config.draft.pretrain, weights, config.seed, target)
-    after, steps = train("draft-distill", config.distill, before, config.seed + 1, target, decoding)
+    before, _ = train("draft-pretrain", config.draft.pretrain, weights, target)
+    after, steps = train("draft-distill", config.distill, before, target, decoding)
     # The controls see the batches that the distillation saw, start where it started, and are chosen as it is.
     control_target = target if needs_target(drafter) else None
     control_decoding = decoding if affects_selection(config.selection) else None
-    start = (before, config.seed + 1, control_target, control_decoding)
+    start = (before, control_target, control_decoding)
     controls = {
         f"{rate:g}": train(f"control-{rate:g}", _control(config.distill, rate, steps), *start)[0]
         for rate in config.control.learning_rates
@@ -227,13 +236,12 @@ class _Stages:
         name: str,
         stage: Stage,
         params: Params | FirstWeights,
-        seed: int,
         target: LoadedModel | None,
         decoding: HeldOutDecoding | None = None,
     ) -> tuple[Params, int]:
         """The trained parameters, and how many steps that took if none was spared."""
         config, bars, drafter, prepared = self.config, self.bars, self.drafter, self.prepared
-        whose, first = prepared.target, FirstWeights.of(params)
+        whose, first, seed = prepared.target, FirstWeights.of(params), seed_of(config, name)
         source = registry.build(registry.DATA, "text" if stage.steps == 0 else stage.data, f"{name}: data")
         draft = None
         if not isinstance(source, Text):  # whose rows no draft helps to make

@@ -15,11 +15,12 @@ from typing import Any
 
 import jax
 
+from specjax import registry
 from specjax.config import RunConfig
 from specjax.data import chat_template as chat
 from specjax.data import corpus
 from specjax.data.corpus import BadRecordPolicy, Document
-from specjax.data.rows import ConcatenatedRows, Rows, pack
+from specjax.data.rows import ConcatenatedRows, Rows, RowsToCount, pack
 from specjax.data.tokenizer import train_tokenizer
 from specjax.distill.init import check_length, target_model, target_stage
 from specjax.distill.sources.text import Proposer, SourceContext
@@ -192,6 +193,34 @@ def rows_of(config: RunConfig, source: Any, context: SourceContext) -> Rows:
     it was made."""
     with naming_inputs(config, getattr(source, "prompts", None), context.today):
         return source.rows(context)
+
+
+def rows_to_count(config: RunConfig, prepared: Prepared, bars: Bars) -> RowsToCount:
+    """The training text, and the rows in which the ids of a draft of fewer are counted: those of its last stage, which
+    may be of another text, or weigh it otherwise."""
+
+    def counted() -> Sequence[tuple[Rows, float]]:
+        last = memory.last_stage(config)
+        if last is None:
+            return [(prepared.train_rows, 1.0)]
+        name, stage = last
+        source = registry.build(registry.DATA, stage.data, f"{name}: data")
+        if not hasattr(source, "vocabulary_rows"):  # it does not say
+            return [(prepared.train_rows, 1.0)]
+        loss = registry.build(registry.LOSSES, stage.loss, f"{name}: loss")
+        context = source_context(
+            config, prepared, None, name, data_directory(config, name), seed_of(config, name), bars
+        )
+        context = dataclasses.replace(context, needs_labels=loss.needs_labels)
+        with naming_inputs(config, getattr(source, "prompts", None), context.today):
+            return source.vocabulary_rows(context)
+
+    return RowsToCount(prepared.train_rows, counted)
+
+
+def seed_of(config: RunConfig, name: str) -> int:
+    """The seed of a stage of the draft."""
+    return config.seed if name == "draft-pretrain" else config.seed + 1
 
 
 @contextlib.contextmanager

@@ -177,10 +177,10 @@ def fitting(name: str, stage: config_lib.Stage, config: RunConfig, drafts: Initi
 def evaluating(config: RunConfig, drafts: Initial) -> RunConfig:
     """``config`` with an `eval.batch_size` of no more rows than a step of the draft's last stage takes at a time: what
     fits is known of those."""
-    trained = [(name, stage) for name, stage in _draft_stages(config).items() if stage.steps != 0]
-    if not trained:
+    last = last_stage(config)
+    if last is None:
         return config
-    name, stage = trained[-1]
+    name, stage = last
     rows = fitting(name, stage, config, drafts).micro_batch_size
     if rows is None:
         shards = _abstract_layout(config.mesh)[0].row_shards
@@ -188,6 +188,11 @@ def evaluating(config: RunConfig, drafts: Initial) -> RunConfig:
     return dataclasses.replace(
         config, eval=dataclasses.replace(config.eval, batch_size=min(rows, config.eval.batch_size))
     )
+
+
+def last_stage(config: RunConfig) -> tuple[str, config_lib.Stage] | None:
+    """The draft's last stage that takes a step, with its name; None: the draft is not trained."""
+    return next(((name, stage) for name, stage in reversed(_draft_stages(config).items()) if stage.steps != 0), None)
 
 
 def _draft_stages(config: RunConfig) -> dict[str, config_lib.Stage]:

@@ -18,7 +18,7 @@ import pytest
 import specjax
 from specjax import config, registry
 from specjax.controllers.confidence import Confidence
-from specjax.data.rows import NumberedRows, take
+from specjax.data.rows import ConcatenatedRows, NumberedRows, RowsToCount, take
 from specjax.decode.decoder import Decoder
 from specjax.decode.engine import looked_at, propose
 from specjax.decode.request import prepare
@@ -33,7 +33,7 @@ from specjax.drafters.dflash.training import TrainedDFlash, TrainedDFlash2, Trai
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.drafters.eagle3 import Eagle3Model, Options, TrainedEagle3
 from specjax.drafters.early_exit import ExitModel, TrainedExit
-from specjax.drafters.features import Kept
+from specjax.drafters.features import Kept, coverage, most_frequent
 from specjax.drafters.medusa import MedusaModel, TrainedMedusa
 from specjax.drafters.p_eagle import PEagleModel, TrainedPEagle
 from specjax.errors import ConfigError, ModelError
@@ -593,6 +593,24 @@ def test_one_begins_with_what_its_target_has_and_comes_back_from_disk(name, tmp_
     said = last if kind in ("mtp", "medusa") else rf"stream {reads[-1]}, and the target has 0 \.\. 1"
     with pytest.raises(ModelError, match=rf"{kind}: reads {said}"):
         found.bind(other)
+
+
+def test_ids_are_counted_as_much_as_their_prediction_counts():
+    """Of a chat the answers, and prompts by their weight; of parts of what is trained on, each by its share."""
+    stream = np.asarray([1, 5, 5, 5, 9, 8, 5, 5, 7], np.int32)
+    prompt = np.isin(stream, [1, 5])
+
+    def rows(weight: float) -> ConcatenatedRows:
+        return ConcatenatedRows(stream, np.asarray([0]), 8, prompt, weight)
+
+    assert set(most_frequent(rows(0.15), 3, 12).ids) == {7, 8, 9}
+    assert set(most_frequent(rows(0.25), 1, 12).ids) == {5}
+    assert coverage(Kept([5], 12), rows(0.25)) == pytest.approx(5 * 0.25 / (5 * 0.25 + 3))
+    others = toys.Windows(np.full((3, 5), 2, np.int32))
+    for share, ids in ((0.1, {7, 8, 9}), (0.3, {2, 7, 8})):
+        parts = RowsToCount(rows(0.15), lambda share=share: [(rows(0.15), 1 - share), (others, share)])
+        assert set(most_frequent(parts, 3, 12).ids) == ids
+        assert coverage(Kept([2], 12), parts) == pytest.approx(4 * share / (4 * share + (1 - share) * 3.75))
 
 
 SCALED = {"logit_multiplier": 0.25, "logit_soft_cap": 3.0}

@@ -13,9 +13,11 @@ import pytest
 
 import specjax
 from specjax import config, registry
-from specjax.data.rows import take
+from specjax.data import shards
+from specjax.data.rows import Sequences, WholeSequenceRows, take
 from specjax.distill import teacher_cache
 from specjax.distill.init import abstract_draft, initial_draft
+from specjax.distill.sources import on_policy
 from specjax.errors import ConfigError, ModelError
 from specjax.jobs import distill as job
 from specjax.jobs import inputs, memory
@@ -23,6 +25,7 @@ from specjax.jobs.bench import run_bench
 from specjax.jobs.certify import run_certify
 from specjax.models.hf import load_model
 from specjax.runtime import fingerprint
+from specjax.runtime.progress import no_bars
 from tests.cases import in_proof
 from tests.distill.toys import Interrupt
 from tests.jobs.test_distill import Recorder, on_data
@@ -166,9 +169,37 @@ def test_from_kept_hidden_states_it_is_the_same_training_and_runs_share_them(run
         in_proof("eagle3", {"kind": "on_policy"}),
     ],
 )
-def test_it_is_distilled_on_text_that_the_models_write(run, tmp_path, kind, data):
-    result = job.run(on_data(run(tmp_path / "run", kind), **data))
+def test_it_is_distilled_on_text_that_the_models_write(run, tmp_path, monkeypatch, kind, data):
+    monkeypatch.setattr(on_policy, "_COUNTED", 5)
+    fields = {"draft_vocab_size": 100} if kind != "mtp" else {}
+    result = job.run(on_data(run(tmp_path / "run", kind, fields=fields), **data))
     assert fingerprint.digest(result.draft_after.params) != fingerprint.digest(result.draft_before.params)
+
+
+@pytest.mark.parametrize(
+    "data", [{"kind": "generated", "sequences": 7, "shard_size": 4, "k": 2}, {"kind": "on_policy", "share": 0.25}]
+)
+def test_a_draft_of_fewer_ids_proposes_those_that_training_asks_for_most(run, tmp_path, monkeypatch, data):
+    """Of what the models write, by the weight of its prediction, before there is a draft."""
+    monkeypatch.setattr(on_policy, "_COUNTED", 5)
+    settings = run(tmp_path / "run", "eagle3", fields={"draft_vocab_size": 20})
+    settings = on_data(settings, **data, prompt_weight=0.3)
+    prepared = inputs.prepare(settings)
+    rows = inputs.rows_to_count(settings, prepared, no_bars)
+    found: Any = initial_draft(settings, prepared.target, rows).drafter
+    files = sorted((tmp_path / "run" / "draft-distill-data").glob("shard*.safetensors"))
+    sequences = Sequences.joined([shards.read(file) for file in files])
+    assert len(sequences) == (7 if data["kind"] == "generated" else 5)
+    written = WholeSequenceRows(sequences, prepared.train_rows.length, 0.3)
+    parts = [(written, 1.0)] if data["kind"] == "generated" else [(prepared.train_rows, 0.75), (written, 0.25)]
+    often = np.zeros(found.model.config.vocab_size)
+    for part, share in parts:
+        for row in map(part.__getitem__, range(len(part))):
+            np.add.at(often, row.labels, share / len(part) * row.weight.astype(np.float64))
+    least, ids = np.sort(often)[-20], set(found.model.kept.ids)
+    assert set(np.flatnonzero(often > least + 1e-12)) <= ids <= set(np.flatnonzero(often >= least - 1e-12))
+    of_text = np.bincount(prepared.train_rows.stream, minlength=len(often))
+    assert ids != set(np.argsort(-of_text, kind="stable")[:20])
 
 
 @pytest.mark.parametrize("kind", ["p_eagle", in_proof("dflash")])

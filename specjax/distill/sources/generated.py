@@ -64,6 +64,10 @@ class Generated(Sampled):
             sequences = make(directory, self, context.target, context.draft, prompts, context.seed, progress)
         return WholeSequenceRows(sequences, context.text.length, self.weight_of_prompts(context))
 
+    def vocabulary_rows(self, context: SourceContext) -> list[tuple[Rows, float]]:
+        """See `Text.vocabulary_rows`: the stage's own, which are made without a draft's help then."""
+        return [(self.rows(dataclasses.replace(context, draft=None)), 1.0)]
+
     def batches(self, batches: Batches, directory: Path, sample: Any, steps: int) -> Batches:
         return batches
 

@@ -25,6 +25,7 @@ from specjax.data import shards
 from specjax.data.rows import Batches, ConcatenatedRows, Rows, Sequences, WholeSequenceRows
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
+from specjax.distill.sources import generated
 from specjax.distill.sources.continuations import Positive, Sampled, continue_prompts, prompts_of_text
 from specjax.distill.sources.text import SourceContext
 from specjax.drafters.base import TrainedDrafter, at_depths
@@ -35,6 +36,8 @@ from specjax.runtime import fingerprint, store
 from specjax.runtime.distributed import by_first, on_one_device
 from specjax.types import Batch, Draft, Params, Verdict, VerdictDistribution
 
+_COUNTED = 256
+"""Sequences of the target's in which ids are counted before there is a draft to sample from."""
 _log = logging.getLogger(__name__)
 Sampler = Callable[[Params, Sequence[list[int]], Sequence[int], Sampled], list[list[int]]]
 """(the draft's weights, prompts, a seed each, how to sample) -> new tokens."""
@@ -52,6 +55,13 @@ class OnPolicy(Sampled):
     def rows(self, context: SourceContext) -> Rows:
         self.check_fits(context.text.length, context.name)
         return Mixed(context.text, self.weight_of_prompts(context))
+
+    def vocabulary_rows(self, context: SourceContext) -> list[tuple[Rows, float]]:
+        """See `Text.vocabulary_rows`: what the target writes stands for what a draft that learns from it will."""
+        sampling = {field.name: getattr(self, field.name) for field in dataclasses.fields(Sampled)}
+        written = generated.Generated(**sampling, sequences=_COUNTED, shard_size=_COUNTED, k=0)
+        found = written.vocabulary_rows(context)
+        return [(context.text, 1.0 - self.share), *((rows, self.share * part) for rows, part in found)]
 
     def batches(self, batches: Batches, directory: Path, sample: Sampler | None, steps: int) -> Batches:
         if sample is None or not isinstance(batches.rows, Mixed):

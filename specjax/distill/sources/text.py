@@ -50,5 +50,9 @@ class Text:
     def rows(self, context: SourceContext) -> Rows:
         return context.text
 
+    def vocabulary_rows(self, context: SourceContext) -> list[tuple[Rows, float]]:
+        """Rows that show which ids the stage asks for, before there is a draft, each with its share of them all."""
+        return [(context.text, 1.0)]
+
     def batches(self, batches: Batches, directory: Path, sample: Any, steps: int) -> Batches:
         return batches

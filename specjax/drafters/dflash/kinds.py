@@ -42,7 +42,7 @@ class DFlashDraft(FeatureDraft):
     anchors: Annotated[int, Field(ge=1)] = 64
     """Blocks of a row of text."""
     draft_vocab_size: Annotated[int, Field(ge=1)] | None = None
-    """Ids that it can propose, the most frequent of the training text; None: all."""
+    """Ids that it can propose, the most frequent of what it is trained on; None: all."""
     gamma: Annotated[float, Field(gt=0)] = 4.0
     """Places over which the weight of a place falls by e."""
     kind: Literal["dflash"] = "dflash"  # pyright: ignore[reportIncompatibleVariableOverride]
