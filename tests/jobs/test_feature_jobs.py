@@ -106,7 +106,8 @@ def test_training_goes_on_with_a_stored_draft(run, kind, tmp_path):
     second = job.run(settings)
     assert fingerprint.digest(second.draft_before.params) == fingerprint.digest(first.draft_after.params)
     assert fingerprint.digest(second.draft_after.params) != fingerprint.digest(first.draft_after.params)
-    assert second.measures.alpha_before == first.measures.alpha_after
+    # Blocks are measured `anchors` at a time, and of those the two jobs have different numbers.
+    assert second.measures.alpha_before == pytest.approx(first.measures.alpha_after, rel=1e-6)
     prepared = inputs.prepare(settings)
     begun = initial_draft(settings, prepared.target, prepared.train_rows)
     planned = abstract_draft(settings, memory.abstract_target(settings))
