@@ -30,6 +30,8 @@ from specjax.types import Calibration, Context, Draft, Outcome
 
 _LOOKS = 8
 """Blocks of one look, at most."""
+_SOON = 4
+"""Blocks without proposals before the first look; before each one that follows in vain, twice as many."""
 _AFTER_A_PAUSE, _AFTER_A_CHANGE = 1.0, 3.0
 """Blocks that the evidence from before counts for, beside what comes."""
 _FIRST_PLACE, _LATER_PLACES = 0.5, 4.0
@@ -37,6 +39,11 @@ _FIRST_PLACE, _LATER_PLACES = 0.5, 4.0
 the place before it."""
 _SUDDEN = 3.0
 """Standard deviations: what was kept lately lies so far from what was expected where something has changed."""
+_AT_LEAST = 0.12
+"""Variance of what was kept lately that is allowed for besides: one rejection alone is no change, however unlikely."""
+_NOT_TRIED = 0.9
+"""What a block counts beside the one after it at the places behind its last proposal: what was found there is not
+tested any more, and must not keep blocks short for long."""
 _LATELY = 0.8
 """What a block counts beside the one after it, in what was kept lately."""
 _HOPED = 10.0
@@ -86,8 +93,8 @@ class Weighing:
     margin: Annotated[float, Field(ge=0)] = 0.02
     """How much better another length has to be to be changed to, so that nothing flaps."""
     probe: Annotated[int, Field(ge=1)] = 16
-    """Blocks without proposals before a look whether they pay again; more where a look costs more, up to
-    ``longest_wait``."""
+    """Blocks without proposals before a look whether they pay again, once a few earlier ones were in vain; more where a
+    look costs more, up to ``longest_wait``."""
     longest_wait: Annotated[int, Field(ge=1)] = 64
     looks_cost: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Share of the time of plain blocks that looks may be expected to cost, where ``longest_wait`` lets them be so
@@ -119,7 +126,7 @@ class Weighing:
             blocks=nothing,
             next=nothing,
             waited=nothing,
-            interval=nothing + self.probe,
+            interval=nothing + min(_SOON, self.probe),
             looks=nothing,
             probes=nothing,
         )
@@ -229,11 +236,12 @@ class Weighing:
         at = jnp.sum(self._lengths() < look)
         lost = (seconds[at] / seconds[0] - 1 - self.gained(outcome, chances, look)) / self.looks_cost
         interval = jnp.clip(lost, self.probe, max(self.probe, self.longest_wait)).astype(jnp.int32)
+        interval = jnp.where(looked & (chosen == 0), jnp.minimum(2 * state.interval, interval), min(_SOON, self.probe))
         return dataclasses.replace(
             state,
             next=jnp.where(again, look, chosen),
             waited=jnp.where(again, state.waited, 0),
-            interval=jnp.where(again, state.interval, jnp.where(chosen > 0, self.probe, interval)),
+            interval=jnp.where(again, state.interval, interval),
             looks=jnp.where(again, state.looks + 1, 0),
             probes=state.probes + (looked & active).astype(jnp.int32),
         )
@@ -262,16 +270,16 @@ class Weighing:
         surprise = _LATELY * state.surprise + jnp.where(concerned, beyond, 0.0)
         spread = _LATELY**2 * state.spread + jnp.where(concerned, varies, 0.0)
         paused = (state.waited >= self.probe)[:, None]
-        changed = self.of_all(surprise, active) ** 2 > _SUDDEN**2 * self.of_all(spread, active)
+        changed = self.of_all(surprise, active) ** 2 > _SUDDEN**2 * (self.of_all(spread, active) + _AT_LEAST)
         # Only what was proposed makes what is known older, and a pause or a change much older.
         known = jnp.maximum(jnp.max(state.reached, axis=2), self.trust * state.trusted)
         left = jnp.where(paused, _AFTER_A_PAUSE, jnp.where(changed, _AFTER_A_CHANGE, jnp.inf))
         decay = jnp.minimum(self.decay, left / jnp.maximum(known, _AFTER_A_PAUSE))
         decay = jnp.where(concerned & jnp.any(reached, axis=1, keepdims=True), decay, 1.0)
         pairs = ((state.reached, reached), (state.accepted, kept))
-        counts = [
-            decay[..., None] * old + (concerned[..., None] & new[:, None]).astype(jnp.float32) for old, new in pairs
-        ]
+        tried = jnp.where(proposed[:, None] | ~concerned[..., None], 1.0, _NOT_TRIED)
+        fading = jnp.minimum(decay[..., None], tried)
+        counts = [fading * old + (concerned[..., None] & new[:, None]).astype(jnp.float32) for old, new in pairs]
         surprise, spread = (jnp.where(paused | changed, 0.0, x) for x in (surprise, spread))
         return dataclasses.replace(
             state,

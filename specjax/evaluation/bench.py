@@ -141,12 +141,21 @@ class Bench:
             decoder = self.decoder(cell.drafter, cell.k)
             with costs_lib.count_compiles() as count:
                 if decoder.weighs:
-                    tuning = itertools.islice(itertools.cycle(self._tuning_prompts), cell.batch_size)
-                    decoder.calibrate(list(tuning), **options)
+                    self._calibrate(cell)
                 decoder.compile(batch, max_new_tokens=new, **options)
             self.compile_seconds += count.seconds
             for _ in range(_COMPILE_TICKS):
                 tick()
+
+    def _calibrate(self, cell: Cell) -> None:
+        """Measure what blocks cost, or confirm it by one turn where it was measured."""
+        decoder, where = (
+            self.decoder(cell.drafter, cell.k),
+            (cell.temperature == 0, 1 << (cell.batch_size - 1).bit_length()),
+        )
+        tuning = itertools.islice(itertools.cycle(self._tuning_prompts), cell.batch_size)
+        known = decoder.calibrations.get(where)
+        decoder.calibrate(list(tuning), costs=known, temperature=cell.temperature, **self._sampling)
 
     def run(self, cells: Sequence[Cell], prompts: Sequence[Sequence[int]], tick: Tick = _silent) -> dict[Cell, Run]:
         """Every cell, all of one batch size, over all prompts: batch by batch, the cells in turns. Whole batches only:
@@ -230,8 +239,12 @@ class Bench:
         return float(np.median([block.target / one.target for block, one in pairs]))
 
     def _once(self, runs: dict[Cell, list[Run]], batch_size: int, tick: Tick) -> None:
-        """Every cell of ``runs`` of that batch size, added there."""
+        """Every cell of ``runs`` of that batch size, added there. What blocks cost was measured a while ago: it is
+        confirmed first, as `Decoder` does by itself where it decodes for longer."""
         cells = [cell for cell in runs if cell.batch_size == batch_size]
+        for cell in cells:
+            if self.decoder(cell.drafter, cell.k).weighs:
+                self._calibrate(cell)
         for cell, run in self.run(cells, self._prompts, tick).items():
             runs[cell].append(run)
 
