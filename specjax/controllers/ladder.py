@@ -37,6 +37,8 @@ class Pooled(Weighing):
         trusted = jnp.sum(share * of_grade(state.trusted[..., None], grade)[:, 0], keepdims=True)
         trusted = trusted / jnp.maximum(jnp.sum(share), 1.0)
         of_all = estimated(pooled[0], pooled[1], prior, self.trust * trusted)
+        if rows == 1:  # whose evidence must not count twice
+            return of_all
         return estimated(own[0], own[1], of_all, jnp.full((rows,), self.row_trust, jnp.float32))
 
     def rates(
