@@ -41,6 +41,9 @@ _SUDDEN = 3.0
 """Standard deviations: what was kept lately lies so far from what was expected where something has changed."""
 _AT_LEAST = 0.12
 """Variance of what was kept lately that is allowed for besides: one rejection alone is no change, however unlikely."""
+_CERTAIN = 1.03
+"""Times: what a first block without proposals is worth beside what others are expected to be, by costs that are never
+exact."""
 _NOT_TRIED = 0.9
 """What a block counts beside the one after it at the places behind its last proposal: what was found there is not
 tested any more, and must not keep blocks short for long."""
@@ -207,7 +210,8 @@ class Weighing:
     def _first(self, calibration: Calibration) -> Int[Array, ""]:
         """Which of ``ks`` is the best before there is evidence."""
         ks, kept = np.asarray(self.rungs), calibration.acceptance.cumprod().cumsum()
-        return ((1.0 + np.float32(ks > 0) * kept[ks - 1]) / calibration.seconds[ks]).argmax()
+        tokens = np.float32(ks > 0) * kept[ks - 1] + np.where(ks > 0, 1.0, _CERTAIN)
+        return (tokens / calibration.seconds[ks]).argmax()
 
     def _look(self, calibration: Calibration) -> Int[Array, ""]:
         """The shortest length that pays if all of it is kept; a shorter one says less than it costs."""

@@ -149,7 +149,7 @@ def measured(
     chances: Any = ((accepted + _ALIKE * overall) / (reached + _ALIKE)).astype(np.float32)
     turn = None if costs is None else timer.turn(blocks)
     if costs is not None and turn is not None and agree(at_each(turn, engine), costs.seconds):
-        return dataclasses.replace(costs, acceptance=chances)
+        return dataclasses.replace(costs, seconds=between(costs.seconds, at_each(turn, engine)), acceptance=chances)
     paused, missed = None, blocks * depth
     if rungs[0] == 0 and not engine.decides_after:
         # Its controller is to choose anew, by the length that it is held to then.
@@ -180,6 +180,14 @@ def agree(found: np.ndarray, known: Any) -> bool:
     """Whether two measurements say the same of how lengths compare; to what was never to be chosen none is compared."""
     told = np.asarray(known)
     return not np.isfinite(told).all() or bool(np.ptp(np.log(found / told)) < np.log(_AGREES))
+
+
+def between(known: Any, found: np.ndarray) -> Any:
+    """Costs half way from those that are ``known`` to how lengths compare in what was ``found``: two measurements that
+    agree are both a little wrong."""
+    known = np.asarray(known)
+    change = np.log(found / known) if np.isfinite(known).all() else np.zeros(len(known))
+    return (known * np.exp((change - change.mean()) / 2)).astype(np.float32)
 
 
 def at_each(seconds: np.ndarray, engine: Engine) -> Any:
@@ -256,13 +264,16 @@ class Correction:
             self.doubtful = not 1 / _OTHER < pace / self.pace < _OTHER
 
     def corrected(self, timer: BlockTimer, engine: Engine, shapes: tuple[int, ...]) -> Calibration:
-        """The calibration as it was, if a turn of now agrees with it, else by the medians of as many as a measurement
-        takes at least."""
+        """The calibration half way to a turn of now, if that agrees with it, else by the medians of as many as a
+        measurement takes at least."""
         self.shapes.add(shapes)
         first = timer.turn(_BLOCKS)
-        if first is not None and not agree(at_each(first, engine), self.known.seconds):
-            turns = [first, *(turn for _ in range(_LEAST_TURNS - 1) if (turn := timer.turn(_BLOCKS)) is not None)]
-            self.known = dataclasses.replace(self.known, seconds=at_each(typical(turns), engine))
+        if first is not None:
+            seconds = between(self.known.seconds, at_each(first, engine))
+            if not agree(at_each(first, engine), self.known.seconds):
+                turns = [first, *(turn for _ in range(_LEAST_TURNS - 1) if (turn := timer.turn(_BLOCKS)) is not None)]
+                seconds = at_each(typical(turns), engine)
+            self.known = dataclasses.replace(self.known, seconds=seconds)
         self.measured, self.took = True, max(timer.seconds, 1e-3)
         self.blocks, self.seconds, self.pace, self.doubtful = 0, 0.0, None, False
         self.since = time.monotonic()

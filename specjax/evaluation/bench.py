@@ -40,6 +40,8 @@ _CLOSE = 1.1
 """Of the fastest k's seconds: a slower one is not tuned further."""
 _TURNS = 2
 """Of the step timers, short ones, after each repeat."""
+_AGAIN = 1.0
+"""Seconds for which costs are measured again."""
 _COMPILE_TICKS = 8
 """A point compiles for about as long as it decodes so many times; without that a bar's time left means nothing."""
 DrafterFactory = Callable[[int], Drafter]
@@ -148,14 +150,14 @@ class Bench:
                 tick()
 
     def _calibrate(self, cell: Cell) -> None:
-        """Measure what blocks cost, or confirm it by one turn where it was measured."""
+        """Measure what blocks cost; for less long where it was measured before."""
         decoder, where = (
             self.decoder(cell.drafter, cell.k),
             (cell.temperature == 0, 1 << (cell.batch_size - 1).bit_length()),
         )
         tuning = itertools.islice(itertools.cycle(self._tuning_prompts), cell.batch_size)
-        known = decoder.calibrations.get(where)
-        decoder.calibrate(list(tuning), costs=known, temperature=cell.temperature, **self._sampling)
+        seconds = {"seconds": _AGAIN} if where in decoder.calibrations else {}
+        decoder.calibrate(list(tuning), **seconds, temperature=cell.temperature, **self._sampling)
 
     def run(self, cells: Sequence[Cell], prompts: Sequence[Sequence[int]], tick: Tick = _silent) -> dict[Cell, Run]:
         """Every cell, all of one batch size, over all prompts: batch by batch, the cells in turns. Whole batches only:
@@ -185,10 +187,10 @@ class Bench:
         return num_ticks(self._settings, len(self._drafters), len(self._prompts), len(self._tuning_prompts))
 
     def measure(self, favourite: str, tick: Tick = _silent) -> dict:
-        """The whole grid once, and every draft at ``favourite``'s best k and batch 1; but the autoregressive loop and
-        ``favourite`` there ``repeats`` times: their seconds are medians. What a step costs is timed between the
-        repeats. The larger batches come first, and their programs are freed: all of a grid together would be the most
-        of this process's memory."""
+        """The whole grid once, and every draft at ``favourite``'s best k and batch 1; but there the autoregressive loop
+        and ``favourite``, at each k and with chosen lengths, ``repeats`` times: their seconds are medians. What a step
+        costs is timed between the repeats. The larger batches come first, and their programs are freed: all of a grid
+        together would be the most of this process's memory."""
         self._favourite = favourite
         settings, cells = self._settings, self.cells(favourite)
         runs: dict[Cell, list[Run]] = {cell: [] for cell in cells}
@@ -201,6 +203,7 @@ class Bench:
         self._compile(single or [c for t in settings.temperatures for c in self.cells_of([favourite], 1, t)], tick)
         best, tunings = self.tune(favourite, tick)
         pairs = [cell for t, k in best.items() for cell in (_plain(t), Cell(favourite, k, 1, t))]
+        repeated = [cell for cell in single if cell.drafter in (AUTOREGRESSIVE, favourite, ADAPTIVE)] or pairs
         beside = [Cell(name, k, 1, t) for t, k in best.items() for name in self._drafters if name != favourite]
         beside = [cell for cell in beside if cell not in runs]
         self._compile(beside, tick)
@@ -208,7 +211,7 @@ class Bench:
         timers = [self.timer(AUTOREGRESSIVE, 0), *(self.timer(favourite, k, k in best.values()) for k in settings.ks)]
         for repeat in range(settings.repeats):
             if repeat:
-                for cell, run in self.run(pairs, self._prompts, tick).items():
+                for cell, run in self.run(repeated, self._prompts, tick).items():
                     runs[cell].append(run)
             else:
                 self._once(runs, 1, tick)
@@ -239,8 +242,8 @@ class Bench:
         return float(np.median([block.target / one.target for block, one in pairs]))
 
     def _once(self, runs: dict[Cell, list[Run]], batch_size: int, tick: Tick) -> None:
-        """Every cell of ``runs`` of that batch size, added there. What blocks cost was measured a while ago: it is
-        confirmed first, as `Decoder` does by itself where it decodes for longer."""
+        """Every cell of ``runs`` of that batch size, added there. What blocks cost was measured a while ago, in another
+        moment of the machine: it is measured again first, as `Decoder` does by itself where it decodes for longer."""
         cells = [cell for cell in runs if cell.batch_size == batch_size]
         for cell in cells:
             if self.decoder(cell.drafter, cell.k).weighs:
@@ -418,7 +421,8 @@ def num_ticks(settings: config_lib.Bench, drafters: int, prompts: int, tuning_pr
         compiled, once = ks + drafters, (1 + drafters) * prompts
     compiled += sum(points.values())
     once += sum(count * -(-prompts // size) for size, count in points.items())
-    tuned, repeated = ks * tuning_prompts, 2 * prompts * (settings.repeats - 1)
+    timed = 1 + ks + settings.adaptive if 1 in sizes else 2
+    tuned, repeated = ks * tuning_prompts, timed * prompts * (settings.repeats - 1)
     return temperatures * (_COMPILE_TICKS * compiled + once + tuned + repeated)
 
 
