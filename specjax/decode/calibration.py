@@ -39,8 +39,9 @@ _TELLING = 16
 """Blocks of which the time says something."""
 _OTHER = 1.3
 """Times: a generation that took so much more than those before, or less, casts doubt on the costs."""
-_AGREES = 1.2
-"""Times: two measurements of which all lengths' costs changed alike, to within this, agree."""
+_AGREES = 1.3
+"""Times: two measurements of which all lengths' costs changed alike, to within this, agree. A shared machine goes back
+and forth by as much as 1.25 within a minute, and what is right on average is right for either."""
 _ACCEPTANCE = 0.7
 """Of a proposal, before there is evidence: about what an untuned draft reaches."""
 
@@ -149,7 +150,7 @@ def measured(
     chances: Any = ((accepted + _ALIKE * overall) / (reached + _ALIKE)).astype(np.float32)
     turn = None if costs is None else timer.turn(blocks)
     if costs is not None and turn is not None and agree(at_each(turn, engine), costs.seconds):
-        return dataclasses.replace(costs, seconds=between(costs.seconds, at_each(turn, engine)), acceptance=chances)
+        return dataclasses.replace(costs, acceptance=chances)
     paused, missed = None, blocks * depth
     if rungs[0] == 0 and not engine.decides_after:
         # Its controller is to choose anew, by the length that it is held to then.
