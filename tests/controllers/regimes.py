@@ -88,3 +88,26 @@ def shares_of_the_best(
     best = (emitted.min(1) / seconds)[:, list(controller.rungs)].max(1)
     tokens = np.stack([emitted[r][:, lengths[:, r]].sum(-1).min(0) for r in range(len(chances))], axis=1)
     return (tokens / seconds[lengths].sum(2)).mean(0) / best
+
+
+def after_blocks(controller: Any, kept: list[int], seconds: np.ndarray, expected: float) -> list[int]:
+    """The lengths of one row's blocks, of which each keeps so many proposals, and of the one that follows."""
+    controller = controller.bind(DEPTH)
+    seen = context([[1]], [1], neutral_sampling(1, 2))
+    told: Any = Calibration(seconds, np.full(DEPTH, expected, np.float32))  # type: ignore[arg-type]
+    seen = dataclasses.replace(seen, controller=controller, calibration=told, active=jnp.ones((1,), bool))
+    state, found, none = controller.init(1), [], jnp.zeros((1, DEPTH + 1), jnp.int32)
+    for count in [*kept, 0]:
+        limit = jnp.minimum(controller.choose(state, seen), DEPTH)
+        found.append(int(limit[0]))
+        n = jnp.minimum(limit, count)
+        outcome = Outcome(
+            dataclasses.replace(seen, limit=limit),
+            Draft(none[:, 1:], jnp.arange(1, DEPTH + 1, dtype=jnp.int32)[None] <= limit[:, None]),
+            Output(jnp.zeros((1, DEPTH + 1, 2))),
+            Verdict(n, none[:, 0]),
+            n + 1,
+            none,
+        )
+        state = controller.adapt(state, outcome)
+    return found

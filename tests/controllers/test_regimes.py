@@ -10,7 +10,7 @@ import pytest
 from specjax.controllers.ladder import Ladder
 from specjax.controllers.survival import Survival
 from tests.cases import in_proof
-from tests.controllers.regimes import costs, rows_of, shares_of_the_best
+from tests.controllers.regimes import after_blocks, costs, rows_of, shares_of_the_best
 
 COSTS = {"1.1": costs(1.1), "1.5": costs(1.5), "2": costs(2.0), "2, the first .5": costs(2.0, 0.5), "3": costs(3.0)}
 REGIMES = {
@@ -66,3 +66,28 @@ def test_lengths_do_not_flap_where_nothing_changes(controller):
     chances = np.asarray([[[0.80, 0.85, 0.86, 0.87, 0.87]]], np.float32)
     seconds = np.asarray([1, 1.61, 2.16, 2.68, 3.1, 3.52], np.float32)
     assert shares_of_the_best(controller, chances, seconds, 0.8, settled=0, runs=64).min() > 0.97
+
+
+@pytest.mark.parametrize("controller", [Ladder(), Survival()])
+def test_one_rejection_of_a_draft_that_is_nearly_always_kept_changes_little(controller):
+    """The first block of a request is rejected now and then: it threw away what was known, and kept sixteen plain."""
+    seconds = costs(3.1, 0.5)
+    assert after_blocks(controller, [5, 5, 5], seconds, 0.97) == [5, 5, 5, 5]
+    assert min(after_blocks(controller, [0, 5, 5, 5, 5, 5], seconds, 0.97)) >= 3
+    assert min(after_blocks(controller, [0] * 8, seconds, 0.97)) <= 1, "eight in a row are a change"
+
+
+def test_the_first_looks_come_soon_and_further_ones_ever_later():
+    found = after_blocks(Ladder(), [0] * 200, costs(2.0, 0.5), 0.3)
+    looks = [i for i, k in enumerate(found) if k]
+    between = [b - a for a, b in itertools.pairwise(looks)]
+    assert looks[0] == 4
+    assert between[:2] == [9, 17]
+    assert all(gap <= 65 for gap in between)
+
+
+def test_what_was_found_at_places_that_are_not_tried_is_forgotten():
+    """Blocks of one proposal that is always kept become longer again soon, whatever was found behind it before."""
+    found = after_blocks(Ladder(), [1] * 12 + [5] * 20, costs(2.4, 0.3), 0.9)
+    assert found[0] == 5
+    assert 5 in found[-10:]
