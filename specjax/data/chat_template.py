@@ -24,7 +24,7 @@ _NEUTRAL: dict[str, Any] = {
 }
 """The value at which a setting changes nothing, where that is not 0, false, null or empty: transformers' default."""
 _WITHOUT_EFFECT = re.compile(
-    "do_sample|early_stopping|.*_token_id|transformers_version|_from_model_config|_?use_.*|cache_.*|max_cache_len|"
+    "do_sample|early_stopping|(bos|eos|pad|decoder_start)_token_id|transformers_version|_from_model_config|_?use_.*|cache_.*|max_cache_len|"
     "output_.*|return_.*|.*compile.*|low_memory|is_assistant|num_assistant_.*|assistant_.*|prefill_chunk_size|"
     "continuous_batching_config|prompt_lookup_num_tokens|max_matching_ngram_size|target_lookbehind|speculation_type|"
     "renormalize_logits|remove_invalid_values|trust_remote_code|chat_format"

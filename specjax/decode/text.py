@@ -55,8 +55,9 @@ class Detokenizer:
     @functools.cached_property
     def hidden(self) -> dict[int, str]:
         """What the tokens that are left out would be written as."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
         plainly = dataclasses.replace(self, skip_special_tokens=False)
-        return {token: plainly([token]) for token in self.left_out}
+        return {token: added[token].content if token in added else plainly([token]) for token in self.left_out}
 
     @functools.cached_property
     def byte_of(self) -> dict[int, int]:

@@ -153,13 +153,10 @@ class Bench:
     def _calibrate(self, cell: Cell) -> None:
         """Measure what blocks cost; where it was measured before, in another moment of the machine, the mean of both
         counts."""
-        decoder, where = (
-            self.decoder(cell.drafter, cell.k),
-            (cell.temperature == 0, 1 << (cell.batch_size - 1).bit_length()),
-        )
-        tuning = itertools.islice(itertools.cycle(self._tuning_prompts), cell.batch_size)
-        measure = functools.partial(decoder.calibrate, list(tuning), temperature=cell.temperature, **self._sampling)
-        known = decoder.calibrations.get(where)
+        decoder, options = self.decoder(cell.drafter, cell.k), {"temperature": cell.temperature, **self._sampling}
+        tuning = list(itertools.islice(itertools.cycle(self._tuning_prompts), cell.batch_size))
+        measure = functools.partial(decoder.calibrate, tuning, **options)
+        known = decoder.calibrations.get(decoder.program_of(tuning, **options))
         if known is None:
             measure()
         elif (found := measure(seconds=_AGAIN)) is not None:

@@ -79,7 +79,7 @@ def test_defaults_name_what_they_do_not_apply(tmp_path):
         "bad_words_ids": [[4, 5]],
         "max_length": 4096,
         "sequence_bias": [[[3], 1.0]],
-        "forced_bos_token_id": 0,
+        "forced_eos_token_id": 2,
         "guidance_scale": 1.5,
         "min_length": 5,
         "exponential_decay_length_penalty": [3, 1.1],
@@ -102,7 +102,6 @@ def test_defaults_name_what_they_do_not_apply(tmp_path):
         "max_length": 20,
         "do_sample": False,
     }
-    del changing["forced_bos_token_id"]  # of encoders that write
     found = chat.generation_defaults(written(tmp_path, **{**silent, **changing}))
     assert (found.values, found.unapplied) == ({}, changing)
     assert chat.generation_defaults(written(tmp_path, **silent)).unapplied == {}
