@@ -31,8 +31,6 @@ _BLOCKS = 3
 """The longest ones of a turn that corrects."""
 _RARELY, _IN_DOUBT = 100, 33
 """Times as long as measuring took, it is decoded before the next time: it costs a percent, and three in doubt."""
-_MOMENT = 60.0
-"""Seconds after which what was measured is in doubt, since the machine may have been busy with something else then."""
 _CHUNK = 512
 """Blocks between two looks whether costs are to be measured again."""
 _TELLING = 16
@@ -205,7 +203,7 @@ class Correction:
     does changes a token or a row's state, but the lengths that are chosen afterwards.
 
     Costs that were handed in are measured after `_HANDED_IN` blocks. Those that were measured, again now and then, and
-    sooner where a whole generation takes another share of what was expected than the ones before, or a minute after.
+    sooner where a whole generation takes another share of what was expected than the ones before.
     """
 
     known: Calibration
@@ -225,8 +223,6 @@ class Correction:
     pace: float | None = None
     """Of a generation: its seconds over those that its blocks were expected to take."""
     doubtful: bool = False
-    since: float = dataclasses.field(default_factory=time.monotonic)
-    """When it was measured, or handed in."""
 
     def __post_init__(self):
         self.origin = self.known
@@ -241,8 +237,7 @@ class Correction:
         """Whether to measure before the next block."""
         if not self.measured:
             return self.blocks >= _HANDED_IN
-        in_doubt = self.doubtful or time.monotonic() - self.since > _MOMENT
-        return self.seconds > (_IN_DOUBT if in_doubt else _RARELY) * self.took
+        return self.seconds > (_IN_DOUBT if self.doubtful else _RARELY) * self.took
 
     @property
     def patience(self) -> int:
@@ -277,7 +272,6 @@ class Correction:
             self.known = dataclasses.replace(self.known, seconds=seconds)
         self.measured, self.took = True, max(timer.seconds, 1e-3)
         self.blocks, self.seconds, self.pace, self.doubtful = 0, 0.0, None, False
-        self.since = time.monotonic()
         return self.known
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specjax.decode import calibration as calibration_lib
-from specjax.decode.calibration import BlockTimer, Correction, agree, between, typical
+from specjax.decode.calibration import BlockTimer, agree, between, typical
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
 from specjax.evaluation.costs import count_compiles
@@ -218,12 +218,3 @@ def test_of_two_measurements_that_agree_the_mean_counts():
     found = between(one, other)
     np.testing.assert_allclose(found / found[0], [1.0, np.sqrt(1.5 * 1.7), np.sqrt(3.1 * 3.85)], rtol=1e-5)
     assert not agree(np.asarray([1.0, 1.5, 6.2]), one)
-
-
-def test_costs_of_a_minute_ago_are_in_doubt(monkeypatch):
-    known: Any = Calibration(np.asarray(CHEAP), np.full(3, 0.7))  # type: ignore[arg-type]
-    correction = Correction(known, measured=True)
-    correction.seconds = 50 * correction.took
-    assert not correction.due
-    correction.since -= 61
-    assert correction.due
