@@ -19,7 +19,7 @@ from specjax import backend
 from specjax.decode.engine import Engine, EngineParams
 from specjax.decode.programs import NO_LIMIT, compiled_chunk
 from specjax.models.kernels import counted
-from specjax.types import Calibration, Counters, DecodeState
+from specjax.types import Calibration, DecodeState
 
 _LEAST_TURNS = 3
 _ALIKE = 16
@@ -29,14 +29,10 @@ _HANDED_IN = 64
 """Blocks that costs which nobody here has measured are believed."""
 _BLOCKS = 3
 """The longest ones of a turn that corrects."""
-_RARELY, _IN_DOUBT = 100, 33
-"""Times as long as measuring took, it is decoded before the next time: it costs a percent, and three in doubt."""
+_RARELY = 100
+"""Times as long as measuring took, it is decoded before the next time: it costs a percent."""
 _CHUNK = 512
 """Blocks between two looks whether costs are to be measured again."""
-_TELLING = 16
-"""Blocks of which the time says something."""
-_OTHER = 1.3
-"""Times: a generation that took so much more than those before, or less, casts doubt on the costs."""
 _AGREES = 1.3
 """Times: two measurements of which all lengths' costs changed alike, to within this, agree. A shared machine goes back
 and forth by as much as 1.25 within a minute, and what is right on average is right for either."""
@@ -202,8 +198,8 @@ class Correction:
     """What blocks are said to cost, compared with what they take: `Decoder` asks it between two chunks. Nothing that it
     does changes a token or a row's state, but the lengths that are chosen afterwards.
 
-    Costs that were handed in are measured after `_HANDED_IN` blocks. Those that were measured, again now and then, and
-    sooner where a whole generation takes another share of what was expected than the ones before.
+    Costs that were handed in are measured after `_HANDED_IN` blocks. Those that were measured are measured again after
+    `_RARELY` times as long as that took: a wrong cost does not outlive that time, whoever measured it.
     """
 
     known: Calibration
@@ -220,9 +216,6 @@ class Correction:
     """Decoded since it was measured."""
     took: float = 0.1
     """Seconds of measuring."""
-    pace: float | None = None
-    """Of a generation: its seconds over those that its blocks were expected to take."""
-    doubtful: bool = False
 
     def __post_init__(self):
         self.origin = self.known
@@ -237,27 +230,16 @@ class Correction:
         """Whether to measure before the next block."""
         if not self.measured:
             return self.blocks >= _HANDED_IN
-        return self.seconds > (_IN_DOUBT if self.doubtful else _RARELY) * self.took
+        return self.seconds > _RARELY * self.took
 
     @property
     def patience(self) -> int:
         """Blocks until this is to be asked again."""
         return _CHUNK if self.measured else max(_HANDED_IN - self.blocks, 1)
 
-    def decoded(self, seconds: float, before: Counters | None, after: Counters) -> None:
-        """Take in a chunk: its seconds, and the counters of all rows before and after it."""
-        row = int(np.argmax(after.blocks if before is None else after.blocks - before.blocks))
-        blocks, drafted = (
-            x[row] - (0 if before is None else y[row])
-            for x, y in ((after.blocks, before and before.blocks), (after.drafted_at, before and before.drafted_at))
-        )
-        of_length = -np.diff([blocks, *drafted, 0])
-        expected = float(of_length @ np.asarray(self.known.seconds)[: len(of_length)])
-        self.blocks, self.seconds = self.blocks + int(blocks), self.seconds + seconds
-        if blocks >= _TELLING and 0 < expected < np.inf:
-            pace = seconds / expected
-            self.pace = pace if self.pace is None else self.pace
-            self.doubtful = not 1 / _OTHER < pace / self.pace < _OTHER
+    def decoded(self, seconds: float, blocks: int) -> None:
+        """Take in a chunk: its seconds, and the most blocks of a row."""
+        self.blocks, self.seconds = self.blocks + blocks, self.seconds + seconds
 
     def corrected(self, timer: BlockTimer, engine: Engine, shapes: tuple[int, ...]) -> Calibration:
         """The calibration half way to a turn of now, if that agrees with it, else by the medians of as many as a
@@ -271,7 +253,7 @@ class Correction:
                 seconds = at_each(typical(turns), engine)
             self.known = dataclasses.replace(self.known, seconds=seconds)
         self.measured, self.took = True, max(timer.seconds, 1e-3)
-        self.blocks, self.seconds, self.pace, self.doubtful = 0, 0.0, None, False
+        self.blocks, self.seconds = 0, 0.0
         return self.known
 
 

@@ -511,9 +511,9 @@ class Decoder:
             else:
                 if correction.due and run.params.calibration is not None:
                     self._correct(run, scheduler, correction, fresh)
-                begun, counted = time.perf_counter(), scheduler.counters
+                begun, before = time.perf_counter(), scheduler.blocks
                 scheduler.chunk(min(steps, correction.patience))
-                correction.decoded(time.perf_counter() - begun, counted, scheduler.counters)
+                correction.decoded(time.perf_counter() - begun, int((scheduler.blocks - before).max()))
             run.looks.append(Look(time.perf_counter() - run.start, scheduler.lengths))
             if run.texts:
                 scheduler.stop(_ended(run, scheduler))

@@ -25,13 +25,13 @@ from specjax.types import STOP_STRING, UNFINISHED, DecodeState
 
 
 class Scheduler:
-    """A host queue over ``rows`` rows of a decoder's program. ``state`` is that of the engine; ``done``,
-    ``lengths`` and ``counters`` are what the host knows of it after the last chunk. A free row is done."""
+    """A host queue over ``rows`` rows of a decoder's program. ``state`` is that of the engine; ``done``, ``lengths`` and
+    ``blocks`` are what the host knows of its rows after the last chunk. A free row is done."""
 
     def __init__(self, engine: Engine, params: EngineParams, rows: int):
         self.engine, self.rows, self.params = engine, rows, params
         self.state: Any = None  # until something is inserted
-        self.counters: Any = None  # until the first chunk
+        self.blocks = np.zeros(self.rows, np.int32)
         self.done, self.lengths = np.ones(rows, bool), np.zeros(rows, np.int32)
         self._slid = np.zeros(rows, np.int32)  # how long each was when its cache last slid
         self._taken: set[int] = set()
@@ -99,7 +99,7 @@ class Scheduler:
         self._look()
 
     def _look(self) -> None:
-        lengths, done, self.counters = jax.device_get((self.state.lengths, self.state.done, self.state.counters))
+        lengths, done, self.blocks = jax.device_get((self.state.lengths, self.state.done, self.state.counters.blocks))
         self.lengths, self.done = np.array(lengths), np.array(done)
         self._unread = False
 

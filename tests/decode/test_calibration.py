@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -197,19 +196,13 @@ def test_only_the_default_corrects_what_it_is_told(monkeypatch):
     assert turns == []
 
 
-def test_a_generation_that_takes_much_longer_than_others_casts_doubt_on_the_costs():
-    found = calibration_lib.Correction(Calibration(np.asarray(CHEAP), np.full(3, 0.7)), measured=True, took=0.03)  # type: ignore[arg-type]
-
-    def decoded(seconds: float, blocks: int = 50) -> bool:
-        after: Any = dataclasses.make_dataclass("Counters", ["blocks", "drafted_at"])(
-            np.asarray([blocks]), np.asarray([[blocks, blocks, blocks]])
-        )
-        found.decoded(seconds, None, after)
-        return found.due
-
-    assert not decoded(65.0 / 100)
-    assert not decoded(70.0 / 100)
-    assert decoded(140.0 / 100)
+def test_costs_are_measured_again_after_a_hundred_times_as_long_as_that_took():
+    known: Any = Calibration(np.asarray(CHEAP), np.full(3, 0.7))  # type: ignore[arg-type]
+    correction = calibration_lib.Correction(known, measured=True, took=0.03)
+    correction.decoded(2.9, blocks=500)
+    assert not correction.due
+    correction.decoded(0.2, blocks=50)
+    assert correction.due
 
 
 def test_of_two_measurements_that_agree_the_mean_counts():
