@@ -25,7 +25,7 @@ from specjax.types import STOP_STRING, UNFINISHED, DecodeState
 
 
 class Scheduler:
-    """A host queue over ``rows`` rows of a decoder's program. ``state`` is that of the engine; ``done``, ``lengths`` and
+    """A host queue over ``rows`` rows of a decoder's program. ``state`` is the engine's; ``done``, ``lengths`` and
     ``blocks`` are what the host knows of its rows after the last chunk. A free row is done."""
 
     def __init__(self, engine: Engine, params: EngineParams, rows: int):
