@@ -56,6 +56,10 @@ class Pooled(Weighing):
         weight = jnp.where(left > 0, jnp.exp((left - jnp.max(left)) / _AHEAD), 0.0)
         return jnp.sum(weight * emitted, axis=0, keepdims=True) / self.seconds(context)[None]
 
+    def of_one_look(self, active: Bool[Array, " B"]) -> Int[Array, ""]:
+        """All that are not done."""
+        return jnp.maximum(jnp.sum(active, dtype=jnp.int32), 1)
+
     def kept_enough(self, outcome: Outcome, look: Int[Array, ""]) -> Bool[Array, "1"]:
         """Whether half of the rows kept half of what a look proposed."""
         active, kept = outcome.emitted > 0, super().kept_enough(outcome, look)

@@ -29,7 +29,7 @@ from specjax.proposal import Proposal
 from specjax.types import Calibration, Context, Draft, Outcome
 
 _LOOKS = 8
-"""Blocks of one look, at most."""
+"""Blocks of one look, at most, each of one row."""
 _SOON = 4
 """Blocks without proposals before the first look; before each one that follows in vain, twice as many."""
 _AFTER_A_PAUSE, _AFTER_A_CHANGE = 1.0, 3.0
@@ -235,10 +235,11 @@ class Weighing:
         # A look that was worth it is taken again at once: what is known is old, and one block says little.
         look = self._look(calibration_of(context, self))
         worth_it = self.kept_enough(outcome, look)
-        again = (chosen == 0) & looked & worth_it & (state.looks + 1 < _LOOKS)
+        again = (chosen == 0) & looked & worth_it & ((state.looks + 1) * self.of_one_look(active) < _LOOKS)
         seconds = self.seconds(context)
         at = jnp.sum(self._lengths() < look)
         lost = (seconds[at] / seconds[0] - 1 - self.gained(outcome, chances, look)) / self.looks_cost
+        lost = lost * (state.looks + 1).astype(jnp.float32)
         interval = jnp.clip(lost, self.probe, max(self.probe, self.longest_wait)).astype(jnp.int32)
         interval = jnp.where(looked & (chosen == 0), jnp.minimum(2 * state.interval, interval), min(_SOON, self.probe))
         return dataclasses.replace(
@@ -249,6 +250,10 @@ class Weighing:
             looks=jnp.where(again, state.looks + 1, 0),
             probes=state.probes + (looked & active).astype(jnp.int32),
         )
+
+    def of_one_look(self, active: Bool[Array, " B"]) -> Int[Array, ""]:
+        """Rows whose proposals a block that looks tells of."""
+        return jnp.int32(1)
 
     def kept_enough(self, outcome: Outcome, look: Int[Array, ""]) -> Bool[Array, " R"]:
         """Whether half of what a look proposed was kept."""

@@ -191,7 +191,8 @@ class Bench:
 
     def measure(self, favourite: str, tick: Tick = _silent) -> dict:
         """The whole grid once, and every draft at ``favourite``'s best k and batch 1; but there the autoregressive loop
-        and ``favourite``, at each k and with chosen lengths, ``repeats`` times: their seconds are medians. What a step
+        and ``favourite``, at each k and with chosen lengths, ``repeats`` times: their seconds are medians. In larger
+        batches the autoregressive loop and chosen lengths are repeated. What a step
         costs is timed between the repeats. The larger batches come first, and their programs are freed: all of a grid
         together would be the most of this process's memory."""
         self._favourite = favourite
@@ -200,6 +201,9 @@ class Bench:
         for size in set(settings.batch_sizes) - {1}:
             self._compile([cell for cell in cells if cell.batch_size == size], tick)
             self._once(runs, size, tick)
+            of_size = [cell for cell in cells if cell.batch_size == size]
+            compared = [cell for cell in of_size if settings.adaptive and cell.drafter in (AUTOREGRESSIVE, ADAPTIVE)]
+            self._again(runs, compared, tick)
             programs.free_programs()
         # Batch 1 is always measured, also where it is no part of the grid.
         single = [cell for cell in cells if cell.batch_size == 1]
@@ -214,8 +218,7 @@ class Bench:
         timers = [self.timer(AUTOREGRESSIVE, 0), *(self.timer(favourite, k, k in best.values()) for k in settings.ks)]
         for repeat in range(settings.repeats):
             if repeat:
-                for cell, run in self.run(repeated, self._prompts, tick).items():
-                    runs[cell].append(run)
+                self._run_into(runs, repeated, tick)
             else:
                 self._once(runs, 1, tick)
             for timer in _TURNS * timers:
@@ -251,6 +254,14 @@ class Bench:
         for cell in cells:
             if self.decoder(cell.drafter, cell.k).weighs:
                 self._calibrate(cell)
+        self._run_into(runs, cells, tick)
+
+    def _again(self, runs: dict[Cell, list[Run]], cells: Sequence[Cell], tick: Tick) -> None:
+        """The other ``repeats`` of cells that were decoded once."""
+        for _ in range(self._settings.repeats - 1 if cells else 0):
+            self._run_into(runs, cells, tick)
+
+    def _run_into(self, runs: dict[Cell, list[Run]], cells: Sequence[Cell], tick: Tick) -> None:
         for cell, run in self.run(cells, self._prompts, tick).items():
             runs[cell].append(run)
 
@@ -425,7 +436,8 @@ def num_ticks(settings: config_lib.Bench, drafters: int, prompts: int, tuning_pr
     compiled += sum(points.values())
     once += sum(count * -(-prompts // size) for size, count in points.items())
     timed = 1 + ks + settings.adaptive if 1 in sizes else 2
-    tuned, repeated = ks * tuning_prompts, timed * prompts * (settings.repeats - 1)
+    batches = sum(2 * -(-prompts // size) for size in sizes if size > 1 and settings.adaptive)
+    tuned, repeated = ks * tuning_prompts, (timed * prompts + batches) * (settings.repeats - 1)
     return temperatures * (_COMPILE_TICKS * compiled + once + tuned + repeated)
 
 
