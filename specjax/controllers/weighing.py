@@ -49,6 +49,8 @@ _NOT_TRIED = 0.9
 tested any more, and must not keep blocks short for long."""
 _LATELY = 0.8
 """What a block counts beside the one after it, in what was kept lately."""
+_WORTH = 0.05
+"""Share that a draft which is always kept has to gain: else looks cost more than they find."""
 _HOPED = 10.0
 """Times what it takes to read what was missed, as a share of plain blocks: what a look must be able to find."""
 
@@ -223,7 +225,7 @@ class Weighing:
         """Whether a draft that is always kept would."""
         ks, plain = np.asarray(self.rungs), calibration.seconds[0]
         gain = (np.float32(1 + ks) / calibration.seconds[ks]).max() * plain - 1.0
-        return (gain > self.margin) & (gain > _HOPED * calibration.catch_up / plain)
+        return (gain > max(self.margin, _WORTH)) & (gain > _HOPED * calibration.catch_up / plain)
 
     def _after_proposing(self, state: Weighed, outcome: Outcome, active: Bool[Array, " B"]) -> Weighed:
         context, looked = outcome.context, state.waited > 0

@@ -189,7 +189,7 @@ def test_a_draft_that_was_left_has_read_everything_when_it_comes_back():
         DraftModel(TARGET, 2),
         controller=Ladder(ks=(0, 1, 2), probe=40, longest_wait=80, margin=0.0, looks_cost=1.0),
     )
-    forced(decoder, True, 4, [1.0, 1.99, 9.0])  # of one draft, kept or not
+    forced(decoder, True, 4, [1.0, 1.9, 9.0])
     calibration = decoder.calibrations[True, 4]
     doubtful = dataclasses.replace(calibration, acceptance=np.full(2, 0.2, np.float32))
     decoder.calibrations[True, 4] = doubtful

@@ -91,3 +91,9 @@ def test_what_was_found_at_places_that_are_not_tried_is_forgotten():
     found = after_blocks(Ladder(), [1] * 12 + [5] * 20, costs(2.4, 0.3), 0.9)
     assert found[0] == 5
     assert 5 in found[-10:]
+
+
+def test_nobody_looks_where_even_a_draft_that_is_always_kept_gains_little():
+    """A look takes more than its block in a row does, and there are many of them."""
+    assert set(after_blocks(Ladder(), [0] * 100, costs(5.8), 0.3)) == {0}
+    assert len(set(after_blocks(Ladder(), [0] * 100, costs(5.6), 0.3))) > 1
