@@ -23,7 +23,7 @@ import numpy as np
 from specjax import config as config_lib
 from specjax import metrics
 from specjax.decode import programs
-from specjax.decode.calibration import between
+from specjax.decode.calibration import typical
 from specjax.decode.decoder import Decoder
 from specjax.decode.result import check_finite
 from specjax.evaluation import costs as costs_lib
@@ -106,6 +106,7 @@ class Bench:
         # Made or measured once, and freed with the bench.
         self.decoder = functools.cache(self._decoder)
         self._timers: dict[tuple[str, int], costs_lib.StepTimer] = {}
+        self._moments: dict[tuple[str, bool, int], list[np.ndarray]] = {}
         self._prefill_seconds = functools.cache(self._measure_prefill)
 
     def _decoder(self, drafter: str, k: int) -> Decoder:
@@ -151,16 +152,19 @@ class Bench:
                 tick()
 
     def _calibrate(self, cell: Cell) -> None:
-        """Measure what blocks cost; where it was measured before, in another moment of the machine, the mean of both
-        counts."""
-        decoder, options = self.decoder(cell.drafter, cell.k), {"temperature": cell.temperature, **self._sampling}
-        tuning = list(itertools.islice(itertools.cycle(self._tuning_prompts), cell.batch_size))
-        measure = functools.partial(decoder.calibrate, tuning, **options)
-        known = decoder.calibrations.get(decoder.program_of(tuning, **options))
-        if known is None:
-            measure()
-        elif (found := measure(seconds=_AGAIN)) is not None:
-            measure(costs=dataclasses.replace(found, seconds=between(known.seconds, np.asarray(found.seconds))))
+        """Measure what blocks cost; where it was measured before, in other moments of the machine, the median of all
+        moments counts."""
+        decoder, (greedy, size) = self.decoder(cell.drafter, cell.k), (cell.temperature == 0, cell.batch_size)
+        moments = self._moments.setdefault((cell.drafter, greedy, size), [])
+        tuning = itertools.islice(itertools.cycle(self._tuning_prompts), size)
+        measure = functools.partial(decoder.calibrate, list(tuning), temperature=cell.temperature, **self._sampling)
+        found = measure(seconds=_AGAIN) if moments else measure()
+        if found is None:
+            return
+        moments.append(np.asarray(found.seconds))
+        if len(moments) > 1:
+            costs: Any = typical(moments).astype(np.float32)
+            measure(costs=dataclasses.replace(found, seconds=costs))
 
     def run(self, cells: Sequence[Cell], prompts: Sequence[Sequence[int]], tick: Tick = _silent) -> dict[Cell, Run]:
         """Every cell, all of one batch size, over all prompts: batch by batch, the cells in turns. Whole batches only:
@@ -218,7 +222,7 @@ class Bench:
         timers = [self.timer(AUTOREGRESSIVE, 0), *(self.timer(favourite, k, k in best.values()) for k in settings.ks)]
         for repeat in range(settings.repeats):
             if repeat:
-                self._run_into(runs, repeated, tick)
+                self._run_into(runs, repeated, tick, again=True)
             else:
                 self._once(runs, 1, tick)
             for timer in _TURNS * timers:
@@ -248,20 +252,20 @@ class Bench:
         return float(np.median([block.target / one.target for block, one in pairs]))
 
     def _once(self, runs: dict[Cell, list[Run]], batch_size: int, tick: Tick) -> None:
-        """Every cell of ``runs`` of that batch size, added there. What blocks cost was measured a while ago, in another
-        moment of the machine: it is measured again first, as `Decoder` does by itself where it decodes for longer."""
-        cells = [cell for cell in runs if cell.batch_size == batch_size]
-        for cell in cells:
-            if self.decoder(cell.drafter, cell.k).weighs:
-                self._calibrate(cell)
-        self._run_into(runs, cells, tick)
+        """Every cell of ``runs`` of that batch size, added there."""
+        self._run_into(runs, [cell for cell in runs if cell.batch_size == batch_size], tick, again=True)
 
     def _again(self, runs: dict[Cell, list[Run]], cells: Sequence[Cell], tick: Tick) -> None:
         """The other ``repeats`` of cells that were decoded once."""
         for _ in range(self._settings.repeats - 1 if cells else 0):
             self._run_into(runs, cells, tick)
 
-    def _run_into(self, runs: dict[Cell, list[Run]], cells: Sequence[Cell], tick: Tick) -> None:
+    def _run_into(self, runs: dict[Cell, list[Run]], cells: Sequence[Cell], tick: Tick, *, again: bool = False) -> None:
+        """Decode the cells once more. ``again``: what blocks cost was measured a while ago, in another moment of the
+        machine: it is measured again first, as `Decoder` does by itself where it decodes for longer."""
+        for cell in cells:
+            if again and self.decoder(cell.drafter, cell.k).weighs:
+                self._calibrate(cell)
         for cell, run in self.run(cells, self._prompts, tick).items():
             runs[cell].append(run)
 
@@ -486,7 +490,8 @@ def _plain(temperature: float) -> Cell:
 
 
 def _seconds(runs: Sequence[Run]) -> float:
-    return float(np.median([run.seconds for run in runs]))
+    """Seconds of all rows together, of each the median of its repeats: an interruption of one is not counted."""
+    return float(np.median([[seconds for seconds, _ in run.by_row] for run in runs], axis=0).sum())
 
 
 def _speedup(cell: Cell, runs: Mapping[Cell, Sequence[Run]]) -> float:

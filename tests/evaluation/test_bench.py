@@ -407,3 +407,11 @@ def test_the_comparison_of_all_prompts_is_the_grids_own_number():
     measured = {"by_prompt": {cell: by_prompt}, "best_k": {0.0: 3}}
     [row] = measure.comparison(measured, ["text", "text"])
     assert row["tokens_per_s"] == 20 / 5.0
+
+
+def test_an_interruption_of_one_prompt_in_one_repeat_is_not_counted():
+    def run(*seconds: float) -> Run:
+        one = DecodeStats(1, 1, (), (), ())
+        return Run(sum(seconds), [], one, [(s, one) for s in seconds])
+
+    assert bench_lib._seconds([run(1.0, 9.0, 3.0), run(1.0, 2.0, 3.0), run(8.0, 2.0, 3.0)]) == 6.0
