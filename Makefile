@@ -62,7 +62,7 @@ mutants: $(STAMP)
 
 # Training killed 20 times, each time resumed and compared bit for bit.
 faults: $(STAMP)
-	$(BIN)/python -m tests.distill.faults
+	$(BIN)/python -m tests.training.faults
 
 # Against transformers on torch: logits of every family, sampling, a saved draft as its assistant. Against speculators:
 # drafts that read hidden states; it asks for older versions of what it needs than work, so what it needs is told above.
@@ -70,7 +70,7 @@ parity: $(PARITY_STAMP)
 	$(PARITY_VENV)/bin/python -m pytest -n 2 -q tests/parity
 
 demo: $(STAMP)
-	$(BIN)/python experiments/run.py configs/demo.yaml
+	$(BIN)/specjax run configs/demo.yaml
 
 # Into site/: every link and name is checked, and nothing is fetched.
 docs: $(DOCS_STAMP)

@@ -67,7 +67,7 @@ def serve_training(pairs: int, out: str) -> None:
     try:
         job: Any = importlib.import_module("specjax.jobs.distill")
     except ImportError:  # where it was before
-        job = importlib.import_module("specjax.distill.job")
+        job = importlib.import_module("specjax.training.job")
 
     nothing = ["selection.prompts=0", "control.learning_rates=[]", "draft.pretrain.steps=0", "eval.positions=256"]
     never = [f"distill.{name}=100000" for name in ("eval_every", "save_every")]

@@ -16,12 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import record
-
 from specjax import registry
 from specjax.config import load_config
 from specjax.jobs import distill
 from specjax.jobs.certify import run_certify
+from specjax.report import record
 
 RECIPES = Path(__file__).parents[1] / "configs" / "drafters"
 BY_HEAD = "certify.controller={kind: confidence, by: head, threshold: 0.4}"

@@ -19,13 +19,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import record
 
 from specjax import config
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
-from specjax.drafters.loading import load_drafter
+from specjax.formats.loading import load_drafter
 from specjax.models.hf import load_model
+from specjax.report import record
 from specjax.runtime import distributed
 
 _TURNS = 5

@@ -29,25 +29,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import record
-from block_against_token import bootstrap
+from drafters import bootstrap
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import specjax
 from specjax.config import RunConfig, load_config
-from specjax.distill import selection
-from specjax.distill.init import initial_draft
 from specjax.errors import SpecjaxError
-from specjax.evaluation.held_out import Decoded, HeldOutDecoding, held_out_decoding
+from specjax.evaluation.held_out import HeldOutDecoding, held_out_decoding
 from specjax.jobs import distill as job
 from specjax.jobs import inputs
 from specjax.jobs.bench import held_out_prompts
 from specjax.metrics import Interval, block_efficiency_interval
+from specjax.report import record
 from specjax.runtime import fingerprint, lock, memory
 from specjax.runtime.compile_cache import keep_programs
 from specjax.runtime.progress import console_bars
+from specjax.training import selection
+from specjax.training.init.first_weights import initial_draft
+from specjax.training.selection import Decoded
 
 CONTROL, ONLINE, CACHED = "cross_entropy", "forward_kl", "forward_kl, cached"
 CONTROL_RATES = (5e-4, 1e-3, 2e-3, 4e-3)

@@ -25,8 +25,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import record
-from block_against_token import bootstrap
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import Progress
@@ -37,17 +35,32 @@ from specjax.config import RunConfig, load_config
 from specjax.config.training import Architecture
 from specjax.data.rows import Rows
 from specjax.decode import programs
-from specjax.drafters.features import coverage
 from specjax.drafters.ngram import NGram
 from specjax.evaluation.bench import AUTOREGRESSIVE, Bench, Cell, Run
 from specjax.jobs import distill as job
 from specjax.jobs import inputs
 from specjax.jobs.bench import held_out_prompts
-from specjax.jobs.exports import parameter_count
 from specjax.metrics import block_efficiency_interval
+from specjax.report import record
 from specjax.runtime import lock, memory
 from specjax.runtime.compile_cache import keep_programs
 from specjax.runtime.progress import console_bars
+from specjax.training.drafts.features import coverage
+from specjax.training.exports import parameter_count
+
+
+def bootstrap(base: np.ndarray, found: np.ndarray, resamples: int = 10_000) -> tuple[float, float, float]:
+    """Ratio of two rates, ``found`` over ``base``, and its 95% interval over prompts, taken in pairs. Each array is
+    ``[prompts, 2]``: tokens, and calls or seconds."""
+    rng = np.random.default_rng(0)
+    chosen = rng.integers(0, len(base), (resamples, len(base)))
+
+    def rate(counts):
+        return counts[..., 0].sum(-1) / counts[..., 1].sum(-1)
+
+    ratios = rate(found[chosen]) / rate(base[chosen])
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    return float(rate(found) / rate(base)), float(low), float(high)
 
 
 @dataclasses.dataclass(frozen=True)

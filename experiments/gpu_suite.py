@@ -28,28 +28,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import record
 from peer_transformers import Transformers
 from roofline import Passes
 from synthetic import DRAFTS, TARGETS, Agreeing, successor
 
 from specjax import backend
 from specjax.config import Stage
+from specjax.costs import timer as costs
+from specjax.costs.devices import this_device
+from specjax.costs.roofline import pass_work, storage_of, work_of_weights
 from specjax.decode.decoder import Decoder
-from specjax.distill.losses import ForwardKL
-from specjax.distill.optimizer import make_optimizer
-from specjax.distill.step import TrainState, Update, microbatch_rows
 from specjax.drafters.draft_model import DraftModel, TrainedDraftModel
-from specjax.evaluation import costs
+from specjax.interfaces import Batch, TrainingForm
 from specjax.models import products
 from specjax.models.attention import flash
-from specjax.models.attention.sight import Sight
+from specjax.models.attention.sight import AttentionMask
 from specjax.models.hf import LoadedModel, save_model
 from specjax.models.kernels import counted
 from specjax.models.transformer import Model
-from specjax.planning.devices import this_device
-from specjax.planning.roofline import pass_work, storage_of, work_of_weights
-from specjax.types import Batch, TrainingForm
+from specjax.report import record
+from specjax.training.losses import ForwardKL
+from specjax.training.optimizer import make_optimizer
+from specjax.training.step import TrainState, Update, microbatch_rows
 
 K, AGREEMENT, TURNS = 5, 0.8, 3
 
@@ -148,7 +148,9 @@ class Suite:
         at = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
         documents = at // 300
         for name, segments, window in (("causal", None, None), ("window", None, 100), ("documents", documents, None)):
-            sight = Sight(at[:1], segments=None if segments is None else (segments, segments)).within(window, at, at)
+            sight = AttentionMask(at[:1], segments=None if segments is None else (segments, segments)).within(
+                window, at, at
+            )
             call = flash.Call(features**-0.5)
             found = flash.whole_rows(q, k, v, sight, call)
             if found is None:

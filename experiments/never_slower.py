@@ -24,19 +24,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import record
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from specjax.config import load_config
+from specjax.costs.timer import count_compiles
 from specjax.decode import programs
 from specjax.decode.decoder import Decoder
-from specjax.drafters.loading import load_drafter
 from specjax.drafters.ngram import NGram
-from specjax.evaluation.costs import count_compiles
+from specjax.formats.loading import load_drafter
 from specjax.jobs import inputs
 from specjax.jobs.bench import held_out_prompts
+from specjax.report import record
 from specjax.runtime.compile_cache import keep_programs
 
 KS, BATCH_KS = (1, 2, 3, 5, 7), (1, 3)

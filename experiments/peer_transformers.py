@@ -29,7 +29,6 @@ from typing import Any, Literal, Protocol, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-import record
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -37,13 +36,14 @@ from rich.table import Table
 import specjax
 from specjax.cli import user_errors
 from specjax.config import load_config
+from specjax.costs.timer import count_compiles
 from specjax.data import corpus
 from specjax.errors import DataError
-from specjax.evaluation.costs import count_compiles
 from specjax.jobs.bench import held_out_prompts
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel, import_transformers
 from specjax.models.transformer import Model
+from specjax.report import record
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = {

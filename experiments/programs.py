@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 import specjax
+from specjax.costs.timer import count_compiles
 from specjax.decode.request import most_programs
-from specjax.evaluation.costs import count_compiles
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model

@@ -18,14 +18,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import record
 from synthetic import TARGETS, successor
 
 from specjax import backend
-from specjax.evaluation.costs import depending, looped
+from specjax.costs.devices import this_device
+from specjax.costs.roofline import pass_work, storage_of
+from specjax.costs.timer import depending, looped
 from specjax.models.hf import LoadedModel
-from specjax.planning.devices import this_device
-from specjax.planning.roofline import pass_work, storage_of
+from specjax.report import record
 
 TOKENS = (1, 2, 4, 8, 16)
 SHAPES = {"8B": ((1, 1024), (1, 8192), (16, 4096)), "1B": ((1, 1024), (1, 8192), (16, 4096)), "tiny": ((1, 256),)}

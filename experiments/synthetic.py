@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from specjax.drafters.draft_model import BoundDraftModel, Consumed
+from specjax.interfaces import Bound, Context, Draft, Drafter, Params, TargetView
 from specjax.models.config import ModelConfig
 from specjax.models.decode_layout import decode_layout
 from specjax.models.hf import LoadedModel, quantize_model
 from specjax.models.transformer import Model
-from specjax.types import Bound, Context, Draft, Params, TargetView
 
 POSITIONS = 2**17
 TARGETS = {
@@ -74,7 +74,7 @@ class BoundAgreeing(BoundDraftModel):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Agreeing:
+class Agreeing(Drafter):
     """A drafter for `specjax.Decoder`."""
 
     config: ModelConfig

@@ -35,7 +35,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import record
 from rich.console import Console
 from rich.table import Table
 
@@ -43,17 +42,18 @@ from specjax import backend, registry
 from specjax.cli import user_errors
 from specjax.config import RunConfig, Stage, load_config
 from specjax.data.rows import Batches
-from specjax.distill.init import Initial, initial_draft
-from specjax.distill.optimizer import make_optimizer
-from specjax.distill.step import Update, microbatch_rows, start_state
-from specjax.distill.trainer import LOG_EVERY, StageData, Trainer, form_of, settled
 from specjax.evaluation.held_out import held_out_decoding
-from specjax.evaluation.teacher import target_output
+from specjax.interfaces import Batch, Initial
 from specjax.jobs import inputs
+from specjax.report import record
 from specjax.runtime import memory
 from specjax.runtime.compile_cache import keep_programs
-from specjax.runtime.layout import ONE_DEVICE
-from specjax.types import Batch, reads_of
+from specjax.training.init.first_weights import initial_draft
+from specjax.training.layout import ONE_DEVICE
+from specjax.training.optimizer import make_optimizer
+from specjax.training.step import Update, microbatch_rows, start_state
+from specjax.training.teacher import target_output
+from specjax.training.trainer import LOG_EVERY, StageData, Trainer, form_of, settled
 
 CONFIG = Path("configs/demo.yaml")
 RECIPES = Path("configs/drafters")
@@ -172,11 +172,11 @@ def bare(initial: Initial, stage: Stage, target: Any, batches: Sequence[Batch]) 
 
 
 def hand_written(initial: Initial, stage: Stage, target: Any, batches: Sequence[Batch]) -> Loop:
-    """The same forward KL without anything of `specjax.distill`; the models are the project's."""
+    """The same forward KL without anything of `specjax.training`; the models are the project's."""
     optimizer, drafter = optax.adamw(stage.optimizer.peak), initial.drafter
 
     def kl(params: Any, target_params: Any, batch: Batch) -> jax.Array:
-        out = target_output(target.spec, target_params, batch, reads_of(drafter))
+        out = target_output(target.spec, target_params, batch, drafter.reads)
         log_p, total, weights = jax.nn.log_softmax(out.logits), jnp.float32(0), jnp.float32(0)
         for prediction in drafter.predictions(params, batch, out):
             assert prediction.rows is None  # position by position, as the target's

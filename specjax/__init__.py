@@ -1,5 +1,5 @@
-"""Speculative decoding in JAX: distill a draft, decode with it, lose nothing. The public names, loaded when asked for,
-so that `import specjax` and the command line's help do not wait for JAX."""
+"""Speculative decoding in JAX: distill a draft, decode with it, lose nothing. Public names are loaded on first use, so
+that `import specjax` and the command line's help do not wait for JAX."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from specjax.decode.decoder import Decoder
     from specjax.decode.result import Event, GenerationResult
     from specjax.drafters.draft_model import DraftModel
-    from specjax.drafters.loading import load_drafter
     from specjax.drafters.ngram import NGram
     from specjax.errors import SpecjaxError
+    from specjax.formats.loading import load_drafter
     from specjax.models.hf import LoadedModel, load_model, quantize_model, save_model
 
 __all__ = [
@@ -42,7 +42,7 @@ _HOMES = {
     "RunConfig": "specjax.config",
     "SpecjaxError": "specjax.errors",
     "load_config": "specjax.config",
-    "load_drafter": "specjax.drafters.loading",
+    "load_drafter": "specjax.formats.loading",
     "load_model": "specjax.models.hf",
     "quantize_model": "specjax.models.hf",
     "save_model": "specjax.models.hf",

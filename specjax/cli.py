@@ -1,4 +1,4 @@
-"""The `specjax` command, and what every entry point shares: errors of the user in one line, exit status 2.
+"""The `specjax` command, and the error handling of every entry point: errors of the user in one line, exit status 2.
 
 Heavy imports wait until a command needs them, so that `--help` and mistakes in arguments answer at once.
 """
@@ -29,7 +29,7 @@ from specjax.runtime.files import plain_json, write_atomically
 
 USER_ERROR, INTERRUPTED, TERMINATED = 2, 130, 143
 _SHARD_GB = 5.0
-# What a wrong path raises wherever it is opened first; a disk that is full or read-only, wherever it is written.
+# Errors of a wrong path, wherever it is opened first, and of a full or read-only disk, wherever it is written.
 _PATH_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -42,7 +42,7 @@ app = typer.Typer(
 
 
 class _Command(TyperCommand):
-    """Names the value that an option refuses, which its own message leaves out."""
+    """Command that names the value that an option refuses; typer's own message leaves it out."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         given = list(args)
@@ -56,7 +56,7 @@ class _Command(TyperCommand):
 
 
 def _value_of(options: Sequence[str], args: Sequence[str]) -> str | None:
-    """The value given last for one of ``options``, None if there is none."""
+    """The last value given for one of ``options``, None if there is none."""
     found = None
     for name, following in itertools.zip_longest(args, args[1:]):
         if name in options:
@@ -91,10 +91,11 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=v", help="Ov
 
 @contextlib.contextmanager
 def user_errors(debug: bool = False, interrupted: str = "interrupted") -> Iterator[None]:
-    """A `SpecjaxError` or a path that cannot be opened leaves as `error: ...` on stderr and exit status 2, one line a
-    problem; Ctrl-C as ``interrupted`` and 130, what SIGTERM stopped as its message and 143. Anything else is a
-    defect of specjax and keeps its traceback. Characters that the terminal's encoding has not are printed as escapes:
-    text of a model can be anything, and what it took is not lost for a character."""
+    """Turn errors of the user into messages on stderr and an exit status. A `SpecjaxError`, a path that cannot be
+    opened or a full disk gives `error: ...`, one line for each problem, and status 2; Ctrl-C gives ``interrupted`` and
+    130; SIGTERM gives its message and 143. Any other error is a defect of specjax and keeps its traceback. Characters
+    that the terminal's encoding lacks are printed as escapes: a model may write any, and its text must not be lost for
+    one."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
@@ -124,8 +125,8 @@ def run_main(
     interrupted: str = "interrupted; the same command resumes",
     argv: Sequence[str] | None = None,
 ) -> None:
-    """Command line `CONFIG [a.b=v]... [--debug]` of a script: calls ``main(config path, overrides)`` and exits with the
-    status it returns, None for 0."""
+    """Run a script with the command line `CONFIG [a.b=v]... [--debug]`: call ``main(config path, overrides)`` and exit
+    with the status that it returns, 0 for None."""
 
     def command(config: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
         with user_errors(debug, interrupted), _sigterm_like_ctrl_c():
@@ -140,9 +141,9 @@ def run_main(
 
 @contextlib.contextmanager
 def _sigterm_like_ctrl_c() -> Iterator[None]:
-    """Outside the training loop, which listens itself and saves first, SIGTERM leaves as `Stopped`: files half written
-    are removed on the way, as after Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():  # which alone may listen
+    """Let SIGTERM raise `Stopped`, so that half-written files are removed as after Ctrl-C. The training loop listens
+    itself and saves first."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may listen
         yield
         return
 
@@ -285,7 +286,7 @@ def generate(
 def train(config: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
     """Distill a draft for a target, as train_draft.py does. Resumable; leaves the draft in the config's `out`/draft.
 
-    Exit status: 2 for what can be mended, 130 after Ctrl-C, 143 after SIGTERM, which saves the step under way first."""
+    Exit status: 2 for mendable errors, 130 after Ctrl-C, 143 after SIGTERM, which saves the step under way first."""
     with user_errors(debug, "interrupted; the same command resumes"), _sigterm_like_ctrl_c():
         from specjax.jobs.train import train
 
@@ -293,12 +294,36 @@ def train(config: ConfigPath, overrides: Overrides = None, debug: Debug = False)
 
 
 @app.command(cls=_Command)
+def run(config: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Distill a draft, decode with it, and report: the whole job. Resumable; leaves everything in the config's `out`.
+
+    Exit status: 2 for what can be mended, 130 after Ctrl-C, 143 after SIGTERM."""
+    with user_errors(debug, "interrupted; the same command resumes"), _sigterm_like_ctrl_c():
+        from specjax.config.shipped import load
+        from specjax.jobs.sweep import run_one
+
+        run_one(load(config, overrides or []))
+
+
+@app.command(cls=_Command)
+def sweep(config: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Run every point of a config's `sweep`, each into `out`/ID; `out`/results.jsonl has one line a run. Resumable.
+
+    Exit status: 1 if a run failed, 2 for what can be mended, 130 after Ctrl-C, 143 after SIGTERM."""
+    with user_errors(debug, "interrupted; the same command resumes"), _sigterm_like_ctrl_c():
+        from specjax.jobs.sweep import run_or_sweep
+
+        status = run_or_sweep(config, overrides or [])
+    raise SystemExit(status)
+
+
+@app.command(cls=_Command)
 def demo(overrides: Overrides = None, debug: Debug = False) -> None:
-    """Distill a draft for the shipped target, decode with it, and report: what `make demo` runs in a clone."""
-    with user_errors(debug):
+    """Distill a draft for the shipped target, decode with it, and report, as `make demo` does in a clone."""
+    with user_errors(debug, "interrupted; the same command resumes"), _sigterm_like_ctrl_c():
         from specjax.jobs.demo import run_demo
 
-        run_demo([*(overrides or []), *(["--debug"] if debug else [])])
+        run_demo(overrides or [])
 
 
 @app.command(cls=_Command)
@@ -341,7 +366,7 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the costs as JSON instead of a table.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Measure what passes of target and drafters cost here, and keep it for plans and adaptive runs."""
+    """Measure the costs of passes of target and drafters here, and store them for plans and adaptive runs."""
     with user_errors(debug):
         from specjax.config.shipped import load
 
@@ -378,7 +403,7 @@ def plan(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Predict which drafter and length are fastest, and what a draft must be to pay, on this device or another."""
+    """Predict, for this device or another, the fastest drafter and length, and how good a draft must be to pay."""
     if measure and device is not None:
         raise typer.BadParameter(f"--measure decodes here, not on --device {device}; leave one of them out")
     with user_errors(debug):
@@ -405,8 +430,8 @@ def plan(
 
 
 def _print_memory(settings: Any, device: str | None, as_json: bool) -> None:
+    from specjax.costs.devices import device_of
     from specjax.jobs.memory import run_budget
-    from specjax.planning.devices import device_of
     from specjax.report.planning import memory_table
 
     found = run_budget(settings, None if device is None else device_of(device))
@@ -426,7 +451,7 @@ def numerics(
     out: Annotated[Path | None, typer.Option(help="Also write the results to this file, as JSON.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Where the target's logits depend on how they are computed: dtype, batch size, single tokens or blocks."""
+    """Compare the target's logits between ways to compute them: dtype, batch size, single tokens or blocks."""
     with user_errors(debug):
         from specjax.config.shipped import load
 
@@ -544,7 +569,7 @@ def export(
 
     With --format, a draft that reads its target's hidden states, as other projects store it."""
     with user_errors(debug):
-        from specjax.drafters.formats import convert, refuse_without_form
+        from specjax.formats import convert, refuse_without_form
         from specjax.models.export import export_model
 
         if format is not None:
@@ -597,7 +622,7 @@ def main() -> None:
 
 
 def _check_file(out: Path | None, option: str = "--out") -> None:
-    """Refuse a file of an ``option`` that cannot be written, before anything is measured."""
+    """Refuse, before anything is measured, a file of an ``option`` that cannot be written."""
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise SpecjaxError(f"{option} {out}: not a file in an existing directory; nothing could be written there")
 

@@ -1,8 +1,9 @@
-"""Errors for people: what, where, the value found, the remedy. The command line prints them as one line, status 2."""
+"""Errors for people: the fault, its place, the value found, the remedy. The command line prints one as a single line
+and exits with status 2."""
 
 
 class SpecjaxError(ValueError):
-    """The base of every error that a user can mend: one line with the place, the value found, what was expected and the
+    """Base of every error that a user can mend: one line with the place, the value found, what was expected and the
     remedy."""
 
 
@@ -23,12 +24,12 @@ class TrainingError(SpecjaxError):
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGTERM asked to end: training has saved and the message says where, elsewhere what was finished is kept. Like
-    Ctrl-C it is no error, and passes whatever handles errors."""
+    """SIGTERM asked to end. Training has saved, and the message says where; elsewhere, finished work stays. Like Ctrl-C
+    this is no error, and passes any handler of errors."""
 
 
 def unwritable(path: object, error: OSError) -> TrainingError:
-    """The error of a full disk or a directory that may not be written."""
+    """The error for a full disk or a directory that may not be written."""
     return TrainingError(
         f"{path}: cannot be written ({(error.strerror or str(error)).lower()}); what was saved stays valid; make room "
         "or mend the directory, then run the same command again"

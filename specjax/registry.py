@@ -1,5 +1,6 @@
-"""Names of kinds and the frozen config classes they stand for, one line each; imported only when asked for, so the
-table depends on nothing of ours. A class that is in no table is named by where it is: ``package.module:Class``."""
+"""Names of kinds and the frozen config classes they stand for, one line each. A class is imported only when it is asked
+for, so the tables depend on nothing of ours. A class that is in no table is named by its module:
+``package.module:Class``."""
 
 from __future__ import annotations
 
@@ -32,11 +33,8 @@ DRAFTERS = {
 }
 CONTROLLERS = {
     "adaptive": "specjax.controllers.adaptive:Adaptive",
-    "budgeted": "specjax.controllers.budgeted:Budgeted",
     "confidence": "specjax.controllers.confidence:Confidence",
     "fixed": "specjax.controllers.fixed:Fixed",
-    "ladder": "specjax.controllers.ladder:Ladder",
-    "survival": "specjax.controllers.survival:Survival",
 }
 VERIFIERS = {
     "block": "specjax.verifiers.block:Block",
@@ -48,59 +46,77 @@ VERIFIERS = {
     "typical": "specjax.verifiers.typical:Typical",
 }
 DATA = {
-    "generated": "specjax.distill.sources.generated:Generated",
-    "on_policy": "specjax.distill.sources.on_policy:OnPolicy",
-    "text": "specjax.distill.sources.text:Text",
+    "generated": "specjax.training.sources.generated:Generated",
+    "on_policy": "specjax.training.sources.on_policy:OnPolicy",
+    "text": "specjax.training.sources.text:Text",
 }
 LOSSES = {
-    "adaspec": "specjax.distill.losses:AdaSPEC",
-    "cross_entropy": "specjax.distill.losses:CrossEntropy",
-    "forward_kl": "specjax.distill.losses:ForwardKL",
-    "jensen_shannon": "specjax.distill.losses:JensenShannon",
-    "lk_alpha": "specjax.distill.losses:LKAlpha",
-    "lk_lambda": "specjax.distill.losses:LKLambda",
-    "reverse_kl": "specjax.distill.losses:ReverseKL",
-    "sum": "specjax.distill.losses:Sum",
-    "total_variation": "specjax.distill.losses:TotalVariation",
+    "adaspec": "specjax.training.losses:AdaSPEC",
+    "cross_entropy": "specjax.training.losses:CrossEntropy",
+    "forward_kl": "specjax.training.losses:ForwardKL",
+    "jensen_shannon": "specjax.training.losses:JensenShannon",
+    "lk_alpha": "specjax.training.losses:LKAlpha",
+    "lk_lambda": "specjax.training.losses:LKLambda",
+    "reverse_kl": "specjax.training.losses:ReverseKL",
+    "sum": "specjax.training.losses:Sum",
+    "total_variation": "specjax.training.losses:TotalVariation",
 }
 DRAFTS = {
-    "dflash": "specjax.drafters.dflash.kinds:DFlashDraft",
-    "dflash2": "specjax.drafters.dflash.kinds:DFlash2Draft",
-    "draft_model": "specjax.distill.init:SeparateModel",
-    "dspark": "specjax.drafters.dflash.kinds:DSparkDraft",
-    "eagle3": "specjax.drafters.eagle3:Eagle3Draft",
-    "early_exit": "specjax.drafters.early_exit:EarlyExitDraft",
-    "glide": "specjax.drafters.glide:GlideDraft",
-    "medusa": "specjax.drafters.medusa:MedusaDraft",
-    "mtp": "specjax.drafters.mtp:MTPDraft",
-    "p_eagle": "specjax.drafters.p_eagle:PEagleDraft",
+    "dflash": "specjax.training.drafts.dflash:DFlashDraft",
+    "dflash2": "specjax.training.drafts.dflash:DFlash2Draft",
+    "draft_model": "specjax.training.init.first_weights:SeparateModel",
+    "dspark": "specjax.training.drafts.dflash:DSparkDraft",
+    "eagle3": "specjax.training.drafts.eagle3:Eagle3Draft",
+    "early_exit": "specjax.training.drafts.early_exit:EarlyExitDraft",
+    "glide": "specjax.training.drafts.glide:GlideDraft",
+    "medusa": "specjax.training.drafts.medusa:MedusaDraft",
+    "mtp": "specjax.training.drafts.mtp:MTPDraft",
+    "p_eagle": "specjax.training.drafts.p_eagle:PEagleDraft",
 }
 INITS = {
-    "checkpoint": "specjax.distill.init:Checkpoint",
-    "layers": "specjax.distill.init:Layers",
-    "pruned": "specjax.distill.init:Pruned",
-    "scratch": "specjax.distill.init:Scratch",
+    "checkpoint": "specjax.training.init.first_weights:Checkpoint",
+    "layers": "specjax.training.init.first_weights:Layers",
+    "pruned": "specjax.training.init.first_weights:Pruned",
+    "scratch": "specjax.training.init.first_weights:Scratch",
 }
 
 
+RETIRED = {
+    "budgeted": "{kind: adaptive, total: N}",
+    "ladder": "adaptive",
+    "survival": "{kind: adaptive, per: row}",
+}
+"""Earlier names of kinds, and what says the same now."""
+BASES = {
+    "Controller": CONTROLLERS,
+    "DraftKind": DRAFTS,
+    "Drafter": DRAFTERS,
+    "Init": INITS,
+    "Loss": LOSSES,
+    "Source": DATA,
+    "Verifier": VERIFIERS,
+}
+"""Class of `specjax.interfaces` that the classes of each table inherit."""
 OUTSIDE = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-"""The form of ``package.module:Class``, as a regular expression."""
+"""Regular expression of ``package.module:Class``."""
 
 
 def resolve(table: Mapping[str, str], kind: str, what: str) -> type:
     """The class registered under ``kind``, or the one at ``package.module:Class``. Raises `ConfigError`, naming
-    ``what`` was asked for, with the known kinds and the nearest match, or with what keeps the class from being used."""
+    ``what`` was asked for, with the known kinds and the nearest match, or with the reason that the class cannot be
+    used."""
     if isinstance(kind, str) and re.match(OUTSIDE, kind):
-        return _outside(kind, what)
+        return _outside(table, kind, what)
     if kind not in table:
         near = difflib.get_close_matches(str(kind), table, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; give {RETIRED[kind]}, which does the same" if kind in RETIRED else hint
         raise ConfigError(f"{what}: {kind!r} is unknown, known are {', '.join(sorted(table))}{hint}")
     module, _, name = table[kind].partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-def _outside(kind: str, what: str) -> type:
+def _outside(table: Mapping[str, str], kind: str, what: str) -> type:
     module, _, name = kind.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -115,11 +131,14 @@ def _outside(kind: str, what: str) -> type:
         raise ConfigError(
             f"{what}: {kind!r} is no frozen dataclass with a field `kind: Literal[...]`; see docs/extending.md"
         )
+    base = next((base for base, of in BASES.items() if of is table), None)
+    if base is not None and not issubclass(found, getattr(importlib.import_module("specjax.interfaces"), base)):
+        raise ConfigError(f"{what}: {kind!r} does not inherit specjax.interfaces.{base}; see docs/extending.md")
     return found
 
 
 def kind_of(cls: type) -> Any:
-    """The kind that a dataclass stands for; None: it says none."""
+    """The kind that a dataclass stands for; None: it has no field `kind`."""
     return next((field.default for field in dataclasses.fields(cls) if field.name == "kind"), None)
 
 
@@ -138,7 +157,7 @@ def build(table: Mapping[str, str], spec: str | Mapping[str, Any], what: str) ->
             near = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
             raise ConfigError(f"{what}.{name}: unknown key of {spec['kind']!r}; {hint}")
-    # A class from outside is asked for by where it is; its own kind is what it is called in results.
+    # A class from outside is named by its module; results name it by its own kind.
     fields = spec if spec["kind"] in table else {**spec, "kind": kind_of(cls)}
     try:
         return _validated(cls, fields, what)
@@ -155,10 +174,11 @@ def build(table: Mapping[str, str], spec: str | Mapping[str, Any], what: str) ->
 
 
 def _validated(cls: type, spec: Mapping[str, Any], what: str) -> Any:
-    """Strictly, as a config's other fields are: a text is no number, and neither is true or a fraction."""
+    """An instance of ``cls``, checked as strictly as a config's other fields: a string is no number, nor is a bool, and
+    a fraction is no whole number."""
     try:
         text = json.dumps(dict(spec))
-    except TypeError:  # an object of Python's, such as a model, has no JSON, and JSON alone takes lists for tuples
+    except TypeError:  # a Python object such as a model has no JSON; only JSON accepts lists for tuples
         found = TypeAdapter(cls).validate_python(dict(spec))
         for name, value in spec.items():
             kind = type(getattr(found, name))
@@ -175,7 +195,7 @@ def _example(kind: str) -> str:
 
 
 def checked(table: Mapping[str, str], instance: Any, what: str) -> Any:
-    """An instance of a registered class with its fields checked as a config's are; one of another class as it is.
+    """``instance`` with its fields checked as a config's are; unchanged if its class is not registered in ``table``.
     Raises `ConfigError` as `build` does."""
     cls = type(instance)
     if table.get(instance.kind) != f"{cls.__module__}:{cls.__qualname__}":
@@ -185,5 +205,5 @@ def checked(table: Mapping[str, str], instance: Any, what: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A scalar of numpy as Python's."""
+    """``value``; a numpy scalar becomes Python's."""
     return getattr(value, "item", lambda: value)() if isinstance(value, numbers.Number) else value

@@ -1,11 +1,12 @@
-"""Logits to logits, row by row, and keyed draws. One transform serves draft, target and the plain baseline.
+"""Sampling parameters applied to logits, row by row, and keyed draws. One transform serves draft, target and plain
+decoding.
 
 Meanings and order are those of transformers: bias and forbidden tokens, repetition penalty (prompt and generated
 tokens), `min_new_tokens`, the user's processor, then temperature, top-k, top-p, min-p. Presence and frequency
 penalties, which it does not have, are vLLM's: over generated tokens alone, after the repetition penalty. vLLM applies
-min-p before top-k and top-p, so that with both the set of top-p can differ.
+min-p before top-k and top-p, so with both, top-p can leave another set.
 
-Dims: B rows, R block rows, L token buffer, N drafted tokens, K draft length, V vocabulary.
+Dims: B rows, R nodes of a block, L token buffer, N proposed tokens, K draft length, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from specjax.interfaces import Context, CoupledNoise, LogitsContext, Noise, SamplingParams, TokenCounts
 from specjax.models.attention.stored import write_rows
 from specjax.proposal import Proposal
-from specjax.types import Context, CoupledNoise, LogitsContext, Noise, SamplingParams, TokenCounts
 
 _CUTS = ("top_k", "top_p", "min_p")
 _STEPS = {
     "penalties": ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_new_tokens"),
     **{name: (name,) for name in _CUTS},
 }
-"""Step of `transform` -> the parameters that ask for it."""
+"""Step of `transform` -> parameters that ask for it."""
 
 
 def argmax(logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:
-    """Index of the largest logit, ties to the lowest; two plain reductions are faster on CPU than one paired one."""
+    """Index of the largest logit, ties to the lowest. Two plain reductions are faster on CPU than one paired one."""
     size = logits.shape[-1]
     index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     at_top = logits == jnp.max(logits, axis=-1, keepdims=True)
@@ -39,8 +40,8 @@ def argmax(logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:
 
 
 def has_distribution(logits: Float[Array, "*B V"]) -> Bool[Array, "*B"]:
-    """Whether there is a distribution to draw from: no NaN, no +inf, and not all -inf."""
-    # NaN is below nothing. A maximum may lose it: XLA's on CPU (jax 0.10) does in all but small reductions.
+    """True if there is a distribution to draw from: no NaN, no +inf, and not all -inf."""
+    # No comparison holds for NaN. A maximum may lose it: XLA's on CPU (jax 0.10) does in all but small reductions.
     return jnp.all(logits < jnp.inf, axis=-1) & jnp.any(logits > -jnp.inf, axis=-1)
 
 
@@ -50,10 +51,10 @@ def transform(
     drafted: Int[Array, "B N"] | Proposal,
     first: int | Int[Array, ""] = 0,
 ) -> Float[Array, "B R V"]:
-    """float32 logits after all sampling parameters, from which tokens are drawn and which are compared. Row r follows
-    node ``first + r`` of a proposal; if ``drafted`` is an array of tokens, a chain, it follows the first ``first + r``
-    of them. Temperature 0 becomes the log of a one-hot (0 at the argmax, -inf elsewhere), so nothing downstream
-    branches on temperature."""
+    """float32 logits after all sampling parameters: tokens are drawn from them, and verifiers compare them. Entry r of
+    axis 1 follows node ``first + r`` of a proposal; if ``drafted`` is an array of tokens, a chain, it follows the first
+    ``first + r`` of them. Temperature 0 becomes the log of a one-hot (0 at the argmax, -inf elsewhere), so nothing
+    downstream branches on temperature."""
     return warp(process(logits, context, drafted, first), context.sampling, context.extras)
 
 
@@ -66,7 +67,7 @@ def process(
     """The first half of `transform`, which can move the argmax: everything but temperature, top-k, top-p and min-p."""
     proposal = drafted if isinstance(drafted, Proposal) else Proposal.chain(context, drafted)
     s = context.sampling
-    # Always, as a model with padded rows always has one.
+    # Always added, since a model with padded head rows always has a bias.
     logits = logits.astype(jnp.float32) + s.bias[:, None]
     penalties = (s.repetition_penalty != 1, s.presence_penalty != 0, s.frequency_penalty != 0, s.min_new_tokens > 0)
     wanted = functools.reduce(jnp.logical_or, penalties)
@@ -88,15 +89,15 @@ def process(
 def _if_any(
     wanted: Bool[Array, " B"], pays: bool | None, change: Callable[[Array], Array], logits: Float[Array, "B R V"]
 ) -> Float[Array, "B R V"]:
-    """``change(logits)``, which leaves rows that do not want it as they are: paid only by batches with a row that does.
-    ``pays``: where that is settled before, see `Context.extras`."""
+    """``change(logits)`` if some row wants it, so that other batches do not pay for it; ``change`` leaves rows that do
+    not want it as they are. ``pays``: the answer, where it is known before, see `Context.extras`."""
     if pays is None:
         return jax.lax.cond(jnp.any(wanted), change, lambda x: x, logits)
     return change(logits) if pays else logits
 
 
 def extras_of(parameters: Collection[str]) -> tuple[str, ...]:
-    """The steps of `transform` that some of these parameters ask for, see `Context.extras`."""
+    """Steps of `transform` that these parameters ask for, see `Context.extras`."""
     return tuple(step for step, names in _STEPS.items() if any(name in parameters for name in names))
 
 
@@ -105,13 +106,13 @@ def _pays(extras: tuple[str, ...] | None, *steps: str) -> bool | None:
 
 
 def count(tokens: Int[Array, "B L"], counted: Bool[Array, "B L"], counts: Int[Array, "B V"]) -> Int[Array, "B V"]:
-    """``counts`` with those of ``tokens`` that are ``counted``."""
+    """The counts, with those of ``tokens`` added that are ``counted``."""
     of_row = jax.vmap(lambda counts, tokens, more: counts.at[tokens].add(more, mode="drop"))
     return of_row(counts, tokens, counted.astype(jnp.int32))
 
 
 def counts_of(context: Context, size: int) -> TokenCounts:
-    """How often each of ``size`` tokens is in the prompts and in what followed them."""
+    """Number of times that each of ``size`` tokens occurs in the prompts and in the generated text."""
     if context.counts is not None:
         return context.counts
     position = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None]
@@ -142,7 +143,7 @@ def _penalised(logits, context: Context, proposal: Proposal, first) -> Float[Arr
     logits = jnp.where(logits > 0, logits / penalty, logits * penalty)
     logits -= jnp.where(generated > 0, each(s.presence_penalty), 0.0)
     logits -= each(s.frequency_penalty) * generated.astype(jnp.float32)
-    # Ids of -1 fill up the list; they index past the end and are dropped.
+    # Ids of -1 pad the list; they index past the end and are dropped.
     stop = jnp.where(context.stop_ids < 0, size, context.stop_ids)
     stops = jax.vmap(lambda ids: jnp.zeros((size,), bool).at[ids].set(True, mode="drop"))(stop)
     new = (context.lengths - context.prompt_lengths)[:, None] + of_nodes(proposal.depth)
@@ -152,8 +153,8 @@ def _penalised(logits, context: Context, proposal: Proposal, first) -> Float[Arr
 def warp(
     logits: Float[Array, "B R V"], sampling: SamplingParams, extras: tuple[str, ...] | None = None
 ) -> Float[Array, "B R V"]:
-    """The second half of `transform`: temperature, then the three cuts. None of them moves the argmax. ``extras``: see
-    `Context`."""
+    """The second half of `transform`: temperature, then top-k, top-p and min-p. None of them moves the argmax.
+    ``extras``: see `Context`."""
     temperature = sampling.temperature[:, None, None]
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
     cut = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
@@ -164,15 +165,15 @@ def warp(
         one_hot = jnp.where(index == argmax(logits)[..., None], jnp.float32(0.0), -jnp.inf)
         return jnp.where(temperature > 0, scaled, jnp.where(has_distribution(logits)[..., None], one_hot, jnp.nan))
 
-    # The argmax over V is paid only by batches that hold a greedy row, where asking costs less than it.
+    # Only batches with a greedy row pay for the argmax over V, if finding that out costs less than the argmax.
     return _if_any(sampling.temperature == 0, None if extras is None else True, with_greedy_rows, scaled)
 
 
 def _cut(
     logits: Float[Array, "B R V"], sampling: SamplingParams, extras: tuple[str, ...] | None
 ) -> Float[Array, "B R V"]:
-    """top-k, then top-p of what it left, then min-p, each where a row asks for it. Tokens that tie with the last one
-    kept are kept. NaN is below nothing, so it stays, for `has_distribution` to find."""
+    """Logits after top-k, then top-p of the tokens it left, then min-p, each where a row asks for it. Tokens equal to
+    the last one kept are kept too. No comparison holds for NaN, so it stays, for `has_distribution` to find."""
     top_k, top_p, min_p = (x[:, None, None] for x in (sampling.top_k, sampling.top_p, sampling.min_p))
 
     def drop(logits, low, wanted):
@@ -189,7 +190,7 @@ def _cut(
 
     logits = _if_any(sampling.top_k > 0, _pays(extras, "top_k"), of_top_k, logits)
     logits = _if_any(sampling.top_p < 1, _pays(extras, "top_p"), of_top_p, logits)
-    # In logarithms, where it takes one maximum and no softmax; -inf without min-p.
+    # In logarithms, min-p takes one maximum and no softmax; log(min_p) is -inf without it.
     if _pays(extras, "min_p") is False:
         return logits
     return drop(logits, logits < jnp.max(logits, axis=-1, keepdims=True) + jnp.log(min_p), min_p > 0)
@@ -198,11 +199,11 @@ def _cut(
 def _threshold(
     values: Float[Array, "B R V"], weights: Float[Array, "B R V"], enough: Float[Array, "B 1 1"]
 ) -> Float[Array, "B R 1"]:
-    """The largest t for which the entries ``values >= t`` weigh ``enough``; -inf if not even all of them do, by
-    rounding. Bit by bit through the floats in their order: 32 passes over V, and no sort."""
+    """The largest t for which the entries ``values >= t`` weigh ``enough``; -inf if, by rounding, not even all of them
+    do. The search goes bit by bit through the floats in their order: 32 passes over V, and no sort."""
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     top = jnp.uint32(1 << 31)
-    # Ordered as the floats are: negative ones turned round, below the others.
+    # Integers in the order of the floats: negative ones reversed, below the others.
     order = jnp.where(bits >= top, ~bits, bits | top)
 
     def add_bit(i, found):
@@ -216,23 +217,23 @@ def _threshold(
 
 
 def fresh_noise(seeds: UInt[Array, "B 2"], lengths: Int[Array, " B"], k: int) -> Noise:
-    """The noise of one block, keyed by (row seed, row length at its start, purpose, offset): never by batch slot or
-    step number, so that a row replays alone; never twice, so that rejected positions are redrawn with independent
-    noise; and not by k."""
+    """The noise of one block, keyed by (row seed, row length at its start, purpose, depth). The key holds no batch slot
+    and no step number, so that a row replays alone; it never comes twice, so that rejected positions are drawn again
+    with independent noise; and it does not depend on k."""
 
     def of_row(seed, length):
         block = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), length)
 
         def words(number):
-            # The key that `fold_in` gives is two words of the cipher, and used as such: no other key is made of it.
+            # The key that `fold_in` gives is two words of the cipher, used as words: no other key is made of it.
             return jax.random.key_data(jax.random.fold_in(block, number))
 
-        # One number for (purpose, offset): the drafts' are 1 and 2, 4 and 5, ...; the target's own token's is 0.
+        # One number for (purpose, depth): proposed tokens have 1 and 2, 4 and 5, ...; the target's own token has 0.
         offsets = 3 * jnp.arange(k, dtype=jnp.uint32)
         return jax.vmap(words)(offsets + 1), jax.vmap(words)(offsets + 2)[:, 0], words(0)
 
     drafts, accepts, following = jax.vmap(of_row)(seeds, lengths)
-    # 24 bits, all that float32 holds below 1 everywhere.
+    # 24 bits, as many as float32 holds everywhere below 1.
     return Noise(drafts, (accepts >> 8).astype(jnp.float32) * 2.0**-24, following)
 
 
@@ -241,7 +242,7 @@ def coupled_noise(seeds: UInt[Array, "B 2"], lengths: Int[Array, " B"], k: int, 
 
     def at(seed, position):
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-        # "high": tokens of probability below 2^-23 stay possible.
+        # "high" keeps tokens of probability below 2^-23 possible.
         return jax.random.gumbel(key, (size,), jnp.float32, mode="high")
 
     positions = lengths[:, None] + jnp.arange(k + 1, dtype=jnp.int32)[None]
@@ -249,8 +250,8 @@ def coupled_noise(seeds: UInt[Array, "B 2"], lengths: Int[Array, " B"], k: int, 
 
 
 def draw(logits: Float[Array, "B V"], noise: UInt[Array, "B 2"] | Float[Array, "B V"] | None) -> Int[Array, " B"]:
-    """One token a row from transformed logits: by inverse CDF from random words, or as the argmax with Gumbel noise
-    added. Without noise (an all-greedy batch), the argmax."""
+    """One token a row, drawn from transformed logits: by inverse CDF from random words, or as the argmax with Gumbel
+    noise added. Without noise (an all-greedy batch), the argmax."""
     if noise is None:
         return argmax(logits)
     if noise.dtype != jnp.uint32:
@@ -264,7 +265,7 @@ def inverse_cdf(weights: Float[Array, "B V"], words: UInt[Array, "B 2"]) -> Int[
     each with 32 random bits of its own. An index of positive weight can be drawn, one of weight zero never.
 
     The distribution over all words differs from the weights' by less than 1e-6 in total variation at V = 152k (a choice
-    is exact but for the rounding of its `shares`; what remains is that of the groups' sums). One float32 uniform
+    is exact but for the rounding of its `shares`; the rest is the rounding of the groups' sums). One float32 uniform
     against float32 cumulative sums is off by 3e-3 there, and never draws most of the tail.
     """
     batch, size = weights.shape
@@ -273,7 +274,7 @@ def inverse_cdf(weights: Float[Array, "B V"], words: UInt[Array, "B 2"]) -> Int[
     weights = jnp.pad(weights, ((0, 0), (0, groups * width - size))).reshape(batch, groups, width)
     group = _choose(jnp.sum(weights, axis=-1), words[:, 0])
     inside = jnp.take_along_axis(weights, group[:, None, None], axis=1)[:, 0]
-    # Without any weight (nothing but NaN, say) the index means nothing, but must be one.
+    # Without any weight (nothing but NaN, say) the index means nothing, but must be in range.
     return jnp.minimum(group * width + _choose(inside, words[:, 1]), size - 1)
 
 
@@ -283,7 +284,7 @@ def _group_width(size: int) -> int:
 
 
 def _choose(weights: Float[Array, "B N"], words: UInt[Array, " B"]) -> Int[Array, " B"]:
-    """The first index whose cumulative share exceeds ``words / 2^32`` of them all, in exact integers."""
+    """The first index whose cumulative share exceeds ``words / 2^32`` of their sum, in exact integers."""
     edges = jnp.cumsum(shares(weights), axis=-1, dtype=jnp.uint32)
     threshold = _high_word(words, edges[:, -1])
     below = jnp.sum(edges <= threshold[:, None], axis=-1, dtype=jnp.int32)
@@ -291,7 +292,7 @@ def _choose(weights: Float[Array, "B N"], words: UInt[Array, " B"]) -> Int[Array
 
 
 def shares(weights: Float[Array, "B N"]) -> UInt[Array, "B N"]:
-    """Each weight as a multiple of 2^-31 of their sum, rounded down, but for a positive one never to nothing."""
+    """Each weight in units of 2^-31 of their sum, rounded down, but a positive one to at least 1."""
     scale = 2.0**31 / jnp.sum(weights, axis=-1, keepdims=True)
     return jnp.where(weights > 0, jnp.maximum(weights * scale, 1.0), 0.0).astype(jnp.uint32)
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import pytest
 
-from specjax.evaluation import teacher
+from specjax.interfaces import Batch, Params
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
 from specjax.testing.toys import ToyModel
-from specjax.types import Batch, Params
+from specjax.training import teacher
 
 NEUTRAL: dict[str, Any] = {
     "temperature": 1.0,
@@ -54,7 +54,7 @@ target_output = jax.jit(teacher.target_output, static_argnums=(0, 3))
 
 
 class Predicted(NamedTuple):
-    """Of a place of a block, in training: `specjax.types.Prediction`."""
+    """Of a place of a block, in training: `specjax.interfaces.Prediction`."""
 
     target_rows: jax.Array
     logits: jax.Array

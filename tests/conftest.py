@@ -42,7 +42,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Where the mathematics is. Not the pytrees: JAX rebuilds those with placeholders and host code with numpy arrays. Of
 # metrics its functions of arrays alone: the distribution tests make counts by the ten thousand.
 CHECKED = ["sampling", "verifiers", "drafters", "models.transformer", "models.layers", "models.products"]
-CHECKED += ["models.rotary", "distill.losses", "distill.distributions"]
+CHECKED += ["models.rotary", "training.losses", "training.distributions"]
 jaxtyping.install_import_hook([f"specjax.{module}" for module in CHECKED], "beartype.beartype")
 
 from specjax import metrics

@@ -24,14 +24,10 @@ from specjax.controllers.fixed import Fixed
 from specjax.decode import programs, scheduler
 from specjax.decode.engine import Engine, EngineParams, NoDraft
 from specjax.decode.programs import Request, compiled_chunk, compiled_prefill
-from specjax.distill import teacher_cache
-from specjax.distill.losses import ForwardKL
-from specjax.distill.step import TrainState, Update
-from specjax.drafters.base import in_training
 from specjax.drafters.draft_model import BoundDraftModel, TrainedDraftModel
 from specjax.drafters.glide import BoundGlide, GlideModel, TrainedGlide
 from specjax.drafters.ngram import NGram
-from specjax.evaluation import evaluate
+from specjax.interfaces import Batch, Reads, TrainingForm
 from specjax.models import cache as cache_lib
 from specjax.models.attention.stored import Sliding
 from specjax.models.config import LayerKind, ModelConfig
@@ -39,9 +35,11 @@ from specjax.models.decode_layout import abstract_layout
 from specjax.models.sharding import ROWS as ROWS_AXES
 from specjax.models.sharding import spec_of, usable
 from specjax.models.transformer import Model
-from specjax.runtime.layout import Layout
 from specjax.testing.toys import neutral_sampling
-from specjax.types import Batch, Reads, TrainingForm
+from specjax.training import evaluate, teacher_cache
+from specjax.training.layout import Layout
+from specjax.training.losses import ForwardKL
+from specjax.training.step import TrainState, Update
 from specjax.verifiers.greedy import Greedy
 from specjax.verifiers.speculative import Speculative
 
@@ -149,7 +147,7 @@ def training(mesh: Mesh | None) -> Iterator[tuple[str, Any, tuple]]:
         out = jax.eval_shape(of_target, target, batch)
         yield (
             f"evaluation {name}",
-            _static(evaluate._sums, in_training(drafter, layout.form()), placed, None),
+            _static(evaluate._sums, drafter.in_training(layout.form()), placed, None),
             (own, target, out, batch),
         )
     yield "teacher's pass", _static(evaluate._target_output, placed, Reads()), (target, batch)

@@ -19,13 +19,14 @@ from typer.testing import CliRunner
 import specjax
 from specjax import cli
 from specjax.config import shipped
+from specjax.costs import calibrations
 from specjax.decode.request import derive_seeds
-from specjax.drafters import loading
 from specjax.errors import ConfigError, ModelError, Stopped
-from specjax.jobs import demo, generate, train
+from specjax.formats import loading
+from specjax.interfaces import TargetInfo
+from specjax.jobs import demo, generate, sweep, train
 from specjax.metrics import DecodeStats, RequestMetrics, cost
 from specjax.models import hf
-from specjax.planning import calibrations
 from specjax.report import generation
 from specjax.runtime.files import write_atomically
 from tests import processes
@@ -89,8 +90,11 @@ def decoders(monkeypatch):
         made.append(drafter)
         return Decoder(target, drafter, verifier, controller)
 
-    class Model(str):
+    class Model(str, TargetInfo):
         tokenizer, dtype = "a tokenizer", "float32"
+
+        def __init__(self, path: str):
+            pass
 
         def free_originals(self) -> None:
             pass
@@ -455,13 +459,38 @@ def test_a_config_of_the_demos_target_needs_a_clone(monkeypatch, tmp_path, comma
 
 def test_the_demo_is_found_from_inside_a_clone(monkeypatch):
     monkeypatch.chdir(ROOT / "tests")
-    asked = []
-    monkeypatch.setattr(demo, "run_demo", asked.append)
-    assert call("demo", "bench.prompts=2", "--debug").exit_code == 0
-    assert asked == [["bench.prompts=2", "--debug"]]
-    root, command = demo.demo_command(["bench.prompts=2"])
-    assert root == ROOT
-    assert command[1:] == ["experiments/run.py", "configs/demo.yaml", "bench.prompts=2"]
+    assert demo.clone() == ROOT
+
+
+def test_the_demo_runs_in_its_clone(monkeypatch):
+    monkeypatch.chdir(ROOT / "tests")
+    ran = []
+    monkeypatch.setattr(
+        demo, "run_one", lambda settings: ran.append((Path.cwd(), settings.bench.prompts, settings.out))
+    )
+    assert call("demo", "bench.prompts=2").exit_code == 0
+    assert ran == [(ROOT, 2, "runs/demo")]
+
+
+def test_run_and_sweep_do_the_main_job(monkeypatch, tmp_path):
+    ran = []
+    monkeypatch.setattr(
+        sweep, "whole_run", lambda config: ran.append((config.seed, config.out)) or {"alpha_after": 0.8}
+    )
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "run.yaml"
+    config.write_text("target: {path: models/target}\ndata: {path: python-stdlib}\nout: here\n")
+    found = call("run", str(config), "seed=3")
+    assert found.exit_code == 0
+    assert "alpha_after" in found.stdout
+    assert ran == [(3, "here")]
+    swept = call("sweep", str(config), "sweep.seed=[1,2]")
+    assert swept.exit_code == 0
+    assert "2 of 2 runs finished" in swept.stdout
+    assert [seed for seed, _ in ran[1:]] == [1, 2]
+    refused = call("run", str(config), "sweep.seed=[1,2]")
+    assert refused.exit_code == 2
+    assert "specjax sweep" in refused.stderr
 
 
 def test_the_demo_without_a_clone_says_what_to_do(monkeypatch, tmp_path):
@@ -513,8 +542,8 @@ def test_generate_says_where_the_costs_are_from_that_its_controller_weighs_with(
 
     monkeypatch.setattr(calibrations, "calibrate", calibrate)
     options = ("generate", "--target", "t", "--ngram", "--prompt", "x", "--temperature", "0.5")
-    found = [call(*options, *more) for more in ((), ("--controller", "survival"), ("--controller", "fixed"))]
-    assert asked == [(name, ["x"], {"temperature": 0.5}) for name in ("adaptive", "survival", "fixed")]
+    found = [call(*options, *more) for more in ((), ("--controller", "confidence"), ("--controller", "fixed"))]
+    assert asked == [(name, ["x"], {"temperature": 0.5}) for name in ("adaptive", "confidence", "fixed")]
     told = "note: costs of blocks read from FILE\n"
     assert [result.stderr.startswith(told) for result in found] == [True, True, False]
 

@@ -439,7 +439,7 @@ def test_a_file_without_sweep_is_one_run_in_out_itself(written):
 
 def test_a_sweep_is_no_single_run_unless_it_is_switched_off(written):
     path = written(SMALLEST + "sweep: {seed: [0, 1]}\n")
-    assert "experiments/run.py" in problem(path)
+    assert "specjax sweep" in problem(path)
     assert load_config(path, ["sweep=null"]).seed == 0
 
 

@@ -18,13 +18,24 @@ from typing import Any
 import pytest
 
 import specjax
-from specjax import registry, types
-from specjax.distill.losses import Divergence
+from specjax import interfaces, registry
+from specjax.training.losses import Divergence
 from specjax.verifiers.chain import ChainVerifier
 
 MODULES = [
-    *("types", "proposal", "sampling", "metrics", "registry", "errors", "drafters.base", "drafters.ngram"),
-    *("drafters.draft_model", "controllers.fixed", "distill.losses"),
+    *(
+        "interfaces.model",
+        "interfaces.decoding",
+        "interfaces.training",
+        "proposal",
+        "sampling",
+        "metrics",
+        "registry",
+        "errors",
+        "drafters.base",
+        "drafters.ngram",
+    ),
+    *("drafters.draft_model", "controllers.fixed", "training.losses"),
     *("verifiers.block", "verifiers.chain", "verifiers.coupled", "verifiers.greedy", "verifiers.lenient"),
     *("verifiers.matching", "verifiers.speculative", "verifiers.top_k", "verifiers.typical"),
     *("decode.decoder", "decode.scheduler", "decode.result", "decode.engine", "decode.programs", "decode.arguments"),
@@ -85,7 +96,7 @@ FUNCTIONS = [pytest.param(thing, id=name) for name, thing in public() if inspect
 def is_said_elsewhere(thing: Any) -> bool:
     """Whether a member without a docstring is one that a protocol, or the base class of its rule, describes."""
     name = getattr(thing.fget if isinstance(thing, property) else thing, "__name__", "")
-    bases = [types.Verifier, types.Loss, ChainVerifier, Divergence]
+    bases = [interfaces.Verifier, interfaces.Loss, ChainVerifier, Divergence]
     return not thing.__doc__ and any(getattr(vars(base).get(name), "__doc__", None) for base in bases)
 
 

@@ -8,7 +8,7 @@ import pytest
 import training_throughput
 from training_throughput import Turn, Turns, figures
 
-from tests.distill import toys
+from tests.training import toys
 
 
 def test_figures_are_medians_of_plain_turns_with_saves_spread_and_evaluations_apart():

@@ -12,20 +12,20 @@ import pytest
 from specjax import config
 from specjax.data.rows import ConcatenatedRows
 from specjax.decode.decoder import Decoder
-from specjax.distill.distributions import top_k_logits
-from specjax.distill.losses import ForwardKL
-from specjax.distill.optimizer import make_optimizer
-from specjax.distill.step import Update, start_state
 from specjax.drafters.draft_model import DraftModel, TrainedDraftModel
 from specjax.drafters.ngram import NGram
 from specjax.evaluation import forced
-from specjax.evaluation.evaluate import evaluate
+from specjax.interfaces import Batch, TargetView
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
-from specjax.runtime.layout import ONE_DEVICE
 from specjax.testing.toys import context, neutral_sampling
-from specjax.types import Batch, TargetView
+from specjax.training.distributions import top_k_logits
+from specjax.training.evaluate import evaluate
+from specjax.training.layout import ONE_DEVICE
+from specjax.training.losses import ForwardKL
+from specjax.training.optimizer import make_optimizer
+from specjax.training.step import Update, start_state
 from tests.cases import in_proof
 
 SPEC = Model(ModelConfig(40, 16, 24, 1, 2, 1, 8, 256, tie_embeddings=False))

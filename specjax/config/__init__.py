@@ -1,9 +1,9 @@
 """The typed schema of a run. OmegaConf reads YAML and ``a.b=v`` overrides, pydantic validates; errors name the field.
 
 A run is a target, data, a draft to train, and how to measure decoding. Every section has defaults except ``target``
-and ``data``, so a config file says only what is particular to it. A file may also carry ``sweep:``, a mapping from
-dotted fields to lists of values; `load_sweep` expands the product. A loss, a drafter or anything else that is set to
-another kind by an override or a sweep loses the fields of the kind before. Interpolation inside the file is allowed;
+and ``data``, so a config file holds only what differs from them. A file may also carry ``sweep:``, a mapping from
+dotted fields to lists of values; `load_sweep` expands the product. An override or a sweep that sets a loss, a drafter
+or anything else to another kind drops the fields of the kind before. Interpolation inside the file is allowed;
 resolvers, which read the environment, are not: a config says everything about its run.
 """
 

@@ -1,4 +1,4 @@
-"""Types of single fields: bounds, names in a registry, and the checks that a bound does not say."""
+"""Types of single config fields: bounds, names in a registry, and checks that a bound cannot express."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _kinds(table: Mapping[str, str]) -> dict[str, Any]:
 
 
 def kind_in(table: Mapping[str, str]) -> Any:
-    """A name in a registry. Known names are not imported here: the table alone decides."""
+    """Type of a name in a registry. A name in the table is accepted without importing its class."""
 
     def known(kind: str) -> str:
         if kind not in table:
@@ -38,7 +38,7 @@ def _try(table: Mapping[str, str], spec: Any) -> None:
 
 
 def buildable(table: Mapping[str, str]) -> Any:
-    """A kind in a registry at its defaults, or a mapping ``{kind: ..., field: value}``."""
+    """Type of a kind in a registry at its defaults, or of a mapping ``{kind: ..., field: value}``."""
 
     def known(spec: Any) -> Any:
         if spec is not None:
@@ -51,7 +51,7 @@ def buildable(table: Mapping[str, str]) -> Any:
 
 
 def path_or(table: Mapping[str, str]) -> Any:
-    """Text, or a mapping ``{kind: ..., field: value}`` of a registered kind."""
+    """Type of a text, or of a mapping ``{kind: ..., field: value}`` of a registered kind."""
 
     def known(spec: Any) -> Any:
         if isinstance(spec, str):
@@ -91,5 +91,5 @@ NonNegative = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
 Directory = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
-"""One to write to; `~` is the user's own, as in a shell."""
+"""Directory to write to; `~` is the user's home, as in a shell."""
 Axis = Annotated[int, Field(ge=-1), AfterValidator(_no_zero)]

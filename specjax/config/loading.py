@@ -1,7 +1,7 @@
-"""YAML and ``a.b=v`` overrides in, a validated dataclass or one-line problems out; knows no particular schema.
+"""Turns YAML and ``a.b=v`` overrides into a validated dataclass, or into one-line problems, for any schema.
 
-A *field* is a dotted path. OmegaConf merges and interpolates, pydantic validates strictly: a string is no number, a
-fraction no count, and nothing is coerced in silence.
+A *field* is a dotted path. OmegaConf merges and interpolates. Pydantic validates strictly and coerces nothing: it takes
+no string for a number and no fraction for a count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def read(path: str | Path, overrides: Sequence[str], schema: type) -> DictConfig:
-    """File and overrides merged (`merged`), not yet resolved."""
+    """Read a file and merge the overrides into it (`merged`); interpolations stay unresolved."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -49,7 +49,7 @@ def read(path: str | Path, overrides: Sequence[str], schema: type) -> DictConfig
         raise ConfigError(f"{path}: a list at the top, expected a mapping from field to value")
     if not raw:
         raise ConfigError(f"{path}: empty, expected a mapping from field to value")
-    # Put together before they meet the file: a kind may come after the fields that are meant for it.
+    # Overrides are merged with each other first: a kind may be set after the fields that belong to it.
     together, ones = OmegaConf.create(), []
     for override in overrides:
         key, equals, _ = override.partition("=")
@@ -61,7 +61,7 @@ def read(path: str | Path, overrides: Sequence[str], schema: type) -> DictConfig
     raw = _less_replaced(raw, together, schema)
     for override, one in zip(overrides, ones, strict=True):
         with _named(override):
-            OmegaConf.merge(raw, one)  # alone, so that what does not go is known
+            OmegaConf.merge(raw, one)  # one at a time, so that an error names its override
     raw = typing.cast(DictConfig, OmegaConf.merge(raw, together))
     for field, text in _strings("", unresolved(raw)):
         if _calls_resolver(text):
@@ -74,7 +74,7 @@ def read(path: str | Path, overrides: Sequence[str], schema: type) -> DictConfig
 
 @contextlib.contextmanager
 def _named(override: str) -> Iterator[None]:
-    """Name what does not go by the override that asks for it."""
+    """Turn an error of the block into a `ConfigError` that names the override."""
     try:
         yield
     except yaml.YAMLError as error:
@@ -88,14 +88,14 @@ def _named(override: str) -> Iterator[None]:
 
 
 def merged(raw: DictConfig, changes: DictConfig, schema: type) -> DictConfig:
-    """``changes`` over ``raw``, field by field; but a mapping that is of one ``kind`` is replaced whole by one of
-    another, whose fields are not the same, and any mapping by an empty one. (A section of ``schema`` has one set of
-    fields, whatever kind it names.)"""
+    """``changes`` merged over ``raw``, field by field. A mapping is replaced whole by an empty one, and by one of
+    another ``kind``, which has other fields. A section of ``schema`` is never replaced: its fields are the same for
+    every kind."""
     return typing.cast(DictConfig, OmegaConf.merge(_less_replaced(raw, changes, schema), changes))
 
 
 def _less_replaced(raw: DictConfig, changes: DictConfig, schema: type) -> DictConfig:
-    """``raw`` without the mappings that ``changes`` replace whole."""
+    """``raw`` without the mappings that ``changes`` replaces whole."""
     raw, sections = copy.deepcopy(raw), sections_of(schema)
     for field in _replaced("", unresolved(raw), unresolved(changes)):
         if field not in sections:
@@ -104,7 +104,7 @@ def _less_replaced(raw: DictConfig, changes: DictConfig, schema: type) -> DictCo
 
 
 def _replaced(field: str, old: Any, new: Any) -> Iterator[str]:
-    """Fields, outer ones first, of which ``new`` is empty or has another kind than ``old``."""
+    """Fields, outer ones first, whose mapping in ``new`` is empty or of another kind than in ``old``."""
     if isinstance(old, dict) and isinstance(new, dict):
         emptied = bool(field and old and not new)
         if emptied or old.get("kind", new.get("kind")) != new.get("kind", old.get("kind")):
@@ -114,8 +114,8 @@ def _replaced(field: str, old: Any, new: Any) -> Iterator[str]:
 
 
 def validate(path: str | Path, raw: DictConfig, schema: type[T], sources: Mapping[str, str]) -> T:
-    """``raw``, resolved, as an instance of the dataclass ``schema``. ``sources`` says of an overridden field where its
-    value came from. Raises `ConfigError`, one line a problem."""
+    """``raw``, resolved, as an instance of the dataclass ``schema``. ``sources``: overridden field -> origin of its
+    value, in words. Raises `ConfigError` with one line for each problem."""
     try:
         values = OmegaConf.to_container(raw, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -128,9 +128,9 @@ def validate(path: str | Path, raw: DictConfig, schema: type[T], sources: Mappin
         return TypeAdapter(schema).validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         found: list[dict[str, Any]] = [dict(problem) for problem in error.errors()]
-        # Of a default that depends on a field that is wrong.
+        # A default that depends on a wrong field is no problem of its own.
         found = [problem for problem in found if problem["type"] != "default_factory_not_called"]
-        # A list whose items are wrong is called too short as well.
+        # Pydantic also calls a list with wrong items too short.
         inner = {problem["loc"][:-1] for problem in found}
         found = [problem for problem in found if problem["type"] != "too_short" or problem["loc"] not in inner]
         problems = [_problem(problem, schema, sources) for problem in found]
@@ -165,7 +165,7 @@ def _problem(problem: dict[str, Any], schema: type, sources: Mapping[str, str]) 
 
 
 def unknown_key(schema: type, field: str) -> str:
-    """The message, with the nearest key: beside the unknown one first, then of the same name elsewhere."""
+    """Message for an unknown key, with the nearest known one: in the same section, else of the same name elsewhere."""
     known = known_fields(schema)
     section, _, name = field.rpartition(".")
     siblings = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == section]
@@ -180,17 +180,17 @@ def unknown_key(schema: type, field: str) -> str:
 
 
 def unresolved(raw: DictConfig) -> dict[str, Any]:
-    """As written, interpolations included."""
+    """Settings as written, with interpolations in place."""
     return typing.cast(dict[str, Any], OmegaConf.to_container(raw, resolve=False))
 
 
 def sources_of(overrides: Sequence[str]) -> dict[str, str]:
-    """Overridden field -> what to say about where it came from."""
+    """Overridden field -> origin of its value, in words."""
     return {override.partition("=")[0].strip(): f"the override {override!r}" for override in overrides}
 
 
 def _fields(section: type) -> dict[str, type | None]:
-    """Field -> the section it holds, or None."""
+    """Field -> dataclass of the section that it holds, or None."""
     found: dict[str, type | None] = {}
     for name, hint in typing.get_type_hints(section).items():
         choices = typing.get_args(hint) or (hint,)
@@ -199,7 +199,7 @@ def _fields(section: type) -> dict[str, type | None]:
 
 
 def known_fields(section: type, prefix: str = "") -> list[str]:
-    """Every dotted field, sections included."""
+    """Dotted names of all fields, sections included."""
     known = []
     for name, inner in _fields(section).items():
         known.append(prefix + name)
@@ -209,13 +209,13 @@ def known_fields(section: type, prefix: str = "") -> list[str]:
 
 
 def sections_of(schema: type, prefix: str = "") -> set[str]:
-    """The dotted fields that are sections."""
+    """Dotted names of the fields that are sections."""
     inner = {f"{prefix}{name}": section for name, section in _fields(schema).items() if section is not None}
     return set(inner).union(*(sections_of(section, f"{name}.") for name, section in inner.items()))
 
 
 def leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(field, value) of everything that is not a mapping."""
+    """Pairs (field, value) of all values that are not mappings."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from leaves(f"{prefix}.{key}" if prefix else str(key), inner)
@@ -233,7 +233,7 @@ def _strings(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _calls_resolver(text: str) -> bool:
-    """Inside ``${...}`` a colon separates a resolver from its arguments; it has no other use there."""
+    """True if a text calls a resolver: inside ``${...}`` a colon stands only between a resolver and its arguments."""
     depth = 0
     for position, character in enumerate(text):
         depth += text.startswith("${", position)
@@ -244,7 +244,7 @@ def _calls_resolver(text: str) -> bool:
 
 
 def headline(error: Exception) -> str:
-    """OmegaConf's and the system's messages say what went wrong in their first line, then where in their own terms."""
+    """First line of an error's message: it says what went wrong. OmegaConf and the system say where in later lines."""
     return str(error).partition("\n")[0]
 
 

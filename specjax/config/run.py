@@ -1,4 +1,4 @@
-"""The whole config: its sections, and what one of them asks of another."""
+"""The whole config: its sections, and the checks of one section against another."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class RunConfig:
     """The model to accelerate."""
     data: Data
     """Text to train on and to measure on."""
-    # Made when asked for: a loss is checked by its class, which needs JAX.
+    # Made on demand: the check of a loss imports its class, which needs JAX.
     draft: Draft = dataclasses.field(default_factory=Draft)
     """The model that proposes."""
     distill: Stage = dataclasses.field(default_factory=Stage)
     """The distillation of the draft."""
     control: Control = Control()
-    """Cross-entropy training of the same length, to compare with."""
+    """Cross-entropy training of the same length, to compare the distillation with."""
     selection: Selection = Selection()
-    """Decoding with the draft at its evaluations, and what follows from that."""
+    """Decoding with the draft at every evaluation, to select a checkpoint or to stop early."""
     mesh: Mesh = Mesh()
     """Devices that train together."""
     distributed: Distributed = Distributed()
@@ -47,22 +47,22 @@ class RunConfig:
     bench: Bench = Bench()
     """The benchmark of decoding."""
     sampling: Sampling = Sampling()
-    """Sampling parameters of all decoding in the run, beside the temperature."""
+    """Sampling parameters of all decoding in the run, apart from the temperature."""
     certify: Certify = Certify()
     """Checks that the output is the target's."""
     verifier: buildable(VERIFIERS) = "speculative"  # pyright: ignore[reportInvalidTypeForm]
-    """A kind, or `{kind: lenient, lenience: 0.5}` and the like."""
+    """Rule that accepts proposed tokens: a kind, or a mapping such as `{kind: lenient, lenience: 0.5}`."""
     require_lossless: bool = False
     """Refuse a verifier that changes the target's distribution."""
     logging: Logging = Logging()
-    """Places for training records beside `log.jsonl`."""
+    """Destinations of training records besides `log.jsonl`."""
     compile_cache: bool = True
     """Keep compiled programs in the user's cache directory for the next run; `SPECJAX_COMPILE_CACHE=0` turns it off for
     all runs."""
     seed: NonNegative = 0
-    """Every random choice of the run follows from it."""
+    """Seed of every random choice of the run."""
     out: Directory = "runs/run"
-    """Where everything of this run goes: checkpoints, logs, the draft, the report."""
+    """Directory of all that the run writes: checkpoints, logs, the draft, the report."""
 
     @model_validator(mode="after")
     def _rates_fit_the_start(self) -> RunConfig:
@@ -84,8 +84,8 @@ class RunConfig:
     @model_validator(mode="after")
     def _losses_take_the_cache(self) -> RunConfig:
         stages = [stage for stage in (self.draft.pretrain, self.distill) if stage.teacher == "cached"]
-        # Of a draft that reads hidden states those are kept, which hold all of it.
-        if stages and not getattr(resolve(DRAFTS, self.draft.kind, "draft.kind"), "keeps_hidden", False):
+        # For a draft that reads hidden states the cache holds those, which give the whole distribution.
+        if stages and not resolve(DRAFTS, self.draft.kind, "draft.kind").keeps_hidden:
             for stage in stages:
                 stage.refuse_lossy_cache()
         return self
@@ -93,8 +93,7 @@ class RunConfig:
     @model_validator(mode="after")
     def _verifier_fits(self) -> RunConfig:
         asked = {"bench": self.bench.temperatures, "selection": self.selection.temperatures or ()}
-        # A verifier without randomness keeps the most likely token, which is the target's distribution at temperature 0
-        # only.
+        # A verifier without randomness emits the most likely token: the target's distribution at temperature 0 only.
         verifier = build(VERIFIERS, self.verifier, "verifier")
         for section, temperatures in asked.items():
             sampled = [t for t in temperatures if t > 0]
@@ -113,7 +112,7 @@ class RunConfig:
 
 
 def completed(raw: DictConfig) -> DictConfig:
-    """The settings with what a `draft.pretrain` that is given in part is by default, which no other stage is."""
+    """The settings with a partly given `draft.pretrain` filled in; its defaults are not those of other stages."""
     select = functools.partial(OmegaConf.select, raw, throw_on_resolution_failure=False)
     given = select("draft.pretrain")
     if not isinstance(given, DictConfig):
@@ -138,14 +137,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         The validated run.
 
     Raises:
-        ConfigError: the file is no valid run; one line a problem: file, field, value, what was expected, the nearest
-            key for unknown ones.
+        ConfigError: the file is no valid run; one line for each problem: file, field, value, what was expected, and
+            for an unknown key the nearest known one.
     """
     raw = loading.read(path, overrides, RunConfig)
     if raw.get("sweep") is not None:
-        raise ConfigError(
-            f"{path}: sweep: this file describes many runs; use experiments/run.py, or override sweep=null"
-        )
+        raise ConfigError(f"{path}: sweep: this file describes many runs; use `specjax sweep`, or override sweep=null")
     raw.pop("sweep", None)
     return loading.validate(path, completed(raw), RunConfig, loading.sources_of(overrides))
 
@@ -156,7 +153,7 @@ def json_schema() -> dict[str, Any]:
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["properties"]["sweep"] = {
         "type": ["object", "null"],
-        "description": "Dotted fields, each with the values to run; the product is run by experiments/run.py.",
+        "description": "Dotted fields, each with the values to run; `specjax sweep` runs their product.",
         "additionalProperties": {"type": "array", "minItems": 1},
     }
     return schema

@@ -1,4 +1,4 @@
-"""The points of a `sweep:`, each a config of its own or the reason why it is none."""
+"""The points of a `sweep:`, each with its config or the error that makes it invalid."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from specjax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class SweepRun:
-    """One point of a sweep: either ``config`` or ``error`` is set. ``id`` names the whole configuration but ``out`` and
-    stays the same when the sweep grows; ``out`` is this run's directory."""
+    """One point of a sweep: either ``config`` or ``error`` is set. ``id``: digest of the whole configuration without
+    ``out``; it stays the same when the sweep grows. ``out``: directory of this run."""
 
     id: str
     overrides: dict[str, Any]
@@ -31,11 +31,11 @@ class SweepRun:
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> list[SweepRun]:
-    """Every run of the file: the product of its ``sweep`` in file order, the last field varying fastest. Without
-    ``sweep`` the one run it describes, in ``out`` itself; in a sweep each run has a directory under ``out``.
+    """All runs of a file: the product of its ``sweep`` in file order, the last field varying fastest; each run has a
+    directory under ``out``. Without ``sweep``: the one run that the file describes, in ``out`` itself.
 
-    A point that does not validate carries its error and leaves the others alone. Raises `ConfigError` if the file or
-    the sweep itself is wrong, or if no point is valid.
+    An invalid point carries its error and does not affect the others. Raises `ConfigError` if the file or the sweep
+    itself is wrong, or if no point is valid.
     """
     raw = loading.read(path, overrides, RunConfig)
     sweep = _sweep_values(path, raw.pop("sweep", None))
@@ -58,7 +58,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> list[SweepRun
 
 
 def _sweep_values(path: str | Path, sweep: DictConfig | None) -> dict[str, list[Any]]:
-    """``sweep`` as dotted field -> values; nested mappings, which overrides produce, are flattened."""
+    """``sweep`` as dotted field -> values. Overrides produce nested mappings; these are flattened."""
     if sweep is None:
         return {}
     if not isinstance(sweep, DictConfig) or not sweep:

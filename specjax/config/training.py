@@ -1,4 +1,4 @@
-"""What is trained, on what, how and on which devices: the sections of a config before anything is measured."""
+"""Sections of a config for training: target, data, draft, its stages, devices and logs."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from specjax.registry import DATA, DRAFTS, INITS, LOSSES, OUTSIDE, build
 
 @dataclass(frozen=True, config=STRICT)
 class Architecture:
-    """Sizes of a model to train from scratch or to cut from the target. A target is a Llama; a draft is of its target's
-    family and has the target's vocabulary."""
+    """Sizes of a model to train from scratch or to cut from the target. A target is a Llama. A draft has the family and
+    the vocabulary of its target."""
 
     hidden_size: Positive = 128
     intermediate_size: Positive = 384
     num_layers: Positive = 2
     num_heads: Positive | None = None
-    """None: of a draft that is cut from the target or reads it all of the target's, else 4."""
+    """Number of attention heads. None: the target's for a draft that is cut from the target or reads it, else 4."""
     num_kv_heads: Positive | None = None
-    """None: as few for each of `num_heads` as the target has, of random weights one each."""
+    """Number of key-value heads. None: in the target's ratio to `num_heads`; with random weights, one for each head."""
     head_dim: Positive | None = None
-    """Features of a head; None: hidden_size / num_heads, of a draft cut from the target the target's."""
+    """Features of a head. None: the target's for a draft cut from the target, else hidden_size / num_heads."""
 
     def filled(self, num_heads: int = 4, num_kv_heads: int = 4, head_dim: int | None = None) -> Architecture:
-        """With heads as these where it says nothing. Raises `ConfigError` for sizes that do not go together."""
+        """The sizes with these heads in place of None. Raises `ConfigError` for sizes that do not fit together."""
         heads = self.num_heads or num_heads
         kv_heads = self.num_kv_heads or max(1, heads * num_kv_heads // num_heads)
         features = self.head_dim or head_dim
@@ -57,9 +57,9 @@ class Architecture:
     @model_validator(mode="after")
     def _heads_fit(self) -> Architecture:
         if self.num_heads is None or self.num_kv_heads is None:
-            return self  # asked again when it is `filled`
+            return self  # checked again once it is `filled`
         if self.hidden_size % self.num_heads:
-            # With a head_dim of its own it need not be; but transformers would refuse to load the draft.
+            # A model with its own head_dim could do without, but transformers would refuse to load the draft.
             raise ValueError(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
         if self.head_dim is not None:
             if self.head_dim % 2:
@@ -76,7 +76,7 @@ class Architecture:
 
 @dataclass(frozen=True, config=STRICT)
 class Start:
-    """Defaults that do not undo what the draft's first weights know."""
+    """Training defaults that do not undo what the draft's first weights have learned."""
 
     learning_rate: float
     pretrain_steps: int
@@ -88,15 +88,15 @@ STARTS = {
     "layers": Start(3e-4, 300),
     "checkpoint": Start(1e-4, 0),
 }
-"""By kind of `draft.init`; another kind counts as trained weights."""
+"""Kind of `draft.init` -> training defaults; another kind counts as trained weights."""
 STARTS_OF_KINDS = dict.fromkeys({*DRAFTS} - {"draft_model"}, Start(1e-3, 0))
-"""By `draft.kind`, of a draft that is cut from its target: one that reads the target has seen the text already."""
+"""`draft.kind` -> training defaults of a draft cut from its target: it needs no pretraining, as it reads the target."""
 INIT_WORDS = {"target": "pruned", "scratch": "scratch"}
-"""Short for these kinds; a directory of such a name is ./target."""
+"""Word for `draft.init` -> kind that it stands for; a directory of that name is given as ./target."""
 
 
 def start_of(init: Any, kind: Any = None) -> Start:
-    """What is right for a draft of that `draft.init` and `draft.kind`, if nothing is said."""
+    """Training defaults of a draft with this `draft.init` and `draft.kind`."""
     if kind in STARTS_OF_KINDS and init in (None, "target"):
         return STARTS_OF_KINDS[kind]
     if isinstance(init, Mapping):
@@ -109,42 +109,43 @@ class Optimizer:
     """AdamW or Muon, with linear warm-up, a schedule, decoupled decay, and clipping by the global norm."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """`muon` orthogonalises the steps of the matrices inside the layers; embeddings, head and vectors stay with AdamW,
-    whose learning rate suits both."""
+    """`muon` orthogonalises the steps of the matrices inside the layers; embeddings, head and vectors stay with AdamW.
+    AdamW's learning rate suits both."""
     learning_rate: Rate | None = None
-    """At the peak. None: what is safe for the weights that the draft starts from (`draft.init`): 3e-3 for random ones,
-    1e-3 for those cut from the target, 3e-4 for layers of the target, 1e-4 for trained ones. For a target, 3e-3."""
+    """Learning rate at the peak of the schedule. None: a safe one for the draft's first weights (`draft.init`): 3e-3
+    for random ones, 1e-3 for those cut from the target, 3e-4 for layers of the target, 1e-4 for trained ones; 3e-3 for
+    a target."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """After the warm-up, down to `final_scale` of the peak: as a cosine, along a line, not at all, or along a line in
-    the last `decay_share` of the steps only (warm-up, stable, decay)."""
+    """Fall of the learning rate after the warm-up, down to `final_scale` of the peak: as a cosine, along a line, not at
+    all, or along a line in the last `decay_share` of the steps only (warm-up, stable, decay)."""
     warmup_steps: NonNegative = 50
     decay_share: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Of the steps; for `schedule: wsd`."""
+    """Share of the steps in which the learning rate decays; for `schedule: wsd`."""
     final_scale: Annotated[float, Field(ge=0, le=1)] = 0.05
     weight_decay: Annotated[float, Field(ge=0)] = 0.05
-    """Of matrices; norm scales and biases do not decay."""
+    """Weight decay of matrices; norm scales and biases do not decay."""
     decay_embeddings: bool = True
     b1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     b2: Annotated[float, Field(ge=0, lt=1)] = 0.98
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay of an average of the weights over the steps (0.999, say). It is then the average that is evaluated and that
-    the stage results in."""
+    """Decay of an average of the weights over the steps, such as 0.999. The stage then evaluates the average and ends
+    with it. None: no average."""
 
     @property
     def peak(self) -> float:
-        """`learning_rate`, outside of a run that of random weights."""
+        """Learning rate at the peak; outside of a run, which fills in None, that of random weights."""
         return STARTS["scratch"].learning_rate if self.learning_rate is None else self.learning_rate
 
 
 @dataclass(frozen=True, config=STRICT)
 class Hub:
-    """What is read of a data set on the hub (`data.path: hf:NAME`)."""
+    """Part of a data set on the hub to read (`data.path: hf:NAME`)."""
 
     subset: str | None = None
-    """Its configuration, where it has several."""
+    """Configuration of the data set, if it has several."""
     split: Name = "train"
-    """As the `datasets` library reads it: `train`, `train[:10%]`, ..."""
+    """Split in the notation of the `datasets` library: `train`, `train[:10%]`, ..."""
     revision: str | None = None
     """Branch, tag or commit."""
 
@@ -160,42 +161,43 @@ class Data:
     """Text to train on and to measure on."""
 
     path: Name
-    """`python-stdlib`; a text, .jsonl or .parquet file, or a directory of them; or `hf:NAME`, a data set on the hub or
-    a directory that the `datasets` library loads. A record has `text`, or `prompt` and `completion`, or a chat
-    (`messages`; ShareGPT's `conversations`; Alpaca's `instruction`, `input`, `output`), and perhaps `source`, a
-    label."""
+    """`python-stdlib`; a text, .jsonl or .parquet file, or a directory of them; or `hf:NAME`, for a data set on the hub
+    or a directory that the `datasets` library loads. A record has `text`, or `prompt` and `completion`, or a chat
+    (`messages`; ShareGPT's `conversations`; Alpaca's `instruction`, `input`, `output`), and perhaps a label,
+    `source`."""
     hub: Hub = Hub()
     columns: dict[Column, Name] = dataclasses.field(default_factory=dict)
-    """Where the records have other names: `{prompt: question, completion: answer}`. What is not named is not read."""
+    """Names of these fields in the records, if they differ: `{prompt: question, completion: answer}`. Then only named
+    fields, and `source`, are read."""
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Share of the documents kept from training, chosen by content hash; all of a long text file is one document. Of
-    few documents at least one, of a single long file its end."""
+    """Share of the documents withheld from training, chosen by content hash; a long text file is one document. Of
+    few documents at least one is held out; of a single long file, its end."""
     seq_len: Annotated[int, Field(ge=8)] = 256
     prompt_weight: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """How much the prediction of a prompt's tokens counts; 0: prompts are masked, 1: they count like any text."""
+    """Weight of the prediction of a prompt's tokens; 0: prompts are masked, 1: they count like any text."""
     on_bad: Literal["error", "skip"] = "error"
-    """Malformed lines, text that is not UTF-8, empty shards, documents shorter than two tokens: stop, or count and
-    skip."""
+    """Response to malformed lines, text that is not UTF-8, empty shards and documents shorter than two tokens: stop, or
+    count and skip them."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class Target:
-    """The model to accelerate: ``path`` of a trained one, or the ``architecture`` of one to train from scratch."""
+    """The model to accelerate: the ``path`` of a trained one, or the ``architecture`` of one to train from scratch."""
 
     path: Name | None = None
     """A Hugging Face directory or hub id. None: train one from scratch on `data`, of the shape `architecture`."""
     revision: str | None = None
     family: Annotated[str, Field(pattern=OUTSIDE)] | None = None
-    """Where a model family of yours is, `package.module:NAME`; None: it is one of specjax/models/families."""
+    """Model family of your own, as `package.module:NAME`; None: one of specjax/models/families."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of its weights and computations. None: float32 on CPU and for `specjax certify`, bfloat16 on accelerators."""
+    """Dtype of weights and computations. None: float32 on CPU and for `specjax certify`, bfloat16 on accelerators."""
     quantize: Literal["int8", "int4"] | None = None
-    """How its kernels are stored, made as it is loaded; it is another model then, to which decoding is exact."""
+    """Number format that kernels are quantised to on loading; decoding is then exact for the quantised model."""
     kv_cache: Literal["int8"] | None = None
-    """How decoding keeps its keys and values, in 8 bits with a scale for each vector: another model, too."""
+    """Number format of cached keys and values: 8 bits, with a scale for each vector; this too is another model."""
     architecture: Architecture | None = None
     vocab_size: Annotated[int, Field(ge=257)] = 2048
-    """Of the byte-level BPE trained with a target from scratch; a loaded target brings its own."""
+    """Size of the byte-level BPE vocabulary trained with a target from scratch; a loaded target brings its own."""
     steps: NonNegative = 0
     batch_size: Positive = 16
     optimizer: Optimizer = Optimizer()
@@ -223,66 +225,68 @@ class Stage:
     """One training stage of the draft: data, a loss, a number of steps, an optimizer."""
 
     loss: buildable(LOSSES) = "forward_kl"  # pyright: ignore[reportInvalidTypeForm]
-    """A kind, or `{kind: jensen_shannon, beta: 0.3}` and the like; docs/losses.md lists them."""
+    """Loss: a kind, or a mapping such as `{kind: jensen_shannon, beta: 0.3}`; docs/losses.md lists the kinds."""
     steps: NonNegative | None = None
-    """None: 500, or those of `epochs`. May be raised when the stage goes on, where the learning rate of the steps taken
-    does not depend on it: `schedule: constant`, or `wsd` before its decay."""
+    """Number of steps. None: 500, or the number that follows from `epochs`. A stage that goes on may take more steps
+    than it began with, if the learning rate of the steps taken does not depend on their number: `schedule: constant`,
+    or `wsd` before its decay."""
     epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Instead of `steps`: so often all rows of the stage's data."""
+    """Number of times that the stage reads all rows of its data, instead of `steps`."""
     batch_size: Positive = 16
-    """Rows of a step, over all devices."""
+    """Number of rows of a step, over all devices."""
     micro_batch_size: Positive | None = None
-    """Rows at a time, of which a step adds up the gradients. None: as many as fit the device's memory (`specjax plan
-    --memory`), on CPU as many as stay in its cache."""
+    """Number of rows computed at a time; a step adds up their gradients. None: as many as fit the device's memory
+    (`specjax plan --memory`), on CPU as many as stay in its cache."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the draft's forward and backward pass; None: bfloat16 on accelerators, float32 on CPU. Weights, optimizer and
-    loss are float32 in any case."""
+    """Dtype of the draft's forward and backward pass. None: bfloat16 on accelerators, float32 on CPU. Weights,
+    optimizer and loss are float32 in any case."""
     remat: bool | None = None
-    """Compute each layer's activations again in the backward pass instead of keeping them; None: on accelerators, where
+    """Compute each layer's activations again in the backward pass instead of storing them. None: on accelerators, if
     the draft can."""
     scan_layers: bool = False
-    """One program for all layers of a kind instead of one each: compiles sooner, for a copy of the weights."""
+    """Share one program among all layers of a kind: it compiles sooner, at the price of a copy of the weights."""
     optimizer: Optimizer = Optimizer()
     eval_every: Positive = 100
     eval_positions: Positive = 8_192
-    """Held-out positions of the acceptance measured as training goes; the final figures use `eval.positions`."""
+    """Number of held-out positions that acceptance is measured on in training; the final figures use
+    `eval.positions`."""
     save_every: Positive = 100
     skip_non_finite: NonNegative = 0
-    """Steps that may be left out, and counted in the log, because their loss or gradient is NaN or infinite."""
+    """Most steps that may be skipped because their loss or gradient is NaN or infinite; the log counts them."""
     profile: Annotated[tuple[Positive, Positive], AfterValidator(ascending)] | None = None
-    """First and last step that `jax.profiler` traces, into `profile` in the stage's directory."""
+    """First and last step that `jax.profiler` traces; the trace is written to `profile` in the stage's directory."""
     data: buildable(DATA) = "text"  # pyright: ignore[reportInvalidTypeForm]
-    """`text`; `{kind: generated, ...}`: continuations by the target; `{kind: on_policy, share: 0.5, every: 100, ...}`:
-    in part the draft's own."""
+    """Training data: `text`; `{kind: generated, ...}`, continuations by the target; or `{kind: on_policy, share: 0.5,
+    every: 100, ...}`, in part continuations by the draft."""
 
     teacher: Literal["online", "cached"] = "online"
-    """Where the target's logits come from: its forward in every step, or a pass over the stage's rows before the
-    first, of which the `teacher_top_k` largest are kept on disk; of a draft that reads hidden states, those and what
-    gives the whole distribution."""
+    """Source of the target's logits. `online`: a pass of the target in every step. `cached`: the target reads the
+    stage's rows once, before the first step, and the `teacher_top_k` largest logits are stored on disk. For a draft
+    that reads hidden states those are stored, with the last ones, which give the whole distribution."""
     teacher_top_k: Positive = 64
     teacher_path: Name | None = None
-    """Of what is cached: a directory that runs share, where that of the same target, rows and `teacher_top_k` is made
-    once. None: in the stage's own."""
+    """Directory of the cache, shared by runs: those with the same target, rows and `teacher_top_k` make it once. None:
+    inside the stage's own directory."""
     teacher_gb: Annotated[float, Field(gt=0)] = 100.0
-    """Most that it may take on disk, in 10^9 bytes; more is refused before anything is computed."""
+    """Largest size of the cache on disk, in 10^9 bytes; a larger one is refused before anything is computed."""
 
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> Stage:
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps={self.steps} and epochs={self.epochs:g}; give one of them, and null for the other")
         if self.steps is None and self.epochs is None:
-            object.__setattr__(self, "steps", 500)  # what a directory says it was made with
+            object.__setattr__(self, "steps", 500)  # recorded in the stage's directory
         return self
 
     @property
     def num_steps(self) -> int:
-        """`steps`, where they are known."""
+        """Number of steps. Raises `ValueError` if it still depends on the data (`over`)."""
         if self.steps is None:
             raise ValueError(f"epochs={self.epochs}: the steps depend on the data; see `over`")
         return self.steps
 
     def over(self, rows: int) -> Stage:
-        """The stage on so many rows: with its steps, whichever way they were given."""
+        """The stage with its number of steps on ``rows`` rows of data, given as `steps` or as `epochs`."""
         if self.epochs is None:
             return self
         return dataclasses.replace(self, steps=math.ceil(self.epochs * rows / self.batch_size), epochs=None)
@@ -300,7 +304,7 @@ class Stage:
         return self
 
     def refuse_lossy_cache(self) -> None:
-        """Raises `ValueError` where the loss needs more than the largest logits, which is all that is kept."""
+        """Raise `ValueError` if the loss needs more than the largest logits, the only ones in the cache."""
         if self.teacher == "cached" and build(LOSSES, self.loss, "loss").needs_whole_distribution:
             kind = self.loss if isinstance(self.loss, str) else self.loss["kind"]
             raise ValueError(
@@ -319,7 +323,7 @@ class Stage:
 
 
 def _open_to_kinds(schema: dict[str, Any]) -> None:
-    """Only `draft_model` has no other fields than those that stand here."""
+    """Allow fields beyond those of the schema for every kind of draft but `draft_model`."""
     closed = {"properties": {"kind": {"const": "draft_model"}}}, {"propertyNames": {"enum": [*schema["properties"]]}}
     schema |= dict(zip(("if", "then"), closed, strict=True))
     del schema["additionalProperties"]
@@ -327,32 +331,31 @@ def _open_to_kinds(schema: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, config=STRICT | {"json_schema_extra": _open_to_kinds})
 class Draft:
-    """The drafter that is trained: its kind, shape or starting weights, and its training before distillation."""
+    """The drafter to train: its kind, its shape or first weights, and its training before distillation."""
 
     architecture: Architecture = Architecture()
     init: path_or(INITS) = None  # pyright: ignore[reportInvalidTypeForm]
-    """Weights to start from: `scratch` or None for fresh ones; `target` for a part of the target, cut to `architecture`
-    (specjax/distill/prune.py); else a Hugging Face directory, whose shape replaces `architecture`. Or
-    `{kind: layers, keep: [0, 2, 5]}`: layers of the target, whole, between its embedding and head, copied or with
-    `share: true` the target's own, frozen (specjax/distill/init.py)."""
+    """First weights: `scratch` or None for random ones; `target` for a part of the target, cut to `architecture`
+    (specjax/training/prune.py); else a Hugging Face directory, whose shape replaces `architecture`. Or
+    `{kind: layers, keep: [0, 2, 5]}`: whole layers of the target between its embedding and head. Those two are copied,
+    or with `share: true` the target's own, frozen (specjax/training/init.py)."""
     kind: kind_in(DRAFTS) = "draft_model"  # pyright: ignore[reportInvalidTypeForm]
-    """`draft_model`: a separate model, of the fields above. `glide`: one that reads the target's keys and values, with
-    `reads`, `depths` and `depth_decay` beside them (specjax/drafters/glide.py). `dflash`, `dflash2`, `dspark`,
-    `eagle3`, `early_exit`, `medusa`, `mtp`, `p_eagle`: drafts that read its hidden states, with the fields that
-    docs/drafters.md has. Another kind, `package.module:Class`,
-    has fields of its own beside `pretrain`."""
+    """Kind of draft. `draft_model`: a separate model, with the fields above. `glide`: one that reads the target's keys
+    and values, with `reads`, `depths` and `depth_decay` beside them (specjax/drafters/glide.py). `dflash`, `dflash2`,
+    `dspark`, `eagle3`, `early_exit`, `medusa`, `mtp`, `p_eagle`: drafts that read its hidden states; docs/drafters.md
+    lists their fields. A kind of your own, `package.module:Class`, has fields of its own beside `pretrain`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the weights that are measured, decoded with and exported: training ends by rounding them. Decoding reads
-    bfloat16 in half the time, and a draft has no exactness to lose."""
+    """Dtype of the weights that are measured, decoded with and exported: training ends by rounding to it. Decoding
+    reads bfloat16 in half the time, and the output is exact for any draft."""
     pretrain: Stage = Field(
         default_factory=lambda given: Stage(
             loss="cross_entropy", steps=start_of(given.get("init"), given.get("kind")).pretrain_steps
         )
     )
-    """Before distillation: cross-entropy on the data, 300 steps of it, or none where `init` names trained weights and
-    for a kind that reads its target."""
+    """Stage before distillation: 300 steps of cross-entropy on the data, or none if `init` names trained weights or the
+    kind reads its target."""
     settings: Mapping[str, Any] = Field(default_factory=dict)
-    """The fields of another kind: in a file they stand beside `kind`."""
+    """Fields of a kind other than `draft_model`; in a file they stand beside `kind`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -376,28 +379,29 @@ class Draft:
 
 @dataclass(frozen=True, config=STRICT)
 class Control:
-    """The rival of distillation: its extra tokens spent on cross-entropy instead, best of several learning rates."""
+    """Control of distillation: as many extra tokens of cross-entropy training, at the best of several learning
+    rates."""
 
     learning_rates: Annotated[tuple[Rate, ...], AfterValidator(distinct)] = ()
 
 
 @dataclass(frozen=True, config=STRICT)
 class Selection:
-    """Held-out prompts decoded with the draft at every evaluation of the distillation, and what follows from that."""
+    """Decoding of held-out prompts at every evaluation of the distillation, to select a checkpoint or to stop early."""
 
     prompts: NonNegative = 8
-    """0: nothing is decoded."""
+    """Number of prompts; 0: nothing is decoded."""
     prompt_tokens: Positive = 64
-    """Of a plain text; a chat's prompt is what was said before an answer, of at most so many."""
+    """Tokens of a prompt cut from plain text; a chat's prompt is all before an answer, at most this many tokens."""
     new_tokens: Positive = 64
     k: Annotated[int, Field(ge=1, le=64)] = 5
     temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *Grid] | None = None
-    """None: those of `bench`."""
+    """Temperatures to decode at; None: those of `bench`."""
     select: Literal["last", "best"] = "last"
-    """The draft of the last step, or the one that emits the most tokens a target call (mean over the temperatures; of
-    equals the latest)."""
+    """Result of the distillation: the draft of the last step, or the one that emits the most tokens per target call
+    (mean over the temperatures; the latest of equals)."""
     patience: Positive | None = None
-    """The distillation stops after so many evaluations in a row without a better draft. None: at its last step."""
+    """Number of evaluations in a row without a better draft after which the distillation stops. None: no limit."""
 
     @model_validator(mode="after")
     def _has_prompts(self) -> Selection:
@@ -408,17 +412,17 @@ class Selection:
 
 @dataclass(frozen=True, config=STRICT)
 class Mesh:
-    """Devices that train together: a batch is split over `data` x `fsdp`; -1, on one axis, takes all devices that the
-    others leave. See docs/multi_host.md."""
+    """Devices that train together. A batch is split over `data` x `fsdp`; -1 on one axis takes all devices that the
+    other axes leave. See docs/multi_host.md."""
 
     data: Axis = 1
-    """Copies of the weights."""
+    """Number of copies of the weights."""
     fsdp: Axis = 1
-    """Shards of the weights and of the optimizer's state, put together layer by layer as they are needed."""
+    """Number of shards of weights and optimizer state; a layer's shards are gathered when the layer is needed."""
     tensor: Axis = 1
-    """Shards of every computation: of heads, neurons and vocabulary."""
+    """Number of shards of every computation, over heads, neurons and vocabulary."""
     draft: Literal["sharded", "replicated"] = "sharded"
-    """Over `fsdp` and `tensor`; a small draft trains faster where every device has all of it."""
+    """Placement of the draft: split over `fsdp` and `tensor`, or whole on every device, faster for a small draft."""
     target: Literal["sharded", "replicated"] = "sharded"
 
     @model_validator(mode="after")
@@ -430,12 +434,13 @@ class Mesh:
 
 @dataclass(frozen=True, config=STRICT)
 class Distributed:
-    """Several processes, one a host or a GPU, that run the same command. See docs/multi_host.md."""
+    """Several processes that run the same command, one for each host or GPU. See docs/multi_host.md."""
 
     enabled: bool = False
-    """TPU pods, SLURM, Kubernetes and Open MPI say by themselves who is who; elsewhere give all three of the others."""
+    """Connect the processes. TPU pods, SLURM, Kubernetes and Open MPI fill in the other three fields; elsewhere give
+    all three."""
     coordinator: Name | None = None
-    """`host:port` of process 0."""
+    """Address of process 0, as `host:port`."""
     num_processes: Positive | None = None
     process_id: NonNegative | None = None
 
@@ -453,14 +458,14 @@ class Wandb:
 
     project: Name = "specjax"
     name: Name | None = None
-    """None: the name of the run's directory."""
+    """Name of the run; None: the name of its directory."""
     mode: Literal["online", "offline"] = "online"
     """`offline` writes into the run's directory only, for `wandb sync`."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class Logging:
-    """Where training records go beside `log.jsonl`, which every stage has."""
+    """Destinations of training records besides `log.jsonl`, which every stage has."""
 
     tensorboard: bool = False
     """Event files in `tensorboard` in the run's directory; needs the extra `tensorboard`."""

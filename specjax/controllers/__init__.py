@@ -1,1 +1,1 @@
-"""How much is proposed: one file each, one line in specjax.registry."""
+"""Controllers, the rules for the draft length of each block: one file each, one line in specjax.registry."""

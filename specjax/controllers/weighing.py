@@ -1,21 +1,21 @@
-"""What the controllers share that choose a length by what it is expected to give for what it costs: how often proposals
-were kept lately, place by place, and when to look again after proposing nothing.
+"""Base of the controllers that choose a length by its expected tokens over its cost: how often proposed tokens were
+accepted lately, depth by depth, and when to probe again after blocks without proposals.
 
-A block of k proposals gives 1 + S_k tokens, S_k = s_1 + ... + s_k, and takes t_k (`Calibration.seconds`): the best k is
-that of the largest (1 + S_k) / t_k. s_j is the product of the chances a_1 .. a_j that a place is kept once those before
-it are. a_j is the share of what was kept among what was reached, decayed block by block; until there is enough of it,
-what the place before says, changed by as much as the calibration changes from place to place. Nothing here looks at a
-drawn token's own probability or at a draft that was not verified, so every choice is one of the past. A drafter whose
-proposals are deterministic and cost nothing is asked first, and the choice is made with them in view: what is not
-drawn can be dropped for any reason.
+A block of k proposed tokens gives 1 + S_k tokens, S_k = s_1 + ... + s_k, and takes t_k (`Calibration.seconds`): the
+best k has the largest (1 + S_k) / t_k. s_j is the product of the chances a_1 .. a_j that a depth is accepted once those
+before it are. a_j is the share of accepted among reached tokens at depth j, decayed block by block. While these are
+few, a_j follows the depth before, changed by as much as the calibration changes between the two. The controllers look
+neither at a drawn token's own probability nor at an unverified draft, so every choice depends on the past alone. A
+drafter whose proposals are deterministic and cost nothing is asked first, and the controller chooses with the proposal
+in view: no token of it is drawn at random, so the controller may drop any of them for any reason.
 
-Dims: B rows, R rows or 1 for all of them together, G grades of a proposal, K places, K1 = K + 1, N lengths.
+Dims: B rows, R rows or 1 for all of them together, G grades of a proposal, K depths, K1 = K + 1, N lengths.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 import flax.struct
 import jax
@@ -24,104 +24,131 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field
 
+from specjax.controllers.fixed import Fixed
 from specjax.errors import ConfigError
+from specjax.interfaces import Calibration, Context, Controller, Draft, Outcome
 from specjax.proposal import Proposal
-from specjax.types import Calibration, Context, Draft, Outcome
 
 _LOOKS = 8
-"""Blocks of one look, at most, each of one row."""
+"""Most blocks of one run of probes, of one row: a probe that was worth it is repeated at once."""
 _SOON = 4
-"""Blocks without proposals before the first look; before each one that follows in vain, twice as many."""
+"""Number of blocks without proposals before the first probe; each probe in vain doubles the next wait."""
 _AFTER_A_PAUSE, _AFTER_A_CHANGE = 1.0, 3.0
-"""Blocks that the evidence from before counts for, beside what comes."""
+"""Number of blocks that the evidence from before a pause or a sudden change counts for after it."""
 _FIRST_PLACE, _LATER_PLACES = 0.5, 4.0
-"""Blocks that what is expected of a place counts for at least: of the first one by the calibration, of a later one by
-the place before it."""
+"""Least number of blocks that the expectation for a depth counts for: at the first depth that of the calibration, at a
+later depth that of the depth before."""
 _SUDDEN = 3.0
-"""Standard deviations: what was kept lately lies so far from what was expected where something has changed."""
+"""Standard deviations between recent and expected acceptance from which on something has changed."""
 _AT_LEAST = 0.12
-"""Variance of what was kept lately that is allowed for besides: one rejection alone is no change, however unlikely."""
+"""Variance added to that of recent acceptance, so that one rejection alone, however unlikely, is no change."""
 _CERTAIN = 1.03
-"""Times: what a first block without proposals is worth beside what others are expected to be, by costs that are never
-exact."""
+"""Factor in favour of a first block without proposals, since costs are never exact."""
 _NOT_TRIED = 0.9
-"""What a block counts beside the one after it at the places behind its last proposal: what was found there is not
-tested any more, and must not keep blocks short for long."""
+"""Weight of a block relative to the one after it, at depths behind its last proposed token: old evidence is not tested
+there any more, and must not keep blocks short for long."""
 _LATELY = 0.8
-"""What a block counts beside the one after it, in what was kept lately."""
+"""Weight of a block relative to the one after it, in recent acceptance."""
 _WORTH = 0.05
-"""Share that a draft which is always kept has to gain: else looks cost more than they find."""
+"""Least gain, as a share, of a draft that is always accepted: below, probes cost more than they find."""
 _HOPED = 10.0
-"""Times what it takes to read what was missed, as a share of plain blocks: what a look must be able to find."""
+"""Least gain that a probe must be able to find, as a multiple of the cost of reading what a draft missed. Both are
+shares of the time of plain blocks."""
 
 
 @flax.struct.dataclass
 class Weighed:
-    """The state of a controller that weighs, row by row."""
+    """The state of a weighing controller, row by row."""
 
     reached: Float[Array, "B G K"]
-    """Blocks whose verification got to place j, those long ago for less."""
+    """Number of blocks whose verification reached depth j; old blocks count less."""
     accepted: Float[Array, "B G K"]
-    """Those of them that kept it."""
+    """Number of those blocks that accepted depth j."""
     trusted: Float[Array, "B G"]
-    """Share of ``Weighing.trust`` that is left to the calibration: it fades as the evidence does."""
+    """Share of ``Settings.trust`` that is left to the calibration; it fades as the evidence does."""
     surprise: Float[Array, "B G"]
-    """Tokens that were kept lately beyond what was expected."""
+    """Number of recently accepted tokens beyond the expected number."""
     spread: Float[Array, "B G"]
-    """The variance that it would have if nothing had changed."""
+    """Variance that ``surprise`` would have if nothing had changed."""
     blocks: Int[Array, " B"]
     next: Int[Array, " B"]
-    """Chosen for the next block; before the first one it means nothing."""
+    """Length chosen for the next block; before the first one it means nothing."""
     waited: Int[Array, " B"]
-    """Blocks without proposals since the last one with; during a look, as before it."""
+    """Number of blocks without proposals since the last one with; unchanged during a run of probes."""
     interval: Int[Array, " B"]
-    """After how many of them to look again."""
+    """Number of blocks without proposals before the next probe."""
     looks: Int[Array, " B"]
-    """Blocks of this look, so far."""
+    """Number of probes so far in the current run of probes."""
     probes: Int[Array, " B"]
-    """Blocks that looked, of all looks."""
+    """Number of probes in all."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Weighing:
-    """A controller that chooses one of ``ks`` for each block, by what is expected of it."""
+class Settings:
+    """Settings of the controllers that choose a length by expected tokens over cost."""
 
-    needs_calibration: ClassVar[bool] = True
-    together: ClassVar[bool] = False
-    """Whether all rows choose the same."""
     ks: tuple[Annotated[int, Field(ge=0, le=64)], ...] | None = None
     """Lengths to choose from, ascending from 0; None: 0, 1, 2, 3, 5, 8, ... and the drafter's longest."""
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.98
-    """What a block counts beside the one after it, as long as nothing changes suddenly."""
+    """Weight of a block relative to the one after it, while nothing changes suddenly."""
     trust: Annotated[float, Field(gt=0)] = 12.0
-    """Blocks that the calibration's acceptance counts for at first; it fades as the evidence of blocks does."""
+    """Number of blocks that the calibration's acceptance counts for at first; it fades as the evidence of blocks
+    does."""
+    row_trust: Annotated[float, Field(gt=0)] = 5.0
+    """Weight of all rows' acceptance in the estimate for one row, in blocks of that row."""
     margin: Annotated[float, Field(ge=0)] = 0.02
-    """How much better another length has to be to be changed to, so that nothing flaps."""
+    """Least gain, as a share, for a change to another length, so that the length does not flap."""
     probe: Annotated[int, Field(ge=1)] = 16
-    """Blocks without proposals before a look whether they pay again, once a few earlier ones were in vain; more where a
-    look costs more, up to ``longest_wait``."""
+    """Number of blocks without proposals before a probe, once a few earlier ones were in vain; more where a probe costs
+    more, up to ``longest_wait``."""
     longest_wait: Annotated[int, Field(ge=1)] = 64
+    """Most blocks without proposals before a probe."""
     looks_cost: Annotated[float, Field(gt=0, le=1)] = 0.01
-    """Share of the time of plain blocks that looks may be expected to cost, where ``longest_wait`` lets them be so
-    rare."""
+    """Largest share of the time of plain blocks that probes are expected to cost, where ``longest_wait`` lets them be
+    so rare."""
+
+    corrects: bool = True
+    """True to measure the costs of blocks again now and then, False to keep to those that are known, so that the same
+    costs give the same lengths."""
 
     def __post_init__(self):
         if self.ks is not None and (len(self.ks) < 2 or self.ks[0] != 0 or list(self.ks) != sorted(set(self.ks))):
             raise ConfigError(f"controller: ks={list(self.ks)}; give lengths in ascending order, 0 the first of them")
 
+
+@dataclasses.dataclass(frozen=True)
+class Weighing(Controller):
+    """The choice of each row alone (2211.17192, section 3.3): the length of the most tokens for what a block of all
+    rows at that length would cost, by how often the row's own proposals were accepted. Base of the choices that rows
+    make together."""
+
+    needs_costs: ClassVar[bool] = True
+    together: ClassVar[bool] = False
+    """True if all rows of the batch share one length."""
+    settings: Settings
+    ks: tuple[int, ...]
+    """Lengths to choose from, ascending from 0."""
+    grades: int = 1
+    """Number of grades of proposals that are told apart, see `BoundDrafter.grades`."""
+    reviews: bool = False
+    """True if the length is chosen with the proposal in view, see `review`."""
+    kind: str = "adaptive"
+
     @property
-    def rungs(self) -> tuple[int, ...]:
-        """``ks``."""
-        return self.ks or ()
+    def corrects_costs(self) -> bool:
+        return self.settings.corrects
 
-    def bind(self, depth: int) -> Self:
-        """With the lengths that a drafter of ``depth`` has."""
-        return dataclasses.replace(self, ks=lengths(self.ks, depth))
+    @property
+    def compiled_lengths(self) -> tuple[int, ...]:
+        return self.ks
 
-    def init(self, batch: int, grades: int = 1) -> Weighed:
-        """No evidence yet."""
-        zeros, nothing = jnp.zeros((batch, grades, self.rungs[-1]), jnp.float32), jnp.zeros((batch,), jnp.int32)
-        trusted = jnp.ones((batch, grades), jnp.float32)
+    def without_costs(self) -> Controller:
+        return Fixed()
+
+    def init(self, batch: int) -> Weighed:
+        """A state without evidence."""
+        zeros = jnp.zeros((batch, self.grades, self.ks[-1]), jnp.float32)
+        nothing, trusted = jnp.zeros((batch,), jnp.int32), jnp.ones((batch, self.grades), jnp.float32)
         return Weighed(
             reached=zeros,
             accepted=zeros,
@@ -131,48 +158,49 @@ class Weighing:
             blocks=nothing,
             next=nothing,
             waited=nothing,
-            interval=nothing + min(_SOON, self.probe),
+            interval=nothing + min(_SOON, self.settings.probe),
             looks=nothing,
             probes=nothing,
         )
 
     def choose(self, state: Weighed, context: Context) -> Int[Array, " B"]:
-        """What was chosen after the block before; for the first one, what is best by the calibration alone."""
+        """The length chosen after the block before; for the first block, the best by the calibration alone. With the
+        proposal in view later, the longest."""
+        if self.reviews:
+            return jnp.full_like(state.next, self.ks[-1])
         first = self._first(calibration_of(context, self))
         return jnp.where(state.blocks == 0, self._lengths()[first], state.next)
 
-    def decide(self, state: Weighed, context: Context, draft: Draft) -> Int[Array, " B"]:
-        """How much to verify of a deterministic draft that cost nothing, which may be looked at."""
-        valid = draft.valid[:, : self.rungs[-1]]
+    def review(self, state: Weighed, context: Context, draft: Draft) -> Int[Array, " B"] | None:
+        """Number of tokens to verify of a deterministic draft that cost nothing, chosen with the draft in view."""
+        if not self.reviews:
+            return None
+        valid = draft.valid[:, : self.ks[-1]]
         rates = self.rates(self.chances(state, context, draft.grade), context, valid)
-        # Nothing is lost by a change here, but no draft is worth what it is not expected to give back for certain.
-        best = self._lengths()[jnp.argmax(rates.at[:, 0].mul(1 + self.margin), axis=1)]
-        # A look costs time too: it is taken where this very draft would pay if all of it were kept.
+        # A change of length costs nothing here, but any draft must beat none by the margin.
+        best = self._lengths()[jnp.argmax(rates.at[:, 0].mul(1 + self.settings.margin), axis=1)]
+        # A probe costs time too: only a draft that would pay if all of it were accepted is probed.
         hoped = self.rates(jnp.ones(valid.shape, jnp.float32), context, valid)
-        hopeful = jnp.max(hoped, axis=1) > (1 + self.margin) * hoped[:, 0]
+        hopeful = jnp.max(hoped, axis=1) > (1 + self.settings.margin) * hoped[:, 0]
         due = valid[:, 0] & hopeful & self.due(state, state.waited, context)
         return jnp.where(due, jnp.maximum(best, self._look(calibration_of(context, self))), best)
 
-    def stop(self, state: Weighed, logits: Float[Array, "B V"], offset: int | Int[Array, ""]) -> Any:
-        """No row stops early."""
-        return None
-
     def chances(self, state: Weighed, context: Context, grade: Int[Array, " B"] | None = None) -> Float[Array, "B K"]:
-        """That each place is kept if those before it are, by what the row's own proposals of that grade became."""
+        """Chance that each depth is accepted if those before it are, from the row's own proposals of that grade."""
         counts = (state.reached, state.accepted, state.trusted[..., None])
         reached, accepted, trusted = (of_grade(x, grade) for x in counts)
         prior = calibration_of(context, self).acceptance[None]
-        return estimated(reached, accepted, prior, self.trust * trusted[:, 0])
+        return estimated(reached, accepted, prior, self.settings.trust * trusted[:, 0])
 
     def rates(
         self, chances: Float[Array, "B K"], context: Context, valid: Bool[Array, "B K"] | None = None
     ) -> Float[Array, "R N"]:
-        """What each of ``ks`` is worth: tokens for the time of a block."""
+        """Expected tokens per second of a block at each of ``ks``."""
         return self.emitted(chances, valid) / self.seconds(context)[None]
 
     def emitted(self, chances: Float[Array, "B K"], valid: Bool[Array, "B K"] | None) -> Float[Array, "B N"]:
-        """Tokens of a block of each of ``ks``."""
-        # Sums and products over masks, which a compiler fuses; of a cumulative one XLA makes several pieces on CPU.
+        """Expected tokens of a block at each of ``ks``."""
+        # Sums and products over masks, which XLA fuses; it makes several pieces of a cumulative one on CPU.
         places = jnp.arange(chances.shape[1])[None]
         before = places <= places.T
         kept = jnp.prod(jnp.where(before[None], chances[:, None], 1.0), axis=2)
@@ -180,11 +208,11 @@ class Weighing:
         return 1.0 + jnp.sum(jnp.where((places < self._lengths()[:, None])[None], kept[:, None], 0.0), axis=2)
 
     def seconds(self, context: Context) -> Float[Array, " N"]:
-        """Those of a block of each of ``ks``."""
-        return calibration_of(context, self).seconds[jnp.asarray(self.rungs)]
+        """Seconds of a block at each of ``ks``."""
+        return calibration_of(context, self).seconds[jnp.asarray(self.ks)]
 
     def adapt(self, state: Weighed, outcome: Outcome) -> Weighed:
-        """The state with one more block, and the choice for the next one."""
+        """The state after one more block, with the choice for the next one."""
         active, limit = outcome.emitted > 0, outcome.context.limit
         assert limit is not None
         state = dataclasses.replace(state, blocks=state.blocks + active.astype(jnp.int32))
@@ -192,7 +220,7 @@ class Weighing:
         look = self._look(calibration_of(outcome.context, self))
         due = self.due(state, waited, outcome.context)
         waiting = dataclasses.replace(state, waited=waited, next=jnp.where(due, look, 0))
-        # Where nothing was found to propose, nothing is learnt; but what others look at, nobody has to look at again.
+        # A row whose drafter found nothing learns nothing. If all rows share a length, they share a probe too.
         found = dataclasses.replace(state, next=limit, waited=jnp.zeros_like(waited) if self.together else state.waited)
         if outcome.draft.tokens.shape[1]:
             proposed = self._after_proposing(self._with_evidence(state, outcome, active), outcome, active)
@@ -200,50 +228,53 @@ class Weighing:
         return _chosen(limit == 0, waiting, found)
 
     def due(self, state: Weighed, waited: Int[Array, " B"], context: Context) -> Bool[Array, " B"]:
-        """The rows that are to look again: never where not even a draft that is always kept would pay, also for what it
-        has to read after each pause."""
+        """True for rows that are to probe. None is, if not even a draft that is always accepted would pay for its
+        blocks and for what it reads after each pause."""
         return (waited >= state.interval) & self._could_pay(calibration_of(context, self))
 
     def never_proposes(self, calibration: Calibration) -> bool:
-        """Whether no block will have proposals, whatever comes: not the first one, and nobody looks again."""
+        """True if no block will ever have proposals: neither the first one, nor a probe."""
         return not (self._could_pay(calibration) or self._first(calibration))
 
-    # Of the calibration alone: a compiler takes them out of the loop, and of NumPy's arrays they are made at once.
+    # Functions of the calibration alone: XLA takes them out of the loop, and NumPy arrays give them at once.
     def _first(self, calibration: Calibration) -> Int[Array, ""]:
-        """Which of ``ks`` is the best before there is evidence."""
-        ks, kept = np.asarray(self.rungs), calibration.acceptance.cumprod().cumsum()
+        """Index in ``ks`` of the best length before there is evidence."""
+        ks, kept = np.asarray(self.ks), calibration.acceptance.cumprod().cumsum()
         tokens = np.float32(ks > 0) * kept[ks - 1] + np.where(ks > 0, 1.0, _CERTAIN)
         return (tokens / calibration.seconds[ks]).argmax()
 
     def _look(self, calibration: Calibration) -> Int[Array, ""]:
-        """The shortest length that pays if all of it is kept; a shorter one says less than it costs."""
-        ks = np.asarray(self.rungs)
-        pays = np.float32(1 + ks) * calibration.seconds[0] > (1 + self.margin) * calibration.seconds[ks]
+        """The shortest length that pays if all of it is accepted; a shorter probe says less than it costs."""
+        ks = np.asarray(self.ks)
+        pays = np.float32(1 + ks) * calibration.seconds[0] > (1 + self.settings.margin) * calibration.seconds[ks]
         return jnp.asarray(ks, jnp.int32)[jnp.argmax(jnp.asarray(pays) & jnp.asarray(ks > 0))]
 
     def _could_pay(self, calibration: Calibration) -> Bool[Array, ""]:
-        """Whether a draft that is always kept would."""
-        ks, plain = np.asarray(self.rungs), calibration.seconds[0]
+        """True if a draft that is always accepted would pay."""
+        ks, plain = np.asarray(self.ks), calibration.seconds[0]
         gain = (np.float32(1 + ks) / calibration.seconds[ks]).max() * plain - 1.0
-        return (gain > max(self.margin, _WORTH)) & (gain > _HOPED * calibration.catch_up / plain)
+        return (gain > max(self.settings.margin, _WORTH)) & (gain > _HOPED * calibration.catch_up / plain)
 
     def _after_proposing(self, state: Weighed, outcome: Outcome, active: Bool[Array, " B"]) -> Weighed:
         context, looked = outcome.context, state.waited > 0
         chances = self.chances(state, context, outcome.draft.grade)
-        rates = jnp.broadcast_to(self.rates(chances, context), (len(looked), len(self.rungs)))
+        rates = jnp.broadcast_to(self.rates(chances, context), (len(looked), len(self.ks)))
         best, before = jnp.argmax(rates, axis=1), self._rung_of(looked, context)
-        better = jnp.max(rates, axis=1) > (1 + self.margin) * jnp.take_along_axis(rates, before[:, None], axis=1)[:, 0]
+        of_before = jnp.take_along_axis(rates, before[:, None], axis=1)[:, 0]
+        better = jnp.max(rates, axis=1) > (1 + self.settings.margin) * of_before
         chosen = self._lengths()[jnp.where(better, best, before)]
-        # A look that was worth it is taken again at once: what is known is old, and one block says little.
+        # A probe that was worth it is repeated at once: the evidence is old, and one block says little.
         look = self._look(calibration_of(context, self))
         worth_it = self.kept_enough(outcome, look)
         again = (chosen == 0) & looked & worth_it & ((state.looks + 1) * self.of_one_look(active) < _LOOKS)
         seconds = self.seconds(context)
         at = jnp.sum(self._lengths() < look)
-        lost = (seconds[at] / seconds[0] - 1 - self.gained(outcome, chances, look)) / self.looks_cost
+        lost = (seconds[at] / seconds[0] - 1 - self.gained(outcome, chances, look)) / self.settings.looks_cost
         lost = lost * (state.looks + 1).astype(jnp.float32)
-        interval = jnp.clip(lost, self.probe, max(self.probe, self.longest_wait)).astype(jnp.int32)
-        interval = jnp.where(looked & (chosen == 0), jnp.minimum(2 * state.interval, interval), min(_SOON, self.probe))
+        longest = max(self.settings.probe, self.settings.longest_wait)
+        interval = jnp.clip(lost, self.settings.probe, longest).astype(jnp.int32)
+        soon = min(_SOON, self.settings.probe)
+        interval = jnp.where(looked & (chosen == 0), jnp.minimum(2 * state.interval, interval), soon)
         return dataclasses.replace(
             state,
             next=jnp.where(again, look, chosen),
@@ -253,22 +284,25 @@ class Weighing:
             probes=state.probes + (looked & active).astype(jnp.int32),
         )
 
+    def probes(self, state: Weighed) -> Int[Array, " B"]:
+        return state.probes
+
     def of_one_look(self, active: Bool[Array, " B"]) -> Int[Array, ""]:
-        """Rows whose proposals a block that looks tells of."""
+        """Number of rows whose proposals one probe tells of."""
         return jnp.int32(1)
 
     def kept_enough(self, outcome: Outcome, look: Int[Array, ""]) -> Bool[Array, " R"]:
-        """Whether half of what a look proposed was kept."""
+        """True if at least half of a probe's proposed tokens were accepted."""
         return 2 * outcome.verdict.num_accepted >= look
 
     def gained(self, outcome: Outcome, chances: Float[Array, "B K"], look: Int[Array, ""]) -> Float[Array, " R"]:
-        """Tokens that the proposals of a look were expected to give, a row."""
+        """Expected accepted tokens of a probe in each row."""
         places = jnp.arange(chances.shape[1], dtype=jnp.int32)[None]
         kept = jnp.where(places < look, jnp.cumprod(chances, axis=1), 0.0)
         return jnp.where(outcome.draft.valid[:, 0], jnp.sum(kept, axis=1), 0.0)
 
     def _with_evidence(self, state: Weighed, outcome: Outcome, active: Bool[Array, " B"]) -> Weighed:
-        n, place = outcome.verdict.num_accepted[:, None], jnp.arange(1, self.rungs[-1] + 1, dtype=jnp.int32)[None]
+        n, place = outcome.verdict.num_accepted[:, None], jnp.arange(1, self.ks[-1] + 1, dtype=jnp.int32)[None]
         proposal = Proposal.of(outcome.context, outcome.draft)
         proposed = active[:, None] & (proposal.offered(outcome.draft.valid)[:, None] >= place)
         reached, kept = (proposed & (n >= least) for least in (place - 1, place))
@@ -280,12 +314,12 @@ class Weighing:
         varies = jnp.sum(jnp.where(reached, expected * (1 - expected), 0.0), axis=1)[:, None]
         surprise = _LATELY * state.surprise + jnp.where(concerned, beyond, 0.0)
         spread = _LATELY**2 * state.spread + jnp.where(concerned, varies, 0.0)
-        paused = (state.waited >= self.probe)[:, None]
+        paused = (state.waited >= self.settings.probe)[:, None]
         changed = self.of_all(surprise, active) ** 2 > _SUDDEN**2 * (self.of_all(spread, active) + _AT_LEAST)
-        # Only what was proposed makes what is known older, and a pause or a change much older.
-        known = jnp.maximum(jnp.max(state.reached, axis=2), self.trust * state.trusted)
+        # Evidence ages only by proposed tokens, and by a pause or a change much faster.
+        known = jnp.maximum(jnp.max(state.reached, axis=2), self.settings.trust * state.trusted)
         left = jnp.where(paused, _AFTER_A_PAUSE, jnp.where(changed, _AFTER_A_CHANGE, jnp.inf))
-        decay = jnp.minimum(self.decay, left / jnp.maximum(known, _AFTER_A_PAUSE))
+        decay = jnp.minimum(self.settings.decay, left / jnp.maximum(known, _AFTER_A_PAUSE))
         decay = jnp.where(concerned & jnp.any(reached, axis=1, keepdims=True), decay, 1.0)
         pairs = ((state.reached, reached), (state.accepted, kept))
         tried = jnp.where(proposed[:, None] | ~concerned[..., None], 1.0, _NOT_TRIED)
@@ -302,21 +336,22 @@ class Weighing:
         )
 
     def of_all(self, values: Float[Array, "B G"], active: Bool[Array, " B"]) -> Float[Array, "R G"]:
-        """Each row's own."""
+        """The values of each row, not pooled."""
         return values
 
     def _rung_of(self, looked: Bool[Array, " B"], context: Context) -> Int[Array, " B"]:
-        """Which of ``ks`` the block had; of a look, nothing, since it is what would go on without."""
+        """Index in ``ks`` of the block's length; 0 for a probe, since without it the row would go on without
+        proposals."""
         assert context.limit is not None
         had = jnp.sum(self._lengths()[None] < context.limit[:, None], axis=1, dtype=jnp.int32)
         return jnp.where(looked, 0, had)
 
     def _lengths(self) -> Int[Array, " N"]:
-        return jnp.asarray(self.rungs, jnp.int32)
+        return jnp.asarray(self.ks, jnp.int32)
 
 
 def of_grade(counts: Float[Array, "R G K"], grade: Int[Array, " B"] | None) -> Float[Array, "B K"]:
-    """The counts of each row's grade; None: of the only one."""
+    """The counts of each row's grade; ``grade`` None: of the only one."""
     if grade is None:
         return counts[:, 0]
     counts = jnp.broadcast_to(counts, (len(grade), *counts.shape[1:]))
@@ -326,9 +361,9 @@ def of_grade(counts: Float[Array, "R G K"], grade: Int[Array, " B"] | None) -> F
 def estimated(
     reached: Float[Array, "R K"], accepted: Float[Array, "R K"], prior: Float[Array, "S K"], weight: Float[Array, " R"]
 ) -> Float[Array, "R K"]:
-    """Chances by what was kept of what was reached, and by what is expected without it, which counts for ``weight``
-    blocks at least: at the first place ``prior``, at a later one what was found for the place before it, changed as
-    ``prior`` changes."""
+    """Chances of acceptance, from accepted among reached tokens and from an expectation. The expectation counts for
+    ``weight`` blocks, or for a fixed minimum if that is more. It is ``prior`` at the first depth; at a later depth it
+    is the chance found for the depth before, changed as ``prior`` changes."""
     found: list[Array] = []
     weights = jnp.maximum(weight, _FIRST_PLACE), jnp.maximum(weight, _LATER_PLACES)
     for j in range(reached.shape[1]):
@@ -347,8 +382,8 @@ def _chosen(rows: Bool[Array, " B"], those: Weighed, others: Weighed) -> Weighed
 
 
 def lengths(ks: tuple[int, ...] | None, depth: int) -> tuple[int, ...]:
-    """``ks`` cut at ``depth``; None: 0, 1, 2, 3, 5, 8, ... and ``depth``: the best of them is near the best of all, as
-    the tokens for the time of a block change little around it."""
+    """The lengths ``ks`` cut at ``depth``; None: 0, 1, 2, 3, 5, 8, ... and ``depth``. The best of these is near the
+    best of all, since tokens per second change little around it."""
     found = [0, 1, 2]
     while ks is None and found[-1] < depth:
         found.append(found[-2] + found[-1])
@@ -356,7 +391,7 @@ def lengths(ks: tuple[int, ...] | None, depth: int) -> tuple[int, ...]:
 
 
 def calibration_of(context: Context, controller: Any) -> Calibration:
-    """What the controller weighs with. Raises `ConfigError` without."""
+    """The calibration that the controller weighs with. Raises `ConfigError` if there is none."""
     if context.calibration is None:
         raise ConfigError(
             f"controller {controller.kind!r}: it needs a calibration; decode with a `Decoder`, or give one"

@@ -1,5 +1,5 @@
-"""A chat model used as its authors meant it: messages through the tokenizer's chat template, and the sampling settings
-of generation_config.json, which are applied only where asked for."""
+"""A chat model used as its authors meant it: messages go through the tokenizer's chat template, and the sampling
+settings of generation_config.json apply only if asked for."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _NEUTRAL: dict[str, Any] = {
     "max_length": 20,
     "top_k": 50,
 }
-"""The value at which a setting changes nothing, where that is not 0, false, null or empty: transformers' default."""
+"""The value at which a setting changes nothing, if that is not 0, false, null or empty: transformers' default."""
 _WITHOUT_EFFECT = re.compile(
     "do_sample|early_stopping|(bos|eos|pad|decoder_start)_token_id|transformers_version|_from_model_config|_?use_.*|cache_.*|max_cache_len|"
     "output_.*|return_.*|.*compile.*|low_memory|is_assistant|num_assistant_.*|assistant_.*|prefill_chunk_size|"
     "continuous_batching_config|prompt_lookup_num_tokens|max_matching_ngram_size|target_lookbehind|speculation_type|"
     "renormalize_logits|remove_invalid_values|trust_remote_code|chat_format"
 )
-"""Settings that change how it is generated, and not what."""
+"""Names of settings that change how a text is generated, and not the text."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationDefaults:
-    """``values``: arguments of `specjax.Decoder.generate`. ``source``: where they stand. ``unapplied``: what else there
-    would change what is generated, and has no place here."""
+    """Sampling settings of a model's file. ``values``: arguments of `specjax.Decoder.generate`. ``source``: the file.
+    ``unapplied``: other settings of the file that would change the text, and that specjax does not have."""
 
     values: Mapping[str, Any]
     source: str
@@ -53,7 +53,7 @@ def encode(tokenizer: Any, message: str, system: str | None = None) -> list[int]
         messages.insert(0, {"role": "system", "content": system})
     try:
         return render(tokenizer, messages, tokenize=True)
-    except Exception as error:  # a template is a program: it raises what it likes, and Jinja more
+    except Exception as error:  # a template is a program: it may raise anything, and so may Jinja
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         remedy = "leave --system out, or mend the template" if system is not None else "mend the template"
         raise DataError(f"--chat: the target's chat template fails ({reason}); {remedy}") from error
@@ -68,9 +68,9 @@ def render(
     asks: bool = True,
     today: datetime.date | None = None,
 ) -> Any:
-    """Messages as the chat template writes them: token ids, or text. ``asks``: up to where the next answer begins.
-    ``today``: what a template that prints the date is told (`strftime_now`); None: the real one. A template raises what
-    it likes."""
+    """Messages as the chat template writes them: token ids, or text. ``asks``: True to go up to where the next answer
+    begins. ``today``: date for a template that prints one (`strftime_now`); None: the real date. A template may raise
+    anything."""
     tools = list(tools) if tools else None
     options: dict[str, Any] = {"tools": tools, "tokenize": tokenize, "add_generation_prompt": asks}
     if today is not None:
@@ -79,12 +79,12 @@ def render(
 
 
 def source(tokenizer: Any, tools: Sequence[Any] | None = None) -> str:
-    """The template's own text, of several that for tools if there are any."""
+    """The template's own text; of several templates, the one for tools if there are any."""
     return tokenizer.get_chat_template(None, list(tools) if tools else None)
 
 
 def _dated(template: str, today: datetime.date) -> str:
-    """The template with a `strftime_now` of its own: functions cannot be handed to it. (`+` keeps what follows.)"""
+    """The template with its own `strftime_now`: no function can be handed to it. (`+` keeps a line end behind it.)"""
     midnight = datetime.datetime.combine(today, datetime.time())
     values = {f"%{code}": midnight.strftime(f"%{code}") for code in "aAbBcdfHIjmMpSUwWxXyY"}
     values |= {"%-d": str(today.day), "%e": f"{today.day:2}", "%-m": str(today.month), "%F": today.isoformat()}
@@ -97,9 +97,9 @@ def prints_the_date(tokenizer: Any) -> bool:
 
 
 def generation_defaults(model: str | os.PathLike) -> GenerationDefaults:
-    """What generation_config.json of a directory or hub id says of generation. As for transformers, ``do_sample``
-    decides whether temperature and cuts count; unlike there, an absent top_k is none (not 50). Raises `ModelError` if
-    the file cannot be read; without one there are no values."""
+    """Sampling settings in generation_config.json of a directory or hub id. As in transformers, ``do_sample`` decides
+    whether temperature and cuts count; unlike there, an absent top_k is none (not 50). Raises `ModelError` if the file
+    cannot be read; without a file there are no values."""
     from specjax.models import hf
 
     file = hf.resolve(model) / "generation_config.json"
@@ -113,7 +113,7 @@ def generation_defaults(model: str | os.PathLike) -> GenerationDefaults:
         values = {"temperature": 1.0, **values}
     if found.get("stop_strings"):
         values["stop_strings"] = found["stop_strings"]
-    # Tokens that are never to come; sequences of several are another thing.
+    # Tokens that must never come. Banned sequences of several tokens are not applied.
     banned = found.get("bad_words_ids") or []
     single = isinstance(banned, list) and all(isinstance(ids, list) and len(ids) == 1 for ids in banned)
     ids = [*(found.get("suppress_tokens") or []), *(ids[0] for ids in banned if single)]

@@ -1,4 +1,4 @@
-"""Chats as they are published, as messages of role and content: what a chat template takes."""
+"""Chats as they are published, read as messages of role and content, which a chat template takes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _ROLES = {
     "system": "system",
     "tool": "tool",
 }
-"""ShareGPT's names of the roles, which differ from set to set."""
+"""ShareGPT's names of the roles, which differ between data sets -> the names that templates know."""
 _WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_mask")
-"""What says of a message whether it is to be predicted: OpenAI's and ShareGPT's 0 and 1, others' true and false."""
+"""Keys that say if a message is to be predicted: OpenAI's and ShareGPT's 0 and 1, others' true and false."""
 _UNREAD = ("function_call", "images", "image", "audios", "audio", "videos", "video", "documents")
-"""What changes what a message says, and is not read."""
+"""Keys that change the meaning of a message, and are not read."""
 _BY_TEMPLATE = ("tool_calls", "reasoning_content", "reasoning", "thinking")
-"""What of a message only some templates write."""
+"""Keys of a message that only some templates write."""
 Messages = tuple[dict[str, Any], ...]
 
 
 def of_record(record: Mapping[str, Any], key: str) -> tuple[Messages, tuple[Any, ...]]:
-    """Messages with something to predict, and the tools that the assistant may call; see `read`."""
+    """Messages with an answer to predict, and the tools that the assistant may call; see `read`."""
     messages, tools = read(record, key)
     answers = [m for m in messages if m["role"] == "assistant" and (m["content"].strip() or m.get("tool_calls"))]
     if not answers:
@@ -41,7 +41,7 @@ def read(record: Mapping[str, Any], key: str) -> tuple[Messages, tuple[Any, ...]
     `history`, earlier questions and answers), or `prompt`, messages of which none is to be predicted, before those of
     `completion`.
 
-    Raises `DataError` with what is wrong, and what to write; its text goes on from the name of the record."""
+    Raises `DataError` with the fault and the remedy; its text goes on from the name of the record."""
     if key == "instruction":
         messages = _instructed(record)
     elif key == "prompt":
@@ -59,7 +59,7 @@ def read(record: Mapping[str, Any], key: str) -> tuple[Messages, tuple[Any, ...]
 
 
 def _instructed(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Alpaca's record."""
+    """Messages of a record of Alpaca's shape."""
     history = record.get("history") or []
     if not isinstance(history, list) or not all(isinstance(t, list | tuple) and len(t) == 2 for t in history):
         raise DataError(": 'history' is no list of pairs; give [question, answer] each")
@@ -72,7 +72,7 @@ def _instructed(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def question(messages: Messages) -> Messages:
-    """The messages up to the last that is not the assistant's: what an answer is to follow."""
+    """The messages that an answer is to follow: all up to the last one that is not the assistant's."""
     end = max((i for i, message in enumerate(messages, 1) if message["role"] != "assistant"), default=0)
     if not any(message["role"] == "user" for message in messages[:end]):
         raise DataError(": no message of the role 'user', so there is nothing to answer; drop the record")
@@ -80,12 +80,12 @@ def question(messages: Messages) -> Messages:
 
 
 def counts(message: Mapping[str, Any]) -> bool:
-    """Whether what the assistant says here is to be predicted."""
+    """True if this message of the assistant's is to be predicted."""
     return message.get("weight", 1) != 0
 
 
 def for_template(messages: Messages, tools: Sequence[Any], template: str) -> list[dict[str, Any]]:
-    """What a chat template is given. Raises `DataError` for what it would drop without a word."""
+    """The messages that a chat template gets. Raises `DataError` for a key that it would drop without a word."""
     for number, message in enumerate(messages, 1):
         dropped = next((key for key in _BY_TEMPLATE if message.get(key) and not _names(template, key)), None)
         if dropped is not None:
@@ -96,7 +96,7 @@ def for_template(messages: Messages, tools: Sequence[Any], template: str) -> lis
 
 
 def checked(messages: Any, key: str = "messages") -> Messages:
-    """A list of messages, those of ``conversations`` under the names that templates know. Contents are strings."""
+    """A list of messages, in which `conversations` have the names that templates know. Contents are strings."""
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
         keys = "{'from': ..., 'value': ...}" if key == "conversations" else "{'role': ..., 'content': ...}"
         raise DataError(f": {key!r} is no list of mappings; give {keys} each")
@@ -132,7 +132,7 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _weighed(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """The message with a ``weight`` of 0 or 1 where it says, under whatever name, whether it is to be predicted."""
+    """The message with a ``weight`` of 0 or 1, if it says under any name whether it is to be predicted."""
     found = {name: message[name] for name in _WEIGHTS if name in message}
     message = {name: value for name, value in message.items() if name not in found}
     if not found:
@@ -146,7 +146,7 @@ def _weighed(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _text(record: Mapping[str, Any], key: str, where: str, empty: str | None) -> str:
-    """``empty``: what null means; None: nothing good."""
+    """The text under ``key``, a string or a list of parts. ``empty``: text that null means; None: null is refused."""
     value = record.get(key)
     if isinstance(value, list):
         other = next((part for part in value if not _is_text(part)), None)
@@ -191,7 +191,7 @@ def _refuse(where: str) -> NoReturn:
 
 
 def tools_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    """A list under the key `tools`, or its JSON."""
+    """The tools of a record: a list under the key `tools`, or its JSON."""
     tools = record.get("tools")
     if isinstance(tools, str):
         try:

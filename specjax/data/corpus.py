@@ -1,7 +1,7 @@
-"""Text in, documents out: local files, JSONL, Parquet, a data set of the hub or the running Python's standard library.
+"""Documents read from local files, JSONL, Parquet, a data set of the hub or the running Python's standard library.
 
 Held-out documents are chosen by the hash of their content, so that no run over the same text, on any machine, with any
-seed, ever trains on them; a long one is on one side with all of its pieces, a prompt with all of its answers. (An
+seed, ever trains on them. A long document is on one side with all of its pieces, a prompt with all of its answers. (An
 edited file is another document: the standard library of another Python version holds near copies of what the shipped
 target was trained on.)
 """
@@ -36,7 +36,7 @@ __all__ = [
 ]
 _LONGEST_PIECE = 16_384
 _MUCH = 0.05
-"""Of a text: a share that is no accident of the hashes of many documents."""
+"""Share of a text by which the held-out part may exceed its fraction: hashes of many documents stay within it."""
 _NO_TEXT = "\ue000"
 _log = logging.getLogger(__name__)
 
@@ -45,15 +45,15 @@ def read_documents(
     path: str, bad: BadRecordPolicy | None = None, hub: Hub | None = None, columns: Mapping[str, str] | None = None
 ) -> list[Document]:
     """Every document under ``path``: `python-stdlib`, a text file, a ``.jsonl`` or ``.parquet`` file, a directory of
-    such files, or ``hf:NAME`` (``hub`` says what of it). Records are described in `specjax.data.readers`;
-    ``columns``: what of them stands under another name.
+    such files, or ``hf:NAME`` (``hub`` names the part of it). Records are described in `specjax.data.readers`;
+    ``columns``: their keys that have another name.
 
-    Sorted by name; duplicates by content and empty documents are dropped. What a user brings as plain text is cut at
-    line ends into pieces of at most `_LONGEST_PIECE` characters (`Document.cut_from`). A document's source is what its
-    record says; else the subdirectory of ``path`` that it is in, else the name of ``path``.
+    Documents are sorted by name; duplicates by content and empty ones are dropped. A user's plain text is cut at line
+    ends into pieces of at most `_LONGEST_PIECE` characters (`Document.cut_from`). A document's source is the one that
+    its record names, else the subdirectory of ``path`` that it is in, else the name of ``path``.
 
-    Raises `DataError` naming the file (and line) for anything missing, malformed, empty or not UTF-8; with a ``bad``
-    that skips, what is wrong inside ``path`` is counted there instead.
+    Raises `DataError` naming the file (and line) for anything missing, malformed, empty or not UTF-8. A ``bad`` that
+    skips counts faults inside ``path`` instead.
     """
     bad, columns = BadRecordPolicy() if bad is None else bad, columns or {}
     if path == STDLIB:
@@ -97,7 +97,7 @@ def _pieces(document: Document) -> Iterator[Document]:
     while start < len(document.text):
         end = start + _LONGEST_PIECE
         if end < len(document.text):
-            # After the last line end that fits; a longer line is cut where it must be.
+            # Cut after the last line end that fits; a longer line is cut where it must be.
             end = document.text.rfind("\n", start, end) + 1 or end
         name, text = f"{document.name}:{number:06}", document.text[start:end]
         yield dataclasses.replace(document, name=name, text=text, cut_from=whole)
@@ -105,11 +105,11 @@ def _pieces(document: Document) -> Iterator[Document]:
 
 
 def split_held_out(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """(train, held out): held out is a document whose content hash, as a number in [0, 1), is below ``fraction``, with
-    all pieces of it; where that is none, the shortest. What answers one prompt goes by the hash of the prompt. Of a
-    text that is the only document the last pieces are held out, with a warning: they are close to what is trained on;
-    so are the last answers, if there is only one prompt. Another warning says where few documents make it a share of
-    the characters that is far from ``fraction``."""
+    """(train, held out) documents. A document is held out, with all of its pieces, if its content hash, as a number in
+    [0, 1), is below ``fraction``; if none is, the shortest is. All answers to a prompt go by the hash of the prompt. If
+    there is only one document, its last pieces are held out, with a warning: they are close to the training text. If
+    there is only one prompt, its last answers are, likewise. Another warning tells if few documents make the held-out
+    share of the characters far from ``fraction``."""
     of = [document.group for document in documents]
     whole = sorted(set(of))
     if len(whole) == 1 and len(documents) > 1:
@@ -152,14 +152,14 @@ def rendered(
     today: datetime.date | None = None,
     ends: Collection[str] = (),
 ) -> list[Document]:
-    """The documents with every chat as the tokenizer's chat template writes it; what the assistant says is predicted,
-    each time after what the template makes of the chat so far: up to the token that ends its turn, one of ``ends``, or
-    to where the next message begins, if there is none. (What the template writes behind it nobody generates.) Where the
-    template writes earlier turns otherwise than it did when they were the last (without their reasoning, say), the
-    chat becomes several documents. Where it opens a thought for the answer to come and none for one that is there, the
-    answer is predicted after what both have in common (`Document.asks`). ``today``: for templates that print the date.
+    """The documents, with every chat as the tokenizer's chat template writes it. Each answer of the assistant is
+    predicted after the chat so far as the template writes it, up to the token that ends its turn, one of ``ends``, or,
+    without one, to where the next message begins. (Nobody generates the template's text behind that token.) If the
+    template writes earlier turns differently than when they were the last (without their reasoning, say), the chat
+    becomes several documents. If it opens a thought for an answer to come and none for an answer that is there, the
+    answer is predicted after the part that both share (`Document.asks`). ``today``: date for templates that print it.
 
-    Raises `DataError` if there are chats and no template; a chat that the template does not take is ``bad``.
+    Raises `DataError` if there are chats and no template; a chat that the template does not take goes to ``bad``.
     """
     bad, found = BadRecordPolicy() if bad is None else bad, []
     for document in documents:
@@ -173,7 +173,7 @@ def rendered(
             )
         try:
             turns = _turns(document, tokenizer, today, ends)
-        except Exception as error:  # a template is a program: it raises what it likes, and Jinja more
+        except Exception as error:  # a template is a program: it may raise anything, and so may Jinja
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             bad.found("chats", f"{document.name}: the chat template does not take its messages ({reason}); mend them")
             continue
@@ -187,7 +187,7 @@ def rendered(
 def _turns(
     document: Document, tokenizer: Any, today: datetime.date | None, ends: Collection[str]
 ) -> list[tuple[tuple[Part, ...], str]]:
-    """(parts, `Document.asks`) of one document, or of several."""
+    """Pairs (parts, `Document.asks`): one for the document, or for each of several that it becomes."""
     messages = chats.for_template(document.messages, document.tools, chat.source(tokenizer, document.tools))
 
     def render_all(messages: Sequence[Mapping[str, Any]], asks: bool) -> str:
@@ -203,7 +203,7 @@ def _turns(
             continue
         before, after, asks = render(i, True), render(i + 1, False), ""
         if not after.startswith(before):
-            # Of an answer that has no character in common with a thought.
+            # Compare with an answer that has no character in common with a thought.
             other = [*messages[:i], {**messages[i], "content": _NO_TEXT}]
             before, asks = _parted(before, render_all(other, False))
             if not before.startswith(render(i, False)) or not after.startswith(before):
@@ -222,6 +222,6 @@ def _turns(
 
 
 def _parted(text: str, other: str) -> tuple[str, str]:
-    """``text`` up to where it differs from the other one, and from there."""
+    """``text`` up to where it differs from ``other``, and the rest of it."""
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
     return text[:same], text[same:]

@@ -1,4 +1,4 @@
-"""A document: a text, perhaps in parts of which only some are to be predicted, or a chat still to be rendered."""
+"""A document: a text, perhaps in parts of which only some are to be predicted, or a chat that is not rendered yet."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """``source``: where it came from, for figures by source. ``parts``: of ``text`` in order; none: it is one part, all
-    of it to be predicted. ``messages``: a chat, whose ``text`` is its JSON until `corpus.rendered`; ``tools``: that its
-    assistant may call; ``asks``: what its template writes between a question and the answer to come, and leaves out
-    once the answer is there (the opening of a thought). ``cut_from``: the digest of the longer document that this is a
-    piece of."""
+    """One document. ``source``: its origin, for figures by source. ``parts``: parts of ``text`` in order; if there are
+    none, all of the text is to be predicted. ``messages``: a chat, whose ``text`` is its JSON until `corpus.rendered`;
+    ``tools``: tools that its assistant may call; ``asks``: text that its template writes between a question and an
+    answer to come, and leaves out once the answer is there (the opening of a thought). ``cut_from``: digest of the
+    longer document that this is a piece of."""
 
     name: str
     text: str
@@ -40,8 +40,8 @@ class Document:
 
     @property
     def group(self) -> str:
-        """Names what has to stay on one side of a split: the pieces of one document, and all answers to one prompt. Of
-        a chat, the prompt is all up to the first answer to a user."""
+        """Name of the documents that stay on one side of a split: the pieces of one document, or all answers to one
+        prompt. The prompt of a chat is everything up to the first answer to a user."""
         if self.cut_from:
             return self.cut_from
         if self.messages:

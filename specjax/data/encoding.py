@@ -1,4 +1,4 @@
-"""A text as token ids, opened the way its tokenizer opens texts: the one place that training and decoding share."""
+"""Token ids of a text, opened the way its tokenizer opens texts: the one place for it in training and decoding."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def added(tokenizer: Any) -> tuple[list[int], list[int]]:
     (bare,) = tokenizer([_PROBE], add_special_tokens=False)["input_ids"]
     whole = tokenizer(_PROBE)["input_ids"]
     for begin in range(len(whole) - len(bare), -1, -1):
-        # From the back: of an unknown token that also opens texts, the last one is the text.
+        # Search from the back: if an unknown token also opens texts, its last occurrence is the text.
         if whole[begin : begin + len(bare)] == bare:
             return whole[:begin], whole[begin + len(bare) :]
     return whole, []
 
 
 def opening(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before a text: beginning-of-sequence, or nothing."""
+    """The ids that the tokenizer puts before a text: beginning-of-sequence, or none."""
     return added(tokenizer)[0]
 
 
 def begins_with(ids: Sequence[int], opening: Sequence[int]) -> bool:
-    """Whether a text brings its opening itself: it is not put there twice."""
+    """True if a text brings its opening itself: it is then not put there twice."""
     return list(ids[: len(opening)]) == list(opening)
 
 

@@ -1,4 +1,4 @@
-"""Prompts out of held-out documents, each with the source of its text."""
+"""Prompts cut from held-out documents, each with the source of its text."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from specjax.data.corpus import Document
 from specjax.data.rows import asked_prompt, encode_parts
 
 PLACES = (1 / 2, 1 / 4, 3 / 4, 1 / 8, 3 / 8, 5 / 8, 7 / 8)
-"""Where in a document a prompt may begin, as a share of its tokens."""
+"""Points of a document at which a prompt may begin, as shares of its tokens."""
 _UNNAMED = "text"
 _SHARE = 4
-"""One of so many held-out documents is for selection."""
+"""Number of held-out documents of which one is for selection."""
 _log = logging.getLogger(__name__)
 
 
@@ -43,21 +43,21 @@ def by_source(documents: Iterable[Document]) -> dict[str, list[Document]]:
 
 
 def for_benchmark(held_out: Sequence[Document]) -> list[Document]:
-    """The held-out documents that benchmarks take their prompts from: all but those for selection."""
+    """The held-out documents that benchmarks take their prompts from: all except those for selection."""
     return _sides(held_out)[0]
 
 
 def for_selection(held_out: Sequence[Document]) -> list[Document]:
-    """The held-out documents whose prompts select a checkpoint: a quarter of them, the last by hash. No benchmark has a
-    prompt of them, nor another answer to theirs: what was selected by a prompt looks better on it. Where there is but
-    one document, both have it, with a warning."""
+    """The held-out documents whose prompts select a checkpoint: a quarter of them, the last by hash. No benchmark uses
+    a prompt of theirs, nor another answer to it: a checkpoint looks better on prompts that selected it. A single
+    document serves both, with a warning."""
     return _sides(held_out)[1]
 
 
 def _sides(held_out: Sequence[Document]) -> tuple[list[Document], list[Document]]:
     ordered = sorted(held_out, key=lambda d: (d.group, d.digest))
     groups = [d.group for d in ordered]
-    if len({*groups}) == 1:  # pieces of one text, or answers to one prompt: no nearer than those trained on
+    if len({*groups}) == 1:  # pieces of one text, or answers to one prompt: the training text is as near
         groups = [d.digest for d in ordered]
     names = sorted({*groups})
     if len(names) == 1:
@@ -74,9 +74,10 @@ def cut_prompts(
     documents: Sequence[Document], tokenizer: Any, length: int, count: int, places: Sequence[float] = PLACES
 ) -> list[HeldOutPrompt]:
     """Cut at most ``count`` prompts: at the first of ``places`` in each document, in the order of their content hashes,
-    then at the others. Of plain text ``length`` tokens; of a chat, or what has a prompt of its own, all up to where an
-    answer begins. Where no more of those have at most ``length`` tokens, the last ``length`` of longer ones. What
-    begins inside a text opens as a text does: its first tokens are replaced. A chat is opened by its template alone."""
+    then at the others. A prompt of plain text has ``length`` tokens. A prompt of a chat, or of a document with its own
+    prompt, is everything up to where an answer begins. If too few of these have at most ``length`` tokens, longer ones
+    give their last ``length``. A prompt from inside a text opens as a text does: its first tokens are replaced. A chat
+    is opened by its template alone."""
     ordered = sorted(documents, key=lambda d: d.digest)
     texts = [*map(functools.partial(_tokenized, tokenizer), ordered)]
     found: dict[tuple[int, int, int], HeldOutPrompt] = {}
@@ -99,8 +100,9 @@ def cut_prompts(
 
 @dataclasses.dataclass(frozen=True)
 class _Text:
-    """``answers``: where they begin among ``tokens``. ``opening``: what such a text opens with. ``asked``: the prompts
-    of a chat by their lengths, if they are not how its text goes on (`Document.asks`); these are the ``answers``."""
+    """The tokens of a document that prompts are cut from. ``answers``: indices of ``tokens`` at which answers begin.
+    ``opening``: tokens that open such a text. ``asked``: prompts of a chat by their lengths, if its text goes on
+    differently (`Document.asks`); their lengths are then the ``answers``."""
 
     tokens: list[int]
     answers: list[int]

@@ -1,10 +1,10 @@
-"""Files in, records as documents out: text, JSONL, Parquet and data sets of the Hugging Face hub.
+"""Documents read from the records of files: text, JSONL, Parquet and data sets of the Hugging Face hub.
 
 A record is a mapping with ``text``; or ``prompt`` and ``completion``, of text or of messages; or a chat: ``messages``,
 ShareGPT's ``conversations`` (from, value), or Alpaca's ``instruction``, ``input`` and ``output``
-(specjax.data.chats). ``source``, a string, labels where it came from. ``columns`` says what stands under another name;
-without it, a record that is two of these at once is refused, and one with a field that changes what its prompt means
-and is not read.
+(specjax.data.chats). ``source``, a string, labels its origin. ``columns`` maps these keys to a record's own names.
+Without it, a record with two of these shapes is refused, and so is one with a field that changes the meaning of its
+prompt and is not read.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ _BESIDE = {
     "prompt": (),
     "text": (),
 }
-"""By the first key of a shape, what else of a record is read; and the label."""
+"""First key of a shape -> other keys of a record that are read beside it. The label `source` is read, too."""
 _SEEN = ("images", "image", "videos", "video", "audios", "audio")
 _PROMPTING = ("system", "tools", "history", "functions", "documents", "context", "chat_template_kwargs")
-"""What changes a prompt: none that is not read may hold anything. (A text has no prompt, only pictures.)"""
+"""Keys that change a prompt: a record is refused if one that is not read holds anything. (A text has no prompt, only
+pictures.)"""
 _NOTHING = (None, "", [], {}, "[]", "{}", "null")
 _NESTED = ("messages", "conversations", "tools", "history", "prompt", "completion", *_SEEN, *_PROMPTING)
 _WANTED = (
@@ -45,8 +46,8 @@ _WANTED = (
 
 
 class BadRecordPolicy:
-    """What becomes of a record that cannot be used: an error, or a skip that is counted. ``counts``: reason -> records
-    skipped; ``first``: reason -> the first of them."""
+    """Handling of records that cannot be used: an error, or a skip that is counted. ``counts``: reason -> number of
+    records skipped; ``first``: reason -> the first of them."""
 
     def __init__(self, on_bad: Literal["error", "skip"] = "error"):
         self._skips = on_bad == "skip"
@@ -54,7 +55,7 @@ class BadRecordPolicy:
         self.first: dict[str, str] = {}
 
     def found(self, reason: str, what: str) -> None:
-        """``what``: place, value, remedy. Raises `DataError` with it unless records are skipped."""
+        """Handle a record. ``what``: place, value, remedy. Raises `DataError` with it unless records are skipped."""
         if not self._skips:
             raise DataError(f"{what}; or set data.on_bad=skip to go on without it")
         self.counts[reason] = self.counts.get(reason, 0) + 1
@@ -65,7 +66,7 @@ class BadRecordPolicy:
 
 
 class Unusable(Exception):
-    """Why a record cannot be used."""
+    """A record cannot be used; the message gives the reason."""
 
 
 def parse(record: Any, name: str, source: str, where: str, columns: Mapping[str, str] | None = None) -> Document:
@@ -93,7 +94,8 @@ def parse(record: Any, name: str, source: str, where: str, columns: Mapping[str,
 
 
 def _shape_of(record: Mapping[str, Any], columns: Mapping[str, str], where: str) -> tuple[str, ...]:
-    """The keys that hold what the record is. Raises `Unusable` where that is not one thing, or not all of it."""
+    """The keys of the record's shape. Raises `Unusable` if it has two shapes, or a field that changes its prompt and is
+    not read."""
     names = columns or [key for key, value in record.items() if value is not None]
     try:
         one_shape(names, f"{where}: the record")
@@ -112,7 +114,8 @@ def _shape_of(record: Mapping[str, Any], columns: Mapping[str, str], where: str)
 
 
 def unread(record: Mapping[str, Any], key: str) -> str | None:
-    """The first field of a record that changes its prompt and is not read beside ``key``, the first of its shape."""
+    """The first field of a record that changes its prompt and is not read beside ``key``, the first key of its shape;
+    None if there is none."""
     is_chat = isinstance(record.get(key), list) and key == "prompt"
     read = _OF_CHATS if is_chat else _BESIDE[key]
     others = _SEEN if key == "text" else (*_SEEN, *_PROMPTING)
@@ -120,10 +123,10 @@ def unread(record: Mapping[str, Any], key: str) -> str | None:
 
 
 def one_shape(names: Collection[str], what: str) -> None:
-    """Raises `DataError` if the keys make a record of more than one shape: none of them is taken for granted."""
+    """Raises `DataError` if the keys make a record of more than one shape: none of them has precedence."""
     whole = [shape for shape in _SHAPES if all(key in names for key in shape)]
     if whole == [("text",)]:
-        # Beside a part of another shape it may be an answer, or a piece of one.
+        # Beside a key of another shape `text` may be an answer, or a piece of one.
         whole += [(key,) for shape in _SHAPES for key in shape if key in names and key != "text"][:1]
     if len(whole) > 1:
         told = " and ".join("+".join(map(repr, shape)) for shape in whole)
@@ -132,7 +135,7 @@ def one_shape(names: Collection[str], what: str) -> None:
 
 
 def _renamed(record: Mapping[str, Any], columns: Mapping[str, str], where: str) -> Mapping[str, Any]:
-    """The record with our keys in place of the user's. What is not named is not looked at, but for the label."""
+    """The record with our keys in place of the user's. Fields that are not named are dropped, except the label."""
     if not columns:
         return record
     missing = next((column for column in columns.values() if column not in record), None)
@@ -178,7 +181,7 @@ def read_text(file: Path, source: str, bad: BadRecordPolicy, columns: Mapping[st
 
 
 def decoded(raw: bytes) -> str:
-    """Text in UTF-8, without the byte order mark that some editors begin it with. Raises `UnicodeDecodeError`."""
+    """The text of UTF-8 bytes, without the byte order mark that some editors put first. Raises `UnicodeDecodeError`."""
     return raw.decode("utf-8-sig")
 
 
@@ -191,7 +194,7 @@ def read_json(file: Path, source: str, bad: BadRecordPolicy, columns: Mapping[st
 
 
 def json_records(file: Path, bad: BadRecordPolicy) -> Iterator[tuple[int, str, Any]]:
-    """(number, place, value) of every record of a file of JSON: a list of them, or one a line."""
+    """(number, place, value) of every record of a JSON file, which holds a list of records, or one a line."""
     listed = _listed(file) if file.suffix.lower() == ".json" else None
     if listed is None:
         for number, record in jsonl_records(file, bad):
@@ -204,7 +207,7 @@ def json_records(file: Path, bad: BadRecordPolicy) -> Iterator[tuple[int, str, A
 
 
 def _listed(file: Path) -> list[Any] | None:
-    """The records of a file that is one value: a list of them, or a single one; None: it may have one a line."""
+    """The records of a file that is one JSON value: a list of them, or a single one; None: it may have one a line."""
     try:
         found = json.loads(decoded(file.read_bytes()))
     except (ValueError, RecursionError):
@@ -245,12 +248,12 @@ def read_parquet(file: Path, source: str, bad: BadRecordPolicy, columns: Mapping
                 continue
             if name != "source" or name in columns:
                 raise DataError(f"{file}: the column {column!r} holds {kind}, expected strings")
-            del names[name]  # something else of that name than a label
+            del names[name]  # a column of that name that is no label
         for batch in table.iter_batches(columns=[*names.values()]):
             for record in batch.to_pylist():
                 row += 1
                 record = _without_nulls({ours: record[theirs] for ours, theirs in names.items()})
-                # What is null, but for what may stand beside it, is an empty document.
+                # A row that is null in all keys of a shape is an empty document.
                 record = record if any(key in record for shape in _SHAPES for key in shape) else {"text": ""}
                 try:
                     yield parse(record, f"{file.as_posix()}:{row}", source, f"{file}, row {row}")
@@ -265,8 +268,8 @@ def read_parquet(file: Path, source: str, bad: BadRecordPolicy, columns: Mapping
 
 
 def read_hub(path: str, hub: Hub, bad: BadRecordPolicy, columns: Mapping[str, str]) -> Iterator[Document]:
-    """Rows of a data set that the `datasets` library loads: ``hf:NAME``, where NAME is an id on the hub or a local
-    directory. Raises `DataError` if it cannot be loaded; without a network, what is in the library's cache is used."""
+    """Documents of a data set that the `datasets` library loads: ``hf:NAME``, where NAME is an id on the hub or a local
+    directory. Raises `DataError` if it cannot be loaded; without a network, the library's cache is used."""
     name = path.removeprefix(HUB)
     try:
         import datasets  # pyright: ignore[reportMissingImports]
@@ -274,7 +277,7 @@ def read_hub(path: str, hub: Hub, bad: BadRecordPolicy, columns: Mapping[str, st
         raise DataError(f"data.path: {path!r} needs datasets; pip install 'specjax[hf-data]'") from None
     try:
         rows = datasets.load_dataset(name, hub.subset, split=hub.split, revision=hub.revision)
-    except Exception as error:  # of the library, the hub's client, the file formats and the network
+    except Exception as error:  # from the library, the hub's client, the file formats or the network
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
             f"data.path: {path!r}, split {hub.split!r}, cannot be loaded ({type(error).__name__}: {reason}); correct "
@@ -291,8 +294,8 @@ def read_hub(path: str, hub: Hub, bad: BadRecordPolicy, columns: Mapping[str, st
 
 
 def _columns(names: Collection[str], where: str, columns: Mapping[str, str]) -> dict[str, str]:
-    """Columns of a table, our name -> its own: what ``columns`` say, or the first shape of a record that it has, and
-    what may stand beside it."""
+    """Columns to read of a table, our name -> its own: those of ``columns``, or the keys of the first shape that it has
+    and of the fields that may stand beside it."""
     missing = next((column for column in columns.values() if column not in names), None)
     if missing is not None:
         raise DataError(f"{where}: no column {missing!r}, which data.columns names (columns: {', '.join(names)})")
@@ -308,7 +311,7 @@ def _columns(names: Collection[str], where: str, columns: Mapping[str, str]) -> 
 
 
 def _without_nulls(value: Any) -> Any:
-    """A table gives every message every key."""
+    """``value`` without nulls in its mappings: a table gives every message every key."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [*map(_without_nulls, value)] if isinstance(value, list) else value
@@ -319,13 +322,13 @@ READERS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), read_json),
     ".parquet": read_parquet,
 }
-"""By the end of a file's name, in small letters."""
+"""Readers by the end of a file's name, in small letters."""
 _DATA = (".csv", ".tsv", ".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".arrow", ".feather", ".xml", ".yaml", ".yml")
-"""Ends of names that hold records as well, which are not read: in a directory, too, they are not passed over."""
+"""Ends of the names of files that may hold records and are not read. Even in a directory they are not passed over."""
 
 
 def reader_of(file: Path) -> Any:
-    """Raises `DataError` for a file of none of these kinds: what it holds is not guessed."""
+    """The reader of a file, by its name. Raises `DataError` for any other name: the content is not guessed."""
     reader = READERS.get(file.suffix.lower())
     if reader is None:
         raise DataError(
@@ -336,8 +339,8 @@ def reader_of(file: Path) -> Any:
 
 
 def files_of(root: Path, bad: BadRecordPolicy) -> tuple[list[Path], list[Path]]:
-    """(the files of a directory to be read, those that are passed over). What may hold records and is not read is
-    ``bad``. No documents are what tools keep for themselves, and what tells of the directory itself."""
+    """(the files of a directory to be read, those that are passed over). A file that may hold records and is not read
+    goes to ``bad``. Files that tools keep for themselves, and files about the directory itself, are no documents."""
     read, passed = [], []
     for file in sorted(file for file in root.rglob("*") if file.is_file()):
         inside, name = file.relative_to(root).parts, file.name

@@ -1,8 +1,8 @@
-"""Documents in, rows of tokens to train and to measure on out, and batches of rows in an order that can be resumed.
+"""Rows of tokens to train and to measure on, made from documents, and batches of rows in an order that can be resumed.
 
 A row is ``length + 1`` consecutive tokens of the concatenated documents, each closed by end-of-sequence; rows overlap
 by one token. Attention and positions stay inside a document, and no document is asked to predict the next one's start.
-A row that begins inside a document opens as a text does: beginning-of-sequence stands where the overlapping token was.
+A row that begins inside a document opens as a text does: beginning-of-sequence replaces the overlapping token.
 Sequences made for training (`WholeSequenceRows`) are never cut: a row holds as many as fit, and padding.
 
 Dims: N rows, B rows of a batch, T predicted positions.
@@ -16,30 +16,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import grain
-import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from specjax.data import encoding
 from specjax.data.corpus import BadRecordPolicy, Document
 from specjax.errors import DataError
+from specjax.interfaces import Batch, Params
 from specjax.runtime import fingerprint
-from specjax.types import Batch, Params
 
 _TOKENIZED_AT_ONCE = 512
 
 
 class Rows(Protocol):
-    """Rows of T positions by number; the same number is the same row in every process and after every restart."""
+    """Rows of T positions, by number; a number names the same row in every process and after every restart."""
 
     @property
     def length(self) -> int:
-        """T."""
+        """Number of positions of a row, T."""
         ...
 
     @property
     def digest(self) -> str:
-        """Names the content of all rows."""
+        """Digest that names the content of all rows."""
         ...
 
     def __len__(self) -> int: ...
@@ -55,8 +54,8 @@ def row_of(
     positions: Int[np.ndarray, " T1"],
     weight: Float[np.ndarray, " T1"],
 ) -> Batch:
-    """A row of T1 - 1 predictions. ``document``: number of the one that each token belongs to, rising by one.
-    ``weight``: how much it counts that a token is predicted, by the one before it in its document."""
+    """A row of T1 - 1 predictions. ``document``: number of the document that each token belongs to, rising by one.
+    ``weight``: weight of each token's prediction by the token before it in its document."""
     arrays: dict[str, Any] = {
         "tokens": tokens[:-1],
         "labels": tokens[1:],
@@ -69,10 +68,11 @@ def row_of(
 
 @dataclasses.dataclass(frozen=True)
 class ConcatenatedRows:
-    """``stream``: the concatenated documents; ``starts``: where each begins; ``length``: T; ``prompt``: tokens whose
-    prediction counts ``prompt_weight`` instead of 1 (None: there are none); ``opening``: the tokens that open a text,
-    which replace the first of a row that begins inside a document; ``asked``: by a document's number, its prompt as
-    decoding sees it, where that is not how the document begins (`Document.asks`)."""
+    """Rows cut from concatenated documents. ``stream``: their tokens; ``starts``: index of each document's first token;
+    ``length``: T; ``prompt``: mask of tokens whose prediction counts ``prompt_weight`` instead of 1 (None: there are
+    none); ``opening``: the tokens that open a text, which replace the first of a row that begins inside a document;
+    ``asked``: by a document's number, its prompt as decoding sees it, if the document begins differently
+    (`Document.asks`)."""
 
     stream: Int[np.ndarray, " tokens"]
     starts: Int[np.ndarray, " documents"]
@@ -95,7 +95,7 @@ class ConcatenatedRows:
             )
 
     def _predicts(self) -> bool:
-        """Whether a token of an answer follows another one of its document."""
+        """True if a token of an answer follows another token of its document."""
         counts = ~np.asarray(self.prompt)
         counts[self.starts] = False
         return bool(counts.any())
@@ -114,7 +114,7 @@ class ConcatenatedRows:
         if self.prompt is not None:
             weight[self.prompt[places]] = self.prompt_weight
         tokens, opened = self.stream[places], len(self.opening)
-        # Not where the document ends with these tokens.
+        # A document that ends within the opening keeps its tokens.
         if begin > self.starts[document[0]] and document[min(opened, self.length)] == document[0]:
             tokens[:opened] = self.opening
             weight[:opened] = 0
@@ -132,8 +132,8 @@ class ConcatenatedRows:
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Token ids one after another; ``ends``: where each sequence ends; ``prompts``: how many tokens of each are its
-    prompt."""
+    """Token ids of sequences, one after another. ``ends``: index at which each sequence ends; ``prompts``: number of
+    prompt tokens of each."""
 
     tokens: Int[np.ndarray, " tokens"]
     ends: Int[np.ndarray, " sequences"]
@@ -162,15 +162,15 @@ class Sequences:
 
 @dataclasses.dataclass(frozen=True)
 class WholeSequenceRows:
-    """Whole sequences in rows, in their order: a row ends where the next sequence does not fit. The prediction of a
-    prompt's tokens counts ``prompt_weight``. ``alone``: one sequence a row."""
+    """Rows of whole sequences, in their order: a row ends where the next sequence does not fit. The prediction of a
+    prompt's tokens counts ``prompt_weight``. ``alone``: True for one sequence a row."""
 
     sequences: Sequences
     length: int
     prompt_weight: float = 0.0
     alone: bool = False
     _first: Int[np.ndarray, " N1"] = dataclasses.field(init=False, repr=False)
-    """The first sequence of each row, and their number."""
+    """Index of the first sequence of each row, and behind them the number of sequences."""
 
     def __post_init__(self) -> None:
         sizes, first, filled = self.sequences.sizes, [], self.length + 2
@@ -216,9 +216,9 @@ def pack(
     prompt_weight: float = 0.0,
     bad: BadRecordPolicy | None = None,
 ) -> ConcatenatedRows:
-    """Ordered by content hash, so names do not matter. A chat is opened and closed by its template, any other document
-    opened as the tokenizer opens a text and closed by ``eos_id``, unless its text does so itself. A document of fewer
-    than two tokens of its own is ``bad``."""
+    """Rows of the documents, ordered by content hash, so that names do not matter. A chat is opened and closed by its
+    template. Any other document is opened as the tokenizer opens a text and closed by ``eos_id``, unless its text does
+    so itself. A document of fewer than two tokens of its own goes to ``bad``."""
     bad, opening = BadRecordPolicy() if bad is None else bad, encoding.opening(tokenizer)
     ordered = sorted(documents, key=lambda d: d.digest)
     tokens, prompt, sizes, asked = [np.zeros(0, np.int32)], [np.zeros(0, bool)], [], {}
@@ -245,7 +245,7 @@ def pack(
 
 
 def asked_prompt(tokenizer: Any, document: Document, answer: int) -> list[int]:
-    """What decoding a chat begins with where part ``answer`` is to follow: the template's generation prompt."""
+    """Token ids of a chat up to part ``answer`` as decoding sees them: with the template's generation prompt."""
     text = "".join(part.text for part in document.parts[:answer]) + document.asks
     (ids,) = tokenizer([text], add_special_tokens=False)["input_ids"]
     return ids
@@ -253,8 +253,8 @@ def asked_prompt(tokenizer: Any, document: Document, answer: int) -> list[int]:
 
 def encode_parts(tokenizer: Any, documents: Sequence[Document]) -> Iterator[list[Int[np.ndarray, " tokens"]]]:
     """The token ids of each document's parts; few documents are held as lists at a time. A prompt and its completion
-    are tokenized apart, as they are when the prompt is continued; a chat as a whole, as its template's tokens are: a
-    tokenizer may put a space before every text. A token is of the part that it ends in."""
+    are tokenized apart, as they are when the prompt is continued. A chat is tokenized as a whole, as its template's
+    tokens are: a tokenizer may put a space before every text. A token belongs to the part that it ends in."""
     for begin in range(0, len(documents), _TOKENIZED_AT_ONCE):
         some = documents[begin : begin + _TOKENIZED_AT_ONCE]
         apart = [[d.text] if d.messages or not d.parts else [part.text for part in d.parts] for d in some]
@@ -274,15 +274,15 @@ def encode_parts(tokenizer: Any, documents: Sequence[Document]) -> Iterator[list
 def _split(
     tokenizer: Any, document: Document, ids: Sequence[int], spans: Sequence[tuple[int, int]] | None
 ) -> list[Int[np.ndarray, " tokens"]]:
-    """Token ids of a whole text by its parts. ``spans``: of each token, in characters; None: the tokenizer does not
-    say, and how many tokens each part ends after is found with the text cut there."""
+    """Token ids of a whole text, split by its parts. ``spans``: span of each token in characters; None: the tokenizer
+    gives none, and the text is tokenized up to each part's end, to find the number of tokens before it."""
     ends = np.cumsum([len(part.text) for part in document.parts])
     if spans is None:
         before = [tokenizer(document.text[:end], add_special_tokens=False)["input_ids"] for end in ends[:-1]]
         pairs = ([*zip(some, ids, strict=False)] for some in before)
         cuts = [next((i for i, (x, y) in enumerate(both) if x != y), len(both)) for both in pairs]
     else:
-        # Of a token that lies on both sides, what is behind the cut is the news.
+        # A token on both sides of a cut belongs to the part behind it.
         last = np.maximum.accumulate([max(begin, end - 1) for begin, end in spans] or [0])
         cuts = np.searchsorted(last, ends[:-1], side="left").tolist()
     return [*np.split(np.asarray(ids, np.int32), np.maximum.accumulate(cuts or [0])[: len(ends) - 1])]
@@ -290,7 +290,7 @@ def _split(
 
 @dataclasses.dataclass(frozen=True)
 class RowsWithMore:
-    """The same ``rows`` with something beside each: a subclass has ``__getitem__``."""
+    """Base of ``rows`` with more data beside each: a subclass has ``__getitem__``."""
 
     rows: Rows
 
@@ -308,7 +308,7 @@ class RowsWithMore:
 
 @dataclasses.dataclass(frozen=True)
 class NumberedRows(RowsWithMore):
-    """``rows`` that are drawn for the step ``number``."""
+    """Rows that are drawn for the step ``number``."""
 
     number: int
 
@@ -319,8 +319,8 @@ class NumberedRows(RowsWithMore):
 
 @dataclasses.dataclass(frozen=True)
 class RowsToCount(RowsWithMore):
-    """``rows`` of text, and beside them those in which ids are ``counted``: what training asks a draft to predict, in
-    parts, each with its share of the rows that it is trained on. They are made when they are asked for."""
+    """Rows of text, and beside them the rows in which ids are ``counted``: those that a draft is trained to predict, in
+    parts, each with its share of the training rows. They are made when they are asked for."""
 
     counted: Callable[[], Sequence[tuple[Rows, float]]]
 
@@ -330,29 +330,29 @@ class RowsToCount(RowsWithMore):
 
 def take(rows: Rows, indices: Sequence[int] | np.ndarray) -> Batch:
     """The rows numbered ``indices`` as one batch of numpy arrays."""
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *(rows[int(i)] for i in indices))
+    return Batch.of_rows(rows[int(i)] for i in indices)
 
 
 def spread(rows: Rows, positions: int) -> Batch:
-    """As many rows as hold ``positions`` tokens, evenly spread; else all."""
+    """A batch of rows, evenly spread, that hold ``positions`` tokens; all rows if they are fewer."""
     count = min(len(rows), -(-positions // rows.length))
     return take(rows, np.arange(count) * len(rows) // count)
 
 
 def spread_predictions(rows: Rows, positions: int) -> Batch:
-    """As many rows as hold ``positions`` tokens whose prediction counts, evenly spread; else all. (A twentieth less is
-    as good: documents begin in them.)"""
+    """A batch of rows, evenly spread, that hold ``positions`` tokens whose prediction counts; all rows if they are
+    fewer. (A twentieth less is as good: documents begin in the rows.)"""
     found, wanted = spread(rows, positions), 0.95 * positions
     while (counted := np.count_nonzero(found.weight)) < wanted and len(found.tokens) < len(rows):
-        # By the share that counts in these, and never by so little that this takes long.
+        # Extrapolate from the share that counts in these rows, to at most about four times as many.
         share = max(counted / found.weight.size, 0.25 * wanted / found.weight.size)
         found = spread(rows, max(int(positions / share), (len(found.tokens) + 1) * rows.length))
     return found
 
 
 class Batches:
-    """Endless and reshuffled every epoch. Batch i is a function of (seed, i): the step is the cursor, and resuming
-    needs nothing else."""
+    """Endless batches of rows, reshuffled every epoch. Batch i is a function of (seed, i): resuming needs nothing but
+    the step."""
 
     def __init__(self, rows: Rows, batch_size: int, seed: int):
         if len(rows) < batch_size:
@@ -369,8 +369,8 @@ class Batches:
         return self._order[step]
 
     def refresh(self, step: int, params: Params, oldest: int | None) -> None:
-        """Called before batch ``step`` is asked for, with the weights after so many steps; ``oldest``: the first
-        checkpoint that is kept. Text stays as it is."""
+        """Prepare for batch ``step``, before it is asked for, with the weights after so many steps. ``oldest``: step of
+        the first checkpoint that is stored. Rows of text need no preparation."""
 
     def __getitem__(self, step: int) -> Batch:
         return take(self.rows, self.indices(step))

@@ -1,4 +1,4 @@
-"""Sequences as files."""
+"""Sequences stored as files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents in, a byte-level BPE tokenizer out, for targets that are trained from nothing."""
+"""A byte-level BPE tokenizer trained on documents, for targets that are trained from scratch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def train_tokenizer(documents: Iterable[Document], vocab_size: int, directory: Path | None = None):
-    """A byte-level BPE tokenizer of ``vocab_size`` ids at most, with one special token, which closes documents and
-    pads. A function of the set of texts: their order and names do not matter. Saved to ``directory`` if given."""
+    """A byte-level BPE tokenizer of at most ``vocab_size`` ids, with one special token, which closes documents and
+    pads. It is a function of the set of texts: their order and names do not matter. It is saved to ``directory`` if
+    given."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

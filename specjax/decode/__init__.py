@@ -1,1 +1,1 @@
-"""Prefill, then (draft, verify, commit) until every row is done."""
+"""The decoding loop: prefill, then blocks (draft, verify, commit) until every row is done."""

@@ -1,5 +1,6 @@
-"""The host half of decoding: prompts in, results or a stream of events out. Runs the jitted chunks of
-`specjax.decode.engine` on what `specjax.decode.request` checked and padded; `generate` and `stream` are the same loop.
+"""The host half of decoding: prompts in, results or a stream of events out. It runs the jitted chunks of
+`specjax.decode.programs` on a batch that `specjax.decode.request` checked and padded. `generate` and `stream` share a
+loop.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from specjax import backend, registry
 from specjax.decode import request as request_lib
 from specjax.decode import stops as stops_lib
 from specjax.decode.arguments import bound, check_calibration, controller_for, drafter_of, verifier_of, weights_of
-from specjax.decode.calibration import BlockTimer, Correction, guessed, held_to, measured
-from specjax.decode.engine import Engine, EngineParams, Logprobs, NoDraft, max_depth, num_nodes
+from specjax.decode.calibration import BlockTimer, Correction, forced_length, measured
+from specjax.decode.engine import Engine, EngineParams, Logprobs, NoDraft
 from specjax.decode.programs import NO_LIMIT, compiled_chunk, grow, prefilled, slide
 from specjax.decode.request import Batch, Prompt, SamplingOptions
 from specjax.decode.result import (
     Event,
     GenerationResult,
-    Look,
+    HostSync,
     commit_times,
     finish_reason,
     origin_names,
@@ -36,13 +37,22 @@ from specjax.decode.result import (
 from specjax.decode.scheduler import Scheduler, without_caches
 from specjax.decode.text import Cut, Detokenizer, RowText
 from specjax.errors import ConfigError, DataError
+from specjax.interfaces import (
+    BoundDrafter,
+    Calibration,
+    Controller,
+    DecodeState,
+    Drafter,
+    LogitsProcessor,
+    Target,
+    Verifier,
+)
 from specjax.models.decode_layout import same_arrays
 from specjax.models.files import check_model
 from specjax.models.vocabulary import TokenRows
-from specjax.types import BoundDrafter, Calibration, Controller, DecodeState, Drafter, LogitsProcessor, Verifier
 
 _STOP_STRING_STEPS = 8
-"""Blocks between two looks for stop strings."""
+"""Number of blocks between two searches for stop strings."""
 
 
 class Decoder:
@@ -51,21 +61,22 @@ class Decoder:
     Args:
         target: the `LoadedModel` to decode with; under a lossless verifier the output has its distribution.
         drafter: `DraftModel`, `NGram`, ..., or by name where no model is needed ('ngram'), or a mapping ``{kind: ...,
-            field: value}``; None decodes autoregressively through the same engine.
+            field: value}``; None: plain decoding through the same engine.
         verifier: a registered kind, a mapping or an instance; an all-greedy batch uses `greedy`.
-        controller: how much of the drafter's ``k`` is proposed: a registered kind, a mapping or an instance.
-        prefill_chunk: most tokens of each prompt that are fed at a time, for what memory a pass may take; None: as many
-            as are worth it, fewer in a larger batch or where the device has less memory.
+        controller: the rule for each block's length, up to the drafter's ``k``: a registered kind, a mapping or an
+            instance.
+        prefill_chunk: most tokens of each prompt that one pass of the prefill feeds, which bounds its memory; None: as
+            many as speed it up, fewer in a larger batch or on a device with less memory.
 
     Raises:
         ConfigError: a drafter, verifier or controller is unknown or has a field out of range, a drafter of trees meets
-            a verifier of chains, or ``prefill_chunk`` is no token.
-        ModelError: something given as a model is none, or the vocabularies differ.
+            a verifier of chains, or ``prefill_chunk`` is below 1.
+        ModelError: an argument that must be a model is none, or the vocabularies differ.
     """
 
     def __init__(
         self,
-        target: Any,
+        target: Target,
         drafter: Drafter | str | Mapping[str, Any] | None = None,
         verifier: Verifier | str | Mapping[str, Any] = "speculative",
         controller: Controller | str | Mapping[str, Any] = "adaptive",
@@ -76,13 +87,13 @@ class Decoder:
         self._given = drafter_of(drafter)
         self._bind()
         self._verifier = verifier_of(verifier)
-        self._controller = controller_for(controller, max_depth(self._drafter))
+        self._controller = controller_for(controller, self._drafter)
         if prefill_chunk is not None and not (request_lib.is_whole(prefill_chunk) and prefill_chunk >= 1):
             raise ConfigError(f"prefill_chunk: {prefill_chunk!r}; give at least 1 token, a whole number, or None")
         self._prefill_chunk = prefill_chunk
         self.calibrations: dict[tuple[bool, int], Calibration] = {}
-        """What blocks cost, by whether all rows are greedy and by the rows of the padded batch: from `calibrate`, or
-        set to what another decoder measured, so that it chooses as that one did. `adaptive` corrects them as it
+        """Block costs by (True if all rows are greedy, number of rows of the padded batch). They come from `calibrate`,
+        or are set to those of another decoder, so that both choose the same lengths. `adaptive` corrects them as it
         decodes."""
         self._corrections: dict[tuple[bool, int], Correction] = {}
         self._greedy_verifier: Verifier = registry.build(registry.VERIFIERS, "greedy", "verifier")
@@ -93,40 +104,40 @@ class Decoder:
 
     @property
     def lossless(self) -> bool:
-        """Whether sampled output has the target's distribution."""
+        """True if sampled output has the target's distribution."""
         return self._verifier.lossless
 
     @property
     def controller(self) -> Controller:
-        """How much of the drafter's ``k`` is proposed."""
+        """The rule for the length of each block, up to the drafter's ``k``."""
         return self._controller
 
     @property
     def weighs(self) -> bool:
-        """Whether the controller chooses by what blocks cost: see `calibrate`."""
-        return getattr(self._controller, "needs_calibration", False)
+        """True if the controller chooses lengths by block costs: see `calibrate`."""
+        return self._controller.needs_costs
 
     def moves_no_token(self, greedy: bool) -> bool:
-        """Whether the lengths of blocks leave every token as it is: greedily, and where noise belongs to positions
-        (`coupled`). Elsewhere they change which sample of its distribution a row gets.
+        """True if the lengths of blocks change no token: in greedy decoding, and where noise belongs to positions
+        (`coupled`). Elsewhere they decide which sample of its distribution a row gets.
 
         Args:
-            greedy: whether all rows are at temperature 0.
+            greedy: True if all rows are at temperature 0.
 
         Returns:
-            Whether lengths may be chosen by a clock, and a row still replays from its seed.
+            True if lengths may depend on a clock while a row still replays from its seed.
         """
         return greedy or self._verifier.noise == "coupled"
 
     def program_of(self, prompts: Sequence[Prompt], **sampling: Unpack[SamplingOptions]) -> tuple[bool, int]:
-        """Which of `calibrations` a batch of these prompts is decoded with.
+        """The key in `calibrations` of the costs that a batch of these prompts is decoded with.
 
         Args:
             prompts: texts, or lists of token ids.
             sampling: `SamplingOptions`.
 
         Returns:
-            Whether all rows are greedy, and the rows of the padded batch.
+            True if all rows are greedy, and the number of rows of the padded batch.
 
         Raises:
             DataError: an argument cannot be used; the message names argument, row and value.
@@ -151,8 +162,8 @@ class Decoder:
         """Decode a batch of prompts. Budget, seed, stop strings and sampling parameters are one value for all rows or
         one a row.
 
-        A row whose next token has no distribution to come from (NaN or infinite logits of the target, or nothing left
-        by the processor) ends there, with the finish reason `invalid_logits`; the others go on.
+        A row whose next token has no distribution to come from (NaN or infinite logits of the target, or no token left
+        by the logits processor) ends there, with the finish reason `invalid_logits`; the other rows go on.
 
         Args:
             prompts: texts, or lists of token ids.
@@ -161,15 +172,15 @@ class Decoder:
                 replays alone from its own (``seed=[result.seeds[i]]``); after `calibrate`, see
                 `GenerationResult.seeds`.
             ignore_eos: go on past the target's end-of-sequence ids.
-            stop_strings: end a row where its new text holds one: the text stops before it, the tokens with the one that
-                completes it (counters also hold what was decoded before the host saw it).
-            skip_special_tokens: they are in the tokens, but not in the text, where stop strings are looked for; only
-                a stop string that has one of them in it is found where they stand.
-            logprobs: log-probabilities of the emitted tokens: 'raw' (or True) of the target's own distribution, over
+            stop_strings: end a row whose new text contains one. The text stops before it, the tokens stop with the one
+                that completes it, and counters include what was decoded before the host found it.
+            skip_special_tokens: leave special tokens out of the text, though not out of the tokens. Stop strings are
+                searched in that text; one that contains a special token, in the text with them.
+            logprobs: log-probabilities of the emitted tokens: 'raw' (or True) under the target's own distribution, over
                 the tokens of its tokenizer; 'processed' after all sampling parameters.
-            logits_processor: a pure, traceable ``(logits[B, V], specjax.types.LogitsContext) -> logits[B, V]``, for
-                draft and target alike, before temperature; compiled for, so pass the same function again, not a new
-                lambda.
+            logits_processor: a pure, traceable ``(logits[B, V], specjax.interfaces.LogitsContext) -> logits[B, V]``,
+                for draft and target alike, before temperature. Each function is compiled for, so pass the same one
+                again, not a new lambda.
             sampling: `SamplingOptions`.
 
         Returns:
@@ -183,7 +194,7 @@ class Decoder:
         detokenize = self._detokenizer(skip_special_tokens)
         if detokenize is not None and any(run.stops):
             run.texts = [RowText(detokenize, stops) for stops in run.stops]
-        # The first chunk is of one block, so that the time to the first token is seen.
+        # The first chunk is one block, so that the host sees the time to the first token.
         chunks = self._chunks(run, _STOP_STRING_STEPS if any(run.stops) else NO_LIMIT, first=1)
         last = collections.deque(chunks, maxlen=1)
         return self._result(run, jax.device_get(last.pop()), detokenize)
@@ -202,8 +213,8 @@ class Decoder:
         steps_per_event: int = 1,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[Event]:
-        """Decode one prompt, handing out tokens as they are committed. The tokens are those of `generate` with the same
-        arguments, and so is the text: what later tokens can still change, a part of a character or of a stop string,
+        """Decode one prompt and hand out tokens as they are committed. Tokens and text equal those of `generate` with
+        the same arguments. Text that later tokens can still change, such as a part of a character or of a stop string,
         waits for a later event.
 
         Args:
@@ -219,7 +230,7 @@ class Decoder:
             sampling: `SamplingOptions`.
 
         Returns:
-            Events, the last of which is done.
+            Events; the last one is ``done``.
 
         Raises:
             DataError: an argument cannot be used; the message names argument and value.
@@ -250,7 +261,7 @@ class Decoder:
             sent = length
             done = bool(host.done[0])
             reason = finish_reason(host.finish[0], run.cut(0)) if done else None
-            stats, seconds = stats_by_row(host, max_depth(self._drafter))[0], run.looks[-1].seconds
+            stats, seconds = stats_by_row(host, self._drafter.max_depth)[0], run.looks[-1].seconds
             yield Event(tokens, text, pieces, stats, done, seconds, values, reason)
 
     def compile(
@@ -262,7 +273,7 @@ class Decoder:
         logits_processor: LogitsProcessor | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> None:
-        """Compile all that `generate` runs for arguments of these sizes, without decoding a token.
+        """Compile all programs that `generate` runs for arguments of these sizes, without decoding a token.
 
         Args:
             prompts: prompts of the sizes to compile for.
@@ -278,7 +289,7 @@ class Decoder:
         run = self._run(prompts, max_new_tokens, 0, True, None, logprobs, logits_processor, sampling)
         self._compile(run)
         where = run.batch.greedy, run.batch.rows
-        if run.params.calibration is not None and self._never_proposes(where):  # once its costs have been measured
+        if run.params.calibration is not None and self._never_proposes(where):  # the program once costs are known
             engine, run.params = self._plain_program(*where, run.batch.extras)
             kept = {name: getattr(run.engine, name) for name in ("processor", "logprobs", "tokens")}
             run.engine = dataclasses.replace(engine, **kept)
@@ -293,13 +304,13 @@ class Decoder:
             state = chunk(run.params, slide(grow(state, slots)), *limits)
 
     def engine(self, greedy: bool, rows: int = 1, extras: tuple[str, ...] | None = None) -> tuple[Engine, EngineParams]:
-        """The program of an all-greedy batch or of any other, and the weights that it takes.
+        """The program of an all-greedy batch or of any other, and its weights.
 
         Args:
-            greedy: whether all rows are at temperature 0.
-            rows: of the padded batch, for what is known of its costs.
-            extras: what rows ask for beside their temperature, where that is another program; None: whatever they ask
-                for, which the program then sees for itself.
+            greedy: True if all rows are at temperature 0.
+            rows: number of rows of the padded batch, which selects the known block costs.
+            extras: sampling steps that rows ask for in addition to temperature, where they select another program;
+                None: any steps, which the program then finds out for itself.
 
         Returns:
             The engine, static and hashable, and its parameters.
@@ -309,15 +320,13 @@ class Decoder:
     def _engine(
         self, greedy: bool, rows: int, extras: tuple[str, ...] | None, calibration: Calibration | None
     ) -> tuple[Engine, EngineParams]:
-        """`engine` by what is known of a block's costs."""
+        """The engine and its parameters, given the known block costs; ``calibration`` None: nothing is known."""
         if not same_arrays(self._weights, weights_of(self._given, self.target)):
             self._bind()
         layout, verifier = self.target.layout(), self._greedy_verifier if greedy else self._verifier
         controller = self._controller
         if calibration is None and self.weighs:
-            controller = getattr(controller, "uncalibrated", controller)
-            if controller is self._controller:
-                calibration = guessed(layout.params, self._drafter_params, max_depth(self._drafter))
+            controller = controller.without_costs()
         engine = Engine(
             layout.spec,
             self._drafter,
@@ -338,21 +347,21 @@ class Decoder:
         costs: Calibration | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Calibration | None:
-        """Measure what blocks of every length cost in a batch of these prompts, and how often proposals are kept, for
-        the controller of all batches of as many rows, greedy or not as this one. Beside its seconds, it compiles what
-        `generate` does.
+        """Measure the seconds of a block of every length in a batch of these prompts, and how often proposed tokens are
+        accepted. The controller then weighs with them in all batches of as many padded rows, greedy or not as this one.
+        In addition to the measuring time, it compiles what `generate` does.
 
         Args:
-            prompts: texts, or lists of token ids; not those that the decoder is judged by. Where the target has too few
-                positions for what follows them, they lose their first tokens.
-            blocks: of each length in a turn, the fastest of which counts.
-            seconds: of turns, of which there are at least three.
-            costs: what programs of the same shapes were found to cost, on this machine: one turn, and no more if it
-                agrees.
+            prompts: texts, or lists of token ids; not those that the decoder is judged by. If the target has too few
+                positions for the blocks behind them, they lose their first tokens.
+            blocks: number of blocks of the longest length in a turn; shorter lengths run more.
+            seconds: seconds of turns, of which there are at least three.
+            costs: costs of programs of the same shapes, measured on this machine before. One turn checks them; if it
+                agrees, there are no more.
             sampling: `SamplingOptions`.
 
         Returns:
-            What was measured; None if the controller does not weigh, or if the target has too few positions for a
+            The measured costs; None if the controller does not weigh, or if the target has too few positions for a
             block.
 
         Raises:
@@ -361,27 +370,27 @@ class Decoder:
         """
         if not self.weighs:
             return None
-        depth, nodes = max_depth(self._drafter), num_nodes(self._drafter)
+        depth, nodes = self._drafter.max_depth, self._drafter.num_nodes
         prompts, blocks = request_lib.fitting(self.target, prompts, blocks, nodes + 1)
         if not blocks:
             return None
         new = blocks * (nodes + 1)
         run = self._run(prompts, new, 0, True, sampling=sampling)
         where = run.batch.greedy, run.batch.rows
-        # Whatever it is, so that the program is the one that chooses, and the draft reads the prompts.
-        held = held_to(depth, depth)
+        # With any calibration, the program is the one that chooses lengths, and the draft reads the prompts.
+        held = forced_length(depth, depth)
         run.engine, run.params = self._engine(*where, run.batch.extras, held)
         found = measured(run.engine, run.params, self._prefill(run, run.batch.slots[-1]), blocks, seconds, costs)
         self.calibrations[where] = found
         self._corrections[where] = Correction(found, measured=True, shapes={run.batch.shapes})
-        if self._program(run.batch)[0] != run.engine:  # what was timed is not what will decode
+        if self._program(run.batch)[0] != run.engine:  # another program will decode than was timed
             self.compile(prompts, max_new_tokens=new, **sampling)
         return found
 
     def prefilled(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int, **sampling: Unpack[SamplingOptions]
     ) -> DecodeState:
-        """The state after prefill, in a cache that holds the whole generation, for `specjax.evaluation.costs`.
+        """The state after prefill, with a cache that has room for the whole generation, for `specjax.costs.timer`.
 
         Args:
             prompts: texts, or lists of token ids.
@@ -402,7 +411,7 @@ class Decoder:
     def started(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int, **sampling: Unpack[SamplingOptions]
     ) -> DecodeState:
-        """A generation up to its first block, as `generate` does it: encode, pad, prefill, no step.
+        """The state of a generation before its first block, made as `generate` makes it: encode, pad, prefill.
 
         Args:
             prompts: texts, or lists of token ids.
@@ -422,7 +431,7 @@ class Decoder:
         self, prompts, max_new_tokens, seed, ignore_eos, stop_strings=None, logprobs=None, processor=None, sampling=None
     ) -> _Run:
         start = time.perf_counter()
-        args = (self.target, num_nodes(self._drafter), prompts, max_new_tokens, seed, ignore_eos, sampling or {})
+        args = (self.target, self._drafter.num_nodes, prompts, max_new_tokens, seed, ignore_eos, sampling or {})
         batch = request_lib.prepare(*args)
         _warn_of_a_short_draft(self._drafter, batch)
         if self._verifier.noise == "none" and not batch.greedy:
@@ -442,7 +451,7 @@ class Decoder:
         return _Run(batch, engine, params, stops, start)
 
     def _program(self, batch: Batch) -> tuple[Engine, EngineParams]:
-        """`engine`, or that of plain decoding where its controller would never propose anything."""
+        """The program of a batch: that of plain decoding if its controller would never propose anything."""
         where, extras = (batch.greedy, batch.rows), batch.extras
         correction = self._correction(where)
         if self._never_proposes(where) and (correction is None or not correction.wants(batch.shapes)):
@@ -451,28 +460,29 @@ class Decoder:
 
     def _never_proposes(self, where: tuple[bool, int]) -> bool:
         known, correction = self._known(where), self._correction(where)
-        never = getattr(self._controller, "never_proposes", None)
-        if known is None or never is None:
+        if known is None:
             return False
+        never = self._controller.never_proposes
         return bool(never(known)) and (correction is None or bool(never(correction.origin)))
 
     def _plain_program(self, greedy: bool, rows: int, extras: tuple[str, ...]) -> tuple[Engine, EngineParams]:
         engine, params = self.engine(greedy, rows, extras)
         spec, nothing = bound(NoDraft(), self.target)
-        engine = dataclasses.replace(engine, drafter=spec, controller=controller_for("fixed", 0))
+        engine = dataclasses.replace(engine, drafter=spec, controller=controller_for("fixed", spec))
         return engine, dataclasses.replace(params, drafter=nothing, calibration=None)
 
     def _known(self, where: tuple[bool, int]) -> Calibration | None:
-        """Raises `ConfigError` for one that a user set and that is none."""
+        """The known block costs of such batches. Raises `ConfigError` for an entry that a user set and that cannot be
+        used."""
         known = self.calibrations.get(where)
         if known is not None:
-            check_calibration(known, where, max_depth(self._drafter))
+            check_calibration(known, where, self._drafter.max_depth)
         return known
 
     def _correction(self, where: tuple[bool, int]) -> Correction | None:
-        """Of what the lengths of such batches are chosen by; None where nobody corrects it."""
+        """The correction of such batches' block costs; None if nothing is known or the controller corrects nothing."""
         known = self._known(where)
-        if known is None or not getattr(self._controller, "corrects", False):
+        if known is None or not self._controller.corrects_costs:
             return None
         found = self._corrections.get(where)
         if found is None or found.known is not known:
@@ -480,8 +490,8 @@ class Decoder:
         return found
 
     def _correct(self, run: _Run, scheduler: Scheduler, correction: Correction, controller: Any) -> None:
-        """Measure what blocks cost now, in the state that the generation goes on from; ``controller``: its controller's
-        before the first block."""
+        """Measure the block costs now, in the state that the generation goes on from. ``controller``: its controller's
+        state before the first block."""
         timer = BlockTimer(run.engine, run.params, scheduler.state, controller)
         try:
             found = correction.corrected(timer, run.engine, run.batch.shapes)
@@ -497,12 +507,12 @@ class Decoder:
         return None if self.target.tokenizer is None else Detokenizer(self.target.tokenizer, skip_special_tokens)
 
     def _chunks(self, run: _Run, max_steps: int, first: int | None = None) -> Iterator[DecodeState]:
-        """What the host reads of the states at chunk ends; the last one has every row done. ``first``: most steps of
-        the first chunk, if they are others."""
+        """The host's part of the state at the end of each chunk; in the last one every row is done. ``first``: most
+        blocks of the first chunk, if it differs."""
         scheduler = Scheduler(run.engine, run.params, run.batch.rows)
         correction = self._correction((run.batch.greedy, run.batch.rows))
         scheduler.insert(run.batch)
-        # A copy: the program takes the state over.
+        # A copy, since the program consumes the state.
         fresh = None if correction is None else jax.device_put(scheduler.state.controller, may_alias=False)
         while True:
             steps = max_steps if run.looks or first is None else first
@@ -514,10 +524,10 @@ class Decoder:
                 begun, before = time.perf_counter(), scheduler.blocks
                 scheduler.chunk(min(steps, correction.patience))
                 correction.decoded(time.perf_counter() - begun, int((scheduler.blocks - before).max()))
-            run.looks.append(Look(time.perf_counter() - run.start, scheduler.lengths))
+            run.looks.append(HostSync(time.perf_counter() - run.start, scheduler.lengths))
             if run.texts:
                 scheduler.stop(_ended(run, scheduler))
-            yield without_caches(scheduler.state)
+            yield without_caches(scheduler.state, run.engine.controller)
             if scheduler.done.all():
                 return
 
@@ -540,7 +550,7 @@ class Decoder:
             commit_times=[row[: len(new)] for row, new in zip(times, tokens, strict=True)],
             looks=[look.seconds for look in run.looks],
             seconds=time.perf_counter() - run.start,
-            stats=stats_by_row(host, max_depth(self._drafter))[: len(rows)],
+            stats=stats_by_row(host, self._drafter.max_depth)[: len(rows)],
             seeds=run.batch.seeds,
             verifier=run.engine.verifier.kind,
             lossless=run.engine.verifier.lossless,
@@ -554,15 +564,15 @@ class Decoder:
 
 @dataclasses.dataclass
 class _Run:
-    """One generation. ``start``: of the call, by `time.perf_counter`; ``texts``: of the rows, where text is read as it
-    comes; ``looks``: one a chunk so far."""
+    """One generation. ``start``: time of the call, by `time.perf_counter`; ``texts``: text of each row, if the host
+    reads it during decoding; ``looks``: the host syncs so far, one a chunk."""
 
     batch: Batch
     engine: Engine
     params: EngineParams
     stops: list[tuple[str, ...]]
     start: float
-    looks: list[Look] = dataclasses.field(default_factory=list)
+    looks: list[HostSync] = dataclasses.field(default_factory=list)
     texts: list[RowText] = dataclasses.field(default_factory=list)
 
     def cut(self, row: int) -> Cut | None:
@@ -570,7 +580,7 @@ class _Run:
 
 
 def _ended(run: _Run, scheduler: Scheduler) -> list[int]:
-    """Feeds the rows' texts what is new; returns the rows that a stop string ends."""
+    """Feed the new tokens to the rows' texts; returns the rows that a stop string ends."""
     tokens, ended = jax.device_get(scheduler.state.tokens), []
     for i, text in enumerate(run.texts):
         start = int(run.batch.request.lengths[i])
@@ -581,8 +591,9 @@ def _ended(run: _Run, scheduler: Scheduler) -> list[int]:
 
 
 def _warn_of_a_short_draft(drafter: BoundDrafter, batch: Batch) -> None:
-    """Exact all the same: what a draft proposes past its positions is verified as everything else is."""
-    end, limit = int(np.max(batch.request.lengths + batch.request.budget)), getattr(drafter, "max_positions", None)
+    """Warn if a generation may pass the draft's last position. It stays exact: the target verifies the proposed tokens
+    there as it does all others."""
+    end, limit = int(np.max(batch.request.lengths + batch.request.budget)), drafter.max_positions
     if limit is not None and end > limit:
         warnings.warn(
             f"the draft has {limit} positions, and this generation may reach {end}: expect few of its proposals to be "

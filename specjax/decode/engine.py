@@ -1,11 +1,12 @@
-"""A block of decoding: propose -> feed -> verify -> commit (2211.17192), a function of the state alone. What is
-compiled of it is in `specjax.decode.programs`.
+"""A block of decoding: propose -> feed -> verify -> commit (2211.17192), a function of the state alone.
+`specjax.decode.programs` compiles it.
 
 Invariant: the target's cache holds ``tokens[b, :lengths[b] - 1]``; the newest token is the root of the next block, so
-a block of K drafts feeds K + 1 tokens. Rollback is not advancing: stale slots are masked, then overwritten.
+a block of K proposed tokens feeds K + 1. Rollback means that the length does not advance: stale slots are masked, then
+overwritten.
 
-A row that is done sizes nothing: it goes on writing behind its end, into cache slots that nobody reads any more and
-into a buffer of tokens that holds a block more than the cache has slots.
+No size depends on a row that is done. It goes on writing behind its end, into cache slots that nobody reads any more
+and into a token buffer that holds one block more than the cache has slots.
 
 Dims: B rows, K draft length, K1 = K + 1, L token buffer, S cache slots, V vocabulary.
 """
@@ -25,11 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax import sampling
 from specjax.drafters.base import StatelessDrafter
 from specjax.errors import ConfigError
-from specjax.models import cache as cache_lib
-from specjax.models.attention.stored import write_rows
-from specjax.models.vocabulary import TokenRows
-from specjax.proposal import Followed, Proposal
-from specjax.types import (
+from specjax.interfaces import (
     ACCEPTED,
     BONUS,
     CORRECTED,
@@ -58,8 +55,11 @@ from specjax.types import (
     TokenCounts,
     Verdict,
     Verifier,
-    reads_of,
 )
+from specjax.models import cache as cache_lib
+from specjax.models.attention.stored import write_rows
+from specjax.models.vocabulary import TokenRows
+from specjax.proposal import Followed, Proposal
 
 Logprobs = Literal["raw", "processed"]
 _T = TypeVar("_T")
@@ -67,7 +67,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class NoDraft(StatelessDrafter):
-    """Plain autoregressive decoding: a block without proposals, through the same engine."""
+    """Plain decoding: a block without proposed tokens, through the same engine."""
 
     k: int = 0
     kind: str = "autoregressive"
@@ -80,7 +80,7 @@ class NoDraft(StatelessDrafter):
 
 @dataclasses.dataclass(frozen=True)
 class Idle(StatelessDrafter):
-    """A drafter that is not asked in this block: its state stays, and it sees what the block became."""
+    """A drafter that proposes nothing in this block. It keeps its state, and learns the outcome of the block."""
 
     drafter: BoundDrafter
     k: int = 0
@@ -88,7 +88,7 @@ class Idle(StatelessDrafter):
     @property
     def reads(self) -> Reads:
         """The parts of the target that the drafter reads."""
-        return reads_of(self.drafter)
+        return self.drafter.reads
 
     def draft(self, params: Params, target: TargetView, state: Any, context: Context) -> tuple[Draft, Any]:
         """An empty block."""
@@ -101,90 +101,74 @@ class Idle(StatelessDrafter):
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """The static half of a decoder: models, verifier and what else is compiled for."""
+    """The static half of a decoder: models, verifier and whatever else a program is compiled for."""
 
     target: Model
     drafter: BoundDrafter
     verifier: Verifier
     greedy: bool
-    """The whole batch is at temperature 0, so there is no noise and no softmax."""
+    """True if the whole batch is at temperature 0: there is no noise and no softmax."""
     processor: LogitsProcessor | None = None
     logprobs: Logprobs | None = None
-    """Log-probabilities to keep: under the target's own distribution, or after the sampling parameters. None: none."""
+    """Log-probabilities to record: 'raw' under the target's own distribution, 'processed' after the sampling
+    parameters. None: none."""
     tokens: TokenRows | None = None
-    """The rows of the target's head that its own distribution is over; None: all."""
+    """Rows of the target's head that its own distribution covers; None: all."""
     controller: Controller | None = None
     extras: tuple[str, ...] | None = None
-    """What rows ask for beside their temperature, see `Context.extras`."""
+    """Sampling steps that rows ask for in addition to temperature, see `Context.extras`."""
     prefill_chunk: int | None = None
     """Most tokens of each prompt that are fed at a time; None: by the rows of the batch."""
 
     @property
-    def rungs(self) -> tuple[int, ...]:
-        """The numbers of drafted tokens that a block is compiled for, ascending: what the controller asks for, or the
-        whole block alone. A tree is fed whole or not at all."""
-        rungs = getattr(self.controller, "rungs", ()) or (self.max_depth,)
+    def compiled_lengths(self) -> tuple[int, ...]:
+        """Numbers of proposed tokens that a block is compiled for, ascending: those that the controller asks for, or
+        the whole block alone. A tree is fed whole or not at all."""
+        lengths = (() if self.controller is None else self.controller.compiled_lengths) or (self.max_depth,)
         chain = self.num_nodes == self.max_depth
-        return rungs if chain else tuple(sorted({min(rung, 1) * self.num_nodes for rung in rungs}))
-
-    @property
-    def decides_after(self) -> bool:
-        """Whether the controller is asked once the draft is there: a chain that is no chance and cost nothing."""
-        chain = self.num_nodes == self.max_depth
-        return chain and hasattr(self.controller, "decide") and getattr(self.drafter, "free", False)
+        return lengths if chain else tuple(sorted({min(length, 1) * self.num_nodes for length in lengths}))
 
     @property
     def num_nodes(self) -> int:
-        """Drafted tokens in a block, all branches of a tree together."""
-        return num_nodes(self.drafter)
+        """Number of proposed tokens in a block, all branches of a tree together."""
+        return self.drafter.num_nodes
 
     @property
     def max_depth(self) -> int:
-        """Most drafted tokens that a block can keep."""
-        return max_depth(self.drafter)
+        """Most proposed tokens that a block can accept."""
+        return self.drafter.max_depth
 
     @property
     def reads(self) -> Reads:
         """The parts of the target's forward pass that the drafter reads."""
-        return reads_of(self.drafter)
-
-
-def num_nodes(drafter: BoundDrafter) -> int:
-    """Number of drafted tokens in a block, all branches of a tree together."""
-    return getattr(drafter, "num_nodes", drafter.k)
-
-
-def max_depth(drafter: BoundDrafter) -> int:
-    """Most drafted tokens that a block can keep."""
-    return getattr(drafter, "max_depth", drafter.k)
+        return self.drafter.reads
 
 
 @flax.struct.dataclass
 class EngineParams:
-    """The weights of a decoder, traced arguments of every program."""
+    """The weights and block costs of a decoder, traced arguments of every program."""
 
-    target: Any
-    drafter: Any
+    target: Params
+    drafter: Params
     calibration: Calibration | None = None
 
 
 @flax.struct.dataclass
 class Finite:
-    """Finite distributions in a block: the nodes that have one, and the rows whose drafter failed."""
+    """Check of a block's distributions: the nodes with a finite one, and the rows whose drafter failed."""
 
     target: Bool[Array, "B N1"]
-    """Whether the target has one after node i."""
+    """True if the target has a finite distribution after node i."""
     drafter_failed: Bool[Array, " B"]
-    """Rows whose drafter had none for a token that it proposed."""
+    """True for rows whose drafter had no finite distribution for a token that it proposed."""
 
 
 @flax.struct.dataclass
-class Judged:
-    """A block after verification. ``draft``: without what was cut before. ``p_logits``: the target's at each node,
-    after the sampling transform."""
+class VerifiedBlock:
+    """A block after verification."""
 
     draft: Draft
-    """The proposal without what was cut before verification."""
+    """The proposal, up to the first distribution that is not finite."""
     p_logits: Float[Array, "B N1 V"]
     """The target's logits after each node, after the sampling transform."""
     finite: Finite
@@ -194,40 +178,35 @@ class Judged:
 
 def step(engine: Engine, params: EngineParams, state: DecodeState) -> DecodeState:
     """One block for every row: propose, feed, verify, commit (2211.17192, algorithm 1)."""
-    block = plain_block if engine.rungs[-1] == 0 else drafted_block
+    block = plain_block if engine.compiled_lengths[-1] == 0 else drafted_block
     return block(engine, params, state, chosen(engine, params, state))
 
 
 def drafted_block(
     engine: Engine, params: EngineParams, state: DecodeState, limit: Int[Array, " B"] | None
 ) -> DecodeState:
-    """A block with proposals, as long as the longest of them is: at the lowest of the engine's rungs that holds it."""
-    context = looked_at(engine, params, state, limit)
+    """A block with proposed tokens, at the smallest of the engine's compiled lengths that holds the longest
+    proposal."""
+    context = block_context(engine, params, state, limit)
     draft, state = propose(engine, params, state, context)
-    if engine.decides_after:
-        context, draft = decided(engine, state, context, draft)
-    rungs = engine.rungs
+    if engine.drafter.free and engine.controller is not None:
+        context, draft = reviewed(engine.controller, state, context, draft)
+    lengths = engine.compiled_lengths
 
-    def judged(state: DecodeState, rung: int) -> DecodeState:
-        return judged_block(engine, params, state, *shortened(context, draft, rung))
+    def verified(state: DecodeState, length: int) -> DecodeState:
+        return verify_block(engine, params, state, *truncate_block(context, draft, length))
 
-    if len(rungs) == 1:
-        return judged(state, rungs[0])
+    if len(lengths) == 1:
+        return verified(state, lengths[0])
     wanted = jnp.max(jnp.where(draft.valid & ~state.done[:, None], jnp.arange(1, engine.num_nodes + 1), 0))
-    if params.calibration is not None:
-        least = params.calibration.least
-        if engine.decides_after:  # such blocks come one by one, and cost more than in a row
-            rest = (least > 0) & (jnp.max(state.counters.blocks) % 2 == 0)
-            draft = dataclasses.replace(draft, valid=draft.valid & ~rest)
-            wanted, least = jnp.where(rest, 0, wanted), jnp.where(rest, 0, least)
-        wanted = jnp.maximum(wanted, least)
-    for below, rung in zip((-1, *rungs), rungs, strict=False):
-        state = only_if((below < wanted) & (wanted <= rung), functools.partial(judged, rung=rung), state)
+    for below, length in zip((-1, *lengths), lengths, strict=False):
+        state = run_if((below < wanted) & (wanted <= length), functools.partial(verified, length=length), state)
     return state
 
 
-def only_if(condition: Bool[Array, ""], change: Callable[[_T], _T], state: _T) -> _T:
-    """``change(state)`` where the condition holds: a loop of one round or none, since a `cond` copies the caches."""
+def run_if(condition: Bool[Array, ""], change: Callable[[_T], _T], state: _T) -> _T:
+    """``change(state)`` if the condition holds, else ``state``: a loop of at most one round, since a `cond` copies the
+    caches."""
 
     def once(carry):
         return jnp.bool_(False), change(carry[1])
@@ -238,17 +217,17 @@ def only_if(condition: Bool[Array, ""], change: Callable[[_T], _T], state: _T) -
 def plain_block(
     engine: Engine, params: EngineParams, state: DecodeState, limit: Int[Array, " B"] | None
 ) -> DecodeState:
-    """A block without proposals, which is a step of plain decoding."""
+    """A block without proposed tokens, which is a step of plain decoding."""
     plain = dataclasses.replace(engine, drafter=Idle(engine.drafter))
-    context = looked_at(plain, params, state, limit)
+    context = block_context(plain, params, state, limit)
     draft, state = propose(plain, params, state, context)
-    return judged_block(plain, params, state, context, draft)
+    return verify_block(plain, params, state, context, draft)
 
 
-def judged_block(
+def verify_block(
     engine: Engine, params: EngineParams, state: DecodeState, context: Context, draft: Draft
 ) -> DecodeState:
-    """The state after the target has seen what was drafted."""
+    """The state after the rest of a block: feed, verify, commit."""
     proposal = Proposal.of(context, draft)
     out = feed(engine.target, params.target, state.cache, proposal, engine.reads)
     judged = verify(engine, context, proposal, draft, out)
@@ -256,48 +235,47 @@ def judged_block(
     return observe(engine, params, state, context, out, judged, emitted)
 
 
-def shortened(context: Context, draft: Draft, nodes: int) -> tuple[Context, Draft]:
-    """The first ``nodes`` tokens of a chain, with their noise; a tree is as it is."""
+def truncate_block(context: Context, draft: Draft, nodes: int) -> tuple[Context, Draft]:
+    """The first ``nodes`` tokens of a chain, with their noise; a tree stays whole."""
     if nodes == draft.tokens.shape[1] or draft.parents is not None:
         return context, draft
     if context.noise is not None:
         context = dataclasses.replace(context, noise=context.noise.first(nodes))
-    # A rule that looks at the draft's distributions has nothing to look at in a block without tokens.
-    parts = {
-        name: getattr(draft, name) for name in ("tokens", "valid", "logits", "finite")
-    }  # and the grade is the row's
+    # The grade belongs to the row. In a block without tokens, a verifier has no distributions to look at.
+    parts = {name: getattr(draft, name) for name in ("tokens", "valid", "logits", "finite")}
     parts |= {} if nodes else {"logits": None, "finite": None}
     return context, dataclasses.replace(draft, **{name: x if x is None else x[:, :nodes] for name, x in parts.items()})
 
 
 def chosen(engine: Engine, params: EngineParams, state: DecodeState) -> Int[Array, " B"] | None:
-    """The most tokens that the controller lets each row's next block propose, 0 in rows that are done."""
+    """Most tokens that the controller lets each row's next block propose, 0 in rows that are done; None: no limit."""
     if engine.controller is None:
         return None
-    context = looked_at(engine, params, state, None, noise=False)
-    deepest = min(engine.max_depth, engine.rungs[-1])  # a tree's rungs count nodes, of which there are more
-    limit = deepest if engine.decides_after else engine.controller.choose(state.controller, context)
+    context = block_context(engine, params, state, None, noise=False)
+    deepest = min(engine.max_depth, engine.compiled_lengths[-1])  # those of a tree count nodes, more than its depth
+    limit = engine.controller.choose(state.controller, context)
     if limit is None:
         return None
     # The last token of a row's budget is the target's own.
-    most = jnp.minimum(deepest, state.budget - state.lengths - 1) if len(engine.rungs) > 1 else deepest
+    most = jnp.minimum(deepest, state.budget - state.lengths - 1) if len(engine.compiled_lengths) > 1 else deepest
     return jnp.where(state.done, 0, jnp.minimum(limit, most))
 
 
-def decided(engine: Engine, state: DecodeState, context: Context, draft: Draft) -> tuple[Context, Draft]:
-    """The rest of a draft that cost nothing, once the controller has seen it."""
-    assert engine.controller is not None
-    limit = engine.controller.decide(state.controller, context, draft)  # type: ignore[attr-defined]
+def reviewed(controller: Controller, state: DecodeState, context: Context, draft: Draft) -> tuple[Context, Draft]:
+    """The context, and the part of a free draft that the controller wants verified after seeing it."""
+    limit = controller.review(state.controller, context, draft)
+    if limit is None:
+        return context, draft
     limit = jnp.where(state.done, 0, jnp.minimum(limit, state.budget - state.lengths - 1))
-    place = jnp.arange(1, draft.valid.shape[1] + 1, dtype=jnp.int32)[None]
-    draft = dataclasses.replace(draft, valid=draft.valid & (place <= limit[:, None]))
+    depth = jnp.arange(1, draft.valid.shape[1] + 1, dtype=jnp.int32)[None]
+    draft = dataclasses.replace(draft, valid=draft.valid & (depth <= limit[:, None]))
     return dataclasses.replace(context, limit=limit), draft
 
 
-def looked_at(
+def block_context(
     engine: Engine, params: EngineParams, state: DecodeState, limit: Int[Array, " B"] | None = None, noise: bool = True
 ) -> Context:
-    """The context of this block for draft, controller and transform."""
+    """The context of this block for drafter, controller and sampling transform."""
     found = block_noise(engine, state) if noise and not engine.greedy else None
     return context_of(params, state, engine.controller, engine.processor, limit, found, engine.extras)
 
@@ -311,7 +289,7 @@ def context_of(
     noise: Noise | CoupledNoise | None = None,
     extras: tuple[str, ...] | None = None,
 ) -> Context:
-    """Gather everything a block begins with, which is also all a choice of length may look at."""
+    """Gather the inputs of a block. A choice of length may depend on nothing else."""
     return Context(
         state.tokens,
         state.lengths,
@@ -339,8 +317,8 @@ def block_noise(engine: Engine, state: DecodeState) -> Noise | CoupledNoise:
 
 
 def propose(engine: Engine, params: EngineParams, state: DecodeState, context: Context) -> tuple[Draft, DecodeState]:
-    """The drafter's proposal, as deep as the controller lets it. Raises `ConfigError` for a tree that the verifier does
-    not take: as a chain, it would be judged wrongly."""
+    """The drafter's proposal, cut at the controller's limit. Raises `ConfigError` for a tree if the verifier takes
+    chains only, since it would judge the tree wrongly."""
     drafter, limit = engine.drafter, context.limit
     keys_values = state.cache.view(engine.reads.kv_layers) if engine.reads.kv_layers else ()
     view = TargetView(params.target, keys_values, context.lengths - 1)
@@ -354,36 +332,36 @@ def propose(engine: Engine, params: EngineParams, state: DecodeState, context: C
 
 
 def check_takes_trees(verifier: Verifier) -> None:
-    """Raises `ConfigError` for a verifier that takes chains only."""
-    if "tree" not in getattr(verifier, "proposals", ()):
+    """Raise `ConfigError` for a verifier that takes chains only."""
+    if "tree" not in verifier.proposals:
         raise ConfigError(
             f"verifier {verifier.kind!r} takes chains, and the drafter proposes trees; use 'coupled', or temperature 0"
         )
 
 
 def feed(target: Model, params: Params, cache: Any, proposal: Proposal, reads: Reads = NOTHING) -> Output:
-    """The target's forward pass over the block, at the slots that follow what its cache holds."""
+    """The target's forward pass over the block, at the slots behind its cached tokens."""
     more: dict[str, Any] = {"reads": reads} if reads else {}
     if proposal.parents is not None:
         more["mask"] = proposal.mask
     return target(params, proposal.tokens, proposal.positions, proposal.slots, cache, **more)
 
 
-def verify(engine: Engine, context: Context, proposal: Proposal, draft: Draft, out: Output) -> Judged:
-    """The block after verification, cut where draft or target has no finite distribution."""
+def verify(engine: Engine, context: Context, proposal: Proposal, draft: Draft, out: Output) -> VerifiedBlock:
+    """The block after verification, cut at the first distribution of draft or target that is not finite."""
     transform = sampling.process if engine.greedy else sampling.transform
     p_logits = transform(out.logits, context, proposal)
     draft, finite = cut_invalid(proposal, draft, p_logits)
     verdict = engine.verifier(draft, p_logits, context.noise)
-    return Judged(draft, p_logits, finite, verdict, proposal.follow(verdict, draft.valid))
+    return VerifiedBlock(draft, p_logits, finite, verdict, proposal.follow(verdict, draft.valid))
 
 
 def cut_invalid(proposal: Proposal, draft: Draft, p_logits: Float[Array, "B N1 V"]) -> tuple[Draft, Finite]:
-    """The draft up to where draft or target has no finite distribution: a model that overflowed, a processor that left
-    NaN or no token. What is cut depends on earlier tokens alone, so the output keeps its distribution."""
+    """The draft, cut at the first distribution of draft or target that is not finite: after a model overflowed, or a
+    processor left NaN or no token. The cut depends on earlier tokens alone, so the output keeps its distribution."""
     target = sampling.has_distribution(p_logits)
     drawn_from = jnp.ones_like(draft.valid) if draft.logits is None else sampling.has_distribution(draft.logits)
-    # What the sampling parameters leave nothing of is no failure of a draft that says that its own logits are finite.
+    # A draft that reports finite logits of its own has not failed if sampling parameters leave no token.
     sound = drawn_from if draft.finite is None else draft.finite
     proposed = draft.valid & proposal.of_parents(target)
     kept = proposal.closed(proposed & drawn_from & sound)
@@ -392,10 +370,13 @@ def cut_invalid(proposal: Proposal, draft: Draft, p_logits: Float[Array, "B N1 V
     return dataclasses.replace(draft, valid=kept), Finite(target, drafter_failed=failed)
 
 
-def commit(state: DecodeState, proposal: Proposal, judged: Judged, cache: Any) -> tuple[DecodeState, Int[Array, " B"]]:
+def commit(
+    state: DecodeState, proposal: Proposal, judged: VerifiedBlock, cache: Any
+) -> tuple[DecodeState, Int[Array, " B"]]:
     """Append the accepted tokens and the target's own, cut at the first stop id and at the budget exactly as plain
-    decoding would cut. The cut is after verification, so the stream keeps the target's distribution. A row whose own
-    token would come from no distribution ends before it. Also returns how many tokens each row grew by."""
+    decoding would cut. The cut comes after verification, so the output keeps the target's distribution. If the target's
+    own token has no finite distribution, the row ends before it. Also returns the number of tokens that each row grew
+    by."""
     followed, finite, n = judged.followed, judged.finite, judged.followed.num_accepted
     depth = followed.tokens.shape[1] - 1
     index = jnp.arange(depth + 1, dtype=jnp.int32)[None]
@@ -407,7 +388,7 @@ def commit(state: DecodeState, proposal: Proposal, judged: Judged, cache: Any) -
     first_stop = jnp.min(jnp.where(stops, index, depth + 1), axis=1)
     active = ~state.done
     own_finite = followed.at_end(finite.target)
-    # Accepted tokens come from finite distributions; without an own token they are all there is.
+    # Accepted tokens come from finite distributions; only the target's own token may have none.
     available = jnp.where(own_finite, n + 1, n)
     uncut = jnp.minimum(available, state.budget - state.lengths)
     emitted = jnp.where(active, jnp.minimum(first_stop + 1, uncut), 0)
@@ -450,7 +431,7 @@ def commit(state: DecodeState, proposal: Proposal, judged: Judged, cache: Any) -
 
 
 def counted(counts: TokenCounts, tokens: Int[Array, "B D1"], emitted: Bool[Array, "B D1"]) -> TokenCounts:
-    """The counts with the tokens that a block added."""
+    """The token counts, with the tokens that a block emitted added."""
     return dataclasses.replace(counts, generated=sampling.count(tokens, emitted, counts.generated))
 
 
@@ -460,10 +441,10 @@ def observe(
     state: DecodeState,
     context: Context,
     out: Output,
-    judged: Judged,
+    judged: VerifiedBlock,
     emitted: Int[Array, " B"],
 ) -> DecodeState:
-    """The state after drafter and controller have seen what became of the block, with log-probabilities where asked
+    """The state after drafter and controller have seen the outcome of the block, with log-probabilities where asked
     for."""
     followed = judged.followed
     outcome = Outcome(context, judged.draft, out, judged.verdict, emitted, followed.tokens, followed.nodes)
@@ -482,17 +463,11 @@ def observe(
 def keep_logprobs(
     state: DecodeState, start: Int[Array, " B"], followed: Followed, distributions: Float[Array, "B N1 V"]
 ) -> DecodeState:
-    """The state with the log-probability of every token that `commit` may have appended from ``start`` on, under
-    ``distributions``, those after each node."""
+    """The state with the log-probability of every token that `commit` may have appended from ``start`` on.
+    ``distributions``: the logits after each node."""
     distributions = followed.along(distributions)
     of_token = jnp.take_along_axis(distributions, followed.tokens[..., None], axis=-1)[..., 0]
-    assert state.logprobs is not None  # prefill made room where they are asked for
+    assert state.logprobs is not None  # prefill allocates them if they are asked for
     logprobs = of_token - jax.scipy.special.logsumexp(distributions, axis=-1)
     spread = cache_lib.first(state.cache).spread
     return dataclasses.replace(state, logprobs=write_rows(state.logprobs, start, logprobs, spread))
-
-
-def controller_state(controller: Controller, drafter: BoundDrafter, batch: int) -> Any:
-    """The controller's state before the first block; one that decides after the draft tells its grades apart."""
-    grades = (getattr(drafter, "grades", 1),) if hasattr(controller, "decide") else ()
-    return controller.init(batch, *grades)

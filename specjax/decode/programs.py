@@ -1,8 +1,8 @@
-"""The programs of decoding: a prefill, and chunks of blocks in a `while_loop` over one donated state, between which the
-host looks in. Fixed shapes, no host transfer inside a chunk, every row with its own length.
+"""The programs of decoding: a prefill, and chunks of blocks in a `while_loop` over one donated state. Shapes are fixed,
+every row has its own length, and the host syncs between chunks, never inside one.
 
 Slots never run out inside a chunk: ``S >= longest + K + 1``, because `dynamic_update_slice` would clamp and overwrite.
-Shapes depend on the buckets of B, P and S (`specjax.decode.request`), and on K: L = S + K + 1, and grows with S.
+Shapes depend on the buckets of B, P and S (`specjax.decode.request`), and on K; L = S + K + 1 grows with S.
 
 Dims: B rows, P prompt, K draft length, L token buffer, S cache slots, T tokens fed, E stop ids.
 """
@@ -24,29 +24,26 @@ from specjax.decode.engine import (
     EngineParams,
     chosen,
     context_of,
-    controller_state,
     drafted_block,
-    max_depth,
-    num_nodes,
-    only_if,
     plain_block,
+    run_if,
     step,
 )
+from specjax.interfaces import BoundDrafter, Controller, Counters, DecodeState, Model, SamplingParams, TokenCounts
 from specjax.models import cache as cache_lib
 from specjax.models.sharding import ROWS, constrained
-from specjax.types import BoundDrafter, Controller, Counters, DecodeState, Model, SamplingParams, TokenCounts, reads_of
 
 NO_LIMIT = 2**31 - 1
 
 
 @flax.struct.dataclass
 class Request:
-    """A padded batch as it comes from the host."""
+    """A padded batch as the host sends it."""
 
     prompt: Int[Array, "B P"]
     lengths: Int[Array, " B"]
     budget: Int[Array, " B"]
-    """New tokens a row may add; 0 marks a padding row."""
+    """Number of new tokens that a row may add; 0 marks a padding row."""
     sampling: SamplingParams
     seeds: Any
     stop_ids: Int[Array, "B E"]
@@ -61,18 +58,18 @@ def compiled_prefill(
     controller: Controller | None = None,
     piece: int | None = None,
 ):
-    """Jitted ``(params, request) -> DecodeState``, which feeds the prompts and emits nothing, at most ``piece`` tokens
-    of each at a time (None: as many as fit `backend.prefill_tokens`). (The last prompt token is fed with them and once
-    more as the root: its slot is past what the invariant counts, so that is harmless.)"""
+    """Jitted ``(params, request) -> DecodeState``, which feeds the prompts and emits nothing. One pass feeds at most
+    ``piece`` tokens of each prompt (None: as many as `backend.prefill_tokens` allows). The last prompt token is fed
+    with them and once more as the root, which is harmless: its slot is past those that the invariant counts."""
 
     def prefill(params: EngineParams, request: Request) -> DecodeState:
         batch, width = request.prompt.shape
         size = prefill_piece(target, batch, width, piece)
         state = unread(target, drafter, num_slots, logprobs, controller, request, size)
         asked = None
-        if controller is not None and getattr(drafter, "reads_late", False):
+        if controller is not None and drafter.reads_late:
             asked = controller.choose(state.controller, context_of(params, state, controller))
-        more: dict[str, Any] = {"reads": reads_of(drafter)} if reads_of(drafter) else {}
+        more: dict[str, Any] = {"reads": drafter.reads} if drafter.reads else {}
 
         def fed(state: DecodeState, tokens: Int[Array, "B T"], start: Int[Array, ""] | None = None) -> DecodeState:
             """The state after the next tokens of the prompts."""
@@ -87,10 +84,8 @@ def compiled_prefill(
             def extended(drafter_state: Any) -> Any:
                 return drafter.extend(params.drafter, drafter_state, tokens, lengths, out, *where)
 
-            # A draft that is not asked at first may never be, and reads the prompt when it is.
-            has_read = (
-                extended(state.drafter) if asked is None else only_if(jnp.any(asked > 0), extended, state.drafter)
-            )
+            # A draft that is not asked at first may never be asked; when it is, it reads the prompt.
+            has_read = extended(state.drafter) if asked is None else run_if(jnp.any(asked > 0), extended, state.drafter)
             return dataclasses.replace(state, cache=out.cache, drafter=has_read)
 
         def finished(state: DecodeState) -> DecodeState:
@@ -104,7 +99,7 @@ def compiled_prefill(
             return fed(state, jax.lax.dynamic_slice_in_dim(request.prompt, i * size, size, axis=1), i * size)
 
         whole, rest = divmod(width, size)
-        longest = jnp.max(request.lengths)  # the prompts are padded to twice what they are, at worst
+        longest = jnp.max(request.lengths)  # padding may double the width of the prompts
         count = jnp.minimum(-(-longest // size), whole)
         state = jax.lax.fori_loop(0, count, next_piece, cache_lib.fold(state))
         if rest:
@@ -114,29 +109,29 @@ def compiled_prefill(
     return jax.jit(prefill, compiler_options=backend.compiler_options(decoding=True))
 
 
-def prefill_piece(target: Any, batch: int, width: int, most: int | None) -> int:
-    """Tokens of each prompt that are fed at a time, ``most`` if that is said."""
+def prefill_piece(target: Model, batch: int, width: int, most: int | None) -> int:
+    """Number of tokens of each prompt that one pass feeds: ``most``, if that is given, or fewer if prompts are
+    shorter."""
     if most is None:
-        widest = target.config.widest() if hasattr(target.config, "widest") else 0
-        most = max(1, backend.prefill_tokens(widest * jnp.dtype(getattr(target, "dtype", "float32")).itemsize) // batch)
+        most = max(1, backend.prefill_tokens(target.widest() * jnp.dtype(target.dtype).itemsize) // batch)
     return min(width, most)
 
 
 _ROOM = 256
-"""Tokens that a row may add, at least, before layers that hold no more than their window slide."""
+"""Least number of tokens that a row may add before layers with a sliding window must slide."""
 
 
 def cache_room(drafter: BoundDrafter) -> int:
-    """Tokens for which such layers have room beside what they see."""
-    return max(_ROOM, 2 * (num_nodes(drafter) + 1))
+    """Number of tokens for which layers with a sliding window have room, apart from those that they see."""
+    return max(_ROOM, 2 * (drafter.num_nodes + 1))
 
 
 def empty_cache(target: Model, drafter: BoundDrafter, batch: int, num_slots: int, piece: int) -> Any:
-    """The target's, for prompts that are fed ``piece`` tokens at a time: layers with a window hold no more than they
-    see, but for those that the drafter reads."""
-    if not any(getattr(getattr(target, "config", None), "windows", ())):
+    """The target's empty cache, for prompts that are fed ``piece`` tokens at a time. A layer with a sliding window
+    holds no more than it sees, unless the drafter reads it."""
+    if not any(target.windows):
         return target.init_cache(batch, num_slots)
-    room: dict[str, Any] = {"room": max(piece, cache_room(drafter)), "whole": reads_of(drafter).kv_layers}
+    room: dict[str, Any] = {"room": max(piece, cache_room(drafter)), "whole": drafter.reads.kv_layers}
     return target.init_cache(batch, num_slots, **room)
 
 
@@ -151,7 +146,7 @@ def unread(
 ) -> DecodeState:
     """The state of a request before its prompts are fed, ``piece`` tokens at a time."""
     batch, width = request.prompt.shape
-    depth, ends = max_depth(drafter), request.lengths + request.budget
+    depth, ends = drafter.max_depth, request.lengths + request.budget
     zeros, zeros_k = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, depth), jnp.int32)
     none = jnp.zeros(request.sampling.bias.shape, jnp.int32)
     in_prompt = jnp.arange(width, dtype=jnp.int32)[None] < request.lengths[:, None]
@@ -170,21 +165,22 @@ def unread(
         logprobs=jnp.zeros((batch, num_slots + depth + 1), jnp.float32) if logprobs else None,
         cache=cache_lib.with_total(empty_cache(target, drafter, batch, num_slots, piece), ends),
         drafter=cache_lib.with_total(drafter.init(batch, num_slots), ends),
-        controller=None if controller is None else controller_state(controller, drafter, batch),
+        controller=None if controller is None else controller.init(batch),
         counts=TokenCounts(sampling.count(request.prompt, in_prompt, none), none),
     )
 
 
 def _by_row(target: Model, state: DecodeState) -> DecodeState:
-    """Rows where their part of the cache is, for a loop in which each device sees to its own."""
-    mesh, rest = getattr(target, "mesh", None), dataclasses.replace(state, cache=None, drafter=None, controller=None)
+    """The state with each row on the device that holds its part of the cache, for a loop in which each device handles
+    its own rows."""
+    mesh, rest = target.mesh, dataclasses.replace(state, cache=None, drafter=None, controller=None)
     rest = jax.tree.map(lambda x: constrained(x, mesh, ROWS), rest)
     return dataclasses.replace(rest, cache=state.cache, drafter=state.drafter, controller=state.controller)
 
 
 def _readable(target: Model, state: DecodeState) -> DecodeState:
-    """What the host reads of the state is whole on every device, so that each process sees all rows."""
-    mesh = getattr(target, "mesh", None)
+    """The state with all that the host reads replicated on every device, so that each process sees all rows."""
+    mesh = target.mesh
     seen = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in ("cache", "drafter")}
     return dataclasses.replace(state, **jax.tree.map(lambda x: constrained(x, mesh), seen))
 
@@ -195,8 +191,8 @@ def prefilled(engine: Engine, params: EngineParams, request: Request, num_slots:
     how = (logprobs, engine.controller, engine.prefill_chunk)
     prefill = compiled_prefill(engine.target, engine.drafter, num_slots, *how)
     for leaf in jax.tree.leaves((params.target, params.drafter)):
-        # Weights that are committed to their device commit all that a chunk gives. A first state that is not would be
-        # another signature, for which the chunk is compiled once more.
+        # Weights that are committed to a device commit all outputs of a chunk. A first state that is not committed has
+        # another signature, for which the chunk would be compiled once more.
         if getattr(leaf, "committed", False) and isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
             request = jax.device_put(request, leaf.sharding)
             break
@@ -205,9 +201,9 @@ def prefilled(engine: Engine, params: EngineParams, request: Request, num_slots:
 
 @functools.lru_cache(maxsize=256)
 def compiled_chunk(engine: Engine):
-    """Jitted ``(params, state, max_steps, stop_after) -> state``, which runs blocks until all rows are done, until the
-    next block of a row that is not might not fit the cache, after ``max_steps``, or when ``stop_after`` rows have
-    finished (both traced). The state is donated."""
+    """Jitted ``(params, state, max_steps, stop_after) -> state``. It runs blocks until all rows are done, until the
+    next block of an unfinished row might not fit the cache, after ``max_steps`` blocks, or when ``stop_after`` rows
+    have finished (both traced). The state is donated."""
 
     def chunk(params: EngineParams, state: DecodeState, max_steps, stop_after=NO_LIMIT) -> DecodeState:
         was_done = state.done
@@ -223,8 +219,9 @@ def compiled_chunk(engine: Engine):
             count, state = carry
             return count + 1, step(engine, params, state)
 
-        def body_of_rungs(carry):
-            """Runs of plain blocks, and of others: apart, since what is not done must cost nothing."""
+        def body_of_runs(carry):
+            """Runs of plain blocks and runs of drafted blocks, in separate loops, so that plain blocks pay nothing for
+            drafting."""
 
             def going(plain):
                 return lambda carry: unfinished(carry[0]) & (jnp.all(carry[1] == 0) == plain)
@@ -244,8 +241,8 @@ def compiled_chunk(engine: Engine):
         def limit_of(state):
             return chosen(engine, params, state)
 
-        rungs = engine.rungs
-        loop = body if len(rungs) == 1 or rungs[0] or engine.decides_after else body_of_rungs
+        lengths = engine.compiled_lengths
+        loop = body if len(lengths) == 1 or lengths[0] or engine.drafter.free else body_of_runs
         start = _by_row(engine.target, cache_lib.fold(state))
         final = jax.lax.while_loop(unfinished, loop, (jnp.int32(0), start))[1]
         return _readable(engine.target, cache_lib.unfold(final, len(state.lengths)))
@@ -254,13 +251,13 @@ def compiled_chunk(engine: Engine):
 
 
 def slide(state: DecodeState) -> DecodeState:
-    """The state with room for more tokens in layers that hold no more than they see; what it was given is gone."""
+    """The state with room for more tokens in layers with a sliding window. The argument's caches are consumed."""
     return dataclasses.replace(state, cache=cache_lib.slide(state.cache, state.lengths))
 
 
 def grow(state: DecodeState, num_slots: int) -> DecodeState:
-    """The state with room for more tokens: every KV cache, the drafter's too, and what is kept of each token. The
-    caches of the state that is given are gone then, one layer after the other: none is there twice."""
+    """The state with room for more tokens: in every KV cache, the drafter's too, and in the arrays with an entry a
+    token. The argument's caches are consumed, one layer after the other, so that no layer exists twice."""
     kept = _padded((state.tokens, state.origin, state.logprobs), num_slots - cache_lib.num_slots(state.cache))
     tokens, origin, logprobs = kept
     return dataclasses.replace(cache_lib.grow(state, num_slots), tokens=tokens, origin=origin, logprobs=logprobs)
@@ -272,7 +269,7 @@ def _padded(of_tokens: Any, more: int) -> Any:
 
 
 def free_programs() -> None:
-    """Let go of every compiled prefill and chunk; what is needed again is compiled again."""
+    """Release every compiled prefill and chunk; a program that is needed again is compiled again."""
     compiled_prefill.cache_clear()
     compiled_chunk.cache_clear()
     _padded.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]

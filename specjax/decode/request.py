@@ -1,4 +1,4 @@
-"""The arguments of a generation, checked row by row and padded into the buckets that programs are compiled for."""
+"""Arguments of a generation, checked row by row and padded into the buckets that programs are compiled for."""
 
 from __future__ import annotations
 
@@ -16,45 +16,46 @@ from specjax.data import encoding
 from specjax.decode.arguments import token_ids
 from specjax.decode.programs import Request
 from specjax.errors import DataError
+from specjax.interfaces import LogitsContext, LogitsProcessor, Model, SamplingParams, Target
 from specjax.models.vocabulary import unused_ids
-from specjax.types import LogitsContext, LogitsProcessor, SamplingParams
 
 Prompt = str | Sequence[int]
 _MIN_PROMPT, _MIN_SLOTS, _STOP_IDS = 16, 256, 8
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Each one value for all rows or one a row; without it, nothing changes. Meanings: `specjax.sampling`."""
+    """Sampling parameters, each one value for all rows or one a row; one that is left out changes nothing. Meanings:
+    `specjax.sampling`."""
 
     temperature: float | Sequence[float]
-    """0 is greedy."""
+    """Divisor of the logits; 0 is greedy."""
     top_k: int | Sequence[int]
-    """Keep the k most likely tokens; 0: off."""
+    """Draw from the k most likely tokens only; 0: off."""
     top_p: float | Sequence[float]
-    """Keep the most likely tokens that reach this probability together; 1: off."""
+    """Draw from the most likely tokens that reach this probability together; 1: off."""
     min_p: float | Sequence[float]
-    """Keep tokens at least this many times as likely as the most likely one; 0: off."""
+    """Draw from tokens at least this many times as likely as the most likely one; 0: off."""
     repetition_penalty: float | Sequence[float]
     """Divides positive logits of tokens seen in prompt or output, multiplies negative ones; 1: off."""
     presence_penalty: float | Sequence[float]
-    """Taken from the logit of every generated token."""
+    """Subtracted from the logit of every token generated so far; 0: off."""
     frequency_penalty: float | Sequence[float]
-    """Taken from it once for each time it was generated."""
+    """Subtracted from a token's logit once for each time it was generated; 0: off."""
     min_new_tokens: int | Sequence[int]
-    """No stop token before so many."""
+    """Number of new tokens before the first stop token may come."""
     logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]]
-    """Token id -> what is added to its logit."""
+    """Token id -> number added to its logit."""
     banned_tokens: Sequence[int] | Sequence[Sequence[int]]
     allowed_tokens: Sequence[int] | Sequence[Sequence[int]]
-    """All others are banned; an empty list allows all."""
+    """The only tokens that may be drawn; an empty list allows all."""
     stop_token_ids: Sequence[int] | Sequence[Sequence[int]]
-    """Beside the target's end-of-sequence ids."""
+    """Ids that end a row, in addition to the target's end-of-sequence ids."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What the engine gets, and how it is run. ``slots``: the cache's buckets, one after the other, until every row has
-    room for its whole generation."""
+    """A batch ready for the engine. ``slots``: cache sizes in the order of their use, the last one with room for every
+    row's whole generation."""
 
     request: Request
     seeds: list[int]
@@ -62,22 +63,22 @@ class Batch:
     slots: tuple[int, ...]
 
     extras: tuple[str, ...] = ()
-    """What rows ask for beside their temperature, see `Context.extras`."""
+    """Sampling steps that rows ask for in addition to temperature, see `Context.extras`."""
 
     @property
     def rows(self) -> int:
-        """Padded rows."""
+        """Number of padded rows."""
         return self.request.prompt.shape[0]
 
     @property
     def shapes(self) -> tuple[int, ...]:
-        """Of the padded batch: rows, width of the prompts, slots of its first cache."""
+        """Sizes of the padded batch: rows, width of the prompts, slots of its first cache."""
         return (*self.request.prompt.shape, self.slots[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class _Range:
-    """What a number may be: neutral value, test, its words."""
+    """Range of a sampling parameter: neutral value, test, description of the valid values."""
 
     neutral: float
     holds: Callable[[float], bool]
@@ -86,7 +87,8 @@ class _Range:
 
 
 _LEAST, _NORMAL = float(np.float32(1e-5)), float(np.finfo(np.float32).tiny)
-"""XLA makes 0 of what is below the second, so near to 0 that it lacks digits."""
+"""Least temperature above 0, and least normal float32. Numbers below the latter have fewer digits, and XLA makes 0 of
+them."""
 NUMBERS = {
     "temperature": _Range(0.0, lambda x: x == 0 or x >= _LEAST, "a finite number >= 0 (0, or at least 1e-5)"),
     "top_k": _Range(0, lambda x: x >= 0, "a whole number >= 0 (0: all tokens)", whole=True),
@@ -101,7 +103,7 @@ NUMBERS = {
 
 @dataclasses.dataclass(frozen=True)
 class _Checked:
-    """A request, row by row. ``bias``: what is added to the logits, minus infinity for what is banned."""
+    """A checked request, row by row. ``bias``: numbers added to the logits, minus infinity for banned tokens."""
 
     prompts: list[list[int]]
     budgets: list[int]
@@ -112,7 +114,7 @@ class _Checked:
 
 
 def prepare(
-    target: Any,
+    target: Target,
     k: int,
     prompts: Sequence[Prompt],
     max_new_tokens: int | Sequence[int],
@@ -120,8 +122,8 @@ def prepare(
     ignore_eos: bool,
     options: Mapping[str, Any],
 ) -> Batch:
-    """A request for blocks of ``k`` drafts, checked and padded. Raises `DataError` naming the argument, the row and the
-    value that cannot be used, `TypeError` for an option that is unknown."""
+    """A request for blocks of ``k`` proposed tokens, checked and padded. Raises `DataError` naming the argument, the
+    row and the value that cannot be used, and `TypeError` for an unknown option."""
     checked = _check(target, prompts, max_new_tokens, seed, ignore_eos, options)
     greedy = all(t == 0 for t in checked.numbers["temperature"])
     longest, most = max(map(len, checked.prompts)), most_slots(target, k)
@@ -132,22 +134,22 @@ def prepare(
     return Batch(_padded(checked, width, greedy), checked.seeds, greedy, slot_buckets(width, end + k + 1, most), extras)
 
 
-def fitting(target: Any, prompts: Any, blocks: int, size: int) -> tuple[list[list[int]], int]:
-    """The prompts as token ids, and how many blocks of ``size`` tokens can follow them: at most ``blocks``, 0 where the
-    target has no positions for one. Where it has too few for so many, prompts lose their first tokens. Raises
+def fitting(target: Target, prompts: Any, blocks: int, size: int) -> tuple[list[list[int]], int]:
+    """The prompts as token ids, and the number of blocks of ``size`` tokens that can follow them: at most ``blocks``, 0
+    if the target has no positions for one. To make room for the blocks, prompts lose their first tokens. Raises
     `DataError` as `prepare` does."""
     rows, positions = _encoded(target, prompts), positions_of(target)
     blocks = min(blocks, (positions - 1) // size)
     return [row[-max(positions - blocks * size, 1) :] for row in rows], blocks
 
 
-def positions_of(target: Any) -> int:
-    """Tokens of the longest generation that is exact."""
-    positions, limit = target.config.max_positions, getattr(target.config, "dynamic_limit", None)
+def positions_of(target: Target) -> int:
+    """Number of tokens of the longest generation that is exact, prompt included."""
+    positions, limit = target.config.max_positions, target.spec.dynamic_limit
     return positions if limit is None else min(positions, limit)
 
 
-def _encoded(target: Any, prompts: Any) -> list[list[int]]:
+def _encoded(target: Target, prompts: Any) -> list[list[int]]:
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         found = type(prompts).__name__ if isinstance(prompts, (str, Mapping, np.ndarray)) else repr(prompts)
         raise DataError(f"prompts: {found}; give a list of strings or of token-id lists; for one prompt, a list of one")
@@ -157,8 +159,8 @@ def _encoded(target: Any, prompts: Any) -> list[list[int]]:
     return [_encode(target, prompt, i, unused) for i, prompt in enumerate(prompts)]
 
 
-def _check(target: Any, prompts: Any, max_new_tokens: Any, seed: Any, ignore_eos: bool, options: Any) -> _Checked:
-    """See `prepare`."""
+def _check(target: Target, prompts: Any, max_new_tokens: Any, seed: Any, ignore_eos: bool, options: Any) -> _Checked:
+    """The checks of `prepare`, before padding."""
     unknown = next((name for name in options if name not in SamplingOptions.__annotations__), None)
     if unknown is not None:
         raise TypeError(
@@ -186,9 +188,9 @@ def _check(target: Any, prompts: Any, max_new_tokens: Any, seed: Any, ignore_eos
     return _Checked(rows, budgets, numbers, seeds, stops, bias)
 
 
-def _check_sizes(target: Any, rows: list[list[int]], budgets: list[int], numbers: Mapping[str, list]) -> None:
+def _check_sizes(target: Target, rows: list[list[int]], budgets: list[int], numbers: Mapping[str, list]) -> None:
     positions, size = positions_of(target), target.config.vocab_size
-    limited = getattr(target.config, "dynamic_limit", None) is not None
+    limited = target.spec.dynamic_limit is not None
     for i, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
         if len(row) + budget > positions:
             dynamic = " (past them its dynamic rotary scaling changes with every token, and a block would not be exact)"
@@ -205,8 +207,8 @@ def _check_sizes(target: Any, rows: list[list[int]], budgets: list[int], numbers
 
 
 def _padded(checked: _Checked, width: int, greedy: bool) -> Request:
-    """``width``: of the prompts. Host arrays where the engine's types say device arrays: the jitted prefill takes
-    both."""
+    """The request, with prompts padded to ``width`` tokens. It has host arrays where the engine's types say device
+    arrays: the jitted prefill takes both."""
     count, size = checked.bias.shape
     padded = _bucket(count, 1)
     prompt: Any = np.zeros((padded, width), np.int32)
@@ -237,7 +239,7 @@ def _padded(checked: _Checked, width: int, greedy: bool) -> Request:
 
 
 def request_shapes(rows: int, width: int, vocab_size: int) -> Request:
-    """A request of padded rows and prompts, of which only the shapes are there."""
+    """The shapes of a request with ``rows`` padded rows and prompts of ``width`` tokens, without data."""
 
     def of(*sizes: int, dtype: Any = np.int32) -> Any:
         return jax.ShapeDtypeStruct(sizes, dtype)
@@ -248,21 +250,24 @@ def request_shapes(rows: int, width: int, vocab_size: int) -> Request:
     return Request(of(rows, width), of(rows), of(rows), sampling, seeds, stop_ids)
 
 
-def padded_sizes(target: Any, k: int, rows: int, prompt: int, new: int) -> tuple[int, int, tuple[int, ...]]:
-    """(rows, width of the prompts, slots of the cache one bucket after the other) of a batch of such prompts; of more
-    tokens than the target has positions, which `prepare` refuses, as many."""
+def padded_sizes(target: Target | Model, k: int, rows: int, prompt: int, new: int) -> tuple[int, int, tuple[int, ...]]:
+    """Padded rows, width of the prompts, and cache sizes in the order of their use, of a batch of ``rows`` prompts of
+    ``prompt`` tokens and ``new`` new ones. A length past the target's positions, which `prepare` refuses, counts as the
+    largest possible."""
     most = most_slots(target, k)
     width = min(_bucket(prompt, _MIN_PROMPT), most)
     return _bucket(rows, 1), width, slot_buckets(width, min(prompt + new + k + 1, most), most)
 
 
-def most_slots(target: Any, k: int) -> int:
-    """What the longest generation of a target needs, with a block of ``k`` drafts that begins at its last position."""
+def most_slots(target: Target | Model, k: int) -> int:
+    """Cache slots of the target's longest generation, with a block of ``k`` proposed tokens that begins at its last
+    position."""
     return -(-(target.config.max_positions + k + 1) // 32) * 32
 
 
 def slot_buckets(width: int, needed: int, most: int) -> tuple[int, ...]:
-    """Powers of two from the prompt's bucket on, or from 256, up to ``needed``; the last one is cut to ``most``."""
+    """Cache sizes in the order of their use: powers of two from the prompt's bucket on, or from 256, up to ``needed``;
+    the last one is cut to ``most``."""
     slots = [min(max(width, _MIN_SLOTS), most)]
     while slots[-1] < needed:
         slots.append(min(2 * slots[-1], most))
@@ -270,20 +275,19 @@ def slot_buckets(width: int, needed: int, most: int) -> tuple[int, ...]:
 
 
 def most_programs(
-    target: Any, k: int, *, rows: int, prompt: int, new: int, stop_ids: int = _STOP_IDS
+    target: Target, k: int, *, rows: int, prompt: int, new: int, stop_ids: int = _STOP_IDS
 ) -> tuple[int, str]:
-    """How many programs any number of requests of at most these sizes can need, and the formula: one that prefills a
-    prompt for each bucket of rows and of prompts; one that decodes blocks for each bucket of rows and of cache slots,
-    greedy and sampling; three that grow the caches from each bucket but the last, and one more for each window of the
-    target's layers, which also slides. All of them for each bucket of ``stop_ids`` a row, end-of-sequence ids among
-    them, and again for each kind of logprobs and each processor in use.
-    """
+    """Largest number of programs that any requests of at most these sizes need, and its formula. One program prefills a
+    prompt for each bucket of rows and of prompts. One decodes blocks for each bucket of rows and of cache slots, greedy
+    and sampling. Three grow the caches from each bucket but the last, with one more for each window of the target's
+    layers, which also slides. All of them exist for each bucket of ``stop_ids`` a row, end-of-sequence ids included,
+    and again for each kind of logprobs and each processor in use."""
     most = most_slots(target, k)
     batches = _bucket(rows, 1).bit_length()
     widths = len({min(_bucket(size, _MIN_PROMPT), most) for size in range(1, prompt + 1)})
     slots = len(slot_buckets(1, min(prompt + new, target.config.max_positions) + k + 1, most))
     stops = (_bucket(stop_ids, _STOP_IDS) // _STOP_IDS).bit_length()
-    windows = len({*getattr(target.config, "windows", ())} - {None})
+    windows = len({*target.spec.windows} - {None})
     growths = f"{3 + windows} x {slots - 1} growths" + (f" + {windows} slides" if windows else "")
     formula = f"{batches} row buckets x ({widths} prompt buckets + 2 x {slots} cache buckets + {growths})"
     formula += f" x {stops} buckets of stop ids" if stops > 1 else ""
@@ -291,7 +295,8 @@ def most_programs(
 
 
 def check_processor(processor: LogitsProcessor, request: Request, slots: int) -> None:
-    """Refuse, before any decoding, a processor that does not return what it was given the shape of."""
+    """Raise `DataError`, before any decoding, for a processor that cannot be called or that changes the shape or dtype
+    of the logits."""
     batch, size = request.sampling.bias.shape
     logits, lengths = jax.ShapeDtypeStruct((batch, size), np.float32), jax.ShapeDtypeStruct((batch,), np.int32)
     context = LogitsContext(jax.ShapeDtypeStruct((batch, slots), np.int32), lengths, lengths)  # type: ignore[arg-type]
@@ -322,12 +327,12 @@ def per_row(name: str, value: Any, count: int) -> list:
 
 
 def _scalar(value: Any) -> Any:
-    """An array without dimensions is the number in it."""
+    """The number in an array without dimensions; any other value as it is."""
     return value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value
 
 
 def _number(value: Any) -> float:
-    """NaN for what is none; a truth value is none."""
+    """The value as a float; NaN for anything that is no number, and for a boolean."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         return math.nan
     try:
@@ -342,8 +347,9 @@ def _told(value: Any) -> str:
 
 
 def derive_seeds(seed: int, count: int) -> list[int]:
-    """Row i's 64-bit seed: number i of the SplitMix64 stream (Steele et al. 2014) that starts at the mixed ``seed``,
-    so neither neighbouring seeds nor neighbouring rows share a stream, and (s, i) is not (i, s)."""
+    """64-bit seeds of the rows. Row i gets number i of the SplitMix64 stream (Steele et al. 2014) that starts at the
+    mixed ``seed``. So neither neighbouring seeds nor neighbouring rows share a stream, and (s, i) gives another seed
+    than (i, s)."""
     golden = np.uint64(0x9E3779B97F4A7C15)
 
     def mix(x):
@@ -357,7 +363,7 @@ def derive_seeds(seed: int, count: int) -> list[int]:
 
 
 def _seeds(seed: Any, count: int) -> list[int]:
-    """One a row: those given, or derived from the one that is."""
+    """One seed a row: those given, or seeds derived from the single one given."""
     seed = _scalar(seed)
     if isinstance(seed, (Sequence, np.ndarray)) and not isinstance(seed, str):
         return [_whole("seed", i, s) % 2**64 for i, s in enumerate(per_row("seed", seed, count))]
@@ -365,12 +371,12 @@ def _seeds(seed: Any, count: int) -> list[int]:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is a whole number; a float is none, not even 3.0, and neither is a truth value."""
+    """True for an integer; a float is none, not even 3.0, and neither is a boolean."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _whole(name: str, row: int | None, value: Any, least: int | None = None) -> int:
-    """A whole number."""
+    """The value as an integer. Raises `DataError` if it is no whole number, or below ``least``."""
     if is_whole(value) and (least is None or value >= least):
         return int(value)
     of_row = "" if row is None else f" of row {row}"
@@ -381,14 +387,14 @@ def _whole(name: str, row: int | None, value: Any, least: int | None = None) -> 
 def _numbers(name: str, value: Any, count: int) -> list:
     limits, values = NUMBERS[name], per_row(name, value, count)
     for i, x in enumerate(values):
-        # As the device sees it: what overflows in float32 is no number there.
+        # In float32, as on the device: a value that overflows there is no number.
         if not (abs(_number(x)) < 1e30 and limits.holds(float(np.float32(x))) and (not limits.whole or int(x) == x)):
             raise DataError(f"{name} of row {i}: {_told(x)} is not {limits.expected}")
     return values
 
 
 def _lists(name: str, value: Any, count: int) -> list:
-    """One list (or mapping) for all rows, or one a row; None in a row is an empty one."""
+    """A list (or mapping) for each row, from one for all rows or one a row; None in a row becomes an empty one."""
     value = _scalar(value)
     if value is None:
         return [()] * count
@@ -414,7 +420,7 @@ def _check_ids(name: str, ids: Sequence[int], size: int, row: int) -> None:
         raise DataError(f"{name} of row {row}: {bad} is no token id of the vocabulary of {size}")
 
 
-def _stop_ids(target: Any, options: Mapping[str, Any], count: int, ignore_eos: bool) -> list[list[int]]:
+def _stop_ids(target: Target, options: Mapping[str, Any], count: int, ignore_eos: bool) -> list[list[int]]:
     own = [] if ignore_eos else list(target.eos_ids)
     given = _lists("stop_token_ids", options.get("stop_token_ids"), count)
     for i, ids in enumerate(given):
@@ -442,7 +448,7 @@ def _bias(options: Mapping[str, Any], size: int, count: int) -> np.ndarray:
     return bias
 
 
-def _encode(target: Any, prompt: Prompt, index: int, unused: np.ndarray) -> list[int]:
+def _encode(target: Target, prompt: Prompt, index: int, unused: np.ndarray) -> list[int]:
     if isinstance(prompt, str):
         if target.tokenizer is None:
             raise DataError(f"prompt {index} is text, but the target has no tokenizer; give token ids")
@@ -455,7 +461,7 @@ def _encode(target: Any, prompt: Prompt, index: int, unused: np.ndarray) -> list
     bad = next((t for t in ids if not 0 <= t < vocabulary), None)
     if bad is not None:
         raise DataError(f"prompt {index}: token id {bad} is outside the target's vocabulary of {vocabulary}")
-    # A draft may have no such row, and n-gram lookup would propose it.
+    # A draft may have no row for this id, and n-gram lookup would propose it.
     if len(unused) and len(padding := np.intersect1d(ids, unused)):
         raise DataError(
             f"prompt {index}: token id {padding[0]} is no token of the target's tokenizer, which has "

@@ -1,4 +1,4 @@
-"""Results of a generation: only new tokens, one entry a row everywhere."""
+"""Results of a generation: new tokens only, one entry a row everywhere."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 
 from specjax.decode.text import Detokenizer
 from specjax.errors import DataError, ModelError
+from specjax.interfaces import ACCEPTED, FINISH_REASONS, ORIGINS, STOP_STRING, Counters, DecodeState
 from specjax.metrics import DecodeStats, RequestMetrics, cost
-from specjax.types import ACCEPTED, FINISH_REASONS, ORIGINS, STOP_STRING, Counters, DecodeState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Piece:
 
     text: str
     origin: str
-    """`accepted` (the draft's, kept), `corrected` (the target's after a rejection) or `bonus` (the target's after a
-    whole draft)."""
+    """Origin of the tokens: `accepted` (proposed and accepted), `corrected` (the target's after a rejection) or `bonus`
+    (the target's after a proposal accepted whole)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Tokens of one prompt as `Decoder.stream` commits them, by one block or several."""
+    """Tokens of one prompt that one block or several of `Decoder.stream` committed."""
 
     tokens: list[int]
     """New token ids since the last event."""
@@ -39,9 +39,9 @@ class Event:
     stats: DecodeStats
     """Counts from the start of the generation."""
     done: bool
-    """Whether this is the last event."""
+    """True for the last event."""
     seconds: float
-    """Wall seconds from the call to the commit of ``tokens``, as the host saw it."""
+    """Wall seconds from the call to the host sync after the commit of ``tokens``."""
     logprobs: list[float] | None = None
     """Log-probabilities of ``tokens`` in nats, where asked for."""
     finish_reason: str | None = None
@@ -49,13 +49,13 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
-    """The host's view of a batch between two chunks of blocks."""
+class HostSync:
+    """A host sync: the host's view of a batch between two chunks of blocks."""
 
     seconds: float
     """Wall seconds since the call."""
     lengths: np.ndarray
-    """Tokens of each row, ``[B]``, its prompt among them."""
+    """Number of tokens of each row, ``[B]``, its prompt included."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,32 +67,32 @@ class GenerationResult:
     text: list[str]
     """Text of the new tokens, cut before a stop string; empty without a tokenizer."""
     origins: list[list[str]]
-    """Origin of each token: `accepted` (the draft's, kept), `corrected` (the target's after a rejection) or `bonus`
-    (the target's after a whole draft)."""
+    """Origin of each token: `accepted` (proposed and accepted), `corrected` (the target's after a rejection) or `bonus`
+    (the target's after a proposal accepted whole)."""
     stats: list[DecodeStats]
-    """Counts of blocks, drafted, accepted and emitted tokens."""
+    """Counts of blocks, of proposed, accepted and emitted tokens."""
     seeds: list[int]
-    """The seed from which each row replays alone. At temperatures above 0 lengths that a controller chooses by measured
+    """Seed from which each row replays alone. At temperatures above 0, lengths that a controller chooses by measured
     costs (`Decoder.calibrate`) decide which sample of its distribution a row gets; with the `coupled` rule they do
     not."""
     verifier: str
-    """The kind that decided; `greedy` if all rows are at temperature 0."""
+    """Kind of the verifier that decided; `greedy` if all rows are at temperature 0."""
     lossless: bool
-    """Whether the output has the target's distribution."""
+    """True if the output has the target's distribution."""
     finish_reasons: list[str]
-    """`stop` (a stop token), `length` (the budget), `stop_string`, or `invalid_logits`: the next token had no finite
-    distribution to come from."""
+    """Reason for the end of each row: `stop` (a stop token), `length` (the budget), `stop_string`, or `invalid_logits`:
+    the next token had no finite distribution to come from."""
     proposals: list[list[int]]
-    """How many tokens each block of a row proposed, in order: 0 in one without a draft."""
+    """Number of tokens that each block of a row proposed, in order; 0 for a block without a draft."""
     commit_times: list[list[float]]
-    """Wall seconds from the call to the commit of each token; those of a block share theirs. Measured at the ``looks``,
-    so after the first block and at the end; the blocks between two looks are taken to be equally long. A call of new
-    sizes compiles, and its times hold that: `Decoder.compile` before."""
+    """Wall seconds from the call to the commit of each token; the tokens of a block share theirs. Host syncs
+    (``looks``) measure them, so after the first block and at the end; the blocks between two syncs are assumed to take
+    equally long. A call of new sizes compiles, and the times include that: call `Decoder.compile` before."""
     looks: list[float]
-    """Wall seconds from the call to each look of the host, at the end of a chunk of blocks. A commit time that is among
-    them is measured, any other interpolated."""
+    """Wall seconds from the call to each host sync, at the end of a chunk of blocks. A commit time that is among them
+    is measured, any other interpolated."""
     seconds: float
-    """Wall seconds of the whole call, with the text."""
+    """Wall seconds of the whole call, detokenization included."""
     logprobs: list[list[float]] | None = None
     """Log-probabilities of the tokens in nats, where asked for."""
     detokenize: Detokenizer | None = dataclasses.field(default=None, repr=False)
@@ -120,11 +120,11 @@ class GenerationResult:
 
         Args:
             row: the row; None for all rows pooled.
-            price_per_hour: of the machine, in any currency; without it there is no cost.
+            price_per_hour: price of the machine, in any currency; without it there is no cost.
 
         Returns:
-            Metrics of the request, up to its last token. The machine's price until the last token of all is shared by
-            the rows' blocks, so that their costs add up.
+            Metrics of the request, up to its last token. The machine's price until the batch's last token is split in
+            proportion to the rows' blocks, so that their costs add up.
 
         Raises:
             DataError: the price is negative or not finite.
@@ -138,7 +138,7 @@ class GenerationResult:
         return RequestMetrics.pooled(of_rows, seconds) if row is None else of_rows[0]
 
     def _metrics(self, row: int, price: float | None) -> RequestMetrics:
-        """``price``: of the whole batch."""
+        """Metrics of one row. ``price``: cost of the whole batch."""
         times, stats, measured = self.commit_times[row], self.stats[row], set(self.looks)
         return RequestMetrics(
             stats=stats,
@@ -161,19 +161,19 @@ def cut_text(pieces: Sequence[Piece], length: int) -> list[Piece]:
 
 
 def pieces_of(shares: Sequence[str], origins: Sequence[str]) -> list[Piece]:
-    """The text that each token adds, put together where consecutive tokens are of one origin."""
+    """The texts that the tokens add, joined where consecutive tokens have one origin."""
     with_text = (pair for pair in zip(shares, origins, strict=True) if pair[0])
     grouped = itertools.groupby(with_text, key=lambda pair: pair[1])
     return [Piece("".join(share for share, _ in pairs), origin) for origin, pairs in grouped]
 
 
 def finish_reason(code: Any, cut: Any) -> str:
-    """The name of a finish code. ``cut``: where the text of the row ends at a stop string, None without."""
+    """The name of a finish code. ``cut``: the row's cut at a stop string; None without one."""
     return FINISH_REASONS[int(code) if cut is None else STOP_STRING]
 
 
 def check_finite(result: GenerationResult, drafter: str, target: str) -> None:
-    """Raises `ModelError` if the distributions of draft or target were not finite: no figure of such a pair means
+    """Raise `ModelError` if the distributions of draft or target were not finite: no figure of such a pair means
     anything. ``drafter``, ``target``: their names in the message."""
     failed, blocks = (sum(getattr(stats, name) for stats in result.stats) for name in ("invalid_drafts", "blocks"))
     remedy = "look for NaN or infinite weights (load_model checks them), or compute in float32 if it overflows"
@@ -186,8 +186,8 @@ def check_finite(result: GenerationResult, drafter: str, target: str) -> None:
 
 
 def stats_by_row(state: DecodeState, depth: int) -> list[DecodeStats]:
-    """The stats of each row, from the host's part of a state (`specjax.decode.scheduler.without_caches`). ``depth``:
-    places of the drafter, which a program that never asks it does not count."""
+    """Stats of each row, from the host's part of a state (`specjax.decode.scheduler.without_caches`). ``depth``: number
+    of depths that the drafter has; a program that never asks it counts none of them."""
     counts = {field.name: getattr(state.counters, field.name) for field in dataclasses.fields(Counters)}
     counts |= {} if state.controller is None else {"probes": state.controller}
     if state.counters.accepted_at.shape[1] < depth:
@@ -203,33 +203,33 @@ def origin_names(codes: np.ndarray | jax.Array) -> list[str]:
 
 
 def proposals(codes: np.ndarray | jax.Array) -> list[int]:
-    """How many tokens each block proposed, from the origin codes of a row's new tokens."""
+    """Number of tokens that each block proposed, from the origin codes of a row's new tokens."""
     found = np.asarray(codes)
     return (found[_ends(found)] // len(ORIGINS)).tolist()
 
 
 def _ends(codes: np.ndarray) -> np.ndarray:
-    """Whether each token is the last of its block: every block ends with a token of the target's own, but for one that
-    a stop token or the budget cut, which is a row's last."""
+    """True for each token that is the last of its block. Every block ends with a token of the target's own, except one
+    that a stop token or the budget cut, which is a row's last."""
     ends = codes % len(ORIGINS) != ACCEPTED
     ends[-1:] = True
     return ends
 
 
-def commit_times(codes: Sequence[np.ndarray], starts: Sequence[int], looks: Sequence[Look]) -> list[list[float]]:
-    """Seconds from the call to the commit of each new token, row by row: those of the looks where a block ended at one,
-    and between two of them as if their blocks were equally long. The first look is after one block.
+def commit_times(codes: Sequence[np.ndarray], starts: Sequence[int], looks: Sequence[HostSync]) -> list[list[float]]:
+    """Seconds from the call to the commit of each new token, row by row. A block that ends at a host sync has its time;
+    the blocks between two syncs are assumed to take equally long. The first sync is after one block.
 
     ``codes``: origin codes of all new tokens of a row; ``starts``: lengths of the prompts.
     """
-    # From the first block on, a row takes part in every block of the batch until it is done: numbers are the batch's.
+    # A row takes part in every block of the batch until it is done, so its block numbers are those of the batch.
     blocks = [np.cumsum(ends) - ends + 1 for ends in map(_ends, codes)]
     counts = [
         max(int(block[length - start - 1]) if length > start else 0 for block, start, length in seen)
         for look in looks
         for seen in [zip(blocks, starts, look.lengths, strict=False)]
     ]
-    # The first of several looks at as many blocks: in those after it rows ended without a token.
+    # Of several syncs at one number of blocks, the first: before the later ones, rows ended without a token.
     counts, first = np.unique(counts, return_index=True)
     seconds = np.asarray([look.seconds for look in looks])[first]
     return [np.interp(block, counts, seconds).tolist() for block in blocks]

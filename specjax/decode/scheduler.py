@@ -1,5 +1,5 @@
-"""A host queue over the engine: requests go into free rows of one compiled program between chunks, and rows finish
-independently. What is in the other rows changes nothing of a row's result (invariants 4 and 8 of the design): each row
+"""A host queue over the engine: between chunks, requests go into free rows of one compiled program, and rows finish
+independently. The content of other rows changes nothing of a row's result (invariants 4 and 8 of the design): each row
 has its own length, budget, noise and part of every cache.
 """
 
@@ -19,28 +19,28 @@ from specjax.decode.engine import Engine, EngineParams
 from specjax.decode.programs import NO_LIMIT, compiled_chunk, grow, prefilled, slide
 from specjax.decode.request import Batch
 from specjax.errors import DataError
+from specjax.interfaces import STOP_STRING, UNFINISHED, Controller, DecodeState
 from specjax.models.cache import first, insert, num_slots
 from specjax.runtime.signals import ctrl_c_waits
-from specjax.types import STOP_STRING, UNFINISHED, DecodeState
 
 
 class Scheduler:
-    """A host queue over ``rows`` rows of a decoder's program. ``state`` is the engine's; ``done``, ``lengths`` and
-    ``blocks`` are what the host knows of its rows after the last chunk. A free row is done."""
+    """A host queue over ``rows`` rows of a decoder's program. ``state``: the state of the engine. ``done``, ``lengths``
+    and ``blocks``: the host's copies from it, after the last chunk. A free row counts as done."""
 
     def __init__(self, engine: Engine, params: EngineParams, rows: int):
         self.engine, self.rows, self.params = engine, rows, params
         self.state: Any = None  # until something is inserted
         self.blocks = np.zeros(self.rows, np.int32)
         self.done, self.lengths = np.ones(rows, bool), np.zeros(rows, np.int32)
-        self._slid = np.zeros(rows, np.int32)  # how long each was when its cache last slid
+        self._slid = np.zeros(rows, np.int32)  # each row's length when its cache last slid
         self._taken: set[int] = set()
         self._buckets: tuple[int, ...] = ()
         self._unread = False
 
     def _change(self, change: Callable[..., Any], *arguments: Any) -> None:
-        """The state becomes what ``change`` makes of the arguments, which takes over the state that is among them: a
-        Ctrl-C finds the state before or the state after, never none."""
+        """Replace the state by ``change(*arguments)``, which consumes the old one. A Ctrl-C waits meanwhile, so that it
+        finds the state before or the state after, never none."""
         with ctrl_c_waits():
             self.state = change(*arguments)
 
@@ -50,8 +50,9 @@ class Scheduler:
         return [row for row in range(self.rows) if row not in self._taken]
 
     def insert(self, batch: Batch) -> list[int]:
-        """Prefill the requests of ``batch`` and put them into free rows, which are returned in their order. Raises
-        `DataError` if there are too few, and for a request that samples where all others are greedy."""
+        """Prefill the requests of ``batch`` and put them into free rows; returns these rows, in the order of the
+        requests. Raises `DataError` if too few rows are free, for a sampled request where all others are greedy, and
+        for a request that asks for a sampling step that the program lacks."""
         wanted = len(batch.seeds)
         if wanted > len(self.free):
             raise DataError(f"scheduler: {wanted} requests for {len(self.free)} of {self.rows} rows that are free")
@@ -70,7 +71,7 @@ class Scheduler:
                 self.state = _vacant(prefilled(self.engine, self.params, batch.request, batch.slots[0]), self.rows)
             elif batch.slots[0] > num_slots(self.state.cache):
                 self._grow(batch.slots[0])
-            # Rows that only pad the batch go nowhere.
+            # Rows that only pad the batch get an index out of range, and are dropped.
             at = np.full(len(batch.request.lengths), self.rows, np.int32)
             at[:wanted] = rows
             new = prefilled(self.engine, self.params, batch.request, num_slots(self.state.cache))
@@ -82,8 +83,8 @@ class Scheduler:
 
     def chunk(self, max_steps: int = NO_LIMIT, stop_after: int | None = None) -> None:
         """Run blocks until all rows are done, until the cache needs its next bucket, after ``max_steps`` blocks, or
-        when ``stop_after`` rows have finished in it; the cache grows or slides before where it must."""
-        if self._unread:  # a chunk before was interrupted
+        when ``stop_after`` rows have finished in this chunk. Before that, the cache grows or slides if it must."""
+        if self._unread:  # an earlier chunk was interrupted
             self._look()
         block, going = self.engine.num_nodes + 1, ~self.done
         slots = num_slots(self.state.cache)
@@ -108,7 +109,7 @@ class Scheduler:
         self._slid = self.lengths.copy()
 
     def stop(self, rows: Iterable[int]) -> None:
-        """End rows between two chunks: they were cancelled, or a stop string was found."""
+        """End rows between two chunks: cancelled ones, or those with a stop string."""
         ended = np.zeros(self.rows, bool)
         ended[list(rows)] = True
         if ended.any():
@@ -117,18 +118,18 @@ class Scheduler:
             self.state = dataclasses.replace(self.state, done=jnp.asarray(self.done), finish=finish)
 
     def release(self, rows: Iterable[int]) -> None:
-        """Make rows that are done free."""
+        """Free rows that are done."""
         self._taken.difference_update(rows)
 
     def take(self, row: int) -> DecodeState:
-        """The host's part of the state of a row that is done, as arrays of one row; the row is free afterwards."""
-        seen = jax.tree.map(lambda x: x[row : row + 1], without_caches(self.state))
+        """The host's part of the state of a row that is done, as arrays of one row. Frees the row."""
+        seen = jax.tree.map(lambda x: x[row : row + 1], without_caches(self.state, self.engine.controller))
         self.release([row])
         return jax.device_get(seen)
 
     def run(self, batches: Iterable[Batch]) -> Iterator[tuple[int, DecodeState]]:
-        """Results of requests, one a batch, first come, first served: (its number, its row) in the order in which they
-        finish."""
+        """Results of requests, one a batch, served in the order of their arrival: (number of the request, state of its
+        row), in the order in which they finish."""
         waiting, number, of_row = iter(batches), 0, {}
         more = True
         while more or of_row:
@@ -144,23 +145,23 @@ class Scheduler:
                 yield of_row.pop(row), self.take(row)
 
 
-def without_caches(state: DecodeState) -> DecodeState:
-    """The host's part of a state (of a controller's, its probes), so that a cache that is outgrown is freed, also where
-    somebody holds on to this."""
-    probes = getattr(state.controller, "probes", None)
+def without_caches(state: DecodeState, controller: Controller | None) -> DecodeState:
+    """The host's part of a state, with a controller's probes as the only part of its state. An outgrown cache can be
+    freed although somebody holds on to this part."""
+    probes = None if controller is None else controller.probes(state.controller)
     return dataclasses.replace(state, cache=None, drafter=None, sampling=None, controller=probes, counts=None)
 
 
 @functools.partial(jax.jit, static_argnames="rows")
 def _vacant(state: DecodeState, rows: int) -> DecodeState:
-    """``rows`` rows of the shape of the state's, all done."""
+    """A state of ``rows`` rows in the shape of the given state's, all done."""
     state = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], (rows, *x.shape[1:])), state)
     return dataclasses.replace(state, done=jnp.ones((rows,), bool))
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def _inserted(state: DecodeState, new: DecodeState, rows: Int[Array, " R"]) -> DecodeState:
-    """``new``'s rows in place of the ``rows`` of the state; what is out of range goes nowhere."""
+    """The state with the rows of ``new`` in place of its ``rows``; rows out of range are dropped."""
     width = max(x.stop_ids.shape[1] for x in (state, new))
     state, new = (
         dataclasses.replace(

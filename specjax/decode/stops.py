@@ -1,4 +1,4 @@
-"""Stop strings: which rows have which, and where a text holds one. They are looked for in the new text alone."""
+"""Stop strings: the check of each row's list, and the search for them, which reads new text only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from specjax.errors import DataError
 
 
 def check(value: Any, count: int, has_tokenizer: bool) -> list[tuple[str, ...]]:
-    """Stop strings of every row. ``value``: a string, a list of strings for all rows, or a list of lists."""
+    """Stop strings of every row. ``value``: a string or a list of strings, for all rows, or a list of lists. Raises
+    `DataError` for anything else."""
     if isinstance(value, str):
         value = [value]
     if value is not None and (not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray))):
@@ -32,16 +33,17 @@ def check(value: Any, count: int, has_tokenizer: bool) -> list[tuple[str, ...]]:
 
 
 class Search:
-    """Looks for ``stops`` in a text that comes in parts, of which some are not shown."""
+    """A search for ``stops`` in a text that comes in parts, some of which are not shown."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops = stops
         self._reach = max(map(len, stops), default=1) - 1
         self._tail: list[tuple[str, bool]] = []
-        """The last characters, in which a stop string may have begun, and whether each is shown."""
+        """The last characters, in which a stop string may have begun; True for each that is shown."""
 
     def push(self, shown: str, hidden: str) -> int | None:
-        """The next part. Returns the characters shown from where the first stop string begins, None without one."""
+        """Search the next part. Returns the number of shown characters from the first stop string on; None without
+        one."""
         if not self._stops:
             return None
         window = [*self._tail, *((character, True) for character in shown), *((c, False) for c in hidden)]
@@ -52,7 +54,7 @@ class Search:
 
     @property
     def undecided(self) -> int:
-        """Characters shown at the end that may begin a stop string: a stream holds them back."""
+        """Number of shown characters at the end that may begin a stop string: a stream holds them back."""
         longest, text = 0, "".join(character for character, _ in self._tail)
         for stop in self._stops:
             for size in range(min(len(stop) - 1, len(text)), longest, -1):

@@ -1,9 +1,9 @@
-"""Token ids in, text out, whole or as the tokens come; the parts join to the whole.
+"""Text from token ids, whole or as the tokens come; the parts join to the whole.
 
-The text of the first tokens is not always a prefix of the text: a character may be split over tokens, a run of
-byte-fallback tokens is UTF-8 or a row of U+FFFD as a whole, and the first token of all may lose its space. What tokens
-add is therefore read after tokens of context, and waits as long as later ones can change it. All of it is linear in the
-number of tokens. For decoders that rewrite text across tokens it waits for the end of the row.
+The text of the first tokens is not always a prefix of the whole text: a character may be split over tokens, a run of
+byte-fallback tokens is UTF-8 or a row of U+FFFD as a whole, and the first token of a row may lose its space. So the
+text that tokens add is read after some tokens of context, and is held back while later tokens can change it. The work
+is linear in the number of tokens. For decoders that rewrite text across tokens, all text waits for the end of the row.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from specjax.decode.stops import Search
 
 _INCOMPLETE = "\ufffd"
 _UTF8 = 4
-"""Bytes of the longest character: so many tokens back, no byte to come changes anything."""
+"""Bytes of the longest character: a token to come changes no text from more than so many tokens back."""
 _MOST_READINGS = 128
 _BY_TOKEN = {"ByteFallback", "ByteLevel", "BPEDecoder", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
 _BY_CHARACTER = {"Fuse", "Metaspace", "Strip"}
-"""Steps of a decoder that look at no more than that, but for a row's two ends."""
+"""Steps of a decoder that treat each token (first set) or each character (second set) by itself, except at the two ends
+of a row."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Detokenizer:
-    """Text of token ids as ``tokenizer`` writes it, special tokens left out where asked for."""
+    """Token ids to text, as ``tokenizer`` writes it, without special tokens where asked for."""
 
     tokenizer: Any
     skip_special_tokens: bool = True
@@ -39,13 +40,14 @@ class Detokenizer:
         )
 
     def shares(self, tokens: Iterable[int]) -> list[str]:
-        """What each of ``tokens`` adds to the text of all: a split character comes with the token that completes it."""
+        """Text that each of ``tokens`` adds to the whole; a split character comes with the token that completes it."""
         shares = Shares(self)
         return [*(share for token in tokens for share in shares.push(token)), *shares.finish()]
 
     @functools.cached_property
     def left_out(self) -> frozenset[int]:
-        """Ids without text. As for the libraries: every special token of a fast tokenizer, the named ones of others."""
+        """Ids without text, chosen as the libraries choose: every special token of a fast tokenizer, the named special
+        tokens of others."""
         if not self.skip_special_tokens:
             return frozenset()
         if getattr(self.tokenizer, "backend_tokenizer", None) is None:
@@ -54,14 +56,14 @@ class Detokenizer:
 
     @functools.cached_property
     def hidden(self) -> dict[int, str]:
-        """What the tokens that are left out would be written as."""
+        """Text of each token that is left out, as it would be written."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         plainly = dataclasses.replace(self, skip_special_tokens=False)
         return {token: added[token].content if token in added else plainly([token]) for token in self.left_out}
 
     @functools.cached_property
     def byte_of(self) -> dict[int, int]:
-        """Id -> byte, of tokens that stand for one (`<0xE2>`)."""
+        """Id -> byte, for tokens that stand for one byte (`<0xE2>`)."""
         if not hasattr(self.tokenizer, "convert_tokens_to_ids"):
             return {}
         if self._steps is not None and not any(step["type"] == "ByteFallback" for step in self._steps):
@@ -69,12 +71,12 @@ class Detokenizer:
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         ids = self.tokenizer.convert_tokens_to_ids(names)
         known = {id_: byte for byte, id_ in enumerate(ids) if id_ is not None}
-        # What is unknown has the id of another token.
+        # An unknown name has the id of another token.
         return {id_: byte for id_, byte in known.items() if self.tokenizer.convert_ids_to_tokens(id_) == names[byte]}
 
     @functools.cached_property
     def is_local(self) -> bool:
-        """Whether a token's text, once complete, stays as it is. Unknown decoders are taken to be like that."""
+        """True if a token's text, once complete, never changes; assumed of unknown decoders."""
         fused = False
         for step in self._steps or ():
             kind, pattern = step["type"], step.get("pattern", {}).get("String", "")
@@ -101,22 +103,22 @@ def _flat(decoder: dict[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 class Shares:
-    """What every token of a row adds to its text, in order, as soon as that is settled."""
+    """Shares of a row's tokens, in order: the text that each one adds, as soon as no later token can change it."""
 
     def __init__(self, detokenize: Detokenizer):
         self._detokenize = detokenize
         self._context: list[int] = []
         self._context_text = ""
         self._silent: list[int] = []
-        """Tokens after the context that have shown no text. (A token that follows may yet show it.)"""
+        """Tokens after the context that have no text yet; a token that follows may give them some."""
         self._waiting: list[int] = []
-        """Tokens without a share yet; the first one has text, or bytes."""
+        """Tokens whose share is not settled; the first of them has text, or is a byte."""
         self._are_bytes = False
         self._texts: list[str] = []
-        """After the context, up to each token that waits; none for bytes."""
+        """Text after the context up to each waiting token; none for bytes."""
 
     def push(self, token: int) -> list[str]:
-        """The shares that ``token`` settles, from the first one on that was not."""
+        """Shares that ``token`` settles, from the first unsettled one on."""
         d = self._detokenize
         if not d.is_local:
             self._waiting.append(token)
@@ -139,8 +141,8 @@ class Shares:
         return settled + self._settle_part()
 
     def finish(self) -> list[str]:
-        """The shares that were not settled: nothing follows. Where the decoder is not local, a long row is read in some
-        hundred steps, the last token of each of which has the text: token by token would be quadratic."""
+        """The unsettled shares; no token follows. If the decoder is not local, a long row is read in some hundred
+        steps, and the last token of each step gets its text: token by token would be quadratic."""
         if not self._detokenize.is_local:
             count = len(self._waiting)
             stride = max(1, count // _MOST_READINGS)
@@ -156,8 +158,8 @@ class Shares:
         return self._settle_bytes() if self._are_bytes else self._settle(len(self._waiting))
 
     def _settle(self, count: int) -> list[str]:
-        """The first ``count`` tokens that wait, by what their texts have in common with the text of all of them. Where
-        they end within a character, it is left to the token that completes it."""
+        """Shares of the first ``count`` waiting tokens, by what their texts have in common with the text of all of
+        them. If they end within a character, that character is left to the token that completes it."""
         text, shares, done = self._texts[count - 1], [], 0
         begun = not self._texts[-1].startswith(text)
         text = text[:-1] if begun else text
@@ -170,7 +172,8 @@ class Shares:
         return shares
 
     def _settle_part(self) -> list[str]:
-        """Settle a part of what waits for so long that it is no character: all but the tokens that may begin one."""
+        """Settle all waiting tokens but the last few, which may begin a character, once more of them wait than a
+        character has bytes."""
         visible = [i for i, token in enumerate(self._waiting) if token not in self._detokenize.left_out]
         if len(visible) < 2 * _UTF8:
             return []
@@ -192,15 +195,16 @@ class Shares:
         return self._detokenize(self._context + self._silent + tokens)[len(self._context_text) :]
 
     def _shows(self, tokens: list[int]) -> bool:
-        """Whether there is any text to be read: of many silent tokens the last ones tell."""
+        """True if ``tokens`` add any text; after many silent tokens, only the last of these are read before them."""
         if len(self._silent) < 2 * _UTF8:
             return True
         few = self._context + self._silent[-_UTF8:] + tokens
         return len(self._detokenize(few)) > len(self._context_text)
 
     def _go_on_after(self, count: int, shown: bool, begun: bool = False) -> None:
-        """The context is what was settled last. It has text: the first token of all may be written otherwise.
-        ``begun``: but for a character at its end, which is to be completed."""
+        """Make the tokens settled last the context. It must have text, since the first token of a row may be written
+        otherwise. ``shown``: they have text. ``begun``: they end in a character that is not complete, which their text
+        leaves out."""
         tokens, self._waiting = self._waiting[:count], self._waiting[count:]
         if not shown:
             self._silent += tokens
@@ -215,14 +219,14 @@ class Shares:
 
 @functools.lru_cache(maxsize=1)
 def _agreeing(a: str, b: str) -> int:
-    """Characters at the beginning that are the same."""
+    """Number of leading characters that are equal."""
     if b.startswith(a):
         return len(a)
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _shares_of_bytes(text: str, values: list[int]) -> list[str]:
-    """``text`` by the bytes that gave it."""
+    """Share of each byte in ``text``."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     shares = [decoder.decode(bytes([value])) for value in values]
     if "".join(shares) == text:
@@ -232,32 +236,33 @@ def _shares_of_bytes(text: str, values: list[int]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Where a stop string ends a row: after ``tokens``, of whose text the first ``length`` characters are left."""
+    """End of a row at a stop string: after ``tokens`` tokens, of whose text the first ``length`` characters are
+    left."""
 
     tokens: int
     length: int
 
 
 class RowText:
-    """A row's text as its tokens come: found stop strings, and what of it can be handed out."""
+    """The text of a row as its tokens come, with the stop strings found and the part that can be handed out."""
 
     def __init__(self, detokenize: Detokenizer, stops: Sequence[str] = ()):
         self.cut: Cut | None = None
-        """Of the first token with which the text holds a stop string."""
+        """Cut after the first token with which the text contains a stop string; None while there is none."""
         self.fed = 0
-        """Tokens."""
+        """Number of tokens fed."""
         self._stops, self._writer = stops, Shares(detokenize)
         self._hidden = detokenize.hidden if stops else {}
         written = [stop for stop in stops if any(text in stop for text in self._hidden.values() if text)]
         self._searches = Search([stop for stop in stops if stop not in written]), Search(written)
-        """In the text, and in what would be the text with all special tokens."""
+        """One search in the text, one in the text with all special tokens written."""
         self._ids: list[int] = []
         self._shares: list[str] = []
         self._length, self._last = 0, False
         self._sent_shares, self._sent_of_share, self._sent = 0, 0, 0
 
     def feed(self, tokens: Sequence[int], last: bool) -> None:
-        """The next tokens. ``last``: none will follow."""
+        """Feed the next tokens. ``last``: none will follow."""
         self._ids += tokens
         for token in tokens:
             self._settle(self._writer.push(token))
@@ -281,19 +286,19 @@ class RowText:
 
     @property
     def text(self) -> str:
-        """What is settled, up to a stop string."""
+        """The settled text, up to a stop string."""
         return "".join(self._shares)[: None if self.cut is None else self.cut.length]
 
     @property
     def tokens(self) -> int:
-        """How many can be handed out. Where there are stop strings, those whose text was looked at."""
+        """Number of tokens that can be handed out; with stop strings, only those whose text was searched."""
         if self.cut is not None:
             return self.cut.tokens
         return len(self._shares) if self._stops and not self._last else self.fed
 
     def release(self) -> tuple[int, list[str]]:
-        """The text to hand out that was not yet: (number of the token that it begins with, a share for each token from
-        there). What may begin a stop string stays back."""
+        """The text that can be handed out and was not yet: (index of the token that it begins with, a share for each
+        token from there). Text that may begin a stop string is held back."""
         limit = self._length - (0 if self._last else max(search.undecided for search in self._searches))
         limit = limit if self.cut is None else self.cut.length
         first, shares = self._sent_shares, []

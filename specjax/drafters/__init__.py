@@ -1,1 +1,1 @@
-"""Who proposes the block: one file each, one line in specjax.registry."""
+"""Drafters, which propose the tokens of a block: one file each, one line in specjax.registry."""

@@ -18,66 +18,80 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Bool, Int, Key
 from pydantic import Field
 
-from specjax.drafters.base import TrainedDrafter
+from specjax.drafters.base import own_arrays
 from specjax.drafters.one_by_one import one_by_one
+from specjax.interfaces import (
+    Batch,
+    Bound,
+    BoundDrafter,
+    Context,
+    Draft,
+    Drafter,
+    Outcome,
+    Output,
+    Params,
+    Prediction,
+    Target,
+    TargetInfo,
+    TargetView,
+    Trainable,
+    TrainingForm,
+)
 from specjax.models import cache as cache_lib
 from specjax.models.config import ModelConfig
 from specjax.models.sharding import sharding_of
 from specjax.models.training import training_model
 from specjax.models.transformer import Model
-from specjax.types import (
-    Batch,
-    Bound,
-    Context,
-    Draft,
-    Outcome,
-    Output,
-    Params,
-    Prediction,
-    TargetView,
-    Trainable,
-    TrainingForm,
-)
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftModel:
+class DraftModel(Drafter):
     """An autoregressive draft model: a small decoder proposes ``k`` tokens one by one from its own KV cache
     (2211.17192)."""
 
     model: Any
-    """A `LoadedModel`, or the path of a model or of a run that left a draft, whose weights are cast to the target's
-    dtype."""
+    """A `LoadedModel`, or the path of a model or of a run that left a draft; weights from a path are cast to the
+    target's dtype."""
     k: Annotated[int, Field(ge=1, le=64)] = 5
-    """Tokens of a block, 1 to 64."""
+    """Proposed tokens of a block, 1 to 64."""
     kind: Literal["draft_model"] = "draft_model"
     """Name in the registry, in configs and in results."""
     quantize: Literal["int8", "int4"] | None = None
-    """How kernels of a model that is named by its path are stored; None: in the target's dtype."""
+    """Number format of the kernels if ``model`` is a path; None: the target's dtype."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The draft's own tokenizer; None for a draft that is given as a path."""
+        return None if isinstance(self.model, (str, os.PathLike)) else self.model.tokenizer
+
+    @property
+    def replaceable(self) -> list[Any]:
+        """Arrays of the draft's parameters, whose replacement by others a `Decoder` refuses."""
+        return own_arrays(self.model)
 
     @classmethod
     def load(
         cls,
         directory: str | os.PathLike,
-        target: Any,
+        target: TargetInfo,
         k: int,
         check_finite: bool = True,
         quantize: Literal["int8", "int4"] | None = None,
     ) -> DraftModel:
-        """The model in a directory, for decoding only; see `specjax.drafters.loading.load_drafter`.
+        """The draft model in a directory, for decoding only; see `specjax.formats.loading.load_drafter`.
 
         Args:
             directory: a Hugging Face directory or hub id.
             target: the `LoadedModel` whose dtype the weights are cast to.
-            k: draft tokens a block.
+            k: proposed tokens of a block.
             check_finite: refuse NaN and infinite weights.
-            quantize: how kernels are stored, see `specjax.load_model`.
+            quantize: number format of the kernels, see `specjax.load_model`.
 
         Returns:
-            The drafter; its weights are in memory once, as decoding reads them.
+            The drafter. Memory holds its weights once, laid out for decoding.
 
         Raises:
-            ModelError: for what cannot be read.
+            ModelError: the directory cannot be read.
         """
         from specjax.models import hf
 
@@ -85,14 +99,14 @@ class DraftModel:
         model.free_originals()
         return cls(model, k)
 
-    def bind(self, target: Any) -> Bound:
+    def bind(self, target: Target) -> Bound:
         """The draft model over the target's token ids (`specjax.models.vocabulary`).
 
         Args:
             target: the `LoadedModel` to speculate for.
 
         Returns:
-            What the engine runs, and the draft's weights laid out for decoding.
+            The bound form, which the engine runs, and the draft's weights laid out for decoding.
 
         Raises:
             ModelError: the vocabularies differ, or ``model`` is no model or cannot be read.
@@ -111,28 +125,32 @@ class DraftModel:
 
 
 _PIECE = 32
-"""Tokens that a draft which was not asked for a while reads at a time."""
+"""Tokens that a draft reads at a time when it catches up on text that it has not read."""
 
 
 class Consumed(NamedTuple):
-    """A draft's cache, and how many of each row's tokens it holds the right keys and values of."""
+    """A draft's cache, and the number of each row's tokens whose cached keys and values are right."""
 
     cache: Any
     lengths: Int[Array, " B"]
 
 
 @dataclasses.dataclass(frozen=True)
-class BoundDraftModel:
-    """``model``: a static spec, a function of its parameters."""
+class BoundDraftModel(BoundDrafter):
+    """The bound form, which the engine runs. ``model``: a static spec, a function of its parameters."""
 
     model: Any
     k: int = 5
     reads_late: ClassVar[bool] = True
-    """It reads for itself what it missed, so that a prompt need not be read before it is asked."""
+    """The draft reads for itself what it missed, so a prompt need not be read before a block asks the draft."""
 
     @property
     def max_positions(self) -> int:
         return self.model.config.max_positions
+
+    @property
+    def model_config(self) -> Any:
+        return self.model.config
 
     def init(self, batch: int, num_slots: int) -> Consumed:
         return Consumed(self.model.init_cache(batch, num_slots), jnp.zeros((batch,), jnp.int32))
@@ -146,7 +164,7 @@ class BoundDraftModel:
         target_out: Output | None,
         start: Int[Array, " B"] | None = None,
     ) -> Consumed:
-        """``start``: where the tokens stand in their rows; None: at the beginning."""
+        """The state after ``tokens``. ``start``: position of the first of them in each row; None: 0."""
         places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
         places = places if start is None else start[:, None] + places
         ends = lengths if start is None else start + lengths
@@ -154,9 +172,9 @@ class BoundDraftModel:
         return Consumed(cache, jnp.where(lengths > 0, ends, state.lengths))
 
     def draft(self, params: Params, target: TargetView, state: Consumed, context: Context) -> tuple[Draft, Consumed]:
-        """The first pass feeds the last two committed tokens: after a full acceptance the cache has not seen the last
-        accepted one (x_K was proposed, never fed), and feeding it again otherwise changes nothing. Rows that were
-        longer without a draft are caught up with before."""
+        """The proposal and the state. The first pass feeds the last two committed tokens: after a full acceptance the
+        cache lacks the last accepted one (x_K was proposed, never fed), and otherwise feeding it again changes nothing.
+        Rows that grew without a draft catch up first."""
         if context.limit is not None:
             state = self._caught_up(params, state, context)
         start = jnp.maximum(context.lengths - 2, 0)
@@ -176,7 +194,7 @@ class BoundDraftModel:
         return draft, Consumed(cache, jnp.where(behind, state.lengths, context.lengths - 1 + passes))
 
     def _caught_up(self, params: Params, state: Consumed, context: Context) -> Consumed:
-        """With what was committed without a draft, of the rows that want one."""
+        """The state after the rows that want a proposal have read the text committed without a draft."""
         width = min(_PIECE, cache_lib.num_slots(state.cache))
 
         def wanting(state: Consumed) -> Bool[Array, " B"]:
@@ -184,7 +202,7 @@ class BoundDraftModel:
             return (context.limit > 0) & _behind(state, context)
 
         def piece(state: Consumed) -> Consumed:
-            # At the cache's end what is there is written once more, since a write is clamped to it.
+            # A piece that would pass the cache's end begins earlier and writes some slots again: writes are clamped.
             start = jnp.minimum(state.lengths, cache_lib.num_slots(state.cache) - width)
             tokens = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, width))(context.tokens, start)
             counted = jnp.where(wanting(state), jnp.minimum(context.lengths - 1 - start, width), 0)
@@ -193,41 +211,42 @@ class BoundDraftModel:
         return jax.lax.while_loop(lambda state: jnp.any(wanting(state)), piece, state)
 
     def commit(self, params: Params, state: Consumed, outcome: Outcome) -> Consumed:
-        """Slots past the accepted prefix are stale: masked by length, then overwritten."""
+        """The state cut to the accepted prefix: later slots are stale, masked by length, then overwritten."""
         right = outcome.context.lengths + outcome.verdict.num_accepted
         return state._replace(lengths=jnp.minimum(state.lengths, right))
 
 
 def _behind(state: Consumed, context: Context) -> Bool[Array, " B"]:
-    """Rows of which more is missing than the first pass of a block feeds."""
+    """True for rows that miss more tokens than the first pass of a block feeds."""
     return state.lengths < context.lengths - 2
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainedDraftModel(TrainedDrafter):
+class TrainedDraftModel(Trainable):
     """A draft model in training. ``model``: a static spec; ``family``: the Hugging Face model type it is saved as."""
 
     serving: ClassVar[str] = "A model of its own: transformers and vLLM load it too, as a draft or assistant model."
     library: ClassVar[str] = "transformers"
+    samples_alone: ClassVar[bool] = True
     model: Any
     family: str = "llama"
 
     @property
     def config(self) -> ModelConfig:
-        """The sizes of what is trained."""
+        """Configuration of the model that is trained."""
         return self.model.config
 
-    def init_params(self, key: Key[Array, ""], target: Any) -> Params:
+    def init_params(self, key: Key[Array, ""], target: Target | None) -> Params:
         return self.model.init(key)
 
     def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
-        """Position t predicts what the target predicts there: one prediction a position, no shift."""
+        """One prediction a position, without a shift: position t predicts what the target predicts at t."""
         out = self.model(params, batch.tokens, batch.token_positions, mask=batch.mask_for(self.model))
         assert out.final is not None
         yield Prediction(out.final, functools.partial(self.model.head, params), batch.weight)
 
-    def at_depths(self, depths: int) -> Trainable:
-        """As it is: what it says of a token does not depend on where the block began."""
+    def unrolled(self, depths: int) -> Trainable:
+        """The drafter itself: its prediction of a token does not depend on the root of the block."""
         return self
 
     def in_training(self, form: TrainingForm) -> Trainable:
@@ -240,17 +259,17 @@ class TrainedDraftModel(TrainedDrafter):
     ) -> NamedSharding | None:
         return sharding_of(path, shape, self.model.config, mesh) if isinstance(self.model, Model) else None
 
-    def to_model(self, params: Params, target: Any, name: str = "draft") -> Any:
-        """The draft as a `LoadedModel` of its own, with the target's tokenizer: to be sampled from without a target."""
+    def to_model(self, params: Params, target: Target, name: str = "draft") -> Any:
+        """The draft as a `LoadedModel` of its own, with the target's tokenizer, to sample from without a target."""
         from specjax.models.hf import LoadedModel
 
         return LoadedModel(self.model, params, target.tokenizer, target.eos_ids, name, family=self.family)
 
-    def to_drafter(self, params: Params, target: Any, k: int) -> DraftModel:
+    def to_drafter(self, params: Params, target: Target, k: int) -> DraftModel:
         return DraftModel(self.to_model(params, target), k)
 
-    def save(self, params: Params, target: Any, directory: Path, *, name: str = "draft", card: str | None = None):
-        """A Hugging Face directory, which transformers and vLLM read too."""
+    def save(self, params: Params, target: Target, directory: Path, *, name: str = "draft", card: str | None = None):
+        """Write a Hugging Face directory, which transformers and vLLM read too."""
         from specjax.models.hf import save_model
         from specjax.models.weights import narrowest
 

@@ -1,11 +1,12 @@
-"""A draft that attends to its target's own keys and values (GLIDE, 2402.02082): a small transformer whose layers read
-a layer of the target each, what the target has computed of the verified tokens, and their own keys and values of the
-block alone. So it has no prompt to read, no cache to keep, and nothing to roll back.
+"""A draft that attends to its target's own keys and values (GLIDE, 2402.02082). It is a small transformer. Each layer
+reads one layer of the target, which has computed keys and values of the verified tokens, and its own keys and values of
+the block alone. So the draft has no prompt to read, no cache to hold, and nothing to roll back.
 
-A block's root is the newest token, which the target has not consumed: the draft reads the target's slots before it,
-its own of the root, and of what it has drafted since. In training the same, with every position as a root: at depth j
-position t ends a block of j + 1 tokens whose root is at t - j, so it reads the target's positions before t - j and its
-own of t - j .. t, each as it was computed at its depth; it predicts what the target predicts at t.
+A block's root is the newest token, which the target has not consumed. The draft reads the target's slots before the
+root, and its own keys and values of the root and of the tokens drafted since. Training does the same with every
+position as a root: at depth j, position t ends a block of j + 1 tokens whose root is at t - j. It reads the target's
+positions before t - j and the block's own t - j .. t, each as it was computed at its depth, and predicts what the
+target predicts at t.
 
 Dims: B rows, T positions, K tokens of a block, S target positions or slots, D depths, G key-value heads, C head
 features.
@@ -18,21 +19,36 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 from pydantic import Field
 
-from specjax.drafters.base import StatelessDrafter, TrainedDrafter, stored_start
+from specjax.drafters.base import StatelessDrafter, own_arrays
+from specjax.drafters.block_memory import BlockKV, TargetAndBlockKV, inside_document
 from specjax.drafters.one_by_one import one_by_one, root_of
 from specjax.errors import ConfigError, ModelError
+from specjax.interfaces import (
+    PLAIN,
+    Batch,
+    Bound,
+    Context,
+    Draft,
+    Drafter,
+    Output,
+    Params,
+    Prediction,
+    Reads,
+    Target,
+    TargetView,
+    Trainable,
+    TrainingForm,
+)
 from specjax.models import hf
-from specjax.models.attention.blocks import attend_to_both
-from specjax.models.attention.sight import Sight
+from specjax.models.attention.sight import AttentionMask
 from specjax.models.attention.stored import Layer
 from specjax.models.config import ModelConfig
 from specjax.models.decode_layout import LaidOut
@@ -42,95 +58,46 @@ from specjax.models.sharding import sharding_of
 from specjax.models.training import block_of, gathered, placed
 from specjax.models.transformer import Model
 from specjax.models.weights import narrowest, read_params, write_params
-from specjax.types import (
-    PLAIN,
-    Batch,
-    Bound,
-    Context,
-    Documents,
-    Draft,
-    Output,
-    Params,
-    Prediction,
-    Reads,
-    TargetView,
-    TrainingForm,
-)
-
-if TYPE_CHECKING:
-    from specjax.config import RunConfig
-    from specjax.data.rows import Rows
-    from specjax.distill.init import Initial
 
 MODEL_TYPE = "specjax_glide"
-"""In config.json: no other library takes it for a model of its own."""
-
-
-class Own(NamedTuple):
-    """Keys and values of a block's tokens in one layer, by depth; for every position that is the newest of a block."""
-
-    keys: Float[Array, "B T D G C"]
-    values: Float[Array, "B T D G C"]
-
-
-@flax.struct.dataclass
-class Reading:
-    """What the tokens of one depth attend to in a layer: what they have ``sight`` of in the target's, and their block
-    up to themselves."""
-
-    target: Layer
-    sight: Sight
-    own: Own
-    depth: int | Int[Array, ""]
-
-    def attend(
-        self,
-        q: Float[Array, "B T H C"],
-        k: Float[Array, "B T G C"],
-        v: Float[Array, "B T G C"],
-        scale: float | None = None,
-        soft_cap: float | None = None,
-    ) -> tuple[Float[Array, "B T H C"], Own]:
-        """See `specjax.models.attention.memory.Attended`: the block, with their own keys and values."""
-        own = Own(*(_put(old, new, self.depth) for old, new in zip(self.own, (k, v), strict=True)))
-        reached = jnp.arange(own.keys.shape[2], dtype=jnp.int32) <= self.depth
-        return attend_to_both(q, self.target, self.sight, own, reached, scale, soft_cap), own
-
-
-def _put(own: Float[Array, "B T D G C"], new: Float[Array, "B T G C"], depth: Any) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(own, new[:, :, None].astype(own.dtype), depth, axis=2)
+"""`model_type` in config.json, so that no other library takes the draft for a model of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GlideModel:
-    """A forward pass, a function of its parameters. ``model``: a static spec of the weights; ``reads``: the target's
-    layer that each of its layers reads."""
+    """A draft's forward pass, a function of its parameters. ``model``: a static spec of the weights; ``reads``: for
+    each of its layers, the layer of the target that it reads."""
 
     model: Model
     reads: tuple[int, ...]
 
-    def blocks(self, batch: int, fed: int, depths: int) -> tuple[Own, ...]:
-        """Empty blocks of every layer."""
+    def blocks(self, batch: int, fed: int, depths: int) -> tuple[BlockKV, ...]:
+        """Empty blocks, one for each layer."""
         config = self.model.config
         zeros = jnp.zeros((batch, fed, depths, config.num_kv_heads, config.head_dim), self.model.dtype)
-        return (Own(zeros, zeros),) * config.num_layers
+        return (BlockKV(zeros, zeros),) * config.num_layers
 
     def __call__(
         self,
         params: Params,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        readings: Sequence[Reading],
+        readings: Sequence[TargetAndBlockKV],
         form: TrainingForm = PLAIN,
-    ) -> tuple[Float[Array, "B T D"], tuple[Own, ...]]:
-        """The input of the head, and the layers' blocks with the keys and values of ``tokens``."""
+    ) -> tuple[Float[Array, "B T D"], tuple[BlockKV, ...]]:
+        """Input of the head, and each layer's block with the keys and values of ``tokens`` added."""
         x, blocks = self.through(params, tokens, positions, readings, form)
         return self.model.module(params).norm(x), blocks
 
     def through(
-        self, params: Params, tokens: Array, positions: Array, readings: Sequence[Reading], form: TrainingForm = PLAIN
-    ) -> tuple[Float[Array, "B T D"], tuple[Own, ...]]:
-        """What leaves the last layer in place of the input of the head."""
+        self,
+        params: Params,
+        tokens: Array,
+        positions: Array,
+        readings: Sequence[TargetAndBlockKV],
+        form: TrainingForm = PLAIN,
+    ) -> tuple[Float[Array, "B T D"], tuple[BlockKV, ...]]:
+        """Output of the last layer, before the final norm, and each layer's block as in `__call__`."""
         config = self.model.config
         params = gathered(params, form.sharding)
         module = self.model.module(params)
@@ -151,7 +118,7 @@ class GlideModel:
 
 @dataclasses.dataclass(frozen=True)
 class BoundGlide(StatelessDrafter):
-    """What the engine runs."""
+    """The bound form, which the engine runs."""
 
     glide: GlideModel
     k: int
@@ -164,8 +131,13 @@ class BoundGlide(StatelessDrafter):
     def max_positions(self) -> int:
         return self.glide.model.config.max_positions
 
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.glide.model.config
+
     def draft(self, params: Params, target: TargetView, state: Any, context: Context) -> tuple[Draft, Any]:
-        """One pass a token, the root's first: the last draft is never fed, and what was is forgotten."""
+        """A proposal made with one pass a token, the root's first. The last proposed token is never fed, and the
+        block's keys and values are dropped."""
 
         def head(x: Float[Array, "B 1 D"]) -> Array:
             return self.glide.model.head(params, self.glide.model.module(params).norm(x))
@@ -181,35 +153,29 @@ def blocks_of(
     context: Context,
     k: int,
 ) -> Draft:
-    """A block of every row; ``head`` makes logits of what leaves the last layer."""
+    """A proposal for every row; ``head`` makes logits of the last layer's output."""
     assert target.lengths is not None
     root = (context.lengths - 1)[:, None]
     newest = root_of(context)
     layers = [Layer(*layer) for layer in target.keys_values]
-    verified = Sight(target.lengths[:, None] - 1)
+    verified = AttentionMask(target.lengths[:, None] - 1)
 
     def feed(blocks, newest, depth):
         positions = root + depth
         each = zip(layers, glide.model.config.windows, blocks, strict=True)
-        readings = [Reading(layer, verified.within(window, positions), own, depth) for layer, window, own in each]
+        readings = [
+            TargetAndBlockKV(layer, verified.within(window, positions), own, depth) for layer, window, own in each
+        ]
         x, blocks = glide.through(params, newest, positions, readings)
         return head(x), blocks
 
     return one_by_one(feed, glide.blocks(len(root), 1, k), newest, context, k)[0]
 
 
-def inside_document(documents: Documents | None, root: Int[Array, " T"]) -> Bool[Array, "#B T"]:
-    """Whether the block that ends at each position begins, at ``root``, in the same document."""
-    inside = (root >= 0)[None]
-    if documents is None:
-        return inside
-    return inside & (documents.segments == documents.segments[:, jnp.maximum(root, 0)])
-
-
 @dataclasses.dataclass(frozen=True)
-class TrainedGlide(TrainedDrafter):
-    """In training. ``depths``: how many tokens of a block are unrolled; ``decay``: what a depth weighs beside the one
-    before; ``family``: the Hugging Face model type its weights are named as."""
+class TrainedGlide(Trainable):
+    """A glide draft in training. ``depths``: number of depths of a block that are unrolled; ``decay``: weight of a
+    depth relative to the one before; ``family``: Hugging Face model type by which its weights are named."""
 
     serving: ClassVar[str] = (
         "It reads its target's keys and values, so neither vLLM nor transformers can serve it, only specjax "
@@ -223,18 +189,19 @@ class TrainedGlide(TrainedDrafter):
 
     @property
     def config(self) -> ModelConfig:
-        """The sizes of what is trained."""
+        """Configuration of the draft's layers."""
         return self.glide.model.config
 
     @property
     def reads(self) -> Reads:
         return Reads(kv_layers=self.glide.reads)
 
-    def init_params(self, key: Key[Array, ""], target: Any) -> Params:
+    def init_params(self, key: Key[Array, ""], target: Target | None) -> Params:
         return self.glide.model.init(key)
 
     def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
-        """Depth by depth, see the head of this file. A block's root lies in its own document, or it does not count."""
+        """One prediction a depth, see the module's docstring. A position counts only if its block's root lies in the
+        same document."""
         assert target_out is not None
         rows, fed = batch.tokens.shape
         positions, place = batch.token_positions, jnp.arange(fed, dtype=jnp.int32)
@@ -245,10 +212,11 @@ class TrainedGlide(TrainedDrafter):
         shares = [self.decay**depth for depth in range(self.depths)]
         for depth, share in enumerate(shares):
             root = place - depth
-            verified = Sight((root - 1)[None], segments=segments)
+            verified = AttentionMask((root - 1)[None], segments=segments)
             each = zip(layers, self.glide.model.config.windows, blocks, strict=True)
             readings = [
-                Reading(layer, verified.within(window, positions, positions), own, depth) for layer, window, own in each
+                TargetAndBlockKV(layer, verified.within(window, positions, positions), own, depth)
+                for layer, window, own in each
             ]
             final, blocks = self.glide(params, jnp.asarray(batch.tokens), positions, readings, self.form)
             weight = jnp.where(inside_document(documents, root), jnp.asarray(batch.weight), 0.0)
@@ -256,8 +224,11 @@ class TrainedGlide(TrainedDrafter):
             # The block that ends at t continues the one that ends at t - 1.
             blocks = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), blocks)
 
-    def at_depths(self, depths: int) -> TrainedGlide:
+    def unrolled(self, depths: int) -> TrainedGlide:
         return dataclasses.replace(self, depths=depths)
+
+    def passes(self, length: int) -> int:
+        return self.depths
 
     def in_training(self, form: TrainingForm) -> TrainedGlide:
         if form.scan_layers:
@@ -270,18 +241,18 @@ class TrainedGlide(TrainedDrafter):
     ) -> NamedSharding | None:
         return sharding_of(path, shape, self.glide.model.config, mesh)
 
-    def to_drafter(self, params: Params, target: Any, k: int) -> Glide:
+    def to_drafter(self, params: Params, target: Target, k: int) -> Glide:
         return Glide(LoadedGlide(self.glide.model, params, self.glide.reads, family=self.family), k)
 
-    def save(self, params: Params, target: Any, directory: Path, *, name: str = "draft", card: str | None = None):
-        """A directory that `specjax.load_drafter` reads, and neither transformers nor vLLM: they have no such
-        forward."""
+    def save(self, params: Params, target: Target, directory: Path, *, name: str = "draft", card: str | None = None):
+        """Write a directory that `specjax.load_drafter` reads. transformers and vLLM cannot read it: they have no such
+        forward pass."""
         save_glide(LoadedGlide(self.glide.model, params, self.glide.reads, name, self.family), directory, card)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class LoadedGlide(LaidOut):
-    """A draft's weights and the target's layers that they read."""
+    """A draft's weights, and for each of its layers the target's layer that it reads."""
 
     spec: Model
     params: Params
@@ -291,48 +262,52 @@ class LoadedGlide(LaidOut):
 
 
 @dataclasses.dataclass(frozen=True)
-class Glide:
-    """A draft that attends to the target's own keys and values of what is verified (GLIDE, 2402.02082), and proposes
+class Glide(Drafter):
+    """A draft that attends to the target's own keys and values of verified tokens (GLIDE, 2402.02082), and proposes
     ``k`` tokens one by one."""
 
     model: Any
-    """A `LoadedGlide`, or the directory of one or of the run that left it."""
+    """A `LoadedGlide`, or the directory of one, or of the run that left one."""
     k: Annotated[int, Field(ge=1, le=64)] = 5
-    """Tokens of a block, 1 to 64."""
+    """Proposed tokens of a block, 1 to 64."""
     kind: Literal["glide"] = "glide"
     """Name in the registry, in configs and in results."""
 
+    @property
+    def replaceable(self) -> list[Any]:
+        return own_arrays(self.model)
+
     @classmethod
-    def load(cls, directory: str | os.PathLike, target: Any, k: int, check_finite: bool = True) -> Glide:
-        """See `specjax.drafters.loading.load_drafter`.
+    def load(cls, directory: str | os.PathLike, target: Target, k: int, check_finite: bool = True) -> Glide:
+        """The drafter in a directory, see `specjax.formats.loading.load_drafter`.
 
         Args:
-            directory: what `save_glide` wrote, or its hub id.
+            directory: a directory that `save_glide` wrote, or its hub id.
             target: the `LoadedModel` whose dtype the weights are cast to.
-            k: draft tokens a block.
+            k: proposed tokens of a block.
             check_finite: refuse NaN and infinite weights.
 
         Returns:
-            The drafter; its weights are in memory once, as decoding reads them.
+            The drafter. Memory holds its weights once, laid out for decoding.
 
         Raises:
-            ModelError: for what cannot be read.
+            ModelError: the directory cannot be read.
         """
         glide = load_glide(directory, str(target.dtype), check_finite)
         glide.free_originals()
         return cls(glide, k)
 
-    def bind(self, target: Any) -> Bound:
-        """The draft beside its target.
+    def bind(self, target: Target) -> Bound:
+        """The draft bound to its target.
 
         Args:
             target: the `LoadedModel` to speculate for.
 
         Returns:
-            What the engine runs, and the draft's weights laid out for decoding.
+            The bound form, which the engine runs, and the draft's weights laid out for decoding.
 
         Raises:
-            ModelError: the draft's layers cannot read the target's, or it cannot be read itself.
+            ModelError: the draft's layers cannot read the target's, or the draft's files cannot be read.
         """
         named = isinstance(self.model, (str, os.PathLike))
         glide = load_glide(hf.draft_of(self.model), str(target.dtype)) if named else self.model
@@ -366,7 +341,7 @@ def check_readable(draft: ModelConfig, reads: Sequence[int], target: ModelConfig
 
 
 def save_glide(glide: LoadedGlide, directory: str | os.PathLike, card: str | None = None) -> None:
-    """Write a directory that `load_glide` reads, in place of what is there. Raises `ModelError`."""
+    """Write a directory that `load_glide` reads, replacing what is there. Raises `ModelError`."""
     family = family_of(glide.family, str(directory))
     described = {"model_type": family.model_type, **hf.described(family, glide.spec.config)}
     dtype = narrowest(glide.params) or str(jnp.dtype(glide.spec.dtype))
@@ -398,64 +373,3 @@ def load_glide(directory: str | os.PathLike, dtype: str = "float32", check_finit
     params = read_params(found, family, config, dtype, check_finite=check_finite)
     spec = Model(config, str(params["embedding"].dtype))
     return LoadedGlide(spec, params, tuple(reads), Path(directory).name, family.model_type)
-
-
-@dataclasses.dataclass(frozen=True)
-class GlideDraft:
-    """The section `draft` of a config, beside `architecture`, `init` and `pretrain`: heads, head size and rotary
-    settings are the target's."""
-
-    reads: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """The target's layer that each layer of the draft is cut from and reads, ascending; None: the first, the last, and
-    others evenly between them."""
-    depths: Annotated[int, Field(ge=1, le=16)] = 2
-    """Tokens of a block that training unrolls."""
-    depth_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """What the loss of a depth weighs beside that of the one before."""
-    kind: Literal["glide"] = "glide"
-
-    def draft(self, config: RunConfig, target: Any, rows: Rows) -> Initial:
-        from specjax.distill.init import Initial, calibration
-        from specjax.distill.prune import check_cuttable, prune
-
-        stored = self._stored(config, target)
-        if stored is not None:
-            return Initial(self._of(stored), stored.params)
-        drafter = self._described(config, target)
-        if config.draft.init in ("scratch", {"kind": "scratch"}):
-            return Initial(drafter, drafter.init_params(jax.random.split(jax.random.key(config.seed))[1], target))
-        check_cuttable(target.config, "set it to scratch, or train a separate draft (kind: draft_model)")
-        return Initial(drafter, prune(target, drafter.config, calibration(rows), drafter.glide.reads))
-
-    def drafter(self, config: RunConfig, target: Any) -> TrainedGlide:
-        stored = self._stored(config, target)
-        return self._described(config, target) if stored is None else self._of(stored)
-
-    def _of(self, stored: LoadedGlide) -> TrainedGlide:
-        return TrainedGlide(GlideModel(stored.spec, stored.reads), stored.family, self.depths, self.depth_decay)
-
-    def _stored(self, config: RunConfig, target: Any) -> LoadedGlide | None:
-        """The draft whose training is to go on, in float32."""
-        path = stored_start(config, frozenset({"depths", "depth_decay"}))
-        if path is None:
-            return None
-        found = load_glide(hf.draft_of(path))
-        check_readable(found.spec.config, found.reads, target.config)
-        return found
-
-    def _described(self, config: RunConfig, target: Any) -> TrainedGlide:
-        from specjax.distill.shape import resized, spread
-
-        full, shape = target.config, config.draft.architecture
-        reads = tuple(spread(full.num_layers, shape.num_layers)) if self.reads is None else self.reads
-        if len(reads) != shape.num_layers or list(reads) != sorted(set(reads)) or reads[-1] >= full.num_layers:
-            raise ConfigError(
-                f"draft.reads: {list(reads)} for {shape.num_layers} layers of a draft and {full.num_layers} of its "
-                "target; name as many different ones of those, ascending"
-            )
-        model, family = resized(target, shape, cut=True, layers=reads)
-        check_readable(model, reads, full)
-        return TrainedGlide(GlideModel(Model(model), reads), family, self.depths, self.depth_decay)
-
-    def load(self, directory: str | os.PathLike, target: Any, k: int, check_finite: bool = True) -> Glide:
-        return Glide.load(directory, target, k, check_finite)

@@ -1,5 +1,5 @@
-"""Multi-token prediction (DeepSeek-V3, 2412.19437): a layer that reads the target's last stream at the token before,
-mixed with the token itself. `specjax.drafters.token_rows` says how its rows are decoded and trained.
+"""Multi-token prediction (DeepSeek-V3, 2412.19437): a layer that reads a token mixed with the target's last stream at
+the token before. `specjax.drafters.token_rows` says how it decodes and is trained.
 
 Dims: B rows, T tokens fed, H hidden.
 """
@@ -7,43 +7,37 @@ Dims: B rows, T tokens fed, H hidden.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
-from pydantic import Field
 
-from specjax.drafters import features as features_lib
-from specjax.drafters.features import FeatureDraft, FeatureDrafter, embedding_and_head
+from specjax.drafters.features import FeatureDrafter, embedding_and_head
 from specjax.drafters.token_rows import BoundRows, RowModel, TrainedRows
+from specjax.interfaces import PLAIN, Output, Params, TrainingForm
 from specjax.models.attention.memory import Attended
 from specjax.models.layers import Linear, make_norm
 from specjax.models.training import gathered
 from specjax.models.transformer import Block
-from specjax.types import PLAIN, Batch, Output, Params, TrainingForm
-
-if TYPE_CHECKING:
-    from specjax.config import RunConfig
-    from specjax.data.rows import Rows
 
 Norms = Literal["pre", "post"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What published heads disagree about, and readers of the same head as well: measured acceptance decides."""
+    """Choices in which published heads differ, and readers of the same head as well; measured acceptance decides."""
 
     state: Norms = "pre"
-    """The target's last stream is read before its final norm, or after it."""
+    """Point at which the target's last stream is read: before its final norm (`pre`) or after it (`post`)."""
     recycled: Norms = "post"
-    """What stands in for it behind the root is taken before the head's own last norm, or after it."""
+    """Point at which the head's output is taken to stand in for that stream after the root: before the head's own last
+    norm (`pre`) or after it (`post`)."""
 
 
 class Net(nnx.Module):
-    """The weights."""
+    """Weights of the head."""
 
     def __init__(self, spec: MTPModel, *, rngs: nnx.Rngs):
         config, dtype = spec.config, spec.dtype
@@ -58,7 +52,7 @@ class Net(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class MTPModel(RowModel):
-    """See `FeatureModel`; ``reads`` is the target's last stream."""
+    """Forward pass of the head, see `FeatureModel`; ``reads`` is the target's last stream."""
 
     options: Options = Options()
     net: ClassVar[Any] = Net
@@ -85,8 +79,8 @@ class MTPModel(RowModel):
 
 @dataclasses.dataclass(frozen=True)
 class MTP(FeatureDrafter):
-    """A head for multi-token prediction (DeepSeek-V3, 2412.19437) that proposes ``k`` tokens one by one, reading what
-    it made itself behind the first."""
+    """A head for multi-token prediction (DeepSeek-V3, 2412.19437) that proposes ``k`` tokens one by one; after the
+    first it reads its own output."""
 
     kind: Literal["mtp"] = "mtp"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Name in the registry, in configs and in results."""
@@ -95,66 +89,6 @@ class MTP(FeatureDrafter):
 
 @dataclasses.dataclass(frozen=True)
 class TrainedMTP(TrainedRows):
-    """In training."""
+    """A head for multi-token prediction in training."""
 
     drafter: ClassVar[Any] = MTP
-
-
-@dataclasses.dataclass(frozen=True)
-class MTPDraft(FeatureDraft):
-    """The section `draft` of a config: a layer of the target's sizes, with its embedding and head, frozen."""
-
-    depths: Annotated[int, Field(ge=1, le=16)] = 3
-    """Tokens of a block that training unrolls."""
-    depth_decay: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """What the loss of a depth weighs beside that of the one before."""
-    state: Norms | None = None
-    """The target's last stream is read before its final norm, or after it; None: before, or as a stored head says."""
-    recycled: Norms | None = None
-    """What stands in for it behind the root is taken before the draft's own last norm, or after it; None: after,
-    or as a stored head says."""
-    kind: Literal["mtp"] = "mtp"  # pyright: ignore[reportIncompatibleVariableOverride]
-    drafter_class: ClassVar[Any] = MTP
-    of_training: ClassVar[Any] = frozenset({"depths", "depth_decay", "state", "recycled"})
-
-    def described(self, config: RunConfig, target: Any) -> TrainedMTP:
-        full = target.config
-        features_lib.refuse_architecture(config)
-        options = dataclasses.replace(Options(), **self._named)
-        model = MTPModel(features_lib.layers_like(full), (full.num_layers,), full.hidden_size, options=options)
-        return TrainedMTP(model, features_lib.ENDS, depths=self.depths, decay=self.depth_decay)
-
-    def load(self, directory: str | os.PathLike, target: Any, k: int, check_finite: bool = True) -> MTP:
-        """With the norms that are named here: a stored head rarely says them."""
-        found: Any = super().load(directory, target, k, check_finite)
-        spec = found.model.spec
-        spec = dataclasses.replace(spec, options=dataclasses.replace(spec.options, **self._named))
-        return dataclasses.replace(found, model=dataclasses.replace(found.model, spec=spec))
-
-    @property
-    def _named(self) -> dict[str, Any]:
-        asked = {"state": self.state, "recycled": self.recycled}
-        return {name: norms for name, norms in asked.items() if norms is not None}
-
-    def first(self, drafter: Any, params: Params, target: Any, rows: Rows) -> Params:
-        """The best linear guess from token and state, over which the layer says nothing yet."""
-        from specjax.distill.fitting import linear_guess, silent
-
-        inputs = _TokenAndState(before=drafter.model.options.state == "pre")
-        fit = linear_guess(target, rows, drafter.model.reads, {}, inputs)
-        layers = {i: silent(layer) for i, layer in params["layers"].items()}
-        return {**params, "fc": {"kernel": jnp.asarray(fit.kernel)}, "layers": layers, "norm": fit.norm}
-
-
-@dataclasses.dataclass(frozen=True)
-class _TokenAndState:
-    """What a linear guess is made of: `specjax.distill.fitting.Inputs`. ``before``: the final norm."""
-
-    before: bool
-
-    def __call__(self, own: Params, token: Array, batch: Batch, streams: tuple[Array, ...], out: Output) -> Array:
-        from specjax.distill.fitting import unit
-
-        assert out.final is not None
-        state = streams[0] if self.before else jnp.roll(out.final, 1, axis=1)
-        return jnp.concatenate([unit(token), unit(jnp.asarray(state, jnp.float32))], axis=-1)

@@ -1,5 +1,5 @@
-"""Prompt lookup: propose what followed the latest earlier occurrence of the current suffix (prompt lookup decoding,
-Saxena 2023; 2304.04487). On the device, no weights, no host round trip.
+"""Prompt lookup: propose the tokens that followed the latest earlier occurrence of the current suffix (prompt lookup
+decoding, Saxena 2023; 2304.04487). It runs on the device, without weights and without a host sync.
 
 Dims: B rows, L token buffer, K draft length.
 """
@@ -14,21 +14,22 @@ from pydantic import Field
 
 from specjax.drafters.base import StatelessDrafter
 from specjax.errors import ConfigError
-from specjax.types import Context, Draft, Params, TargetView
+from specjax.interfaces import Context, Draft, Params, TargetView
 
 
 @dataclasses.dataclass(frozen=True)
 class NGram(StatelessDrafter):
-    """Prompt lookup (prompt lookup decoding, Saxena 2023; 2304.04487): propose what followed the latest earlier
-    occurrence of the newest tokens. The longest match of ``min_n`` to ``max_n`` tokens wins, the most recent among
-    equals; no match, no proposal. Only committed tokens are proposed, and the suffix never matches itself.
+    """Prompt lookup (prompt lookup decoding, Saxena 2023; 2304.04487): propose the tokens that followed the latest
+    earlier occurrence of the newest tokens. The longest match of ``min_n`` to ``max_n`` tokens wins, the most recent
+    among equals; without a match nothing is proposed. Only committed tokens are proposed, and the suffix never matches
+    itself.
 
     Raises:
         ConfigError: ``min_n`` is above ``max_n``.
     """
 
     k: Annotated[int, Field(ge=1, le=64)] = 5
-    """Tokens of the longest block, 1 to 64."""
+    """Most proposed tokens of a block, 1 to 64."""
     max_n: Annotated[int, Field(ge=1, le=16)] = 4
     """Tokens of the longest match, 1 to 16."""
     min_n: Annotated[int, Field(ge=1, le=16)] = 2
@@ -36,11 +37,12 @@ class NGram(StatelessDrafter):
     kind: Literal["ngram"] = "ngram"
     """Name in the registry, in configs and in results."""
     free: ClassVar[bool] = True
-    """A proposal costs nothing beside its verification, and is no chance: it may be dropped after a look at it."""
+    """True: a proposal costs nothing beside its verification and is deterministic, so a controller may drop it after
+    seeing it."""
 
     @property
     def grades(self) -> int:
-        """Kinds of proposals that are told apart: a longer match is kept more often."""
+        """Number of grades of proposals that controllers tell apart: a longer match is accepted more often."""
         return self.max_n - self.min_n + 1
 
     def __post_init__(self):
@@ -48,27 +50,27 @@ class NGram(StatelessDrafter):
             raise ConfigError(f"ngram: min_n={self.min_n}, max_n={self.max_n}; need 1 <= min_n <= max_n")
 
     def draft(self, params: Params, target: TargetView, state: dict, context: Context) -> tuple[Draft, dict]:
-        """The tokens that followed the match, as far as they are committed.
+        """The committed tokens that followed the match.
 
         Args:
             params: not used.
             target: not used.
-            state: the state, which is empty.
-            context: committed tokens and their lengths; nothing else of it is read.
+            state: empty.
+            context: only its committed tokens and their lengths are read.
 
         Returns:
-            A deterministic block of ``k`` tokens (``logits`` None), and ``state``.
+            A deterministic proposal of ``k`` tokens (``logits`` None), and ``state``.
         """
         tokens, lengths = context.tokens, context.lengths[:, None]
         end = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        # matched[b, e]: how many tokens, backwards from position e, equal the suffix, up to max_n.
+        # matched[b, e]: number of tokens, backwards from position e, that equal the suffix, up to max_n.
         matched, alive = jnp.zeros(tokens.shape, jnp.int32), end < lengths - 1
         for back in range(self.max_n):
             last = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1 - back, 0), axis=1)
             shifted = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, : tokens.shape[1]]
             alive &= (shifted == last) & (back < lengths)
             matched += alive.astype(jnp.int32)
-        # Of the longest matches the latest, in one number: how many tokens match, and where.
+        # One number orders matches by length, then by position: its maximum is the latest of the longest.
         best = jnp.max(jnp.where(matched >= self.min_n, matched * tokens.shape[1] + end, -1), axis=1, keepdims=True)
         found, longest = best >= 0, best[:, 0] // tokens.shape[1]
         source = best % tokens.shape[1] + 1 + jnp.arange(self.k, dtype=jnp.int32)[None]

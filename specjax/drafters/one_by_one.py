@@ -1,5 +1,5 @@
-"""A block that is drafted one token after the other: the loop of every drafter whose next token depends on the one
-before. It makes as many passes as somebody may still want a token of, and no more.
+"""Drafting of a block one token after the other, for every drafter whose next token depends on the one before. The loop
+makes as many passes as some row still wants a token of, and no more.
 
 Dims: B rows, K draft length, V vocabulary, W logits of the draft.
 """
@@ -14,16 +14,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import sampling
-from specjax.types import Context, Draft
+from specjax.interfaces import Context, Draft
 
 Feed = Callable[[Any, Int[Array, "B 1"], Int[Array, ""]], tuple[Float[Array, "B 1 W"], Any]]
-"""``(state, newest, offset) -> (logits, state)``: the draft's pass over the newest token of each row, the root or the
-token drafted at ``offset - 1``; its logits are those of the token at ``offset``."""
+"""Signature of the draft's pass: ``(state, newest, offset) -> (logits, state)``. It reads the newest token of each row,
+which is the root or the token of depth ``offset - 1``; its logits are those of the token of depth ``offset``."""
 
 
 class Proposed(NamedTuple):
-    """A draft token: whether the draft's own logits are a distribution's, what it was drawn from (None without noise),
-    and the rows that stop before it (None: nobody)."""
+    """Facts about a proposed token. ``finite``: True if the draft's own logits form a distribution; ``logits``: those
+    that the token was drawn from (None: without noise); ``stops``: True for rows that stop before it (None: no row)."""
 
     finite: Bool[Array, " B"]
     logits: Float[Array, "B V"] | None
@@ -37,7 +37,8 @@ def propose(
     offset: int | Int[Array, ""],
     kept: Float[Array, " B"] | None = None,
 ) -> tuple[Int[Array, "B K"], Proposed]:
-    """``tokens`` with the one at ``offset`` drawn from the draft's own logits ``raw``. ``kept``: see `Context.stop`."""
+    """``tokens`` with the token of depth ``offset`` drawn from the draft's own logits ``raw``. ``kept``: see
+    `Context.stop`."""
     transform = sampling.process if context.noise is None else sampling.transform
     logits = transform(_over(raw, context.sampling.bias.shape[1]), context, tokens, offset)[:, 0]
     noise = None if context.noise is None else context.noise.draft(offset)
@@ -48,8 +49,8 @@ def propose(
 
 
 class Block(NamedTuple):
-    """A block in the making. ``newest``: the token to feed; ``going``: rows that may still propose; ``found``: what was
-    said of each token, ``[K, ...]``."""
+    """A block in the making. ``offset``: depth of the next token; ``newest``: the token to feed; ``going``: True for
+    rows that may still propose; ``found``: facts about each token, ``[K, ...]``."""
 
     offset: Int[Array, ""]
     newest: Int[Array, "B 1"]
@@ -68,11 +69,11 @@ def one_by_one(
     first: Any = None,
     kept: Callable[[Any], Float[Array, " B"] | None] = lambda state: None,
 ) -> tuple[Draft, Any, Int[Array, ""]]:
-    """A block of ``k`` tokens after ``root``, as deep as `Context.limit` and `Context.stop` let each row go. ``first``:
-    the logits of the root's pass, where it is unlike the others and has been made. ``kept``: what the state after a
-    pass says of the next token, see `Context.stop`.
+    """A proposal of ``k`` tokens after ``root``. Each row goes as deep as `Context.limit` and `Context.stop` allow.
+    ``first``: logits of the root's pass, if the caller has made that pass because it differs from the others. ``kept``:
+    gives, for the state after a pass, the chance that the next token is accepted, see `Context.stop`.
 
-    Returns the block, the state after the last pass, and how many passes there were; the token that the last one gave
+    Returns the proposal, the state after the last pass, and the number of passes. The token drawn from the last pass
     was not fed.
     """
     batch = len(context.lengths)
@@ -102,14 +103,14 @@ def one_by_one(
 
     found = jax.tree.map(lambda x: jnp.zeros((k, *x.shape), x.dtype), kinds._replace(stops=None))
     valid = jnp.full((k, batch), not bounded)
-    # The offset is carried: read from an array of offsets, its slice shared a fusion with one made of a gather, and
-    # XLA on CPU (jax 0.10) gave both the same name when their numbers happened to be equal.
+    # The loop carries the offset. When it was read from an array of offsets, its slice shared a fusion with one made of
+    # a gather, and XLA on CPU (jax 0.10) gave both the same name when their numbers happened to be equal.
     block = Block(jnp.int32(0), root, tokens, valid, limit > 0, found)
     if first is not None:
         block = drawn(block, first, state)
     block, state = jax.lax.while_loop(unfinished, step, (block, state))
     found, valid = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), (block.found, block.valid))
-    # What nobody drafted is missed by nobody.
+    # Depths without a proposal count as finite.
     finite = found.finite | ~valid if bounded else found.finite
     return Draft(block.tokens, valid, logits=found.logits, finite=finite), state, block.offset
 
@@ -120,7 +121,7 @@ def root_of(context: Context) -> Int[Array, "B 1"]:
 
 
 def all_at_once(raw: Float[Array, "B K W"], root: Int[Array, "B 1"], context: Context) -> Draft:
-    """A block whose tokens are drawn independently, each from its own of the draft's logits ``raw``."""
+    """A proposal whose tokens are drawn independently, the token of each depth from its own logits in ``raw``."""
 
     def feed(state: Any, newest: Int[Array, "B 1"], offset: Int[Array, ""]) -> tuple[Array, Any]:
         return jax.lax.dynamic_slice_in_dim(raw, offset, 1, axis=1), state
@@ -129,6 +130,7 @@ def all_at_once(raw: Float[Array, "B K W"], root: Int[Array, "B 1"], context: Co
 
 
 def _over(logits: Float[Array, "B R W"], size: int) -> Float[Array, "B R V"]:
-    """Over the target's ``size`` ids: a row that only one of the two models has is padding, and is never drafted."""
+    """Logits over the target's ``size`` ids. An id that only one of the two models has is padding, and is never
+    drafted."""
     missing = max(size - logits.shape[-1], 0)
     return jnp.pad(logits[..., :size], ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)

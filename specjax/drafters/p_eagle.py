@@ -1,7 +1,7 @@
 """P-EAGLE (2602.01469), as the library speculators trains it: an EAGLE-3 draft (2503.01840) that proposes its whole
-block in one pass. Behind the root's row come rows of a mask token with learnt features, one a place; row d predicts
-what is d places behind the root's own, and knows of the tokens between nothing but that they are there. Its tokens are
-drawn independently.
+block in one pass. Mask rows follow the root's token row, one a depth: token rows of a mask token with learnt features.
+Mask row d predicts the token d positions after the one that the root's row predicts. Of the tokens between, it knows
+only that they are there. The tokens of a block are drawn independently.
 
 Dims: B rows, T tokens fed, K tokens of a block, H hidden.
 """
@@ -9,27 +9,21 @@ Dims: B rows, T tokens fed, K tokens of a block, H hidden.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from pydantic import Field
 
 from specjax.drafters import eagle3
-from specjax.drafters import features as features_lib
-from specjax.drafters.features import FeatureDraft, FeatureDrafter
+from specjax.drafters.features import FeatureDrafter
 from specjax.drafters.one_by_one import all_at_once
 from specjax.drafters.token_rows import BoundRows, State, TrainedRows, with_a_token_before
-from specjax.types import Context, Draft, Params, TargetView
-
-if TYPE_CHECKING:
-    from specjax.config import RunConfig
-    from specjax.data.rows import Rows
+from specjax.interfaces import Context, Draft, Params, TargetView
 
 
 class Net(eagle3.Net):
-    """The weights of EAGLE-3, and what stands in for captured streams in a mask row."""
+    """Weights of EAGLE-3, and the vector that stands in for the captured hidden states in a mask row."""
 
     def __init__(self, spec: PEagleModel, *, rngs: nnx.Rngs):
         super().__init__(spec, rngs=rngs)
@@ -38,27 +32,27 @@ class Net(eagle3.Net):
 
 @dataclasses.dataclass(frozen=True)
 class PEagleModel(eagle3.Eagle3Model):
-    """See `FeatureModel`. ``mask_token``: an id whose embedding mask rows have."""
+    """Forward pass of P-EAGLE, see `FeatureModel`. ``mask_token``: id whose embedding mask rows read."""
 
     mask_token: int = 0
     net: ClassVar[Any] = Net
 
     def behind(self, params, tokens, features) -> tuple[Int[Array, "B T"], Float[Array, "B T H"]]:
-        """Mask rows, which no row before them is read by."""
+        """Tokens and features of mask rows, which depend on no row before them."""
         return jnp.full_like(tokens, self.mask_token), jnp.broadcast_to(self.masked(params), features.shape)
 
     def masked(self, params: Params) -> Float[Array, "1 1 H"]:
-        """What mask rows read."""
+        """Features that mask rows read."""
         hidden = self.module(params).mask_hidden[...].astype(self.dtype)
         return self.mixed(params, tuple(jnp.split(hidden, len(self.reads), axis=-1)))
 
 
 @dataclasses.dataclass(frozen=True)
 class BoundPEagle(BoundRows):
-    """What the engine runs."""
+    """The bound form, which the engine runs."""
 
     def draft(self, params: Params, target: TargetView, state: State, context: Context) -> tuple[Draft, State]:
-        """One pass over the root's row and the mask rows behind it."""
+        """A proposal made in one pass over the root's token row and the mask rows after it."""
         model: Any = self.model
         root, slot = self._root(context)
         behind = (len(root), self.k - 1)
@@ -83,44 +77,6 @@ class PEagle(FeatureDrafter):
 
 @dataclasses.dataclass(frozen=True)
 class TrainedPEagle(TrainedRows):
-    """In training: `TrainedRows` whose later depths are mask rows."""
+    """A P-EAGLE draft in training: `TrainedRows` whose later depths are mask rows."""
 
     drafter: ClassVar[Any] = PEagle
-
-
-@dataclasses.dataclass(frozen=True)
-class PEagleDraft(FeatureDraft):
-    """The section `draft` of a config: layers of the target's sizes, with its embedding and head, frozen."""
-
-    mask_token: Annotated[int, Field(ge=0)] | None = None
-    """An id that no text has, whose embedding mask rows have; None: the last of the vocabulary."""
-    reads: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """As of `eagle3`."""
-    layers: Annotated[int, Field(ge=1, le=8)] = 1
-    """Of the draft; the paper has four."""
-    depths: Annotated[int, Field(ge=1, le=16)] = 5
-    """Places of a block that are trained."""
-    depth_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """What the loss of a depth weighs beside that of the one before."""
-    draft_vocab_size: Annotated[int, Field(ge=1)] | None = None
-    """Ids that it can propose, the most frequent of what it is trained on; None: all."""
-    norm_before_residual: bool = True
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    kind: Literal["p_eagle"] = "p_eagle"  # pyright: ignore[reportIncompatibleVariableOverride]
-    drafter_class: ClassVar[Any] = PEagle
-    of_training: ClassVar[Any] = frozenset({"depths", "depth_decay"})
-    unsaid: ClassVar[Any] = {"reads": "specjax_reads"}
-
-    def described(self, config: RunConfig, target: Any) -> TrainedPEagle:
-        full = target.config
-        reads = features_lib.streams(self.reads, config, full)
-        mask = features_lib.mask_token(self.mask_token, full)
-        options = eagle3.Options(self.norm_before_residual, False, self.norm_before_fc, self.fc_norm)
-        layers = features_lib.layers_like(full, self.layers)
-        kept = features_lib.first_ids(self.draft_vocab_size, full)
-        model = PEagleModel(layers, reads, full.hidden_size, kept=kept, options=options, mask_token=mask)
-        return TrainedPEagle(model, features_lib.ENDS, depths=self.depths, decay=self.depth_decay)
-
-    def first(self, drafter: Any, params: Params, target: Any, rows: Rows) -> Params:
-        return eagle3.as_a_linear_guess(drafter, params, target, rows)

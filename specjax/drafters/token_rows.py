@@ -1,16 +1,17 @@
-"""Drafts with a row for each token x_t: its embedding beside features of the token before, x_{t-1}, from which the row
-predicts x_{t+1} (EAGLE-3, multi-token prediction). At the root the features of the token before are known, those of the
-root are not: behind it, what the draft itself made of the token before stands in for them, and training unrolls as much
-so that it learns to read its own.
+"""Drafts with a *token row* for each token x_t: the embedding of x_t beside features of the token before, x_{t-1}. From
+it the draft predicts x_{t+1} (EAGLE-3, multi-token prediction). The target has computed the features of the token
+before the root (the newest token), but not those of the root. After the root, the draft's own output for the token
+before stands in for its features. Training unrolls several depths alike, so that the draft learns to read its own
+output.
 
-In decoding, keys and values of a committed token's row are those of true features: after verification the rows of a
-block are made again from what the target computed, and what was guessed is overwritten. The first token of a row has no
-features before it, and no row. So row t lies in slot t - 1.
+In decoding, the cached keys and values of a committed token's row come from true features: after verification, the
+token rows of a block are computed again from the target's features, and overwrite the guesses. The first token of a row
+has no features before it, and so no token row. Token row t lies in slot t - 1.
 
-In training the same, with every position as a root: at depth d position t ends a block whose root is at t - d. It sees
-the rows of true features up to the root's, t - d, and its own of depths 1 .. d behind it.
+Training does the same with every position as a root: at depth d, position t ends a block whose root is at t - d. It
+sees the token rows of true features up to the root's, t - d, and its own of depths 1 .. d after it.
 
-Dims: B rows, T positions, K tokens of a block, N rows written at a time, H hidden, V vocabulary.
+Dims: B rows, T positions, K tokens of a block, N token rows written at a time, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,15 +27,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from specjax.drafters.block_memory import BlockKV, TargetAndBlockKV, inside_document
 from specjax.drafters.features import BoundFeatures, FeatureModel, TrainedFeatureDraft
-from specjax.drafters.glide import Own, Reading, inside_document
 from specjax.drafters.one_by_one import one_by_one, root_of
-from specjax.models.attention.blocks import attend
-from specjax.models.attention.memory import Attended, memories
-from specjax.models.attention.sight import Sight
-from specjax.models.attention.stored import Layer
-from specjax.models.cache import KVCache
-from specjax.types import (
+from specjax.interfaces import (
     PLAIN,
     Batch,
     Context,
@@ -46,15 +42,20 @@ from specjax.types import (
     TargetView,
     TrainingForm,
 )
+from specjax.models.attention.blocks import attend
+from specjax.models.attention.memory import Attended, memories
+from specjax.models.attention.sight import AttentionMask
+from specjax.models.attention.stored import Layer
+from specjax.models.cache import KVCache
 
 
 @dataclasses.dataclass(frozen=True)
 class RowModel(FeatureModel, abc.ABC):
-    """The forward pass of such rows."""
+    """Forward pass of token rows."""
 
     @abc.abstractmethod
     def features(self, params: Params, target_out: Output) -> Float[Array, "B T H"]:
-        """What the rows read of the target's forward pass."""
+        """Features that token rows read, made of the target's forward pass."""
 
     @abc.abstractmethod
     def __call__(
@@ -66,13 +67,13 @@ class RowModel(FeatureModel, abc.ABC):
         memory: Sequence[Attended],
         form: TrainingForm = PLAIN,
     ) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"], tuple[Any, ...]]:
-        """Rows of ``tokens``, with the ``features`` of those before: (what the head reads, what stands in for features
-        of these tokens, each layer's keys and values)."""
+        """Token rows of ``tokens`` with the ``features`` of the tokens before: (input of the head, stand-in for the
+        features of these tokens, each layer's keys and values)."""
 
     def behind(
         self, params: Params, tokens: Int[Array, "B T"], features: Float[Array, "B T H"]
     ) -> tuple[Int[Array, "B T"], Float[Array, "B T H"]]:
-        """In training, (tokens, features of those before) of the rows behind rows that left ``features``."""
+        """Tokens and features of the next depth's token rows in training, after token rows that left ``features``."""
         return tokens, jnp.roll(features, 1, axis=1)
 
 
@@ -80,7 +81,7 @@ class RowModel(FeatureModel, abc.ABC):
 
 
 class State(NamedTuple):
-    """Keys and values of committed rows, and the features of the token before the root."""
+    """Keys and values of committed token rows, and the features of the token before the root."""
 
     cache: KVCache
     features: Float[Array, "B H"]
@@ -88,7 +89,7 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BoundRows(BoundFeatures):
-    """What the engine runs."""
+    """The bound form, which the engine runs."""
 
     model: RowModel
 
@@ -106,7 +107,8 @@ class BoundRows(BoundFeatures):
         target_out: Output,
         start: Int[Array, " B"] | None = None,
     ) -> State:
-        """The rows of prompt tokens: of the last layer their keys and values alone, since nothing else is read."""
+        """The state after the token rows of the prompt. The last layer makes keys and values alone, since nothing reads
+        its output."""
         made = self.model.features(params, target_out)
         before = jnp.concatenate([state.features[:, None], made[:, :-1]], axis=1)
         start = jnp.zeros(len(tokens), jnp.int32) if start is None else start
@@ -114,7 +116,7 @@ class BoundRows(BoundFeatures):
         return State(cache, jnp.where((lengths > 0)[:, None], at(made, lengths - 1), state.features))
 
     def draft(self, params: Params, target: TargetView, state: State, context: Context) -> tuple[Draft, State]:
-        """One pass a token, the root's first. Without a token before the root there is nothing to read, nor a draft."""
+        """A proposal made with one pass a token, the root's first. A root without a token before it gets none."""
         root, slot = self._root(context)
 
         def feed(carry: tuple[KVCache, Array], newest: Int[Array, "B 1"], offset: Int[Array, ""]) -> tuple[Any, Any]:
@@ -126,7 +128,8 @@ class BoundRows(BoundFeatures):
         return with_a_token_before(draft, context), state._replace(cache=cache)
 
     def commit(self, params: Params, state: State, outcome: Outcome) -> State:
-        """The block's rows as the target's features make them, from the root's to that of the target's own token."""
+        """The state with the block's token rows made of the target's features, from the root's to that of the target's
+        own token."""
         root, _ = self._root(outcome.context)
         made = self.model.features(params, outcome.target_out)
         tokens = jnp.concatenate([root, outcome.tokens], axis=1)
@@ -136,7 +139,7 @@ class BoundRows(BoundFeatures):
 
     @staticmethod
     def _root(context: Context) -> tuple[Int[Array, "B 1"], Int[Array, "B 1"]]:
-        """The newest token, and the slot of its row."""
+        """The newest token of each row, and the slot of its token row."""
         return root_of(context), jnp.maximum(context.lengths - 2, 0)[:, None]
 
     def _kept(
@@ -147,8 +150,8 @@ class BoundRows(BoundFeatures):
         before: Float[Array, "B N H"],
         start: Int[Array, " B"],
     ) -> KVCache:
-        """With the rows of ``tokens``, of which the first is at position ``start[b]``; a row's first has none, and what
-        is then written behind the last is overwritten."""
+        """The cache with the token rows of ``tokens``, whose first is at position ``start[b]``. A row's first token has
+        none and is skipped; the surplus slot written at the end instead is overwritten later."""
         index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         skipped = (start == 0).astype(jnp.int32)
         chosen = jnp.minimum(index + skipped[:, None], tokens.shape[1] - 1)
@@ -159,7 +162,7 @@ class BoundRows(BoundFeatures):
     def _pass(
         self, params: Params, cache: KVCache, tokens: Array, features: Array, slots: Int[Array, "B N"]
     ) -> tuple[Array, Array, KVCache]:
-        """Rows at these slots: (what the head reads, what stands in for features, the cache)."""
+        """A pass over token rows at ``slots``: (input of the head, stand-in for features, the cache)."""
         windows = [self.model.config.layer(i).window for i in range(self.model.config.num_layers)]
         attended = memories(cache, slots, slots, None, windows)
         memory = [attended[window].over(layer) for window, layer in zip(windows, cache.fold().layers, strict=True)]
@@ -168,12 +171,12 @@ class BoundRows(BoundFeatures):
 
 
 def with_a_token_before(draft: Draft, context: Context) -> Draft:
-    """Nothing where the root is a row's first token."""
+    """``draft`` without proposals where the root is a row's first token."""
     return dataclasses.replace(draft, valid=draft.valid & (context.lengths > 1)[:, None])
 
 
 def at(x: Float[Array, "B T H"], index: Int[Array, " B"]) -> Float[Array, "B H"]:
-    """The one at ``index`` of each row."""
+    """The vector at ``index`` in each row."""
     return jnp.take_along_axis(x, jnp.maximum(index, 0)[:, None, None], axis=1)[:, 0]
 
 
@@ -182,27 +185,27 @@ def at(x: Float[Array, "B T H"], index: Int[Array, " B"]) -> Float[Array, "B H"]
 
 @flax.struct.dataclass
 class Rows:
-    """The rows of true features see each other."""
+    """Memory of the token rows with true features in training: they attend to each other."""
 
-    sight: Sight
+    sight: AttentionMask
 
     def attend(self, q, k, v, scale: float | None = None, soft_cap: float | None = None) -> tuple[Array, Layer]:
-        """See `specjax.models.attention.memory.Attended`."""
+        """Attention output, and the layer's keys and values, see `specjax.models.attention.memory.Attended`."""
         layer = Layer.of(k, v)
         return attend(q, *layer, self.sight, scale, soft_cap), layer
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRows(TrainedFeatureDraft):
-    """In training. ``depths``: rows of a block that are unrolled; ``decay``: what a depth weighs beside the one
-    before."""
+    """A draft with token rows, in training. ``depths``: number of depths of a block that are unrolled; ``decay``:
+    weight of a depth relative to the one before."""
 
     depths: int = 3
     decay: float = 0.8
 
     def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
-        """One of all positions by depth, see the head of this file. What a block reads lies in its own document, or it
-        does not count."""
+        """One prediction a depth, at all positions, see the module's docstring. A position counts only if all that its
+        block reads lies in the same document."""
         assert target_out is not None
         model: Any = self.model
         tokens, positions, config = jnp.asarray(batch.tokens), batch.token_positions, self.config
@@ -217,33 +220,38 @@ class TrainedRows(TrainedFeatureDraft):
             weight = jnp.where(inside, jnp.asarray(batch.weight), 0.0)
             tokens, features = model.behind(params, tokens, features)
             yield Prediction(
-                final, functools.partial(model.head, params), weight, None, share / sum(shares), model.proposable
+                final, functools.partial(model.head, params), weight, None, share / sum(shares), model.in_vocabulary
             )
             if true is None:
                 true = layers
             else:  # the block that ends at t continues the one that ends at t - 1
                 own = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), list(layers))
 
-    def _empty_block(self, fed: tuple[int, ...]) -> Own:
+    def _empty_block(self, fed: tuple[int, ...]) -> BlockKV:
         config = self.config
         zeros = jnp.zeros((*fed, max(1, self.depths - 1), config.num_kv_heads, config.head_dim), self.model.dtype)
-        return Own(zeros, zeros)
+        return BlockKV(zeros, zeros)
 
-    def _seen(self, batch: Batch, depth: int, true: Any, own: Sequence[Own]) -> list[Any]:
-        """What the rows of a depth attend to, by layer."""
+    def _seen(self, batch: Batch, depth: int, true: Any, own: Sequence[BlockKV]) -> list[Any]:
+        """Memory that the token rows of a depth attend to, one for each layer."""
         positions, documents = batch.token_positions, batch.documents
         place = jnp.arange(positions.shape[1], dtype=jnp.int32)
         of_queries = jnp.zeros(positions.shape, jnp.int32) if documents is None else documents.segments
-        # A document's first token has no row.
-        everything = Sight((place - depth)[None], segments=(of_queries, jnp.where(positions == 0, -1, of_queries)))
+        # A document's first token has no token row.
+        everything = AttentionMask(
+            (place - depth)[None], segments=(of_queries, jnp.where(positions == 0, -1, of_queries))
+        )
         memory: list[Any] = []
         for i, block in enumerate(own):
-            # A window ends at the row itself, whose own place is `depth` behind its root's.
+            # A window ends at the token row itself, which is `depth` positions after its root.
             window = self.config.layer(i).window
             at = jnp.broadcast_to(place[None], positions.shape)
             sight = everything if window is None else everything.within(window, at, at)
-            memory.append(Rows(sight) if true is None else Reading(true[i], sight, block, depth - 1))
+            memory.append(Rows(sight) if true is None else TargetAndBlockKV(true[i], sight, block, depth - 1))
         return memory
 
-    def at_depths(self, depths: int) -> Any:
+    def unrolled(self, depths: int) -> Any:
         return dataclasses.replace(self, depths=depths)
+
+    def passes(self, length: int) -> int:
+        return self.depths

@@ -1,9 +1,9 @@
 """The decoding benchmark: drafters x k x batch size x temperature on the same prompts, against the autoregressive loop
-of the same engine. Warm-up and compilation excluded, medians of repeats, k chosen on other prompts; all points of one
-batch size take turns at every batch of prompts, so that a slow spell of the machine meets them all.
+of the same engine. It excludes warm-up and compilation, takes medians of repeats, and chooses k on other prompts. All
+points of one batch size take turns at every batch of prompts, so that a slow spell of the machine affects them all.
 
-Metric names are those of specjax.metrics. A speedup is wall time of the autoregressive loop over wall time of
-speculation, at equal emitted tokens, end-of-sequence off.
+Metrics have the names of specjax.metrics. A speedup is the wall time of the autoregressive loop over the wall time of
+speculation, at equal emitted tokens, with end-of-sequence off.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ import numpy as np
 
 from specjax import config as config_lib
 from specjax import metrics
+from specjax.costs import timer as costs_lib
 from specjax.decode import programs
 from specjax.decode.calibration import typical
 from specjax.decode.decoder import Decoder
 from specjax.decode.result import check_finite
-from specjax.evaluation import costs as costs_lib
 from specjax.evaluation.target_distribution import TargetDistribution
+from specjax.interfaces import Drafter, Target, Verifier
 from specjax.models.kernels import counted
 from specjax.models.vocabulary import unused_ids
-from specjax.types import Drafter, Verifier
 
 AUTOREGRESSIVE = "autoregressive"
 ADAPTIVE = "adaptive"
-"""The favourite again, with lengths chosen by what was measured on tuning prompts."""
+"""Name of the points that decode the favourite again, with lengths chosen by costs measured on tuning prompts."""
 _SHOWN_ROWS = 8
-"""Rows whose lengths are kept, block by block."""
+"""Number of rows whose draft lengths are reported, block by block."""
 _CLOSE = 1.1
-"""Of the fastest k's seconds: a slower one is not tuned further."""
+"""Largest ratio of a k's seconds to the fastest k's at which it is tuned further."""
 _TURNS = 2
-"""Of the step timers, short ones, after each repeat."""
+"""Number of short turns of the step timers after each repeat."""
 _AGAIN = 1.0
-"""Seconds for which costs are measured again."""
+"""Seconds for which block costs are measured again."""
 _COMPILE_TICKS = 8
-"""A point compiles for about as long as it decodes so many times; without that a bar's time left means nothing."""
+"""Number of decoded batches that take about as long as compiling a point. Compiling ticks as often, or a progress bar's
+time left would mean nothing."""
 DrafterFactory = Callable[[int], Drafter]
 Tick = Callable[[], None]
 
@@ -65,15 +66,15 @@ class Cell:
 
 @dataclasses.dataclass
 class Run:
-    """Some prompts decoded: summed wall seconds, new tokens row by row, counts; ``by_row``: each row's share of the
-    seconds of its batch, and its counts."""
+    """Result of decoding some prompts: summed wall seconds, new tokens row by row, counts. ``by_row``: each row's share
+    of the seconds of its batch, and its counts."""
 
     seconds: float
     tokens: list[list[int]]
     stats: metrics.DecodeStats
     by_row: list[tuple[float, metrics.DecodeStats]] = dataclasses.field(default_factory=list)
     proposals: list[list[int]] = dataclasses.field(default_factory=list)
-    """How much each block proposed, row by row."""
+    """Number of proposed tokens of each block, row by row."""
 
     def __add__(self, other: Run) -> Run:
         sums = (self.seconds + other.seconds, self.tokens + other.tokens, self.stats + other.stats)
@@ -81,12 +82,12 @@ class Run:
 
 
 class Bench:
-    """Everything measured on one target with one set of prompts. ``drafters``: name -> (k -> drafter).
-    ``tuning_prompts`` choose k, and the acceptance on them predicts the speedup."""
+    """All measurements of one target on one set of prompts. ``drafters``: name -> (k -> drafter). ``tuning_prompts``
+    choose k, and the acceptance on them predicts the speedup."""
 
     def __init__(
         self,
-        target: Any,
+        target: Target,
         drafters: Mapping[str, DrafterFactory],
         settings: config_lib.Bench,
         prompts: Sequence[Sequence[int]],
@@ -98,7 +99,7 @@ class Bench:
         self._target, self._drafters, self._settings = target, drafters, settings
         self._prompts, self._tuning_prompts = prompts, tuning_prompts
         self._verifier, self._seed = verifier, seed
-        # Every row has its whole budget, as the target's own end-of-sequence is off too.
+        # Every row uses its whole budget: the target's own end-of-sequence is off too.
         self._sampling = {**sampling, "stop_token_ids": ()}
         self._distribution = TargetDistribution(target, self._sampling, settings.new_tokens)
         self.compile_seconds = 0.0
@@ -110,31 +111,31 @@ class Bench:
         self._prefill_seconds = functools.cache(self._measure_prefill)
 
     def _decoder(self, drafter: str, k: int) -> Decoder:
-        if drafter == AUTOREGRESSIVE:  # with the cheapest noise, whatever the verifier
+        if drafter == AUTOREGRESSIVE:  # it takes the cheapest noise, whatever the verifier
             return Decoder(self._target)
         if drafter == ADAPTIVE:
             return self.adaptive(self._favourite, k)
         return Decoder(self._target, self._drafters[drafter](k), self._verifier, self._settings.controller)
 
     def adaptive(self, drafter: str, k: int) -> Decoder:
-        """With the controller that is the default everywhere."""
+        """Decoder of a drafter with the default controller."""
         return Decoder(self._target, self._drafters[drafter](k), self._verifier)
 
-    def cells(self, favourite: str) -> list[Cell]:
-        """The grid; other drafts than ``favourite`` have no part in it, `measure` decodes them beside its best k."""
+    def cells(self, primary: str) -> list[Cell]:
+        """Points of the grid. It has no draft but ``primary``; `measure` decodes others at that draft's best k."""
         settings = self._settings
         return [
             cell
             for temperature in settings.temperatures
             for batch_size in settings.batch_sizes
             for cell in (
-                *self.cells_of((favourite, *settings.drafters), batch_size, temperature),
+                *self.cells_of((primary, *settings.drafters), batch_size, temperature),
                 *[Cell(ADAPTIVE, max(settings.ks_of(batch_size)), batch_size, temperature)] * settings.adaptive,
             )
         ]
 
     def cells_of(self, names: Sequence[str], batch_size: int, temperature: float) -> list[Cell]:
-        """The autoregressive loop, and the drafters of those names at every k."""
+        """Points of the autoregressive loop, and of the drafters of those names at every k."""
         kinds = [(AUTOREGRESSIVE, 0), *((name, k) for name in names for k in self._settings.ks_of(batch_size))]
         return [Cell(name, k, batch_size, temperature) for name, k in kinds]
 
@@ -152,12 +153,11 @@ class Bench:
                 tick()
 
     def _calibrate(self, cell: Cell) -> None:
-        """Measure what blocks cost; where it was measured before, in other moments of the machine, the median of all
-        moments counts."""
-        decoder, (greedy, size) = self.decoder(cell.drafter, cell.k), (cell.temperature == 0, cell.batch_size)
-        moments = self._moments.setdefault((cell.drafter, greedy, size), [])
-        tuning = itertools.islice(itertools.cycle(self._tuning_prompts), size)
-        measure = functools.partial(decoder.calibrate, list(tuning), temperature=cell.temperature, **self._sampling)
+        """Measure block costs. If they were measured before, the median over all moments of the machine counts."""
+        decoder, options = self.decoder(cell.drafter, cell.k), {"temperature": cell.temperature, **self._sampling}
+        moments = self._moments.setdefault((cell.drafter, cell.temperature == 0, cell.batch_size), [])
+        tuning = list(itertools.islice(itertools.cycle(self._tuning_prompts), cell.batch_size))
+        measure = functools.partial(decoder.calibrate, tuning, **options)
         found = measure(seconds=_AGAIN) if moments else measure()
         if found is None:
             return
@@ -167,8 +167,8 @@ class Bench:
             measure(costs=dataclasses.replace(found, seconds=costs))
 
     def run(self, cells: Sequence[Cell], prompts: Sequence[Sequence[int]], tick: Tick = _silent) -> dict[Cell, Run]:
-        """Every cell, all of one batch size, over all prompts: batch by batch, the cells in turns. Whole batches only:
-        the last one is filled up with the first prompts again, which are rows as any other."""
+        """Run cells of one batch size over all prompts: batch by batch, with the cells in turns. All batches are whole:
+        the first prompts fill up the last one, and count as rows like any other."""
         [size] = {cell.batch_size for cell in cells}
         prompts = [*prompts, *itertools.islice(itertools.cycle(prompts), -len(prompts) % size)]
         runs: dict[Cell, list[Run]] = {cell: [] for cell in cells}
@@ -190,17 +190,17 @@ class Bench:
 
     @property
     def num_ticks(self) -> int:
-        """How often `measure` reports progress: `_COMPILE_TICKS` a compiled cell, once a decoded batch."""
+        """Number of times that `measure` reports progress: `_COMPILE_TICKS` a compiled cell, once a decoded batch."""
         return num_ticks(self._settings, len(self._drafters), len(self._prompts), len(self._tuning_prompts))
 
-    def measure(self, favourite: str, tick: Tick = _silent) -> dict:
-        """The whole grid once, and every draft at ``favourite``'s best k and batch 1; but there the autoregressive loop
-        and ``favourite``, at each k and with chosen lengths, ``repeats`` times: their seconds are medians. In larger
-        batches the autoregressive loop and chosen lengths are repeated. What a step
-        costs is timed between the repeats. The larger batches come first, and their programs are freed: all of a grid
-        together would be the most of this process's memory."""
-        self._favourite = favourite
-        settings, cells = self._settings, self.cells(favourite)
+    def measure(self, primary: str, tick: Tick = _silent) -> dict:
+        """Measure the whole grid once, and every draft at ``primary``'s best k and batch 1. At batch 1 the
+        autoregressive loop and ``primary``, at each k and with chosen lengths, run ``repeats`` times, and their
+        seconds are medians; in larger batches the autoregressive loop and chosen lengths do. Steps are timed between
+        the repeats. The larger batches come first, and their programs are freed: the programs of a whole grid would
+        take most of this process's memory."""
+        self._favourite = primary
+        settings, cells = self._settings, self.cells(primary)
         runs: dict[Cell, list[Run]] = {cell: [] for cell in cells}
         for size in set(settings.batch_sizes) - {1}:
             self._compile([cell for cell in cells if cell.batch_size == size], tick)
@@ -209,17 +209,17 @@ class Bench:
             compared = [cell for cell in of_size if settings.adaptive and cell.drafter in (AUTOREGRESSIVE, ADAPTIVE)]
             self._again(runs, compared, tick)
             programs.free_programs()
-        # Batch 1 is always measured, also where it is no part of the grid.
+        # Batch 1 is always measured, even if it is no part of the grid.
         single = [cell for cell in cells if cell.batch_size == 1]
-        self._compile(single or [c for t in settings.temperatures for c in self.cells_of([favourite], 1, t)], tick)
-        best, tunings = self.tune(favourite, tick)
-        pairs = [cell for t, k in best.items() for cell in (_plain(t), Cell(favourite, k, 1, t))]
-        repeated = [cell for cell in single if cell.drafter in (AUTOREGRESSIVE, favourite, ADAPTIVE)] or pairs
-        beside = [Cell(name, k, 1, t) for t, k in best.items() for name in self._drafters if name != favourite]
+        self._compile(single or [c for t in settings.temperatures for c in self.cells_of([primary], 1, t)], tick)
+        best, tunings = self.tune(primary, tick)
+        pairs = [cell for t, k in best.items() for cell in (_plain(t), Cell(primary, k, 1, t))]
+        repeated = [cell for cell in single if cell.drafter in (AUTOREGRESSIVE, primary, ADAPTIVE)] or pairs
+        beside = [Cell(name, k, 1, t) for t, k in best.items() for name in self._drafters if name != primary]
         beside = [cell for cell in beside if cell not in runs]
         self._compile(beside, tick)
         runs |= {cell: [] for cell in (*pairs, *beside) if cell not in runs}
-        timers = [self.timer(AUTOREGRESSIVE, 0), *(self.timer(favourite, k, k in best.values()) for k in settings.ks)]
+        timers = [self.timer(AUTOREGRESSIVE, 0), *(self.timer(primary, k, k in best.values()) for k in settings.ks)]
         for repeat in range(settings.repeats):
             if repeat:
                 self._run_into(runs, repeated, tick, again=True)
@@ -232,11 +232,10 @@ class Bench:
             if cell in entries:
                 entries[cell]["predicted_speedup"] = self._predict(cell, run.stats)
         headline = {
-            t: self._headline(Cell(favourite, k, 1, t), runs, tunings[Cell(favourite, k, 1, t)])
-            for t, k in best.items()
+            t: self._headline(Cell(primary, k, 1, t), runs, tunings[Cell(primary, k, 1, t)]) for t, k in best.items()
         }
         by_prompt = {cell: self._by_prompt(found) for cell, found in runs.items()}
-        passes = {k + 1: self._pass_over_one(favourite, k) for k in settings.ks}
+        passes = {k + 1: self._pass_over_one(primary, k) for k in settings.ks}
         return {
             "decoding": list(entries.values()),
             "best_k": best,
@@ -245,14 +244,14 @@ class Bench:
             "passes": passes,
         }
 
-    def _pass_over_one(self, favourite: str, k: int) -> float:
-        """What a pass of the target over a block of ``k`` costs beside one over a token."""
+    def _pass_over_one(self, primary: str, k: int) -> float:
+        """Cost of a pass of the target over a block of ``k``, over that of a pass over one token."""
         t = self._settings.temperatures[0]
-        pairs = zip(self.costs(Cell(favourite, k, 1, t)), self.costs(_plain(t)), strict=True)
+        pairs = zip(self.costs(Cell(primary, k, 1, t)), self.costs(_plain(t)), strict=True)
         return float(np.median([block.target / one.target for block, one in pairs]))
 
     def _once(self, runs: dict[Cell, list[Run]], batch_size: int, tick: Tick) -> None:
-        """Every cell of ``runs`` of that batch size, added there."""
+        """Run every cell of ``runs`` of that batch size once, and add the result there."""
         self._run_into(runs, [cell for cell in runs if cell.batch_size == batch_size], tick, again=True)
 
     def _again(self, runs: dict[Cell, list[Run]], cells: Sequence[Cell], tick: Tick) -> None:
@@ -261,29 +260,29 @@ class Bench:
             self._run_into(runs, cells, tick)
 
     def _run_into(self, runs: dict[Cell, list[Run]], cells: Sequence[Cell], tick: Tick, *, again: bool = False) -> None:
-        """Decode the cells once more. ``again``: what blocks cost was measured a while ago, in another moment of the
-        machine: it is measured again first, as `Decoder` does by itself where it decodes for longer."""
+        """Decode the cells once more. ``again``: True if block costs were measured a while ago, at another moment of
+        the machine, and are measured again first. `Decoder` does so by itself when it decodes for longer."""
         for cell in cells:
             if again and self.decoder(cell.drafter, cell.k).weighs:
                 self._calibrate(cell)
         for cell, run in self.run(cells, self._prompts, tick).items():
             runs[cell].append(run)
 
-    def tune(self, favourite: str, tick: Tick = _silent) -> tuple[dict[float, int], dict[Cell, Run]]:
-        """The fastest k by temperature, and what was run to find it. All k take turns over the tuning prompts, as many
-        at a time as there are timed ones; after each part only those go on that are within a tenth of the fastest.
-        A few prompts decide nothing: how many drafts are accepted varies by a quarter from one to the next."""
+    def tune(self, primary: str, tick: Tick = _silent) -> tuple[dict[float, int], dict[Cell, Run]]:
+        """(fastest k by temperature, runs that found it). All k take turns over the tuning prompts, in parts of as many
+        as there are timed prompts. After each part only those within a tenth of the fastest go on. A few prompts decide
+        nothing: the number of accepted tokens varies by a quarter from one prompt to the next."""
         settings, count = self._settings, len(self._prompts)
         parts = [self._tuning_prompts[first : first + count] for first in range(0, len(self._tuning_prompts), count)]
         best, runs = {}, {}
         for t in settings.temperatures:
             found: dict[Cell, Run] = {}
-            left = [Cell(favourite, k, 1, t) for k in settings.ks]
+            left = [Cell(primary, k, 1, t) for k in settings.ks]
             for part in parts:
                 for cell, run in self.run(left, part, tick).items():
                     found[cell] = found[cell] + run if cell in found else run
                 for _ in range((len(settings.ks) - len(left)) * len(part)):
-                    tick()  # of those that are out
+                    tick()  # for the lengths that are out
                 fastest = min(left, key=lambda cell: found[cell].seconds)
                 left = [cell for cell in left if found[cell].seconds <= _CLOSE * found[fastest].seconds]
             best[t] = fastest.k
@@ -291,7 +290,7 @@ class Bench:
         return best, runs
 
     def _by_prompt(self, repeats: Sequence[Run]) -> list[tuple[list[float], metrics.DecodeStats]]:
-        """Seconds of each prompt, one of each of ``repeats``, and its counts; one that filled up a batch has more than
+        """Seconds of each prompt in each of ``repeats``, and its counts. A prompt that filled up a batch has more than
         one row."""
         count, found = len(self._prompts), []
         for i in range(count):
@@ -328,13 +327,13 @@ class Bench:
         }
 
     def _interval(self, run: Run) -> list[float]:
-        """95%, over prompts."""
+        """95% interval of the block efficiency, over prompts."""
         found = metrics.block_efficiency_interval([stats for _, stats in self._by_prompt([run])])
         return [found.low, found.high]
 
     def differences(self, run: Run, reference: Run) -> list[dict]:
-        """Places where greedy output departs from the autoregressive ``reference``, with the target's top-2 margin
-        there: one a row at most, its first."""
+        """First position of each row at which greedy output departs from the autoregressive ``reference``, with the
+        target's top-2 margin there."""
         found = []
         for i, got in enumerate(run.tokens):
             prompt = i % len(self._prompts)
@@ -376,13 +375,14 @@ class Bench:
         return predicted_speedup(prefill, costs, stats.acceptance_at, self._settings.new_tokens)
 
     def costs(self, cell: Cell) -> list[costs_lib.StepCosts]:
-        """Costs of the cell's step at batch 1, one a turn of its `timer` so far."""
+        """Costs of the cell's step at batch 1, one entry for each turn of its `timer` so far."""
         which = self._settings.temperatures.index(cell.temperature)
         return self.timer(cell.drafter, cell.k).costs()[which]
 
     def timer(self, name: str, k: int, draft: bool = True) -> costs_lib.StepTimer:
-        """For all temperatures, which change the step but none of its passes; in the largest cache of a generation.
-        ``draft``: when it is made, whether it times the draft's passes too, alone and in turn with the target's."""
+        """Step timer for all temperatures, which change the step but none of its passes, in the largest cache of a
+        generation. ``draft``: True to make a timer that times the draft's passes too, alone and in turn with the
+        target's."""
         if (name, k) not in self._timers:
             self._timers[name, k] = self._made_timer(name, k, draft)
         return self._timers[name, k]
@@ -398,7 +398,7 @@ class Bench:
         return costs_lib.StepTimer([engine for engine, _ in engines], engines[0][1], states, draft)
 
     def _measure_prefill(self, cell: Cell) -> float:
-        """Prefill with the host's share of a generation: what a request costs before its first block."""
+        """Seconds of a request before its first block: prefill, and the host's share of a generation."""
         decoder, new = self.decoder(cell.drafter, cell.k), self._settings.new_tokens
 
         def start():
@@ -414,12 +414,12 @@ def predicted_speedup(
     acceptance_at: Sequence[float],
     new_tokens: int,
 ) -> float:
-    """Seconds of plain decoding over those of speculation: the steps and the blocks that emit ``new_tokens`` tokens,
-    each timed alone, and on both sides the prefill.
+    """Predicted speedup: seconds of plain decoding over those of speculation. Either side is the prefill and the steps
+    or blocks that emit ``new_tokens`` tokens, each timed alone.
 
-    ``prefill``, in seconds, and ``costs``, turn by turn: of plain decoding, then of speculation. Blocks follow from the
-    acceptance by position (2211.17192, section 3.3, with a block's own cost in place of k draft passes and one target
-    pass, and with the last block cut at the budget). The median over the turns of the costs.
+    ``prefill``, in seconds, and ``costs``, turn by turn, are those of plain decoding, then of speculation. The number
+    of blocks follows from the acceptance by depth (2211.17192, section 3.3, with a block's own cost in place of k draft
+    passes and one target pass, and with the last block cut at the budget). The result is the median over the turns.
     """
     blocks, turns = metrics.expected_blocks(acceptance_at, new_tokens), zip(*costs, strict=True)
     ratios = [(prefill[0] + new_tokens * p.step) / (prefill[1] + blocks * c.step) for p, c in turns]
@@ -427,11 +427,11 @@ def predicted_speedup(
 
 
 def num_ticks(settings: config_lib.Bench, drafters: int, prompts: int, tuning_prompts: int) -> int:
-    """`Bench.num_ticks`, known before there is a draft; ``drafters``: of all kinds."""
+    """`Bench.num_ticks`, known before there is a draft. ``drafters``: number of drafters of all kinds."""
     temperatures, ks, sizes = len(settings.temperatures), len(settings.ks), settings.batch_sizes
     points = {
         size: 1 + settings.adaptive + (1 + len(settings.drafters)) * len(settings.ks_of(size)) for size in sizes
-    }  # a temperature
+    }  # at each temperature
     if 1 in sizes:
         beside = drafters - 1 - len(settings.drafters)
         compiled, once = beside, beside * prompts
@@ -445,9 +445,9 @@ def num_ticks(settings: config_lib.Bench, drafters: int, prompts: int, tuning_pr
     return temperatures * (_COMPILE_TICKS * compiled + once + tuned + repeated)
 
 
-def count_recompiles(target: Any, drafter: Drafter | None, verifier: Verifier, prompts: int = 50) -> int:
-    """Programs compiled while decoding ``prompts`` prompts of different lengths, temperatures, seeds and budgets, after
-    each bucket was seen once. Must be 0."""
+def count_recompiles(target: Target, drafter: Drafter | None, verifier: Verifier, prompts: int = 50) -> int:
+    """Number of programs compiled while decoding ``prompts`` prompts of different lengths, temperatures, seeds and
+    budgets, after each bucket was seen once. It must be 0."""
     decoder = Decoder(target, drafter, verifier)
     rng, ids = np.random.default_rng(0), np.setdiff1d(np.arange(target.config.vocab_size), unused_ids(target))
     temperatures = (0.0,) if verifier.noise == "none" else (0.0, 0.3, 0.7, 1.0, 1.3)
@@ -476,9 +476,9 @@ def peak_rss_gb() -> float:
     return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
-def memory_floor_share(target: Any, tokens_per_s: float) -> tuple[float, float]:
+def memory_floor_share(target: Target, tokens_per_s: float) -> tuple[float, float]:
     """(share of the memory floor that the autoregressive loop reaches, stream bandwidth in GB/s). The floor of one
-    token is reading every weight once, as it is laid out (embedding rows are only looked up and do not count)."""
+    token is one read of every weight as it is laid out. Embedding rows are only looked up and do not count."""
     params = target.layout().params
     read = counted(params)[1] - params["embedding"].nbytes
     bandwidth = costs_lib.stream_bandwidth(read)
@@ -490,11 +490,11 @@ def _plain(temperature: float) -> Cell:
 
 
 def _seconds(runs: Sequence[Run]) -> float:
-    """Seconds of all rows together, of each the median of its repeats: an interruption of one is not counted."""
+    """Seconds of all rows together: for each the median over the repeats, so that one interruption does not count."""
     return float(np.median([[seconds for seconds, _ in run.by_row] for run in runs], axis=0).sum())
 
 
 def _speedup(cell: Cell, runs: Mapping[Cell, Sequence[Run]]) -> float:
-    """Ratio of medians; of the first turn, in which both took part, where the cell was timed once."""
+    """Speedup of a cell: ratio of median seconds over the turns in which plain decoding and the cell both took part."""
     plain = runs[Cell(AUTOREGRESSIVE, 0, cell.batch_size, cell.temperature)]
     return _seconds(plain[: len(runs[cell])]) / _seconds(runs[cell])

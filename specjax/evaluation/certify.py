@@ -1,18 +1,17 @@
-"""A certificate for one target, drafter, verifier and set of sampling parameters: that decoding with them gives what
-the target alone would give. Three checks of the real decoder, none of which trusts the code that it checks:
+"""Certificate for one target, drafter, verifier and set of sampling parameters: decoding with them gives the output of
+the target alone. It runs three checks of the real decoder, none of which trusts the code that it checks:
 
 - greedy output, token for token, against the autoregressive loop, with the target's top-2 margin where they differ;
-- the distribution of sampled tokens against the exact distribution of each after what was emitted before it, from one
-  teacher-forced
-  forward and `specjax.evaluation.references`, by a chi-square test sized beforehand;
+- sampled tokens against the exact distribution of each after the tokens before it, by a chi-square test sized
+  beforehand; the distribution comes from one teacher-forced forward and `specjax.evaluation.references`;
 - the target as its own draft: every token must be accepted (which alone finds a drafter that feeds its cache wrongly).
 
-For the coupled rule also its promise: the output of plain sampling, token for token. A lossy rule gets the distance
-that it costs in place of a test.
+The coupled rule is also checked for its promise: the output of plain sampling, token for token. For a lossy rule the
+distance from the target's distribution is measured and not tested.
 
-In a precision below float32 a logit depends on the shape of the pass that computes it. There the exact distribution is
-that of passes of the decoder's own shape (`specjax.evaluation.forced`), how far the shapes lie apart is measured first
-and judged by a check of its own, and two choices differ if the margin exceeds what two passes that far apart explain.
+In a precision below float32 a logit depends on the shape of the pass that computes it. There the exact distribution
+comes from passes of the decoder's own shape (`specjax.evaluation.forced`). The drift between shapes is measured first
+and judged by a check of its own, and two choices differ only if their margin exceeds what this drift explains.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.evaluation import forced
 from specjax.evaluation.references import softmax
 from specjax.evaluation.target_distribution import TargetDistribution, margin
+from specjax.interfaces import Drafter, Target, Verifier
 from specjax.models.vocabulary import unused_ids
-from specjax.types import Drafter, Verifier
 
 CELLS = 16
 _RANKS = np.array([1, 2, 4, 8, 16, 64, 256])
 """First rank past each of the first seven groups of likely tokens; the eighth holds the rest."""
 _EDGE = 1e-3
-"""A token this close to the least likely one kept by top-k, top-p or min-p may be in or out by rounding."""
+"""Gap in logits below the cut of top-k, top-p or min-p at which rounding may let a token in."""
 Tick = Callable[[], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """``passed`` None: measured, not judged."""
+    """Result of one check; ``passed`` None: measured, not judged."""
 
     name: str
     passed: bool | None
@@ -61,7 +60,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
-    """``subject``: what was certified, as names and settings."""
+    """Results of all checks. ``subject``: names and settings of what was certified."""
 
     subject: dict[str, Any]
     checks: list[Check]
@@ -86,7 +85,7 @@ class Certificate:
 
 
 def certify(
-    target: Any,
+    target: Target,
     drafter: Drafter,
     verifier: Verifier,
     prompts: Sequence[Sequence[int]],
@@ -95,8 +94,8 @@ def certify(
     seed: int = 0,
     tick: Tick = lambda: None,
 ) -> Certificate:
-    """``prompts``: at least four. ``sampling``: arguments of `Decoder.generate`, without the temperature."""
-    # What cannot be decoded is refused before anything is.
+    """Run all checks. ``prompts``: at least four. ``sampling``: arguments of `Decoder.generate` but the temperature."""
+    # Refuse what cannot be decoded before decoding anything.
     prepare(target, drafter.k, prompts, settings.new_tokens, 0, True, {**sampling, "temperature": settings.temperature})
     context = Subject(target, drafter, verifier, prompts, sampling, settings, seed, tick)
     checks = [greedy_identity(context)]
@@ -125,16 +124,16 @@ def certify(
 
 
 def num_ticks(settings: Certify, verifier: Verifier) -> int:
-    """How often `certify` reports progress."""
+    """Number of times that `certify` reports progress."""
     return 2 + (0 if verifier.noise == "none" else _calls(settings) + 1 + (verifier.noise == "coupled"))
 
 
 class Subject:
-    """What is certified, with its decoders: what the checks are called with."""
+    """Subject of a certificate: target, drafter, verifier, prompts, settings and decoders that the checks read."""
 
     def __init__(
         self,
-        target: Any,
+        target: Target,
         drafter: Drafter,
         verifier: Verifier,
         prompts,
@@ -150,7 +149,7 @@ class Subject:
         self.fast = Decoder(target, drafter, verifier, settings.controller)
         self.distribution = TargetDistribution(target, self.sampling, settings.new_tokens)
         self.low = next((str(x.dtype) for x in jax.tree.leaves(target.params) if x.dtype.itemsize < 4), None)
-        """The target's precision if it is below float32."""
+        """Precision of the target if it is below float32; else None."""
 
     @functools.cached_property
     def greedy_output(self) -> list[list[int]]:
@@ -159,11 +158,11 @@ class Subject:
 
     @functools.cached_property
     def drift(self) -> Drift | None:
-        """None in float32, where limits are absolute."""
+        """Drift between shapes of a pass; None in float32, where limits are absolute."""
         return None if self.low is None else _measure_drift(self)
 
     def allowed(self, temperature: float = 1.0) -> float:
-        """The largest gap of two logits, at ``temperature``, that rounding may close."""
+        """Largest gap of two logits, at ``temperature``, that rounding may close."""
         moved = 0.0 if self.drift is None else 2 * self.drift.blocks / temperature
         return max(self.settings.margin, moved)
 
@@ -173,13 +172,13 @@ class Subject:
         return forced.output_logits(engine.target, params.target, prompts, outputs, fed)
 
     def logits(self, prompts: Sequence[list[int]], outputs: Sequence[list[int]]) -> Iterable[np.ndarray]:
-        """Logits of the target before each token of ``outputs``, ``[N, V]`` a row."""
+        """Logits of the target before each token of ``outputs``, ``[N, V]`` for each row."""
         if self.low is not None:
             return self.passes(prompts, outputs, self.drafter.k + 1)
         return map(self.distribution.logits, prompts, outputs)
 
     def generate(self, decoder: Decoder, prompts: Sequence[list[int]], **options: Any) -> Any:
-        if decoder.weighs:  # one that was not calibrated may decode without its controller
+        if decoder.weighs:  # without block costs it may decode without its controller
             asked = (
                 {**self.sampling, "temperature": options["temperature"]} if "temperature" in options else self.sampling
             )
@@ -192,7 +191,7 @@ class Subject:
 
 
 def greedy_identity(context: Subject) -> Check:
-    """Batch 1 and all prompts at once, against the autoregressive loop."""
+    """Check of greedy output, at batch 1 and with all prompts at once, against the autoregressive loop."""
     prompts, differences, want = context.prompts, [], context.greedy_output
     context.tick()
     together = context.generate(context.fast, prompts).tokens
@@ -201,7 +200,7 @@ def greedy_identity(context: Subject) -> Check:
         for i, (a, b) in enumerate(zip(found, want, strict=True)):
             at = _first_difference(a, b)
             if at is not None:
-                # Infinite where one of them went on after the other's stop token.
+                # Infinite where one output goes on after the other's stop token.
                 gap = _greedy_margin(context, prompts[i], b, at) if at < len(b) else np.inf
                 differences.append({"prompt": i, "batch_size": size, "position": at, "margin": gap})
     context.tick()
@@ -216,10 +215,10 @@ def _greedy_margin(context: Subject, prompt: list[int], output: list[int], at: i
 
 @dataclasses.dataclass(frozen=True)
 class Drift:
-    """How far logits lie apart by the shape of the pass, along the greedy output of the autoregressive loop.
-    ``blocks``: the largest difference between its single tokens and blocks; ``whole``: and whole sequences without a
-    cache; ``total_variation``: between the distributions, its mean, the largest of all shapes; ``choices``: the share
-    of positions at which one of them would choose another token."""
+    """Drift of logits between shapes of a pass, along the greedy output of the autoregressive loop. ``blocks``: largest
+    difference between single tokens and blocks; ``whole``: largest difference between single tokens and whole sequences
+    without a cache; ``total_variation``: mean total variation from single tokens, largest of all shapes; ``choices``:
+    share of positions with another choice than by single tokens, largest of all shapes."""
 
     dtype: str
     blocks: float
@@ -254,7 +253,7 @@ def _measure_drift(context: Subject) -> Drift:
 
 
 def logit_drift(drift: Drift, settings: Certify) -> Check:
-    """What other shapes of a pass change: no more than the distance that the certificate is to find."""
+    """Check that other shapes of a pass change no more than the distance that the certificate is to find."""
     summary = (
         f"{drift.dtype}: logits of blocks within {drift.blocks:.2g} of those of single tokens, of whole sequences "
         f"within {drift.whole:.2g}; mean total variation up to {drift.total_variation:.2g} (allowed "
@@ -265,7 +264,7 @@ def logit_drift(drift: Drift, settings: Certify) -> Check:
 
 
 def coupled_identity(context: Subject) -> Check:
-    """Sampled output against plain sampling with the same noise."""
+    """Check of sampled output against plain sampling with the same noise."""
     prompts, t = context.prompts, context.settings.temperature
     options = {"temperature": t, "seed": context.seed + 1}
     want, found = (context.generate(d, prompts, **options) for d in (context.plain, context.fast))
@@ -289,10 +288,10 @@ def coupled_identity(context: Subject) -> Check:
 
 
 def self_acceptance(context: Subject) -> Check:
-    """The target drafts for itself, greedily and sampled."""
+    """Check that the target accepts its own tokens when it drafts for itself, greedily and sampled."""
     prompts = context.prompts
     controller = registry.build(registry.CONTROLLERS, context.settings.controller, "certify.controller")
-    if getattr(controller, "by", None) == "head":  # which the target has not
+    if controller.needs_confidence:  # the target has no such head
         controller = "fixed"
     own = DraftModel(context.target, context.drafter.k)
     decoder = Decoder(context.target, own, context.verifier, controller)
@@ -302,7 +301,7 @@ def self_acceptance(context: Subject) -> Check:
     counts = context.generate(decoder, prompts, **options).stats
     drafted, accepted = sum(s.drafted for s in counts), sum(s.accepted for s in counts)
     context.tick()
-    # Passes of one token and of a block round differently: p / q is 1 up to about 1e-5, and a draw may fall between.
+    # Passes of one token and of a block round differently: p / q is 1 up to about 1e-5, so a draw may reject.
     rate = 0.001 if context.drift is None else 0.001 + 2 * max(context.drift.total_variation, context.drift.choices)
     passed = drafted - accepted <= max(2, rate * drafted) if context.verifier.lossless else None
     summary = f"{accepted:,} of {drafted:,} draft tokens accepted with the target as its own draft"
@@ -311,21 +310,21 @@ def self_acceptance(context: Subject) -> Check:
 
 
 def sampled_distribution(context: Subject) -> Check:
-    """Every sampled token against the exact distribution after its own prefix, over 16 cells that are a function of
-    that distribution: eight groups of ranks by two halves of the vocabulary. Given the prefix the counts have mean and
-    covariance of one draw from that distribution, so that their sum over all tokens, whatever the prefixes, gives a
-    chi-square statistic."""
+    """Check of every sampled token against the exact distribution after its own prefix, over 16 cells that are a
+    function of that distribution: eight groups of ranks by two halves of the vocabulary. Given the prefix, the counts
+    have the mean and covariance of one draw from that distribution. So their sum over all tokens, whatever the
+    prefixes, gives a chi-square statistic."""
     settings, observed = context.settings, np.zeros(CELLS)
     expected, covariance, outside, moved, tokens = np.zeros(CELLS), np.zeros((CELLS, CELLS)), [], [], 0
     size, calls = sample_size(settings), _calls(settings)
-    for call in range(20 * calls):  # more than planned where stop tokens end rows early
+    for call in range(20 * calls):  # more calls than planned if stop tokens end rows early
         if tokens >= size:
             break
         prompts = [
             context.prompts[(call * settings.batch_size + i) % len(context.prompts)] for i in range(settings.batch_size)
         ]
         options = {"temperature": settings.temperature, "seed": context.seed + 1 + call}
-        if context.low is not None:  # what the program that draws says of its own distribution
+        if context.low is not None:  # log-probabilities by the program that draws
             options["logprobs"] = "raw"
         result = context.generate(context.fast, prompts, **options)
         found = zip(prompts, result.tokens, context.logits(prompts, result.tokens), strict=True)
@@ -349,7 +348,7 @@ def sampled_distribution(context: Subject) -> Check:
     edge = max([_EDGE, context.allowed(settings.temperature), *(2 * x / settings.temperature for x in moved)])
     outside = [found for found in outside if found["gap"] > edge]
     statistic, freedom = _chi_square(observed - expected, covariance, expected)
-    p_value = float(stats.chi2.sf(statistic, freedom)) if freedom else 1.0  # everything in one cell
+    p_value = float(stats.chi2.sf(statistic, freedom)) if freedom else 1.0  # all tokens in one cell
     off, noise = np.abs(observed - expected).sum() / 2 / tokens, _noise_floor(covariance) / tokens
     details = {
         "tokens": tokens,
@@ -381,8 +380,8 @@ def sampled_distribution(context: Subject) -> Check:
 
 
 def sample_size(settings: Certify) -> int:
-    """Tokens for which any distribution at ``settings.total_variation`` over the cells is found with
-    ``settings.power``: the noncentrality is at least 4 N TV^2."""
+    """Number of tokens that finds any distribution at a distance of ``settings.total_variation`` over the cells with
+    probability ``settings.power``: the noncentrality is at least 4 N TV^2."""
     freedom = CELLS - 1
     critical = stats.chi2.isf(settings.level, freedom)
     needed: Any = optimize.brentq(lambda x: stats.ncx2.sf(critical, freedom, x) - settings.power, 1e-6, 1e4)
@@ -394,8 +393,8 @@ def _calls(settings: Certify) -> int:
 
 
 def cells_of(p: np.ndarray) -> np.ndarray:
-    """The cell of every token of the vocabulary, 0 .. CELLS - 1, under the distribution ``p``. The halves are by a
-    mixed-up token id, so that no half is rare."""
+    """Cell of every token of the vocabulary, 0 .. CELLS - 1, under the distribution ``p``. A hash of the token id
+    chooses the half, so that no half is rare."""
     rank = np.empty(len(p), np.int64)
     rank[np.argsort(-p, kind="stable")] = np.arange(len(p))
     half = (np.arange(len(p), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) & np.uint64(1)
@@ -403,7 +402,7 @@ def cells_of(p: np.ndarray) -> np.ndarray:
 
 
 def _moved(context: Subject, logits: np.ndarray, new: Sequence[int], own: Sequence[float]) -> list[float]:
-    """Between the log-probability of each token and its ``own``, that the program which drew it reports."""
+    """Distances of each token's log-probability from its ``own``, which the program that drew it reports."""
     known = logits.astype(np.float64)
     known[:, unused_ids(context.target)] = -np.inf
     known = known[np.arange(len(new)), new] - np.logaddexp.reduce(known, axis=-1)
@@ -411,26 +410,26 @@ def _moved(context: Subject, logits: np.ndarray, new: Sequence[int], own: Sequen
 
 
 def _outside_by(context: Subject, logits, distribution, prompt, new, j: int) -> float:
-    """How far below the least likely token of the support the emitted one is, in logits; inf for a forbidden one."""
+    """Gap in logits of the emitted token below the least likely one of the support; inf for a forbidden token."""
     free = context.distribution.transformed(logits, prompt, new[:j], context.settings.temperature, cuts=False)
     return float(free[np.isfinite(distribution)].min() - free[new[j]])
 
 
 def _chi_square(difference: np.ndarray, covariance: np.ndarray, expected: np.ndarray) -> tuple[float, int]:
-    """(statistic, degrees of freedom). Cells that expect fewer than 5 are merged into the largest."""
+    """(statistic, degrees of freedom) of counts. Cells that expect fewer than 5 are merged into the largest."""
     few = expected < 5
     merge = np.eye(len(expected))
     merge[few] = np.eye(len(expected))[expected.argmax()]
     merge = merge[:, ~few]
     difference, covariance = difference @ merge, merge.T @ covariance @ merge
     freedom = len(difference) - 1
-    # The counts add up, so one direction has no variance.
+    # The counts have a fixed sum, so one direction has no variance.
     inverse = np.linalg.pinv(covariance, rcond=1e-9, hermitian=True)
     return float(difference @ inverse @ difference), freedom
 
 
 def _noise_floor(covariance: np.ndarray) -> float:
-    """Expected half of the absolute differences of counts with this covariance."""
+    """Expected half of the summed absolute differences of counts with this covariance."""
     return float(np.sqrt(np.diag(covariance) * 2 / np.pi).sum() / 2)
 
 

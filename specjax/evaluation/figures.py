@@ -1,5 +1,5 @@
-"""What is measured of a run's drafts once they are trained: their acceptance on held-out rows, and what they do when
-held-out prompts are decoded. Measured once: kept in `evaluations.json` under what each figure depends on."""
+"""Figures of a run's trained drafts: their acceptance on held-out rows, and their decoding of held-out prompts. They
+are measured once, and stored in `evaluations.json` under everything that they depend on."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from specjax.data.corpus import BadRecordPolicy, Document
 from specjax.data.prompts import by_source
 from specjax.data.rows import Rows, pack, spread_predictions
 from specjax.errors import DataError
-from specjax.evaluation.evaluate import Evaluation, evaluate_all
-from specjax.evaluation.held_out import Decoded, HeldOutDecoding, with_median_seconds
+from specjax.evaluation.held_out import HeldOutDecoding, with_median_seconds
+from specjax.interfaces import Params, Trainable
 from specjax.metrics import DecodeStats, block_efficiency_interval
 from specjax.models.hf import LoadedModel
 from specjax.runtime import fingerprint
-from specjax.runtime.distributed import by_first
-from specjax.runtime.layout import make_layout
+from specjax.runtime.distributed import on_main_process
 from specjax.runtime.progress import Bars
-from specjax.types import Params, Trainable
+from specjax.training.evaluate import Evaluation, evaluate_all
+from specjax.training.layout import make_layout
+from specjax.training.selection import Decoded
 
 _FILE = "evaluations.json"
 _TURNS = 3
-"""Timed decodings of each draft, whose median counts."""
+"""Number of timed decodings of each draft, whose median counts."""
 DRAFTS: tuple[str, str] = ("draft_before", "draft_after")
 ALL = "all"
 
 
 @dataclasses.dataclass(frozen=True)
 class ComparisonRow:
-    """One draft on the text of one source, or of `ALL` if there are several. ``low`` .. ``high``: 95% interval of the
-    block efficiency over prompts. None: not measured, or not to be told apart from other sources."""
+    """Figures of one draft on the text of one source, or of `ALL` if there are several. ``low`` .. ``high``: 95%
+    interval of the block efficiency over prompts. None: not measured, or not known for this source alone."""
 
     source: str
     temperature: float
@@ -56,7 +57,8 @@ class ComparisonRow:
 def comparison(
     decoding: HeldOutDecoding, decoded: Mapping[str, Sequence[Decoded]], alphas: Mapping[str, Mapping[str, float]]
 ) -> list[ComparisonRow]:
-    """``decoded``: draft -> what ``decoding`` gave for it. Speed is of all prompts in one batch."""
+    """Rows of all sources, temperatures and drafts. ``decoded``: draft -> results of ``decoding``. Speed is of all
+    prompts in one batch."""
     sources = [prompt.source for prompt in decoding.prompts]
     found = []
     for source in shown(sources):
@@ -73,7 +75,7 @@ def comparison(
 
 
 def shown(sources: Sequence[str]) -> list[str]:
-    """The sources to tell apart, and `ALL` where there are several."""
+    """Sources to tell apart, and `ALL` if there are several."""
     names = sorted(set(sources))
     return names if len(names) == 1 else [*names, ALL]
 
@@ -87,7 +89,7 @@ def compared(
     tokens_per_s: float | None,
     alpha: float | None,
 ) -> ComparisonRow:
-    """``k`` None: plain decoding, which has no block efficiency."""
+    """Row of one draft on the prompts of a source. ``k`` None: plain decoding, which has no block efficiency."""
     if k is None:
         return ComparisonRow(source, temperature, drafter, len(by_prompt), k, None, None, None, None, tokens_per_s)
     efficiency = functools.reduce(operator.add, by_prompt).block_efficiency
@@ -97,7 +99,7 @@ def compared(
 
 
 def card_facts(decoded: Sequence[Decoded], chose: bool) -> dict[str, str]:
-    """Rows of a draft's card, one a temperature. ``chose``: these prompts decided which draft it is."""
+    """Rows of a draft's card, one a temperature. ``chose``: True if these prompts selected the draft."""
     found, by = {}, ", which chose this draft" if chose else ""
     for d in decoded:
         temperature = "greedy" if d.temperature == 0 else f"temperature {d.temperature:g}"
@@ -114,7 +116,7 @@ def card_facts(decoded: Sequence[Decoded], chose: bool) -> dict[str, str]:
 def evaluate(
     config: RunConfig, bars: Bars, drafter: Trainable, target: LoadedModel, models: Sequence[Params], rows: Rows
 ) -> list[Evaluation]:
-    """One evaluation a model, on held-out ``rows``."""
+    """Evaluation of each model on held-out ``rows``."""
     chosen = spread_predictions(rows, config.eval.positions)
 
     def evaluated(missing: list[int]) -> list[dict[str, Any]]:
@@ -135,7 +137,7 @@ def decode(
     drafts: Mapping[str, Params],
     target: LoadedModel,
 ) -> dict[str, list[Decoded]]:
-    """Each draft decoded on the prompts of ``config.selection``, in turns; nothing where it has none."""
+    """Results of each draft on the prompts of ``config.selection``, decoded in turns; empty lists without prompts."""
     if decoding is None:
         return {name: [] for name in drafts}
     names = list(drafts)
@@ -163,7 +165,7 @@ def alphas_by_source(
     drafts: list[Params],
     of_all: Sequence[Evaluation],
 ) -> dict[str, dict[str, float]]:
-    """Alphas of the two drafts, on the text of each source; one that does not fill a row is left out."""
+    """Alphas of the two drafts on the text of each source; a source that does not fill a row is left out."""
     sources, data = by_source(held_out), config.data
     [*names, together] = shown(list(sources))
     found = {together: of_all}
@@ -177,12 +179,12 @@ def alphas_by_source(
 
 
 def _kept(file: Path, keys: list[str], make: Callable[[list[int]], list[Any]]) -> list[Any]:
-    """JSON values, measured once: kept in ``file`` under what they depend on. ``make``: of the missing ones, given
-    their places in ``keys``."""
+    """JSON values that are measured once and stored in ``file``, each under its key. ``make`` gives the missing ones,
+    from their indices in ``keys``."""
     keys = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
-    known = by_first(lambda: fingerprint.read_record(file, "what is asked of it is measured again")) or {}
+    known = on_main_process(lambda: fingerprint.read_record(file, "what is asked of it is measured again")) or {}
     new = {key: i for i, key in reversed([*enumerate(keys)]) if key not in known}
     if new:
         known |= dict(zip(new, make(list(new.values())), strict=True))
-        by_first(lambda: fingerprint.write_record(file, known))
+        on_main_process(lambda: fingerprint.write_record(file, known))
     return [known[key] for key in keys]

@@ -1,6 +1,6 @@
 """Teacher-forced logits by the passes that decoding makes: the prompts at once, then blocks of tokens over the KV
-cache, rows side by side, weights laid out as they are for decoding. In a low precision the shape of a pass decides how
-it rounds, so that only passes of the same shape give the same numbers.
+cache, rows side by side, with weights laid out for decoding. In a low precision the shape of a pass decides how it
+rounds, so only passes of the same shape give the same numbers.
 
 Dims: B rows, L cache slots and tokens, N output tokens (or a few more), V vocabulary.
 """
@@ -22,9 +22,9 @@ from specjax.models import cache as cache_lib
 
 @functools.lru_cache(maxsize=64)
 def block_passes(spec: Any, width: int, fed: int, passes: int):
-    """Jitted ``(params, tokens[B, L], lengths[B]) -> logits[B, passes * fed, V]`` in float32, of the token after each
-    one fed: fills the cache with the first ``width`` tokens, then feeds ``fed`` a pass, each row from token
-    ``lengths[b] - 1`` on, the last one of its prompt. ``L >= lengths[b] - 1 + passes * fed``."""
+    """Jitted ``(params, tokens[B, L], lengths[B]) -> logits[B, passes * fed, V]`` in float32, which choose the token
+    after each one fed. It fills the cache with the first ``width`` tokens, then feeds ``fed`` tokens a pass, each row
+    from token ``lengths[b] - 1`` on, the last one of its prompt. Needs ``L >= lengths[b] - 1 + passes * fed``."""
 
     def run(params, tokens, lengths):
         batch, slots = tokens.shape
@@ -49,7 +49,7 @@ def block_passes(spec: Any, width: int, fed: int, passes: int):
 def output_logits(
     spec: Any, params: Any, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], fed: int
 ) -> list[Float[np.ndarray, "N V"]]:
-    """float32 logits that choose each token of ``outputs`` after its prompt, in blocks of ``fed`` tokens."""
+    """Logits in float32 that choose each token of ``outputs`` after its prompt, in blocks of ``fed`` tokens."""
     width, count = max(map(len, prompts)), max(map(len, outputs))
     passes = -(-count // fed)
     tokens = np.zeros((len(prompts), width + passes * fed), np.int32)

@@ -1,16 +1,14 @@
-"""A draft decoded on fixed held-out prompts, while it is trained and after: tokens a target call, prompt by prompt."""
+"""Decoding of fixed held-out prompts with a draft, in training and after: tokens per target call, prompt by prompt."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
-import operator
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -20,72 +18,25 @@ from specjax.data.corpus import Document
 from specjax.data.prompts import PLACES, HeldOutPrompt, cut_prompts, for_selection
 from specjax.decode.decoder import Decoder
 from specjax.decode.result import GenerationResult, check_finite
-from specjax.drafters.base import TrainedDrafter
 from specjax.errors import ConfigError, DataError
 from specjax.evaluation.simulated import simulated_block_efficiency
-from specjax.evaluation.teacher import with_shared_params
-from specjax.metrics import DecodeStats, Interval, block_efficiency_interval, tokens_per_s
+from specjax.interfaces import Drafter, Params, Trainable
 from specjax.models.hf import LoadedModel
-from specjax.runtime.layout import make_layout
 from specjax.runtime.log import note
-from specjax.types import Drafter, Params
+from specjax.training.layout import make_layout
+from specjax.training.selection import Decoded, DraftEvaluator, affects_selection
+from specjax.training.teacher import with_shared_params
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoded:
-    """Prompts decoded at one temperature, in one batch that took ``seconds``; ``by_prompt``: the counts of each.
-    ``simulated``: the tokens a target call that the draft's training forward gives for the same texts; None where it
-    cannot tell."""
-
-    temperature: float
-    by_prompt: list[DecodeStats]
-    seconds: float
-    simulated: float | None = None
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Decoded:
-        """From `dataclasses.asdict`, through JSON."""
-        stats = list(map(DecodeStats.of, found["by_prompt"]))
-        return cls(found["temperature"], stats, found["seconds"], found.get("simulated"))
-
-    @property
-    def stats(self) -> DecodeStats:
-        return functools.reduce(operator.add, self.by_prompt)
-
-    @property
-    def interval(self) -> Interval:
-        """95%, over prompts."""
-        return block_efficiency_interval(self.by_prompt)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return tokens_per_s(self.stats.emitted, self.seconds)
-
-
-class DraftEvaluator(Protocol):
-    """What a stage needs to decode with its draft."""
-
-    @property
-    def rule(self) -> config.Selection: ...
-
-    def __call__(self, params: Params) -> list[Decoded]:
-        """One a temperature, with the stage's own parameters as they are."""
-        ...
-
-    @property
-    def identity(self) -> str:
-        """A digest of everything beside the weights that the counts depend on."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class HeldOutDecoding:
-    """The same prompts, seed and programs at every call: the draft's weights are an argument of what was compiled, so
-    one evaluation after another compiles nothing. Over a mesh, draft and target decode where they lie."""
+class HeldOutDecoding(DraftEvaluator):
+    """Decoding of the same prompts with the same seed and programs at every call. The draft's weights are an argument
+    of the programs, so a further evaluation compiles nothing. Over a mesh, draft and target decode where they are
+    stored."""
 
     rule: config.Selection
     target: LoadedModel
-    drafter: TrainedDrafter
+    drafter: Trainable
     prompts: Sequence[HeldOutPrompt]
     temperatures: Sequence[float]
     verifier: Any
@@ -93,9 +44,9 @@ class HeldOutDecoding:
     seed: int
 
     def __call__(self, params: Params, loaded: Drafter | None = None) -> list[Decoded]:
-        """``loaded``: the drafter that decodes, instead of the one that ``params`` make."""
+        """Results, one a temperature. ``loaded``: drafter that decodes, instead of the one made of ``params``."""
         params = with_shared_params(self.drafter, params, self.target.params)
-        # Another handle of the same weights: their copy laid out for decoding is freed with it, not kept by training.
+        # Another handle of the same weights: the copy laid out for decoding is freed with it, and not held in training.
         target = dataclasses.replace(self.target)
         verifier = registry.build(registry.VERIFIERS, self.verifier, "verifier")
         drafter = self.drafter.to_drafter(params, target, self.rule.k) if loaded is None else loaded
@@ -115,7 +66,7 @@ class HeldOutDecoding:
 
     def _simulated(self, params: Params, found: GenerationResult, temperature: float, rule: str) -> float | None:
         if dict(self.sampling) != config.Sampling().options():
-            return None  # of other parameters than the temperature it knows nothing
+            return None  # the simulation knows no sampling parameter but the temperature
         texts = [[*prompt.tokens, *row] for prompt, row in zip(self.prompts, found.tokens, strict=True)]
         lengths = [len(prompt.tokens) for prompt in self.prompts]
         how = (self.rule.k, temperature, rule)
@@ -130,10 +81,11 @@ class HeldOutDecoding:
 
 
 def held_out_decoding(
-    config: RunConfig, target: LoadedModel, drafter: TrainedDrafter, held_out: Sequence[Document]
+    config: RunConfig, target: LoadedModel, drafter: Trainable, held_out: Sequence[Document]
 ) -> HeldOutDecoding | None:
-    """None where nothing is to be decoded. The prompts are of documents that no benchmark sees. Raises `DataError`
-    where there is no prompt, or where the target has too few positions, `ConfigError` as `decoding_enabled` does."""
+    """Decoding that ``config.selection`` asks for; None if nothing is to be decoded. The prompts are of documents that
+    no benchmark sees. Raises `DataError` if there is no prompt, or if the target has too few positions, `ConfigError`
+    as `decoding_enabled` does."""
     rule = config.selection
     if not decoding_enabled(config):
         if rule.prompts:
@@ -160,7 +112,7 @@ def held_out_decoding(
 
 
 def with_median_seconds(turns: Sequence[Sequence[Decoded]]) -> list[Decoded]:
-    """The same decoded several times over, of which only the seconds differ."""
+    """Results of several turns as one, with the median of their seconds; nothing else differs between turns."""
     return [
         dataclasses.replace(same[0], seconds=statistics.median(d.seconds for d in same))
         for same in zip(*turns, strict=True)
@@ -168,8 +120,8 @@ def with_median_seconds(turns: Sequence[Sequence[Decoded]]) -> list[Decoded]:
 
 
 def decoding_enabled(config: RunConfig) -> bool:
-    """Whether a run decodes: where there is something to decode, in one process. Raises `ConfigError` where decoding is
-    to decide and cannot, or for a mesh that does not fit."""
+    """True if a run decodes: it has prompts to decode, and one process. Raises `ConfigError` if decoding is to select
+    the draft and cannot, or for a mesh that does not fit."""
     rule, several = config.selection, jax.process_count() > 1
     make_layout(config.mesh)
     if affects_selection(rule) and several:
@@ -178,8 +130,3 @@ def decoding_enabled(config: RunConfig) -> bool:
             "select=last and no patience, or run in one process, over any mesh"
         )
     return bool(rule.prompts) and not several
-
-
-def affects_selection(rule: config.Selection) -> bool:
-    """Whether the decoded evaluations have a say in the result, or are for the log only."""
-    return rule.select == "best" or rule.patience is not None

@@ -1,9 +1,10 @@
-"""Where the same model gives other logits: float32 and bfloat16, one row and many, single tokens and blocks.
+"""Comparison of one model's logits by different computations: float32 and bfloat16, one row and many, single tokens and
+blocks.
 
-Every way to compute is fed the same tokens, the prompts and what the autoregressive loop made of them greedily, and is
-compared with the way of that loop: single tokens over a KV cache, batch 1. Up to the first token that another way
-chooses otherwise, both decoded the same prefix, so there their greedy outputs part. Weights are laid out as decoding
-has them.
+Every computation is fed the same tokens: the prompts, and their greedy output by the autoregressive loop. It is
+compared with the computation of that loop: single tokens over a KV cache, batch 1. Up to the first token that another
+computation would choose differently, both decode the same prefix, so there their greedy outputs part. Weights are laid
+out for decoding.
 
 Dims: P prompts, T tokens (prompt and output), N output tokens, B rows of a pass, V vocabulary.
 """
@@ -30,8 +31,8 @@ from specjax.models.vocabulary import unused_ids
 
 @dataclasses.dataclass(frozen=True)
 class ForwardPath:
-    """A way to compute the same logits. ``fed``: tokens a row feeds in one pass over the cache; None: the whole
-    sequence in one pass, no cache. ``rows`` of a pass: a prompt beside others, or beside itself if it is alone."""
+    """A way to compute the same logits. ``fed``: tokens that a row feeds in one pass over the cache; None: the whole
+    sequence in one pass, without a cache. ``rows``: rows of a pass, filled up with the first prompts again."""
 
     fed: int | None = 1
     rows: int = 1
@@ -42,8 +43,8 @@ SINGLE_TOKENS = ForwardPath()
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first output token of a prompt that a path would choose otherwise. ``margin``: between the two best logits of
-    the reference there."""
+    """First output token of a prompt that a path would choose differently. ``margin``: gap of the reference's two best
+    logits there."""
 
     prompt: int
     position: int
@@ -54,20 +55,20 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Drift:
-    """The path ``name`` against the path ``reference``. Drift is the absolute difference of logits; by position it is
-    over all prompts and the vocabulary. Positions are output tokens, from 0."""
+    """Drift of the path ``name`` from the path ``reference``: absolute differences of logits, at each position over all
+    prompts and the vocabulary. Positions are output tokens, from 0."""
 
     name: str
     reference: str
     drift_max_at: list[float]
     drift_mean_at: list[float]
     differences: list[Difference]
-    """At most one a prompt, in their order."""
+    """First difference of each prompt that has one, in the order of the prompts."""
     choices_differ: float
-    """Share of positions whose largest logit is another token's, all on the reference's prefix."""
+    """Share of positions at which another token has the largest logit, all on the reference's prefix."""
     margin_below_drift: float
-    """Share of positions at which the margin of the two best logits is below the largest drift there: those that only
-    luck decides."""
+    """Share of positions at which the gap of the two best logits is below the largest drift there, so that luck decides
+    the choice."""
 
     @property
     def drift_max(self) -> float:
@@ -84,7 +85,7 @@ class Drift:
 def output_logits(
     model: LoadedModel, tokens: Int[np.ndarray, "P T"], start: int, path: ForwardPath
 ) -> Float[np.ndarray, "P N V"]:
-    """float32 logits that choose ``tokens[:, start:]``, computed along ``path``; ``start`` is the prompts' length."""
+    """Logits in float32 that choose ``tokens[:, start:]``, computed along ``path``; ``start``: size of the prompts."""
     count, fed = len(tokens), path.fed
     spec, params = (model.spec, model.params) if fed is None else decode_layout(model.spec, model.params)
 
@@ -105,8 +106,8 @@ def compare(
     logits: Float[np.ndarray, "P N V"],
     chosen: Int[np.ndarray, "P N"],
 ) -> Drift:
-    """``names`` of path and reference; ``chosen``: the tokens that the reference chooses from its logits. Raises
-    `DataError` where logits are not finite."""
+    """Drift of a path from a reference. ``names``: those of path and reference; ``chosen``: tokens that the reference
+    chooses from its logits. Raises `DataError` if logits are not finite."""
     name, reference_name = names
     broken = np.argwhere(~np.isfinite(logits).all(axis=2))
     if len(broken):
@@ -134,7 +135,7 @@ def compare(
 
 
 def greedy_output(target: LoadedModel, prompts: Int[np.ndarray, "P S"], count: int) -> Int[np.ndarray, "P N"]:
-    """``count`` tokens a prompt, by the autoregressive loop at batch 1; end-of-sequence is a token like any other."""
+    """Greedy output of ``count`` tokens a prompt, by the autoregressive loop at batch 1, with end-of-sequence off."""
     decoder = Decoder(target)
     return np.asarray(
         [decoder.generate([p.tolist()], max_new_tokens=count, ignore_eos=True).tokens[0] for p in prompts], np.int32
@@ -144,9 +145,9 @@ def greedy_output(target: LoadedModel, prompts: Int[np.ndarray, "P S"], count: i
 def compare_paths(
     target: LoadedModel, prompts: Int[np.ndarray, "P S"], count: int, k: int, rows: int
 ) -> Iterator[Drift]:
-    """Every path against single tokens, on the ``count`` greedy tokens after ``prompts``; blocks are of ``k`` + 1
-    tokens, batches of ``rows``. First that reference itself: does it choose what the loop chose? Last, in the other
-    dtype, blocks against single tokens, on the same prefixes."""
+    """Drift of every path from single tokens, on the ``count`` greedy tokens after ``prompts``; blocks have ``k`` + 1
+    tokens, batches ``rows`` rows. The first comparison shows if single tokens choose what the loop chose. The last one
+    is of blocks with single tokens in the other dtype, on the same prefixes."""
     chosen, start = greedy_output(target, prompts, count), prompts.shape[1]
     tokens = np.concatenate([prompts, chosen], axis=1)
     plain = output_logits(target, tokens, start, SINGLE_TOKENS)
@@ -164,11 +165,11 @@ def compare_paths(
 
 
 COMPARISONS = 7
-"""How many comparisons `compare_paths` yields."""
+"""Number of comparisons that `compare_paths` yields."""
 
 
 def _path_name(model: LoadedModel, path: ForwardPath) -> str:
-    """What is said is what differs from single tokens at batch 1."""
+    """Name of a path: dtype, and everything that differs from single tokens at batch 1."""
     fed = {None: "whole sequence", 1: ""}.get(path.fed, f"blocks of {path.fed}")
     return ", ".join(part for part in (str(model.dtype), f"batch {path.rows}" * (path.rows > 1), fed) if part)
 
@@ -178,6 +179,6 @@ def other_dtype(target: LoadedModel) -> str:
 
 
 def cast(model: LoadedModel, dtype: str) -> LoadedModel:
-    """The same weights, rounded or widened to ``dtype``; the model computes in it, too."""
+    """The model with its weights rounded or widened to ``dtype``, in which it computes too."""
     spec = dataclasses.replace(model.spec, dtype=dtype)
     return dataclasses.replace(model, spec=spec, params=jax.tree.map(lambda x: x.astype(dtype), model.params))

@@ -1,4 +1,4 @@
-"""Definitions written out slowly, in float64, to hold the fast code against."""
+"""Slow reference definitions in float64, to check the fast code against."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 Processor = Callable[[np.ndarray, Sequence[int], Sequence[int]], np.ndarray]
-"""``(logits[V], prompt, generated) -> logits[V]``: what a `specjax.types.LogitsProcessor` does to one row."""
+"""Effect of a `specjax.interfaces.LogitsProcessor` on one row: ``(logits[V], prompt, generated) -> logits[V]``."""
 
 
 def sampling_logits(
@@ -27,7 +27,7 @@ def sampling_logits(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> np.ndarray:
-    """What `specjax.sampling.transform` makes of the ``[V]`` logits after ``prompt`` and ``generated``."""
+    """Result of `specjax.sampling.transform` for the ``[V]`` logits after ``prompt`` and ``generated``."""
     x = np.asarray(logits, np.float64) + (0.0 if bias is None else np.asarray(bias, np.float64))
     for token in {*prompt, *generated}:
         x[token] = x[token] / repetition_penalty if x[token] > 0 else x[token] * repetition_penalty
@@ -57,7 +57,7 @@ def bias_vector(
     banned_tokens: Sequence[int] = (),
     allowed_tokens: Sequence[int] = (),
 ) -> np.ndarray:
-    """What the three arguments of a generation that are one add to the ``[V]`` logits."""
+    """Bias on the ``[V]`` logits from the three arguments of a generation that together are one bias."""
     bias = np.zeros(size)
     for token, value in (logit_bias or {}).items():
         bias[token] = value

@@ -1,6 +1,6 @@
-"""Whether an exported draft is the one that was trained: loaded again and held against it, setting by setting, weight
-by weight, and its first blocks against the training forward of the same text. A draft that came back otherwise still
-decodes exactly what its target says, only slower, so nothing else would show it.
+"""Test that an exported draft is the one that was trained. It is loaded again and compared with the trained one,
+setting by setting, weight by weight, and its first blocks with the training forward of the same text. A draft that came
+back different still decodes exactly what its target says, only slower, so nothing else would show the difference.
 
 Dims: B prompts, T tokens, K tokens of a block, V vocabulary.
 """
@@ -19,17 +19,16 @@ from jaxtyping import Array, Float
 
 from specjax.data.rows import Rows
 from specjax.decode.decoder import Decoder
-from specjax.decode.engine import Engine, EngineParams, looked_at, propose
-from specjax.drafters.base import at_depths, in_training
+from specjax.decode.engine import Engine, EngineParams, block_context, propose
 from specjax.errors import ModelError
-from specjax.evaluation.held_out import Decoded
-from specjax.evaluation.teacher import target_output
+from specjax.interfaces import Batch, DecodeState, Draft, Drafter, Params, Target, TargetView, TrainingForm
 from specjax.models.vocabulary import NEVER
 from specjax.runtime.distributed import on_one_device
-from specjax.types import Batch, DecodeState, Draft, Drafter, Params, TargetView, TrainingForm, reads_of
+from specjax.training.selection import Decoded
+from specjax.training.teacher import target_output
 
 _PLACES = 3
-"""Of a block that are compared, if the drafter can be asked for so many."""
+"""Number of depths of a block that are compared, if the drafter can propose so many."""
 _CLOSE = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest difference of two logits, in standard deviations of all of them, that rounding explains."""
 _NOT_OF_THE_DRAFT = ("dtype",)
@@ -40,7 +39,8 @@ _LENGTHS = (3, 9, 21, 40)
 
 @dataclasses.dataclass(frozen=True)
 class SelfTest:
-    """What was compared and agreed. ``largest_difference``: between logits, in their standard deviations; ``blocks``:
+    """Result of a passed self-test. ``weights``: number of equal arrays; ``positions``: number of proposed tokens with
+    compared logits; ``largest_difference``: between these, in their standard deviations; ``blocks``: number of blocks
     that were decoded and counted again."""
 
     weights: int
@@ -49,8 +49,8 @@ class SelfTest:
     blocks: int = 0
 
     def counting(self, again: Sequence[Decoded], before: Sequence[Decoded]) -> SelfTest:
-        """With what the same prompts gave ``again``, and ``before`` the export. Raises `ModelError` unless every prompt
-        has the same counts."""
+        """The result with counts of prompts that were decoded ``again`` after, and ``before`` the export. Raises
+        `ModelError` unless every prompt has the same counts."""
         for a, b in zip(again, before, strict=True):
             for i, (found, wanted) in enumerate(zip(a.by_prompt, b.by_prompt, strict=True)):
                 if found != wanted:
@@ -69,35 +69,35 @@ class SelfTest:
 
 
 def prompts_of(rows: Rows) -> list[list[int]]:
-    """A few of different lengths, from the first rows."""
+    """A few prompts of different lengths, from the first rows."""
     lengths = [min(length, rows.length - _PLACES) for length in _LENGTHS]
     return [rows[i % len(rows)].tokens[:length].tolist() for i, length in enumerate(lengths)]
 
 
 def self_test(trained: Any, params: Params, target: Any, loaded: Drafter, prompts: Sequence[Sequence[int]]) -> SelfTest:
-    """Compare a draft with what was exported of it.
+    """Compare a trained draft with its exported copy.
 
     Args:
-        trained: a `TrainedDrafter`.
-        params: all that it computes with.
+        trained: a `Trainable`.
+        params: all parameters that it computes with.
         target: the `LoadedModel` that it drafts for.
-        loaded: the drafter that was read from the exported directory; its ``k`` does not matter.
+        loaded: the drafter read from the exported directory; its ``k`` does not matter.
         prompts: token ids.
 
     Returns:
-        What agreed.
+        The amounts that agree.
 
     Raises:
-        ModelError: for the first thing that differs, by name.
+        ModelError: something differs; the message names the first difference.
     """
-    # As it decodes: in the target's dtype, to which `load_drafter` casts, laid out where that puts it.
+    # As for decoding: in the target's dtype, to which `load_drafter` casts, on the device where it puts them.
     params = jax.tree.map(lambda x: x.astype(target.dtype), on_one_device(params))
-    trained = in_training(trained, TrainingForm(dtype=str(target.dtype)))
-    if getattr(target.spec, "cache_dtype", None) is not None:  # training reads keys and values as they are made
+    trained = trained.in_training(TrainingForm(dtype=str(target.dtype)))
+    if target.spec.cache_dtype is not None:  # training reads keys and values in the dtype of the pass
         target = dataclasses.replace(target, spec=dataclasses.replace(target.spec, cache_dtype=None))
     places, _ = _predictions(trained)
     own, found = (dataclasses.replace(d, k=places) for d in (trained.to_drafter(params, target, 1), loaded))  # pyright: ignore
-    _same_tokenizer(getattr(found, "model", None), target)
+    _same_tokenizer(found.tokenizer, target.tokenizer)
     bound, read = own.bind(target), found.bind(target)
     if difference := _setting(bound.spec, read.spec, ""):
         raise ModelError(f"self-test: {difference}")
@@ -110,16 +110,15 @@ def self_test(trained: Any, params: Params, target: Any, loaded: Drafter, prompt
 
 
 def _predictions(trained: Any) -> tuple[int, Any]:
-    """(places that can be compared, the trainable that predicts them)."""
+    """(number of depths that can be compared, trainable that predicts them)."""
     for places in range(_PLACES, 0, -1):
-        if (found := at_depths(trained, places)) is not None:
+        if (found := trained.unrolled(places)) is not None:
             return places, found
     return 1, trained
 
 
-def _same_tokenizer(model: Any, target: Any) -> None:
-    """Of a draft that has one of its own."""
-    own, wanted = getattr(model, "tokenizer", None), target.tokenizer
+def _same_tokenizer(own: Any, wanted: Any) -> None:
+    """Raise `ModelError` if the draft has a tokenizer of its own that is not the one wanted, the target's."""
     if own is None or wanted is None:
         return
     for name, of in (("vocabulary", lambda t: t.get_vocab()), ("chat template", lambda t: t.chat_template or None)):
@@ -128,7 +127,7 @@ def _same_tokenizer(model: Any, target: Any) -> None:
 
 
 def _setting(trained: Any, loaded: Any, path: str) -> str | None:
-    """The first setting that differs, by its path."""
+    """Sentence about the first setting that differs, by its path; None if all are equal."""
     if trained == loaded:
         return None
     if dataclasses.is_dataclass(trained) and type(trained) is type(loaded):
@@ -142,7 +141,7 @@ def _setting(trained: Any, loaded: Any, path: str) -> str | None:
 
 
 def _same_weights(trained: Params, loaded: Params) -> int:
-    """How many arrays there are. Raises `ModelError` for the first that is missing, or differs."""
+    """Number of equal arrays. Raises `ModelError` for the first that is missing, or differs."""
     before, after = ({_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)} for tree in (trained, loaded))
     if missing := before.keys() ^ after.keys():
         name = min(missing)
@@ -167,18 +166,18 @@ def _name(path: tuple[Any, ...]) -> str:
 def _diagnosis(
     trained: Any,
     params: Params,
-    target: Any,
+    target: Target,
     found: Drafter,
     prompts: Sequence[Sequence[int]],
     differences: Float[np.ndarray, "B K"],
     close: float,
 ) -> str:
-    """Settings and weights are the same, and the logits of decoding are not those of training."""
+    """Likely cause of logits that differ between decoding and training where settings and weights are equal."""
     if np.isnan(differences).any():
         return "a logit of decoding is NaN, and none of training's is"
     what = f"a logit of decoding is {differences.max():.2g} standard deviations from training's"
     for shift, how in ((1, "one too few"), (-1, "one too many")):
-        if reads_of(trained).kv_layers and _differences(trained, params, target, found, prompts, shift).max() <= close:
+        if trained.reads.kv_layers and _differences(trained, params, target, found, prompts, shift).max() <= close:
             return f"{what}: decoding reads {how} of the target's keys and values"
     if differences[:, 0].max() > close:
         return f"{what}, from a block's first place on: a norm, a rotary table, positions or slots"
@@ -186,10 +185,10 @@ def _diagnosis(
 
 
 def _differences(
-    trained: Any, params: Params, target: Any, found: Drafter, prompts: Sequence[Sequence[int]], shift: int
+    trained: Any, params: Params, target: Target, found: Drafter, prompts: Sequence[Sequence[int]], shift: int
 ) -> Float[np.ndarray, "B K"]:
-    """Largest difference of two logits, by prompt and place, in standard deviations; ``shift``: how many more of the
-    target's slots the drafter is told of."""
+    """Largest difference of two logits by prompt and depth, in standard deviations. ``shift``: number of further slots
+    of the target that the drafter is told of."""
     decoder = Decoder(target, found)
     engine, engine_params = decoder.engine(greedy=False)
     state = decoder.prefilled(prompts, max_new_tokens=1, temperature=1.0)
@@ -204,13 +203,13 @@ def _differences(
     forced = np.asarray(_forced(trainable, places, target.spec, params, target.params, jnp.asarray(texts), roots))
     width = min(forced.shape[-1], proposed.shape[-1])
     a, b = forced[..., :width], proposed[: len(prompts), :places, :width]
-    likely = ~(b < NEVER / 2)  # others have no chance on either side; NaN is one of none
+    likely = ~(b < NEVER / 2)  # other tokens have no chance on either side; NaN counts as likely
     return np.where(likely, abs(a - b), 0.0).max(-1) / a[likely].std()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _drafted(engine: Engine, params: EngineParams, state: DecodeState, shift: int) -> Draft:
-    context = looked_at(engine, params, state)
+    context = block_context(engine, params, state)
     if not shift:
         return propose(engine, params, state, context)[0]
     view = TargetView(params.target, state.cache.view(engine.reads.kv_layers), context.lengths - 1 + shift)
@@ -221,9 +220,9 @@ def _drafted(engine: Engine, params: EngineParams, state: DecodeState, shift: in
 def _forced(
     trainable: Any, places: int, spec: Any, params: Params, target_params: Params, texts: Array, roots: Array
 ) -> Float[Array, "B K V"]:
-    """The training forward's logits for the ``places`` tokens that follow ``roots``."""
+    """Logits of the training forward for the ``places`` tokens that follow ``roots``."""
     batch = Batch(texts, jnp.roll(texts, -1, axis=1), jnp.ones(texts.shape, jnp.float32))
-    out = target_output(spec, target_params, batch, reads_of(trainable))
+    out = target_output(spec, target_params, batch, trainable.reads)
     predictions = trainable.predictions(params, batch, out)
     found = [(prediction.target_rows, prediction.logits.astype(jnp.float32)) for prediction in predictions]
     chosen = []

@@ -1,11 +1,12 @@
-"""The block efficiency that a draft would have on given texts, from forward passes alone: what its decoding should
-reach, by its training forward.
+"""Block efficiency of a draft on given texts, from forward passes alone: the value that its decoding should reach by
+its training forward.
 
-A lossless rule that writes a text accepts the drafts that agree with it; given the text, at least
-i of them with a chance a_i that depends on it alone. With the ratio q/p of the text's own
-tokens: for the token rule (2211.17192) a_i is the product of min(1, q/p) up to i; for block verification (2403.10444)
-q/p up to i times w_i, where w_i = min(1, w_{i-1} p/q); greedy it is whether the draft's best tokens are the text's. The
-next root follows the first token that is not accepted, so the expected number of blocks comes from one sum over roots.
+A lossless rule that writes a text accepts proposed tokens that agree with it. Given the text, it accepts at least i of
+a block with a chance a_i that depends on the text alone, by the ratios q/p of its tokens. For the token rule
+(2211.17192) a_i is the product of min(1, q/p) up to i; for block verification (2403.10444) the product of q/p up to i
+times w_i, where w_i = min(1, w_{i-1} p/q); greedily 1 if the draft's best tokens up to i are the text's, else 0. The
+next block starts at the text's token in place of the first one not accepted (its root), so one sum over roots gives the
+expected number of blocks.
 
 Dims: B texts, L tokens of the longest, K tokens of a block.
 """
@@ -22,42 +23,41 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from specjax.drafters.base import at_depths, by_part
-from specjax.evaluation.matching import Matched, Matching, Positions, Teacher
-from specjax.evaluation.teacher import target_output
+from specjax.interfaces import Batch, FullLogits, Params, Target
 from specjax.models.vocabulary import TokenRows
-from specjax.types import Batch, FullLogits, Params, reads_of
+from specjax.training.chunked_loss import Matched, Matching, Positions, Teacher
+from specjax.training.teacher import target_output
 
 RULES = ("speculative", "block")
-"""The rules that can be simulated at temperatures above 0; at 0 all that are lossless are one."""
+"""Rules that can be simulated at temperatures above 0; at 0 all lossless rules are alike."""
 
 
 def simulated_block_efficiency(
     drafter: Any,
     params: Params,
-    target: Any,
+    target: Target,
     texts: Sequence[Sequence[int]],
     prompt_lengths: Sequence[int],
     k: int,
     temperature: float,
     rule: str,
 ) -> float | None:
-    """Expected tokens a target call.
+    """Expected tokens per target call on ``texts``.
 
     Args:
-        drafter: a `TrainedDrafter`.
-        params: all that it computes with.
-        target: a `LoadedModel`, which wrote the texts at ``temperature``, or they mean nothing.
+        drafter: a `Trainable`.
+        params: all parameters that it computes with.
+        target: the `LoadedModel` that wrote the texts at ``temperature``; with others the result means nothing.
         texts: token ids, prompts included.
-        prompt_lengths: how many of each text's tokens are its prompt, at least one.
-        k: draft tokens a block.
-        temperature: of target and draft, with no other sampling parameter.
+        prompt_lengths: number of prompt tokens of each text, at least one.
+        k: proposed tokens of a block.
+        temperature: temperature of target and draft, which have no other sampling parameter.
         rule: kind of the verifier.
 
     Returns:
-        Tokens a block over all texts; None for a rule or drafter that this cannot tell of.
+        Tokens per block over all texts; None for a rule or drafter that cannot be simulated.
     """
-    trainable = at_depths(drafter, k)
+    trainable = drafter.unrolled(k)
     if trainable is None or (temperature > 0 and rule not in RULES):
         return None
     longest = -(-max(map(len, texts)) // 64) * 64
@@ -76,8 +76,8 @@ def simulated_block_efficiency(
 
 
 def expected_blocks(ratios: Float[np.ndarray, "K L"], prompt: int, length: int, rule: str) -> float:
-    """The expected number of blocks that a text of ``length`` tokens takes behind its first ``prompt``; ``ratios[j,
-    i]``: q/p of token i as the (j+1)-th of a block."""
+    """Expected number of blocks that write a text of ``length`` tokens after its first ``prompt``. ``ratios[j, i]``:
+    q/p of token i as the (j+1)-th of a block."""
     depth = np.arange(len(ratios))
     at = np.zeros(length + len(ratios) + 1)
     at[prompt - 1] = 1.0
@@ -89,7 +89,7 @@ def expected_blocks(ratios: Float[np.ndarray, "K L"], prompt: int, length: int, 
 
 
 def _accepted(ratios: Float[np.ndarray, " K"], rule: str) -> Float[np.ndarray, " K1"]:
-    """The chance that at least 0 .. K drafts are accepted, given the text."""
+    """Chance that at least 0 .. K proposed tokens are accepted, given the text."""
     if rule == "speculative":
         return np.cumprod(np.minimum(1.0, np.append(1.0, ratios)))
     kept, weight, product = [1.0], 1.0, 1.0
@@ -111,10 +111,10 @@ def _ratios(
     texts: Int[jax.Array, "B L"],
     temperature: float,
 ) -> Float[jax.Array, "K B L"]:
-    """q/p of every token of the texts as each of a block's; greedy 1 where the draft's best is the token, else 0."""
+    """Ratio q/p of every token at each depth of a block; greedily 1 where the token is the draft's best, else 0."""
     labels = jnp.roll(texts, -1, axis=1)
     batch = Batch(texts, labels, jnp.ones(texts.shape, jnp.float32))
-    out = target_output(spec, target_params, batch, reads_of(drafter))
+    out = target_output(spec, target_params, batch, drafter.reads)
     teacher = Teacher.of(spec, target_params, out)
 
     def ratios(m: Matched, _: Positions) -> Float[jax.Array, "B L"]:
@@ -131,10 +131,10 @@ def _ratios(
         found = []
         for prediction in itertools.islice(drafter.predictions(params, some, out), k):
             ratio = Matching.of(prediction, teacher, labels, tokens).mapped(ratios)
-            # The prediction of target row i is of token i + 1.
+            # The prediction at target row i is of token i + 1.
             at = jnp.where(prediction.weight > 0, prediction.target_rows + 1, texts.shape[1])
             scattered = jax.vmap(lambda at, ratio: nothing.at[at].set(ratio, mode="drop"))(at, ratio)
             found.append(scattered)
         return jnp.stack(found * (k if len(found) == 1 else 1))
 
-    return by_part(drafter, batch, of_part)
+    return drafter.by_part(batch, of_part)

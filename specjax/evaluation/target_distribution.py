@@ -1,5 +1,5 @@
-"""The distribution that decoding must follow: one target under one set of sampling parameters, token by token, from a
-teacher-forced forward and `specjax.evaluation.references` in float64, with none of the code that decodes."""
+"""Distribution that decoding must follow: one target under one set of sampling parameters, token by token. It comes
+from a teacher-forced forward and `specjax.evaluation.references` in float64, and uses none of the code that decodes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from specjax.decode.request import NUMBERS
 from specjax.evaluation.references import bias_vector, sampling_logits
+from specjax.interfaces import Target
 from specjax.models.vocabulary import unused_ids
 
 _CUTS = ("top_k", "top_p", "min_p")
@@ -17,9 +18,10 @@ _LISTS = ("logit_bias", "banned_tokens", "allowed_tokens")
 
 
 class TargetDistribution:
-    """``sampling``: arguments of `Decoder.generate`, one value each; ``new_tokens``: most tokens after a prompt."""
+    """Exact distribution of a target. ``sampling``: arguments of `Decoder.generate`, one value each; ``new_tokens``:
+    largest number of tokens after a prompt."""
 
-    def __init__(self, target: Any, sampling: Mapping[str, Any], new_tokens: int):
+    def __init__(self, target: Target, sampling: Mapping[str, Any], new_tokens: int):
         self._target, self._new_tokens = target, new_tokens
         self._numbers = {name: sampling[name] for name in NUMBERS if name in sampling and name != "temperature"}
         self._stop_ids = list(sampling.get("stop_token_ids", ()))
@@ -28,8 +30,8 @@ class TargetDistribution:
         self._bias[unused_ids(target)] = -np.inf
 
     def logits(self, prompt: Sequence[int], generated: Sequence[int]) -> np.ndarray:
-        """Logits of the target before each of ``generated``, float32 ``[len(generated), V]``, by one forward of one
-        shape."""
+        """Logits of the target before each of ``generated``, float32 ``[len(generated), V]``, by one forward padded to
+        ``new_tokens``."""
         padding = [0] * (self._new_tokens - len(generated))
         found = np.asarray(self._target.logits([[*prompt, *generated, *padding]]))[0]
         return found[len(prompt) - 1 :][: len(generated)]
@@ -37,7 +39,7 @@ class TargetDistribution:
     def transformed(
         self, logits: np.ndarray, prompt: Sequence[int], generated: Sequence[int], temperature: float, cuts: bool = True
     ) -> np.ndarray:
-        """Logits ``[V]`` after the sampling parameters, in float64; ``cuts``: top-k, top-p and min-p as well."""
+        """Logits ``[V]`` after the sampling parameters, in float64; ``cuts``: True for top-k, top-p and min-p too."""
         numbers = {name: x for name, x in self._numbers.items() if cuts or name not in _CUTS}
         return sampling_logits(
             logits, prompt, generated, bias=self._bias, stop_ids=self._stop_ids, temperature=temperature, **numbers

@@ -13,28 +13,28 @@ import numpy as np
 
 from specjax import metrics, registry
 from specjax.config import Bench, RunConfig
+from specjax.costs.devices import this_device
+from specjax.costs.prediction import Shape
+from specjax.costs.roofline import Pass, Work, padded, storage_of
 from specjax.data.corpus import Document
 from specjax.data.prompts import HeldOutPrompt, cut_prompts, for_benchmark
 from specjax.decode import request
 from specjax.decode.decoder import Decoder
 from specjax.drafters.base import refuse_longer
-from specjax.drafters.loading import asked_kind, load_drafter
 from specjax.errors import DataError
 from specjax.evaluation import bench as bench_lib
 from specjax.evaluation import certify as certify_lib
 from specjax.evaluation import figures as figures_lib
+from specjax.formats.loading import asked_kind, load_drafter
+from specjax.interfaces import Drafter
 from specjax.jobs import inputs
 from specjax.models.hf import LoadedModel
-from specjax.planning.devices import this_device
-from specjax.planning.prediction import Shape
-from specjax.planning.roofline import Pass, Work, padded, storage_of
 from specjax.runtime.progress import Bars, no_bars
-from specjax.types import Drafter
 
 GREEDY, SAMPLED = 0.0, 1.0
 _TUNING = 3
-"""Tuning prompts for each timed one: greedy acceptance varies by a quarter from prompt to prompt, so the prediction of
-the speedup needs more of them than the choice of k."""
+"""Number of tuning prompts for each timed one. Greedy acceptance varies by a quarter from prompt to prompt, so the
+prediction of the speedup needs more prompts than the choice of k."""
 
 
 def run_bench(config: RunConfig, bars: Bars = no_bars) -> dict[str, Any]:
@@ -57,8 +57,9 @@ def decoding_figures(
     held_out: Sequence[Document],
     bars: Bars = no_bars,
 ) -> dict[str, Any]:
-    """Everything measured by decoding: ``decoding`` (the grid, one dict a cell), ``figures`` (the flat summary),
-    ``sample`` (one generation in pieces), ``compile_seconds``. ``drafts``, of any k: the last one counts."""
+    """Benchmark ``drafts``, drafters of any k, on held-out prompts. Returns ``decoding`` (one dict for each cell of the
+    grid), ``figures`` (the flat summary, about the last draft), ``sample`` (one generation in pieces),
+    ``compile_seconds`` and more."""
     settings = config.bench
     cut = _prompts(held_out, target, settings.prompt_tokens, (1 + _TUNING) * settings.prompts)
     prompts = [prompt.tokens for prompt in cut]
@@ -69,17 +70,17 @@ def decoding_figures(
     factories = {name: _of_length(draft) for name, draft in loaded.items()} | {
         kind: registered(kind) for kind in settings.drafters
     }
-    favourite = list(drafts)[-1]
+    primary = list(drafts)[-1]
     verifier, sampling = registry.build(registry.VERIFIERS, config.verifier, "verifier"), config.sampling.options()
     bench = bench_lib.Bench(target, factories, settings, timed, tuning, verifier, sampling, config.seed)
     with bars("decoding", bench.num_ticks) as progress:
         done = itertools.count(1)
         tick = (lambda: progress(next(done), {})) if progress else (lambda: None)
-        measured = bench.measure(favourite, tick)
-    recompiles = bench_lib.count_recompiles(target, factories[favourite](max(settings.ks)), verifier)
+        measured = bench.measure(primary, tick)
+    recompiles = bench_lib.count_recompiles(target, factories[primary](max(settings.ks)), verifier)
     figures, distance = _figures(measured, target), {}
     if not verifier.lossless:
-        drafter = factories[favourite](next(reversed(measured["best_k"].values())))
+        drafter = factories[primary](next(reversed(measured["best_k"].values())))
         options = dataclasses.replace(config.certify, new_tokens=settings.new_tokens)
         subject = certify_lib.Subject(target, drafter, verifier, timed, sampling, options, config.seed)
         found = certify_lib.sampled_distribution(subject).details
@@ -89,10 +90,10 @@ def decoding_figures(
         "comparison": comparison(measured, [prompt.source for prompt in cut[: settings.prompts]]),
         "figures": {**figures, "recompiles": recompiles, "peak_rss_gb": bench_lib.peak_rss_gb()},
         "compile_seconds": bench.compile_seconds,
-        "roofline": [found.to_json() for found in passes(bench, settings, favourite, measured["headline"], target)],
+        "roofline": [found.to_json() for found in passes(bench, settings, primary, measured["headline"], target)],
         "verifier": {"kind": verifier.kind, "lossless": verifier.lossless, **distance},
         "sample": _sample(
-            bench, favourite, measured["best_k"], timed[0], target, settings.new_tokens, sampling, config.seed
+            bench, primary, measured["best_k"], timed[0], target, settings.new_tokens, sampling, config.seed
         ),
     }
 
@@ -100,17 +101,17 @@ def decoding_figures(
 def passes(
     bench: bench_lib.Bench,
     settings: Bench,
-    favourite: str,
+    primary: str,
     headlines: Mapping[float, Mapping[str, Any]],
     target: LoadedModel,
 ) -> Iterator[Pass]:
-    """What bounds the passes of batch 1, at the first temperature, and whole blocks of every batch that was decoded
-    with lengths chosen."""
+    """Passes beside the device's roofline, at the first temperature: those of batch 1, and whole blocks of every batch
+    that was decoded with chosen lengths."""
     temperature, headline = next(iter(headlines.items()))
     device, own = this_device(target), Shape(target.config)
     longest = {size: max(settings.ks_of(size)) for size in settings.batch_sizes}
     k = headline["k"]
-    engine, params = bench.decoder(favourite, k).engine(temperature == 0)
+    engine, params = bench.decoder(primary, k).engine(temperature == 0)
     draft, storage = Shape.of_drafter(engine, params), storage_of(params.target, engine.target.init_cache(1, 16))
 
     def work(batch: int, k: int) -> tuple[Work, Work]:
@@ -131,14 +132,14 @@ def passes(
 
 
 def num_ticks(config: RunConfig) -> int:
-    """How often `decoding_figures` reports progress for the two drafts of a run and what is decoded beside them."""
+    """Number of times that `decoding_figures` reports progress, for a run's two drafts and all that is compared."""
     settings, prompts = config.bench, config.bench.prompts
     drafters = 2 + len(settings.drafts) + len(settings.drafters)
     return bench_lib.num_ticks(config.bench, drafters, prompts, _TUNING * prompts)
 
 
 def check(config: RunConfig, prepared: inputs.Prepared) -> None:
-    """Refuse, before any training, what `decoding_figures` could not decode."""
+    """Refuse, before any training, a config that `decoding_figures` could not decode."""
     settings, target = config.bench, prepared.target
     for drafter in _from_disk(config, target).values():
         drafter.bind(target)
@@ -153,8 +154,8 @@ def check(config: RunConfig, prepared: inputs.Prepared) -> None:
 
 
 def held_out_prompts(documents: Sequence[Document], target: LoadedModel, length: int, count: int) -> list[list[int]]:
-    """``count`` prompts of ``length`` tokens from inside held-out documents: the middle of each first, in the order of
-    their content hashes, then other places. Raises `DataError` if there is too little text."""
+    """``count`` prompts of ``length`` tokens from inside held-out documents, in the order of their content hashes:
+    first from the middle of each, then from other positions. Raises `DataError` if there is too little text."""
     return [prompt.tokens for prompt in _prompts(documents, target, length, count)]
 
 
@@ -177,13 +178,13 @@ def _of_length(drafter: Any) -> bench_lib.DrafterFactory:
 
 
 def registered(kind: str) -> bench_lib.DrafterFactory:
-    """Drafters of a registered kind, by k. Raises `ConfigError` for a kind that is unknown."""
+    """Factory, k -> drafter, of a registered kind. Raises `ConfigError` for an unknown kind."""
     drafter = registry.resolve(registry.DRAFTERS, kind, "bench.drafters")
     return lambda k: drafter(k=k)
 
 
 def _figures(measured: Mapping[str, Any], target: LoadedModel) -> dict[str, Any]:
-    """The flat summary. Overheads and prediction errors are the worst over the temperatures measured."""
+    """The flat summary of a benchmark. Overheads and prediction errors are the worst over the measured temperatures."""
     greedy, sampled = (measured["headline"].get(t) for t in (GREEDY, SAMPLED))
     figures: dict[str, Any] = {}
     for suffix, headline in (("greedy", greedy), ("t1", sampled)):
@@ -210,7 +211,7 @@ def _figures(measured: Mapping[str, Any], target: LoadedModel) -> dict[str, Any]
     figures["ar_overhead"] = max(h["ar_overhead"] for h in headlines)
     figures["step_overhead"] = max(h["step_overhead"] for h in headlines)
     figures["step_overhead_apart"] = max(h["step_overhead_apart"] for h in headlines)
-    # With tau from other prompts, and from the timed ones: the second is the error of the costs alone.
+    # With tau of the tuning prompts, then of the timed ones: the second error is that of the costs alone.
     for tail in ("", "_in_sample"):
         predicted = f"speedup_predicted{tail}"
         figures[predicted.replace("predicted", "predicted_error")] = max(
@@ -229,7 +230,7 @@ def _figures(measured: Mapping[str, Any], target: LoadedModel) -> dict[str, Any]
 
 
 def comparison(measured: Mapping[str, Any], sources: Sequence[str]) -> list[dict[str, Any]]:
-    """Every drafter at the best k of the last draft, beside plain decoding, at batch 1: source by source."""
+    """Rows that compare all drafters, at the best k of the last draft, with plain decoding at batch 1, by source."""
     by_prompt: Mapping[bench_lib.Cell, Any] = measured["by_prompt"]
     found = []
     for source in figures_lib.shown(sources):
@@ -239,7 +240,7 @@ def comparison(measured: Mapping[str, Any], sources: Sequence[str]) -> list[dict
                 adaptive = cell.drafter == bench_lib.ADAPTIVE
                 if (cell.temperature, cell.batch_size) == (temperature, 1) and (cell.k in (0, k) or adaptive):
                     seconds, stats = zip(*(by_prompt[cell][i] for i in chosen), strict=True)
-                    # The median turn, as in the grid: of all prompts it is the grid's own number.
+                    # The median turn, as in the grid: over all prompts it is the grid's number.
                     turn = float(np.median(np.sum(seconds, axis=0)))
                     speed = metrics.tokens_per_s(sum(s.emitted for s in stats), turn)
                     row = figures_lib.compared(
@@ -255,7 +256,7 @@ def _milliseconds(costs: Mapping[str, float]) -> dict[str, float]:
 
 def _sample(
     bench: bench_lib.Bench,
-    favourite: str,
+    primary: str,
     best_k: Mapping[float, int],
     prompt: Sequence[int],
     target: LoadedModel,
@@ -264,13 +265,13 @@ def _sample(
     seed: int,
 ) -> dict[str, Any]:
     temperature, k = list(best_k.items())[-1]
-    decoder: Decoder = bench.decoder(favourite, k)
+    decoder: Decoder = bench.decoder(primary, k)
     options = {"temperature": temperature, **sampling}
     result = decoder.generate([prompt], max_new_tokens=new_tokens, seed=seed, ignore_eos=True, **options)
     return {
         "prompt": target.tokenizer.decode(prompt),
         "pieces": [dataclasses.asdict(piece) for piece in result.pieces(0)],
-        "drafter": favourite,
+        "drafter": primary,
         "k": k,
         "temperature": temperature,
         "backend": jax.default_backend(),

@@ -1,5 +1,5 @@
-"""`specjax calibrate`: the costs of a config's target and drafters on this device (`specjax.planning`), measured once
-and kept. Jobs that decode adaptively call `cost_model`, which measures only what is not known yet."""
+"""`specjax calibrate`: measure the costs of a config's target and drafters on this device (`specjax.costs`) once,
+and store them. `specjax plan` calls `cost_model`, which measures only costs that are not stored yet."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ import jax
 
 from specjax import registry
 from specjax.config import RunConfig
+from specjax.costs import calibrations, store
+from specjax.costs.acceptance import Acceptance
+from specjax.costs.calibrations import Kept
+from specjax.costs.cost_model import BatchCosts, CostModel, batch_costs, fit
+from specjax.costs.measuring import CostTimer, Wanted, spread_lengths, temperatures_of
+from specjax.costs.timer import count_compiles
 from specjax.drafters.base import refuse_longer
-from specjax.drafters.loading import asked_kind, load_drafter
 from specjax.errors import ConfigError
 from specjax.evaluation.bench import AUTOREGRESSIVE, Bench, Cell, DrafterFactory
-from specjax.evaluation.costs import count_compiles
+from specjax.formats.loading import asked_kind, load_drafter
+from specjax.interfaces import Drafter
 from specjax.jobs import inputs
 from specjax.jobs.bench import held_out_prompts, registered
 from specjax.models.hf import LoadedModel
-from specjax.planning import calibrations, store
-from specjax.planning.acceptance import Acceptance
-from specjax.planning.calibrations import Kept
-from specjax.planning.cost_model import BatchCosts, CostModel, batch_costs, fit
-from specjax.planning.measuring import CostTimer, Wanted, spread_lengths, temperatures_of
 from specjax.runtime.progress import Bars, StepProgress, no_bars
-from specjax.types import Drafter
 
 _TURNS = 5
-"""Whose medians count."""
+"""Number of times that every point is timed; its median counts."""
 _LOOKS_AT_WHOLE_BLOCKS = "block"
-"""The rule by which what is kept of a block depends on its length."""
+"""Verifier by which the number of accepted tokens depends on the length of the block."""
 TRAINED = "draft_after"
-"""The draft that training left in the run's directory, as the benchmark calls it."""
+"""Name, in the benchmark, of the draft that training left in the run's directory."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
-    """A target with the drafters that a config names, and prompts that nothing else is measured on."""
+    """A target with the drafters that a config names, and held-out prompts to measure them on."""
 
     config: RunConfig
     prepared: inputs.Prepared
@@ -48,7 +48,7 @@ class Subject:
     timed: Sequence[Sequence[int]]
     """Prompts to measure decoding on, `bench.prompts` of them."""
     tuning: Sequence[Sequence[int]]
-    """Others, three times as many, for acceptance and costs."""
+    """Other prompts, three times as many, to measure acceptance and costs on."""
 
     @property
     def target(self) -> LoadedModel:
@@ -56,16 +56,16 @@ class Subject:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Buckets of rows, ascending."""
+        """Batch sizes rounded up to powers of two (buckets of rows), ascending."""
         return tuple(sorted({1 << (size - 1).bit_length() for size in self.config.bench.batch_sizes}))
 
     def ks(self) -> tuple[int, ...]:
-        """Every length that the config's benchmark has, in whichever batch."""
+        """Draft lengths of the config's benchmark at any batch size, ascending."""
         return tuple(sorted({*self.config.bench.ks, *(self.config.bench.batch_ks or ())}))
 
     @classmethod
     def of(cls, config: RunConfig, bars: Bars = no_bars) -> Subject:
-        """The target, the drafts in `bench.drafts`, what training left in `out`, if anything, and `bench.drafters`."""
+        """Load the target, the drafts in `bench.drafts`, the draft trained in `out`, if any, and `bench.drafters`."""
         settings, trained = config.bench, Path(config.out) / "draft"
         if not (settings.drafts or settings.drafters or trained.is_dir()):
             raise ConfigError(
@@ -89,7 +89,7 @@ class Subject:
         return cls(config, prepared, Bench(target, factories, *options), tuple(factories), timed, tuning)
 
     def wanted(self, rows: int) -> Wanted:
-        """What is measured of a bucket of rows."""
+        """Measurements that a bucket of ``rows`` rows needs."""
         settings, tuning = self.config.bench, self.tuning
         shortest = min(map(len, tuning))
         prompts = [tuning[i % len(tuning)][:shortest] for i in range(rows)]
@@ -98,7 +98,7 @@ class Subject:
         return Wanted(prompts, settings.new_tokens, lengths, temperatures_of(settings.temperatures), sampling)
 
     def key(self, rows: int) -> dict[str, Any]:
-        """What the costs of a bucket are kept under."""
+        """Key that the costs of a bucket of ``rows`` rows are stored under."""
         wanted, longest = self.wanted(rows), max(self.ks())
         decoders = {name: self.bench.decoder(name, longest) for name in self.drafters}
         decoders[AUTOREGRESSIVE] = self.bench.decoder(AUTOREGRESSIVE, 0)
@@ -119,22 +119,22 @@ def _of_length(drafter: Any) -> DrafterFactory:
 
 @dataclasses.dataclass(frozen=True)
 class Calibrated:
-    """Costs, and what it took to know them."""
+    """Costs of a config's passes and blocks, and the time that it took to get them."""
 
     model: CostModel
     kept: Mapping[int, bool]
-    """By rows: whether the costs were read, not measured."""
+    """Rows of a bucket -> True if its costs were read instead of measured."""
     seconds: float
-    """Of measuring, beside compilation."""
+    """Seconds of measuring, without compilation."""
     compile_seconds: float
     directory: Path | None
-    """Where the costs are kept; None: nowhere, it cannot be written."""
+    """Directory that the costs are stored in; None: it cannot be written, and nothing is stored."""
     lengths: Mapping[tuple[str, int, str], Kept] = dataclasses.field(default_factory=dict)
-    """What the default controller weighs with, by drafter, rows and kind of program; empty: not asked for."""
+    """(drafter, rows, kind of program) -> costs that the default controller uses; empty: not asked for."""
 
     @property
     def summary(self) -> str:
-        """A sentence: what was measured, how long it took, how far off the fit is, where the costs are."""
+        """A sentence with the seconds of measuring, the error of the fit and the place of the stored costs."""
         error = self.model.error
         off = "no point left out of the fit" if error is None else f"median {error[0]:.1%}, worst {error[1]:.1%}"
         took = f"measured in {self.seconds:.1f} s, beside {self.compile_seconds:.1f} s of compilation"
@@ -142,7 +142,7 @@ class Calibrated:
         return f"{'read' if all(self.kept.values()) else took}; error at points left out: {off}; {place}"
 
     def to_json(self) -> dict[str, Any]:
-        """Costs, errors of the fit and seconds, as a JSON object."""
+        """A JSON object of costs, errors of the fit and seconds."""
         checks = [
             {"batch": rows, "point": c.name, "predicted": c.predicted, "measured": c.measured, "error": c.error}
             for rows, c in self.model.checks
@@ -157,8 +157,8 @@ class Calibrated:
 
 
 def cost_model(subject: Subject, again: bool = False, bars: Bars = no_bars) -> Calibrated:
-    """The costs of every batch of the config: as they were kept, or measured now and kept. ``again``: measured in any
-    case."""
+    """Costs of every batch of the config: read if they are stored, else measured now and stored. ``again``: measure in
+    any case."""
     batches, kept, place = {}, {}, None
     measuring = compiling = 0.0
     keys = {rows: subject.key(rows) for rows in subject.batches}
@@ -182,7 +182,7 @@ def cost_model(subject: Subject, again: bool = False, bars: Bars = no_bars) -> C
 
 
 def _measured(subject: Subject, rows: int, tick: Callable[[], None]) -> tuple[BatchCosts, float, float]:
-    """Costs of a bucket, seconds of measuring and of compiling."""
+    """Costs of a bucket of rows, seconds of measuring, and seconds of compiling."""
     start, wanted = time.perf_counter(), subject.wanted(rows)
     with count_compiles() as count:
         timer = CostTimer(subject.bench.decoder, wanted)
@@ -198,8 +198,9 @@ def acceptances(
     subject: Subject, alpha: float | None = None, bars: Bars = no_bars, only: tuple[str, float] | None = None
 ) -> dict[tuple[str, int, float], Acceptance]:
     """Acceptance of every drafter, length and temperature of the config, counted on the tuning prompts in the largest
-    batch: it is the same in all. Under a rule that judges a token by those before it, blocks of the largest length tell
-    the others'. ``alpha``: assumed instead. ``only``: of this drafter at this temperature."""
+    batch, as it is the same in all. If the verifier judges a token only by those before it, blocks of the largest
+    length also give the acceptance of shorter ones. ``alpha``: acceptance to assume instead of counting. ``only``: the
+    drafter and temperature to count for, instead of all."""
     settings, ks = subject.config.bench, subject.ks()
     names, temperatures = (subject.drafters, settings.temperatures) if only is None else ((only[0],), (only[1],))
     if alpha is not None:
@@ -222,7 +223,7 @@ def acceptances(
 
 
 def counting(progress: StepProgress | None) -> Callable[[], None]:
-    """A tick that tells ``progress`` how many there were."""
+    """A function without arguments that tells ``progress`` how often it was called."""
     done = 0
 
     def tick() -> None:
@@ -235,8 +236,8 @@ def counting(progress: StepProgress | None) -> Callable[[], None]:
 
 
 def run_calibrate(config: RunConfig, again: bool = False, bars: Bars = no_bars) -> Calibrated:
-    """`cost_model` of a config, and what the default controller weighs the lengths of its drafters with. Raises
-    `SpecjaxError` for what the user can mend."""
+    """`cost_model` of a config, and the block costs by which the default controller chooses the lengths of its
+    drafters. Raises `SpecjaxError` for errors that the user can mend."""
     subject = Subject.of(config, bars)
     found, lengths = cost_model(subject, again, bars), {}
     longest = max(subject.ks())

@@ -9,9 +9,9 @@ from pathlib import Path
 from specjax import registry
 from specjax.config import RunConfig
 from specjax.drafters.base import refuse_longer
-from specjax.drafters.loading import asked_kind, load_drafter
 from specjax.errors import DataError
 from specjax.evaluation import certify as certify_lib
+from specjax.formats.loading import asked_kind, load_drafter
 from specjax.jobs import inputs
 from specjax.jobs.bench import held_out_prompts
 from specjax.runtime.progress import Bars, no_bars
@@ -20,10 +20,11 @@ from specjax.runtime.progress import Bars, no_bars
 def run_certify(config: RunConfig, bars: Bars = no_bars) -> certify_lib.Certificate:
     """Certify the drafter that ``config.certify`` names, or the draft that `train_draft.py` left in ``config.out``.
 
-    The target's loaded weights stay beside their layout, unlike in other commands: they are the witness. A distribution
-    computed from the layout could not tell that a weight was laid out wrongly."""
+    Unlike other commands, this one keeps the target's weights as loaded, beside their layout for decoding. The output
+    is checked against them: a distribution computed from the layout could not show that a weight was laid out
+    wrongly."""
     settings, spec = config.certify, config.certify.drafter
-    if config.target.dtype is None:  # what is not exact in float32 is wrong in every precision
+    if config.target.dtype is None:  # an output not exact in float32 is wrong in every precision
         config = dataclasses.replace(config, target=dataclasses.replace(config.target, dtype="float32"))
     draft = Path(config.out) / "draft"
     if spec is None and not draft.is_dir():

@@ -1,9 +1,9 @@
-"""The distillation job: a run's config in, a distilled draft as a Hugging Face directory and its acceptance out.
+"""The distillation job: from a run's config to a distilled draft, as a Hugging Face directory, and its acceptance.
 
-Stages, each in its own directory under `out` and finished once: a target from scratch if none is given
-(`target-train`), the draft's pretraining (`draft-pretrain`) from the weights in `draft-start.safetensors`, its
+The stages, each in its own directory under `out` and finished once: training a target from scratch if none is given
+(`target-train`), the draft's pretraining (`draft-pretrain`) from the first weights in `draft-start.safetensors`, its
 distillation (`draft-distill`), and the controls, which spend the distillation's tokens on cross-entropy
-(`control-<learning rate>`). Then held-out evaluation, and export to `draft-before` and `draft`.
+(`control-<learning rate>`). Held-out evaluation follows, and export to `draft-before` and `draft`.
 """
 
 from __future__ import annotations
@@ -20,27 +20,15 @@ import jax
 
 from specjax import registry
 from specjax.config import RunConfig, Stage
-from specjax.distill.init import Initial, initial_draft
-from specjax.distill.sources.on_policy import draft_sampler
-from specjax.distill.sources.text import Proposer, Text
-from specjax.distill.start import FirstWeights, kept_start
-from specjax.distill.trainer import StageData, Trainer
-from specjax.drafters.base import TrainedDrafter, longest, refuse_longer
-from specjax.drafters.loading import asked_kind, load_drafter
+from specjax.drafters.base import refuse_longer
 from specjax.errors import ModelError
 from specjax.evaluation import figures
-from specjax.evaluation.evaluate import Evaluation
-from specjax.evaluation.held_out import (
-    Decoded,
-    HeldOutDecoding,
-    affects_selection,
-    decoding_enabled,
-    held_out_decoding,
-)
+from specjax.evaluation.held_out import HeldOutDecoding, decoding_enabled, held_out_decoding
 from specjax.evaluation.self_test import SelfTest, prompts_of, self_test
-from specjax.evaluation.teacher import needs_target, with_shared_params
+from specjax.formats import trained as stored
+from specjax.formats.loading import asked_kind, load_drafter
+from specjax.interfaces import Drafter, Initial, Params, Trainable
 from specjax.jobs import memory
-from specjax.jobs.exports import MADE_BY, WEIGHTS, card, export, parameter_count, refuse_foreign
 from specjax.jobs.inputs import (
     Prepared,
     data_directory,
@@ -54,11 +42,19 @@ from specjax.jobs.inputs import (
 from specjax.models.hf import LoadedModel
 from specjax.models.weights import rounded
 from specjax.runtime import fingerprint, lock, sinks
-from specjax.runtime.distributed import by_first, is_first
-from specjax.runtime.layout import make_layout
+from specjax.runtime.distributed import is_first, on_main_process
 from specjax.runtime.log import note, read_log
 from specjax.runtime.progress import Bars, no_bars
-from specjax.types import Drafter, Params
+from specjax.training.evaluate import Evaluation
+from specjax.training.exports import MADE_BY, WEIGHTS, card, export, parameter_count, refuse_foreign
+from specjax.training.init.cached import FirstWeights, cached_start
+from specjax.training.init.first_weights import initial_draft
+from specjax.training.layout import make_layout
+from specjax.training.selection import Decoded, affects_selection
+from specjax.training.sources.on_policy import draft_sampler
+from specjax.training.sources.text import DraftHandle, Text
+from specjax.training.teacher import needs_target, with_shared_params
+from specjax.training.trainer import StageData, Trainer
 
 _EXPORTS: tuple[str, str] = ("draft-before", "draft")
 _SELF_TESTS = "self_tests.json"
@@ -67,9 +63,9 @@ _SELF_TESTS = "self_tests.json"
 @dataclasses.dataclass(frozen=True)
 class Measures:
     """Held-out figures at temperature 1, over ``positions`` predicted tokens (fewer than asked for if the held-out text
-    is shorter); nats a token. ``alpha_at``, ``nll_at``, ``agreement_at``: by place of a block, of drafters that differ
-    in it; the other figures are of the first. ``alpha_ce_control`` is the best of ``alpha_ce_controls`` (learning rate
-    -> alpha), None without control runs."""
+    is shorter); losses in nats a token. ``alpha_at``, ``nll_at`` and ``agreement_at`` are by depth, for drafters that
+    differ between depths; the other figures are those of the first depth. ``alpha_ce_control`` is the best of
+    ``alpha_ce_controls`` (learning rate -> alpha), None without control runs."""
 
     target_nll: float
     draft_nll: float
@@ -89,10 +85,10 @@ class Measures:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainedDraft:
-    """A draft that the job left, ``name`` its directory; ``params``: all that it computes with."""
+    """A draft that the job exports. ``name``: its directory. ``params``: all its weights, shared ones included."""
 
     name: str
-    drafter: TrainedDrafter
+    drafter: Trainable
     params: Params
     target: LoadedModel
 
@@ -101,17 +97,17 @@ class TrainedDraft:
         return self.drafter.to_drafter(self.params, self.target, k)
 
     def save(self, directory: Path, card: str) -> bool:
-        """Whether it was not there."""
+        """Export the draft to ``directory``. Returns whether anything was written."""
 
         def save(params: Params) -> None:
-            self.drafter.save(params, self.target, directory, name=self.name, card=card)
+            stored.save(self.drafter, params, self.target, directory, name=self.name, card=card)
 
         return export(self.params, save, directory, card)
 
 
 @dataclasses.dataclass(frozen=True)
 class Distilled:
-    """``logs``: stage name -> records of `specjax.distill.trainer.read_log`."""
+    """Result of the distillation job. ``logs``: stage name -> records of `specjax.runtime.log.read_log`."""
 
     prepared: Prepared
     draft_before: TrainedDraft
@@ -121,9 +117,9 @@ class Distilled:
     alphas: dict[str, dict[str, float]]
     """Draft (`draft_before`, `draft_after`) -> source of the text -> alpha."""
     comparison: list[figures.ComparisonRow]
-    """Before and after, decoded as ``config.selection`` says; empty if it says nothing."""
+    """Rows that compare both drafts, decoded as ``config.selection`` asks; empty if it asks for no decoding."""
     self_tests: dict[str, SelfTest]
-    """Directory -> how it compares with what was trained; empty with several processes."""
+    """Directory -> comparison of the exported draft with the trained one; empty with several processes."""
 
     @property
     def target(self) -> LoadedModel:
@@ -131,11 +127,11 @@ class Distilled:
 
 
 def run(config: RunConfig, bars: Bars = no_bars) -> Distilled:
-    """`distill` while holding the lock of ``config.out``, with the logging that ``config`` asks for. Raises
-    `SpecjaxError` for anything the user can mend. Of several processes (`specjax.runtime.distributed.start`), all call
-    it, and the first one writes."""
+    """Run `distill` under the lock of ``config.out``, with the logging that ``config`` asks for. Raises `SpecjaxError`
+    for errors that the user can mend. With several processes (`specjax.runtime.distributed.start`), all call it and the
+    first one writes."""
     with contextlib.ExitStack() as held:
-        by_first(lambda: held.enter_context(lock.exclusive(config.out)) and None)
+        on_main_process(lambda: held.enter_context(lock.exclusive(config.out)) and None)
         if is_first():
             bars = held.enter_context(
                 sinks.recorded(config.logging, Path(config.out), bars, dataclasses.asdict(config))
@@ -144,18 +140,18 @@ def run(config: RunConfig, bars: Bars = no_bars) -> Distilled:
 
 
 def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None = None) -> Distilled:
-    """The whole job; what is finished in ``config.out`` is reused, what was interrupted goes on. ``prepared``: what
-    `prepare` gave for this config, if it was called before.
+    """Run the whole job: it reuses finished parts in ``config.out`` and resumes interrupted ones. ``prepared``: result
+    of `prepare` for this config, if it was called before.
 
     The caller holds the run directory's lock (`specjax.runtime.lock.exclusive`), as `run` does.
     """
-    decoding_enabled(config)  # a mesh that does not fit, or that cannot select, is refused before anything is read
+    decoding_enabled(config)  # refuses a mesh that does not fit, or cannot select, before anything is read
     for name in _EXPORTS:
-        by_first(functools.partial(refuse_foreign, Path(config.out) / name))
+        on_main_process(functools.partial(refuse_foreign, Path(config.out) / name))
     prepared = prepare(config, bars, memory.STAGES) if prepared is None else prepared
     target = prepared.target
     rows, first = rows_to_count(config, prepared, bars), Path(config.out) / "draft-pretrain"
-    drafter, weights = kept_start(config, lambda: initial_draft(config, target, rows), target, rows, first)
+    drafter, weights = cached_start(config, lambda: initial_draft(config, target, rows), target, rows, first)
     initial = Initial(drafter, weights.shapes)
     if config.selection.prompts:
         refuse_longer(drafter, config.selection.k, "selection.k")
@@ -163,7 +159,7 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
     train = _Stages(config, bars, drafter, prepared).train
     before, _ = train("draft-pretrain", config.draft.pretrain, weights, target)
     after, steps = train("draft-distill", config.distill, before, target, decoding)
-    # The controls see the batches that the distillation saw, start where it started, and are chosen as it is.
+    # The controls see the distillation's batches, start from its first weights, and are selected as it is.
     control_target = target if needs_target(drafter) else None
     control_decoding = decoding if affects_selection(config.selection) else None
     start = (before, control_target, control_decoding)
@@ -217,14 +213,14 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
 
 def _control(distill: Stage, learning_rate: float, steps: int) -> Stage:
     optimizer = dataclasses.replace(distill.optimizer, learning_rate=learning_rate)
-    # Of the text: its own samples would teach a draft nothing, and the target's are distillation.
+    # On text: a draft learns nothing from its own samples, and training on the target's is distillation.
     changes: dict[str, Any] = {"loss": "cross_entropy", "data": "text", "steps": steps, "epochs": None}
     return dataclasses.replace(distill, **changes, optimizer=optimizer)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stages:
-    """The stages of a run's draft."""
+    """Runs the training stages of a run's draft."""
 
     config: RunConfig
     bars: Bars
@@ -239,14 +235,14 @@ class _Stages:
         target: LoadedModel | None,
         decoding: HeldOutDecoding | None = None,
     ) -> tuple[Params, int]:
-        """The trained parameters, and how many steps that took if none was spared."""
+        """Train a stage. Returns its parameters, and its number of steps without early stopping."""
         config, bars, drafter, prepared = self.config, self.bars, self.drafter, self.prepared
         whose, first, seed = prepared.target, FirstWeights.of(params), seed_of(config, name)
         source = registry.build(registry.DATA, "text" if stage.steps == 0 else stage.data, f"{name}: data")
         draft = None
-        if not isinstance(source, Text):  # whose rows no draft helps to make
+        if not isinstance(source, Text):  # rows of the text are made without a draft
             whole = with_shared_params(drafter, first.params, whose.params)
-            draft = Proposer(whole, lambda params, k: drafter.to_drafter(params, whose, k))
+            draft = DraftHandle(whole, lambda params, k: drafter.to_drafter(params, whose, k))
         made_from = source_context(config, prepared, draft, name, data_directory(config, name), seed, bars)
         loss = registry.build(registry.LOSSES, stage.loss, f"{name}: loss")
         rows = rows_of(config, source, dataclasses.replace(made_from, needs_labels=loss.needs_labels))
@@ -269,8 +265,8 @@ def _tested(
     decoded: Mapping[str, list[Decoded]],
     exported: Mapping[TrainedDraft, bool],
 ) -> dict[str, SelfTest]:
-    """Every export loaded again and compared, once; ``exported``: draft -> whether it was written just now. Raises
-    `ModelError`."""
+    """Load every export again and compare it with the trained draft, once for the same weights. ``exported``: draft ->
+    True if it was written just now. Raises `ModelError` if they differ."""
     if jax.process_count() > 1:
         return {}
     file = Path(config.out) / _SELF_TESTS
@@ -281,7 +277,7 @@ def _tested(
             continue
         same_dtype = all(x.dtype == draft.target.dtype for x in jax.tree.leaves(draft.params))
         try:
-            k = min(config.selection.k, longest(draft.drafter) or config.selection.k)
+            k = min(config.selection.k, draft.drafter.longest or config.selection.k)
             loaded = load_drafter(directory, draft.target, k, asked_kind(config.draft))
             found = self_test(draft.drafter, draft.params, draft.target, loaded, prompts_of(prepared.held_out_rows))
             if decoding is not None and same_dtype:  # else it was decoded in the dtype of training
@@ -305,7 +301,7 @@ def _draft_card(
         f"A draft of {parameter_count(draft.params):,} parameters for speculative decoding with the target "
         f"`{target.name}` ({parameter_count(target.params):,} parameters), "
         f"{'before distillation' if draft.name == 'draft-before' else 'distilled'} {MADE_BY}. "
-        f"{getattr(draft.drafter, 'serving', TrainedDrafter.serving)}"
+        f"{stored.serving(draft.drafter)}"
     )
     facts = {
         "alpha (E sum min(p, q), held out, temperature 1)": f"{evaluation.alpha:.4f}",
@@ -324,4 +320,4 @@ def _draft_card(
     settings = dataclasses.asdict(config)
     stages = ("draft",) if draft.name == "draft-before" else ("draft", "distill", "selection")
     trained = {name: settings[name] for name in ("target", "data", *stages, "seed")}
-    return card(draft.name, title, facts, trained, getattr(draft.drafter, "library", TrainedDrafter.library))
+    return card(draft.name, title, facts, trained, stored.library(draft.drafter))

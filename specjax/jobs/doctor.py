@@ -1,4 +1,4 @@
-"""`specjax doctor`: what this installation runs on, and what is missing for which extra."""
+"""`specjax doctor`: list versions and devices of this installation, and the packages that each extra lacks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NO_EXTRAS_OF_USERS = ("dev", "docs", "test")
 
 
 def doctor(console: Console) -> bool:
-    """Print versions, devices with their memory, the compile cache, and the extras. Returns whether all that specjax
-    itself needs is there."""
+    """Print versions, devices with their memory, the compile cache, and the extras. Returns True if no package is
+    missing that specjax itself needs."""
     table = Table.grid(padding=(0, 2))
     for name, value in [*_machine(), *_devices(), ("compile cache", _compile_cache())]:
         table.add_row(name, value)
@@ -34,7 +34,7 @@ def doctor(console: Console) -> bool:
 
 
 def missing(package: str, extra: str = "") -> Iterator[str]:
-    """What ``package`` needs, or what ``extra`` of it needs beside that, and that is absent or of another version."""
+    """Packages that ``package``, or only its ``extra``, needs and that are absent or of an unsuitable version."""
     for text in distribution(package).requires or ():
         needed = Requirement(text)
         of_extra = "extra" in str(needed.marker)

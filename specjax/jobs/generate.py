@@ -1,4 +1,4 @@
-"""`specjax generate`: prompts of the command line, continued and shown."""
+"""`specjax generate`: continue the prompts of the command line and print the results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_prompt(path: Path) -> str:
 
 
 def refuse_empty(named: Sequence[tuple[str, str]], decoder: Any) -> None:
-    """A prompt without a token, by the name that the user gave it; a tokenizer may begin every text with one."""
+    """Raise `DataError` for a prompt without tokens. Some tokenizers begin even an empty text with a token."""
     for name, text in named:
         if not text and not encoding.encode(decoder.target.tokenizer, text):
             raise DataError(f"{name}: empty, and a prompt needs at least one token; put text there, or leave it out")
@@ -46,9 +46,9 @@ def decoder(
     loading: dict[str, Any],
     quantize_draft: Any = None,
 ) -> Any:
-    """For prompts of text; ``how``: options of `specjax.Decoder`, ``loading``: of `specjax.load_model`."""
+    """Decoder for prompts of text; ``how``: options of `specjax.Decoder`, ``loading``: of `specjax.load_model`."""
     import specjax
-    from specjax.drafters.loading import DEFAULT_K
+    from specjax.formats.loading import DEFAULT_K
 
     model = specjax.load_model(target, **loading)
     if model.tokenizer is None:
@@ -65,7 +65,7 @@ def decoder(
 
 
 def tell_memory(target: str, draft: str | None, loading: Mapping[str, Any], prompts: Sequence[str], new: int) -> None:
-    """What it takes to decode the prompts, before the weights are loaded. Raises `ConfigError` if they cannot fit."""
+    """Print the memory that decoding takes, before the weights are loaded. Raises `ConfigError` if it cannot fit."""
     from specjax.jobs.memory import tell_generation
     from specjax.models.hf import abstract_model
 
@@ -75,8 +75,8 @@ def tell_memory(target: str, draft: str | None, loading: Mapping[str, Any], prom
 
 
 def defaults(own: Sequence[str], target: str) -> dict[str, Any]:
-    """What generation_config.json says and the command line does not, whose ``own`` stand; told on stderr, as is what
-    it says and has no place here."""
+    """Options from generation_config.json, without those of the command line (``own``), which take precedence. Stderr
+    lists them, and the settings of the file that are not applied."""
     from specjax.data.chat_template import generation_defaults
 
     found = generation_defaults(target)
@@ -98,7 +98,7 @@ def _told(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """``texts``: with ``chat``, each a user's message in the target's chat template, after the message ``system``."""
+    """Prompts to continue. With ``chat``, each is a user's message in the chat template, after ``system``."""
 
     texts: list[str]
     chat: bool = False
@@ -114,7 +114,7 @@ class Prompts:
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """How it is shown: as text or JSON, and where the metrics go besides. ``price_per_hour``: of the machine."""
+    """Form of the output: text or JSON, and a file for metrics. ``price_per_hour``: price of an hour of the machine."""
 
     as_json: bool = False
     no_color: bool = False
@@ -123,9 +123,9 @@ class Shown:
 
 
 def _prepare(decoder: Any, prompts: Sequence[Any], options: dict[str, Any]) -> None:
-    """Compile, and measure what the controller weighs with: no request waits for either, whose seconds would be in the
-    metrics."""
-    from specjax.planning.calibrations import calibrate
+    """Compile, and measure the block costs that the controller needs, ahead of the requests: their metrics would count
+    these seconds."""
+    from specjax.costs.calibrations import calibrate
 
     temperature = options["temperature"]
     if decoder.weighs and not decoder.moves_no_token(temperature == 0):
@@ -139,7 +139,7 @@ def _prepare(decoder: Any, prompts: Sequence[Any], options: dict[str, Any]) -> N
 
 
 def generate(decoder: Any, prompts: Prompts, options: dict[str, Any], verifier: str, shown: Shown) -> None:
-    """Print what the prompts are continued with: one is streamed. ``verifier``: as it was asked for."""
+    """Print the continuations of the prompts; a single one is streamed. ``verifier``: its name on the command line."""
     from specjax.report import generation
 
     greedy, texts, price = options["temperature"] == 0, prompts.texts, shown.price_per_hour

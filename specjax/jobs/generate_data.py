@@ -1,4 +1,4 @@
-"""Target-generated data ahead of the training that uses it: on another machine, or once for several runs."""
+"""`specjax generate-data`: let the target write training data ahead, on another machine or once for several runs."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 from specjax import registry
 from specjax.config import RunConfig
-from specjax.distill.sources.generated import PROVENANCE, Generated
-from specjax.distill.sources.text import Proposer
-from specjax.drafters.loading import asked_kind, load_drafter
 from specjax.errors import ConfigError
+from specjax.formats.loading import asked_kind, load_drafter
 from specjax.jobs import inputs
 from specjax.models.hf import LoadedModel
 from specjax.runtime import lock
 from specjax.runtime.progress import Bars, no_bars
+from specjax.training.sources.generated import PROVENANCE, Generated
+from specjax.training.sources.text import DraftHandle
 
 _STAGE = "draft-distill"
 
 
 def make_data(config: RunConfig, out: Path | None, draft: str | None, bars: Bars = no_bars) -> dict[str, Any]:
-    """Make the data of the distillation in ``out`` (None: where the run will look for it), with the help of the draft
-    in the directory ``draft`` (None: the one in the run's directory, if there is one). A run whose
-    `distill.data.path` is ``out`` trains on it. Returns its provenance, and ``directory``.
+    """Make the data of the distillation in ``out`` (None: the directory where the run will look for it). The target
+    decodes with the draft in the directory ``draft`` (None: the one in the run's directory, if there is one). A run
+    whose `distill.data.path` is ``out`` trains on the data. Returns their provenance, and ``directory``.
 
     Raises `ConfigError` if the config's distillation is not on generated data.
     """
@@ -37,12 +37,12 @@ def make_data(config: RunConfig, out: Path | None, draft: str | None, bars: Bars
         prepared = inputs.prepare(config, bars)
         helper = _helper(config, draft or kept[0], prepared.target) if draft or kept else None
         prepared.target.free_originals()
-        # The seed of the stage, so that the run finds what it would have made.
+        # The seed of the stage: the data are those that the run would make itself.
         context = inputs.source_context(config, prepared, helper, _STAGE, directory, config.seed + 1, bars)
         inputs.rows_of(config, dataclasses.replace(source, path=str(directory)), context)
     return {**json.loads((directory / PROVENANCE).read_text()), "directory": str(directory)}
 
 
-def _helper(config: RunConfig, path: str | Path, target: LoadedModel) -> Proposer:
+def _helper(config: RunConfig, path: str | Path, target: LoadedModel) -> DraftHandle:
     loaded: Any = load_drafter(path, target, 1, asked_kind(config.draft))
-    return Proposer(loaded.bind(target).params, lambda _, k: dataclasses.replace(loaded, k=k))
+    return DraftHandle(loaded.bind(target).params, lambda _, k: dataclasses.replace(loaded, k=k))

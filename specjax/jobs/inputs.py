@@ -1,4 +1,4 @@
-"""What a run's stages start from: its text, split and in rows, and its target, loaded or trained from nothing."""
+"""Inputs of a run's stages: its text, split and cut into rows, and its target, loaded or trained from scratch."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from specjax.data import corpus
 from specjax.data.corpus import BadRecordPolicy, Document
 from specjax.data.rows import ConcatenatedRows, Rows, RowsToCount, pack
 from specjax.data.tokenizer import train_tokenizer
-from specjax.distill.init import check_length, target_model, target_stage
-from specjax.distill.sources.text import Proposer, SourceContext
-from specjax.distill.start import FirstWeights
-from specjax.distill.trainer import StageData, Trainer
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.jobs import memory
-from specjax.jobs.exports import WEIGHTS, card, export, parameter_count, set_aside_if_damaged
 from specjax.models import families
 from specjax.models.files import write_manifest
 from specjax.models.hf import LoadedModel, import_transformers, load_model
 from specjax.runtime import fingerprint
-from specjax.runtime.distributed import by_first
-from specjax.runtime.layout import make_layout
+from specjax.runtime.distributed import on_main_process
 from specjax.runtime.progress import Bars, no_bars
+from specjax.training.exports import WEIGHTS, card, export, parameter_count, set_aside_if_damaged
+from specjax.training.init.cached import FirstWeights
+from specjax.training.init.first_weights import check_length, target_model, target_stage
+from specjax.training.layout import make_layout
+from specjax.training.sources.text import DraftHandle, SourceContext
+from specjax.training.trainer import StageData, Trainer
 
 _DATE = "chat_date.json"
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Documents on the two sides of the split; no text is on both."""
+    """Training and held-out documents; no text is in both."""
 
     train: list[Document]
     held_out: list[Document]
@@ -56,19 +56,19 @@ class Corpus:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What the training stages start from."""
+    """Inputs of the training stages."""
 
     target: LoadedModel
     corpus: Corpus
     train_rows: ConcatenatedRows
     held_out_rows: ConcatenatedRows
     bad: BadRecordPolicy = dataclasses.field(default_factory=BadRecordPolicy)
-    """What `data.on_bad` skipped."""
+    """Treatment of bad records, with counts of those that `data.on_bad` skipped."""
 
 
 def prepare(config: RunConfig, bars: Bars = no_bars, jobs: Sequence[str] = (memory.DECODING,)) -> Prepared:
-    """Read and split the corpus, load the target or train it from scratch, and cut the windows. What the ``jobs`` that
-    follow take is told, or refused, before that."""
+    """Read and split the corpus, load the target or train it from scratch, and cut the rows. Before that, print the
+    memory that the following ``jobs`` take, or refuse them."""
     memory.tell(config, *jobs)
     data, bad = config.data, BadRecordPolicy(config.data.on_bad)
     documents = Corpus(
@@ -95,7 +95,7 @@ def prepare(config: RunConfig, bars: Bars = no_bars, jobs: Sequence[str] = (memo
 
 
 def load_target(config: RunConfig, path: str | Path) -> LoadedModel:
-    """The target at ``path``, of the family and over the mesh that ``config`` says."""
+    """Load the target at ``path``, with the model family of ``config`` and over its mesh."""
     layout = make_layout(config.mesh)
     mesh: Any = layout.mesh if layout.target_sharded else None
     if config.target.family is not None:
@@ -107,7 +107,7 @@ def load_target(config: RunConfig, path: str | Path) -> LoadedModel:
 def _rows(
     config: RunConfig, documents: Corpus, tokenizer: Any, eos_ids: Sequence[int], bad: BadRecordPolicy
 ) -> tuple[Corpus, ConcatenatedRows, ConcatenatedRows]:
-    """Rendered documents, and their rows: train, held out."""
+    """The documents as rendered text, their training rows, and their held-out rows."""
     data = config.data
     today = _today(Path(config.out), tokenizer)
     both = (documents.train, documents.held_out)
@@ -125,7 +125,7 @@ def _rows(
 
 
 def _today(out: Path, tokenizer: Any) -> datetime.date | None:
-    """The day that the run began, where the chat template prints the date: the text is the same when it goes on."""
+    """Day on which the run began, kept so that its text stays the same; None if the chat template prints no date."""
     if not chat.prints_the_date(tokenizer):
         return None
     file = out / _DATE
@@ -137,7 +137,7 @@ def _today(out: Path, tokenizer: Any) -> datetime.date | None:
         return file.read_text()
 
     try:
-        return datetime.date.fromisoformat(json.loads(by_first(kept))["date"])
+        return datetime.date.fromisoformat(json.loads(on_main_process(kept))["date"])
     except (ValueError, KeyError, TypeError):
         raise TrainingError(
             f'{file}: damaged; write the day that the run began into it: {{"date": "2025-01-31"}}'
@@ -149,7 +149,7 @@ def _target_from_scratch(
 ) -> LoadedModel:
     out, settings = Path(config.out), config.target
     spec, stage = target_model(config, len(tokenizer)), target_stage(config)
-    drafter = TrainedDraftModel(spec)  # in training, a target is a model like any other
+    drafter = TrainedDraftModel(spec)  # a target is trained like any model
     key, _ = jax.random.split(jax.random.key(config.seed))
     with naming_inputs(config), bars("target-train", settings.steps) as progress:
         initial = FirstWeights(
@@ -184,20 +184,20 @@ def _tokenizer(config: RunConfig, documents: Corpus) -> Any:
             write_manifest(partial)
             os.rename(partial, files)
 
-    by_first(make)
+    on_main_process(make)
     return import_transformers().PreTrainedTokenizerFast.from_pretrained(files)
 
 
 def rows_of(config: RunConfig, source: Any, context: SourceContext) -> Rows:
-    """What a stage of the data ``source`` trains on, made if need be. Raises `TrainingError` naming what changed since
-    it was made."""
-    with naming_inputs(config, getattr(source, "prompts", None), context.today):
+    """Rows that a stage trains on, of the data ``source``; they are made if they do not exist. Raises `TrainingError`
+    naming the inputs that changed since they were made."""
+    with naming_inputs(config, source.prompts, context.today):
         return source.rows(context)
 
 
 def rows_to_count(config: RunConfig, prepared: Prepared, bars: Bars) -> RowsToCount:
-    """The training text, and the rows in which the ids of a draft of fewer are counted: those of its last stage, which
-    may be of another text, or weigh it otherwise."""
+    """The training rows, with the rows in which token ids are counted for a draft vocabulary. Those belong to the
+    draft's last stage, which may train on another text, or weigh it otherwise."""
 
     def counted() -> Sequence[tuple[Rows, float]]:
         last = memory.last_stage(config)
@@ -205,28 +205,27 @@ def rows_to_count(config: RunConfig, prepared: Prepared, bars: Bars) -> RowsToCo
             return [(prepared.train_rows, 1.0)]
         name, stage = last
         source = registry.build(registry.DATA, stage.data, f"{name}: data")
-        if not hasattr(source, "vocabulary_rows"):  # it does not say
-            return [(prepared.train_rows, 1.0)]
         loss = registry.build(registry.LOSSES, stage.loss, f"{name}: loss")
         context = source_context(
             config, prepared, None, name, data_directory(config, name), seed_of(config, name), bars
         )
         context = dataclasses.replace(context, needs_labels=loss.needs_labels)
-        with naming_inputs(config, getattr(source, "prompts", None), context.today):
+        with naming_inputs(config, source.prompts, context.today):
             return source.vocabulary_rows(context)
 
     return RowsToCount(prepared.train_rows, counted)
 
 
 def seed_of(config: RunConfig, name: str) -> int:
-    """The seed of a stage of the draft."""
+    """Seed of the draft's stage ``name``."""
     return config.seed if name == "draft-pretrain" else config.seed + 1
 
 
 @contextlib.contextmanager
 def naming_inputs(config: RunConfig, prompts: str | None = None, today: datetime.date | None = None) -> Iterator[None]:
-    """What changed since a directory was made is named by where it is read from. ``prompts``: the file, if they are not
-    of the text. ``today``: the date that the chat template printed in them."""
+    """Add to an error of the block, about inputs that changed since a directory was made, the field or file that each
+    is read from. ``prompts``: file of the prompts, if they are not cut from the text. ``today``: date that the chat
+    template printed in them."""
     try:
         yield
     except fingerprint.Changed as error:
@@ -241,14 +240,14 @@ def naming_inputs(config: RunConfig, prompts: str | None = None, today: datetime
 
 
 def data_directory(config: RunConfig, name: str) -> Path:
-    """Directory of the data that is made for the stage ``name``."""
+    """Directory of the data made for the stage ``name``."""
     return Path(config.out) / f"{name}-data"
 
 
 def source_context(
-    config: RunConfig, prepared: Prepared, draft: Proposer | None, name: str, directory: Path, seed: int, bars: Bars
+    config: RunConfig, prepared: Prepared, draft: DraftHandle | None, name: str, directory: Path, seed: int, bars: Bars
 ) -> SourceContext:
-    """What the data of the stage ``name`` is made from; ``draft``: as the stage begins with it."""
+    """Inputs that the data of the stage ``name`` is made from. ``draft``: the draft with the stage's first weights."""
     text, weight = prepared.train_rows, config.data.prompt_weight
     today = _today(Path(config.out), prepared.target.tokenizer)
     return SourceContext(name, directory, text, prepared.target, draft, weight, seed, config.data.on_bad, bars, today)

@@ -1,5 +1,5 @@
-"""What the stages and the benchmark of a config take on each device, before anything is loaded; and a refusal of what
-cannot fit, with a setting that would."""
+"""Memory that a config's stages and benchmark take on each device, known before anything is loaded. A config that
+cannot fit is refused, with a setting that would fit."""
 
 from __future__ import annotations
 
@@ -16,57 +16,56 @@ from jax.sharding import AbstractMesh, AxisType
 from specjax import backend, registry
 from specjax import config as config_lib
 from specjax.config import RunConfig
+from specjax.costs import memory
+from specjax.costs.devices import Device
+from specjax.costs.memory import Footprint, Split, TrainingShape, bytes_on_device
 from specjax.decode.arguments import bound, controller_for
-from specjax.decode.engine import Engine, NoDraft, max_depth
-from specjax.distill.init import Initial, abstract_draft, target_model, target_stage
-from specjax.distill.optimizer import make_optimizer
-from specjax.distill.step import microbatch_rows
-from specjax.distill.trainer import settled
-from specjax.drafters.base import in_training, longest, passes_of
+from specjax.decode.engine import Engine, NoDraft
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import ConfigError, SpecjaxError
-from specjax.evaluation.evaluate import as_evaluated
-from specjax.evaluation.teacher import needs_target, with_shared_params
+from specjax.interfaces import Initial, Params, TrainingForm
 from specjax.models import families
 from specjax.models.decode_layout import abstract_layout
 from specjax.models.hf import LoadedModel, abstract_model, scheme_of
 from specjax.models.sharding import AXES
 from specjax.models.transformer import param_shapes
-from specjax.planning import memory
-from specjax.planning.devices import Device
-from specjax.planning.memory import Footprint, Split, TrainingShape, bytes_on_device
-from specjax.runtime.distributed import by_first
-from specjax.runtime.layout import Layout, axis_sizes
+from specjax.runtime.distributed import on_main_process
 from specjax.runtime.log import note
-from specjax.types import Params, TrainingForm, reads_of
+from specjax.training.evaluate import as_evaluated
+from specjax.training.init.first_weights import abstract_draft, target_model, target_stage
+from specjax.training.layout import Layout, axis_sizes
+from specjax.training.optimizer import make_optimizer
+from specjax.training.step import microbatch_rows
+from specjax.training.teacher import needs_target, with_shared_params
+from specjax.training.trainer import settled
 
 STAGES, DECODING = ("target-train", "draft-pretrain", "draft-distill"), "decoding"
 _CHARACTERS = 4
-"""Of a token, as a rule."""
+"""Characters of a typical token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What a config's jobs take, beside what a device has."""
+    """Memory that a config's jobs take, beside the memory of a device."""
 
     footprints: list[Footprint]
     limit: float | None
-    """Bytes of a device; None: unknown."""
+    """Bytes of a device's memory; None: unknown."""
     remedy: str | None = None
-    """A setting with which all would fit, where they do not; None: none of those that were tried."""
+    """Setting with which all jobs would fit. None: they fit as they are, or no setting that was tried is enough."""
 
     @property
     def exceeding(self) -> Footprint | None:
-        """The largest of those that do not fit."""
+        """Largest footprint above the limit; None: all fit."""
         return memory.over(self.footprints, self.limit)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """The budget as a JSON object."""
         found = [footprint.to_json() for footprint in self.footprints]
         return {"memory": found, "limit": self.limit, "fits": self.exceeding is None, "remedy": self.remedy}
 
     def check(self) -> None:
-        """Raises `ConfigError` for what does not fit, with what would."""
+        """Raise `ConfigError` if a job does not fit, with a setting that would."""
         too_large = self.exceeding
         if too_large is None:
             return
@@ -76,18 +75,18 @@ class Budget:
 
 
 def run_budget(config: RunConfig, device: Device | None = None, jobs: Sequence[str] = (*STAGES, DECODING)) -> Budget:
-    """What jobs of a config take on a device.
+    """Memory that jobs of a config take on a device.
 
     Args:
         config: the run; nothing of it is loaded, only the sizes of its models are read.
-        device: one that is elsewhere (`specjax.planning.devices.device_of`); None: this one.
+        device: a device elsewhere (`specjax.costs.devices.device_of`); None: this one.
         jobs: which of `STAGES` and `DECODING`.
 
     Returns:
         The peak of each job, and a remedy where one does not fit.
 
     Raises:
-        SpecjaxError: for a config that no job would take.
+        SpecjaxError: for a config that the jobs would refuse.
     """
     if device is None or device.backend is None:
         return budget(config, backend.device_memory(), jobs)
@@ -96,7 +95,7 @@ def run_budget(config: RunConfig, device: Device | None = None, jobs: Sequence[s
 
 
 def budget(config: RunConfig, limit: float | None, jobs: Sequence[str]) -> Budget:
-    """What the jobs of a config take, on devices of ``limit`` bytes.
+    """Memory that jobs of a config take on devices of ``limit`` bytes.
 
     Args:
         config: the run; nothing of it is loaded, only the sizes of its models are read.
@@ -107,7 +106,7 @@ def budget(config: RunConfig, limit: float | None, jobs: Sequence[str]) -> Budge
         The peak of each job, and a remedy where one does not fit.
 
     Raises:
-        SpecjaxError: for a config that no job would take.
+        SpecjaxError: for a config that the jobs would refuse.
     """
     found = footprints(config, jobs, limit)
     exceeding = memory.over(found, limit)
@@ -115,13 +114,13 @@ def budget(config: RunConfig, limit: float | None, jobs: Sequence[str]) -> Budge
         try:
             if memory.over(footprints(other, jobs, limit), limit) is None:
                 return Budget(found, limit, words)
-        except SpecjaxError:  # that setting does not go with the others
+        except SpecjaxError:  # this setting conflicts with others
             continue
     return Budget(found, limit)
 
 
 def tell(config: RunConfig, *jobs: str) -> None:
-    """The first line of a job: what it takes on each device. Raises `ConfigError` if that is more than it has."""
+    """Print, as a job's first line, its memory on each device. Raises `ConfigError` if the device has less."""
     found = budget(config, backend.device_memory(), jobs)
     largest = max(found.footprints, key=lambda footprint: footprint.total, default=None)
     if largest is not None:
@@ -132,8 +131,9 @@ def tell(config: RunConfig, *jobs: str) -> None:
 def tell_generation(
     target: LoadedModel, quantize: str | None, draft: Path | None, prompts: Sequence[str], new: int
 ) -> None:
-    """The same of prompts of text, by their characters. ``target``: with shapes in place of weights; ``draft``: the
-    directory of one, whose files are counted."""
+    """Print the memory that decoding prompts of text takes, estimated from their characters. Raises `ConfigError` if
+    the device has less. ``target``: with shapes in place of weights. ``draft``: directory of a draft, whose weight
+    files are counted."""
     spec, laid_out = abstract_layout(target.spec, scheme=scheme_of(quantize))
     weights = {"target": bytes_on_device(laid_out)}
     if draft is not None:
@@ -146,8 +146,8 @@ def tell_generation(
 
 
 def footprints(config: RunConfig, jobs: Sequence[str], limit: float | None = None) -> list[Footprint]:
-    """The peak of each job, in the order in which they run. ``limit``: what microbatches are to fit, where they are
-    chosen by that (`fitting`)."""
+    """Peak memory of each job, in the order in which they run. ``limit``: bytes that microbatches must fit into, if
+    memory decides their size (`fitting`)."""
     layout, split = _abstract_layout(config.mesh)
     target = abstract_target(config)
     drafts = abstract_draft(config, target)
@@ -164,19 +164,21 @@ def footprints(config: RunConfig, jobs: Sequence[str], limit: float | None = Non
 
 
 def fitting(name: str, stage: config_lib.Stage, config: RunConfig, drafts: Initial) -> config_lib.Stage:
-    """A stage about to run, with as many rows at a time as fit the device, where the config does not say and memory
-    decides: not on a CPU, where it is the cache (`backend.microbatch_tokens`)."""
+    """The stage with as many rows at a time as fit the device, if the config leaves that open. Unchanged on a CPU,
+    where the cache decides instead (`backend.microbatch_tokens`)."""
     limit = backend.device_memory()
-    if not hasattr(drafts.drafter, "config") or not _decides(stage, limit):
+    if drafts.drafter.config is None or not _decides(stage, limit):
         return stage
-    # One choice of all processes, whatever each has left.
-    rows = by_first(lambda: _fitting(name, stage, config, abstract_target(config), drafts, limit).micro_batch_size)
+    # One choice for all processes, however much memory each has left.
+    rows = on_main_process(
+        lambda: _fitting(name, stage, config, abstract_target(config), drafts, limit).micro_batch_size
+    )
     return dataclasses.replace(stage, micro_batch_size=rows)
 
 
 def evaluating(config: RunConfig, drafts: Initial) -> RunConfig:
-    """``config`` with an `eval.batch_size` of no more rows than a step of the draft's last stage takes at a time: what
-    fits is known of those."""
+    """``config`` with an `eval.batch_size` of at most the rows that a step of the draft's last stage computes at a
+    time: those are known to fit."""
     last = last_stage(config)
     if last is None:
         return config
@@ -191,7 +193,7 @@ def evaluating(config: RunConfig, drafts: Initial) -> RunConfig:
 
 
 def last_stage(config: RunConfig) -> tuple[str, config_lib.Stage] | None:
-    """The draft's last stage that takes a step, with its name; None: the draft is not trained."""
+    """Name and settings of the draft's last stage that takes steps; None: the draft is not trained."""
     return next(((name, stage) for name, stage in reversed(_draft_stages(config).items()) if stage.steps != 0), None)
 
 
@@ -224,7 +226,7 @@ def _fitting(
 
 
 def abstract_target(config: RunConfig) -> LoadedModel:
-    """The target with shapes in place of weights, whether it is to be loaded or to be trained."""
+    """The target of a config, to load or to train, with shapes in place of weights."""
     settings = config.target
     if settings.path is None:
         model = target_model(config, settings.vocab_size)
@@ -250,7 +252,7 @@ def _placed(params: Params, shardings: Any) -> Params:
 
 
 def _target_params(config: RunConfig, target: LoadedModel, layout: Layout) -> Params:
-    """As it is loaded, or lies over the mesh."""
+    """Shapes of the target's weights, as loaded on one device or split over the mesh."""
     scheme = scheme_of(config.target.quantize)
     if scheme is not None and layout.mesh is None:
         return abstract_layout(target.spec, scheme=scheme)[1]
@@ -276,7 +278,7 @@ def _stage(
     optimizer, averages = make_optimizer(stage), stage.optimizer.ema is not None
     state = jax.eval_shape(lambda p: (p, optimizer.init(p), p if averages else None), params)
     loss = registry.build(registry.LOSSES, stage.loss, f"{name}: loss")
-    runs = target is not None and ((loss.needs_target and stage.teacher == "online") or bool(reads_of(drafter)))
+    runs = target is not None and ((loss.needs_target and stage.teacher == "online") or bool(drafter.reads))
     kept = target is not None and (runs or needs_target(drafter) or loss.needs_target)
     layout.check_rows(stage.batch_size, f"{name}: batch_size")
     length = config.data.seq_len - 1
@@ -292,7 +294,7 @@ def _stage(
         length,
         jnp.dtype(stage.compute_dtype or "float32").itemsize,
         4 if target is None else target.dtype.itemsize,
-        passes_of(drafter, length),
+        drafter.passes(length),
         bool(stage.remat),
     )
     evaluated = _evaluated(shape, config, target, drafter, layout)
@@ -302,11 +304,11 @@ def _stage(
 def _evaluated(
     shape: TrainingShape, config: RunConfig, target: LoadedModel | None, drafter: Any, layout: Layout
 ) -> TrainingShape:
-    """The same of the stage's evaluation, which asks the target whatever the loss does, and computes in float32."""
-    shape = dataclasses.replace(shape, depths=passes_of(as_evaluated(drafter), shape.length), itemsize=4)
+    """Shapes of the stage's evaluation, which runs the target for any loss and computes in float32."""
+    shape = dataclasses.replace(shape, depths=as_evaluated(drafter).passes(shape.length), itemsize=4)
     if target is None:
         return shape
-    full, reads = target.config, reads_of(drafter)
+    full, reads = target.config, drafter.reads
     read = len(reads.hidden_layers) * full.hidden_size + 2 * len(reads.kv_layers) * full.num_kv_heads * full.head_dim
     return dataclasses.replace(shape, target=full, target_params=_target_params(config, target, layout), reads=read)
 
@@ -314,7 +316,7 @@ def _evaluated(
 def _decoding(
     config: RunConfig, target: LoadedModel, initial: Initial | None, layout: Layout, split: Split
 ) -> Iterator[Footprint]:
-    """The widest batch of the benchmark, and the single row."""
+    """Footprints of the benchmark's smallest and largest batch."""
     settings, scheme = config.bench, scheme_of(config.target.quantize)
     spec, laid_out = abstract_layout(target.spec, scheme=scheme)
     whole = laid_out if layout.mesh is None else _placed(target.params, layout.of_target(target.params, target.spec))
@@ -323,18 +325,18 @@ def _decoding(
         k = max(settings.ks_of(batch))
         drafter: Any = NoDraft()
         if initial is not None:
-            # The bench's lengths are for whichever draft; the jobs that ask for fewer must not fail by them.
-            drafter, own = _bound(initial, target, min(k, longest(initial.drafter) or k))
+            # The benchmark's lengths are for any draft; jobs that ask for shorter blocks must not fail because of them.
+            drafter, own = _bound(initial, target, min(k, initial.drafter.longest or k))
             weights = {**weights, "draft": bytes_on_device(own)}
-        controller = controller_for(settings.controller, max_depth(drafter))
+        controller = controller_for(settings.controller, drafter)
         verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")
         engine = Engine(spec, drafter, verifier, greedy=False, controller=controller)
         yield memory.decoding(engine, weights, batch, settings.prompt_tokens, settings.new_tokens, split)
 
 
 def _bound(initial: Initial, target: LoadedModel, k: int) -> tuple[Any, list[Any]]:
-    """The drafter that decodes, and its own weights as decoding reads them, in the target's dtype."""
-    found, trained = [], in_training(initial.drafter, TrainingForm(dtype=str(target.dtype)))
+    """The drafter for decoding, and the shapes of its own weights for decoding, in the target's dtype."""
+    found, trained = [], initial.drafter.in_training(TrainingForm(dtype=str(target.dtype)))
 
     def bind(own: Params, whole: Params) -> Params:
         model = dataclasses.replace(target, params=whole)
@@ -342,7 +344,7 @@ def _bound(initial: Initial, target: LoadedModel, k: int) -> tuple[Any, list[Any
         params = with_shared_params(initial.drafter, own, whole)
         drafter, laid_out = bound(trained.to_drafter(params, model, k), model)
         found.append(drafter)
-        # What lies in the target's layout is not there a second time.
+        # Weights in the target's layout are in memory only once.
         shared = {id(leaf) for leaf in jax.tree.leaves(model.layout().params)}
         return [leaf for leaf in jax.tree.leaves(laid_out) if id(leaf) not in shared]
 
@@ -351,7 +353,7 @@ def _bound(initial: Initial, target: LoadedModel, k: int) -> tuple[Any, list[Any
 
 
 def _remedies(config: RunConfig, exceeding: Footprint) -> Iterator[tuple[str, RunConfig]]:
-    """Settings that take less, those that change least first."""
+    """Changes of the config that save memory, the smallest first, each in words and as a config."""
     replace, decodes = dataclasses.replace, exceeding.what.startswith(DECODING)
     if decodes:
         for rows in (2**i for i in reversed(range(max(config.bench.batch_sizes).bit_length()))):

@@ -1,4 +1,4 @@
-"""`specjax numerics`: where the logits of a config's target depend on how they are computed."""
+"""`specjax numerics`: compare the logits of a config's target between the ways to compute them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from specjax.runtime.progress import Bars, no_bars
 
 
 def run_numerics(config: RunConfig, prompts: int, tokens: int, bars: Bars = no_bars) -> dict[str, Any]:
-    """`compare_paths` on held-out prompts of the config, with the largest k and batch size of its benchmark: what
-    `specjax numerics --out` writes."""
+    """`compare_paths` on held-out prompts of the config, with the largest k and batch size of its benchmark. Returns
+    the JSON object that `specjax numerics --out` writes."""
     settings = config.bench
     k, rows = max(settings.ks), max(settings.batch_sizes)
     trained = Path(config.out) / "target"

@@ -1,62 +1,75 @@
-"""`specjax plan`: which drafter and length give the most tokens a second on a device, what a draft that does not exist
-yet must be to pay, and what it costs to train one."""
+"""`specjax plan`: predict which drafter and length give the most tokens a second on a device, how accurate and cheap a
+new draft must be to pay, and what it costs to train one."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
+from specjax import registry
 from specjax.config import RunConfig
+from specjax.costs.cost_model import PLAIN, CostModel
+from specjax.costs.devices import Device, device_of, this_device
+from specjax.costs.prediction import DraftEconomics, Known, Prediction, Shape, computed, predict
+from specjax.costs.roofline import Pass, Storage, padded, storage_of, work_of_weights
+from specjax.costs.training import TrainingCost, computed_training
+from specjax.data.rows import Batches
 from specjax.evaluation.bench import Cell
+from specjax.interfaces import Initial
 from specjax.jobs.calibrate import Subject, acceptances, cost_model, counting
-from specjax.jobs.training_cost import training_cost
+from specjax.jobs.inputs import Prepared
+from specjax.jobs.memory import run_budget
 from specjax.metrics import tokens_per_s
-from specjax.planning.cost_model import PLAIN, CostModel
-from specjax.planning.devices import Device, device_of, this_device
-from specjax.planning.prediction import DraftEconomics, Known, Prediction, Shape, computed, predict
-from specjax.planning.roofline import Pass, Storage, padded, storage_of, work_of_weights
-from specjax.planning.training import TrainingCost
 from specjax.runtime.progress import Bars, no_bars
+from specjax.training.init.first_weights import initial_draft
+from specjax.training.layout import ONE_DEVICE
+from specjax.training.optimizer import make_optimizer
+from specjax.training.step import Update, microbatch_rows, start_state
+from specjax.training.trainer import form_of, settled
 
 _PROMPT_BUCKET = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class KnownDraft:
-    """A drafter that exists, as a point beside the curves of equal speed."""
+    """An existing drafter, as a point beside the curves of equal speed."""
 
     drafter: str
     batch: int
     temperature: float
     alpha: float
     cost: float
-    """Of a pass, in passes of the target over one token."""
+    """Cost of a pass of the draft, in passes of the target over one token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """All that was predicted, and measured where asked for."""
+    """Predictions for a config, with measurements if they were asked for."""
 
     device: Device
     model: CostModel
     predictions: list[Prediction]
     economics: Mapping[tuple[int, float], DraftEconomics]
-    """By batch and temperature."""
+    """(batch, temperature) -> acceptance and cost with which a draft pays."""
     known: list[KnownDraft]
     passes: list[Pass]
     training: TrainingCost
     target_weights: int
-    """That a pass of the target multiplies with."""
+    """Number of weights that a pass of the target multiplies with."""
     assumed_alpha: float | None
 
     @property
     def measured_here(self) -> bool:
-        """Else every time is computed from a datasheet."""
+        """True if times were measured on this device; else all are computed from a datasheet."""
         return self.model.measured
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object with everything but the curves' points."""
+        """A JSON object of the plan, without the points of the curves."""
         error = self.model.error
         return {
             "device": {**dataclasses.asdict(self.device), "ridge": self.device.ridge},
@@ -71,8 +84,8 @@ class Plan:
         }
 
     def to_pay(self, batch: int, temperature: float) -> dict[str, Any]:
-        """What a draft must be to pay, in a batch at a temperature: without cost at all, and beside the known draft
-        that is the best there."""
+        """Acceptance and cost with which a draft pays, in a batch at a temperature: the least alpha without cost and at
+        a tenth of the target's, and the limits at the cost and the alpha of the best known draft."""
         economics = self.economics[batch, temperature]
         found: dict[str, Any] = {
             "batch": batch,
@@ -104,16 +117,17 @@ def run_plan(
 
     Args:
         config: the run: its target, drafts and `bench`.
-        device: a preset or YAML file (`specjax.planning.devices.device_of`); None: this one, calibrated.
-        measure: decode the grid too, on other prompts than the acceptance is of, and train a few steps; here only.
-        alpha: assume this acceptance of every drafter, instead of decoding.
+        device: a preset or YAML file (`specjax.costs.devices.device_of`); None: this one, calibrated.
+        measure: also decode the grid, on other prompts than acceptance is counted on, and train a few steps; only on
+            this device.
+        alpha: acceptance to assume for every drafter, instead of counting it by decoding.
         bars: displays of progress.
 
     Returns:
         The plan.
 
     Raises:
-        SpecjaxError: for what the user can mend.
+        SpecjaxError: for errors that the user can mend.
     """
     elsewhere = None if device is None else device_of(device)
     subject = Subject.of(config, bars)
@@ -152,7 +166,7 @@ def _predicted(subject: Subject, model: CostModel, known: Known) -> list[Predict
 
 
 def measured_beside(subject: Subject, predictions: Sequence[Prediction], bars: Bars = no_bars) -> list[Prediction]:
-    """The predictions with what decoding the timed prompts gives: cells of one batch and temperature in turns."""
+    """The predictions with measured speeds: the timed prompts, decoded by the cells of one group in turns."""
     found, groups = [], list(dict.fromkeys((p.batch, p.temperature) for p in predictions))
     count, prompts = len(subject.timed), subject.timed
     with bars("decoding", sum(-(-count // p.batch) for p in predictions)) as progress:
@@ -160,7 +174,7 @@ def measured_beside(subject: Subject, predictions: Sequence[Prediction], bars: B
         for group in groups:
             own = [p for p in predictions if (p.batch, p.temperature) == group]
             cells = {p: Cell(p.drafter, p.k, p.batch, p.temperature) for p in own}
-            for cell in cells.values():  # compiled, and warm
+            for cell in cells.values():  # compile and warm up
                 subject.bench.run([cell], prompts[:1])
             runs = subject.bench.run(list(cells.values()), prompts, tick)
             for prediction, cell in cells.items():
@@ -178,7 +192,7 @@ def _known_drafts(model: CostModel, known: Known, groups: Sequence[tuple[int, fl
 
 
 def _passes(subject: Subject, model: CostModel, device: Device, shapes: Mapping[str, Shape]) -> Iterator[Pass]:
-    """Of the target over a token and over the longest block, of every draft with weights, and of prefill."""
+    """Passes of the target over one token and over the longest block, of every draft with weights, and of prefill."""
     settings, target = subject.config.bench, subject.target
     engine, params = subject.bench.decoder(PLAIN, 0).engine(True)
     size = 2.0 if device.dtype in ("bfloat16", "float16") else 4.0
@@ -197,3 +211,48 @@ def _passes(subject: Subject, model: CostModel, device: Device, shapes: Mapping[
                 yield Pass(name, batch, shape.work(rows, 1, slots, storage), device, seconds or None)
         seconds = model.prefill_seconds(batch, settings.prompt_tokens) if model.measured else None
         yield Pass(f"prefill, {width} tokens", batch, own.work(rows, width, slots, storage), device, seconds)
+
+
+_STEPS = 4
+"""Number of timed steps, after one that is not timed."""
+
+
+def training_cost(config: RunConfig, prepared: Prepared, device: Device, measure: bool) -> TrainingCost:
+    """Cost of the stage `distill`, the target's passes beside the draft included. ``measure``: time `_STEPS` steps on
+    this device; else compute the cost for ``device``."""
+    rows, target = prepared.train_rows, prepared.target
+    stage = config.distill.over(len(rows))
+    initial = initial_draft(config, target, rows)
+    tokens = stage.num_steps * stage.batch_size * rows.length
+    if measure:
+        return _measured(config, prepared, initial, tokens)
+    own, draft = (int(work_of_weights(params, 1).flops / 2) for params in (target.params, initial.params))
+    footprints = run_budget(config, device, ["draft-distill"]).footprints  # none for a draft of unknown sizes
+    memory = float(footprints[0].total) if footprints else None
+    return computed_training(own, draft, memory, tokens, device)
+
+
+def _measured(config: RunConfig, prepared: Prepared, initial: Initial, tokens: int) -> TrainingCost:
+    """Time the trainer's compiled update, over batches that are on the device already. Data, log and saves add some
+    percent (`experiments/training_throughput.py`)."""
+    rows, stage, target = prepared.train_rows, config.distill, prepared.target
+    order = Batches(rows, stage.batch_size, config.seed)
+    batches = [jax.device_put(order[i]) for i in range(_STEPS + 1)]
+    loss = registry.build(registry.LOSSES, stage.loss, "distill.loss")
+    optimizer, ema = make_optimizer(stage), stage.optimizer.ema
+    state = start_state(initial.params, optimizer, ema is not None, ONE_DEVICE, initial.drafter)
+    micro = microbatch_rows(stage.batch_size, batches[0].tokens.shape[1])
+    stage = settled(stage, initial.drafter)
+    form = form_of(stage)
+    update = Update(initial.drafter, loss, optimizer, target.spec, micro, form=form, ema=ema)
+    compiled = update.jitted().lower(state, target.params, batches[0]).compile()
+    memory, seconds = compiled.memory_analysis(), []
+    for batch in batches:
+        start = time.perf_counter()
+        state, metrics = compiled(state, target.params, batch)
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - start)
+    # The state is donated: its outputs take the memory of its arguments.
+    peak = 0 if memory is None else memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    speed = stage.batch_size * rows.length / float(np.median(seconds[1:]))
+    return TrainingCost(tokens, speed, float(peak), measured=True)

@@ -1,4 +1,4 @@
-"""`specjax train`: the distillation job of a config, and its figures on the terminal."""
+"""`specjax train`: run the distillation job of a config and print its figures."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 
 
 def train(config: Path, overrides: Sequence[str]) -> None:
-    """The distillation job of a config, and what it measured. Several processes of one job all call it."""
+    """Run the distillation job of a config and print its figures. With several processes, all call it."""
     from rich.console import Console
     from rich.table import Table
 
     from specjax.config.shipped import load
-    from specjax.distill import teacher_cache
     from specjax.jobs import distill as job
     from specjax.report.terminal import comparison_table
     from specjax.runtime import distributed
     from specjax.runtime.compile_cache import programs_kept
     from specjax.runtime.progress import console_bars, no_bars
+    from specjax.training import teacher_cache
 
     settings = load(config, overrides)
     console = Console()

@@ -1,10 +1,12 @@
-"""The KV cache as an object: what a pass writes, attends to and keeps. One pair of arrays a layer, turned as attention
-multiplies with them, so that no pass copies a cache. Rollback is not advancing: stale slots are masked, then
-overwritten, so no pass ever clears or moves a slot, but for the accepted path of a tree. Between passes a cache grows,
-and layers with a window slide.
+"""The KV cache as an object: the keys and values that a pass writes, attends to and leaves behind. Each layer has one
+pair of arrays, whose axes have the order in which attention multiplies with them, so that no pass copies a cache.
 
-Dims: B rows, S slots, T tokens fed, H query heads, G key-value heads, C head features, BG = B * G heads, a row's side
-by side, R rows of another cache.
+A rollback only leaves the length as it was: stale slots are masked, then overwritten. No pass clears or moves a slot,
+except for the accepted path of a tree. Between passes a cache grows, and layers with a window slide: they drop the
+tokens that no later one sees.
+
+Dims: B rows, S slots, T tokens fed, H query heads, G key-value heads, C head features, BG = B * G heads with those of a
+row side by side, D nodes of a path, R rows of another cache.
 """
 
 from __future__ import annotations
@@ -25,37 +27,38 @@ from specjax.models.attention.stored import Int8Layer, Layer, Sliding, Stored, m
 
 
 class Windows(NamedTuple):
-    """Which layers hold no more than they see, of a cache with ``slots`` for whole ones."""
+    """Sizes of a cache in which layers with a window hold no more than they see; ``slots``: those of all other
+    layers."""
 
     of_layers: tuple[int | None, ...]
-    """None: a layer that holds everything."""
+    """Window of each layer in tokens; None: the layer holds everything."""
     room: int
-    """Tokens that are fed, at most, before the layers slide again."""
+    """Most tokens that are fed before the layers slide again."""
     slots: int
 
     def held(self, layer: int) -> int:
-        """Slots of a layer."""
+        """Number of slots of a layer."""
         window = self.of_layers[layer]
         return self.slots if window is None else min(self.slots, window + self.room)
 
 
 @flax.struct.dataclass
 class KVCache:
-    """Keys and values of every layer, keys ``[B, G, S, C]``, values ``[B, G, C, S]``; `fold` merges B and G. So both
-    products of attention are with the rows of a matrix (`specjax.models.products.few_queries_product`).
+    """Keys and values of every layer, keys ``[B, G, S, C]``, values ``[B, G, C, S]``; `fold` merges B and G. Both
+    products of attention then read the rows of a matrix (`specjax.models.products.few_queries_product`).
 
-    Kept as ``[B, S, G, C]``, XLA on CPU copied both in every pass: 1.5-2.3x the time of attention. And a loop over one
-    row that carries a leading axis of 1 copies them again when it feeds a single token: hence the folded form.
+    In the form ``[B, S, G, C]``, XLA on CPU copied both arrays in every pass: 1.5-2.3x the time of attention. A loop
+    over one row that carries a leading axis of 1 copies them again when it feeds a single token: hence the folded form.
     """
 
     layers: tuple[Stored, ...]
     total: Int[Array, " B"] | None = None
-    """The length that a row will reach, prompt included, for models whose rotary frequencies depend on it."""
+    """Length in tokens that each row will reach, prompt included, for models whose rotary frequencies depend on it."""
     spread: bool = flax.struct.field(pytree_node=False, default=False)
-    """Over several devices: heads and rows, split over other axes, are then never folded, and rows are written
-    together."""
+    """True over several devices: heads and rows, split over different axes, are then never folded, and all rows are
+    written together."""
     windows: Windows | None = flax.struct.field(pytree_node=False, default=None)
-    """None: every layer holds everything."""
+    """Sizes of the layers that slide; None: every layer holds everything."""
 
     @classmethod
     def zeros(
@@ -68,7 +71,7 @@ class KVCache:
         dtype: DTypeLike,
         windows: Windows | None = None,
     ) -> KVCache:
-        """Empty; ``dtype`` int8: with scales."""
+        """Empty cache; ``dtype`` int8: with scales."""
 
         def layer(i: int) -> Stored:
             held = num_slots if windows is None else windows.held(i)
@@ -86,11 +89,12 @@ class KVCache:
         return self.layers[0].keys.shape[-2] if self.windows is None else self.windows.slots
 
     def has_room(self, lengths: Int[Array, " B"], fed: int) -> Bool[Array, ""]:
-        """Whether ``fed`` more tokens fit behind each of ``lengths``: `Layer.write` would overwrite."""
+        """True if ``fed`` more tokens fit behind each of ``lengths``; otherwise `Layer.write` would overwrite valid
+        slots."""
         return fed <= self.room(lengths)
 
     def room(self, lengths: Int[Array, " B"]) -> Int[Array, ""]:
-        """Tokens that still fit behind each of ``lengths``: until the cache grows, or its layers slide."""
+        """Number of tokens that still fit behind each of ``lengths``, until the cache grows or its layers slide."""
         left = [self.num_slots - jnp.max(lengths)]
         for layer in self.layers:
             if isinstance(layer, Sliding):
@@ -98,24 +102,26 @@ class KVCache:
         return functools.reduce(jnp.minimum, left)
 
     def view(self, layers: Sequence[int]) -> tuple[tuple[Array, Array], ...]:
-        """Keys and values of single layers, to be read; no copy, but of what is in few bits. Raises `ValueError` for
-        one that holds no more than it sees: `specjax.models.transformer.Model.init_cache` is told what is read."""
+        """Keys and values of single layers, to be read; only layers in few bits are copied. Raises `ValueError` for a
+        layer that holds no more than it sees: `specjax.models.transformer.Model.init_cache` must be told which layers
+        are read whole."""
         for i in layers:
             if isinstance(self.layers[i], Sliding):
                 raise ValueError(f"layer {i} of the cache slides, so that it cannot be read whole")
         return tuple(self.layers[i].read() for i in layers)
 
     def keep(self, start: Int[Array, " B"], path: Int[Array, "B D"]) -> KVCache:
-        """After a tree, whose root is at slot ``start``: what node ``path[b, j]`` wrote moves to where token j + 1 of a
-        chain would have written it. Node n has slot ``start + n``; what ``path`` names behind the accepted nodes may be
-        any node, and is overwritten by the next block."""
+        """This cache with the accepted path of a tree in the slots of a chain. Node n of the tree has slot
+        ``start + n``; the entries of node ``path[b, j]`` move to slot ``start + j + 1``. Past the accepted nodes,
+        ``path`` may name any node: the next block overwrites those slots."""
 
         return dataclasses.replace(
             self, layers=tuple(moved(layer, start, path, together=self.spread) for layer in self.layers)
         )
 
     def slid(self, lengths: Int[Array, " B"]) -> KVCache:
-        """Layers without what no token from ``lengths[b]`` on sees, so that there is room again; its own are gone."""
+        """This cache without the entries that no token from ``lengths[b]`` on sees, so that its layers have room again.
+        It deletes its old arrays."""
 
         def slid(layer: Stored, window: int | None) -> Stored:
             return _slid(layer, lengths, window) if isinstance(layer, Sliding) else layer
@@ -123,7 +129,7 @@ class KVCache:
         return self if self.windows is None else self._one_by_one(slid, self.windows.of_layers)
 
     def narrowed(self, lengths: Int[Array, " B"], room: int) -> KVCache:
-        """`slid`, with so much ``room`` and no more."""
+        """This cache `slid`, with room for ``room`` more tokens and no others."""
         if self.windows is None:
             return self
         windows = self.windows._replace(room=room)
@@ -137,7 +143,8 @@ class KVCache:
         return dataclasses.replace(self._one_by_one(narrowed, range(len(self.layers))), windows=windows)
 
     def grow(self, slots: int) -> KVCache:
-        """With more slots, ``slots`` in all, where a layer does not hold all that it sees; its own arrays are gone."""
+        """This cache with ``slots`` slots in all, in every layer that does not yet hold all that it sees. It deletes
+        its old arrays."""
         windows = None if self.windows is None else self.windows._replace(slots=slots)
 
         def grown(layer: Stored, i: int) -> Stored:
@@ -148,7 +155,8 @@ class KVCache:
         return dataclasses.replace(self._one_by_one(grown, range(len(self.layers))), windows=windows)
 
     def _one_by_one(self, change: Callable[[Stored, Any], Stored], others: Iterable[Any]) -> KVCache:
-        """Each layer changed, beside what is said of it, and let go before the next: none but one is there twice."""
+        """This cache with each layer changed by its entry of ``others``. The old arrays of a layer are deleted before
+        the next one changes, so that only one layer is in memory twice."""
 
         def changed(layer: Stored, other: Any) -> Stored:
             found = change(layer, other)
@@ -161,7 +169,7 @@ class KVCache:
         return dataclasses.replace(self, layers=tuple(map(changed, self.layers, others)))
 
     def insert(self, rows: Int[Array, " R"], other: KVCache) -> KVCache:
-        """``other``'s rows in place of the ``rows``, neither folded; what is out of range goes nowhere."""
+        """This cache with ``other``'s rows in place of its ``rows``, neither folded; rows out of range are dropped."""
         return jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), self, other)
 
     @property
@@ -169,7 +177,8 @@ class KVCache:
         return self.layers[0].keys.ndim == 3
 
     def fold(self) -> KVCache:
-        """With rows and heads on one axis, ``[BG, ...]``: what a pass writes, and what a loop of passes carries."""
+        """This cache with rows and heads on one axis, ``[BG, ...]``: the form that a pass writes and a loop of passes
+        carries."""
         stays = self.is_folded or self.spread
         return self if stays else self._changed(lambda x: x if x.ndim == 1 else x.reshape(-1, *x.shape[2:]))
 
@@ -178,7 +187,7 @@ class KVCache:
         return self if stays else self._changed(lambda x: x if x.ndim == 1 else x.reshape(batch, -1, *x.shape[1:]))
 
     def written(self, layers: Sequence[Stored]) -> KVCache:
-        """With the folded ``layers`` of a pass in place of its own, and folded only if it was."""
+        """This cache with the folded ``layers`` of a pass in place of its own; it is folded only if it was before."""
         return self._changed(lambda old, new: new.reshape(old.shape), tuple(layers))
 
     def _changed(self, change: Callable[..., Array], *others: tuple[Stored, ...]) -> KVCache:
@@ -195,7 +204,7 @@ def _slid(layer: Sliding, lengths: Int[Array, " B"], window: int) -> Sliding:
     return layer.slid(lengths, window)
 
 
-# --- every cache in a tree, a drafter's too -------------------------------------------------------------------------
+# --- all caches of a pytree, a drafter's too ------------------------------------------------------------------------
 
 
 def is_cache(x: Any) -> bool:
@@ -203,32 +212,33 @@ def is_cache(x: Any) -> bool:
 
 
 def first(tree: Any) -> KVCache:
-    """The first cache in the tree."""
+    """First cache in the pytree."""
     return next(x for x in jax.tree.leaves(tree, is_leaf=is_cache) if is_cache(x))
 
 
 def num_slots(tree: Any) -> int:
-    """Slots of the first cache in the tree."""
+    """Number of slots of the first cache in the pytree."""
     return first(tree).num_slots
 
 
 def grow(tree: Any, slots: int) -> Any:
-    """Every cache with more slots, its own arrays gone: a bucket change between chunks, never inside one."""
+    """The pytree with every cache grown to ``slots`` slots and its old arrays deleted: a change of bucket between
+    chunks, never inside one."""
     return _each(tree, lambda cache: cache.grow(slots))
 
 
 def slide(tree: Any, lengths: Int[Array, " B"]) -> Any:
-    """Every cache without what no token from ``lengths[b]`` on sees, its own arrays gone: between chunks, too."""
+    """The pytree with every cache `slid` and its old arrays deleted: only between chunks, too."""
     return _each(tree, lambda cache: cache.slid(lengths))
 
 
 def narrowed(tree: KVCache | Any, lengths: Int[Array, " B"], room: int) -> Any:
-    """Every cache slid, with so much ``room`` and no more."""
+    """The pytree with every cache slid, and room for ``room`` more tokens and no others."""
     return _each(tree, lambda cache: cache.narrowed(lengths, room))
 
 
 def insert(tree: Any, rows: Int[Array, " R"], other: Any) -> Any:
-    """``other``'s rows in place of the ``rows`` of a tree whose arrays have the row first, caches and all."""
+    """The pytree with ``other``'s rows in place of its ``rows``; all arrays have the row first, caches are included."""
 
     def put(old: Any, new: Any) -> Any:
         return old.insert(rows, new) if is_cache(old) else old.at[rows].set(new, mode="drop")
@@ -237,13 +247,13 @@ def insert(tree: Any, rows: Int[Array, " R"], other: Any) -> Any:
 
 
 def free_programs() -> None:
-    """Let go of the programs that change caches between chunks."""
+    """Free the compiled programs that change caches between chunks."""
     _grown.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     _slid.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def fold(tree: Any) -> Any:
-    """Every cache folded, as a loop of passes carries it."""
+    """The pytree with every cache folded, as a loop of passes carries it."""
     return _each(tree, KVCache.fold)
 
 
@@ -252,8 +262,8 @@ def unfold(tree: Any, batch: int) -> Any:
 
 
 def with_total(tree: Any, total: Int[Array, " B"]) -> Any:
-    """Every cache that asks for it is told the length that each row will reach: before the first token is written,
-    because that settles the frequencies its keys are rotated with."""
+    """The pytree with the length that each row will reach in every cache that needs it. Call it before the first token
+    is written: the length settles the frequencies that keys are rotated with."""
     lengths = total.astype(jnp.int32)
     return _each(tree, lambda cache: cache if cache.total is None else dataclasses.replace(cache, total=lengths))
 

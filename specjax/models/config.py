@@ -1,4 +1,4 @@
-"""What differs between decoder-only transformers: one frozen, hashable description, the static half of a model."""
+"""Settings in which decoder-only transformers differ: one frozen, hashable description, the static half of a model."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """Every normalisation of the residual stream: RMSNorm (1910.07467) or LayerNorm (1607.06450)."""
+    """Settings of every normalisation of the residual stream: RMSNorm (1910.07467) or LayerNorm (1607.06450)."""
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-5
     offset: float = 0.0
-    """Added to the stored scale (Gemma: 1)."""
+    """Number added to the stored scale (Gemma: 1)."""
     bias: bool = False
     placement: Literal["pre", "post", "sandwich"] = "pre"
-    """Of what attention and MLP read, of what they give (OLMo 2), or of both (Gemma 2 and 3)."""
+    """Norms on the inputs of attention and MLP (pre), on their outputs (post: OLMo 2), or on both (sandwich: Gemma 2
+    and 3)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """What may differ from layer to layer."""
+    """Settings that may differ from layer to layer."""
 
     rope: Rope | None = dataclasses.field(default=Rope())
     window: int | None = None
-    """A token sees itself and the ``window - 1`` tokens before it; None: all before it."""
+    """Number of tokens that a token sees: itself and the ``window - 1`` before it; None: all before it."""
     dense: bool = False
-    """A plain MLP, in a model whose other layers have experts."""
+    """True for a plain MLP, in a model whose other layers have experts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of the MLP: each token goes to the ``top_k`` that a softmax over all of them ranks
-    first, weighted by it (2401.04088). ``normalised``: the weights of the chosen ones add up to one."""
+    """A mixture of experts in place of the MLP. A softmax over all experts ranks them for each token; the token goes to
+    the ``top_k`` first ones, weighted by that softmax (2401.04088). ``normalised``: the weights of the chosen ones are
+    scaled to add up to one."""
 
     count: int
     top_k: int
@@ -49,7 +51,7 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Architecture of a decoder; as it stands, a Llama. Sizes are counts of features."""
+    """Architecture of a decoder; its defaults are a Llama's. Sizes are counts of features."""
 
     vocab_size: int
     hidden_size: int
@@ -60,36 +62,38 @@ class ModelConfig:
     head_dim: int
     max_positions: int = 2048
     layers: tuple[LayerKind, ...] = (LayerKind(),)
-    """One kind for all layers, or one a layer."""
+    """One kind for all layers, or one for each layer."""
     norm: Norm = Norm()
     tie_embeddings: bool = True
     learned_positions: bool = False
-    """A learned embedding of each position is added to that of the token (GPT-2)."""
+    """True if a learned embedding of each position is added to that of the token (GPT-2)."""
     residual: Literal["sequential", "parallel", "parallel_one_norm"] = "sequential"
-    """Parallel: the MLP reads what attention reads (GPT-NeoX), through the same norm (Cohere) or its own."""
+    """Parallel: the MLP reads the stream that attention reads, through a norm of its own (``parallel``: GPT-NeoX) or
+    through attention's (``parallel_one_norm``: Cohere)."""
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: Literal["none", "head", "each_head", "projection"] = "none"
-    """Queries and keys are normalised before they are rotated: each head with a scale for all of them (Qwen3), with a
-    scale of its own (Cohere), or all heads together (OLMo 2)."""
+    """Norm of queries and keys before they are rotated: each head with one scale for all of them (``head``: Qwen3) or
+    with its own (``each_head``: Cohere), or all heads together (``projection``: OLMo 2)."""
     attention_scale: float | None = None
-    """None: 1 / sqrt(head_dim)."""
+    """Factor of the scores; None: 1 / sqrt(head_dim)."""
     attention_soft_cap: float | None = None
-    """Scores are capped smoothly: ``cap * tanh(score / cap)``."""
+    """Smooth limit of the scores: ``cap * tanh(score / cap)``; None: no limit."""
     gated: bool = True
-    """``down(activation(gate(x)) * up(x))`` (2002.05202); otherwise ``down(activation(up(x)))``."""
+    """True: ``down(activation(gate(x)) * up(x))`` (2002.05202); False: ``down(activation(up(x)))``."""
     activation: Activation = "silu"
     mlp_bias: bool = False
     experts: Experts | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    """Of what attention and MLP add to the stream."""
+    """Factor of the outputs of attention and MLP before they are added to the stream."""
     logit_multiplier: float = 1.0
     logit_soft_cap: float | None = None
     fused_projections: bool = False
-    """Query, key and value are one kernel, gate and up another, as `specjax.models.decode_layout` lays them out."""
+    """True if query, key and value are one kernel, and gate and up another, as `specjax.models.decode_layout` lays them
+    out."""
     fused_shards: int = 1
-    """Equal parts of their outputs, each with its own share of all that are fused: one a device."""
+    """Number of equal parts of the fused outputs, one a device; each part holds its share of every fused projection."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -120,30 +124,31 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of the layers: how many tokens each sees, itself among them; None: all before it."""
+        """Window of each layer: the number of tokens that a token sees, itself included; None: all before it."""
         return tuple(self.layer(i).window for i in range(self.num_layers))
 
     def widest(self, of: Callable[[int], int] = int) -> int:
-        """Numbers that the widest layer makes of a token on its way through, beside scores: the stream, its norm, and
-        either projections of attention or neurons with the gate's. ``of``: the part of a size that a device has."""
+        """Largest number of values that one layer makes of a token, beside scores: the stream, its norm, and the larger
+        of attention's projections and the MLP's neurons with the gate's. ``of``: maps a size to the part that one
+        device has."""
         heads, kv = of(self.num_heads) * self.head_dim, of(self.num_kv_heads) * self.head_dim
         neurons = of(self.intermediate_size) * (3 if self.gated else 2)
-        if self.experts is not None:  # each token's own
+        if self.experts is not None:  # every token has neurons of its own
             neurons = max(neurons, self.experts.top_k * self.experts.intermediate_size * 3)
         return 2 * self.hidden_size + max(2 * (heads + 2 * kv), neurons)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The different ones."""
+        """Distinct rotary embeddings of the layers."""
         return tuple(dict.fromkeys(kind.rope for kind in self.layers if kind.rope is not None))
 
     @property
     def rows_choose_frequencies(self) -> bool:
-        """The rotary frequencies of a row depend on the length it will reach."""
+        """True if the rotary frequencies of a row depend on the length it will reach."""
         return any(isinstance(rope.scaling, LongRope) for rope in self.ropes)
 
     @property
     def dynamic_limit(self) -> int | None:
-        """Positions past which rotary frequencies would change from token to token; None: they never do."""
+        """Number of positions past which rotary frequencies would change from token to token; None: they never do."""
         limits = [rope.scaling.original_positions for rope in self.ropes if isinstance(rope.scaling, DynamicScaling)]
         return min(limits, default=None)

@@ -1,6 +1,6 @@
-"""The weights of a model as decoding reads them: projections of the same input fused, kernels stored as the device
+"""Weights laid out for decoding: projections of the same input are fused, and kernels are stored as the device
 multiplies them best (`specjax.backend` decides). Nothing here changes a result beyond the order of a sum, and the
-originals come back bit for bit."""
+original weights come back bit for bit."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from specjax import backend
+from specjax.interfaces import Params
 from specjax.models import kernels
 from specjax.models.kernels import Dense, Kernel, Narrow, Transposed
 from specjax.models.kernels.quantised import SCHEMES, Quantised, Scheme
@@ -24,19 +25,18 @@ from specjax.models.layers import Linear
 from specjax.models.sharding import mesh_of, sharding_of
 from specjax.models.transformer import Model, param_shapes
 from specjax.models.weights import is_bfloat16, quantised
-from specjax.types import Params
 
 _FUSED = {
     "attention": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     "mlp": ("gate_up_proj", ("gate_proj", "up_proj")),
 }
-"""Part of a layer -> the projection that stands for several of them."""
+"""Part of a layer -> (fused projection, the projections that it replaces)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DecodeLayout:
-    """Weights as decoding reads them: one a model (`LaidOut.layout`), shared by all that decode with it. ``spec`` and
-    ``params`` run it; ``plain`` is the spec of the weights it was made of."""
+    """Weights as decoding reads them: one layout a model (`LaidOut.layout`), shared by all that decode with it.
+    ``spec`` and ``params`` run it; ``plain`` is the spec of the original weights."""
 
     spec: Any
     params: Params
@@ -48,7 +48,7 @@ class DecodeLayout:
         return cls(laid_out, laid_out_params, spec)
 
     def originals(self) -> Params:
-        """The weights that it was made of, bit for bit."""
+        """The original weights, bit for bit."""
         if not isinstance(self.plain, Model):
             return self.params
         params = jax.tree.map(kernels.plain, self.params, is_leaf=_is_kernel)
@@ -58,28 +58,26 @@ class DecodeLayout:
 
 
 class LaidOut:
-    """A model (with ``spec`` and ``params``) that keeps its `DecodeLayout`."""
+    """Base of a model (with ``spec`` and ``params``) that owns its `DecodeLayout`."""
 
-    spec: Any
-    params: Params
     _layout: tuple[list[Array] | None, DecodeLayout]
-    """The arrays that it was made of (None where they were freed), and the layout."""
+    """Arrays that the layout was made of (None if they were freed), and the layout."""
 
     def layout(self) -> DecodeLayout:
-        """The weights as decoding reads them, made once and shared by every `Decoder` of this model; made again after
-        ``spec`` or an array of ``params`` was replaced."""
+        """The weights as decoding reads them, made once and shared by every `Decoder` of this model. They are made
+        again after ``spec`` or an array of ``params`` was replaced."""
         made_of, layout = self.__dict__.get("_layout", (None, None))
         leaves = jax.tree.leaves(self.params) if self.holds_originals else None
         if layout is None or layout.plain != self.spec or not same_arrays(made_of, leaves):
-            # Beside their originals, fused projections would be in memory twice.
+            # Fused projections beside their originals would take memory twice.
             layout = DecodeLayout.of(self.spec, self.params, fused=backend.keeps_copies())
             self._layout = leaves, layout
         return layout
 
     def free_originals(self) -> None:
-        """Keep nothing but the `layout`, for a model that only decodes: all weights are in memory once, while it is
-        made as well, but for a layer. ``params`` are then made from it again whenever they are asked for, bit for bit,
-        and not kept."""
+        """Free the original weights of a model that only decodes, and leave its `layout`. All weights are in memory
+        once, except for one layer while the layout is made. From then on each use of ``params`` makes them from the
+        layout, bit for bit, and does not store them."""
         if self.holds_originals and not backend.keeps_copies():
             params = self.params
             if isinstance(params, dict) and "layers" in params:
@@ -93,11 +91,11 @@ class LaidOut:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The devices that the weights lie over, if there are several."""
+        """Mesh of the devices that the weights lie over, if there are several."""
         return mesh_of(self.params if self.holds_originals else self._layout[1].params)
 
     def __repr__(self) -> str:
-        """A line, of any number of weights."""
+        """One line, whatever the number of weights."""
         weights = self.params if self.holds_originals else self._layout[1].params
         return described(self, weights)
 
@@ -112,12 +110,12 @@ class LaidOut:
 
 
 def described(model: Any, params: Params) -> str:
-    """A line about a model, its name and its weights."""
+    """One line about a model: its class, its name and its number of weights."""
     return f"<{type(model).__name__} {model.name!r}, {kernels.counted(params)[0]:,} weights in memory>"
 
 
 def same_arrays(a: Sequence[Any] | None, b: Sequence[Any] | None) -> bool:
-    """Whether what was made of the first still holds for the second: the very same objects, in the same order."""
+    """True if both hold the very same objects in the same order, so that results made of ``a`` still hold for ``b``."""
     if a is None or b is None:
         return a is b
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
@@ -126,11 +124,10 @@ def same_arrays(a: Sequence[Any] | None, b: Sequence[Any] | None) -> bool:
 def decode_layout(spec: Any, params: Params, fused: bool = True, owned: bool = False) -> tuple[Any, Params]:
     """(spec, params) laid out for decoding; a spec that is no `Model`, and a kernel that is no array, stay as they are.
 
-    Projections that read the same input become one kernel, if they are to be ``fused``; the dict of ``owned`` layers is
-    emptied on the way, so that they are not in memory twice. Where `backend.turns_kernels`, a tied head is untied into
-    its own copy, laid out as the other kernels are, and float32 kernels become `Transposed`; or `Narrow`, if all of
-    them are bfloat16 numbers, as those of most checkpoints are. Beside kernels in few bits, the copy has 8.
-    """
+    ``fused``: projections that read the same input become one kernel. ``owned``: the dict of layers is emptied on the
+    way, so that they are not in memory twice. Where `backend.transposes_kernels`, a tied head gets a copy of its own,
+    laid out as the other kernels are, and float32 kernels become `Transposed`, or `Narrow` if bfloat16 holds all their
+    numbers, as in most checkpoints. Beside kernels in few bits, the copy of the head has 8."""
     if not isinstance(spec, Model):
         return spec, params
     mesh = mesh_of(params)
@@ -138,7 +135,7 @@ def decode_layout(spec: Any, params: Params, fused: bool = True, owned: bool = F
         spec = dataclasses.replace(spec, mesh=mesh)
         return _over(mesh, spec, params, owned) if fused else (spec, params)
     in_few_bits = kernels.are_quantised(params)
-    if spec.config.tie_embeddings and (in_few_bits or backend.turns_kernels()):
+    if spec.config.tie_embeddings and (in_few_bits or backend.transposes_kernels()):
         spec = dataclasses.replace(spec, config=dataclasses.replace(spec.config, tie_embeddings=False))
         table = params["embedding"]
         head = Quantised.of(table.T, SCHEMES["int8"]) if in_few_bits else _transposed([table], str(table.dtype))[0]
@@ -149,8 +146,8 @@ def decode_layout(spec: Any, params: Params, fused: bool = True, owned: bool = F
 
 
 def abstract_layout(spec: Model, mesh: Mesh | None = None, scheme: Scheme | None = None) -> tuple[Model, Params]:
-    """(spec, shapes) of the layout of a model whose weights are not there: what a program is compiled for, and what
-    they take. ``scheme``: of kernels in few bits."""
+    """(spec, shapes) of the layout of a model whose weights are not loaded, to compile programs and to count memory.
+    ``scheme``: how kernels are quantised."""
     params = param_shapes(spec)
     if mesh is not None:
 
@@ -174,8 +171,8 @@ def abstract_layout(spec: Model, mesh: Mesh | None = None, scheme: Scheme | None
 
 
 def _over(mesh: Mesh, spec: Model, params: Params, owned: bool = False) -> tuple[Model, Params]:
-    """Over several devices kernels stay as they are, and are fused device by device: across the axis that splits them,
-    every pass would move what it computes."""
+    """(spec, params) over several devices: kernels stay arrays, and are fused device by device. Fused across the axis
+    that splits them, they would make every pass move its results between devices."""
     config, shards = spec.config, mesh.shape.get("tensor", 1)
     counts = (config.num_heads, config.num_kv_heads, config.intermediate_size)
     if any(count % shards for count in counts) or any(map(_is_kernel, jax.tree.leaves(params, is_leaf=_is_kernel))):
@@ -204,14 +201,14 @@ def _fused(spec: Model, params: Params, shards: int = 1, owned: bool = False) ->
         return {**layer, **fused}
 
     layers = params["layers"]
-    # A layer that nobody else holds is let go of before the next is made.
+    # An owned layer is freed before the next one is made.
     params = {**params, "layers": {i: block(layers.pop(i) if owned else layers[i]) for i in list(layers)}}
     config = dataclasses.replace(spec.config, fused_projections=True, fused_shards=shards)
     return dataclasses.replace(spec, config=config), params
 
 
 def _split(plain: Model, layer: Params, shards: int) -> Params:
-    """A layer with each projection by itself again."""
+    """``layer`` with each projection by itself again."""
     config, layer = plain.config, dict(layer)
     if config.fused_projections:
         return layer
@@ -227,7 +224,8 @@ def _split(plain: Model, layer: Params, shards: int) -> Params:
 
 
 def stored_kernels(spec: Any, params: Params) -> Params:
-    """With an object that multiplies in place of every array that a `Linear` of ``spec.module(params)`` has."""
+    """``params`` with an object that multiplies in place of every array that a `Linear` of ``spec.module(params)``
+    has."""
     linears = {path for path, part in nnx.iter_modules(spec.module(params)) if isinstance(part, Linear)}
 
     def is_ours(path, leaf) -> bool:
@@ -236,10 +234,10 @@ def stored_kernels(spec: Any, params: Params) -> Params:
 
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_kernel)
     turning = {path: leaf for path, leaf in leaves if is_ours(path, leaf) and _turns(leaf)}
-    # All or none: one draft after another of the same training then has at most two programs.
+    # All kernels are narrow, or none: all drafts of one training then have at most two programs.
     known = not any(isinstance(leaf, Tracer) for leaf in turning.values())
     narrow = known and all(map(is_bfloat16, turning.values()))
-    # A layer at a time: equal ones are turned by one program.
+    # A layer at a time: one program transposes all layers that are equal.
     parts: dict[Any, list[Any]] = {}
     for path in turning:
         parts.setdefault(path[:2] if path[0].key == "layers" else None, []).append(path)
@@ -262,7 +260,7 @@ def _transposed(matrices: list[Array], dtype: str) -> list[Array]:
 
 
 def _turns(leaf: Any) -> bool:
-    return backend.turns_kernels() and leaf.dtype == jnp.float32
+    return backend.transposes_kernels() and leaf.dtype == jnp.float32
 
 
 def _is_kernel(x: Any) -> bool:

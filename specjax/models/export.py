@@ -1,4 +1,4 @@
-"""Any model that specjax reads, written as a directory that transformers, vLLM and SGLang load."""
+"""Export of any model that specjax reads to a directory that transformers, vLLM and SGLang load."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ def export_model(
     check_finite: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> LoadedModel:
-    """Write ``source``, a model directory, a hub id or the draft of a run directory, to ``directory``; return it.
+    """Write ``source``, a model directory, a hub id or the draft of a run directory, to ``directory``; return the
+    model.
 
-    ``dtype``: of the written weights (default: as they are stored). A model card in ``source`` is kept; without one,
-    the default card is written. Raises `ModelError` as `load_model` and `save_model` do.
+    ``dtype``: dtype of the written weights (default: as they are stored). A model card in ``source`` is copied; without
+    one, the default card is written. Raises `ModelError` as `load_model` and `save_model` do.
     """
     check_replaceable(directory, overwrite)
     found = resolve(draft_of(source), revision)

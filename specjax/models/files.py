@@ -1,4 +1,5 @@
-"""JSON files and the ``SHA256SUMS`` manifest of a model directory; a flipped bit is silent in safetensors."""
+"""JSON files and the ``SHA256SUMS`` manifest of a model directory, because safetensors does not notice a flipped
+bit."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ MANIFEST = "SHA256SUMS"
 
 
 def named(value: Any) -> str:
-    """What a caller gave, for an error: text and numbers as they are, anything larger by its type."""
+    """Argument of a caller as an error shows it: text and numbers as they are, anything larger by its type."""
     if value is None or isinstance(value, (str, bytes, int, float)):
         return reprlib.repr(value)
     return value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def check_model(model: Any, what: str) -> None:
-    """Raises `ModelError` unless ``model`` is one: weights, what they compute, and a tokenizer or none."""
+    """Raises `ModelError` unless ``model`` has the ``spec``, ``config`` and ``tokenizer`` of a model."""
     if not all(hasattr(model, name) for name in ("spec", "config", "tokenizer")):
         raise ModelError(f"{what}: {named(model)} is no model; give what specjax.load_model(PATH) returns")
 
@@ -46,7 +47,7 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 
 def flush(*paths: Path) -> None:
-    """See to it that what was written to these files and directories is on the disk, not in its cache."""
+    """Force the contents of these files and directories out of the disk's cache, onto the disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -56,11 +57,11 @@ def flush(*paths: Path) -> None:
 
 
 def refuse_outside(file: Path) -> None:
-    """Raises `ModelError` for a link that leads out of its directory. In the hub's cache the files of
-    ``snapshots/<commit>`` are links to ``blobs`` of the same repository, and may be."""
+    """Raises `ModelError` for a link that leads out of its directory. Allowed are the links of the hub's cache: files
+    of ``snapshots/<commit>`` lead to ``blobs`` of the same repository."""
     try:
         directory, found = file.parent.resolve(), file.resolve()
-    except RuntimeError:  # as pathlib before Python 3.13 has it
+    except RuntimeError:  # raised by pathlib before Python 3.13
         raise ModelError(f"{file}: is a link to itself; copy the file there instead") from None
     blobs = directory.parents[1] / "blobs" if directory.parent.name == "snapshots" else directory
     if not found.is_relative_to(directory) and not found.is_relative_to(blobs):
@@ -73,13 +74,14 @@ def sha256(file: Path) -> str:
 
 
 def write_manifest(directory: Path) -> None:
-    """List every file of the directory as ``sha256sum -c`` reads it."""
+    """List every file of the directory in the format of ``sha256sum -c``."""
     lines = [f"{sha256(file)}  {file.name}\n" for file in sorted(directory.iterdir())]
     (directory / MANIFEST).write_text("".join(lines), encoding="utf-8")
 
 
 def verify_manifest(directory: Path, ignored: Collection[str] = ()) -> None:
-    """Raises `ModelError` naming the first file that differs from the manifest; no manifest, nothing to check."""
+    """Raises `ModelError` naming the first file that differs from the manifest; without a manifest, nothing is
+    checked."""
     manifest = directory / MANIFEST
     for name, digest in _entries(manifest) if manifest.exists() else ():
         file = directory / name

@@ -1,7 +1,8 @@
-"""Hugging Face directories in and out; nothing in a directory is ever executed (no pickle, no ``trust_remote_code``).
+"""Reader and writer of Hugging Face directories; nothing in a directory is ever executed (no pickle, no
+``trust_remote_code``).
 
-A directory is read strictly: every tensor is used exactly once, every setting is implemented or refused by name. What
-a family's config.json and tensors mean is said in `specjax.models.families`.
+A directory is read strictly: every tensor is used exactly once, every setting is implemented or refused by name.
+`specjax.models.families` says what a family's config.json and tensors mean.
 
 Dims: B rows, T tokens, V vocabulary, D hidden.
 """
@@ -29,6 +30,7 @@ from safetensors import SafetensorError
 
 from specjax import backend
 from specjax.errors import DataError, ModelError
+from specjax.interfaces import Params, Target
 from specjax.models.config import ModelConfig
 from specjax.models.decode_layout import LaidOut
 from specjax.models.families import Family, Settings, family_of
@@ -48,18 +50,17 @@ from specjax.models.kernels.quantised import SCHEMES, Scheme
 from specjax.models.sharding import usable
 from specjax.models.transformer import Model, param_shapes
 from specjax.models.weights import AS_STORED, INDEX, NO_PICKLE, quantised, read_params, write_params
-from specjax.types import Params
 
 DTYPES = ("float32", "bfloat16", "float16")
 CARD, GENERATION = "README.md", "generation_config.json"
 DRAFT = "draft"
-"""Where a run directory has its draft."""
+"""Name of the draft's directory in a run directory."""
 DRAFTER = "specjax_drafter"
-"""In config.json: the kind of a drafter that is no model by itself."""
+"""Key of config.json for the kind of a drafter that is no model by itself."""
 _EOS = "eos_token_id"
 OF_DRAFTS = {"speculators_model_type", "medusa_num_heads", "eagle_config", "dflash_config"}
 OF_DRAFTS |= {"draft_vocab_size", "markov_rank", "target_layer_ids", "ptd_token_id"}
-"""Keys that config.json has of drafts that others have trained, and of no model."""
+"""Keys of config.json that drafts of other trainers have, and no model has."""
 MAX_SHARD_BYTES = 5 * 10**9
 _TOKENIZER_DATA = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_JSON = (
@@ -70,15 +71,15 @@ HUB_FILES = (
     *("*.safetensors", "medusa_lm_head.pt", INDEX, "config.json", GENERATION),
     *("tokenizer.model", "merges.txt", "chat_template.jinja", *_TOKENIZER_JSON),
 )
-"""What is fetched of a hub id."""
+"""Patterns of the files that are fetched for a hub id."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class LoadedModel(LaidOut):
-    """A model ready to run, in weights laid out as `Model.init` makes them."""
+class LoadedModel(LaidOut, Target):
+    """A model ready to run, with weights laid out as `Model.init` makes them."""
 
     spec: Model
-    """The static, hashable half: a function of its parameters."""
+    """The static, hashable half: a function of the parameters."""
     params: Params
     """A nested dict of arrays, as `Model.init` makes it."""
     tokenizer: Any = None
@@ -86,13 +87,13 @@ class LoadedModel(LaidOut):
     eos_ids: tuple[int, ...] = ()
     """Token ids that end a generation."""
     name: str = "model"
-    """The directory's or hub id's last part, for messages and model cards."""
+    """Last part of the directory or hub id, for messages and model cards."""
     family: str = "llama"
-    """The Hugging Face model type it is saved as."""
+    """The Hugging Face model type that it is saved as."""
     generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The generation_config.json it came with; saved again as it is, but for ``eos_ids``."""
+    """Settings of the generation_config.json it came with; saved again as they are, except for ``eos_ids``."""
     source: str | None = None
-    """The directory or hub id that it was loaded from, as it was given."""
+    """The directory or hub id that it was loaded from, as the caller gave it."""
 
     @property
     def config(self) -> ModelConfig:
@@ -101,7 +102,7 @@ class LoadedModel(LaidOut):
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids that the embedding knows."""
+        """Number of token ids that the embedding has rows for."""
         return self.config.vocab_size
 
     @property
@@ -112,7 +113,7 @@ class LoadedModel(LaidOut):
     @property
     def dtype(self) -> jnp.dtype:
         """The dtype that it computes in."""
-        return jnp.dtype(getattr(self.spec, "dtype", "float32"))
+        return jnp.dtype(self.spec.dtype)
 
     def logits(self, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T V"]:
         """float32 logits of the token after each position, without a cache. Compiled once a shape.
@@ -132,7 +133,8 @@ class LoadedModel(LaidOut):
 
 
 def _checked_tokens(tokens: Any, config: ModelConfig) -> Any:
-    """An embedding takes any index, and gives what is nearest."""
+    """Token ids ``[B, T]``; raises `DataError` for anything else. An embedding would take any index, and return the
+    nearest row."""
     if isinstance(tokens, Tracer):
         return tokens
     try:
@@ -146,7 +148,7 @@ def _checked_tokens(tokens: Any, config: ModelConfig) -> Any:
         raise DataError(f"tokens: {ids.dtype} is no type of token ids; give integers [B, T]")
     if ids.ndim != 2 or not ids.size:
         raise DataError(f"tokens: shape {ids.shape}; give token ids [B, T], a list of rows")
-    if config.learned_positions and ids.shape[1] > config.max_positions:  # rotary ones go on
+    if config.learned_positions and ids.shape[1] > config.max_positions:  # rotary positions go on
         raise DataError(f"tokens: {ids.shape[1]} of them in a row, the model has {config.max_positions} positions")
     wrong = np.argwhere((ids < 0) | (ids >= config.vocab_size))
     if len(wrong):
@@ -174,22 +176,23 @@ def load_model(
     quantize: str | None = None,
     kv_cache: str | None = None,
 ) -> LoadedModel:
-    """Load a Hugging Face directory, or a hub id (downloaded to the hub's cache; without a network, what is there).
+    """Load a Hugging Face directory, or a hub id (downloaded to the hub's cache; without a network, read from there).
 
     NaN and infinite weights are refused, in one pass over them where they lie. The host holds one parameter at a time
-    beside what is placed. A directory with a ``SHA256SUMS`` is checked against it first.
+    beside those already on their devices. A directory with a ``SHA256SUMS`` is checked against it first.
 
     Args:
         path_or_hub_id: a directory, or an id such as ``org/name``.
-        dtype: what weights are cast to; None: float32 on CPU, bfloat16 on accelerators; "auto": as they are stored.
+        dtype: dtype that weights are cast to; None: float32 on CPU, bfloat16 on accelerators; "auto": as they are
+            stored.
         revision: branch, tag or commit of a hub id.
-        mesh: with some of the axes ``data``, ``fsdp`` and ``tensor``, over which `specjax.models.sharding` spreads the
-            weights.
-        check_finite: False takes NaN and infinite weights.
-        quantize: "int8" or "int4", how kernels are stored (`specjax.models.kernels.quantised`); None: in ``dtype``.
-            A quantised target is another model, a quantised draft only another draft.
-        kv_cache: "int8": keys and values of decoding in 8 bits, each vector with a scale; another model, too. None: in
-            ``dtype``.
+        mesh: mesh with some of the axes ``data``, ``fsdp`` and ``tensor``, over which `specjax.models.sharding` spreads
+            the weights.
+        check_finite: False accepts NaN and infinite weights.
+        quantize: "int8" or "int4", the form that kernels are stored in (`specjax.models.kernels.quantised`); None: in
+            ``dtype``. A quantised target is another model, a quantised draft only another draft.
+        kv_cache: "int8": keys and values of decoding in 8 bits, each vector with a scale, which makes another model,
+            too. None: in ``dtype``.
 
     Returns:
         The model, with its tokenizer if it has one.
@@ -205,7 +208,7 @@ def load_model(
             refuse_outside(file)
     verify_manifest(directory, ignored=(CARD,))  # the card may be edited freely
     settings, family, config = _described(directory)
-    # What may fail at once comes before what takes long.
+    # Quick checks come before the weights, which take long.
     generation_file = directory / GENERATION
     generation = read_json(generation_file) if generation_file.exists() else {}
     eos_ids = _read_eos_ids(generation_file, generation, settings, family, config.vocab_size)
@@ -229,13 +232,13 @@ def abstract_model(
     revision: str | None = None,
     kv_cache: str | None = None,
 ) -> LoadedModel:
-    """The model with shapes in place of weights, and without tokenizer: what it takes, before it is loaded.
+    """The model with shapes in place of weights and without tokenizer, to count its memory before it is loaded.
 
     Args:
-        path_or_hub_id: as `load_model` takes it; of a hub id only config.json is fetched.
-        dtype: likewise; "auto": as config.json says.
-        revision: likewise.
-        kv_cache: likewise.
+        path_or_hub_id: as for `load_model`; of a hub id only config.json is fetched.
+        dtype: as for `load_model`; "auto": the dtype that config.json names.
+        revision: as for `load_model`.
+        kv_cache: as for `load_model`.
 
     Returns:
         The model, which does not run.
@@ -255,7 +258,7 @@ def abstract_model(
 
 
 def _named(name: str, quantize: str | None, kv_cache: str | None) -> str:
-    """That of another model, where it is one."""
+    """Name of a model; a suffix tells a quantised one, which is another model."""
     return "-".join([name, *([quantize] if quantize else []), *([f"kv-{kv_cache}"] if kv_cache else [])])
 
 
@@ -273,7 +276,8 @@ def _known_dtype(dtype: str | None) -> str:
 
 
 def _described(directory: Path) -> tuple[Settings, Family, ModelConfig]:
-    """What config.json says. Raises `ModelError` for a directory without, and for what is no model."""
+    """(settings, family, config) of config.json. Raises `ModelError` for a directory without one, and for one that is
+    no model."""
     config_file = directory / "config.json"
     if (directory / DRAFT / "config.json").exists() and not config_file.exists():
         raise ModelError(f"{directory}: is a run, no model (no config.json); its draft is {directory / DRAFT}")
@@ -290,7 +294,7 @@ def _described(directory: Path) -> tuple[Settings, Family, ModelConfig]:
 
 
 def _refuse_stored_quantised(settings: Settings) -> None:
-    """Raises `ModelError` for a checkpoint whose weights are stored in few bits, in whichever format."""
+    """Raises `ModelError` for a checkpoint whose weights are stored in few bits, whatever the format."""
     stored = settings.values.get("quantization_config") or settings.values.get("compression_config")
     if stored:
         method = stored.get("quant_method") if isinstance(stored, dict) else None
@@ -301,21 +305,21 @@ def _refuse_stored_quantised(settings: Settings) -> None:
 
 
 def scheme_of(name: str | None) -> Scheme | None:
-    """The way of quantising of that name. Raises `ModelError` for another one."""
+    """Scheme of that name, None for None. Raises `ModelError` for an unknown one."""
     if name is not None and name not in SCHEMES:
         raise ModelError(f"quantize={name!r} is unknown; use one of {', '.join(SCHEMES)}, or None")
     return None if name is None else SCHEMES[name]
 
 
 def quantize_model(model: LoadedModel, quantize: str) -> LoadedModel:
-    """A copy of a loaded model with kernels in few bits, which shares all else: a draft of its own target, say.
+    """A copy of a loaded model with kernels in few bits, which shares all else: a draft for the model itself, say.
 
     Args:
-        model: what `load_model` returns.
+        model: a model that `load_model` returned.
         quantize: "int8" or "int4".
 
     Returns:
-        The other model.
+        The quantised model.
 
     Raises:
         ModelError: ``quantize`` is unknown, or the model is quantised already.
@@ -331,13 +335,13 @@ def quantize_model(model: LoadedModel, quantize: str) -> LoadedModel:
 
 
 def refuse_quantised(params: Params, what: str) -> None:
-    """Raises `ModelError` for weights of few bits where those of the checkpoint are needed."""
+    """Raises `ModelError` for quantised weights where those of the checkpoint are needed."""
     if are_quantised(params):
         raise ModelError(f"{what}: needs the model's weights as they are stored; load it without quantize")
 
 
 def draft_of(source: str | os.PathLike) -> str | os.PathLike:
-    """Where the draft ``source`` is, for `load_model`: a model directory or hub id as it is, of a run directory its
+    """Model directory or hub id of the draft ``source``, for `load_model`: ``source`` itself, or of a run directory its
     draft. Raises `ModelError` for a directory that is neither."""
     directory = Path(source).expanduser() if isinstance(source, (str, os.PathLike)) and str(source) else None
     if directory is None or not directory.is_dir() or (directory / "config.json").exists():
@@ -351,7 +355,7 @@ def draft_of(source: str | os.PathLike) -> str | os.PathLike:
 
 
 def resolve(path_or_hub_id: str | os.PathLike, revision: str | None = None, files: Sequence[str] = HUB_FILES) -> Path:
-    """The directory of a model; of a hub id these ``files`` are downloaded first."""
+    """Directory of a model; for a hub id, its ``files`` are downloaded first."""
     if not isinstance(path_or_hub_id, (str, os.PathLike)) or not str(path_or_hub_id):
         raise ModelError(f"{named(path_or_hub_id)} is no path; give a Hugging Face directory or a hub id")
     path = Path(path_or_hub_id).expanduser()
@@ -377,7 +381,7 @@ def resolve(path_or_hub_id: str | os.PathLike, revision: str | None = None, file
             return Path(fetch())
         except (OSError, ValueError):
             raise
-        except Exception:  # of its HTTP library, as from a proxy that is down: what is cached will do
+        except Exception:  # of its HTTP library, as from a proxy that is down: use the cache
             return Path(fetch(local_files_only=True))
     except (OSError, ValueError) as error:  # the hub's own errors derive from OSError
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -389,8 +393,8 @@ def resolve(path_or_hub_id: str | os.PathLike, revision: str | None = None, file
 def _read_eos_ids(
     file: Path, generation: Mapping[str, Any], settings: Settings, family: Family, vocab_size: int
 ) -> tuple[int, ...]:
-    """generation_config.json decides, where it says anything: it is what transformers stops on. Null means that nothing
-    ends a text; where neither file says anything, it is the family's default."""
+    """Token ids that end a text: from generation_config.json if it names them, because transformers stops on them, else
+    from config.json, else the family's default. Null means that nothing ends a text."""
     where, said = next(
         ((place, found) for place, found in ((file, generation), (settings.where, settings.values)) if _EOS in found),
         (file, None),
@@ -413,16 +417,17 @@ def _read_tokenizer(directory: Path) -> Any:
         tokenizer = auto_tokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises plain Exception
         for file in filter(Path.exists, (directory / name for name in _TOKENIZER_JSON)):
-            read_json(file)  # names the one that is damaged
+            read_json(file)  # raises an error that names the damaged one
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{directory}: the tokenizer files cannot be read ({reason})") from error
-    for key in ("is_local", "local_files_only"):  # how it was loaded; saved again, it would bind the next reader
+    for key in ("is_local", "local_files_only"):  # they say how it was loaded, and would bind the next reader
         tokenizer.init_kwargs.pop(key, None)
     return tokenizer
 
 
 def import_transformers() -> Any:
-    """transformers, imported late because that takes seconds, and without its notice that torch is not installed."""
+    """The transformers package, imported late because that takes seconds, and without its notice that torch is
+    missing."""
 
     def keep(record: logging.LogRecord) -> bool:
         return "PyTorch was not found" not in record.getMessage()
@@ -449,14 +454,14 @@ def save_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face directory that `load_model`, transformers and vLLM read, with a ``SHA256SUMS`` manifest. The
-    directory appears complete or not at all; with ``overwrite`` the old one is kept until the new one is in place.
+    directory appears complete or not at all; with ``overwrite`` the old one stays until the new one is in place.
 
     Args:
         model: the model.
         directory: where to write it.
-        dtype: of the stored weights; None: the model's own.
+        dtype: dtype of the stored weights; None: the model's own.
         overwrite: replace a model directory that is there.
-        card: the README.md; None: a short one.
+        card: text of the README.md; None: a short one.
         max_shard_bytes: weights of more bytes go to several files, of which the host holds one at a time.
 
     Raises:
@@ -479,8 +484,8 @@ def save_model(
 
 
 def write_directory(directory: str | os.PathLike, overwrite: bool, write: Callable[[Path], None]) -> None:
-    """What ``write`` puts into a new directory, with a ``SHA256SUMS``, in the place of ``directory``: complete or not
-    at all. Raises `ModelError` as `save_model` does."""
+    """Write a new directory with the files that ``write`` makes and a ``SHA256SUMS``, and put it in the place of
+    ``directory``: complete or not at all. Raises `ModelError` as `save_model` does."""
     final = check_replaceable(directory, overwrite)
     token = secrets.token_hex(4)
     partial, old = (final.with_name(f".{final.name}.{kind}-{token}") for kind in ("partial", "old"))
@@ -488,15 +493,15 @@ def write_directory(directory: str | os.PathLike, overwrite: bool, write: Callab
         partial.mkdir(parents=True)
         write(partial)
         mode = (partial / "config.json").stat().st_mode & 0o777
-        for file in partial.iterdir():  # safetensors keeps its files to the owner, whatever the umask
+        for file in partial.iterdir():  # safetensors lets only the owner read, whatever the umask
             file.chmod(mode)
         write_manifest(partial)
-        flush(*partial.iterdir(), partial)  # or the name may outlive a power cut that the content does not
+        flush(*partial.iterdir(), partial)  # else a power cut may leave the name without content
         try:
             if final.exists():
                 final.rename(old)
             partial.rename(final)
-        except BaseException:  # an interrupt as well: the old directory goes back where it was
+        except BaseException:  # also for an interrupt: put the old directory back
             if old.exists() and not final.exists():
                 old.rename(final)
             raise
@@ -511,7 +516,7 @@ def write_directory(directory: str | os.PathLike, overwrite: bool, write: Callab
 
 
 def check_replaceable(directory: str | os.PathLike, overwrite: bool) -> Path:
-    """Check the place where `save_model` will write. Raises `ModelError` if it may not."""
+    """Absolute path of the directory that `save_model` will write. Raises `ModelError` if it may not be replaced."""
     final = Path(directory).expanduser().resolve()
     if not final.exists():
         return final
@@ -529,7 +534,7 @@ def _write_files(model: LoadedModel, directory: Path, dtype: str, card: str | No
     settings = described(family, config)
     write_params(directory, model.params, family, config, dtype, max_shard_bytes)
     special = {
-        # Written even when null: an absent id means the family's default there, not none.
+        # Written even when null: in config.json an absent id means the family's default, not none.
         "bos_token_id": getattr(tokenizer, "bos_token_id", None),
         "eos_token_id": model.eos_ids[0] if len(model.eos_ids) == 1 else list(model.eos_ids) or None,
         "pad_token_id": getattr(tokenizer, "pad_token_id", None),
@@ -542,7 +547,7 @@ def _write_files(model: LoadedModel, directory: Path, dtype: str, card: str | No
     if tokenizer is not None:
         try:
             tokenizer.save_pretrained(directory)
-        except Exception as error:  # the tokenizers library raises plain Exception, of a full disk as well
+        except Exception as error:  # the tokenizers library raises plain Exception, for a full disk as well
             raise OSError(f"the tokenizer: {error}") from error
         _rename_tokenizer_class(directory / "tokenizer_config.json")
     (directory / CARD).write_text(card if card is not None else _default_card(model), encoding="utf-8")
@@ -554,7 +559,8 @@ def check_saveable(family: str, config: ModelConfig) -> None:
 
 
 def described(family: Family, config: ModelConfig) -> dict[str, Any]:
-    """config.json without its ids. Raises `ModelError` for a config that the family has no settings for."""
+    """Settings of config.json except for token ids. Raises `ModelError` for a config that the family has no settings
+    for."""
     described: dict[str, Any] = {}
     try:
         described = family.write_config(config)
@@ -562,7 +568,7 @@ def described(family: Family, config: ModelConfig) -> dict[str, Any]:
         lost = ", ".join(
             f.name for f in dataclasses.fields(config) if getattr(again, f.name) != getattr(config, f.name)
         )
-    except ValueError as error:  # of a value that it cannot write, or not read again
+    except ValueError as error:  # a value that it cannot write, or cannot read again
         lost = str(error)
     if lost:
         raise ModelError(

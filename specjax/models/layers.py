@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from specjax.models import kernels
 from specjax.models.attention.memory import Attended
 from specjax.models.config import LayerKind, ModelConfig
-from specjax.models.products import precision_of, seen_only_where_visible
+from specjax.models.products import isolate_nonfinite_kv, precision_of
 from specjax.models.rotary import rotate
 
 ACTIVATIONS = {
@@ -32,7 +32,7 @@ ACTIVATIONS = {
 
 
 class Linear(nnx.Module):
-    """``x @ kernel + bias``: the kernel an array ``[in, out]``, or one of `specjax.models.kernels`."""
+    """``x @ kernel + bias``, where the kernel is an array ``[in, out]`` or one of `specjax.models.kernels`."""
 
     def __init__(
         self, features_in: int, features_out: int, bias: bool = False, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32
@@ -42,7 +42,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((features_out,), dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "B T I"], wide: bool = False) -> Float[Array, "B T O"]:
-        """``wide``: in float32, whatever x is in."""
+        """``wide``: the product is in float32, whatever the dtype of x."""
         kernel = kernels.of(self.kernel.get_value())
         y = kernel(x.reshape(-1, x.shape[-1]), wide).reshape(*x.shape[:2], -1)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)[None, None]
@@ -59,7 +59,7 @@ class RMSNorm(nnx.Module):
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
         scale = _aligned(self.scale[...], x)
-        if self.offset:  # near one, where a lower precision has few numbers
+        if self.offset:  # the sum is near one, where a lower precision has few numbers
             return (x32 * (self.offset + scale.astype(jnp.float32))).astype(x.dtype)
         return x32.astype(x.dtype) * scale.astype(x.dtype)
 
@@ -94,7 +94,8 @@ def make_norm(config: ModelConfig, *shape: int, dtype: DTypeLike) -> RMSNorm | L
 
 
 class Attention(nnx.Module):
-    """``inputs``: features that it reads; None: those of the stream."""
+    """Grouped-query attention of one layer. ``inputs``: number of features that it reads; None: the width of the
+    stream."""
 
     def __init__(
         self, config: ModelConfig, kind: LayerKind, *, rngs: nnx.Rngs, dtype: DTypeLike, inputs: int | None = None
@@ -119,8 +120,8 @@ class Attention(nnx.Module):
             self.q_norm, self.k_norm = (make_norm(config, *shape, dtype=dtype) for shape in shapes)
 
     def __call__(self, x, rotary, memory: Attended):
-        """``rotary``: the table of this layer, None without one. Returns (attended, the layer's keys and values with
-        those of the tokens fed, the latter alone)."""
+        """``rotary``: the table of this layer, None without one. Returns (output, the layer's keys and values including
+        those of the tokens fed, those of the tokens fed alone)."""
         batch, fed = x.shape[:2]
         config = self.config
         q, k, v = self.projections(x)
@@ -131,7 +132,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = (rotate(y, rotary, self.rope.interleaved) for y in (q, k))
-        k, v = seen_only_where_visible(k, v)
+        k, v = isolate_nonfinite_kv(k, v)
         out, layer = memory.attend(q, k, v, config.attention_scale, config.attention_soft_cap)
         return self.o_proj(out.reshape(batch, fed, -1)), layer, (k, v)
 
@@ -173,19 +174,21 @@ class MLP(nnx.Module):
 
 
 class ExpertLinear(nnx.Module):
-    """One kernel an expert, ``[E, in, out]``."""
+    """One kernel for each expert, ``[E, in, out]``."""
 
     def __init__(self, experts: int, features_in: int, features_out: int, *, rngs: nnx.Rngs, dtype: DTypeLike):
         scale = features_in**-0.5
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (experts, features_in, features_out), dtype) * scale)
 
     def __call__(self, x: Float[Array, "N I"], sizes: Int[Array, " E"]) -> Float[Array, "N O"]:
-        """The first ``sizes[0]`` rows of x times the first kernel, and so on."""
+        """Multiply the first ``sizes[0]`` rows of x by the first kernel, the next ``sizes[1]`` by the second, and so
+        on."""
         return jax.lax.ragged_dot(x, self.kernel[...].astype(x.dtype), sizes, precision=precision_of(x))
 
 
 class ExpertMLP(nnx.Module):
-    """A router and E gated MLPs. Tokens are sorted by the expert they go to, so that only those are computed."""
+    """A router and E gated MLPs. Tokens are sorted by their expert, so that each expert computes its own tokens
+    only."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         assert config.experts is not None

@@ -1,8 +1,8 @@
-"""The products of a decoder block, as functions of arrays: rows times a matrix, and attention (1706.03762). float32
-means float32 on every device, and a lower precision is added up in float32 where its digits count.
+"""Products of a decoder block as functions of arrays: rows times a matrix, and attention (1706.03762). float32 stays
+float32 on every device, and a lower precision is added up in float32 where its digits count.
 
-Dims: B rows, T tokens fed, S cache slots, H query heads, G key-value heads, C head features, BG = B * G heads, I/O
-features in and out, M tokens of all rows.
+Dims: B rows, T tokens fed, S cache slots, H query heads, G key-value heads, C head features, BG = B * G heads, D keys
+of each query's own, I/O features in and out, M tokens of all rows.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from jaxtyping import Array, Bool, Float, Num
 from specjax import backend
 
 SHORT_ROW = 512
-"""Most features of a kernel's row that `few_rows_product` takes for short."""
+"""Most features of a kernel's row that `few_rows_product` treats as short."""
 
 
 @jax.custom_vjp
 def matrix_product(x: Float[Array, "M I"], kernel: Float[Array, "I O"]) -> Float[Array, "M O"]:
-    """``x @ kernel``, whose derivative by the kernel is ``x.T @ dy``. JAX's own, ``(dy.T @ x).T``, lets XLA on CPU fuse
-    what makes dy into its transposition, where nothing is vectorised (1.2x a training step)."""
+    """``x @ kernel``, whose gradient by the kernel is ``x.T @ dy`` (1.2x a training step over JAX's own). JAX's form,
+    ``(dy.T @ x).T``, lets XLA on CPU fuse the computation of dy into a transposition, which is not vectorised."""
     return jnp.einsum("mi,io->mo", x, kernel, precision=precision_of(x))
 
 
@@ -45,14 +45,14 @@ matrix_product.defvjp(_matrix_product_forward, _matrix_product_backward)
 
 
 def wide_matrix_product(x: Float[Array, "M I"], kernel: Float[Array, "I O"]) -> Float[Array, "M O"]:
-    """`matrix_product` in float32: of two logits near 16, bfloat16 cannot tell apart what differs by less than 1/16."""
+    """`matrix_product` in float32: bfloat16 cannot tell two logits near 16 apart that differ by less than 1/16."""
     return matrix_product(x, kernel) if is_float32(x) else wide_product("mi,io->mo", x, kernel)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def wide_product(subscripts: str, x: Array, y: Array) -> Array:
-    """The einsum of arrays of a lower precision, added up and returned in float32. Its derivative is computed in theirs
-    (from JAX's own, an accelerator would multiply float32)."""
+    """Einsum of arrays of a lower precision, added up and returned in float32. Its gradient is computed in the lower
+    precision (with JAX's own, an accelerator would multiply float32)."""
     return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
 
 
@@ -68,17 +68,17 @@ wide_product.defvjp(_wide_product_forward, _wide_product_backward)
 
 
 def few_rows_product(x: Float[Array, "M I"], kernel: Num[Array, "O I"]) -> Float[Array, "M O"]:
-    """``x @ kernel.T`` for few rows, as one reduction that reads each row of the kernel once. Each of its steps takes a
-    row out of several distant parts of the kernel: what was read of x serves them all, and several streams from memory
-    are under way at once."""
-    # XLA would compute what makes x anew for every row of the kernel; a division it takes to be too dear for that
-    # (element by element: by a scalar, it would turn it into a product and fuse that).
+    """``x @ kernel.T`` for few rows, as one reduction that reads each row of the kernel once. Each step takes one row
+    from each of several distant parts of the kernel: one read of x serves them all, and several streams from memory are
+    under way at once."""
+    # The division keeps XLA from computing x again for every row of the kernel: it takes a division to be too expensive
+    # to repeat. It must be element by element: one by a scalar would become a product, which XLA would fuse.
     x = x / jnp.where(jnp.isinf(x), 2.0, 1.0).astype(x.dtype)
     if kernel.dtype != x.dtype:
-        # XLA would move the conversion out of the loop over tokens, and read a wide copy in it.
+        # The barrier keeps XLA from converting the kernel before the loop over tokens, and reading a wide copy in it.
         x, kernel = jax.lax.optimization_barrier((x, kernel))
-    # Of long rows four parts, so that what was read of x, more than the first cache holds, serves them all. Of short
-    # ones as few as keep the adders busy: sums of single vectors close every row, and more of them than there are
+    # Long rows: four parts, so that one read of x, which exceeds the first-level cache, serves them all. Short rows: as
+    # few parts as keep the adders busy. Sums of single vectors end every row, and more of them than there are
     # registers go through memory (1.14x for 4 tokens, 1.1x for 5 and 6, 1.05x for 7 and 8, over four throughout).
     wanted = 4 if kernel.shape[1] > SHORT_ROW else 1 if len(x) in (7, 8) else 2
     parts = [part.astype(x.dtype) for part in jnp.split(kernel, math.gcd(wanted, len(kernel)))]
@@ -88,8 +88,8 @@ def few_rows_product(x: Float[Array, "M I"], kernel: Num[Array, "O I"]) -> Float
 
 
 def several_rows_product(x: Float[Array, "M I"], kernel: Num[Array, "O I"], rows: int = 6) -> Float[Array, "M O"]:
-    """`few_rows_product` of ``rows`` of x at a time. Beside the library's matrix product of a kernel that is first
-    widened: 3-5x for 17 to 64 tokens, 2x for 128, as fast for 256 (8 and 16 at a time are slower)."""
+    """`few_rows_product` of ``rows`` rows of x at a time. Compared with widening the kernel for the library's matrix
+    product: 3-5x for 17 to 64 tokens, 2x for 128, as fast for 256 (8 and 16 rows at a time are slower)."""
     blocks = -(-len(x) // rows)
     padded = jnp.pad(x, ((0, blocks * rows - len(x)), (0, 0))).reshape(blocks, rows, -1)
     found = jax.lax.map(lambda block: few_rows_product(block, kernel), padded)
@@ -100,18 +100,20 @@ def _add_all(totals, values):
     return tuple(total + value for total, value in zip(totals, values, strict=True))
 
 
-def seen_only_where_visible(k: Float[Array, "B T G C"], v: Float[Array, "B T G C"]) -> tuple[Array, Array]:
-    """Keys and values of tokens that overflowed, so that NaN reaches those who see them and nobody else: a masked slot
-    has weight 0, and 0 times NaN is NaN. Their values become 0 and their keys NaN, as masked scores are replaced."""
+def isolate_nonfinite_kv(k: Float[Array, "B T G C"], v: Float[Array, "B T G C"]) -> tuple[Array, Array]:
+    """Keys and values with which a token that overflowed gives NaN to the tokens that see it and to nobody else. A
+    masked slot has weight 0, and 0 times NaN is NaN. So its values become 0 and its keys NaN, because masked scores are
+    replaced."""
     overflowed = ~jnp.all(jnp.isfinite(v), axis=-1, keepdims=True)
     return jnp.where(overflowed, jnp.asarray(jnp.nan, k.dtype), k), jnp.where(overflowed, jnp.zeros((), v.dtype), v)
 
 
 def few_queries_product(x: Float[Array, "BG Q I"], kernel: Float[Array, "BG O I"]) -> Float[Array, "BG Q O"]:
-    """``x @ kernel.T``, head by head, of few queries: as in `few_rows_product`, reductions that read each row once, on
-    all cores. The library's batched product runs on one of them, for so long that the others fall asleep, and to wake
-    them costs more than the product (blocks of a draft that reads its target 1.1-1.2x, of a separate one 1.3x)."""
-    x = x / jnp.where(jnp.isinf(x), 2.0, 1.0).astype(x.dtype)  # as there
+    """``x @ kernel.T``, head by head, for few queries: reductions on all cores that read each row once, as in
+    `few_rows_product`. The library's batched product runs on one core for so long that the others fall asleep, and
+    waking them costs more than the product (1.1-1.2x for blocks of a draft that reads its target, 1.3x for those of a
+    separate one)."""
+    x = x / jnp.where(jnp.isinf(x), 2.0, 1.0).astype(x.dtype)  # as in few_rows_product
     queries = x.shape[1]
     together = -(-queries // -(-queries // 8))
     found: list[Array] = []
@@ -141,9 +143,9 @@ def attend(
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "B T H C"]:
-    """Grouped-query attention. The queries that share a key-value head are laid side by side, so that each of the
-    two products is one plain matrix multiplication a key-value head (2-3x on CPU over a five-axis einsum). ``heads``:
-    BG, or B and G."""
+    """Grouped-query attention. The queries that share a key-value head are laid side by side, so that each of the two
+    products is one plain matrix multiplication per key-value head (2-3x on CPU over a five-axis einsum). ``heads``: BG,
+    or B and G."""
     batch, fed, heads, features = q.shape
     by_head = k.shape[:-2]
     group = batch * heads // math.prod(by_head)
@@ -166,8 +168,7 @@ def attend_to_both(
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "B T H C"]:
-    """`attend` to S keys and values that all queries share, and to D that each query has of its own, under one
-    softmax."""
+    """`attend` to S keys and values that all queries share and to D of each query's own, under one softmax."""
     batch, fed, heads, features = q.shape
     (k, v), (own_k, own_v) = ((x.astype(q.dtype) for x in pair) for pair in (others, own))
     by_head, count = k.shape[:-2], k.shape[-2]
@@ -175,7 +176,7 @@ def attend_to_both(
     apart = q.reshape(batch, fed, -1, group, features)
     q = apart.transpose(0, 2, 3, 1, 4).reshape(*by_head, group * fed, features)
     scores = _by_head(q, k).reshape(batch, -1, group, fed, count)
-    if fed == 1:  # the queries of a head share their own, too
+    if fed == 1:  # all queries of a head share these keys, too
         own_k, own_v = own_k[:, 0].transpose(0, 2, 1, 3), own_v[:, 0].transpose(0, 2, 3, 1)
         own_k, own_v = (x.reshape(*by_head, *x.shape[2:]) for x in (own_k, own_v))
         own_scores = _by_head(q, own_k).reshape(batch, -1, group, 1, own_k.shape[-2])
@@ -209,8 +210,8 @@ def attend_to_own(
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T H"]]:
-    """What each query reads of D keys and values of its own, in float32, and the logarithm of what its softmax is
-    divided by."""
+    """Attention of each query to D keys and values of its own: the output in float32, and the logarithm of the
+    softmax's denominator."""
     batch, fed, heads, features = q.shape
     own_k, own_v = (x.astype(q.dtype) for x in own)
     apart = q.reshape(batch, fed, own_k.shape[3], -1, features)
@@ -222,7 +223,7 @@ def attend_to_own(
 
 
 def einsum_of(x: Array) -> Any:
-    """The einsum of arrays of the dtype of ``x``, added up in float32."""
+    """Einsum for arrays of the dtype of ``x``, added up in float32."""
     return functools.partial(jnp.einsum, precision=precision_of(x)) if is_float32(x) else wide_product
 
 
@@ -231,7 +232,7 @@ def _scores(products: Array, features: int, scale: float | None, soft_cap: float
 
 
 def soft_capped(x: Array, cap: float | None) -> Array:
-    """``cap * tanh(x / cap)``; None: x."""
+    """``cap * tanh(x / cap)``; ``cap`` None: x itself."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
@@ -240,5 +241,5 @@ def is_float32(x: Array) -> bool:
 
 
 def precision_of(x: Array) -> jax.lax.Precision | None:
-    # float32 means float32: without it an accelerator multiplies in TF32 or bfloat16 and greedy identity is lost.
+    # By default an accelerator multiplies float32 as TF32 or bfloat16, and greedy output differs from plain decoding.
     return jax.lax.Precision.HIGHEST if is_float32(x) else None

@@ -1,8 +1,8 @@
 """Rotary position embeddings (2104.09864), and the ways to stretch their frequencies over longer sequences.
 
-Each way is one frozen dataclass: calling it gives the stretched frequencies, ``attention_factor`` multiplies cosine
-and sine. ``total`` is the length that a row will reach, for the ways that depend on it: one number for a pass without
-a cache (the tokens fed), one a row with a cache; frequencies must not change inside a generation.
+Each way is one frozen dataclass: calling it returns the stretched frequencies, and its ``attention_factor`` multiplies
+cosine and sine. ``total`` is the length that a row will reach, for the ways that depend on it: one number for a pass
+without a cache (the tokens fed), one a row with a cache. Frequencies must not change inside a generation.
 
 Dims: B rows, T tokens, H heads, C head features, F frequencies (half the features that are rotated).
 """
@@ -32,7 +32,7 @@ class LinearScaling:
 @dataclasses.dataclass(frozen=True)
 class DynamicScaling:
     """NTK-aware growth of the base with the length (2309.00071, section 3.3). Nothing changes up to
-    ``original_positions``; past them frequencies depend on the length, so decoding ends there (see
+    ``original_positions``. Past them frequencies depend on the length: decoding ends there (see
     `specjax.decode.request`), and only a pass without a cache goes on."""
 
     factor: float
@@ -50,7 +50,7 @@ class DynamicScaling:
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
     """Llama 3.1: waves longer than ``original_positions / low_frequency_factor`` are stretched by ``factor``, those
-    shorter than ``original_positions / high_frequency_factor`` are kept, with a ramp between them (2407.21783)."""
+    shorter than ``original_positions / high_frequency_factor`` are unchanged, with a ramp between them (2407.21783)."""
 
     factor: float
     low_frequency_factor: float
@@ -67,9 +67,9 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (2309.00071): features that turn more than ``beta_fast`` times over ``original_positions`` are kept, those
-    that turn less than ``beta_slow`` times are stretched by ``factor``. ``truncate``: the ramp between them begins and
-    ends at whole features."""
+    """YaRN (2309.00071): features that turn more than ``beta_fast`` times over ``original_positions`` are unchanged,
+    those that turn less than ``beta_slow`` times are stretched by ``factor``. ``truncate``: the ramp between them
+    begins and ends at whole features."""
 
     factor: float
     original_positions: int
@@ -95,8 +95,8 @@ class YarnScaling:
 
 @dataclasses.dataclass(frozen=True)
 class LongRope:
-    """LongRoPE (2402.13753): each frequency has a factor of its own, one for rows that stay within
-    ``original_positions`` and one for longer rows; which one is settled once a row."""
+    """LongRoPE (2402.13753): each frequency has two factors of its own, one for rows that stay within
+    ``original_positions`` and one for longer rows. The choice is made once a row."""
 
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]
@@ -116,8 +116,9 @@ Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRop
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """``theta``: the base. ``partial``: the share of a head's features that is rotated. ``interleaved``: pairs are
-    neighbours (2i, 2i + 1); otherwise feature i is paired with feature i + half, as most of Hugging Face has it."""
+    """Rotary embedding of a layer. ``theta``: the base. ``partial``: the share of a head's features that is rotated.
+    ``interleaved``: pairs are neighbours (2i, 2i + 1); otherwise feature i is paired with feature i + half, as most of
+    Hugging Face has it."""
 
     theta: float = 10_000.0
     partial: float = 1.0
@@ -125,7 +126,7 @@ class Rope:
     scaling: Scaling | None = None
 
     def features(self, head_dim: int) -> int:
-        """How many features of a head are rotated."""
+        """Number of features of a head that are rotated."""
         return int(head_dim * self.partial)
 
 
@@ -148,7 +149,7 @@ def rotary_table(
 def rotate(
     x: Float[Array, "B T H C"], rotary: tuple[Array, Array], interleaved: bool = False
 ) -> Float[Array, "B T H C"]:
-    """Rotates the first 2F features of every head by the table's angles, and leaves the others."""
+    """Rotate the first 2F features of every head by the table's angles, and leave the others."""
     cos, sin = rotary
     features = 2 * cos.shape[-1]
     if features < x.shape[-1]:

@@ -1,8 +1,8 @@
-"""Where each parameter lives on a mesh of devices, from one table; and how it gets there, a piece a device.
+"""Placement of each parameter on a mesh of devices, from one table, and loading it there, a piece a device.
 
-The axis ``tensor`` splits what is computed: vocabulary, heads, neurons, experts (columns, then rows: 1909.08053).
-``fsdp`` splits what is stored (1910.02054). Over ``data``, and where a size does not divide, a parameter is whole on
-every device.
+The axis ``tensor`` splits the computation: vocabulary, heads, neurons, experts (columns, then rows: 1909.08053).
+``fsdp`` splits the storage (1910.02054). A parameter is whole on every device over ``data``, and where a size does not
+divide.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from specjax.errors import ModelError
 from specjax.models.config import ModelConfig
 
 Index = tuple[slice, ...]
-"""A piece of an array: one slice a dimension, start and stop given."""
+"""A piece of an array: one slice for each dimension, with start and stop."""
 
 AXES = ("data", "fsdp", "tensor")
 MESH_AXIS = {
     **dict.fromkeys(("vocabulary", "heads", "kv_heads", "neurons", "experts"), "tensor"),
     "hidden": "fsdp",
 }
-"""What a dimension counts -> the axis of the mesh that splits it."""
+"""Kind of a dimension -> the axis of the mesh that splits it."""
 PARAMETERS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"^embedding$", ("vocabulary", "hidden")),
     (r"^position_embedding$", (None, "hidden")),
@@ -45,12 +45,13 @@ PARAMETERS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"\.experts\.(gate|up)_proj\.kernel$", ("experts", "hidden", None)),
     (r"\.experts\.down_proj\.kernel$", ("experts", None, "hidden")),
 )
-"""Path of a parameter -> what its dimensions count. The others, norms and the biases of sums, are whole everywhere."""
+"""Path of a parameter -> the kinds of its dimensions. All others (norms, and biases of outputs that devices sum) are
+whole everywhere."""
 
 
 def usable(mesh: Mesh) -> Mesh:
-    """``mesh`` with axes that XLA may shard over as it likes: the model says nothing about its activations. Raises
-    `ModelError` for an axis that the table does not know."""
+    """``mesh`` with automatic axes: XLA chooses how activations are split. Raises `ModelError` for an axis that the
+    table does not know."""
     unknown = [name for name in mesh.axis_names if name not in AXES]
     if unknown:
         raise ModelError(f"mesh: axis {unknown[0]!r} is unknown; name its axes from {', '.join(AXES)}")
@@ -73,11 +74,11 @@ def sharding_of(
 
 
 ROWS = ("data", "fsdp")
-"""Axes that split the rows of a batch."""
+"""Axes of the mesh that split the rows of a batch."""
 
 
 def mesh_of(params: Any) -> Mesh | None:
-    """The mesh of several devices that arrays lie over; None: they lie on one, or are no arrays yet."""
+    """Mesh of several devices that the arrays lie over; None: they lie on one device, or are no arrays yet."""
     for leaf in jax.tree.leaves(params):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) and sharding.mesh.size > 1:
@@ -86,15 +87,16 @@ def mesh_of(params: Any) -> Mesh | None:
 
 
 def constrained(x: jax.Array, mesh: Mesh | None, *axes: str | tuple[str, ...] | None) -> jax.Array:
-    """``x`` with its first dimensions over these axes of the mesh, each whole on every device where it does not divide;
-    None: anywhere."""
+    """``x`` with its first dimensions split over these axes of the mesh; a dimension that does not divide is whole on
+    every device. ``mesh`` None: unchanged."""
     return (
         x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec_of(x.shape, mesh, *axes)))
     )
 
 
 def spec_of(shape: Sequence[int], mesh: Mesh, *axes: str | tuple[str, ...] | None) -> PartitionSpec:
-    """The first dimensions over these axes, each whole where it does not divide, or where the mesh has no such axis."""
+    """Partition of the first dimensions over these axes; a dimension is whole where it does not divide, or where the
+    mesh has no such axis."""
     chosen = []
     for size, axis in zip(shape, axes, strict=False):
         names = tuple(name for name in ((axis,) if isinstance(axis, str) else axis or ()) if name in mesh.shape)
@@ -104,7 +106,8 @@ def spec_of(shape: Sequence[int], mesh: Mesh, *axes: str | tuple[str, ...] | Non
 
 
 def beside(params: Any, mesh: Mesh | None) -> Any:
-    """Arrays that lie on one device, whole on every device of ``mesh``; others as they are."""
+    """``params`` with arrays of one device copied whole to every device of ``mesh``; arrays of several devices are
+    unchanged."""
     if mesh is None:
         return params
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -117,10 +120,10 @@ def beside(params: Any, mesh: Mesh | None) -> Any:
 
 
 def place(read: Callable[[Index], np.ndarray], shape: tuple[int, ...], sharding: NamedSharding | None) -> jax.Array:
-    """The array of ``shape`` whose pieces ``read`` gives, each asked for once and only if a device of this process
-    holds it. None: all of it, on the default device."""
-    # Copies that JAX owns: a borrowed numpy buffer cannot be donated to a training step, and on CPU `device_put`
-    # borrows even if it is told not to. Waited for: otherwise the host would hold the next tensor as well.
+    """Array of ``shape`` made of the pieces that ``read`` returns; each piece is read once, and only if a device of
+    this process holds it. ``sharding`` None: the whole array, on the default device."""
+    # JAX must own the copies: a borrowed numpy buffer cannot be donated to a training step, and on CPU `device_put`
+    # borrows even if it is told not to. Without waiting for each copy, the host would hold the next tensor as well.
     if sharding is None:
         return jnp.array(read(tuple(slice(0, size) for size in shape))).block_until_ready()
     devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}

@@ -1,5 +1,5 @@
-"""The forward pass of a transformer for training: whole rows without a cache, the layers rematerialised (1604.06174)
-or scanned. What it computes is what `specjax.models.transformer.Model` computes.
+"""Forward pass of a transformer for training: whole rows without a cache, the layers rematerialised (1604.06174) or
+scanned. It computes what `specjax.models.transformer.Model` computes.
 
 Dims: B rows, T tokens fed, D hidden.
 """
@@ -17,16 +17,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from specjax.errors import ConfigError
+from specjax.interfaces import NOTHING, Output, Params, Reads, TrainingForm
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.transformer import Block, Model
-from specjax.types import NOTHING, Output, Params, Reads, TrainingForm
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingModel(Model):
-    """``remat``: the backward pass computes each layer's activations again. ``scan_layers``: the layers of a repeating
-    pattern run as one compiled loop, over a stacked copy of their weights. ``sharding``: of [B, T, D] between layers,
-    over a mesh; otherwise XLA may move activations where it should gather weights.
+    """A `Model` in the form that training runs. ``remat``: the backward pass computes each layer's activations again.
+    ``scan_layers``: the layers of a repeating pattern run as one compiled loop, over a stacked copy of their weights.
+    ``sharding``: placement of [B, T, D] between layers, over a mesh; otherwise XLA may move activations where it should
+    gather weights.
 
     Raises `ConfigError` if the layers to scan repeat no pattern.
     """
@@ -42,7 +43,7 @@ class TrainingModel(Model):
 
     @property
     def period(self) -> int:
-        """Layers after which their kinds repeat."""
+        """Number of layers after which their kinds repeat."""
         count = self.config.num_layers
         kinds = [self.config.layer(i) for i in range(count)]
         return next(p for p in range(1, count + 1) if count % p == 0 and kinds == kinds[:p] * (count // p))
@@ -63,8 +64,8 @@ class TrainingModel(Model):
         return Output(module.logits(final), hidden, None, keys_values, final)
 
     def _through(self, layers: Params, x: Float[Array, "B T D"], contexts, reads: Reads) -> tuple[Array, dict, dict]:
-        """What leaves the last layer, the streams that enter the layers (and leave the last one), and the keys and
-        values: of those, at least, that ``reads`` names."""
+        """Run all layers. Returns the output of the last layer, the streams that enter the layers (and leave the last
+        one), and keys and values; of both at least those that ``reads`` names."""
         count, period = self.config.num_layers, range(self.period)
 
         def block(kind: LayerKind, wanted: bool, x, layer: Params):
@@ -72,7 +73,7 @@ class TrainingModel(Model):
             return placed(x, self.sharding), fed if wanted else ()
 
         if self.remat:
-            # Inside a loop, XLA does not find the same computation twice, and need not be kept from it.
+            # Inside a loop, XLA cannot merge the computation with its repetition, and need not be prevented.
             block = jax.checkpoint(block, static_argnums=(0, 1), prevent_cse=not self.scan_layers)
         streams, keys_values = {}, {}
         if not self.scan_layers:
@@ -80,7 +81,7 @@ class TrainingModel(Model):
                 streams[i] = x
                 x, keys_values[i] = block(self.config.layer(i), i in reads.kv_layers, x, layers[i])
             return x, streams | {count: x}, keys_values
-        # Of a place in the pattern, the loop hands out all repetitions or none.
+        # For each layer of the pattern, the loop returns all repetitions or none.
         read = [any(i % self.period == j for i in reads.hidden_layers if i < count) for j in period]
         read_keys = [any(i % self.period == j for i in reads.kv_layers) for j in period]
         stacked = tuple(
@@ -109,12 +110,12 @@ class TrainingModel(Model):
 
 
 def placed(x: Float[Array, "B T D"], sharding: NamedSharding | None) -> Float[Array, "B T D"]:
-    """Where it should lie between layers."""
+    """``x`` placed as it should lie between layers; ``sharding`` None: unchanged."""
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
 def gathered(params: Params, sharding: NamedSharding | None) -> Params:
-    """With whole rows of the embedding, or what is looked up would lie as its columns do."""
+    """``params`` with whole rows of the embedding; otherwise the embedded tokens would be split as its columns are."""
     if sharding is None:
         return params
     wanted = NamedSharding(sharding.mesh, PartitionSpec(PartitionSpec.UNCONSTRAINED, None))
@@ -122,7 +123,7 @@ def gathered(params: Params, sharding: NamedSharding | None) -> Params:
 
 
 def training_model(model: Model, form: TrainingForm) -> Model:
-    """``model`` as a stage runs it: one that would run no other way, as it is."""
+    """``model`` as a stage runs it: a `TrainingModel`, or itself in another dtype if ``form`` asks for nothing else."""
     dtype = form.dtype or model.dtype
     if not (form.remat or form.scan_layers or form.sharding):
         return dataclasses.replace(model, dtype=dtype)
@@ -130,7 +131,7 @@ def training_model(model: Model, form: TrainingForm) -> Model:
 
 
 def block_of(config: ModelConfig, kind: LayerKind, layer: Params) -> Block:
-    """The NNX module of one layer that holds its parameters ``layer``."""
+    """NNX module of one layer that holds the parameters ``layer``."""
     return nnx.merge(_block(config, kind), nnx.State(layer))
 
 
@@ -138,3 +139,13 @@ def block_of(config: ModelConfig, kind: LayerKind, layer: Params) -> Block:
 def _block(config: ModelConfig, kind: LayerKind) -> nnx.GraphDef:
     make = functools.partial(Block, config, kind, dtype=jnp.float32)
     return nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))[0]
+
+
+def same_norm(full: ModelConfig) -> bool:
+    """True if a model's final norm is RMSNorm without an offset, as Llama's is."""
+    return full.norm.kind == "rms" and full.norm.offset == 0
+
+
+def in_float32(params: Params) -> Params:
+    """``params`` with their numbers in float32."""
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)

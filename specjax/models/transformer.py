@@ -1,10 +1,10 @@
-"""One decoder-only transformer: token ids in, logits, hidden states and an updated KV cache out. What differs between
-model families is said by `ModelConfig`; the parts are in `specjax.models.layers`.
+"""One decoder-only transformer: token ids in, logits, hidden states and an updated KV cache out. `ModelConfig` says
+what differs between model families; the parts are in `specjax.models.layers`.
 
-Weights live in flax NNX modules; `Model` is the functional view that the engine uses: the only static part is the
-config, parameters are always a traced argument.
+Weights live in flax NNX modules; `Model` is the functional view that the engine uses: only the config is static, and
+parameters are always a traced argument.
 
-Dims: B rows, T tokens fed, S cache slots, V vocabulary, D hidden, R rows of the block that are asked for.
+Dims: B rows, T tokens fed, S cache slots, V vocabulary, D hidden, R tokens of the block whose logits are asked for.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax import interfaces
+from specjax.interfaces import NOTHING, Documents, Output, Params, Reads
 from specjax.models.attention.memory import Attended, memories
 from specjax.models.cache import KVCache, Windows
 from specjax.models.config import LayerKind, ModelConfig
@@ -29,7 +31,6 @@ from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm
 from specjax.models.products import soft_capped
 from specjax.models.rotary import Total, rotary_table
 from specjax.models.sharding import ROWS, constrained
-from specjax.types import NOTHING, Documents, Output, Params, Reads
 
 
 class Block(nnx.Module):
@@ -44,15 +45,15 @@ class Block(nnx.Module):
         if config.experts is None or kind.dense:
             self.mlp = MLP(config, rngs=rngs, dtype=dtype)
         else:
-            self.experts = ExpertMLP(config, rngs=rngs, dtype=dtype)
+            self.mlp, self.experts = None, ExpertMLP(config, rngs=rngs, dtype=dtype)
         self.mlp_post_norm = norm() if placement != "pre" else None
 
     @property
     def feed_forward(self) -> MLP | ExpertMLP:
-        return self.mlp if hasattr(self, "mlp") else self.experts
+        return self.experts if self.mlp is None else self.mlp
 
     def __call__(self, x, rotary, memory: Attended):
-        """Returns (x, the layer's keys and values with those of the tokens fed, the latter alone)."""
+        """Returns (x, the layer's keys and values including those of the tokens fed, those of the tokens fed alone)."""
         read = normed(self.attention_norm, x)
         attended, layer, fed = self.attention(read, rotary, memory)
         attended = normed(self.attention_post_norm, attended)
@@ -75,8 +76,8 @@ def normed(norm, x):
 
 
 class Transformer(nnx.Module):
-    """The weights, which compute in ``dtype`` and are initialised in it: at variance 1/fan_in, residual outputs scaled
-    down by depth (GPT-2)."""
+    """Modules that hold the weights. They compute in ``dtype`` and are initialised in it: at variance 1/fan_in,
+    residual outputs scaled down by depth (GPT-2)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: str = "float32"):
         self.config, self.dtype = config, dtype
@@ -99,7 +100,7 @@ class Transformer(nnx.Module):
                 linear.kernel[...] = linear.kernel[...] * depth_scale
 
     def __call__(self, tokens, positions, slots, cache, mask, reads: Reads, mesh: Mesh | None = None):
-        """Fields of `Output`: hidden, cache, keys_values, final."""
+        """Returns the fields hidden, cache, keys_values and final of `Output`."""
         config = self.config
         x, contexts = self.embed(tokens, positions, slots, cache, mask, mesh)
         x = constrained(x, mesh, ROWS, None, None)
@@ -117,14 +118,14 @@ class Transformer(nnx.Module):
         return hidden, cache, keys_values, self.norm(x)
 
     def embed(self, tokens, positions, slots, cache, mask, mesh: Mesh | None = None):
-        """What the first layer reads, and for each kind of layer (its rotary table, what it attends to)."""
+        """Input of the first layer, and for each kind of layer (its rotary table, the memory that it attends to)."""
         tables = self.rotary(positions, tokens.shape[1] if cache is None else cache.total)
         attended = memories(cache, positions, slots, mask, (kind.window for kind in self.config.layers), mesh)
         contexts = {kind: (table, attended[kind.window]) for kind, table in tables.items()}
         return self.embedded(tokens, positions), contexts
 
     def embedded(self, tokens, positions):
-        """What the first layer reads."""
+        """Input of the first layer."""
         config = self.config
         x = self.embedding[...][tokens].astype(self.dtype)
         if config.learned_positions:
@@ -134,13 +135,13 @@ class Transformer(nnx.Module):
         return x
 
     def rotary(self, positions, total: Total):
-        """For each kind of layer its rotary table, None without one."""
+        """Rotary table of each kind of layer; None for a kind without one."""
         config = self.config
         tables = {rope: rotary_table(positions, rope, config.head_dim, self.dtype, total) for rope in config.ropes}
         return {kind: None if kind.rope is None else tables[kind.rope] for kind in config.layers}
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits in float32, whatever the weights are in."""
+        """Logits in float32, whatever the dtype of the weights."""
         config = self.config
         if config.tie_embeddings:
             logits = Dense(self.embedding[...].T)(x.reshape(-1, x.shape[-1]), wide=True).reshape(*x.shape[:2], -1)
@@ -157,17 +158,29 @@ def _graphdef(config: ModelConfig, dtype: str) -> nnx.GraphDef:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
-    """A `Transformer` as a pure function of its parameters. Static and hashable; satisfies `specjax.types.Model`.
-    ``dtype``: what it computes in, whatever the parameters are stored in. ``mesh``: that its weights lie over for
-    decoding; heads of its cache lie as they do, rows over the other axes, and what a pass gives is whole everywhere."""
+class Model(interfaces.Model):
+    """A `Transformer` as a pure function of its parameters; static and hashable.
+    ``dtype``: the one it computes in, whatever the parameters are stored in. ``mesh``: the devices that its weights lie
+    over for decoding. The heads of its cache are split as the weights' are, its rows over the other axes, and the
+    outputs of a pass by rows alone."""
 
     takes_documents: ClassVar[bool] = True
     config: ModelConfig
     dtype: str = "float32"
     mesh: Mesh | None = dataclasses.field(default=None, kw_only=True)
     cache_dtype: str | None = dataclasses.field(default=None, kw_only=True)
-    """Of its KV cache; int8: with a scale for each vector; None: what it computes in."""
+    """Dtype of its KV cache; int8: with a scale for each vector; None: the dtype that it computes in."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return self.config.windows
+
+    @property
+    def dynamic_limit(self) -> int | None:
+        return self.config.dynamic_limit
+
+    def widest(self) -> int:
+        return self.config.widest()
 
     def init(self, key: Array, dtype: str | None = None) -> Params:
         """Fresh parameters, a nested dict of arrays; ``dtype`` None: the one it computes in."""
@@ -186,11 +199,11 @@ class Model:
         room: int | None = None,
         whole: Sequence[int] = (),
     ) -> KVCache:
-        """Empty; ``dtype`` None: `cache_dtype`. Where rows choose their rotary frequencies,
-        `specjax.models.cache.with_total` tells it how long they will get; until then they count as short.
+        """Empty cache; ``dtype`` None: `cache_dtype`. If rows choose their rotary frequencies,
+        `specjax.models.cache.with_total` tells the cache how long they will get; until then they count as short.
 
-        ``room``: layers with a window, except the ``whole`` ones, hold no more than they see and so many tokens, which
-        may be fed before the next `specjax.models.cache.slide`. None: all layers hold everything."""
+        ``room``: layers with a window, except the ``whole`` ones, hold no more than they see and ``room`` more tokens,
+        which may be fed before the next `specjax.models.cache.slide`. None: all layers hold everything."""
         config, dtype = self.config, (self.cache_dtype or self.dtype) if dtype is None else dtype
         of_layers = tuple(None if i in whole else window for i, window in enumerate(config.windows))
         windows = None if room is None or not any(of_layers) else Windows(of_layers, room, num_slots)
@@ -205,7 +218,7 @@ class Model:
         return dataclasses.replace(cache, layers=layers, total=total, spread=self.mesh is not None)
 
     def head(self, params: Params, final: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits of what a forward pass returns as ``final``."""
+        """Logits of the ``final`` output of a forward pass."""
         return self.module(params).logits(final)
 
     def __call__(
@@ -219,9 +232,9 @@ class Model:
         reads: Reads = NOTHING,
         rows: Int[Array, "B R"] | None = None,
     ) -> Output:
-        """Feed T tokens a row; with a cache (folded or not), they are written to ``slots`` (contiguous in each row) and
-        attend to every earlier slot. Returns logits for the ``rows`` of the block that are asked for (default: all T),
-        what ``reads`` names, and the new cache."""
+        """Feed T tokens a row. With a cache (folded or not), they are written to ``slots`` (contiguous in each row) and
+        attend to every earlier slot. Returns logits of the tokens of the block that ``rows`` names (default: all T),
+        the states that ``reads`` names, and the new cache."""
         module = self.module(params)
         hidden, cache, keys_values, final = module(tokens, positions, slots, cache, mask, reads, self.mesh)
         wanted = final if rows is None else jnp.take_along_axis(final, rows[..., None], axis=1)
@@ -230,5 +243,6 @@ class Model:
 
 
 def param_shapes(spec: Any) -> Params:
-    """The shapes and dtypes of what ``spec.init`` makes, without an array: the key is made inside."""
+    """Shapes and dtypes of the parameters that ``spec.init`` makes, without making an array: the key, too, is
+    abstract."""
     return jax.eval_shape(lambda: spec.init(jax.random.key(0)))

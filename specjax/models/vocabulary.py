@@ -1,7 +1,7 @@
-"""Which rows of a model's embedding are tokens, and whether a token id means the same in two models.
+"""Rows of a model's embedding that are tokens, and the check that a token id means the same in two models.
 
-Checkpoints of one family pad their embeddings differently (151,936 rows against 152,064) beyond one and the same
-tokenizer. Rows that no token has hold arbitrary weights: they are never drafted, never emitted, and do not count when
+Checkpoints of one family pad their embeddings differently (151,936 rows against 152,064), though they have the same
+tokenizer. Rows that no token has hold arbitrary weights: they are never proposed, never emitted, and do not count when
 two models are compared. A fine-tune often adds a token or two: a draft works without them (`known_to`).
 """
 
@@ -20,9 +20,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax.errors import ModelError
-from specjax.types import Model, Output, Params
+from specjax.interfaces import Model, Output, Params, Target
 
 if TYPE_CHECKING:
+    from specjax.interfaces import Target
     from specjax.models.hf import LoadedModel
 
 _REMEDY = "use a draft of the same tokenizer, or distill one for this target with `specjax train`"
@@ -30,27 +31,27 @@ _log = logging.getLogger(__name__)
 _NONE = np.zeros(0, np.int64)
 _SHOWN = 3
 NEVER = -1e30
-"""A logit of probability 0: finite, because a loss would take -inf from -inf."""
+"""Logit of a token with probability 0: finite, because a loss would subtract -inf from -inf."""
 _found: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenRows:
-    """The distributions that are decoded: over ``size`` ids, of which those ``unused`` are padding."""
+    """Range of the decoded distributions: ``size`` ids, of which the ``unused`` ones are padding."""
 
     size: int
     unused: tuple[int, ...]
 
     @classmethod
-    def of(cls, target: Any) -> TokenRows | None:
-        """None without a tokenizer, which alone could tell."""
+    def of(cls, target: Target | None) -> TokenRows | None:
+        """Rows of the target; None without a tokenizer, which alone tells padding from tokens."""
         if target is None or target.tokenizer is None:
             return None
         size = target.config.vocab_size
         return _once(target.tokenizer, ("rows", size), lambda: cls(size, tuple(unused_ids(target).tolist())))
 
     def over(self, logits: Float[Array, "*B W"]) -> Float[Array, "*B V"]:
-        """Without padding, and with the target's number of rows where a draft has another one."""
+        """``logits`` with padding at `NEVER`, and with the target's number of rows if a draft has another one."""
         batch = [(0, 0)] * (logits.ndim - 1)
         logits = jnp.pad(logits[..., : self.size], [*batch, (0, max(self.size - logits.shape[-1], 0))])
         if not self.unused:
@@ -68,27 +69,26 @@ def unused_ids(model: Any) -> np.ndarray:
     return _once(tokenizer, rows, lambda: np.setdiff1d(np.arange(rows), list(_tokens(tokenizer))))
 
 
-def check_same_vocabulary(target: LoadedModel, draft: LoadedModel) -> None:
+def check_same_vocabulary(target: Target, draft: LoadedModel) -> None:
     """Raises `ModelError` with the first differing entries unless every token id of the target means the same in the
-    draft, or can be taught to it: tokenizers of the same content (tokens and added tokens with their ids, merges,
-    normaliser, pre-tokenizer), whatever their names, but for added tokens that one of them lacks, and embeddings that
-    hold all of the target's tokens. Where a model has no tokenizer nothing can be told to be padding, and sizes must
-    be equal.
-    """
+    draft, or can be taught to it. The tokenizers must have the same content (tokens and added tokens with their ids,
+    merges, normaliser, pre-tokenizer), whatever their names; each may lack added tokens of the other. The draft's
+    embedding must hold all of the target's tokens. If a model has no tokenizer, padding cannot be told from tokens, and
+    sizes must be equal."""
     _check_rows(draft, max([-1, *_shared(target, draft), *unknown_ids(target, draft)]))
 
 
-def unknown_ids(target: LoadedModel, draft: LoadedModel) -> tuple[int, ...]:
-    """Ascending ids of the target's tokens that the draft's tokenizer lacks, which can only be added tokens. Raises
-    `ModelError` as `check_same_vocabulary` does, but needs no embeddings for these tokens."""
+def unknown_ids(target: Target, draft: LoadedModel) -> tuple[int, ...]:
+    """Ascending ids of the target's tokens that the draft's tokenizer lacks; only added tokens can be among them.
+    Raises `ModelError` as `check_same_vocabulary` does, but needs no embeddings for these tokens."""
     shared = _shared(target, draft)
     _check_rows(draft, max(shared, default=-1))
     known = set(shared)
     return () if target.tokenizer is None else tuple(i for i in _ids(target) if i not in known)
 
 
-def _shared(target: LoadedModel, draft: LoadedModel) -> list[int]:
-    """Ids of the tokens that both have, after the comparison of the rest."""
+def _shared(target: Target, draft: LoadedModel) -> list[int]:
+    """Ascending ids of the tokens that both models have, once the rest of their tokenizers has been compared."""
     rows, draft_rows = target.config.vocab_size, draft.config.vocab_size
     ours, theirs = target.tokenizer, draft.tokenizer
     if ours is None or theirs is None:
@@ -106,7 +106,7 @@ def _shared(target: LoadedModel, draft: LoadedModel) -> list[int]:
 
 
 def _ids(model: Any) -> list[int]:
-    """Ascending ids of the tokens that have a row."""
+    """Ascending ids of the tokens that have a row in the embedding."""
     return sorted(id_ for id_ in _tokens(model.tokenizer) if id_ < model.config.vocab_size)
 
 
@@ -119,8 +119,8 @@ def _check_rows(draft: LoadedModel, last: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class KnownTokens:
-    """A model that some tokens mean nothing to: it reads ``instead`` in their place, and never proposes them."""
+class KnownTokens(Model):
+    """A model that does not know some tokens: it reads ``instead`` in their place, and never proposes them."""
 
     model: Any
     unknown: tuple[int, ...]
@@ -134,7 +134,7 @@ class KnownTokens:
         return self.model.init_cache(*args, **options)
 
     def __call__(self, params: Params, tokens: Int[Array, "B T"], *args: Any, **options: Any) -> Output:
-        # One more, which stands for all that follow.
+        # One entry more, which stands for all larger ids.
         unknown = jnp.asarray(self._are_unknown(max(self.unknown) + 2))
         tokens = jnp.where(jnp.take(unknown, tokens, mode="clip"), self.instead, tokens)
         out = self.model(params, tokens, *args, **options)
@@ -146,9 +146,9 @@ class KnownTokens:
         return np.isin(np.arange(size), self.unknown)
 
 
-def known_to(draft: LoadedModel, target: LoadedModel, spec: Model) -> Model:
-    """``spec``, the draft's, so that it can follow ``target``: a token that its tokenizer lacks is never drafted, and
-    read as the end of a text. Raises `ModelError` as `unknown_ids` does."""
+def known_to(draft: LoadedModel, target: Target, spec: Model) -> Model:
+    """``spec``, the draft's, changed to follow ``target``: a token that the draft's tokenizer lacks is never proposed,
+    and is read as the end of a text. Raises `ModelError` as `unknown_ids` does."""
     unknown = unknown_ids(target, draft)
     if not unknown:
         return spec
@@ -163,9 +163,9 @@ def _tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def _content(tokenizer: Any) -> dict[str, Any]:
-    """What two tokenizers must share, part by part in the order in which differences are reported. Not: how special
-    tokens are put around a text, padding, truncation, decoding, names. Of a tokenizer that does not run on the
-    tokenizers library, the tokens alone."""
+    """Parts that two tokenizers must share, in the order in which differences are reported. Left out: how special
+    tokens are put around a text, padding, truncation, decoding, names. A tokenizer that does not run on the tokenizers
+    library has its tokens alone."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     content: dict[str, Any] = {
         "tokens": _tokens(tokenizer),
@@ -186,26 +186,26 @@ def _content(tokenizer: Any) -> dict[str, Any]:
 
 _STEPS = ("model", "normalizer", "pre_tokenizer")
 _WITHOUT_EFFECT = ("trim_offsets",)
-"""Settings that change no id."""
+"""Settings that change no token id."""
 
 
 def _effective(part: Any) -> Any:
-    """A step of a tokenizer without what has no effect: what is null, empty or false is the same as left out, a
-    sequence of one step is that step, and one of none is no step."""
+    """A step of a tokenizer without settings that have no effect. A null, empty or false setting counts as left out, a
+    sequence of one step as that step, and a sequence of none as no step."""
     if not isinstance(part, Mapping):
         return part or None
     found = {name: _effective(value) for name, value in part.items() if name not in _WITHOUT_EFFECT}
     if found.get("type") == "Sequence":
         (key,) = found.keys() - {"type"}
         steps = [step for step in map(_effective, found[key] or ()) if step]
-        # A sequence in a sequence is its steps.
+        # A sequence in a sequence stands for its steps.
         steps = [inner for step in steps for inner in (step[key] if step.get("type") == "Sequence" else [step])]
         return steps[0] if len(steps) == 1 else {"type": "Sequence", key: steps} if steps else None
     return {name: value for name, value in found.items() if value}
 
 
 def _digest(tokenizer: Any) -> bytes:
-    """Digest of a tokenizer's `_content`, which is too large to be kept."""
+    """Digest of a tokenizer's `_content`, which is too large to store."""
 
     def make():
         parts = _content(tokenizer).items()
@@ -218,7 +218,8 @@ def _digest(tokenizer: Any) -> bytes:
 
 
 def _once(tokenizer: Any, key: Any, make: Callable[[], Any]) -> Any:
-    """``make()``, once for a tokenizer and again when tokens were added to it: every generation asks."""
+    """Result of ``make()``, stored for each tokenizer and made again when tokens were added to it: every generation
+    asks."""
     known = _found.setdefault(tokenizer, {})
     key = key, len(tokenizer) if hasattr(tokenizer, "__len__") else None
     if key not in known:
@@ -227,8 +228,8 @@ def _once(tokenizer: Any, key: Any, make: Callable[[], Any]) -> Any:
 
 
 def _compare(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raises `ModelError` for what differs, and says which added tokens only one of two tokenizers has. (One of them
-    may run on another library, and lack parts.)"""
+    """Raises `ModelError` for parts that differ, and warns of added tokens that only one of the tokenizers has. (One of
+    them may run on another library, and lack parts.)"""
     alone = {"target": _added_alone(ours, theirs), "draft": _added_alone(theirs, ours)}
     for part in (name for name in ours if name in theirs):
         a, b = _by_place(ours[part]), _by_place(theirs[part])
@@ -263,7 +264,7 @@ def _words(tokens: Mapping[int, str]) -> str:
 
 
 def _by_place(part: Any) -> dict[Any, Any]:
-    """Entries of a list by their index, settings by their name, a single value under no name."""
+    """Entries of a list by their index, settings by their name, a single value under the empty name."""
     if isinstance(part, Mapping):
         return dict(part)
     return dict(enumerate(part)) if isinstance(part, Sequence) and not isinstance(part, str) else {"": part}

@@ -1,6 +1,6 @@
-"""The weights of a Hugging Face directory: safetensors in, parameters out, and back, one tensor or one shard at a time.
-Every stored tensor is used exactly once, or the directory is refused with the difference. Pickle formats are never
-read."""
+"""Reader and writer of the weights of a Hugging Face directory: safetensors to parameters and back, one tensor or one
+shard at a time. Every stored tensor is used exactly once, or the directory is refused with the difference. Pickle
+formats are never read."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from safetensors.numpy import save_file
 
 from specjax import backend
 from specjax.errors import ModelError
+from specjax.interfaces import Params
 from specjax.models.config import ModelConfig
 from specjax.models.families import Family, parameters_of
 from specjax.models.families.base import Parameter, Slot
 from specjax.models.files import read_json, write_json
 from specjax.models.kernels.quantised import Quantised, Scheme
 from specjax.models.sharding import Index, place, sharding_of
-from specjax.types import Params
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NO_PICKLE = "pickle formats (.bin, .pt, .pth, .ckpt) are never read, because unpickling runs code from the file"
 AS_STORED = "auto"
 _STORED_FLOATS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""As the file calls them -> the dtype they are loaded as when none is asked for."""
+"""Name of a dtype in the file -> the dtype that it is loaded as if none is asked for."""
 
 # --- numbers --------------------------------------------------------------------------------------------------------
 
 
 def rounded(params: Params, dtype: str) -> Params:
-    """With numbers that ``dtype`` holds, in the dtype that they have."""
+    """``params`` with numbers that ``dtype`` holds, still in their own dtype; only bfloat16 rounds them."""
     return _to_bfloat16(params) if dtype == "bfloat16" else params
 
 
 @jax.jit
 def _to_bfloat16(params: Params) -> Params:
-    # A cast there and back, XLA may leave out.
+    # XLA may leave out a cast there and back.
     return jax.tree.map(lambda x: jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7), params)
 
 
@@ -57,24 +57,24 @@ def narrowest(params: Params) -> str | None:
 
 
 def is_bfloat16(x: jax.Array) -> jax.Array | bool:
-    """Whether all its numbers are bfloat16 numbers."""
+    """True if all numbers of ``x`` are bfloat16 numbers."""
     if x.dtype == jnp.bfloat16:
         return True
     if x.dtype != jnp.float32:
         return False
-    if _on_one_host(x):  # with no program for its shape
+    if _on_one_host(x):  # compiles no program for its shape
         return not np.any(np.asarray(x).view(np.uint32) & 0xFFFF)
     return _low_bits_unset(x)
 
 
 @jax.jit
 def _low_bits_unset(x: jax.Array) -> jax.Array:
-    # By its bits: of a number turned into bfloat16 and back, XLA may keep more than bfloat16 holds.
+    # Compares bits: a cast to bfloat16 and back may retain more in XLA than bfloat16 holds.
     return jnp.all(jax.lax.bitcast_convert_type(x, jnp.uint32) & 0xFFFF == 0)
 
 
 def _on_one_host(x: Any) -> bool:
-    """Whether the host reads it where it lies."""
+    """True if the host can read ``x`` where it lies."""
     if not isinstance(x, jax.Array):
         return True
     [device, *others] = x.devices()
@@ -94,15 +94,15 @@ def read_params(
     scheme: Scheme | None = None,
     weights: str = WEIGHTS,
 ) -> Params:
-    """The parameters of `Model.init`, or of another spec that has a ``config``, cast to ``dtype`` (`AS_STORED`: the one
-    they are stored in; float32 if there are several) and placed as `specjax.models.sharding` says. ``check_finite``:
-    NaN and infinities are refused. ``scheme``: kernels are quantised one by one, so that what is in memory beside them
-    is one of them."""
+    """Parameters of `Model.init`, or of another spec that has a ``config``, cast to ``dtype`` and placed as
+    `specjax.models.sharding` says. ``dtype`` `AS_STORED`: the one they are stored in; float32 if there are several.
+    ``check_finite``: NaN and infinities are refused. ``scheme``: kernels are quantised one by one, so that only one is
+    in memory unquantised."""
     parameters, config = parameters_of(family, of), of if isinstance(of, ModelConfig) else of.config
     with contextlib.ExitStack() as stack:
         stored = _named(family, _open_tensors(directory, stack, weights))
         _check_names(directory, family, config, stored, {slot.name for p in parameters for slot in p.slots})
-        # Before the first of them is read: a mistake shows at once.
+        # Every tensor is checked before the first is read: a mistake shows at once.
         dtypes = {_checked_dtype(stored[slot.name], slot) for p in parameters for slot in p.slots}
         if dtype == AS_STORED:
             dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
@@ -123,8 +123,8 @@ def read_params(
 
 
 def quantised(path: tuple[Any, ...], value: jax.Array, scheme: Scheme | None) -> Any:
-    """A parameter as it is kept: a kernel of few bits in place of those that a `Linear` multiplies with. Embeddings,
-    norms, biases, routers and experts stay as they are."""
+    """A parameter as it is held in memory: with a ``scheme``, a kernel that a `Linear` multiplies with is stored in few
+    bits. Embeddings, norms, biases, routers and experts stay as they are."""
     is_kernel = path[-1] == "kernel" and "experts" not in path
     return Quantised.of(value, scheme) if scheme is not None and is_kernel else value
 
@@ -135,12 +135,13 @@ def _all_finite(value: jax.Array) -> jax.Array:
 
 
 def _finite(value: jax.Array) -> Any:
-    """Asked where the weights lie."""
+    """True if all numbers are finite, checked where the weights lie."""
     return np.isfinite(np.asarray(value)).all() if _on_one_host(value) else _all_finite(value)
 
 
 def _refuse_non_finite(found: list[Any], parameters: Sequence[Parameter], stored: Mapping[str, _Stored]) -> None:
-    """``found``: of each whether it is finite, waited for once; only if one is not are the stored tensors searched."""
+    """Raises `ModelError` for NaN and infinities. ``found``: a flag for each parameter, True if it is finite; all are
+    waited for at once, and stored tensors are searched only if one is False."""
     for parameter in itertools.compress(parameters, np.logical_not(jax.device_get(found))):
         for slot in parameter.slots:
             tensor = stored[slot.name]
@@ -154,7 +155,7 @@ def _refuse_non_finite(found: list[Any], parameters: Sequence[Parameter], stored
 
 
 def _read_piece(stored: Mapping[str, _Stored], parameter: Parameter, dtype: str, index: Index) -> np.ndarray:
-    """``index`` of a parameter, in an array of its own."""
+    """Piece ``index`` of a parameter, in an array of its own."""
     piece = np.empty([part.stop - part.start for part in index], dtype)
     slots, within = (parameter.slots[index[0]], index[1:]) if parameter.stacked else (parameter.slots, index)
     for slot, into in zip(slots, piece if parameter.stacked else [piece], strict=True):
@@ -218,13 +219,14 @@ class _Stored:
         return tuple(header.get_shape()), header.get_dtype()
 
     def value(self, index: Index | None = None) -> np.ndarray:
-        """All of it, or a piece, in memory of its own."""
+        """The whole tensor or a piece of it, in memory of its own."""
         return self.handle.get_tensor(self.name) if index is None else self.handle.get_slice(self.name)[index]
 
 
 def _named(family: Family, stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
-    """By the names that the family's table has: a file may leave out the prefix, from all names that have it, and have
-    `Family.aliases`. A tensor that is there by both names is left by the other, as one too many."""
+    """``stored`` by the names of the family's table. A file may leave out the prefix from all names that have it, and
+    may use `Family.aliases`. If a tensor is stored under both names, the second one stays under its alias, and is
+    refused as one too many."""
     for theirs, ours in family.aliases.items():
         renamed = {name: ours + name.removeprefix(theirs) for name in stored if name.startswith(theirs)}
         stored = {name if (new := renamed.get(name, name)) in stored else new: x for name, x in stored.items()}
@@ -268,15 +270,14 @@ def _open_tensors(directory: Path, stack: contextlib.ExitStack, weights: str) ->
 
 
 def read_tensors(directory: Path, names: Collection[str], weights: str = WEIGHTS) -> dict[str, np.ndarray]:
-    """Those of ``names`` that the directory holds. Raises `ModelError`."""
+    """Tensors of ``names`` that the directory holds. Raises `ModelError`."""
     with contextlib.ExitStack() as stack:
         stored = _open_tensors(directory, stack, weights)
         return {name: stored[name].value() for name in names if name in stored}
 
 
 def stored_dtype(directory: Path, weights: str = WEIGHTS) -> str:
-    """What all floating numbers of a directory are stored as; float32 if there are several kinds. Raises
-    `ModelError`."""
+    """Dtype of all floating numbers that a directory stores; float32 if there are several. Raises `ModelError`."""
     with contextlib.ExitStack() as stack:
         headers = {tensor.header()[1] for tensor in _open_tensors(directory, stack, weights).values()}
         dtypes = {_STORED_FLOATS[name] for name in headers if name in _STORED_FLOATS}
@@ -284,7 +285,7 @@ def stored_dtype(directory: Path, weights: str = WEIGHTS) -> str:
 
 
 def tensor_names(directory: Path, weights: str = WEIGHTS) -> set[str]:
-    """Of all that it holds. Raises `ModelError`."""
+    """Names of all tensors that the directory holds. Raises `ModelError`."""
     with contextlib.ExitStack() as stack:
         return set(_open_tensors(directory, stack, weights))
 
@@ -308,7 +309,7 @@ def _listed(names: Collection[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """What a stored tensor, or a part of it, is made of. ``expert``: the piece of a stacked parameter."""
+    """A parameter that makes up a stored tensor, or a part of it. ``expert``: index of the piece if it is stacked."""
 
     slot: Slot
     value: Any
@@ -317,13 +318,13 @@ class _Source:
     def on_host(self) -> np.ndarray:
         value = self.value if self.expert is None else self.value[self.expert]
         if self.expert is None and not _on_one_host(value):
-            # A copy that goes away: what JAX has once brought to the host, it keeps as long as the array lives.
+            # A temporary copy: JAX holds on to what it has brought to the host for as long as the array lives.
             value = jnp.copy(value)
         return np.asarray(value)
 
 
 def stored_tensors(params: Params, family: Family, config: ModelConfig, dtype: str) -> dict[str, np.ndarray]:
-    """What `read_params` reads: the tensors to store, by name."""
+    """Tensors to store, by name, as `read_params` reads them."""
     return {name: _tensor(sources, dtype) for name, sources in _sources(params, family, config).items()}
 
 
@@ -337,9 +338,9 @@ def write_params(
     weights: str = WEIGHTS,
     more: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Write what `read_params` reads, in files of at most ``max_shard_bytes`` unless a single tensor is larger, with an
-    index if there are several. At most one of them is in memory. ``more``: tensors that are no weights, in the
-    first."""
+    """Write the tensors that `read_params` reads, in files of at most ``max_shard_bytes`` unless a single tensor is
+    larger, with an index if there are several. At most one file is in memory. ``more``: tensors that are no weights,
+    for the first file."""
     stored = _sources(params, family, of)
     sizes = {name: math.prod(of[0].slot.stored_shape) * jnp.dtype(dtype).itemsize for name, of in stored.items()}
     shards = _shards(sizes, max_shard_bytes)

@@ -1,4 +1,4 @@
-"""What `specjax generate` prints: text as it is committed, coloured by who chose it, or whole rows, or JSON."""
+"""Output of `specjax generate`: text as it is committed, coloured by its origin, or whole rows, or JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Given:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a prompt was continued with, and its metrics."""
+    """Continuation of a prompt, and its metrics."""
 
     prompt: str
     text: str
@@ -37,7 +37,7 @@ class Answer:
     logprobs: Sequence[float] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by their names; log-probabilities where there are any."""
+        """Fields by name; log-probabilities only if there are any."""
         names = ("prompt", "text", "tokens", "seed", "finish_reason")
         found = {name: getattr(self, name) for name in names} | {
             "stats": self.metrics.stats.to_json(),
@@ -49,8 +49,8 @@ class Answer:
 def streamed(
     decoder: Any, prompt: str, given: Any, options: dict[str, Any], price: float | None, show: Any = None
 ) -> Answer:
-    """One prompt, decoded from ``given`` (text or ids) as a stream, every block's time measured; ``show`` gets each
-    event. ``price``: of an hour."""
+    """Answer to one prompt, decoded from ``given`` (text or ids) as a stream that times every block. ``show`` gets each
+    event. ``price``: price of an hour of the machine."""
     events = []
     for event in decoder.stream(given, **options):
         events.append(event)
@@ -70,7 +70,7 @@ def streamed(
 
 
 def answers(prompts: Sequence[str], result: Any, price: float | None) -> list[Answer]:
-    """A generation's rows. ``price``: of an hour of the machine."""
+    """Answers of a generation's rows. ``price``: price of an hour of the machine."""
     logprobs = result.logprobs or [None] * len(prompts)
     metrics = [result.metrics(row, price) for row in range(len(prompts))]
     rows = zip(
@@ -82,15 +82,15 @@ def answers(prompts: Sequence[str], result: Any, price: float | None) -> list[An
 def stream(
     decoder: Any, prompt: str, given: Any, options: dict[str, Any], price: float | None, no_color: bool
 ) -> Answer:
-    """Text to stdout as it is committed; legend and metrics to stderr. A terminal also gets the prompt before it, a
-    pipe the new text alone."""
+    """Print text to stdout as it is committed, legend and metrics to stderr. A terminal also gets the prompt before the
+    text, a pipe the new text alone."""
     console, notes = _console(no_color), _console(no_color, stderr=True)
     begun = False
 
     def show(event: Any) -> None:
         nonlocal begun
         if console.is_terminal and not begun:
-            shown = prompt if given is prompt else f"{prompt}\n"  # of a chat, whose template has more around it
+            shown = prompt if given is prompt else f"{prompt}\n"  # a chat's template has more around the prompt
             console.print(render_pieces([_Given(shown)]), end="", soft_wrap=True)
         begun = True
         _print_pieces(console, event.pieces, event.text)
@@ -104,7 +104,7 @@ def stream(
 
 
 def print_rows(found: Sequence[Answer], result: Any, total: RequestMetrics, no_color: bool) -> None:
-    """Every prompt's start, its text, and how it was decoded, to stdout; at the end the metrics of all."""
+    """Print the start of every prompt, its text and its metrics to stdout; at the end the metrics of all."""
     console = _console(no_color)
     for row, answer in enumerate(found):
         prompt = answer.prompt
@@ -119,8 +119,8 @@ def print_rows(found: Sequence[Answer], result: Any, total: RequestMetrics, no_c
 
 
 def as_json(found: Sequence[Answer], total: RequestMetrics) -> dict[str, Any]:
-    """``{"rows": [...], "metrics": {...}, "latency_s": {...}}``: a row a prompt with text, tokens, seed, metrics, and
-    log-probabilities if there are any; and the metrics of all."""
+    """``{"rows": [...], "metrics": {...}, "latency_s": {...}}``: one row for each prompt with text, tokens, seed,
+    metrics, and log-probabilities if there are any; and the metrics of all."""
     return {
         "rows": [answer.to_json() for answer in found],
         "metrics": total.to_json(),
@@ -129,7 +129,7 @@ def as_json(found: Sequence[Answer], total: RequestMetrics) -> dict[str, Any]:
 
 
 def metrics_lines(found: Sequence[Answer], total: RequestMetrics) -> list[dict[str, Any]]:
-    """The metrics alone, flat: a line a request, of kind ``request``, and the last one of kind ``sum``."""
+    """Metrics alone, flat: one line of kind ``request`` for each request, and a last one of kind ``sum``."""
     lines = [
         {"kind": "request", "request": i, "seed": one.seed, "finish_reason": one.finish_reason, **one.metrics.to_json()}
         for i, one in enumerate(found)
@@ -138,7 +138,7 @@ def metrics_lines(found: Sequence[Answer], total: RequestMetrics) -> list[dict[s
 
 
 def _console(no_color: bool, stderr: bool = False) -> Console:
-    """A console; on the plainest terminals, whose eight colours a theme decides, the marks alone are used."""
+    """Console for text. A terminal of eight colours, which a theme decides, gets the marks without colour."""
     console = Console(no_color=no_color or None, highlight=False, stderr=stderr)
     if console.color_system in ("standard", "windows"):
         console.no_color = True
@@ -162,7 +162,7 @@ def _describe(stats: Any) -> str:
 
 
 def _timed(metrics: RequestMetrics) -> str:
-    """A line of times, lengths and, where there is a price, money."""
+    """Line of times, draft lengths and, if there is a price, cost."""
     found = metrics.latencies.to_json()
     which = " P50" if metrics.requests > 1 else ""
     parts = [

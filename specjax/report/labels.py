@@ -68,7 +68,7 @@ def visible(text: str) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A figure for people: four digits or so, thousands separated; None and NaN are `not measured`."""
+    """Text of a figure: about four digits, thousands separated; None and NaN are `not measured`."""
     match value:
         case None:
             return NOT_MEASURED
@@ -98,8 +98,8 @@ _MOST_DIGITS = 17
 
 
 def format_against(value: Any, bound: str) -> str:
-    """`format_value` of a figure beside the last number in ``bound``, with as many digits as tell the two apart: where
-    0.10 is asked for, 0.10013 does not read as 0.100."""
+    """`format_value` of a figure, with enough digits to differ from the last number in ``bound``: beside a bound of
+    0.10, 0.10013 does not read as 0.100."""
     text, limits = format_value(value), _NUMBER.findall(bound)
     if not limits or isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return text
@@ -113,7 +113,7 @@ def format_against(value: Any, bound: str) -> str:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """(name, value) of a summary, values inside values under `outer.inner`."""
+    """(name, value) pairs of a summary; nested values have names like `outer.inner`."""
     found: list[tuple[str, Any]] = []
     for key, value in values.items():
         found += flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
@@ -121,12 +121,12 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 prompt`, `2,000 prompts`."""
+    """Text like `1 prompt`, `2,000 prompts`."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def format_duration(seconds: float | None) -> str:
-    """`12.3 s`, `4 min 05 s`, `1 h 02 min`."""
+    """Text like `12.3 s`, `4 min 05 s`, `1 h 02 min`."""
     if seconds is None or not math.isfinite(seconds):
         return NOT_MEASURED
     if seconds < 60:
@@ -136,7 +136,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_date(date: str) -> str:
-    """An ISO date to the minute, `2025-11-21 02:10 UTC`; text that is no date stays as it is."""
+    """ISO date to the minute, like `2025-11-21 02:10 UTC`; text that is no date stays as it is."""
     try:
         moment = datetime.datetime.fromisoformat(date)
     except ValueError:
@@ -153,7 +153,7 @@ def format_temperature(temperature: float) -> str:
 
 
 def format_interval(low: float | None, high: float | None) -> str:
-    """Both ends, or a dash."""
+    """Text of both ends of an interval, or a dash."""
     return "–" if low is None or high is None else f"{low:.2f} to {high:.2f}"
 
 

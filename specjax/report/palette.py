@@ -20,9 +20,9 @@ class Tone:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """How a token of one origin looks. ``terminal``: a colour with a contrast of at least 4.5 on black and on white,
-    one of the 256 that terminals share, so that nothing is rounded; empty for the terminal's own. ``attributes`` (rich)
-    and ``css`` are the marks that need no colour; ``brackets`` mark it in plain text."""
+    """Look of a token of one origin. ``terminal``: a colour with a contrast of at least 4.5 on black and on white, one
+    of the 256 that terminals share, so that nothing is rounded; empty for the terminal's own. ``attributes`` (rich) and
+    ``css`` are the marks that need no colour; ``brackets`` mark the token in plain text."""
 
     meaning: str
     tone: Tone
@@ -38,7 +38,7 @@ class Origin:
 
 ORIGINS: Mapping[str, Origin] = {
     "prompt": Origin("what was given", Tone("#656d76", "#8d96a0"), "#767676", "italic"),
-    # Most of the output: as the terminal shows any text.
+    # Most of the output has this origin, so it has the terminal's own colour.
     "accepted": Origin("drafted and accepted", Tone("#0a55a8", "#6cb6ff"), ""),
     "corrected": Origin(
         "the target's token in place of a rejected draft",

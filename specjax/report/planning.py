@@ -1,4 +1,4 @@
-"""The views of a calibration and of a plan: tables for a terminal, and curves of equal speed as a plot."""
+"""Views of measured costs and of a plan: tables for a terminal, and curves of equal speed as a plot."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specjax.planning.cost_model import GREEDY, SAMPLED, CostModel
-from specjax.planning.memory import Footprint, gib
-from specjax.planning.prediction import DraftEconomics, Prediction
-from specjax.planning.roofline import Pass
-from specjax.planning.training import SHARE_OF_PEAK, TrainingCost
+from specjax.costs.cost_model import GREEDY, SAMPLED, CostModel
+from specjax.costs.memory import Footprint, gib
+from specjax.costs.prediction import DraftEconomics, Prediction
+from specjax.costs.roofline import Pass
+from specjax.costs.training import SHARE_OF_PEAK, TrainingCost
 from specjax.report.labels import (
     drafter_name,
     format_duration,
@@ -32,7 +32,7 @@ from specjax.report.terminal import plain_table
 from specjax.runtime.files import plain_json, write_atomically
 
 _SPEEDS = (1.0, 1.25, 1.5, 2.0, 3.0)
-"""Of which curves are drawn."""
+"""Speedups whose curves are drawn."""
 _COSTS = np.geomspace(0.005, 1.0, 60)
 _TICKS = (0.005, 0.01, 0.03, 0.1, 0.3, 1.0)
 _COMPUTED = "computed, not measured"
@@ -61,7 +61,7 @@ def _columns(table: Table, first: str, others: Iterable[str]) -> Table:
 
 
 def memory_table(footprints: Sequence[Footprint], limit: float | None) -> Table:
-    """Bytes on each device at the peak of every job, a column a job."""
+    """Table of bytes on each device at the peak of every job, a column a job."""
     several = bool(footprints) and footprints[0].devices > 1
     title = f"Memory at the peak{' on each device' if several else ''}, computed before anything is loaded"
     if limit is not None:
@@ -82,8 +82,8 @@ def _ms(seconds: float | None) -> str:
 
 
 def calibration_table(model: CostModel, kept: Mapping[int, bool]) -> Table:
-    """What passes and blocks take, in milliseconds, a column a batch; and how far off the points are that were left out
-    of the fit."""
+    """Table of milliseconds of passes and blocks, a column a batch, with the error at the points that were left out of
+    the fit."""
     batches = sorted(model.batches)
     names = [f"batch {rows}{'' if not kept.get(rows) else ' (kept)'}" for rows in batches]
     title = f"Costs on {model.device}, {model.dtype}, milliseconds"
@@ -112,7 +112,7 @@ def calibration_table(model: CostModel, kept: Mapping[int, bool]) -> Table:
 
 
 def predictions_table(predictions: Sequence[Prediction], measured: bool) -> Table:
-    """The grid; the fastest of a group is bold. ``measured``: whether the times behind it are, or computed."""
+    """Table of the grid; the fastest row of a group is bold. ``measured``: False if its times are computed."""
     with_measured = any(p.measured is not None for p in predictions)
     headers = ["k", "tokens/s\npredicted", "speedup", *(["measured", "error"] if with_measured else [])]
     source = "from times measured here" if measured else f"times {_COMPUTED}"
@@ -131,7 +131,7 @@ def predictions_table(predictions: Sequence[Prediction], measured: bool) -> Tabl
 
 
 def passes_table(passes: Sequence[Pass]) -> Table:
-    """What bounds each pass, and which share of the roofline it reaches."""
+    """Table of the bound of each pass, and of the share of the roofline that the pass reaches."""
     device = passes[0].device
     told = "measured" if device.measured else "datasheet"
     title = (
@@ -157,8 +157,8 @@ def passes_table(passes: Sequence[Pass]) -> Table:
 
 
 def to_pay_lines(found: Mapping[str, Any], target_weights: float) -> list[str]:
-    """What a draft must be to pay, in words. ``target_weights``: of the target, for a size where reading weights is
-    all that a pass costs."""
+    """Sentences about the alpha and the cost that a draft needs to pay. ``target_weights``: number of the target's
+    weights, which gives the size of a draft if reading weights is all that a pass costs."""
     where = f"batch {found['batch']}, {format_temperature_short(found['temperature'])}"
     free, tenth = found["least_alpha_without_cost"], found["least_alpha_at_a_tenth"]
     if free is None:
@@ -185,8 +185,8 @@ def _above(alpha: float | None, cost: str) -> str:
 def iso_speed_panels(
     economics: Mapping[tuple[int, float], DraftEconomics], known: Sequence[Point], measured: bool
 ) -> list[Panel]:
-    """For every batch and temperature: alpha against the cost of a draft's pass, a curve a speedup, drafters that exist
-    as points."""
+    """Panels of alpha against the cost of a draft's pass, one for every batch and temperature, with a curve a speedup
+    and existing drafters as points."""
     panels = []
     for (batch, t), found in economics.items():
         title = f"Batch {batch}, {format_temperature(t)}" + ("" if measured else f" ({_COMPUTED})")
@@ -196,7 +196,7 @@ def iso_speed_panels(
 
 
 def iso_speed_png(panels: Sequence[Panel]) -> bytes:
-    """All panels, two side by side."""
+    """PNG of all panels, two side by side."""
     return png(panels, columns=2)
 
 
@@ -222,7 +222,7 @@ class PlanLike(Protocol):
 
 
 def print_plan(plan: PlanLike, console: Console) -> None:
-    """Tables and sentences of a plan."""
+    """Print tables and sentences of a plan."""
     console.print(predictions_table(plan.predictions, plan.measured_here))
     errors = [abs(p.error) for p in plan.predictions if p.error is not None]
     if errors:
@@ -236,7 +236,7 @@ def print_plan(plan: PlanLike, console: Console) -> None:
 
 
 def training_line(cost: TrainingCost) -> str:
-    """What the distillation of the config costs, in words."""
+    """Sentence about the cost of the distillation that the config asks for."""
     how = "measured over a few steps" if cost.measured else f"{_COMPUTED}, at {SHARE_OF_PEAK:.0%} of the device's peak"
     amount = f"{cost.tokens:,} tokens, {format_duration(3600 * cost.hours)} at {cost.tokens_per_s:,.0f} tokens/s"
     memory = "memory unknown" if cost.memory is None else f"{cost.memory / 1e9:.2f} GB"
@@ -244,7 +244,7 @@ def training_line(cost: TrainingCost) -> str:
 
 
 def write_plan(plan: PlanLike, directory: Path) -> None:
-    """Writes plan.json and plan.png, each in place of what is there."""
+    """Write plan.json and plan.png, each in place of an older one."""
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / "plan.json", json.dumps(plan.to_json(), indent=1, default=plain_json) + "\n")
     panels = iso_speed_panels(plan.economics, plan.known, plan.measured_here)

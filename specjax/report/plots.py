@@ -1,7 +1,7 @@
 """The plots of a report, drawn once: as inline SVG whose colours follow the page's theme, and as PNG files.
 
-A panel draws into one axes and knows nothing of the figure around it; the page shows a panel a figure, so that text
-stays readable on a phone, a PNG shows several side by side.
+A panel draws into one axes and knows nothing of the figure around it. The page shows one panel a figure, so that text
+stays readable on a phone; a PNG shows several side by side.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Panel:
 
 
 def training_panels(training: Training) -> list[Panel]:
-    """Losses and held-out acceptance against steps; distillation and its controls continue the pretraining."""
+    """Panels of losses and held-out acceptance over steps; distillation and its controls continue the pretraining."""
     end = training.pretrain[-1].step if training.pretrain else 0
     before = [("cross-entropy", "draft_before", 0, training.pretrain)]
     distill = [("distillation", "draft_after", end, training.distill)]
@@ -84,7 +84,7 @@ def training_panels(training: Training) -> list[Panel]:
 
 
 def speedup_panels(rows: Sequence[DecodingRow]) -> list[Panel]:
-    """Speedup over the autoregressive loop against k, a panel a batch size and temperature, all on one scale."""
+    """Panels of the speedup over the autoregressive loop against k, by batch size and temperature, on one scale."""
     rows = [row for row in rows if row.k is not None and _finite(row.speedup)]
     if not rows:
         return []
@@ -99,8 +99,8 @@ def speedup_panels(rows: Sequence[DecodingRow]) -> list[Panel]:
 
 
 def acceptance_panels(rows: Sequence[DecodingRow]) -> list[Panel]:
-    """Acceptance by position before and after distillation, a panel a temperature: of the cells (batch size and k) that
-    have both, if any, that of the smallest batch and then of the largest k."""
+    """Panels of the acceptance by depth before and after distillation, one a temperature. Each shows one cell (batch
+    size and k): of those with both drafts, if there are any, the one of the smallest batch, then of the largest k."""
     rows = [row for row in rows if row.drafter in ("draft_before", "draft_after") and row.acceptance_at]
     panels = []
     for temperature in sorted({row.temperature for row in rows}):
@@ -114,7 +114,7 @@ def acceptance_panels(rows: Sequence[DecodingRow]) -> list[Panel]:
 
 
 def length_panels(rows: Sequence[DecodingRow]) -> list[Panel]:
-    """Lengths that were chosen, block by block, a panel a batch size and temperature, a line a row of the batch."""
+    """Panels of the chosen draft lengths, block by block, by batch size and temperature; a line a row of the batch."""
     panels = []
     for row in rows:
         if row.proposals:
@@ -143,7 +143,7 @@ def svg(panel: Panel) -> Markup:
 
 
 def png(panels: Sequence[Panel], columns: int) -> bytes:
-    """The panels side by side on white, for documents that cannot hold the page."""
+    """PNG of the panels side by side on white, for documents that cannot hold the page."""
     with matplotlib.rc_context(_RC):
         stream = io.BytesIO()
         _figure(panels, titles=True, columns=columns).savefig(stream, format="png", dpi=160, facecolor=_SURFACE)
@@ -181,7 +181,7 @@ def _line(
     marked: bool = True,
     marker: str = "o",
 ) -> None:
-    """``marker``: of a series that has none of its own."""
+    """Draw one series. ``marker``: marker of a series that has none of its own."""
     color = SERIES[series].light if series in SERIES else _MUTED
     axes.plot(
         x,
@@ -203,7 +203,7 @@ def _curves(y_label: str, field: str, curves: Iterable[tuple[str, str, int, Sequ
         for rank, (label, series, offset, records) in enumerate(curves):
             if points := _points(records, field):
                 points = [(offset + step, value) for step, value in points]
-                if offset and field == "alpha":  # what follows starts from the pretrained draft
+                if offset and field == "alpha":  # the curve starts from the pretrained draft
                     points = start + points
                 x, y = zip(*points, strict=True)
                 _line(axes, x, y, series, label, marked=field == "alpha")
@@ -221,7 +221,7 @@ def _speedup(axes: Axes, rows: Sequence[DecodingRow], limits: tuple[float, float
     more = itertools.cycle("DvPX*h")  # drafts from disk share a colour
     for drafter in dict.fromkeys(row.drafter for row in rows):
         series = [row for row in rows if row.drafter == drafter]
-        if drafter == "adaptive":  # it has no one k
+        if drafter == "adaptive":  # it has no single k
             axes.axhline(series[0].speedup or 0.0, color=_INK, linestyle=(0, (1, 1)), label=drafter_name(drafter))
             continue
         x, y = zip(*((row.k or 0, row.speedup or 0.0) for row in series), strict=True)
@@ -240,7 +240,7 @@ def _speedup(axes: Axes, rows: Sequence[DecodingRow], limits: tuple[float, float
 def _lengths(axes: Axes, chosen: Sequence[Sequence[int]]) -> None:
     colors = [SERIES[name].light for name in SERIES]
     for row, proposals in enumerate(chosen):
-        # A little apart, or rows that are treated alike hide one another.
+        # Lines lie a little apart, or rows of equal lengths would hide one another.
         y = [k + 0.5 * (row / len(chosen) - 0.5) for k in proposals]
         axes.step(range(1, len(y) + 1), y, where="mid", linewidth=1, color=colors[row % len(colors)], label=f"_{row}")
     axes.set_ylim(-0.5, max((1, *(k for proposals in chosen for k in proposals))) + 0.5)

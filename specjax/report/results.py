@@ -1,4 +1,4 @@
-"""The schema of `results.json`, what a finished run leaves for its report; parts that were not measured may be absent.
+"""Schema of `results.json`, which a finished run leaves for its report; parts that were not measured may be absent.
 
 Steps and tokens of a training curve are counted from the start of its own phase.
 """
@@ -26,8 +26,8 @@ class _Record(BaseModel):
 
 
 class Figure(_Record):
-    """One figure with what it must reach. ``timing`` figures depend on the machine, ``counted`` ones on which few
-    prompts were decoded."""
+    """One figure with the bound that it must reach. ``timing`` figures depend on the machine, ``counted`` ones on the
+    choice of a few decoded prompts."""
 
     key: str
     value: Any = None
@@ -51,7 +51,7 @@ class TrainingRecord(_Record):
 
 
 class Training(_Record):
-    """``control`` maps a learning rate, as text, to its curve."""
+    """Training curves by stage; ``control`` maps a learning rate, as text, to its curve."""
 
     pretrain: tuple[TrainingRecord, ...] = ()
     distill: tuple[TrainingRecord, ...] = ()
@@ -59,8 +59,8 @@ class Training(_Record):
 
 
 class DecodingRow(_Record):
-    """One cell of the grid: wall time summed over prompts; ``acceptance_at`` is by draft position, from 1;
-    ``k_used`` by k, from 0; ``proposals`` of some rows, block by block, where they were chosen."""
+    """One cell of the grid, with wall time summed over prompts. ``acceptance_at``: by depth, from 1; ``k_used``: blocks
+    by k, from 0; ``proposals``: draft lengths of some rows, block by block, where they were chosen."""
 
     drafter: str
     k: int | None = None
@@ -100,7 +100,7 @@ class Pass(_Record):
 
 
 class Comparison(_Record):
-    """A drafter on the text of one source; ``low`` .. ``high``: 95% interval of its block efficiency, over prompts."""
+    """Figures of a drafter on the text of one source; ``low`` .. ``high``: 95% interval of its block efficiency."""
 
     source: str
     temperature: float = Field(ge=0)
@@ -115,8 +115,8 @@ class Comparison(_Record):
 
 
 class Place(_Record):
-    """A place of a block, from 1: of a block's token there, on held-out text, acceptance, loss at the end of training,
-    and how often draft and target find the same most likely."""
+    """Figures at one depth of a block, from 1, on held-out text: acceptance, loss at the end of training, and share of
+    positions at which draft and target find the same token most likely."""
 
     place: int
     alpha_before: float | None = None
@@ -126,7 +126,7 @@ class Place(_Record):
 
 
 class Simulated(Comparison):
-    """Beside what was decoded: what the training forward gives for the same texts."""
+    """Decoded figures, with the block efficiency that the training forward gives for the same texts."""
 
     simulated: float
 
@@ -149,8 +149,8 @@ class Sample(_Record):
 
 
 class Verifier(_Record):
-    """The rule that all drafts were verified by. Of a lossy one, how far its sampled tokens are from the target's
-    distribution, and how far exact sampling of as many would be by chance."""
+    """The rule that all drafts were verified by. For a lossy rule: the total variation of its sampled tokens from the
+    target's distribution, and that of exact sampling of as many tokens by chance."""
 
     kind: str
     lossless: bool
@@ -159,7 +159,7 @@ class Verifier(_Record):
 
 
 class Results(_Record):
-    """The whole file."""
+    """Content of the whole file."""
 
     name: str
     date: str
@@ -174,7 +174,7 @@ class Results(_Record):
     places: tuple[Place, ...] = ()
     simulated: tuple[Simulated, ...] = ()
     self_tests: dict[str, str] = {}
-    """Exported draft -> what agreed with training when it was loaded again."""
+    """Exported draft -> summary of its self-test when it was loaded again."""
     verifier: Verifier | None = None
     compile_seconds: float | None = None
     roofline: tuple[Pass, ...] = ()
@@ -183,7 +183,7 @@ class Results(_Record):
 
 
 def load(run_dir: Path) -> Results:
-    """The results of the run in `run_dir`; SpecjaxError names the file, field and value that cannot be used."""
+    """Results of the run in `run_dir`; SpecjaxError names the file, field and value that cannot be used."""
     path = run_dir / FILE_NAME
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -236,7 +236,7 @@ def before_and_after(rows: tuple[Comparison, ...]) -> list[tuple[tuple[str, floa
 
 def fastest(rows: list[DecodingRow]) -> DecodingRow | None:
     """The row with the largest speedup, which compares turns that ran side by side; tokens a second of single turns may
-    be of a faster spell of the machine. Where no speedup was measured, the most tokens a second."""
+    come from a faster spell of the machine. Without a measured speedup, the row with the most tokens a second."""
     timed = [row for row in rows if row.speedup is not None]
     if timed:
         return max(timed, key=lambda row: row.speedup or 0.0)

@@ -48,7 +48,7 @@ def render_pieces(pieces: Iterable[PieceLike]) -> Text:
 
 
 def legend() -> Text:
-    """One line an origin: its style and what it means."""
+    """One line for each origin: its style and its meaning."""
     width = max(map(len, ORIGINS))
     lines = [
         Text.assemble((name, origin.rich_style), " " * (width - len(name) + 2), origin.meaning)
@@ -58,13 +58,13 @@ def legend() -> Text:
 
 
 def plain_table(title: str) -> Table:
-    """Without lines between columns, which 80 of them have no room for."""
+    """Table without lines between columns, so that it fits into 80 characters."""
     looks: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "padding": (0, 1, 0, 0)}
     return Table(title=title, title_justify="left", header_style="bold", **looks)
 
 
 def _table(title: str, first: str, numbers: Iterable[str]) -> Table:
-    """A table for 80 columns, whose names and numbers are never broken."""
+    """Table for 80 characters whose names and numbers are never broken."""
     table = plain_table(title)
     table.add_column(first, no_wrap=True)
     for header in numbers:
@@ -73,7 +73,7 @@ def _table(title: str, first: str, numbers: Iterable[str]) -> Table:
 
 
 def figures_table(figures: Sequence[Any]) -> Table:
-    """Figures (mappings or objects with key, value, bound, ok, timing); those with a bound have an `ok` or `MISSED`."""
+    """Table of figures (mappings or objects with key, value, bound, ok, timing); a bound is marked `ok` or `MISSED`."""
     table = _table("Figures", "figure", ["value"])
     table.add_column("must reach")
     table.add_column("", no_wrap=True)
@@ -136,7 +136,7 @@ def decoding_table(rows: Sequence[Any]) -> Table:
 
 
 def numerics_table(comparisons: Sequence[Mapping[str, Any]]) -> Table:
-    """What `specjax.evaluation.numerics` found (its JSON), a section for each path that others are compared with."""
+    """Table of the drift that `specjax.evaluation.numerics` found (its JSON), by reference path."""
     headers = ("max", "mean", "near\nties", "other", "first")
     table = _table("Drift of the logits of the same tokens", "against, path", headers)
     table.caption_justify = "left"

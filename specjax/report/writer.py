@@ -1,4 +1,4 @@
-"""Results -> `report/`: summary.json, report.md, report.html (no external asset, no script) and PNG plots."""
+"""Writer of `report/` from results: summary.json, report.md, report.html (no external asset or script), PNG plots."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from specjax.report.results import Results
 from specjax.runtime.files import write_atomically
 
 _PNG_COLUMNS = {"training": 3, "speedup": 2, "lengths": 2}
-"""Plots that are saved as PNG as well, for documents that cannot hold the page."""
+"""Panels side by side in each plot that is saved as PNG too, for documents that cannot hold the page."""
 
 
 def write(run_dir: Path) -> Path:
-    """Reads `run_dir/results.json`, writes the report beside it, returns its directory. See `specjax.report.build`."""
+    """Read `run_dir/results.json`, write the report beside it, return its directory. See `specjax.report.build`."""
     run = results.load(run_dir)
     panels = {
         "training": plots.training_panels(run.training),
@@ -64,7 +64,7 @@ def write(run_dir: Path) -> Path:
 
 
 def summary_json(run: Results) -> str:
-    """The run's figures under their names, then date, machine and what each figure had to reach; NaN becomes null."""
+    """JSON of the run's figures by name, then date, machine and the bound of each figure; NaN becomes null."""
     content = {
         **run.summary,
         "name": run.name,
@@ -99,7 +99,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _finalize(value: Any) -> Any:
-    """Applied to every expression of a template: nothing reaches a page with control characters or as `None`."""
+    """Value of any expression of a template as the page shows it: no control characters, and no `None`."""
     if value is None:
         return labels.NOT_MEASURED
     return labels.visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
@@ -111,14 +111,14 @@ def _markdown_cell(value: Any) -> str:
 
 
 def _fenced(text: str, language: str = "") -> str:
-    """A code block whose fence is longer than any run of backticks in the text."""
+    """Code block whose fence is longer than any run of backticks in the text."""
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"
 
 
 def _characters_by_origin(run: Results) -> dict[str, str]:
-    """The share of the sample's new text that each origin wrote, as a percentage."""
+    """Share of the sample's new text that each origin wrote, as a percentage."""
     pieces = run.sample.pieces if run.sample else ()
     total = sum(len(piece.text) for piece in pieces if piece.origin != "prompt")
     return {

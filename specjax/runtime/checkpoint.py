@@ -1,7 +1,7 @@
-"""Training state on disk: orbax's `CheckpointManager` in the background, plus a SHA-256 manifest a step, because a
-flipped bit restores silently otherwise. The manifest is written once the step is committed, and a file beside the
-directory then names the step: without its manifest, a later step is half-written, an earlier one damaged. Of several
-processes all save and restore their shards, and process 0 writes and checks the manifests."""
+"""Training state on disk, written in the background by orbax's `CheckpointManager`. Each step has a SHA-256 manifest,
+because a flipped bit is restored silently otherwise. The manifest is written once the step is committed; a marker file
+beside the directory then names the step. A step without a manifest is half-written if it is later than the one in the
+marker, else damaged. All processes save and restore their shards; process 0 writes and checks the manifests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 
 from specjax.errors import TrainingError, unwritable
 from specjax.runtime import store
-from specjax.runtime.distributed import by_first
+from specjax.runtime.distributed import on_main_process
 from specjax.runtime.fingerprint import write_json
 from specjax.runtime.quiet import Quiet
 
@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """A training state, the number of steps that led to it, and what was measured in the last of them but is not in
-    the log yet."""
+    """A restored training state, the number of steps that led to it, and the measurements of the last steps that are
+    not in the log yet."""
 
     step: int
     state: Any
@@ -42,9 +42,9 @@ class Restored:
 
 
 class Checkpoints(contextlib.AbstractContextManager):
-    """The last ``max_to_keep`` states under ``directory``, one subdirectory a step. A step is deleted only when a later
-    one has been committed, and a save begins only when the one before has its manifest. ``directory``.json names the
-    newest step that was whole.
+    """The last ``max_to_keep`` states under ``directory``, one subdirectory for each step. A step is deleted only when
+    a later one has been committed, and a save begins only when the one before has its manifest. ``directory``.json
+    names the newest step that was whole.
 
     Raises `TrainingError` if a state cannot be written; the steps that were saved before stay whole.
     """
@@ -56,8 +56,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         options = ocp.CheckpointManagerOptions(max_to_keep=max_to_keep, cleanup_tmp_directories=True)
         try:
             self._manager = ocp.CheckpointManager(self._directory, options=options)
-        except ValueError:  # what it reads of every step is damaged in one
-            by_first(self._set_aside_damaged)
+        except ValueError:  # the metadata of a step, which it reads, are damaged
+            on_main_process(self._set_aside_damaged)
             self._manager = ocp.CheckpointManager(self._directory, options=options)
         self._sealer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manifest")
         self._saving: tuple[int, concurrent.futures.Future] | None = None
@@ -73,7 +73,7 @@ class Checkpoints(contextlib.AbstractContextManager):
                 raise
             _log.warning("%s", error)
         finally:
-            # The manager raises once more what its last save raised.
+            # The manager raises the error of its last save again.
             with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
                 self._manager.close()
             self._sealer.shutdown()
@@ -86,27 +86,28 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     @property
     def saved(self) -> int | None:
-        """The newest step that was whole once, whatever became of it: 0 if none was yet, None if nothing tells."""
-        return by_first(self._saved)
+        """The newest step that was ever whole, even if it is damaged by now. 0: none was. None: there is no record."""
+        return on_main_process(self._saved)
 
     @property
     def set_aside(self) -> list[str]:
-        """Names of damaged steps, as `restore_latest` left them."""
-        return by_first(lambda: sorted(folder.name for folder in self._directory.glob(f"*{store.DAMAGED}*")))
+        """Directory names of the damaged steps that `restore_latest` set aside."""
+        return on_main_process(lambda: sorted(folder.name for folder in self._directory.glob(f"*{store.DAMAGED}*")))
 
     @property
     def oldest(self) -> int | None:
-        """The first step that is kept."""
+        """The oldest step on disk; None if there is none."""
         return min(self._manager.all_steps(), default=None)
 
     def begin(self) -> None:
-        """Notes that no step was whole yet: from here on, where nothing tells, something is lost."""
+        """Record that no step is whole yet. From here on, a missing record means that something was lost."""
         if self.saved is None:
-            by_first(functools.partial(self._mark, 0))
+            on_main_process(functools.partial(self._mark, 0))
 
     def save(self, step: int, state: Any, pending: Sequence[dict[str, float]] = ()) -> None:
-        """Begin to write ``state``, a pytree of arrays, and return when it may be donated: copied to the host, or on
-        CPU held there, so that a donation copies. Waits for the save before. ``pending``: see `Restored`."""
+        """Begin to write ``state``, a pytree of arrays, once the save before is whole. Return when the state may be
+        donated: it is copied to the host, or on CPU still referenced, so that a donation copies it. ``pending``: see
+        `Restored`."""
         self.wait()
         with self._failing(step):
             if jax.process_index() == 0 and self._saved() is None and not self._manager.all_steps():
@@ -116,7 +117,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._saving = step, self._sealer.submit(self._seal, step)
 
     def wait(self) -> None:
-        """Until the last save is whole."""
+        """Wait until the last save is whole."""
         if self._saving is not None:
             (step, sealed), self._saving = self._saving, None
             with self._failing(step):
@@ -125,20 +126,20 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def restore_latest(self, like: Any) -> Restored | None:
         """The newest undamaged state, with the structure, shapes, dtypes and shardings of ``like``; None if there is
-        none. A damaged step is named in a warning and set aside, as ``STEP.damaged`` beside the others; one that is
-        half-written, which the steps since the one before make again, is removed."""
+        none. A damaged step is named in a warning and set aside, as ``STEP.damaged`` beside the others. A half-written
+        step is removed: training on from the step before makes it again."""
         self.wait()
-        for step in by_first(lambda: sorted(self._manager.all_steps(), reverse=True)):
-            damage = by_first(functools.partial(self._damage, step))
+        for step in on_main_process(lambda: sorted(self._manager.all_steps(), reverse=True)):
+            damage = on_main_process(functools.partial(self._damage, step))
             if damage is None:
-                by_first(functools.partial(self._mark, step))
+                on_main_process(functools.partial(self._mark, step))
                 self._latest = step
                 return self._restore(step, like)
             if damage == _HALF_WRITTEN:
                 _log.warning("%s: checkpoint skipped and removed: %s", self._directory / str(step), damage)
                 self._manager.delete(step)
             else:
-                by_first(functools.partial(self._set_aside, step, damage))
+                on_main_process(functools.partial(self._set_aside, step, damage))
                 self._manager.reload()
         return None
 
@@ -214,7 +215,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
 
 def steps_taken(directory: Path) -> int:
-    """The newest step under a `Checkpoints` directory that is there or was whole once; 0 if none was."""
+    """The newest step of a `Checkpoints` directory that exists or was ever whole; 0 if none was."""
     there = [int(folder.name) for folder in directory.glob("*") if folder.name.isdigit()]
     return max([*there, _whole(_marker(directory)) or 0])
 
@@ -232,7 +233,7 @@ def _whole(marker: Path) -> int | None:
 
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    # TensorStore begins with what it was doing and ends with the cause.
+    # TensorStore's messages begin with the operation and end with the cause.
     return text if len(text) <= 200 else f"{text[:60]} ... {text[-130:]}"
 
 
@@ -240,7 +241,7 @@ def _hashes(folder: Path) -> dict[str, str]:
     hashes = {}
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
-        # Hidden files are manifests in the writing.
+        # Hidden files are partly written manifests.
         if file.is_file() and name != MANIFEST and not name.startswith("."):
             with file.open("rb") as content:
                 hashes[name] = hashlib.file_digest(content, "sha256").hexdigest()

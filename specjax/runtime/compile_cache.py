@@ -1,5 +1,5 @@
-"""Compiled programs kept from one run to the next, in the user's own cache directory: JAX's persistent cache. Turned on
-by command lines, which also say that they compile and for how long; never by an import."""
+"""JAX's persistent cache of compiled programs, in the user's own cache directory. Commands turn it on, never an import.
+They also tell that they compile, and for how long."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _SECONDS_WORTH_SAYING = 1.0
 
 
 def keep_programs(wanted: bool = True) -> Path | None:
-    """Load what was compiled before, and keep what is compiled now; to be called before anything is compiled.
+    """Load programs that were compiled before, and store those compiled now. Call it before anything is compiled.
 
-    Returns the directory; None if it is not ``wanted``, `SPECJAX_COMPILE_CACHE=0` is set, the directory cannot be
-    used, or JAX was given one already (`JAX_COMPILATION_CACHE_DIR`), which stays. The programs unused for longest are
-    removed beyond 2 GB. Whoever can write there can run code as the user, so the directory is private.
+    Returns the cache's directory; None if it is not ``wanted``, `SPECJAX_COMPILE_CACHE=0` is set, the directory cannot
+    be used, or JAX was given one already (`JAX_COMPILATION_CACHE_DIR`), which stays in use. Beyond 2 GB, the programs
+    unused for longest are removed. Whoever can write there can run code as the user, so the directory is private.
     """
     given = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if not wanted or os.environ.get(SWITCH) == "0" or given is not None:
@@ -34,18 +34,18 @@ def keep_programs(wanted: bool = True) -> Path | None:
     try:
         directory = user_cache() / "specjax" / f"programs-{machine()}"
         make_room(directory, _MOST_BYTES)
-    except (OSError, RuntimeError):  # no home, or a read-only one: compiling takes its time, nothing else
+    except (OSError, RuntimeError):  # no home, or a read-only one: programs are compiled again
         return None
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    # All of them: the many small ones of a start take seconds together.
+    # Store all programs: the many small ones of a start take seconds together.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return directory
 
 
 @contextlib.contextmanager
 def programs_kept(wanted: bool = True) -> Iterator[None]:
-    """`keep_programs` around a command: what compiles for longer than a moment is said on stderr while it does, beside
-    the open bar if there is one, and at the end how many programs there were and how long they took."""
+    """`keep_programs` around a command. The open bar, else stderr, tells of a program that compiles for longer than a
+    second. At the end stderr tells how many programs were compiled, and their seconds."""
     directory, told = keep_programs(wanted), _Told()
     _listening.append(told)
     try:
@@ -61,7 +61,7 @@ def programs_kept(wanted: bool = True) -> Iterator[None]:
 
 
 class _Told:
-    """What JAX compiles from its first program on: counted, and said if it takes long."""
+    """Counts the programs that JAX compiles and their seconds, and tells the user of a long compilation."""
 
     def __init__(self) -> None:
         self.programs = self.cached = 0
@@ -99,7 +99,7 @@ _listening: list[_Told] = []
 def _on_duration(event: str, duration_secs: float, **_: str | int | float) -> None:
     for told in _listening:
         if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
-            told.begun()  # what follows is the backend's
+            told.begun()  # the backend's compilation follows
         elif event == "/jax/core/compile/backend_compile_duration":
             told.ended(duration_secs)
 
@@ -115,14 +115,14 @@ jax.monitoring.register_event_listener(_on_event)
 
 
 def user_cache() -> Path:
-    """The directory in which programs of this user keep what can be made again."""
+    """Directory for the caches of this user's programs."""
     default = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
     return Path(os.environ.get("XDG_CACHE_HOME") or default)
 
 
 def machine() -> str:
-    """A name of the processor: a home may be shared by machines that differ, and XLA's programs for CPU are made for
-    one."""
+    """Digest of the kind of processor. Different machines may share a home, and XLA compiles programs for CPU for one
+    kind of processor."""
     features = platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -131,11 +131,11 @@ def machine() -> str:
 
 
 def make_room(directory: Path, most_bytes: int) -> None:
-    """Make the directory, which others cannot read, and remove the files unused for longest beyond ``most_bytes``."""
+    """Create ``directory``, private to the user, and remove its files unused for longest beyond ``most_bytes``."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     files = []
     for file in directory.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another process makes room as well
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
             files.append((file.stat().st_atime, file.stat().st_size, file))
     total = 0
     for _, size, file in sorted(files, reverse=True):

@@ -1,5 +1,5 @@
-"""Several processes that run one job (JAX's multi-controller SPMD): how they find each other, what only the first one
-does, and how all of them go on from its outcome. In a single process everything here is free."""
+"""Several processes that run one job (JAX's multi-controller SPMD): connect them, let only the first one act, and share
+its outcome with all. In a single process everything here is free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEADER, _MESSAGE = 8, 4096
 
 
 def start(settings: config.Distributed) -> None:
-    """Connect to the other processes, if there are any; once, before JAX is asked for its devices.
+    """Connect to the other processes, if there are any. Call it once, before JAX is asked for its devices.
 
     Raises `ConfigError` if the processes cannot be found.
     """
@@ -35,13 +35,13 @@ def start(settings: config.Distributed) -> None:
 
 
 def is_first() -> bool:
-    """This process writes what is written once."""
+    """True in process 0, which writes all that is written once."""
     return jax.process_index() == 0
 
 
-def by_first(action: Callable[[], Any]) -> Any:
-    """What ``action`` returns (JSON) in the first process, which alone calls it, or the `SpecjaxError` that it raises
-    there: in every process, when it is done."""
+def on_main_process(action: Callable[[], Any]) -> Any:
+    """Call ``action`` in the first process only. Every process waits, and returns its JSON result or raises its
+    `SpecjaxError`."""
     if jax.process_count() == 1:
         return action()
     outcome: dict[str, Any] = {}
@@ -60,19 +60,19 @@ def by_first(action: Callable[[], Any]) -> Any:
 
 
 def waited_for(tree: Any) -> Any:
-    """``tree`` when it is there, with several processes: over Gloo, the collectives of two programs in flight can wait
-    for each other for ever, as those of one program cannot."""
+    """``tree``; with several processes, once its arrays are computed. Over Gloo, collectives of two programs in flight
+    can wait for each other for ever, unlike those of one program."""
     return tree if jax.process_count() == 1 else jax.block_until_ready(tree)
 
 
 def whole(tree: Any) -> Any:
-    """``tree`` with every array that other processes hold a part of as one of numpy. All processes call it."""
+    """``tree`` with numpy arrays, whole, for those that several processes hold parts of. All processes call it."""
     return jax.tree.map(_whole, tree)
 
 
 def on_one_device(tree: Any) -> Any:
-    """``tree`` with every array that is spread over devices copied to the default one of each process. All processes
-    call it."""
+    """``tree`` with arrays on several devices copied, whole, to each process's default device. All processes call
+    it."""
     return jax.tree.map(lambda x: x if len(x.sharding.device_set) == 1 else jnp.asarray(np.asarray(_whole(x))), tree)
 
 
@@ -83,7 +83,7 @@ def _whole(leaf: Any) -> Any:
 
 
 def _from_first(value: Any) -> Any:
-    """Broadcast in messages of one size, the length first: one small program for all of them."""
+    """Broadcast a JSON value, its length first, in messages of one size, so that one small program sends them all."""
     text = json.dumps(value).encode() if is_first() else b""
     text = len(text).to_bytes(_HEADER, "little") + text
     received = b""

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and values as JSON."""
+"""Write files that appear whole or not at all, and turn values into JSON."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ def plain_json(value: Any) -> Any:
 
 
 def write_atomically(path: Path, content: str | bytes, *, alone: bool = False) -> None:
-    """Write so that a reader sees the old content or the whole new one, whenever the writer is killed. Text is UTF-8.
+    """Write a file so that readers see the old content or the whole new one, even if the writer is killed. Text is
+    UTF-8.
 
-    ``alone``: no other process writes this file, so that the partial one has a name of the file's own, and what a kill
-    left of it is overwritten. Raises `OSError` if the disk takes no more; nothing partial stays then.
+    ``alone``: no other process writes this file. The partial file then has a fixed name, so that one left by a kill is
+    overwritten. Raises `OSError` if the disk is full; no partial file stays then.
     """
     data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(f".{path.name}.partial" if alone else f".{path.name}.{os.getpid()}.partial")
@@ -24,7 +25,7 @@ def write_atomically(path: Path, content: str | bytes, *, alone: bool = False) -
         with partial.open("wb") as out:
             out.write(data)
             out.flush()
-            os.fsync(out.fileno())  # or the name may outlive a power cut that the content does not
+            os.fsync(out.fileno())  # else a power cut may leave the name without the content
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

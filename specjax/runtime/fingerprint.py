@@ -1,5 +1,5 @@
-"""What determines a result, by content: digests of arrays, and a record beside the result that refuses to be mixed
-with another one."""
+"""Fingerprints of results: digests of all that a result is made from, in a record beside it. A result made from
+anything else is refused."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from specjax.runtime.files import write_atomically
 
 FILE = "fingerprint.json"
 _SECOND = f".{FILE}"
-"""The same again: a record that is damaged, empty or gone must not cost what it stands for."""
+"""Second copy of the record: one that is damaged, empty or gone must not cost the result."""
 _OWN = "sha256"
-"""Of a record, its own digest: it tells that the record is what was written."""
+"""Field of a record with the record's own digest, which shows that it is as it was written."""
 MayChange = Callable[[Any, Any], str | None]
-"""(value then, value now) -> why a field may not change so, None where it may."""
+"""(value then, value now) -> reason why a field may not change so; None if it may."""
 _log = logging.getLogger(__name__)
 _digests: dict[Any, tuple[tuple[weakref.ref, ...], str]] = {}
 _CONTENTS = {
@@ -40,13 +40,13 @@ _CONTENTS = {
     "reference_params": "the reference's weights",
     "initial_params": "the weights that training began with",
 }
-"""Fields that are digests of a content: they tell that it changed, not how."""
+"""Field that is a digest -> name of its content. A digest shows that the content changed, not how."""
 _NOT_KNOWN_ONCE = ("target_config", "drafter.every", "initial_made_from", "mesh")
-"""Fields that a record of an earlier version may lack, whatever they are now."""
+"""Fields that a record of an earlier version may lack, whatever their values are now."""
 
 
 class Changed(TrainingError):
-    """A directory was made with other ``settings``, in words, or from other ``contents``, fields of `_CONTENTS`."""
+    """Error: a directory was made with other ``settings`` (in words) or other ``contents`` (fields of `_CONTENTS`)."""
 
     def __init__(
         self, directory: Path, settings: str, contents: Sequence[str], places: Mapping[str, str] = MappingProxyType({})
@@ -61,13 +61,13 @@ class Changed(TrainingError):
         )
 
     def at(self, places: Mapping[str, str]) -> Changed:
-        """The same, with where each content is read from (field -> words)."""
+        """This error, with words that say where each content is read from (field -> words)."""
         return Changed(self.directory, self.settings, self.contents, places)
 
 
 def digest(tree: Any) -> str:
-    """SHA-256 over every leaf's path, dtype, shape and bytes. Of arrays that lie on several processes, all call it.
-    JAX's arrays do not change: the same ones, in a tree of the same structure, are read once as long as they live."""
+    """SHA-256 over every leaf's path, dtype, shape and bytes. If several processes hold the arrays, all call it. JAX's
+    arrays do not change, so those of a tree are read once as long as they live."""
     leaves, structure = jax.tree.flatten(tree)
     if not leaves or not all(isinstance(leaf, jax.Array) for leaf in leaves):
         return _digest(tree)
@@ -82,9 +82,9 @@ def digest(tree: Any) -> str:
 
 
 def of_model(model: Any) -> tuple[str, str]:
-    """Digests of a model's weights and of how they are read, its config: models of the same weights are others where
-    their positions are rotated otherwise."""
-    settings = repr(getattr(model.spec, "config", None))
+    """Digests of a model's weights and of its config: the same weights with another rotary embedding, for example, are
+    another model."""
+    settings = repr(model.spec.config)
     return digest(model.params), hashlib.sha256(settings.encode()).hexdigest()
 
 
@@ -104,14 +104,14 @@ def claim(
     *,
     keep: bool = False,
 ) -> None:
-    """Create ``directory`` for the result that ``fingerprint`` determines, or check that it was made for just that. Two
-    records tell: one that is damaged or gone is named in a warning and written again from the other.
+    """Create ``directory`` for the result that ``fingerprint`` determines, or check that it was made for just that. The
+    record has two copies: one that is damaged or gone is named in a warning and written again from the other.
 
-    ``fingerprint``: a JSON object. ``may_change``: by the name of a field, for those that may differ; the record then
-    has the new value, unless ``keep``: then it stays as it is, for a later call to change.
+    ``fingerprint``: a JSON object. ``may_change``: name of a field that may differ -> its rule. The record gets the new
+    value, or with ``keep`` retains the old one for a later call to change.
 
-    Raises `TrainingError` naming the fields that differ, records that are both damaged, or what keeps the directory
-    from being made.
+    Raises `TrainingError` naming the fields that differ, a record of which both copies are damaged, or the reason why
+    the directory cannot be made.
     """
     wanted = json.loads(json.dumps(fingerprint))
     wanted[_OWN] = of_record(wanted)
@@ -130,7 +130,7 @@ def claim(
     if records[FILE] != found:
         _log.warning("%s: damaged or gone; written again from its copy, %s", directory / FILE, _SECOND)
     now = found if keep and differing else wanted
-    # The first is what a reader believes: it changes first.
+    # Readers believe the first copy, so it changes first.
     for name in (FILE, _SECOND):
         if records[name] != now:
             write_json(directory / name, now)
@@ -155,20 +155,20 @@ def _create(directory: Path, fingerprint: Mapping[str, Any]) -> None:
 
 
 def made_from(directory: Path) -> dict[str, Any]:
-    """What the result in a claimed ``directory`` is determined by."""
+    """Fingerprint of the result in a claimed ``directory``."""
     found = _intact({name: _read(directory / name) for name in (FILE, _SECOND)}) or {}
     return {name: value for name, value in found.items() if name != _OWN}
 
 
 def write_record(file: Path, record: Mapping[Any, Any]) -> None:
-    """A JSON object with its own digest, for `read_record`."""
+    """Write a JSON object with its own digest, for `read_record`."""
     record = json.loads(json.dumps(record))
     write_json(file, {**record, _OWN: of_record(record)})
 
 
 def read_record(file: Path, then: str) -> dict[str, Any] | None:
-    """What `write_record` wrote, less its digest; None if it is not there, or is not what was written: a warning says
-    so, and what ``then`` happens."""
+    """The object that `write_record` wrote, without its digest. None if the file does not exist, or is not as it was
+    written; a warning tells of the latter, and of the consequence ``then``."""
     found = _read(file)
     if found is None:
         return None
@@ -180,18 +180,18 @@ def read_record(file: Path, then: str) -> dict[str, Any] | None:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write JSON in place of what the file held, see `write_atomically`."""
+    """Write a value as JSON in place of the file's content (`write_atomically`)."""
     write_atomically(file, json.dumps(value, indent=1, sort_keys=True) + "\n", alone=True)
 
 
 def of_record(record: Mapping[str, Any]) -> str:
-    """SHA-256 of a JSON object, less the digest that it may have of itself."""
+    """SHA-256 of a JSON object, without its own digest if it holds that."""
     fields = {name: value for name, value in record.items() if name != _OWN}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """None if it is not there; of a file that is no record, one that is not intact."""
+    """Record in a file; None if there is no file. A file that is no record gives one that is not intact."""
     damaged = {_OWN: ""}
     try:
         found = json.loads(file.read_bytes())
@@ -203,7 +203,7 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _intact(records: Mapping[str, dict[str, Any] | None]) -> dict[str, Any] | None:
-    """The record to believe, None if there is none. An earlier version wrote one record, without its digest."""
+    """The first intact record, None if there is none. An earlier version wrote only one, without its digest."""
     for record in records.values():
         if record is not None and record.get(_OWN) == of_record(record):
             return record
@@ -212,7 +212,7 @@ def _intact(records: Mapping[str, dict[str, Any] | None]) -> dict[str, Any] | No
 
 
 def _differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """By name: then and now. A field that is not there is None: an earlier version did not know it."""
+    """Differing field -> (value then, value now). A missing field is None: an earlier version did not know it."""
     was, now = _flat(found), _flat(wanted)
     ignored = {_OWN, *(n for n in _NOT_KNOWN_ONCE if n not in was)}
     names = sorted(n for n in was | now if n not in ignored and was.get(n) != now.get(n))

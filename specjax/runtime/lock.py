@@ -1,4 +1,4 @@
-"""One process a run directory: an advisory lock that the system frees when its holder ends, however it ends."""
+"""Advisory locks, so that one process uses a run directory. The system frees a lock when its holder ends in any way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training stage measured, as JSON lines beside its checkpoints."""
+"""Log of a training stage: its measurements, as JSON lines beside its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LOG = "log.jsonl"
 
 
 class Log:
-    """JSON lines, one a record; what an interrupted run wrote past ``step``, its last checkpoint, is dropped, so that
-    nothing is in it twice. Of several processes the first one writes.
+    """A file of JSON lines, one for each record. Records that an interrupted run wrote past ``step``, its last
+    checkpoint, are dropped, so that none is in it twice. Only the first of several processes writes.
 
     Raises `TrainingError` if the file cannot be written, or naming a line that is no record.
     """
@@ -41,15 +41,15 @@ class Log:
 
 
 def note(text: str) -> None:
-    """What follows from the config and the data, told once on stderr, by the first process."""
+    """Print on stderr, in the first process only, a note about the config or the data."""
     if is_first():
         print(f"note: {text}", file=sys.stderr)
 
 
 def read_log(directory: Path) -> list[dict[str, float]]:
     """The records of a stage: step, tokens (so far), tokens_per_s, loss and grad_norm (means since the record before);
-    held_out_nll and alpha where they were measured; skipped (so far) where steps may be skipped. Empty if the stage
-    has not begun."""
+    held_out_nll and alpha if they were measured; skipped (steps so far) if steps may be skipped. Empty if the stage has
+    not begun."""
     return _parse(directory / LOG)
 
 

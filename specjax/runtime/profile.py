@@ -10,8 +10,8 @@ import jax
 
 
 class Profile(contextlib.AbstractContextManager):
-    """Traces the steps from ``steps[0]`` to ``steps[1]``, both included, into ``directory``; None: nothing. A stage
-    that goes on after the first of them traces what is left of them."""
+    """Traces the steps from ``steps[0]`` to ``steps[1]``, both included, into ``directory``; None: no trace. A stage
+    that goes on between these steps traces the rest of them."""
 
     def __init__(self, directory: Path, steps: tuple[int, int] | None):
         self._directory, self._steps, self._on = directory, steps, False
@@ -26,7 +26,7 @@ class Profile(contextlib.AbstractContextManager):
             self._on = True
 
     def after(self, step: int, state: Any) -> None:
-        """``state``: what the step returned; the last step of the trace is waited for."""
+        """End the trace after its last step, once ``state``, the result of the step, is computed."""
         if self._on and self._steps is not None and step == self._steps[1]:
             jax.block_until_ready(state)
             jax.profiler.stop_trace()

@@ -1,4 +1,4 @@
-"""Progress on a terminal: one bar a stage with the newest figures beside it, and what it waits for while it stands."""
+"""Progress on a terminal: one bar for each stage, with the newest figures and the reason of a wait beside it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Bars = Callable[[str, int], AbstractContextManager[StepProgress | None]]
 
 _NARROW = 100
 _shown: list[Callable[[str | None], None]] = []
-"""How each open bar says what it waits for, the innermost last."""
+"""Functions that show a wait on each open bar, the innermost bar last."""
 
 
 @contextlib.contextmanager
 def no_bars(name: str, steps: int) -> Iterator[None]:
-    """Shows nothing."""
+    """Bars that show nothing."""
     yield None
 
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """The open bar, if there is one, says ``what`` it waits for, and for how long it has."""
+    """Show on the open bar, if there is one, ``what`` the block waits for, and for how long it has waited."""
     if not wait_for(what):
         yield
         return
@@ -44,15 +44,15 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def wait_for(what: str | None) -> bool:
-    """The same without a block; None: the newest wait is over. False where no bar is open to say so."""
+    """Show a wait for ``what`` on the open bar; None ends the newest wait. Returns False if no bar is open."""
     if _shown:
         _shown[-1](what)
     return bool(_shown)
 
 
 def console_bars(console: Console) -> Bars:
-    """One bar a stage; on what is no terminal, lines. A stage that was finished before shows as complete at once. Where
-    the line is narrow figures are cut, never the count or the time."""
+    """One bar for each stage, or lines if the console is no terminal. A stage that was finished before shows as
+    complete at once. On a narrow terminal figures are cut, never the count or the time."""
     if not (console.is_terminal or console.is_jupyter):
         return console_lines(console, _figures)
 
@@ -70,11 +70,11 @@ def console_bars(console: Console) -> Bars:
             figures: dict[str, float] = {}
 
             def show(step: int, record: dict[str, float]) -> None:
-                # Acceptance is not measured at every record: the last one stays.
+                # Acceptance is not measured at every record: its last value stays.
                 figures.update(record)
                 display.update(task, completed=step, figures=_figures(figures))
 
-            waits: list[str] = []  # one inside the other: an evaluation compiles
+            waits: list[str] = []  # waits nest: an evaluation compiles
 
             def wait(what: str | None) -> None:
                 if what is None:
@@ -96,7 +96,7 @@ def console_bars(console: Console) -> Bars:
 
 
 class _Time(ProgressColumn):
-    """What the time is: of a wait, until the end of the stage, or how long the stage took."""
+    """Column with the time of a wait, the time left in the stage, or the time that a finished stage took."""
 
     max_refresh = 0.5
 

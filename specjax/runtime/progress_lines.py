@@ -1,4 +1,4 @@
-"""Progress of training stages where output is no terminal, as in a log file: a line every so often."""
+"""Progress of training stages in output that is no terminal, such as a log file: a line from time to time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager
 from rich.console import Console
 
 SHARE, SECONDS = 0.05, 30.0
-"""A line tells of so much of the stage, or of so much time, whichever is less."""
+"""Share of a stage's steps, and seconds, after which the next line is due, whichever comes first."""
 
 
 def console_lines(
     console: Console, figures: Callable[[dict[str, float]], str], clock: Callable[[], float] = time.monotonic
 ) -> Callable[[str, int], AbstractContextManager[Callable[[int, dict[str, float]], None]]]:
-    """`specjax.runtime.progress.Bars`, whose ``figures`` of the newest records are on the lines."""
+    """`specjax.runtime.progress.Bars` that print lines with the ``figures`` of the newest records."""
 
     @contextlib.contextmanager
     def lines(name: str, steps: int) -> Iterator[Callable[[int, dict[str, float]], None]]:

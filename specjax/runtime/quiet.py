@@ -1,5 +1,5 @@
-"""Silence for what orbax and TensorStore print of a save that failed, in every thread and task that meets it: it ends
-up as one error of ours, which is to be the last line."""
+"""Suppress the messages of orbax and TensorStore about a failed save, in every thread and task that meets it: specjax
+raises one error about it, which shall be the last line."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import warnings
 from typing import Any
 
 _CLOSED = "Event loop is closed"
-"""What a TensorStore write meets that ends after orbax gave up on all of them; it goes to `sys.unraisablehook`."""
+"""Error of a TensorStore write that ends after orbax gave up on all writes; it goes to `sys.unraisablehook`."""
 
 
 class Quiet:
-    """From now on until `end`; for good where a save failed: the tasks that are left tell of it when they are
+    """Suppresses messages until `end`, and for good if a save failed: the tasks left over report it when they are
     collected, the last ones as the process ends."""
 
     def __init__(self):
-        # Each its own: a stage may have two directories open.
+        # Filters of its own: a stage may have two directories open.
         self._filters = {"absl": _NotOrbax(), "asyncio": _NotOrbax()}
         for name, one in self._filters.items():
             logging.getLogger(name).addFilter(one)
@@ -40,5 +40,5 @@ class Quiet:
 
 class _NotOrbax(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        """asyncio names the task, which is orbax's, or the file, which is in a directory of orbax's."""
+        """Drop errors that name orbax: asyncio logs the task's name, or comes from a file in a directory of orbax."""
         return record.levelno < logging.ERROR or "orbax" not in record.pathname + record.getMessage()

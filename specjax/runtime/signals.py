@@ -1,5 +1,5 @@
-"""SIGTERM, which schedulers send before they take a machine away, as a question between two steps: save and end now?
-And Ctrl-C, where it must not come between two instructions."""
+"""Signals at safe moments: SIGTERM, which schedulers send before they take a machine away, is noticed between two
+training steps, and Ctrl-C waits for the end of a block that it must not interrupt."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jax.experimental import multihost_utils
 
 @contextlib.contextmanager
 def stop_requested() -> Iterator[Callable[[int], bool]]:
-    """Gives a function of the step just done, to be asked after every step: True once a SIGTERM has come. The next
-    SIGTERM does what it would without this block, as a rule ends the process at once.
+    """Gives a function to call with every finished step; it returns True once a SIGTERM has come. The next SIGTERM acts
+    as it would without this block: as a rule it ends the process at once.
 
-    Of several processes all answer True at the same step, whichever got the signal: JAX's preemption service listens
-    there. Outside the main thread, which alone may listen, the answer is False.
+    In several processes all functions return True at the same step, whichever process got the signal: JAX's preemption
+    service listens there. Outside the main thread, which alone may listen, the function returns False.
     """
     if jax.process_count() > 1:
         yield multihost_utils.reached_preemption_sync_point
@@ -42,8 +42,8 @@ def stop_requested() -> Iterator[Callable[[int], bool]]:
 
 @contextlib.contextmanager
 def ctrl_c_waits() -> Iterator[None]:
-    """A Ctrl-C is handled once this block has ended: in the block, what one thing gives up another takes over. Of a
-    SIGTERM that raises as one does (`specjax.cli`), the same."""
+    """Delay a Ctrl-C until this block has ended, such as one in which a new state takes over the old one's arrays. A
+    SIGTERM whose handler raises (`specjax.cli`) is delayed too."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are handled in the main thread alone
         return

@@ -1,5 +1,5 @@
-"""Where a run's training records go beside its JSON lines: TensorBoard, Weights & Biases. Each is an extra, imported
-when the config asks for it."""
+"""Destinations of a run's training records besides its JSON lines: TensorBoard, Weights & Biases. Each is an extra,
+imported when the config asks for it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from specjax.runtime.progress import Bars, StepProgress
 
 
 class Sink(Protocol):
-    """Takes the records of `specjax.runtime.log.read_log`, one stage after the other."""
+    """Destination of the records of `specjax.runtime.log.read_log`, one stage after the other."""
 
     def begin(self, stage: str, step: int) -> None:
-        """The records of ``stage`` from ``step`` on follow; what an interrupted run wrote of them is void."""
+        """Announce the records of ``stage`` from ``step`` on; those that an interrupted run wrote are void."""
         ...
 
     def write(self, stage: str, record: Mapping[str, float]) -> None: ...
@@ -27,7 +27,7 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Event files in ``directory``, one of TensorBoard's runs a stage."""
+    """Event files in ``directory``, with one of TensorBoard's runs for each stage."""
 
     def __init__(self, directory: Path):
         self._writer = _extra("tensorboardX", "logging.tensorboard", "tensorboard").SummaryWriter
@@ -50,8 +50,8 @@ class TensorBoard:
 
 
 class Wandb:
-    """One run of Weights & Biases for all stages, its files in ``directory``; the run goes on under the same id.
-    ``run``: its config, of which a few fields may be others when it goes on."""
+    """One run of Weights & Biases for all stages, with its files in ``directory``; it resumes under the same id.
+    ``run``: its config, in which a few fields may differ when it resumes."""
 
     def __init__(self, settings: config.Wandb, directory: Path, run: Mapping[str, Any]):
         wandb = _extra("wandb", "logging.wandb", "wandb")
@@ -83,8 +83,8 @@ class Wandb:
 def recorded(
     settings: config.Logging, directory: Path, bars: Bars, run: Mapping[str, Any] | None = None
 ) -> Iterator[Bars]:
-    """``bars`` whose stages also send their records to what ``settings`` asks for; files go under ``directory``.
-    ``run``: the whole config, where it is shown beside them.
+    """``bars`` that also send the records of stages to the destinations in ``settings``; files go under ``directory``.
+    ``run``: the whole config, for destinations that show it.
 
     Raises `ConfigError` naming the extra that is not installed.
     """
@@ -107,7 +107,7 @@ def _recording(bars: Bars, sinks: list[Sink]) -> Bars:
 
             def show(step: int, record: dict[str, float]) -> None:
                 nonlocal begun
-                # A record is shown until the next one; what is no stage, like the evaluation, has none.
+                # A record is shown until the next one; the evaluation, which is no stage, has none.
                 if record.get("step") == step:
                     for sink in sinks:
                         if not begun:

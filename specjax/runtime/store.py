@@ -1,5 +1,5 @@
-"""Files that cost something to make: each has a record, written after it, with its SHA-256 and what is known of it.
-No record means half-written. And what becomes of directories that are damaged."""
+"""Store of files that are costly to make. Each has a record, written after it, with its SHA-256 and facts about it; a
+file without a record is half-written. Damaged files and directories are set aside."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from specjax.runtime import fingerprint
 from specjax.runtime.files import write_atomically
 
 DAMAGED, REPLACED = ".damaged", ".replaced"
-"""Of the name of what was set aside."""
+"""Suffixes of the names of files and directories that were set aside."""
 _log = logging.getLogger(__name__)
 
 
 def write(file: Path, content: bytes, record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the record as written. Raises `TrainingError` if the disk takes no more; nothing half-written stays."""
+    """Write a file and its record, and return the record. Raises `TrainingError` if they cannot be written;
+    nothing half-written stays."""
     record = {"sha256": hashlib.sha256(content).hexdigest(), **record}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +34,7 @@ def write(file: Path, content: bytes, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def record_of(file: Path) -> dict[str, Any] | None:
-    """The record of an undamaged file. A damaged one is named in a warning, and nothing like one that is not there."""
+    """Record of an undamaged file; None for a missing or a damaged one. A warning names a damaged file."""
     if not _record_file(file).exists():
         return None
     try:
@@ -51,7 +52,7 @@ def record_of(file: Path) -> dict[str, Any] | None:
 
 
 def set_aside(path: Path, why: str = DAMAGED) -> Path:
-    """Out of the way under a name of its own, as it is: nothing is deleted. Returns where."""
+    """Rename a file or directory, as it is, to a name of its own; nothing is deleted. Returns the new path."""
     aside, number = path.with_name(f"{path.name}{why}"), 1
     while aside.exists():
         number += 1
@@ -64,7 +65,7 @@ def set_aside(path: Path, why: str = DAMAGED) -> Path:
 
 
 def remove(file: Path) -> None:
-    """The record first: a kill in between leaves what counts as half-written."""
+    """Delete a file, its record first: after a kill in between, the file counts as half-written."""
     _record_file(file).unlink(missing_ok=True)
     file.unlink(missing_ok=True)
 

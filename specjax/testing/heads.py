@@ -1,5 +1,6 @@
-"""A trained drafter from outside the tables, small enough to read: one head a depth over the target's hidden state, as
-in Medusa (2401.10774), which knows the root as well. In a config: ``draft: {kind: "specjax.testing.heads:Heads"}``.
+"""A trained drafter from outside the registry, small enough to read: one head for each depth over the target's hidden
+state, as in Medusa (2401.10774), but with the root as a second input. In a config:
+``draft: {kind: "specjax.testing.heads:Heads"}``.
 
 Dims: B rows, T tokens fed, D the target's hidden, R rank, K heads, V vocabulary.
 """
@@ -22,25 +23,40 @@ from safetensors.flax import load_file, save_file
 
 from specjax import sampling
 from specjax.config import RunConfig
-from specjax.distill.init import Initial
-from specjax.drafters.base import TrainedDrafter
 from specjax.errors import ConfigError, ModelError
-from specjax.types import Batch, Bound, Context, Draft, Outcome, Output, Params, Prediction, Reads, TargetView
+from specjax.interfaces import (
+    Batch,
+    Bound,
+    BoundDrafter,
+    Context,
+    Draft,
+    Drafter,
+    DraftKind,
+    Initial,
+    Outcome,
+    Output,
+    Params,
+    Prediction,
+    Reads,
+    Target,
+    TargetView,
+    Trainable,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Heads:
-    """The section `draft` of a config: ``depth`` heads of ``rank`` features."""
+class Heads(DraftKind):
+    """Section `draft` of a config: ``depth`` heads of ``rank`` features."""
 
     depth: int = 2
     rank: int = 16
     kind: Literal["toy_heads"] = "toy_heads"
 
-    def draft(self, config: RunConfig, target: Any, rows: Any) -> Initial:
+    def draft(self, config: RunConfig, target: Target, rows: Any) -> Initial:
         drafter = TrainedHeads(self.depth, self.rank, target.config.num_layers)
         return Initial(drafter, drafter.init_params(jax.random.key(config.seed), target))
 
-    def load(self, directory: str | os.PathLike, target: Any, k: int, check_finite: bool = True) -> HeadsDrafter:
+    def load(self, directory: str | os.PathLike, target: Target, k: int, check_finite: bool = True) -> HeadsDrafter:
         try:
             settings = json.loads((Path(directory) / "config.json").read_text())["toy_heads"]
             params = load_file(Path(directory) / "heads.safetensors")
@@ -57,8 +73,8 @@ def hidden_of(
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainedHeads(TrainedDrafter):
-    """``layer``: whose output is read."""
+class TrainedHeads(Trainable):
+    """Heads in training. ``layer``: layer of the target whose output they read, from 1."""
 
     depth: int
     rank: int
@@ -68,7 +84,8 @@ class TrainedHeads(TrainedDrafter):
     def reads(self) -> Reads:
         return Reads(hidden_layers=(self.layer,))
 
-    def init_params(self, key: Key[Array, ""], target: Any) -> Params:
+    def init_params(self, key: Key[Array, ""], target: Target | None) -> Params:
+        assert target is not None
         width, vocab_size = target.config.hidden_size, target.vocab_size
         shapes = {
             "project": (self.depth, width, self.rank),
@@ -79,8 +96,8 @@ class TrainedHeads(TrainedDrafter):
         return {name: jax.random.normal(keys[name], shape) * shape[-2] ** -0.5 for name, shape in shapes.items()}
 
     def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
-        """The state at t has consumed token t, the root is token t + 1, and head j says what the target says j + 1
-        tokens after t."""
+        """Predictions of the heads. The hidden state at t has consumed token t, the root is token t + 1, and head j
+        predicts the target's distribution j + 1 tokens after t."""
         assert target_out is not None
         (hidden,) = target_out.hidden
         place = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None]
@@ -92,13 +109,13 @@ class TrainedHeads(TrainedDrafter):
             features = hidden_of(params, j, hidden, jnp.asarray(batch.labels))
             yield Prediction(features, functools.partial(jnp.matmul, b=params["head"]), weight, rows)
 
-    def at_depths(self, depths: int) -> TrainedHeads | None:
+    def unrolled(self, depths: int) -> TrainedHeads | None:
         return self if depths <= self.depth else None
 
-    def to_drafter(self, params: Params, target: Any, k: int) -> HeadsDrafter:
+    def to_drafter(self, params: Params, target: Target, k: int) -> HeadsDrafter:
         return HeadsDrafter(params, self.layer, k)
 
-    def save(self, params: Params, target: Any, directory: Path, *, name: str = "draft", card: str | None = None):
+    def save(self, params: Params, target: Target, directory: Path, *, name: str = "draft", card: str | None = None):
         partial = directory.with_name(f".{directory.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -110,15 +127,15 @@ class TrainedHeads(TrainedDrafter):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class HeadsDrafter:
-    """The heads with their weights, to decode with."""
+class HeadsDrafter(Drafter):
+    """Heads with their weights, for decoding."""
 
     params: Params
     layer: int
     k: int = 2
     kind: Literal["toy_heads"] = "toy_heads"
 
-    def bind(self, target: Any) -> Bound:
+    def bind(self, target: Target) -> Bound:
         heads = len(self.params["project"])
         if self.k > heads:
             raise ConfigError(f"drafter 'toy_heads': k={self.k} exceeds its {heads} heads; lower k")
@@ -126,8 +143,8 @@ class HeadsDrafter:
 
 
 @dataclasses.dataclass(frozen=True)
-class BoundHeads:
-    """State: the target's hidden state of the token before the root, ``[B, D]``."""
+class BoundHeads(BoundDrafter):
+    """Heads in decoding. State: the target's hidden state of the token before the root, ``[B, D]``."""
 
     k: int
     layer: int

@@ -1,8 +1,8 @@
-"""Who lives in the seams that no shipped part uses yet: drafters of trees, drafters that read the target's hidden
+"""Toy users of interfaces that no shipped part uses yet: drafters of trees, drafters that read the target's hidden
 states or its keys and values, and a controller of changing lengths, all over `specjax.testing.toys.PrefixModel`. Each
-can equal its target; then every token must be accepted, which an error in a seam prevents.
+drafter can equal its target. Then every token must be accepted, and an error in an interface shows as a rejection.
 
-Dims: B rows, T tokens fed, L token buffer, N drafted tokens, K length of a chain, V vocabulary.
+Dims: B rows, T tokens fed, L token buffer, N proposed tokens, K length of a chain, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,15 +16,30 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax import sampling
 from specjax.drafters.base import StatelessDrafter
+from specjax.interfaces import (
+    Bound,
+    BoundDrafter,
+    Context,
+    Controller,
+    CoupledNoise,
+    Draft,
+    Drafter,
+    Model,
+    Outcome,
+    Output,
+    Params,
+    Reads,
+    Target,
+    TargetView,
+)
 from specjax.proposal import Proposal
-from specjax.testing.toys import PrefixModel, ToyModel
-from specjax.types import Bound, Context, Draft, Outcome, Output, Params, Reads, TargetView
+from specjax.testing.toys import ToyModel
 
 
 @dataclasses.dataclass(frozen=True)
-class Tree:
-    """The ``width`` best continuations of every node, ``depth`` times; the best one comes last, so that what is
-    accepted lies in slots apart."""
+class Tree(Drafter):
+    """Drafter of a tree: the ``width`` best continuations of every node, ``depth`` times. The best one comes last, so
+    that the accepted tokens are not in adjacent slots."""
 
     model: ToyModel
     width: int = 2
@@ -35,13 +50,13 @@ class Tree:
     def k(self) -> int:
         return self.depth
 
-    def bind(self, target: Any) -> Bound:
+    def bind(self, target: Target) -> Bound:
         return Bound(BoundTree(self.model.spec, self.width, self.depth), self.model.params)
 
 
 @dataclasses.dataclass(frozen=True)
 class BoundTree(StatelessDrafter):
-    spec: PrefixModel
+    spec: Model
     width: int
     depth: int
 
@@ -70,7 +85,7 @@ class BoundTree(StatelessDrafter):
         return draft, state
 
     def best(self, params: Params, context: Context, proposal: Proposal, node: int) -> Int[Array, "B W"]:
-        """The most likely tokens after a node, or those that its noise favours; every prefix is read anew."""
+        """The most likely tokens after a node, or those that its noise favours. Every call reads the whole prefix."""
         path, count = proposal.prefix(node)
         count = jnp.broadcast_to(count, context.lengths.shape)
         row = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None]
@@ -84,20 +99,31 @@ class BoundTree(StatelessDrafter):
             logits = sampling.process(logits, context, proposal, node)[:, 0]
         else:
             logits = sampling.transform(logits, context, proposal, node)[:, 0]
-            gumbel = getattr(context.noise, "gumbel", None)
-            if gumbel is not None:
-                logits += jnp.take_along_axis(gumbel, count[:, None, None], axis=1)[:, 0]
+            if isinstance(context.noise, CoupledNoise):
+                logits += jnp.take_along_axis(context.noise.gumbel, count[:, None, None], axis=1)[:, 0]
         return jax.lax.top_k(logits, self.width)[1][:, ::-1].astype(jnp.int32)
 
 
-class _Chain:
-    """What the two readers share: a chain of drafts from the sum of the table's rows over all that came before."""
+@dataclasses.dataclass(frozen=True)
+class Chain(StatelessDrafter):
+    """Drafter of a chain of zeros."""
 
-    spec: PrefixModel
+    k: int = 3
+    kind: Literal["toy_chain"] = "toy_chain"
+
+    def draft(self, params: Params, target: TargetView, state: Any, context: Context) -> tuple[Draft, Any]:
+        shape = len(context.lengths), self.k
+        return Draft(jnp.zeros(shape, jnp.int32), jnp.ones(shape, bool)), state
+
+
+class _Chain:
+    """Base of the two readers: a chain of proposed tokens from the sum of the table's rows over all tokens before."""
+
+    spec: Model
     k: int
 
     def chain(self, params: Params, before: Float[Array, "B V"], context: Context) -> Draft:
-        """``before``: the sum over the tokens before the root."""
+        """Chain of proposed tokens. ``before``: the sum over the tokens before the root."""
         batch = len(context.lengths)
         tokens, logits = jnp.zeros((batch, self.k), jnp.int32), []
         position = context.lengths - 1
@@ -115,21 +141,21 @@ class _Chain:
 
 
 @dataclasses.dataclass(frozen=True)
-class HiddenReader:
-    """Continues from the target's hidden state of the last token that it has consumed."""
+class HiddenReader(Drafter):
+    """Drafter that continues from the target's hidden state of the last token that the target has consumed."""
 
     k: int = 3
     kind: Literal["toy_hidden_reader"] = "toy_hidden_reader"
 
-    def bind(self, target: Any) -> Bound:
+    def bind(self, target: Target) -> Bound:
         return Bound(BoundHiddenReader(target.spec, self.k), target.params)
 
 
 @dataclasses.dataclass(frozen=True)
-class BoundHiddenReader(_Chain):
-    """State: the sum over the tokens before the root, ``[B, V]``."""
+class BoundHiddenReader(_Chain, BoundDrafter):
+    """`HiddenReader` in decoding. State: the sum over the tokens before the root, ``[B, V]``."""
 
-    spec: PrefixModel
+    spec: Model
     k: int
     reads = Reads(hidden_layers=(1,))
 
@@ -158,19 +184,19 @@ class BoundHiddenReader(_Chain):
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheReader:
-    """Continues from the target's own keys, and keeps nothing: what it reads has been verified."""
+class CacheReader(Drafter):
+    """Drafter that continues from the target's own keys. It has no state, since all that it reads is verified."""
 
     k: int = 3
     kind: Literal["toy_cache_reader"] = "toy_cache_reader"
 
-    def bind(self, target: Any) -> Bound:
+    def bind(self, target: Target) -> Bound:
         return Bound(BoundCacheReader(target.spec, self.k), target.params)
 
 
 @dataclasses.dataclass(frozen=True)
 class BoundCacheReader(_Chain, StatelessDrafter):
-    spec: PrefixModel
+    spec: Model
     k: int
     reads = Reads(kv_layers=(0,))
 
@@ -187,8 +213,9 @@ class BoundCacheReader(_Chain, StatelessDrafter):
 
 
 @dataclasses.dataclass(frozen=True)
-class Changing:
-    """Another length in every block of a row: 0, 1, ... ``k``, 0, ...; and none that goes on past a sure token."""
+class Changing(Controller):
+    """Controller with another draft length in every block of a row: 0, 1, ... ``k``, 0, ... A row stops before a token
+    whose largest probability is above ``sure``."""
 
     k: int = 3
     sure: float = 1.0

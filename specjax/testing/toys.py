@@ -1,8 +1,8 @@
 """Toy targets whose logits are a known function of the whole prefix, read back from the KV cache slot by slot.
 
-`PrefixModel` has random logits for every (slot, token) it has seen, so its distribution is context-dependent and every
-valid cache slot matters; slots never written hold a large poison. A missing, stale, shifted or surplus slot therefore
-moves the distribution visibly, which a random transformer hides.
+`PrefixModel` has random logits for every (slot, token) it has seen, so its distribution depends on the context and
+every valid cache slot matters. Slots never written hold a large poison. A missing, stale, shifted or surplus slot
+therefore moves the distribution visibly; in a random transformer it would hardly show.
 
 Dims: B rows, T tokens fed, S cache slots, V vocabulary.
 """
@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.evaluation import references
+from specjax.interfaces import NOTHING, Context, Model, Output, Params, SamplingParams, Target
 from specjax.models.attention.stored import Layer
 from specjax.models.cache import KVCache
 from specjax.models.decode_layout import LaidOut
-from specjax.types import NOTHING, Context, Output, Params, SamplingParams
 
 POISON = 1e6
 
@@ -33,14 +33,14 @@ class PrefixConfig:
     vocab_size: int = 4
     max_positions: int = 4096
     period: int = 7
-    """Slots s and s + period share their random table: keeps the parameters small at any length."""
+    """Number of random tables: slots s and s + period share one, so the parameters stay small at any length."""
 
 
 @dataclasses.dataclass(frozen=True)
-class PrefixModel:
-    """``logits after token i = bias + sum over slots s <= i of table[s % period, token_s] / sqrt(slots)``. The cache
-    stores ``table[...]`` of every fed token as its 'keys', and the position as its 'values'; a block may be a tree.
-    What can be read of it: ``table[...]`` as hidden layer 0, the sum as hidden layer 1, the cache's as layer 0."""
+class PrefixModel(Model):
+    """Target with ``logits after token i = bias + sum over slots s <= i of table[s % period, token_s] / sqrt(slots)``.
+    The cache stores ``table[...]`` of every fed token as its 'keys', and the position as its 'values'; a block may be a
+    tree. A drafter can read ``table[...]`` as hidden layer 0, the sum as hidden layer 1, the cache as key layer 0."""
 
     config: PrefixConfig
 
@@ -77,9 +77,10 @@ class PrefixModel:
 
 
 def seen(positions, slots, stored, mask) -> tuple[jax.Array, jax.Array]:
-    """``[B, T, S]``, the slots that each token sees: those before the block, and of the block what ``mask`` says, or
-    what is not after it. And ``[B, T]``, by how much what is ``stored[B, S]`` there, the positions, is not what it
-    should be: before the block a slot's number, in it one of every position from the root's to the token's own."""
+    """(slots that each token sees ``[B, T, S]``, error of the positions in them ``[B, T]``). A token sees the slots
+    before the block, and in the block those of ``mask``, or without a mask those that are not after it. The positions
+    ``stored[B, S]`` should be the slot's number before the block, and in it one of every position from the root's to
+    the token's own."""
     slot = jnp.arange(stored.shape[1], dtype=jnp.int32)[None, None]
     inside = slot - slots[:, :1, None]
     visible = slot <= slots[..., None]
@@ -91,7 +92,7 @@ def seen(positions, slots, stored, mask) -> tuple[jax.Array, jax.Array]:
     if mask is None:
         return visible, jnp.sum(wrong, axis=2)
     first, last = positions[:, :1], positions
-    for moment in range(2):  # how many they are, and their sum
+    for moment in range(2):  # the number of positions, then their sum
         found = jnp.sum(jnp.where(visible & (inside >= 0), stored[:, None] ** moment, 0.0), axis=2)
         count = (last - first + 1).astype(jnp.float32)
         wanted = count if moment == 0 else count * (first + last).astype(jnp.float32) / 2
@@ -100,8 +101,8 @@ def seen(positions, slots, stored, mask) -> tuple[jax.Array, jax.Array]:
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class ToyModel(LaidOut):
-    """Stands where a `LoadedModel` stands."""
+class ToyModel(LaidOut, Target):
+    """Toy model in place of a `LoadedModel`."""
 
     spec: Any
     params: Params
@@ -134,8 +135,8 @@ def prefix_model(seed: int, vocab_size: int = 4, eos_ids: tuple[int, ...] = (), 
 
 
 def related(model: ToyModel, seed: int, share: float = 0.6) -> ToyModel:
-    """A draft for ``model``: ``share`` of its own logits, the rest those of another. Blocks are accepted in part, so
-    every branch of a verifier is taken often."""
+    """Draft for ``model``: ``share`` of its logits are the model's, the rest those of another random model. Blocks are
+    accepted in part, so every branch of a verifier is taken often."""
     other = model.spec.init(jax.random.key(seed))
     params = jax.tree.map(lambda a, b: share * a + (1 - share) * b, model.params, other)
     return ToyModel(model.spec, params, model.eos_ids)
@@ -152,7 +153,7 @@ def neutral_sampling(batch: int, vocab_size: int, **fields: Any) -> SamplingPara
 
 
 def context(tokens, lengths, sampling: SamplingParams, noise=None, prompt_lengths=None, stop_ids=(-1,)) -> Context:
-    """What draft and transform see in the middle of a generation."""
+    """Context of draft and transform in the middle of a generation."""
     lengths = jnp.asarray(lengths, jnp.int32)
     stops = jnp.tile(jnp.asarray(stop_ids, jnp.int32)[None], (len(lengths), 1))
     prompt_lengths = lengths if prompt_lengths is None else jnp.asarray(prompt_lengths, jnp.int32)
@@ -170,9 +171,9 @@ def exact_distribution(
     allowed_tokens: Sequence[int] = (),
     **settings: Any,
 ) -> dict[tuple[int, ...], float]:
-    """The distribution of ``length`` new tokens after ``prompt`` by enumeration in float64, without those of
-    probability zero; a sequence ends early after a stop id. Arguments as those of a generation; ``settings``: the rest
-    of `references.sampling_logits`, which alone says what they mean."""
+    """Distribution of ``length`` new tokens after ``prompt`` by enumeration in float64, without sequences of
+    probability zero. A sequence ends early after a stop id. The arguments are those of a generation; ``settings``:
+    further arguments of `references.sampling_logits`, which alone defines their meaning."""
     stops = [*model.eos_ids, *stop_token_ids]
     bias = references.bias_vector(model.vocab_size, logit_bias, banned_tokens, allowed_tokens)
     distribution: dict[tuple[int, ...], float] = {}

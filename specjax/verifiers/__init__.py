@@ -1,1 +1,1 @@
-"""Which part of a drafted block is kept, and the target's own token after it."""
+"""Verifiers, the rules for which proposed tokens are accepted and which token of the target's own follows."""

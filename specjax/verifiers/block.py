@@ -1,7 +1,8 @@
-"""Block verification (2403.10444): the drafts are judged together, and the longest prefix that succeeds is kept, also
-past a failure. Never fewer accepted tokens in expectation than the token rule, from the same drafts and the same p, q.
+"""Block verification (2403.10444): the proposed tokens are judged together, and the longest prefix that succeeds is
+accepted, also past a failure. In expectation, it accepts never fewer tokens than the token rule for the same proposal,
+p and q.
 
-Needs fresh noise in every block: a rejected position is drawn again, and the decision looked at tokens after it.
+It needs fresh noise in every block: a rejected position is drawn again, and the decision looked at tokens after it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from specjax.verifiers.chain import Acceptance, ChainVerifier, at, ratios
 
 @dataclasses.dataclass(frozen=True)
 class Block(ChainVerifier):
-    """Block verification (2403.10444), lossless: the drafts are judged together. Exact for sampled drafts and for
-    deterministic ones (``draft.logits`` None: q is a point mass)."""
+    """Block verification (2403.10444), lossless: the proposed tokens are judged together. Exact for sampled drafts and
+    for deterministic ones (``draft.logits`` None: q is a point mass)."""
 
     kind: Literal["block"] = "block"
     lossless: ClassVar[bool] = True
@@ -27,9 +28,9 @@ class Block(ChainVerifier):
     last_success: ClassVar[bool] = True
 
     def acceptance(self, draft, p, q) -> Acceptance:
-        """The chance that each position succeeds, and the weight of the residual after it. b_i = min(1, b_(i-1) p/q),
-        b_0 = 1; what is left after i tokens is S_i = sum (b_i p - q)+ of position i + 1. The last valid position
-        succeeds with b, one before it with S_i / (S_i + 1 - b_i)."""
+        """The chance that each depth succeeds, and the weight of the residual after it. b_i = min(1, b_(i-1) p/q), b_0
+        = 1; the mass left after i tokens is S_i = sum (b_i p - q)+ at depth i + 1. The last valid depth succeeds with
+        chance b, one before it with S_i / (S_i + 1 - b_i)."""
         ratio = ratios(draft, p, q)
         weights = [jnp.ones(len(ratio), ratio.dtype)]
         for i in range(ratio.shape[1]):  # the clamp acts on every factor, not on the product
@@ -43,7 +44,7 @@ class Block(ChainVerifier):
                 [jnp.maximum(weight[:, i, None] * p[:, i] - q[:, i], 0.0) for i in range(1, q.shape[1])]
             )
         whole = left + (1.0 - inner)
-        # 0/0: nothing is left because p = q, and everything later is kept. NaN stays, and is no chance to be kept.
+        # 0/0: nothing is left because p = q, and all later tokens are accepted. NaN stays, and accepts nothing.
         nothing = whole <= 0
         h = jnp.where(nothing, 1.0, left / jnp.where(nothing, 1.0, whole))
         last = jnp.arange(1, b.shape[1] + 1, dtype=jnp.int32)[None] == leading_run(draft.valid)[:, None]

@@ -1,6 +1,6 @@
-"""The common part of chain verifiers. A rule gives the chance to keep each draft token and the unnormalised
-distribution of the token after them; counting, drawing and the exact `distribution` are here, so that what is proven is
-what is sampled.
+"""The common part of chain verifiers. A rule gives the chance to accept each proposed token and the unnormalised
+distribution of the token after them. Counting, drawing and the exact `distribution` are here, so that the proof covers
+the code that samples.
 
 Dims: B rows, K draft length, K1 = K + 1, V vocabulary.
 """
@@ -14,39 +14,39 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import sampling
+from specjax.interfaces import Draft, Noise, Verdict, VerdictDistribution, Verifier
 from specjax.proposal import leading_run
-from specjax.types import Draft, Noise, Verdict, VerdictDistribution
 
 _TINY = 1e-12
-"""A residual sum at or below this is rounding (p == q): the branch has probability 0 in exact arithmetic."""
+"""Residual sum at or below which it is rounding (p == q): the branch has probability 0 in exact arithmetic."""
 
 
 class Acceptance(NamedTuple):
-    """The chances that a rule gives to the positions of a draft; positions that are not valid are ignored."""
+    """The chances that a rule gives to the depths of a proposal; depths that are not valid are ignored."""
 
     accept_prob: Float[Array, "B K"]
-    """The chance that position i succeeds."""
+    """The chance that depth i succeeds."""
     weight: Float[Array, "B K1"] | None = None
-    """w in the residual ``(w p - q)+`` after n tokens; None for 1."""
+    """Factor w of the residual ``(w p - q)+`` after n tokens; None: 1."""
 
 
-class ChainVerifier:
-    """A verifier of chains: keeps a prefix of the draft, then draws one token from the residual, or after the whole
-    draft from the target's next distribution."""
+class ChainVerifier(Verifier):
+    """A verifier of chains: it accepts a prefix of the proposal, then draws one token from the residual, or after full
+    acceptance from the target's next distribution."""
 
     noise: ClassVar[Literal["fresh", "coupled", "none"]] = "fresh"
     last_success: ClassVar[bool] = False
-    """Keep up to the last position that succeeds, not up to the first that fails."""
+    """True: accept up to the last depth that succeeds; False: up to the first that fails."""
 
     def acceptance(self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None) -> Acceptance:
-        """The chance that each draft token is kept, given the probabilities of target and draft. ``q`` None: the draft
-        is certain (a point mass at each token)."""
+        """The chance that each proposed token is accepted, given the probabilities of target and draft. ``q`` None: the
+        draft is deterministic (a point mass at each token)."""
         raise NotImplementedError
 
     def residual(
         self, p: Float[Array, "B V"], q: Float[Array, "B V"], weight: Float[Array, " B"] | None
     ) -> Float[Array, "B V"]:
-        """Unnormalised distribution of the token after a rejection. ``q`` may be made where it is used: read it
+        """Unnormalised distribution of the token after a rejection. ``q`` may be computed where it is used: read it
         once."""
         scaled = p if weight is None else weight[:, None] * p
         return jnp.maximum(scaled - q, 0.0)
@@ -73,11 +73,11 @@ class ChainVerifier:
         return VerdictDistribution(counts, following / jnp.sum(following, axis=-1, keepdims=True))
 
     def _next(self, draft: Draft, p, q, acceptance: Acceptance, num_accepted: Int[Array, " B"]) -> Float[Array, "B V"]:
-        """Unnormalised distribution of the next token: the residual after a rejection, p after a whole draft."""
+        """Unnormalised distribution of the next token: the residual after a rejection, p after full acceptance."""
         rejected = (num_accepted < leading_run(draft.valid))[:, None]
         p_next = row(p, num_accepted)
         if q is None:
-            # A point mass at the rejected token, compared where it is used: no one-hot of V is stored.
+            # A point mass at the rejected token, computed where it is used: no one-hot of V is stored.
             tokens = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
             index = jax.lax.broadcasted_iota(jnp.int32, p_next.shape, 1)
             q_next = (index == row(tokens, num_accepted)[:, None]).astype(p.dtype)
@@ -108,8 +108,8 @@ def last_success_distribution(keep: Float[Array, "B K"]) -> Float[Array, "B K1"]
 
 
 def ratios(draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None) -> Float[Array, "B K"]:
-    """p(x) / q(x) for every draft token, so that ``u < ratio`` is ``u q(x) < p(x)``: where q(x) = 0, which is never
-    drawn, 1 if p(x) > 0. Values that are not finite give NaN, which nothing is below."""
+    """p(x) / q(x) for every proposed token, so that ``u < ratio`` means ``u q(x) < p(x)``. Where q(x) = 0, which is
+    never drawn, it is 1 if p(x) > 0. Values that are not finite give NaN, and no u is below NaN."""
     p_drafted = at(p[:, :-1], draft.tokens)
     if q is None:
         return p_drafted
@@ -119,7 +119,7 @@ def ratios(draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | N
 
 
 def at(probabilities: Float[Array, "B K V"], tokens: Int[Array, "B K"]) -> Float[Array, "B K"]:
-    """The probability of each token at its position."""
+    """The probability of each token at its depth."""
     return jnp.take_along_axis(probabilities, tokens[..., None], axis=-1)[..., 0]
 
 

@@ -1,6 +1,6 @@
-"""Greedy verification: keep draft tokens while they equal the target's argmax (2211.17192, temperature 0).
+"""Greedy verification: accept proposed tokens while they equal the target's argmax (2211.17192, temperature 0).
 
-Dims: B rows, K draft length, N drafted tokens (K for a chain), V vocabulary.
+Dims: B rows, K draft length, N proposed tokens (K for a chain), V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import jax
 from jaxtyping import Array, Float
 
 from specjax import sampling
-from specjax.types import Draft, Verdict, VerdictDistribution
+from specjax.interfaces import Draft, Verdict, VerdictDistribution, Verifier
 from specjax.verifiers.chain import leading_run_distribution
 from specjax.verifiers.matching import walk
 
 
 @dataclasses.dataclass(frozen=True)
-class Greedy:
-    """Greedy verification (2211.17192, temperature 0), lossless: keep draft tokens while they equal the target's
-    argmax. Output equals greedy decoding token for token. Used for every all-greedy batch; needs no noise."""
+class Greedy(Verifier):
+    """Greedy verification (2211.17192, temperature 0), lossless: accept proposed tokens while they equal the target's
+    argmax. The output equals greedy decoding token for token. It decides every all-greedy batch, and needs no noise."""
 
     kind: Literal["greedy"] = "greedy"
     lossless: ClassVar[bool] = True
@@ -35,7 +35,7 @@ class Greedy:
     def distribution(
         self, draft: Draft, p: Float[Array, "B K1 V"], q: Float[Array, "B K V"] | None
     ) -> VerdictDistribution:
-        """The exact distribution of the verdict, for any float type: under the distribution whose argmax it takes, not
+        """The exact distribution of the verdict, for any float type: under the point mass at the argmax of ``p``, not
         under ``p``."""
         best = sampling.argmax(p)
         keep = ((draft.tokens == best[:, :-1]) & draft.valid).astype(p.dtype)

@@ -1,5 +1,5 @@
 """Lenience (2211.17192, appendix): the token rule with the draft's probabilities scaled down by l, in the acceptance
-and in the residual. Accepts more; the chance of a token may grow to p / l."""
+and in the residual. It accepts more; the chance of a token may grow to p / l."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Lenient(ChainVerifier):
     - l q)+)."""
 
     lenience: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """l; at 1 the token rule."""
+    """Factor l; 1 is the token rule."""
     kind: Literal["lenient"] = "lenient"
     lossless: ClassVar[bool] = False
     reference: ClassVar[str] = "2211.17192"

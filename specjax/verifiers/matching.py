@@ -1,6 +1,6 @@
-"""Rules that know the target's choice at every node before they look at the draft: they walk down it while it agrees.
+"""The common part of rules that know the target's choice at every node: they follow the proposal while it agrees.
 
-Dims: B rows, N drafted tokens, N1 = N + 1, V vocabulary.
+Dims: B rows, N proposed tokens, N1 = N + 1, V vocabulary.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from specjax.interfaces import Draft, Verdict
 from specjax.proposal import leading_run
-from specjax.types import Draft, Verdict
 from specjax.verifiers.chain import row
 
 
 def walk(draft: Draft, chosen: Int[Array, "B N1"], usable: Bool[Array, "B N1"]) -> Verdict:
-    """The verdict that keeps drafted tokens while they are what the target chose at the node before, then its choice at
-    the last node. Where ``usable`` is false, it chose nothing."""
+    """The verdict that accepts proposed tokens while they equal the target's choice at the node before, then takes its
+    choice at the last node. Where ``usable`` is false, the target has no choice."""
     if draft.parents is None:
         count = leading_run((draft.tokens == chosen[:, :-1]) & usable[:, :-1] & draft.valid)
         return Verdict(count, row(chosen, count))

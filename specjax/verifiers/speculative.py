@@ -1,5 +1,5 @@
-"""Speculative sampling, the token rule (2211.17192, 2302.01318): keep x with probability min(1, p(x)/q(x)); at the
-first rejection draw from the residual norm((p - q)+), after a full acceptance from the target's next distribution."""
+"""Speculative sampling, the token rule (2211.17192, 2302.01318): accept x with probability min(1, p(x)/q(x)); at the
+first rejection draw from the residual norm((p - q)+), after full acceptance from the target's next distribution."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specjax.verifiers.chain import Acceptance, ChainVerifier, ratios
 
 @dataclasses.dataclass(frozen=True)
 class Speculative(ChainVerifier):
-    """Speculative sampling, token by token (2211.17192, 2302.01318), lossless: keep x with probability min(1, p(x) /
+    """Speculative sampling, token by token (2211.17192, 2302.01318), lossless: accept x with probability min(1, p(x) /
     q(x)). Exact for sampled drafts and for deterministic ones (``draft.logits`` None: q is a point mass)."""
 
     kind: Literal["speculative"] = "speculative"

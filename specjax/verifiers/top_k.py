@@ -1,5 +1,5 @@
-"""Top-k acceptance (as in 1811.03115, section 5.1): keep a draft token that is among the target's k most likely ones,
-whatever the draft thought of it."""
+"""Top-k acceptance (as in 1811.03115, section 5.1): accept a proposed token that is among the target's k most likely
+ones, whatever the draft's probability for it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from specjax.verifiers.chain import Acceptance, ChainVerifier, at
 
 @dataclasses.dataclass(frozen=True)
 class TopK(ChainVerifier):
-    """Top-k acceptance (as in 1811.03115, section 5.1), LOSSY: keep a token among the target's k most likely; ties with
-    the k-th are kept. No randomness in the acceptance, the target's own distribution after it."""
+    """Top-k acceptance (as in 1811.03115, section 5.1), LOSSY: accept a token among the target's k most likely, ties
+    with the k-th included. The acceptance is not random; the token after it has the target's own distribution."""
 
     k: Annotated[int, Field(ge=1)] = 4
     """The number of most likely tokens."""

@@ -1,4 +1,5 @@
-"""Typical acceptance (Medusa, 2401.10774): keep a draft token that is likely enough for how undecided the target is."""
+"""Typical acceptance (Medusa, 2401.10774): accept a proposed token that is likely enough for how undecided the target
+is."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from specjax.verifiers.chain import Acceptance, ChainVerifier, at
 
 @dataclasses.dataclass(frozen=True)
 class Typical(ChainVerifier):
-    """Typical acceptance (Medusa, 2401.10774), LOSSY: keep x while p(x) > min(epsilon, delta exp(-H(p))), H the entropy
-    in nats; after that the target's own distribution."""
+    """Typical acceptance (Medusa, 2401.10774), LOSSY: accept x if p(x) > min(epsilon, delta exp(-H(p))), H the entropy
+    in nats; the token after that has the target's own distribution."""
 
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.09
     """The probability that is always enough."""

@@ -104,7 +104,7 @@ ROWS = {
     "a resolver": key("out: ${oc.env:HOME}\n", "out", "resolver", "oc.env"),
     "an interpolation of nothing": key("out: ${nowhere}\n", "out", "nowhere"),
     "a value that is still to come": key("out: ???\n", "out", "Missing mandatory value"),
-    "a sweep in a single run": key("sweep: {seed: [1]}\n", "sweep", "experiments/run.py", "sweep=null"),
+    "a sweep in a single run": key("sweep: {seed: [1]}\n", "sweep", "specjax sweep", "sweep=null"),
     "an override without a value": override("distill.steps", "override 'distill.steps'", "field=value"),
     "an override without a field": override("=3", "override '=3'", "field=value"),
     "an override of an unknown field": override(

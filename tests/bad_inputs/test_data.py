@@ -11,10 +11,12 @@ import pytest
 
 from specjax.config import Data, RunConfig, Target
 from specjax.data.corpus import read_documents
-from specjax.distill.sources.text import SourceContext
 from specjax.errors import DataError, SpecjaxError, TrainingError
-from specjax.jobs import exports, inputs
+from specjax.interfaces import Source
+from specjax.jobs import inputs
 from specjax.runtime import fingerprint, lock, log
+from specjax.training import exports
+from specjax.training.sources.text import SourceContext
 
 from .table import Row, World, check, row
 
@@ -44,14 +46,14 @@ def prompts_of_another_day(world: World):
     """A directory that runs share; the chat template of the target prints the date."""
     fingerprint.claim(world.tmp / "shared", {"prompts": "a" * 64})
 
-    class Source:
+    class Asked(Source):
         prompts = "texts/asked.jsonl"
 
         def rows(self, context: SourceContext):
             fingerprint.claim(context.directory, {"prompts": "b" * 64})
 
     context: Any = types.SimpleNamespace(directory=world.tmp / "shared", today=datetime.date(2030, 1, 2))
-    inputs.rows_of(RunConfig(Target("models/t"), Data("texts/corpus"), out="runs/b"), Source(), context)
+    inputs.rows_of(RunConfig(Target("models/t"), Data("texts/corpus"), out="runs/b"), Asked(), context)
 
 
 DATED = ("{tmp}/shared", "the prompts (data.prompts: 'texts/asked.jsonl', ", "2030-01-02 of runs/b/chat_date.json")

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.interfaces import Calibration, Context, Draft, Outcome, Output, Verdict
 from specjax.testing.toys import context, neutral_sampling
-from specjax.types import Calibration, Context, Draft, Outcome, Output, Verdict
+from tests.controllers.choices import bound
 
 NODES = 2048
 """Of one call, the last of them repeated, so that each function is compiled once."""
@@ -120,7 +121,7 @@ class Choices:
 
     def __init__(self, toy: Toy, controller: Any, rows: int, certain: bool):
         self.toy, self.controller, self.rows, self.certain = toy, controller, rows, certain
-        self.rungs = getattr(controller, "rungs", ()) or (toy.k,)
+        self.rungs = controller.compiled_lengths or (toy.k,)
         self.tables = {
             "log p": np.log(toy.p).astype(np.float32),
             "log q": np.log(toy.q).astype(np.float32),
@@ -190,7 +191,7 @@ class Choices:
 
 @functools.cache
 def choices(toy: Toy, controller: Any, rows: int, certain: bool) -> Choices:
-    return Choices(toy, controller.bind(toy.k), rows, certain)
+    return Choices(toy, bound(controller, toy.k), rows, certain)
 
 
 def in_calls(function: Any, *columns: Any) -> Any:

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.interfaces import Calibration, Draft, Outcome, Output, Verdict
 from specjax.testing.toys import context, neutral_sampling
-from specjax.types import Calibration, Draft, Outcome, Output, Verdict
+from tests.controllers.choices import bound
 
 BLOCKS = 256
 """Of a regime."""
@@ -41,7 +42,7 @@ def _lengths(controller: Any, chances, told: Calibration, keys) -> jax.Array:
     regimes, rows, depth = chances.shape
     seen = context([[1]] * rows, [1] * rows, neutral_sampling(rows, 2))
     seen = dataclasses.replace(seen, controller=controller, calibration=told, active=jnp.ones((rows,), bool))
-    rungs = jnp.asarray(controller.rungs, jnp.int32)
+    rungs = jnp.asarray(controller.compiled_lengths, jnp.int32)
 
     def block(carry, regime):
         state, key = carry
@@ -78,21 +79,21 @@ def shares_of_the_best(
     of every place. The mean over so many runs, ``[R]``: counted are the tokens that the chosen lengths give on average,
     so that luck counts in choices alone.
     """
-    controller = controller.bind(chances.shape[2])
+    controller = bound(controller, chances.shape[2])
     told: Any = Calibration(seconds, np.full(chances.shape[2], expected, np.float32))  # type: ignore[arg-type]
     with jax.numpy_dtype_promotion("standard"):
         lengths = np.asarray(_lengths(controller, chances, told, jax.random.split(jax.random.key(0), runs)))
     lengths = lengths[:, :, settled:]
     kept = np.cumprod(chances, axis=2).cumsum(axis=2)
     emitted = 1 + np.pad(kept, ((0, 0), (0, 0), (1, 0)))
-    best = (emitted.min(1) / seconds)[:, list(controller.rungs)].max(1)
+    best = (emitted.min(1) / seconds)[:, list(controller.compiled_lengths)].max(1)
     tokens = np.stack([emitted[r][:, lengths[:, r]].sum(-1).min(0) for r in range(len(chances))], axis=1)
     return (tokens / seconds[lengths].sum(2)).mean(0) / best
 
 
 def after_blocks(controller: Any, kept: list[int], seconds: np.ndarray, expected: float) -> list[int]:
     """The lengths of one row's blocks, of which each keeps so many proposals, and of the one that follows."""
-    controller = controller.bind(DEPTH)
+    controller = bound(controller, DEPTH)
     seen = context([[1]], [1], neutral_sampling(1, 2))
     told: Any = Calibration(seconds, np.full(DEPTH, expected, np.float32))  # type: ignore[arg-type]
     seen = dataclasses.replace(seen, controller=controller, calibration=told, active=jnp.ones((1,), bool))

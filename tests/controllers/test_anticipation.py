@@ -16,23 +16,24 @@ from specjax.controllers.confidence import Confidence
 from specjax.decode import engine
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
+from specjax.interfaces import Calibration
 from specjax.testing.toys import prefix_model, related
-from specjax.types import Calibration
 from tests.cases import in_proof
+from tests.controllers.choices import of_rows, of_total
 
 K, ROWS, BLOCKS = 3, 256, 4
 TARGET = prefix_model(0, vocab_size=5)
 DRAFT = related(TARGET, 1, 0.5)
 PROMPTS = [[1], [1, 2, 3], [3, 1, 2, 0, 2], [2] * 9] * (ROWS // 4)
-QUICK = {"ks": [0, 1, 3], "decay": 0.6, "trust": 1.0, "margin": 0.0, "probe": 3}
+QUICK = {"ks": (0, 1, 3), "decay": 0.6, "trust": 1.0, "margin": 0.0, "probe": 3}
 CONTROLLERS: dict[str, Any] = {
-    "survival": {"kind": "survival", **QUICK},
-    "budgeted": {"kind": "budgeted", **QUICK},
+    "rows": of_rows(**QUICK),
+    "total": of_total(ROWS, **QUICK),
     "confidence": Confidence(0.7, ks=(0, 3)),
 }
 
 
-@pytest.mark.parametrize("controller", ["survival", "confidence", in_proof("budgeted")])
+@pytest.mark.parametrize("controller", ["rows", "confidence", in_proof("total")])
 def test_whether_a_token_is_proposed_is_known_before_it_is_drawn(controller):
     decoder = Decoder(TARGET, DraftModel(DRAFT, K), "speculative", CONTROLLERS[controller])
     costs = 1.0 + 0.2 * np.arange(K + 1, dtype=np.float32), np.full(K, 0.7, np.float32)

@@ -13,17 +13,17 @@ import pytest
 
 from specjax import registry
 from specjax.controllers.confidence import Confidence
-from specjax.controllers.ladder import Ladder
-from specjax.controllers.survival import Survival
+from specjax.controllers.pooled import Pooled
+from specjax.costs.timer import count_compiles
 from specjax.decode.decoder import Decoder
 from specjax.decode.programs import compiled_chunk
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
-from specjax.evaluation.costs import count_compiles
+from specjax.interfaces import Calibration, Draft
 from specjax.testing.inhabitants import HiddenReader
 from specjax.testing.toys import context, exact_distribution, neutral_sampling, prefix_model, related
-from specjax.types import Calibration, Draft
 from tests.cases import in_proof, transformer
+from tests.controllers.choices import of_batch, of_rows, of_total
 from tests.decode import distributions, test_lossless
 
 TARGET = prefix_model(0, vocab_size=5, eos_ids=(4,))
@@ -32,9 +32,9 @@ PROMPTS = [[1], [1, 2, 3], [3, 1, 2, 0, 2], [2] * 9]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
 QUICK = {"decay": 0.6, "trust": 1.0, "margin": 0.0, "probe": 3}
 CONTROLLERS: dict[str, Any] = {
-    "ladder": Ladder(**QUICK),
-    "survival": Survival(**QUICK),
-    "budgeted": {"kind": "budgeted", **QUICK},
+    "batch": of_batch(**QUICK),
+    "rows": of_rows(**QUICK),
+    "total": of_total(6, **QUICK),
     "confidence": Confidence(0.5),
     "adaptive": {"kind": "adaptive", **QUICK},
 }
@@ -60,11 +60,11 @@ def of(stats, name):
     return np.asarray([getattr(row, name) for row in stats])
 
 
-QUICK_CHOICES = [("survival", "draft", "coupled"), ("confidence", "draft", "greedy")]
-QUICK_CHOICES += [("adaptive", "draft", "coupled"), ("ladder", "ngram", "greedy")]
+QUICK_CHOICES = [("rows", "draft", "coupled"), ("confidence", "draft", "greedy")]
+QUICK_CHOICES += [("adaptive", "draft", "coupled"), ("batch", "ngram", "greedy")]
 CHOICES = [(controller, "draft") for controller in CONTROLLERS]
-CHOICES += [("ladder", "ngram"), ("budgeted", "ngram"), ("confidence", "ngram")]
-CHOICES += [("survival", "hidden"), ("confidence", "hidden")]
+CHOICES += [("batch", "ngram"), ("total", "ngram"), ("confidence", "ngram")]
+CHOICES += [("rows", "hidden"), ("confidence", "hidden")]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def forced(decoder: Decoder, greedy: bool, rows: int, seconds) -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 2, 3, 5])
 def test_the_only_length_that_can_be_paid_is_chosen_and_drafted_no_further(k):
-    decoder = Decoder(TARGET, DRAFTERS["draft"], controller=Ladder(**QUICK))
+    decoder = Decoder(TARGET, DRAFTERS["draft"], controller=of_batch(**QUICK))
     seconds = np.where(np.arange(6) == k, 1.0, np.inf)
     forced(decoder, True, 4, seconds)
     found = decoder.generate(PROMPTS, **OPTIONS, temperature=0.0)
@@ -113,7 +113,7 @@ def sizes_of_blocks(origins: list[str]) -> list[int]:
 
 
 @pytest.mark.parametrize("drafter", ["draft", "ngram"])
-@pytest.mark.parametrize("controller", ["adaptive", "ladder", "survival", "budgeted", Confidence(0.01)])
+@pytest.mark.parametrize("controller", ["adaptive", of_batch(), of_rows(), of_total(6), Confidence(0.01)])
 def test_nothing_is_drafted_past_the_budget(controller, drafter):
     decoder = adaptive(drafter, "speculative", controller)
     for new in (1, 2, 4):
@@ -122,7 +122,7 @@ def test_nothing_is_drafted_past_the_budget(controller, drafter):
     assert sum(stats.drafted for stats in found.stats) > 0
 
 
-@pytest.mark.parametrize("controller", [Ladder(probe=4, longest_wait=8), Survival(probe=4, longest_wait=8)])
+@pytest.mark.parametrize("controller", [of_batch(probe=4, longest_wait=8), of_rows(probe=4, longest_wait=8)])
 def test_a_draft_that_does_not_pay_is_left_and_looked_at_rarely(controller):
     decoder = Decoder(TARGET, DraftModel(TARGET, 3), controller=controller)
     forced(decoder, True, 4, [1.0, 1.9, 3.5, 5.5])
@@ -132,7 +132,7 @@ def test_a_draft_that_does_not_pay_is_left_and_looked_at_rarely(controller):
         assert stats.drafted_at[1] == 0
 
 
-@pytest.mark.parametrize("controller", ["ladder", "survival", "budgeted", "adaptive"])
+@pytest.mark.parametrize("controller", ["adaptive", of_batch(), of_rows()])
 def test_nobody_looks_at_a_draft_that_cannot_pay(controller):
     """Not even one that equals its target: each of its tokens costs more than the pass that it saves."""
     decoder = Decoder(TARGET, DraftModel(TARGET, 3), controller=controller)
@@ -147,10 +147,10 @@ def test_nobody_looks_at_a_draft_that_cannot_pay(controller):
 def test_a_batch_that_would_never_be_drafted_for_is_decoded_by_the_plain_program(drafter, temperature, monkeypatch):
     """And gets what the program of all lengths would give it, stats and all."""
     options: dict[str, Any] = {**OPTIONS, "temperature": temperature}
-    decoder = Decoder(TARGET, DRAFTERS[drafter], controller="ladder")
+    decoder = Decoder(TARGET, DRAFTERS[drafter], controller=of_batch())
     forced(decoder, temperature == 0, 4, [1.0, 2.05, 3.1, 4.1, 5.1, 6.1])
     with monkeypatch.context() as patch:
-        patch.setattr(Ladder, "never_proposes", lambda self, calibration: False)
+        patch.setattr(Pooled, "never_proposes", lambda self, calibration: False)
         slow = decoder.generate(PROMPTS, **options)
     plain = Decoder(TARGET).generate(PROMPTS, **options)
     with count_compiles() as count:
@@ -161,10 +161,14 @@ def test_a_batch_that_would_never_be_drafted_for_is_decoded_by_the_plain_program
     assert fast.proposals == slow.proposals
 
 
-@pytest.mark.parametrize("controller", ["ladder", "survival", "adaptive"])
+@pytest.mark.parametrize("controller", ["batch", "row"])
 def test_nobody_looks_where_reading_what_was_missed_takes_more_than_could_be_found(controller):
     for catch_up, looks in ((0.0, True), (0.2, False)):
-        decoder = Decoder(TARGET, DraftModel(TARGET, 3), controller={"kind": controller, "probe": 4, "looks_cost": 1.0})
+        decoder = Decoder(
+            TARGET,
+            DraftModel(TARGET, 3),
+            controller={"kind": "adaptive", "per": controller, "probe": 4, "looks_cost": 1.0},
+        )
         forced(decoder, True, 4, [1.0, 1.9, 2.5, 3.0])  # a third more for what is always kept
         cost = decoder.calibrations[True, 4]
         doubtful, catch_up = np.full(3, 0.1, np.float32), np.float32(catch_up)
@@ -175,7 +179,7 @@ def test_nobody_looks_where_reading_what_was_missed_takes_more_than_could_be_fou
 
 @pytest.mark.parametrize(("seconds", "read"), [([1.0, 1.2, 1.4], True), ([1.0, 2.9, 4.9], False)])
 def test_a_draft_that_is_not_asked_at_first_does_not_read_the_prompts(seconds, read):
-    decoder = Decoder(TARGET, DraftModel(DRAFT, 2), controller="ladder")
+    decoder = Decoder(TARGET, DraftModel(DRAFT, 2), controller=of_batch())
     forced(decoder, True, 4, seconds)
     state = decoder.prefilled(PROMPTS, max_new_tokens=8, temperature=0.0)
     held = [len(prompt) - 1 for prompt in PROMPTS]
@@ -187,7 +191,7 @@ def test_a_draft_that_was_left_has_read_everything_when_it_comes_back():
     decoder = Decoder(
         TARGET,
         DraftModel(TARGET, 2),
-        controller=Ladder(ks=(0, 1, 2), probe=40, longest_wait=80, margin=0.0, looks_cost=1.0),
+        controller=of_batch(ks=(0, 1, 2), probe=40, longest_wait=80, margin=0.0, looks_cost=1.0),
     )
     forced(decoder, True, 4, [1.0, 1.9, 9.0])
     calibration = decoder.calibrations[True, 4]
@@ -199,8 +203,8 @@ def test_a_draft_that_was_left_has_read_everything_when_it_comes_back():
         assert stats.accepted == stats.drafted > 5
 
 
-def test_rows_of_survival_choose_for_themselves_and_replay_alone():
-    decoder = adaptive("draft", "speculative", CONTROLLERS["survival"])
+def test_rows_choose_for_themselves_and_replay_alone():
+    decoder = adaptive("draft", "speculative", CONTROLLERS["rows"])
     together = decoder.generate(PROMPTS, **OPTIONS, temperature=1.0)
     assert len({stats.drafted for stats in together.stats}) > 1
     for i, prompt in enumerate(PROMPTS):
@@ -211,8 +215,8 @@ def test_rows_of_survival_choose_for_themselves_and_replay_alone():
 
 @pytest.mark.parametrize("never", [False, True])
 def test_decoding_compiles_nothing_after_calibrating(never, monkeypatch):
-    monkeypatch.setattr(Ladder, "never_proposes", lambda self, calibration: never)  # of a toy, chance would decide
-    decoder = Decoder(transformer(0), DraftModel(transformer(1), 3), controller="ladder")
+    monkeypatch.setattr(Pooled, "never_proposes", lambda self, calibration: never)  # of a toy, chance would decide
+    decoder = Decoder(transformer(0), DraftModel(transformer(1), 3), controller=of_batch())
     decoder.calibrate([[1, 2, 3], [4, 5]], blocks=8, seconds=0, temperature=0.0)
     with count_compiles() as count:
         found = decoder.generate([[7] * 9, [1]], max_new_tokens=30, ignore_eos=True, temperature=0.0)
@@ -222,11 +226,12 @@ def test_decoding_compiles_nothing_after_calibrating(never, monkeypatch):
 
 
 def test_calibrating_compiles_nothing_that_decoding_does_not_and_decoding_nothing_after_it(monkeypatch):
-    monkeypatch.setattr(Ladder, "never_proposes", lambda self, calibration: False)  # of a toy, chance would decide
+    monkeypatch.setattr(Pooled, "never_proposes", lambda self, calibration: False)  # of a toy, chance would decide
     target = transformer(0)
     draft = dataclasses.replace(target, params=target.params)
-    decoder = Decoder(target, DraftModel(draft, 4), controller="ladder")
+    decoder = Decoder(target, DraftModel(draft, 4), controller=of_batch())
     prompts = [[1, 2, 3], [4, 5]]
+    forced(decoder, True, 2, [1.0, 1.1, 1.2, 1.3, 1.4])
     decoder.compile(prompts, max_new_tokens=100, temperature=0.0)
     with count_compiles() as count:
         found = decoder.calibrate(prompts, blocks=8, seconds=0, temperature=0.0)
@@ -247,13 +252,20 @@ def test_before_anything_is_measured_the_default_keeps_to_the_drafters_length():
     assert found.tokens == same.tokens
     assert found.stats == same.stats
     default.calibrate(PROMPTS, blocks=4, seconds=0, temperature=1.0)
-    assert getattr(default.engine(False, 4)[0].controller, "kind", None) == "adaptive"
-    assert getattr(default.engine(False, 1)[0].controller, "kind", None) == "fixed", "a batch of another size"
+    assert kind_of(default, 4) == "adaptive"
+    assert kind_of(default, 1) == "fixed", "a batch of another size"
+
+
+def kind_of(decoder: Decoder, rows: int) -> str:
+    controller = decoder.engine(False, rows)[0].controller
+    assert controller is not None
+    return controller.kind
 
 
 def test_no_cache_is_copied_by_the_choice_of_a_length():
     target = transformer(0)
-    decoder = Decoder(target, DraftModel(transformer(1), 3), controller="ladder")
+    decoder = Decoder(target, DraftModel(transformer(1), 3), controller=of_batch())
+    forced(decoder, True, 4, [1.0, 1.2, 1.4, 1.6])
     assert copies(decoder) == 0
 
 
@@ -272,8 +284,8 @@ def copies(decoder: Decoder) -> int:
 @pytest.mark.parametrize(
     ("controller", "verifier"),
     [
-        *(("survival", "block"), in_proof("ladder", "block"), in_proof("budgeted", "speculative")),
-        *(in_proof("confidence", "block"), in_proof("survival", "speculative")),
+        *(("rows", "block"), in_proof("batch", "block"), in_proof("total", "speculative")),
+        *(in_proof("confidence", "block"), in_proof("rows", "speculative")),
     ],
 )
 def test_the_distribution_of_three_tokens(controller, verifier):
@@ -290,7 +302,7 @@ def test_every_registered_controller_is_decoded_with():
 
 
 def test_what_each_block_proposed_is_told():
-    decoder = adaptive("draft", "speculative", CONTROLLERS["survival"])
+    decoder = adaptive("draft", "speculative", CONTROLLERS["rows"])
     found = decoder.generate(PROMPTS, **OPTIONS, temperature=1.0)
     for proposals, stats in zip(found.proposals, found.stats, strict=True):
         assert len(proposals) == stats.blocks
@@ -301,18 +313,18 @@ def test_what_each_block_proposed_is_told():
 
 def weighing(controller, waited: int, **calibration: Any):
     """A controller of up to 3 proposals, the state of four rows after so many blocks without, and what it sees."""
-    controller = controller.bind(3)
+    controller = controller.bind(NGram(3, 3, 1))
     found = Calibration(np.asarray([1.0, 1.9, 2.6, 3.1], np.float32), np.full(3, 0.1, np.float32), **calibration)  # type: ignore[arg-type]
     seen = dataclasses.replace(
         context([[1, 2]] * 4, [2] * 4, neutral_sampling(4, 5)), controller=controller, calibration=found
     )
-    state = controller.init(4, 3)
+    state = controller.init(4)
     return controller, dataclasses.replace(state, waited=state.waited + waited, blocks=state.blocks + waited), seen
 
 
 @pytest.mark.parametrize(("rows", "looks"), [(1, 0), (2, 0), (3, 1), (4, 1)])
 def test_a_batch_looks_at_what_would_pay_if_all_of_it_were_kept(rows, looks):
-    controller, state, seen = weighing(Ladder(probe=4), waited=100)
+    controller, state, seen = weighing(of_batch(probe=4), waited=100)
     valid = jnp.broadcast_to(jnp.arange(4)[:, None] < rows, (4, 3))
     draft = Draft(jnp.zeros((4, 3), jnp.int32), valid, grade=jnp.zeros((4,), jnp.int32))
-    assert controller.decide(state, seen, draft).tolist() == [looks] * 4
+    assert controller.review(state, seen, draft).tolist() == [looks] * 4

@@ -26,20 +26,21 @@ TOYS: dict[str, Any] = {
     "hidden": HiddenReader(3),
 }
 FEATURES = ("eagle3", "p_eagle", "mtp", "medusa", "early_exit", "dflash", "dflash2", "dspark")
-CONTROLLERS = tuple(registry.CONTROLLERS)
+CONTROLLERS: dict[str, Any] = {name: {"kind": name} for name in registry.CONTROLLERS}
+CONTROLLERS |= {"rows": {"kind": "adaptive", "per": "row"}, "total": {"kind": "adaptive", "total": 3}}
 KS = (None, (0, 1), (0, 1, 2))
 CASES = [*itertools.product(TOYS, CONTROLLERS, (True, False), KS, (0.0, 1.0))]
 QUICK = [
-    ("ngram", "ladder", True, (0, 1, 2), 0.0),
+    ("ngram", "adaptive", True, (0, 1, 2), 0.0),
     ("tree", "adaptive", True, None, 1.0),
-    ("tree_of_three", "survival", True, (0, 1, 2), 0.0),
+    ("tree_of_three", "rows", True, (0, 1, 2), 0.0),
     *CASES[::61],
 ]
 
 
 def decoded(target: Any, drafter: Any, controller: str, calibrated: bool, ks: Any, temperature: float) -> Any:
     lengths = {"ks": list(ks)} if ks and controller != "fixed" else {}
-    decoder = Decoder(target, drafter, "coupled", {"kind": controller, **lengths})
+    decoder = Decoder(target, drafter, "coupled", {**CONTROLLERS[controller], **lengths})
     prompts = [[1, 2, 1, 2, 1], [2]]
     if calibrated:
         decoder.calibrate(prompts, blocks=2, seconds=0, temperature=temperature)
@@ -60,13 +61,13 @@ def test_a_toy_is_decoded_with(drafter, controller, calibrated, ks, temperature)
 @pytest.mark.parametrize(
     ("kind", "controller", "calibrated", "ks", "temperature"),
     [
-        in_proof("dflash", "ladder", True, (0, 1, 2), 0.0),
-        in_proof("eagle3", "survival", True, None, 1.0),
+        in_proof("dflash", "adaptive", True, (0, 1, 2), 0.0),
+        in_proof("eagle3", "rows", True, None, 1.0),
         in_proof("p_eagle", "adaptive", True, (0, 1, 2), 0.0),
-        in_proof("mtp", "budgeted", True, None, 0.0),
+        in_proof("mtp", "total", True, None, 0.0),
         in_proof("medusa", "adaptive", False, None, 1.0),
-        in_proof("early_exit", "ladder", False, (0, 1), 0.0),
-        in_proof("dflash2", "survival", False, (0, 1, 2), 0.0),
+        in_proof("early_exit", "adaptive", False, (0, 1), 0.0),
+        in_proof("dflash2", "rows", False, (0, 1, 2), 0.0),
         in_proof("dspark", "confidence", True, (0, 1, 2), 1.0),
         in_proof("glide", "adaptive", True, (0, 1, 2), 1.0),
     ],

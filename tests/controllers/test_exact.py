@@ -13,26 +13,22 @@ import pytest
 
 from specjax import registry
 from specjax.controllers.adaptive import Adaptive
-from specjax.controllers.budgeted import Budgeted
 from specjax.controllers.confidence import Confidence
 from specjax.controllers.fixed import Fixed
-from specjax.controllers.ladder import Ladder
-from specjax.controllers.survival import Survival
+from specjax.interfaces import Controller
 from specjax.verifiers.block import Block
 from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.speculative import Speculative
+from tests.controllers.choices import of_rows, of_total
 from tests.controllers.generations import SECONDS, Generations, Toy, choices
 
 
 @dataclasses.dataclass(frozen=True)
-class Curious:
+class Curious(Controller):
     """Looks at all that it may: committed tokens, whatever was drawn in the block before (rejected or not), and the
     distribution that a token is about to be drawn from."""
 
     kind: str = "toy_curious"
-
-    def bind(self, depth):
-        return self
 
     def init(self, batch):
         return jnp.zeros((batch,), jnp.int32)
@@ -55,10 +51,9 @@ QUICK = {"decay": 0.5, "trust": 0.5, "margin": 0.0, "probe": 1}
 CONTROLLERS: dict[str, Any] = {
     "fixed": Fixed(1),
     "adaptive": Adaptive(**QUICK),
-    "ladder": Ladder(**QUICK),
-    "survival": Survival(**QUICK),
-    "budgeted": Budgeted(**QUICK),
-    "budgeted to one": Budgeted(tokens=1, **QUICK),
+    "of rows": of_rows(**QUICK),
+    "total of two": of_total(2, **QUICK),
+    "total of one": of_total(1, **QUICK),
     "confidence": Confidence(0.6),
     "confidence by entropy": Confidence(0.8, "entropy"),
     "curious": Curious(),
@@ -77,7 +72,7 @@ def test_every_registered_controller_is_one_of_these():
 def test_the_output_has_the_targets_distribution(name, rule):
     found = Generations(TOY, CONTROLLERS[name], RULES[rule])
     assert found.distance < 1e-12
-    assert len(found.lengths) > 1 or name in ("fixed", "budgeted to one")
+    assert len(found.lengths) > 1 or name in ("fixed", "total of one", "total of two")
 
 
 def chosen_beside(controller, kept: int) -> int:
@@ -92,7 +87,7 @@ def chosen_beside(controller, kept: int) -> int:
 
 
 @by_rule
-@pytest.mark.parametrize("name", ["ladder", "budgeted to one"])
+@pytest.mark.parametrize("name", ["adaptive", "total of one"])
 def test_rows_that_choose_together_are_as_independent_as_two_of_the_targets(name, rule):
     """A row's length depends on what was kept in the row beside it, which tells nothing of what either will draw."""
     assert chosen_beside(CONTROLLERS[name], kept=0) != chosen_beside(CONTROLLERS[name], kept=1)

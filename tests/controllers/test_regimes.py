@@ -7,9 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from specjax.controllers.ladder import Ladder
-from specjax.controllers.survival import Survival
 from tests.cases import in_proof
+from tests.controllers.choices import of_batch, of_rows
 from tests.controllers.regimes import after_blocks, costs, rows_of, shares_of_the_best
 
 COSTS = {"1.1": costs(1.1), "1.5": costs(1.5), "2": costs(2.0), "2, the first .5": costs(2.0, 0.5), "3": costs(3.0)}
@@ -27,7 +26,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("controller", [Ladder(), Survival()])
+@pytest.mark.parametrize("controller", [of_batch(), of_rows()])
 @pytest.mark.parametrize(("cost", "regimes", "expected"), CASES)
 def test_one_row_is_near_the_best_length_of_each_regime(controller, cost, regimes, expected):
     chances = np.stack([rows_of(chance) for chance in REGIMES[regimes]])
@@ -40,7 +39,7 @@ def test_one_row_is_near_the_best_length_of_each_regime(controller, cost, regime
 )
 def test_rows_that_are_alike_are_near_the_best_length_of_each_regime(cost, regimes, expected):
     chances = np.stack([rows_of(*[chance] * 4) for chance in REGIMES[regimes]])
-    assert shares_of_the_best(Ladder(), chances, COSTS[cost], expected).min() > 0.95
+    assert shares_of_the_best(of_batch(), chances, COSTS[cost], expected).min() > 0.95
 
 
 @pytest.mark.parametrize("cost", ["1.5", in_proof("1.1"), in_proof("2")])
@@ -48,19 +47,19 @@ def test_rows_that_differ_end_as_soon_as_the_slowest_of_them_can(cost):
     """The batch takes as long as that row, which gets no more proposals than pay for it."""
     rows = [(0.9, 0.9, 0.9, 0.9), (0.95, 0.8, 0.5, 0.3), (0.9, 0.9, 0.9, 0.3)]
     chances = np.stack([rows_of(*row) for row in rows])
-    assert shares_of_the_best(Ladder(), chances, COSTS[cost], 0.7).min() > 0.95
+    assert shares_of_the_best(of_batch(), chances, COSTS[cost], 0.7).min() > 0.95
 
 
 def test_a_draft_that_was_given_up_is_taken_up_again_however_bad_it_was_expected_to_be():
     """Expected .3, and always kept from the first look on: 1.79 times plain decoding is possible."""
     chances = np.stack([rows_of(1.0)])
     seconds = costs(1.0 + 5 * 0.47)
-    for controller in (Ladder(), Survival()):
+    for controller in (of_batch(), of_rows()):
         assert shares_of_the_best(controller, chances, seconds, 0.3, settled=0).min() > 0.85
         assert shares_of_the_best(controller, chances, seconds, 0.3).min() > 0.95
 
 
-@pytest.mark.parametrize("controller", [Ladder(), Survival()])
+@pytest.mark.parametrize("controller", [of_batch(), of_rows()])
 def test_lengths_do_not_flap_where_nothing_changes(controller):
     """A draft of the demo at temperature 1: all lengths are within 3% of each other, and 13% better than none."""
     chances = np.asarray([[[0.80, 0.85, 0.86, 0.87, 0.87]]], np.float32)
@@ -68,7 +67,7 @@ def test_lengths_do_not_flap_where_nothing_changes(controller):
     assert shares_of_the_best(controller, chances, seconds, 0.8, settled=0, runs=64).min() > 0.97
 
 
-@pytest.mark.parametrize("controller", [Ladder(), Survival()])
+@pytest.mark.parametrize("controller", [of_batch(), of_rows()])
 def test_one_rejection_of_a_draft_that_is_nearly_always_kept_changes_little(controller):
     """The first block of a request is rejected now and then: it threw away what was known, and kept sixteen plain."""
     seconds = costs(3.1, 0.5)
@@ -78,7 +77,7 @@ def test_one_rejection_of_a_draft_that_is_nearly_always_kept_changes_little(cont
 
 
 def test_the_first_looks_come_soon_and_further_ones_ever_later():
-    found = after_blocks(Ladder(), [0] * 200, costs(2.0, 0.5), 0.3)
+    found = after_blocks(of_batch(), [0] * 200, costs(2.0, 0.5), 0.3)
     looks = [i for i, k in enumerate(found) if k]
     between = [b - a for a, b in itertools.pairwise(looks)]
     assert looks[0] == 4
@@ -88,12 +87,12 @@ def test_the_first_looks_come_soon_and_further_ones_ever_later():
 
 def test_what_was_found_at_places_that_are_not_tried_is_forgotten():
     """Blocks of one proposal that is always kept become longer again soon, whatever was found behind it before."""
-    found = after_blocks(Ladder(), [1] * 12 + [5] * 20, costs(2.4, 0.3), 0.9)
+    found = after_blocks(of_batch(), [1] * 12 + [5] * 20, costs(2.4, 0.3), 0.9)
     assert found[0] == 5
     assert 5 in found[-10:]
 
 
 def test_nobody_looks_where_even_a_draft_that_is_always_kept_gains_little():
     """A look takes more than its block in a row does, and there are many of them."""
-    assert set(after_blocks(Ladder(), [0] * 100, costs(5.8), 0.3)) == {0}
-    assert len(set(after_blocks(Ladder(), [0] * 100, costs(5.6), 0.3))) > 1
+    assert set(after_blocks(of_batch(), [0] * 100, costs(5.8), 0.3)) == {0}
+    assert len(set(after_blocks(of_batch(), [0] * 100, costs(5.6), 0.3))) > 1

@@ -15,7 +15,7 @@ from specjax.data import corpus
 from specjax.data.corpus import BadRecordPolicy
 from specjax.data.prompts import cut_prompts
 from specjax.data.rows import encode_parts, pack
-from specjax.distill.sources.continuations import Sampled, prompts_of_file, prompts_of_text
+from specjax.training.sources.continuations import Sampled, prompts_of_file, prompts_of_text
 
 CHAT = [
     {"role": "user", "content": "add one and two"},

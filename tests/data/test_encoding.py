@@ -14,7 +14,7 @@ from specjax.data.corpus import BadRecordPolicy, Document, Part
 from specjax.data.prompts import cut_prompts
 from specjax.data.rows import pack
 from specjax.decode.request import _encode
-from specjax.distill.sources.continuations import prompts_of_file
+from specjax.training.sources.continuations import prompts_of_file
 
 WORDS = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4, "c": 5}
 BOS, EOS, A, B, C = 1, 2, 3, 4, 5

@@ -22,13 +22,13 @@ from specjax.decode.scheduler import Scheduler
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import ModelError
+from specjax.interfaces import Reads
 from specjax.models.attention.stored import Layer, Sliding
 from specjax.models.cache import KVCache
 from specjax.models.config import LayerKind
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.models.transformer import Model
 from specjax.testing.inhabitants import Tree
-from specjax.types import Reads
 from tests.cases import in_proof, transformer
 
 ROOM = 32
@@ -112,7 +112,7 @@ def test_layers_hold_what_they_see_and_room_for_some_tokens(monkeypatch):
 
 
 def test_a_layer_that_a_drafter_reads_is_kept_whole():
-    reader: Any = types.SimpleNamespace(k=3, reads=Reads(kv_layers=(1,)))
+    reader: Any = types.SimpleNamespace(num_nodes=3, reads=Reads(kv_layers=(1,)))
     cache = programs.empty_cache(windowed(24, 24).spec, reader, 1, 1024, 16)
     assert [type(layer) for layer in cache.layers] == [Sliding, Layer]
     assert cache.view((1,))[0][0].shape[2] == 1024

@@ -8,14 +8,15 @@ import jax
 import numpy as np
 import pytest
 
+from specjax.costs.timer import count_compiles
 from specjax.decode import calibration as calibration_lib
 from specjax.decode.calibration import BlockTimer, agree, between, typical
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
-from specjax.evaluation.costs import count_compiles
+from specjax.interfaces import Calibration
 from specjax.testing.toys import prefix_model, related
-from specjax.types import Calibration
 from tests.cases import transformer
+from tests.controllers.choices import of_batch, of_rows, of_total
 
 TARGET = prefix_model(0, vocab_size=5)
 CHEAP, DEAR = [1.0, 1.1, 1.2, 1.3], [1.0, 2.2, 3.4, 4.6]
@@ -186,10 +187,10 @@ def test_a_machine_that_is_slow_for_a_while_does_not_change_how_lengths_compare(
     np.testing.assert_allclose(found / found[0], true, rtol=0.02)
 
 
-def test_only_the_default_corrects_what_it_is_told(monkeypatch):
+def test_costs_that_are_not_to_be_corrected_are_kept(monkeypatch):
     monkeypatch.setattr(calibration_lib, "_HANDED_IN", 1)
     turns = taking(monkeypatch, CHEAP)
-    for controller in ("ladder", "survival", "budgeted"):
+    for controller in (of_batch(), of_rows(), of_total(4)):
         decoder = Decoder(TARGET, DraftModel(TARGET, 3), controller=controller)
         handed_in(decoder, DEAR, 0.0)
         decoder.generate(PROMPTS, max_new_tokens=100, temperature=0.0, ignore_eos=True)

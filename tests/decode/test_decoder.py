@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from specjax import sampling
+from specjax.costs.timer import count_compiles
 from specjax.decode import programs
 from specjax.decode import scheduler as scheduler_lib
 from specjax.decode.decoder import Decoder
@@ -19,12 +20,11 @@ from specjax.decode.request import derive_seeds, prepare
 from specjax.drafters.draft_model import BoundDraftModel, DraftModel, TrainedDraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import DataError, SpecjaxError
-from specjax.evaluation.costs import count_compiles
+from specjax.interfaces import Batch, Calibration, TargetView
 from specjax.models.cache import num_slots
 from specjax.models.config import Norm
 from specjax.models.decode_layout import DecodeLayout
 from specjax.testing.toys import context, neutral_sampling, prefix_model
-from specjax.types import Batch, Calibration, TargetView
 from specjax.verifiers.lenient import Lenient
 from tests.cases import in_proof, transformer
 

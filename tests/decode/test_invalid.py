@@ -19,9 +19,9 @@ from specjax.drafters.ngram import NGram
 from specjax.errors import ModelError
 from specjax.evaluation.bench import Bench, Cell
 from specjax.evaluation.certify import certify
+from specjax.interfaces import CoupledNoise, Draft, Noise
 from specjax.proposal import Proposal
 from specjax.testing.toys import ToyModel, neutral_sampling, prefix_model, related
-from specjax.types import CoupledNoise, Draft, Noise
 from specjax.verifiers.block import Block
 from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.greedy import Greedy

@@ -109,7 +109,7 @@ def test_a_draft_may_be_split_as_well(directories):
 
 
 def tokens_of(models: Path, mesh: str | None = None) -> list[list[list[int]]]:
-    """Of both temperatures, over a mesh of `MESHES` or on one device: tests/distill/test_scale.py compares them in two
+    """Of both temperatures, over a mesh of `MESHES` or on one device: tests/training/test_scale.py compares them in two
     processes."""
     target = load_model(models / "target", mesh=None if mesh is None else mesh_of(mesh))
     decoder = Decoder(target, drafter_of("draft", models, target), controller="fixed")

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from experiments import programs
+from specjax.costs.timer import count_compiles
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import most_programs
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import DataError, SpecjaxError
-from specjax.evaluation.costs import count_compiles
 from specjax.evaluation.references import sampling_logits, softmax
 from specjax.registry import VERIFIERS, resolve
 from specjax.testing.toys import ToyModel, prefix_model, related

@@ -12,16 +12,16 @@ import jax
 import numpy as np
 import pytest
 
+from specjax.costs.timer import count_compiles
 from specjax.decode import decoder as decoder_lib
 from specjax.decode.decoder import Decoder
-from specjax.decode.result import Look, commit_times
+from specjax.decode.result import HostSync, commit_times
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import DataError
-from specjax.evaluation.costs import count_compiles
+from specjax.interfaces import ACCEPTED, BONUS, CORRECTED, ORIGINS
 from specjax.metrics import DecodeStats, cost_per_1k_tokens
 from specjax.testing.toys import prefix_model
-from specjax.types import ACCEPTED, BONUS, CORRECTED, ORIGINS
 
 TARGET, DRAFT = prefix_model(0), prefix_model(1)
 PROMPTS = [[1, 2, 3], [0], [1, 3] * 20]
@@ -33,8 +33,8 @@ def codes(*blocks: int, cut: bool = False) -> np.ndarray:
     return np.asarray([*found[:-1], ACCEPTED if cut else BONUS])
 
 
-def looks(*seen: tuple[float, list[int]]) -> list[Look]:
-    return [Look(seconds, np.asarray(lengths)) for seconds, lengths in seen]
+def looks(*seen: tuple[float, list[int]]) -> list[HostSync]:
+    return [HostSync(seconds, np.asarray(lengths)) for seconds, lengths in seen]
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from specjax.decode.programs import compiled_chunk
 from specjax.drafters.base import StatelessDrafter
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError
+from specjax.interfaces import Draft, Reads, TargetView, Verdict
 from specjax.models.config import LayerKind
 from specjax.proposal import Proposal
 from specjax.testing.inhabitants import CacheReader, Changing, HiddenReader, Tree
 from specjax.testing.toys import context, exact_distribution, neutral_sampling, prefix_model, related
-from specjax.types import Draft, Reads, TargetView, Verdict, reads_of
 from tests.cases import in_proof, transformer
 from tests.decode import distributions, test_lossless
 
@@ -225,7 +225,7 @@ def test_a_prompt_that_comes_in_pieces_is_read_as_a_whole_one(name):
     """Rows of different lengths, one of which has all of its tokens in the first piece; then what was proposed."""
     drafter = {"draft": DraftModel(DRAFT, 3), "hidden": HiddenReader(3)}[name]
     bound, params = drafter.bind(TARGET)
-    reads, batch, slots = reads_of(bound), 3, 16
+    reads, batch, slots = bound.reads, 3, 16
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 4, (batch, 9)), jnp.int32)
     lengths = jnp.asarray([9, 4, 6], jnp.int32)  # with the root
     more = {"reads": reads} if reads else {}

@@ -20,37 +20,40 @@ from specjax import config, registry
 from specjax.controllers.confidence import Confidence
 from specjax.data.rows import ConcatenatedRows, NumberedRows, RowsToCount, take
 from specjax.decode.decoder import Decoder
-from specjax.decode.engine import looked_at, propose
+from specjax.decode.engine import block_context, propose
 from specjax.decode.request import prepare
 from specjax.decode.scheduler import Scheduler
-from specjax.distill import fitting, step
-from specjax.distill.init import initial_draft
-from specjax.distill.losses import ForwardKL
-from specjax.distill.step import Update
 from specjax.drafters import mtp
 from specjax.drafters.dflash.model import DFlashModel
 from specjax.drafters.dflash.training import TrainedDFlash, TrainedDFlash2, TrainedDSpark
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.drafters.eagle3 import Eagle3Model, Options, TrainedEagle3
 from specjax.drafters.early_exit import ExitModel, TrainedExit
-from specjax.drafters.features import Kept, coverage, most_frequent
+from specjax.drafters.features import Kept
 from specjax.drafters.medusa import MedusaModel, TrainedMedusa
 from specjax.drafters.p_eagle import PEagleModel, TrainedPEagle
 from specjax.errors import ConfigError, ModelError
 from specjax.evaluation.certify import certify
-from specjax.evaluation.matching import Matching, Teacher
+from specjax.formats import trained as stored
+from specjax.interfaces import Batch
 from specjax.metrics import alpha_per_position
 from specjax.models.cache import KVCache
 from specjax.models.config import LayerKind, ModelConfig, Norm
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.models.rotary import Rope
 from specjax.models.vocabulary import NEVER
-from specjax.types import Batch
+from specjax.training import step
+from specjax.training.chunked_loss import Matching, Teacher
+from specjax.training.drafts.features import coverage, most_frequent
+from specjax.training.init import least_squares
+from specjax.training.init.first_weights import initial_draft
+from specjax.training.losses import ForwardKL
+from specjax.training.step import Update
 from specjax.verifiers.block import Block
 from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.speculative import Speculative
 from tests.cases import in_proof, predicted, target_output, transformer
-from tests.distill import toys
+from tests.training import toys
 
 PROMPTS = [[1, 2, 3], [7], list(range(20)), [5] * 11]
 
@@ -166,7 +169,7 @@ def drafted(decoder: Decoder, prompts: list[list[int]]) -> Any:
     """The block behind each prompt."""
     engine, params = decoder.engine(greedy=False)
     state = decoder.prefilled(prompts, max_new_tokens=8, temperature=1.0)
-    return jax.jit(lambda params, state: propose(engine, params, state, looked_at(engine, params, state))[0])(
+    return jax.jit(lambda params, state: propose(engine, params, state, block_context(engine, params, state))[0])(
         params, state
     )
 
@@ -216,7 +219,7 @@ def test_documents_of_a_row_know_nothing_of_each_other(name):
     """What a document's tokens predict is what they do alone, and its first tokens, without features, do not count."""
     target = target_of()
     trained, params = made(name, target)
-    trained = trained.at_depths(3)
+    trained = trained.unrolled(3)
     text = np.random.default_rng(0).integers(0, 61, (2, 24)).astype(np.int32)
     segments = jnp.asarray(np.repeat([[0, 1]], 2, 0).repeat(12, 1))
     positions = jnp.asarray(np.tile(np.arange(12), 2)[None].repeat(2, 0), jnp.int32)
@@ -344,7 +347,7 @@ def test_each_part_of_a_sum_counts_where_it_counts_alone(of):
     """Of a draft of fewer ids: cross-entropy says nothing of a token that the draft cannot propose, others do."""
     target, reference = target_of(), transformer(1)
     trained, params = made("fewer_ids", target)
-    trained = trained.at_depths(1)
+    trained = trained.unrolled(1)
     rng = np.random.default_rng(0)
     text = rng.integers(0, 61, (2, 12))
     text = jnp.asarray(np.where(rng.random(text.shape) < 0.5, FEWER.ids[text % 8], text), jnp.int32)
@@ -538,7 +541,7 @@ def test_it_begins_as_the_best_linear_guess(kind, norm):
         out = target_output(target.spec, target.params, batch, drafter.reads)
         found = next(iter(drafter.predictions(drafter.complete(initial.params, target.params), batch, out))).hidden
         errors.append(error(np.asarray(found)[:, 1:], np.asarray(out.final)[:, 1:]))
-    unit = fitting.unit
+    unit = least_squares.unit
     token, streams = unit(target.params["embedding"][batch.tokens])[:, 1:], [x[:, :-1] for x in out.hidden]
     streams = [unit(x) for x in streams] if kind == "mtp" else streams
     x = np.concatenate([token, *streams], axis=-1)
@@ -581,7 +584,7 @@ def test_one_begins_with_what_its_target_has_and_comes_back_from_disk(name, tmp_
         deepest = whole["layers"][len(whole["layers"]) - 1]
         own, last = (layer["mlp"]["up_proj"]["kernel"] for layer in (deepest, target.params["layers"][5]))
         np.testing.assert_array_equal(own, last)
-    drafter.save(whole, target, tmp_path / "draft")
+    stored.save(drafter, whole, target, tmp_path / "draft")
     found: Any = specjax.load_drafter(tmp_path / "draft", target, k=3)
     assert found.model.spec == drafter.model
     assert ("head" in found.model.params) == ("draft_vocab_size" in fields)
@@ -644,9 +647,9 @@ def test_logits_are_made_as_the_targets_whatever_its_layers_are_like(kind, rope,
     if kind == "dflash":
         said = model.unary(model.module(whole), final)
     np.testing.assert_allclose(said, target.spec.head(target.params, final), rtol=1e-5, atol=1e-6)
-    drafter.save(whole, target, tmp_path / "draft")
+    stored.save(drafter, whole, target, tmp_path / "draft")
     found: Any = specjax.load_drafter(tmp_path / "draft", target, k=2)
     assert found.model.spec == model
-    assert "Only specjax" in drafter.serving or kind in ("medusa", "early_exit")
+    assert "Only specjax" in stored.serving(drafter) or kind in ("medusa", "early_exit")
     plain = Decoder(target).generate([[1, 2, 3]], max_new_tokens=8).tokens
     assert Decoder(target, found).generate([[1, 2, 3]], max_new_tokens=8).tokens == plain

@@ -22,13 +22,11 @@ import pytest
 import safetensors.numpy
 
 import specjax
-from specjax import cli, config
-from specjax.distill.init import initial_draft
-from specjax.drafters import formats
+from specjax import cli, config, formats
 from specjax.drafters.eagle3 import Eagle3Model, Options
 from specjax.drafters.features import LoadedDraft
-from specjax.drafters.formats import torch_file
 from specjax.errors import ConfigError, ModelError
+from specjax.formats import torch_file
 from specjax.models import hf
 from specjax.models import weights as weights_lib
 from specjax.models.config import LayerKind
@@ -36,10 +34,11 @@ from specjax.models.families import FAMILIES, Settings
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.models.rotary import Rope
 from specjax.models.transformer import Model
-from tests.distill import toys
+from specjax.training.init.first_weights import initial_draft
 from tests.drafters import test_features
 from tests.drafters.test_features import target_of
 from tests.models.variants import VARIANTS
+from tests.training import toys
 
 KINDS = {
     ("speculators", "eagle3"): "two_layers",

@@ -18,9 +18,9 @@ import specjax
 from specjax import config
 from specjax.decode.decoder import Decoder
 from specjax.decode.programs import compiled_chunk
-from specjax.distill.init import initial_draft
 from specjax.drafters.glide import BoundGlide, Glide, GlideModel, LoadedGlide, TrainedGlide, save_glide
 from specjax.errors import ConfigError, ModelError
+from specjax.interfaces import Batch, TargetView, TrainingForm
 from specjax.models.config import LayerKind, Norm
 from specjax.models.families.settings import same_or_each
 from specjax.models.hf import LoadedModel, load_model
@@ -28,12 +28,12 @@ from specjax.models.rotary import LongRope, Rope
 from specjax.models.transformer import Model
 from specjax.sampling import fresh_noise
 from specjax.testing.toys import context, exact_distribution, neutral_sampling
-from specjax.types import Batch, TargetView, TrainingForm
+from specjax.training.init.first_weights import initial_draft
 from tests.cases import in_proof, predicted, target_output, transformer
 from tests.decode import distributions
-from tests.distill import toys
 from tests.models.test_families import random_params, read
 from tests.models.variants import VARIANTS
+from tests.training import toys
 
 PROMPTS = [[1, 2, 3], [7], list(range(20)), [5] * 11]
 WINDOWS = {"num_layers": 3, "layers": (LayerKind(window=6), LayerKind(), LayerKind(window=9))}
@@ -119,7 +119,7 @@ def assert_decodes_as_it_trains(drafter: TrainedGlide, params: Any, target: Load
     """At every depth of blocks behind prompts of many lengths, over a cache with stale slots, the logits are those of
     the training forward over the text with the drafts in it."""
     depths, fed, reads = 4, 32, drafter.reads.kv_layers
-    drafter, size = drafter.at_depths(depths), target.config.vocab_size
+    drafter, size = drafter.unrolled(depths), target.config.vocab_size
     bound, laid_out = drafter.to_drafter(params, target, depths).bind(target)
     lengths = np.asarray([1, 2, 9, 20, fed - depths])
     rows = len(lengths)

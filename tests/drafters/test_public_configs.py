@@ -14,8 +14,8 @@ import safetensors.numpy
 
 import specjax
 from specjax.drafters.features import check_readable
-from specjax.drafters.formats import Beside, torch_file
 from specjax.errors import ModelError
+from specjax.formats import TargetInfo, torch_file
 from specjax.models.config import ModelConfig
 
 ROWS: list[dict[str, Any]] = [
@@ -101,7 +101,7 @@ def tensors_of(row: dict[str, Any], config: dict[str, Any]) -> dict[str, np.ndar
     return found
 
 
-def written(row: dict[str, Any], directory: Path) -> tuple[dict[str, np.ndarray], Beside]:
+def written(row: dict[str, Any], directory: Path) -> tuple[dict[str, np.ndarray], TargetInfo]:
     """A directory of this row; its tensors, and what is told of a target of its own."""
     config = small(row["config"])
     tensors = tensors_of(row, config)
@@ -113,7 +113,7 @@ def written(row: dict[str, Any], directory: Path) -> tuple[dict[str, np.ndarray]
     else:
         safetensors.numpy.save_file(tensors, directory / "model.safetensors")
     sizes = ModelConfig(V, H, WIDE, row["layers"], HEADS, KV, HEAD_DIM)
-    return tensors, Beside(sizes, "float32")
+    return tensors, TargetInfo(sizes, "float32")
 
 
 def names(rows: list[dict[str, Any]]) -> list[str]:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from specjax import config
+from specjax.costs import timer as costs
 from specjax.data.corpus import Document
 from specjax.decode import programs
 from specjax.decode.decoder import Decoder
@@ -22,7 +23,6 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import ConfigError, DataError
 from specjax.evaluation import bench as bench_lib
-from specjax.evaluation import costs
 from specjax.evaluation.bench import AUTOREGRESSIVE, Bench, Cell, Run
 from specjax.jobs import bench as measure
 from specjax.jobs import inputs

@@ -18,11 +18,11 @@ from specjax.drafters.draft_model import BoundDraftModel, DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.evaluation import certify as certify_lib
 from specjax.evaluation.certify import CELLS, certify, sample_size
+from specjax.interfaces import Bound
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
 from specjax.testing.toys import prefix_model, related
-from specjax.types import Bound
 from specjax.verifiers.block import Block
 from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.speculative import Speculative

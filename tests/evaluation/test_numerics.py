@@ -16,15 +16,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from specjax import cli, config
+from specjax import cli, config, interfaces
 from specjax.data.corpus import Document
 from specjax.errors import DataError
 from specjax.evaluation import numerics
 from specjax.evaluation.numerics import ForwardPath, compare
+from specjax.interfaces import Output
 from specjax.jobs import numerics as numerics_job
 from specjax.models.hf import LoadedModel
 from specjax.report.terminal import numerics_table
-from specjax.types import Output
 
 PROMPT, COUNT, K, ROWS = 5, 11, 3, 2
 PROMPTS = np.random.default_rng(0).integers(0, 300, (3, PROMPT)).astype(np.int32)
@@ -32,7 +32,7 @@ NAMES = ("path", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
-class Bumped:
+class Bumped(interfaces.Model):
     """A model whose logits at one position are ``size`` higher for one token, where a pass is of ``fed`` tokens."""
 
     spec: object

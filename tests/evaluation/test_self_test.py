@@ -10,15 +10,17 @@ import jax
 import pytest
 
 import specjax
+from specjax.drafters.block_memory import BlockKV, TargetAndBlockKV
 from specjax.drafters.draft_model import DraftModel, TrainedDraftModel
-from specjax.drafters.glide import BoundGlide, Own, Reading
+from specjax.drafters.glide import BoundGlide
 from specjax.errors import ModelError
 from specjax.evaluation.self_test import self_test
+from specjax.formats import trained
+from specjax.interfaces import Params
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.models.rotary import Rope
 from specjax.models.weights import rounded
 from specjax.testing.heads import TrainedHeads
-from specjax.types import Params
 from tests.drafters.test_glide import glide_of, target_of
 
 PROMPTS = [[1, 2, 3], [5] * 9, list(range(20))]
@@ -68,7 +70,7 @@ def changed(case: Case, params: Params | None = None, **settings: Any) -> Any:
 
 
 def test_what_was_exported_is_what_was_trained(case, tmp_path):
-    case.trained.save(case.params, case.target, tmp_path / "draft")
+    trained.save(case.trained, case.params, case.target, tmp_path / "draft")
     found = case.test(specjax.load_drafter(tmp_path / "draft", case.target))
     assert found.weights == len(jax.tree.leaves(changed(case).bind(case.target).params))
     assert found.positions == 3 * len(PROMPTS)
@@ -80,7 +82,7 @@ def test_a_target_in_bfloat16_has_its_draft_in_it_too(case, tmp_path):
     save_model(case.target, tmp_path / "target")
     target = load_model(tmp_path / "target", dtype="bfloat16")
     params = rounded(case.params, "bfloat16")
-    case.trained.save(params, target, tmp_path / "draft")
+    trained.save(case.trained, params, target, tmp_path / "draft")
     found = Case(case.trained, params, target).test(specjax.load_drafter(tmp_path / "draft", target))
     assert 0 < found.largest_difference < 0.1
     late = dataclasses.replace(case, params=jax.tree.map(lambda x: 1.01 * x, params), target=target)
@@ -158,22 +160,22 @@ def test_a_decoding_that_gives_nan_is_no_equal_one(glide, planted):
 
 def test_a_mask_of_the_block_is_named(glide, planted):
     """Of decoding alone: the training forward, whose depths are numbers, keeps its own."""
-    real = Reading.attend
+    real = TargetAndBlockKV.attend
 
     def mutated(self, q, k, v, scale=None, soft_cap=None):
         attended, own = real(self, q, k, v, scale, soft_cap)
         if isinstance(self.depth, int):
             return attended, own
-        return attended, Own(own.keys.at[:, :, 0].set(0.0), own.values)
+        return attended, BlockKV(own.keys.at[:, :, 0].set(0.0), own.values)
 
-    planted.setattr(Reading, "attend", mutated)
+    planted.setattr(TargetAndBlockKV, "attend", mutated)
     with pytest.raises(ModelError, match="from a block's second place on: its own keys and values, or their mask"):
         glide.test(changed(glide))
 
 
 def test_other_counts_are_named(glide):
-    from specjax.evaluation.held_out import Decoded
     from specjax.metrics import DecodeStats
+    from specjax.training.selection import Decoded
 
     stats = DecodeStats(4, 8, (4, 4), (4, 2), (2, 2))
     found = glide.test(changed(glide))

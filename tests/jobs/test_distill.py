@@ -19,19 +19,19 @@ import train_draft
 from specjax import config
 from specjax.cli import run_main
 from specjax.data.corpus import Document
-from specjax.distill.sources import generated
-from specjax.distill.sources.on_policy import Mixed
 from specjax.errors import ConfigError, DataError, ModelError, TrainingError
 from specjax.evaluation import figures
-from specjax.evaluation.evaluate import Evaluation
 from specjax.jobs import distill as job
 from specjax.jobs import inputs
 from specjax.jobs.generate_data import make_data
 from specjax.models import hf
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.runtime import fingerprint, lock
-from tests.distill.toys import Interrupt
+from specjax.training.evaluate import Evaluation
+from specjax.training.sources import generated
+from specjax.training.sources.on_policy import Mixed
 from tests.jobs.conftest import LENGTH
+from tests.training.toys import Interrupt
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,6 @@ import specjax
 from specjax import config, registry
 from specjax.data import shards
 from specjax.data.rows import Sequences, WholeSequenceRows, take
-from specjax.distill import teacher_cache
-from specjax.distill.init import abstract_draft, initial_draft
-from specjax.distill.sources import on_policy
 from specjax.errors import ConfigError, ModelError
 from specjax.jobs import distill as job
 from specjax.jobs import inputs, memory
@@ -26,9 +23,12 @@ from specjax.jobs.certify import run_certify
 from specjax.models.hf import load_model
 from specjax.runtime import fingerprint
 from specjax.runtime.progress import no_bars
+from specjax.training import teacher_cache
+from specjax.training.init.first_weights import abstract_draft, initial_draft
+from specjax.training.sources import on_policy
 from tests.cases import in_proof
-from tests.distill.toys import Interrupt
 from tests.jobs.test_distill import Recorder, on_data
+from tests.training.toys import Interrupt
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 6, 7, 8], [40], [100, 7, 100, 7, 100, 7]]

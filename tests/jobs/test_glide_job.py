@@ -12,18 +12,18 @@ import pytest
 
 import specjax
 from specjax import config
-from specjax.distill.init import Initial
-from specjax.distill.start import FILE
 from specjax.drafters.glide import Glide
 from specjax.errors import ConfigError, ModelError, TrainingError
+from specjax.interfaces import Initial
 from specjax.jobs import bench as bench_job
 from specjax.jobs import certify as certify_job
 from specjax.jobs import distill as job
 from specjax.jobs.generate_data import make_data
 from specjax.models.hf import load_model, save_model
 from specjax.runtime import fingerprint
-from tests.distill.toys import Interrupt
+from specjax.training.init.cached import FILE
 from tests.jobs.test_distill import Recorder, on_data
+from tests.training.toys import Interrupt
 
 PROMPTS = [[5, 6, 7, 8], [40, 41], [100, 7, 100, 7, 100, 7]]
 SHAPE = config.Architecture(hidden_size=16, intermediate_size=24, num_layers=1)

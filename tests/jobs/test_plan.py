@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from specjax import cli
 from specjax.config import Bench
+from specjax.costs.cost_model import PLAIN
 from specjax.jobs import calibrate as calibrate_job
 from specjax.jobs import plan as plan_job
 from specjax.jobs.calibrate import Subject, cost_model
 from specjax.models.hf import save_model
-from specjax.planning.cost_model import PLAIN
 
 BENCH = {
     "prompts": 2,

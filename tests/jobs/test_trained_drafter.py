@@ -16,18 +16,18 @@ import specjax
 from specjax import config
 from specjax.errors import ConfigError
 from specjax.evaluation.certify import certify
-from specjax.evaluation.teacher import target_output
+from specjax.interfaces import Batch, TargetView
 from specjax.jobs import certify as certify_job
 from specjax.jobs import distill as job
 from specjax.runtime import fingerprint
 from specjax.sampling import fresh_noise
 from specjax.testing.heads import BoundHeads, TrainedHeads
 from specjax.testing.toys import context, neutral_sampling
-from specjax.types import Batch, TargetView, reads_of
+from specjax.training.teacher import target_output
 from specjax.verifiers.speculative import Speculative
-from tests.distill.toys import Interrupt
 from tests.jobs.conftest import LENGTH
 from tests.jobs.test_distill import Recorder
+from tests.training.toys import Interrupt
 
 KIND = "specjax.testing.heads:Heads"
 LOW = config.Certify(new_tokens=8, total_variation=0.06, power=0.95)
@@ -110,7 +110,7 @@ def test_its_decoding_is_its_training_forward(trained):
     bound = BoundHeads(k, trainable.layer, target.config.hidden_size)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 300, (2, LENGTH + 1)), jnp.int32)
     batch = Batch(tokens[:, :-1], tokens[:, 1:], jnp.ones((2, LENGTH)))
-    out = jax.jit(target_output, static_argnums=(0, 3))(target.spec, target.params, batch, reads_of(trainable))
+    out = jax.jit(target_output, static_argnums=(0, 3))(target.spec, target.params, batch, trainable.reads)
     wanted = [prediction.logits for prediction in trainable.predictions(params, batch, out)]
     for length in (2, 3, 7, LENGTH):
         lengths = jnp.full(2, length, jnp.int32)

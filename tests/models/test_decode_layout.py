@@ -90,7 +90,7 @@ def test_the_originals_come_back_from_a_layout_bit_for_bit(changes, rounded):
 
 @pytest.mark.parametrize("tie", [False, True])
 def test_where_kernels_are_not_turned_they_are_fused_and_stay_as_they_are(monkeypatch, tie):
-    monkeypatch.setattr(backend, "turns_kernels", lambda: False)
+    monkeypatch.setattr(backend, "transposes_kernels", lambda: False)
     model = Model(dataclasses.replace(CONFIG, tie_embeddings=tie))
     params = model.init(jax.random.key(0))
     layout = DecodeLayout.of(model, params)
@@ -120,7 +120,7 @@ def test_a_layout_follows_what_is_replaced_in_a_model():
 def test_where_memory_is_dear_no_weight_is_there_twice(monkeypatch):
     """Beside the originals the layout is the same arrays; without them projections are fused, a layer at a time."""
     monkeypatch.setattr(backend, "keeps_copies", lambda: False)
-    monkeypatch.setattr(backend, "turns_kernels", lambda: False)
+    monkeypatch.setattr(backend, "transposes_kernels", lambda: False)
     model, prompts = transformer(0, tie_embeddings=False), [[1, 2, 3], [4]]
     before = jax.tree.map(np.array, model.params)
     beside = model.layout()

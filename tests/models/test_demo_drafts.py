@@ -12,8 +12,8 @@ import specjax
 from specjax.config import load_config
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.glide import Glide
-from specjax.jobs.exports import WEIGHTS
 from specjax.runtime import fingerprint
+from specjax.training.exports import WEIGHTS
 
 ROOT = Path(__file__).parents[2]
 DRAFTS = ("glide", "separate")

@@ -11,14 +11,14 @@ import pytest
 
 from specjax import backend
 from specjax.decode.decoder import Decoder
-from specjax.distill.init import SharedEnds
 from specjax.drafters.draft_model import DraftModel
-from specjax.drafters.loading import load_drafter
 from specjax.errors import ConfigError, ModelError
+from specjax.formats.loading import load_drafter
 from specjax.models import kernels
 from specjax.models.hf import LoadedModel, load_model, quantize_model, save_model
 from specjax.models.kernels.quantised import SCHEMES, Quantised
 from specjax.models.sharding import mesh_of
+from specjax.training.init.first_weights import SharedEnds
 from tests.cases import in_proof, transformer
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32}
@@ -32,7 +32,7 @@ def matrix(inputs: int = 256, outputs: int = 24) -> jax.Array:
 
 
 def quantised(name: str, turned: bool, monkeypatch, of: jax.Array | None = None) -> Quantised:
-    monkeypatch.setattr(backend, "turns_kernels", lambda: turned)
+    monkeypatch.setattr(backend, "transposes_kernels", lambda: turned)
     return Quantised.of(matrix() if of is None else of, SCHEMES[name])
 
 

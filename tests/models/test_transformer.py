@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.interfaces import Reads
 from specjax.models.cache import grow
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.hf import LoadedModel, load_model
 from specjax.models.products import attend
 from specjax.models.rotary import Rope, rotary_table, rotate
 from specjax.models.transformer import Model
-from specjax.types import Reads
 
 CONFIG = ModelConfig(
     vocab_size=37,

@@ -12,8 +12,8 @@ from specjax import sampling
 from specjax.drafters import draft_model, one_by_one
 from specjax.drafters.draft_model import BoundDraftModel
 from specjax.drafters.ngram import NGram
+from specjax.interfaces import Draft
 from specjax.models.attention.stored import Layer
-from specjax.types import Draft
 from specjax.verifiers import chain
 from tests.controllers import test_anticipation
 from tests.decode import test_blocks, test_decoder, test_lossless, test_options

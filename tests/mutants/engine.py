@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from specjax import sampling
 from specjax.decode import engine, programs
 from specjax.drafters.draft_model import BoundDraftModel
+from specjax.interfaces import Verdict
 from specjax.models import cache, decode_layout, layers
 from specjax.models.attention import blocks
 from specjax.models.kernels.quantised import Quantised
 from specjax.proposal import Proposal
-from specjax.types import Verdict
 from specjax.verifiers import greedy, matching
 from specjax.verifiers.chain import row
 from tests import test_sampling
@@ -268,12 +268,12 @@ def a_maximum_is_to_find_a_nan(patch):
 
 @mutant("not finite", test_invalid.test_a_token_that_overflows_ends_only_rows_that_hold_it, drafter="ngram")
 def values_that_overflowed_stay_in_the_cache(patch):
-    patch.setattr(layers, "seen_only_where_visible", lambda k, v: (k, v))
+    patch.setattr(layers, "isolate_nonfinite_kv", lambda k, v: (k, v))
 
 
 @mutant("not finite", test_invalid.test_a_token_that_overflows_ends_only_rows_that_hold_it, drafter="ngram")
 def who_sees_values_that_overflowed_reads_zeros(patch):
-    wrap(patch, layers, "seen_only_where_visible", lambda real: lambda k, v: (jnp.nan_to_num(k), real(k, v)[1]))
+    wrap(patch, layers, "isolate_nonfinite_kv", lambda real: lambda k, v: (jnp.nan_to_num(k), real(k, v)[1]))
 
 
 @mutant("not finite", test_invalid.test_a_draft_that_the_parameters_leave_nothing_of_is_cut_and_not_called_broken)

@@ -8,19 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.drafters import token_rows
+from specjax.drafters.block_memory import TargetAndBlockKV
 from specjax.drafters.dflash.convolution import Convolution
 from specjax.drafters.dflash.drafting import BoundDFlash
 from specjax.drafters.dflash.heads import Markov, Selector
 from specjax.drafters.dflash.model import Blocks, DFlashModel
 from specjax.drafters.eagle3 import FirstBlock
 from specjax.drafters.features import Kept
-from specjax.drafters.formats import serving, speculators
-from specjax.drafters.formats.envelope import Envelope
-from specjax.drafters.glide import GlideModel, Reading
+from specjax.drafters.glide import GlideModel
 from specjax.drafters.medusa import TrainedMedusa
 from specjax.drafters.p_eagle import PEagleModel
 from specjax.drafters.token_rows import BoundRows, Rows, TrainedRows
-from specjax.evaluation.matching import Matched
+from specjax.formats import serving, speculators
+from specjax.formats.envelope import Envelope
+from specjax.training.chunked_loss import Matched
 from tests.drafters import test_features, test_formats
 from tests.mutants.table import mutant, wrap
 
@@ -100,7 +101,7 @@ def a_block_sees_the_true_row_behind_its_root(patch):
 
         return mutated
 
-    wrap(patch, Reading, "attend", make)
+    wrap(patch, TargetAndBlockKV, "attend", make)
 
 
 @decoding
@@ -112,7 +113,7 @@ def a_block_does_not_see_what_it_drafted(patch):
 
         return mutated
 
-    wrap(patch, Reading, "attend", make)
+    wrap(patch, TargetAndBlockKV, "attend", make)
 
 
 @documents
@@ -232,7 +233,7 @@ sure = mutant(
     name="dspark_confident_gated",
     lossless=True,
 )
-taught = mutant("features", test_features.test_confidence_is_taught_what_the_distributions_share, lossless=True)
+loss_logits = mutant("features", test_features.test_confidence_is_taught_what_the_distributions_share, lossless=True)
 
 
 def of_training(real, changed):
@@ -317,9 +318,9 @@ def confidence_is_that_of_the_slot_before(patch):
     wrap(patch, DFlashModel, "confidence", make)
 
 
-@taught
+@loss_logits
 def candidates_are_all_that_is_taught(patch):
-    wrap(patch, Selector, "taught", lambda real: Selector.proposed)
+    wrap(patch, Selector, "loss_logits", lambda real: Selector.proposed)
 
 
 @kept_blocks

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax.decode import engine
-from specjax.drafters import glide
-from specjax.drafters.glide import BoundGlide, GlideModel, Own, Reading, TrainedGlide
-from specjax.models.attention.sight import Sight
+from specjax.drafters import block_memory, glide
+from specjax.drafters.block_memory import BlockKV, TargetAndBlockKV
+from specjax.drafters.glide import BoundGlide, GlideModel, TrainedGlide
+from specjax.models.attention.sight import AttentionMask
 from tests.drafters import test_glide
 from tests.mutants.table import Patch, mutant, wrap
 
@@ -88,7 +89,7 @@ def training_reads_the_root_from_the_target(patch):
 
         return mutated
 
-    wrap(patch, glide, "attend_to_both", make)
+    wrap(patch, block_memory, "attend_to_both", make)
 
 
 def _reached(patch: Patch, more: int) -> None:
@@ -98,7 +99,7 @@ def _reached(patch: Patch, more: int) -> None:
 
         return mutated
 
-    wrap(patch, glide, "attend_to_both", make)
+    wrap(patch, block_memory, "attend_to_both", make)
 
 
 @training
@@ -122,11 +123,11 @@ def own_keys_and_values_are_of_the_newest_token_alone(patch):
     def make(real):
         def mutated(self, q, k, v, scale=None, soft_cap=None):
             out, own = real(self, q, k, v, scale, soft_cap)
-            return out, Own(*(jnp.zeros_like(x) for x in own)) if self.own.keys.shape[2] > 1 else own
+            return out, BlockKV(*(jnp.zeros_like(x) for x in own)) if self.own.keys.shape[2] > 1 else own
 
         return mutated
 
-    wrap(patch, Reading, "attend", make)
+    wrap(patch, TargetAndBlockKV, "attend", make)
 
 
 @training
@@ -168,4 +169,4 @@ def decoding_forgets_the_windows(patch):
 
         return mutated
 
-    wrap(patch, Sight, "within", make)
+    wrap(patch, AttentionMask, "within", make)

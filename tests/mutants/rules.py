@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from specjax import sampling
-from specjax.types import CoupledNoise, Noise, Verdict
+from specjax.interfaces import CoupledNoise, Noise, Verdict
 from specjax.verifiers import chain, speculative
 from specjax.verifiers.block import Block
 from specjax.verifiers.chain import Acceptance, ChainVerifier, row

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from specjax import sampling
-from specjax.types import Noise
+from specjax.interfaces import Noise
 from tests import test_sampling
 from tests.decode import test_decoder, test_lossless, test_options
 from tests.mutants.table import Patch, mutant, replaced, wrap

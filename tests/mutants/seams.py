@@ -121,7 +121,7 @@ def the_view_of_the_cache_shows_the_root_too(patch):
 @mutant("length", test_seams.test_a_fixed_length_is_that_of_a_shorter_drafter, lossless=True)
 def the_chosen_length_is_ignored(patch):
     patch.setattr("specjax.controllers.fixed.Fixed.choose", lambda self, state, context: None)
-    patch.setattr("specjax.controllers.fixed.Fixed.rungs", ())
+    patch.setattr("specjax.controllers.fixed.Fixed.compiled_lengths", ())
 
 
 @mutant("length", CHANGING, drafter="tree", mode="greedy", lossless=True)
@@ -129,7 +129,7 @@ def the_controller_learns_nothing_of_a_block(patch):
     patch.setattr(Changing, "adapt", lambda self, state, outcome: state)
 
 
-@mutant("length", CUT_BEFORE_DRAWN, controller="survival")
+@mutant("length", CUT_BEFORE_DRAWN, controller="rows")
 def the_length_is_chosen_by_what_was_drawn(patch):
     """The best for its time, by the probabilities of the block's own tokens."""
 
@@ -149,7 +149,7 @@ def the_length_is_chosen_by_what_was_drawn(patch):
     wrap(patch, engine, "propose", make)
 
 
-@mutant("length", CUT_BEFORE_DRAWN, controller="survival")
+@mutant("length", CUT_BEFORE_DRAWN, controller="rows")
 def a_block_is_cut_behind_its_last_likely_token(patch):
     """So that nothing is fed that is hardly kept."""
 
@@ -163,7 +163,7 @@ def a_block_is_cut_behind_its_last_likely_token(patch):
 
         return mutated
 
-    wrap(patch, engine, "shortened", make)
+    wrap(patch, engine, "truncate_block", make)
 
 
 @mutant("rows", test_scheduler.test_no_finished_row_sizes_a_bucket, lossless=True)

@@ -12,17 +12,22 @@ import numpy as np
 
 from specjax import metrics
 from specjax.data import rows
-from specjax.distill import distributions, init, losses, optimizer, selection, step, teacher_cache
-from specjax.distill.sources import on_policy
-from specjax.evaluation import matching
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime import checkpoint, fingerprint, progress_lines, store
 from specjax.runtime.checkpoint import Checkpoints
-from specjax.runtime.layout import Layout
 from specjax.runtime.log import Log
+from specjax.training import chunked_loss as matching
+from specjax.training import distributions, losses, optimizer, selection, step, teacher_cache
+from specjax.training.init import first_weights as init
+from specjax.training.layout import Layout
+from specjax.training.sources import on_policy
 from tests import test_metrics
 from tests.data import test_rows
-from tests.distill import (
+from tests.models import test_vocabulary
+from tests.mutants.table import Patch, mutant, wrap
+from tests.runtime import test_checkpoint, test_fingerprint, test_log, test_progress, test_store
+from tests.training import test_chunked_loss as test_matching
+from tests.training import (
     test_init,
     test_losses,
     test_on_policy,
@@ -35,10 +40,6 @@ from tests.distill import (
     test_trainer,
     toys,
 )
-from tests.evaluation import test_matching
-from tests.models import test_vocabulary
-from tests.mutants.table import Patch, mutant, wrap
-from tests.runtime import test_checkpoint, test_fingerprint, test_log, test_progress, test_store
 
 # The losses, against their float64 references.
 
@@ -478,7 +479,7 @@ def what_fills_up_a_chunk_counts(patch):
 
 @mutant("chunks", CHUNKS, draft="separate", loss="of whole rows")
 def a_loss_chooses_among_the_positions_of_a_chunk(patch):
-    patch.setattr(step, "choice_of", lambda loss, scores, weight: None)
+    patch.setattr(losses.Sum, "choose", lambda self, scores, weight: None)
 
 
 @mutant("chunks", CHUNKS, draft="glide", loss="kl")

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 import transformers
 
 from specjax.models.hf import LoadedModel, save_model
-from tests.distill.test_init import drafted, model
 from tests.models.test_families import random_tokens
+from tests.training.test_init import drafted, model
 
 
 @pytest.mark.parametrize(

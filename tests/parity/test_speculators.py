@@ -21,18 +21,19 @@ import optax
 import pytest
 import safetensors.numpy
 
-from specjax.distill.losses import CrossEntropy, ForwardKL
-from specjax.drafters import eagle3, formats, mtp, p_eagle
+from specjax import formats
+from specjax.drafters import eagle3, mtp, p_eagle
 from specjax.drafters.dflash.model import DFlashModel
 from specjax.drafters.dflash.training import TrainedDFlash
 from specjax.drafters.features import Kept, LoadedDraft
-from specjax.drafters.formats import torch_file
 from specjax.errors import ModelError
+from specjax.formats import torch_file
+from specjax.interfaces import Batch, FullLogits, Output
 from specjax.metrics import alpha_per_position
 from specjax.models.config import LayerKind, ModelConfig, Norm
 from specjax.models.rotary import Rope
 from specjax.models.vocabulary import NEVER
-from specjax.types import Batch, FullLogits, Output
+from specjax.training.losses import CrossEntropy, ForwardKL
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 torch = pytest.importorskip("torch")

@@ -115,7 +115,7 @@ def make_results() -> dict:
     return {
         "name": "demo",
         "date": "2025-11-21T02:10:00+00:00",
-        "command": "python experiments/pipeline.py configs/demo.yaml",
+        "command": "specjax run configs/demo.yaml",
         "config_yaml": "target:\n  path: models/demo-target\ndata:\n  path: python-stdlib\nbench:\n  ks: [3, 5, 7]\n",
         "machine": {
             "cpu": "AMD EPYC 7B13", "cores": 2, "memory_gb": 7.8, "python": "3.11.14", "jax": "0.10.2",

@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from specjax.planning.cost_model import GREEDY, BatchCosts, Check, CostModel, DrafterCosts, Line
-from specjax.planning.devices import Device
-from specjax.planning.prediction import DraftEconomics, Prediction
-from specjax.planning.roofline import Pass, Work
-from specjax.planning.training import TrainingCost, computed_training
+from specjax.costs.cost_model import GREEDY, BatchCosts, Check, CostModel, DrafterCosts, Line
+from specjax.costs.devices import Device
+from specjax.costs.prediction import DraftEconomics, Prediction
+from specjax.costs.roofline import Pass, Work
+from specjax.costs.training import TrainingCost, computed_training
 from specjax.report import planning
 
 matplotlib.use("agg")

@@ -17,7 +17,7 @@ from specjax.errors import TrainingError
 from specjax.runtime import checkpoint
 from specjax.runtime.checkpoint import Checkpoints
 from tests import processes
-from tests.distill.toys import assert_same
+from tests.training.toys import assert_same
 
 ROOT = Path(__file__).parents[2]
 

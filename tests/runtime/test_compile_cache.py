@@ -15,7 +15,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
-from specjax.evaluation.costs import count_compiles
+from specjax.costs.timer import count_compiles
 from specjax.models.hf import save_model
 from specjax.runtime import compile_cache
 from specjax.runtime.compile_cache import SWITCH, keep_programs, programs_kept
@@ -101,7 +101,7 @@ import sys
 
 import jax
 import specjax
-from specjax.evaluation.costs import count_compiles
+from specjax.costs.timer import count_compiles
 from specjax.models.hf import save_model
 from specjax.runtime.compile_cache import keep_programs
 

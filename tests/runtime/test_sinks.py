@@ -11,8 +11,8 @@ from specjax.errors import ConfigError
 from specjax.jobs import distill as job
 from specjax.runtime import sinks
 from specjax.runtime.progress import no_bars
-from tests.distill import toys
-from tests.distill.toys import Interrupt
+from tests.training import toys
+from tests.training.toys import Interrupt
 
 
 def trained(bars, directory, stop=None):

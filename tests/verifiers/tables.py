@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.types import Draft, VerdictDistribution
+from specjax.interfaces import Draft, VerdictDistribution
 
 
 class Tables:

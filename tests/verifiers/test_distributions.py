@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from specjax import registry, sampling
-from specjax.types import Draft, Noise
+from specjax.interfaces import Draft, Noise
 from specjax.verifiers.block import Block
 from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.greedy import Greedy

@@ -1,5 +1,5 @@
-"""Layers whose slots blend into those behind them (DFlash2): a short causal convolution inside the block before and
-behind each sublayer, whose taps each slot shifts, by groups of channels.
+"""Layers of DFlash2, whose slots blend into the slots after them: a short causal convolution inside the block before
+and after each sublayer. Each slot shifts the taps, by groups of channels.
 
 Dims: B rows, T slots of whole blocks, K taps, G groups, H hidden.
 """
@@ -20,7 +20,8 @@ from specjax.models.transformer import Block, normed
 
 
 class Convolution(nnx.Module):
-    """Around one sublayer: at first it changes nothing. ``slots``: of a block, over whose edges nothing goes."""
+    """Convolutions around one sublayer, which begin as the identity. ``slots``: number of slots of a block; nothing
+    crosses its edges."""
 
     def __init__(self, hidden: int, slots: int, taps: int, group: int, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.slots, self.taps, self.groups = slots, taps, hidden // group
@@ -29,7 +30,8 @@ class Convolution(nnx.Module):
         self.projection.kernel[...] = jnp.zeros_like(self.projection.kernel[...])
 
     def around(self, sublayer: Callable[[Array], Array], x: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
-        """``sublayer`` of ``x``, which says what its slots take of those before, on the way in and on the way out."""
+        """``sublayer`` of ``x`` between the two convolutions. ``x`` also sets what each slot takes of those before it,
+        in both."""
         shifts = self.projection(x).reshape(*x.shape[:2], 2, self.taps, self.groups)
         return self._blended(sublayer(self._blended(x, shifts, 0)), shifts, 1)
 
@@ -45,7 +47,8 @@ class Convolution(nnx.Module):
 
 
 class ConvolvedBlock(Block):
-    """A layer with both. Its injected keys and values pass none."""
+    """A transformer layer with convolutions around attention and MLP. Injected keys and values do not pass through
+    them."""
 
     def __init__(
         self, config: ModelConfig, kind: LayerKind, sizes: tuple[int, int, int], *, rngs: nnx.Rngs, dtype: DTypeLike
@@ -55,7 +58,7 @@ class ConvolvedBlock(Block):
         self.mlp_conv = Convolution(config.hidden_size, *sizes, rngs=rngs, dtype=dtype)
 
     def __call__(self, x, rotary, memory: Attended):
-        """As of `Block`; the keys and values are those of blended slots."""
+        """Output of the layer, as that of `Block`; its keys and values are those of blended slots."""
         kept = []
 
         def attention(read: Array) -> Array:

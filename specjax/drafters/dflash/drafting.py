@@ -1,6 +1,6 @@
-"""How a block is decoded.
+"""Decoding of the blocks of DFlash, DSpark and DFlash2.
 
-Dims: B rows, T tokens fed, N slots of a block, K tokens of it, H hidden, R what is read of the tokens before.
+Dims: B rows, T tokens fed, N slots of a block, K proposed tokens of it, H hidden, R features of the token before.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from specjax.drafters.dflash.model import DFlashModel
 from specjax.drafters.features import BoundFeatures, FeatureDrafter
 from specjax.drafters.one_by_one import one_by_one, root_of
 from specjax.drafters.token_rows import with_a_token_before
+from specjax.interfaces import Context, Draft, Outcome, Output, Params, TargetView
 from specjax.models.attention.memory import memories
 from specjax.models.cache import KVCache
-from specjax.types import Context, Draft, Outcome, Output, Params, TargetView
 
 
 @dataclasses.dataclass(frozen=True)
 class BoundDFlash(BoundFeatures):
-    """What the engine runs; its state is the cache of what is injected, token t in slot t."""
+    """The bound form, which the engine runs. Its state is the cache of injected keys and values, token t in slot t."""
 
     model: DFlashModel
 
@@ -40,11 +40,12 @@ class BoundDFlash(BoundFeatures):
         target_out: Output,
         start: Int[Array, " B"] | None = None,
     ) -> KVCache:
-        """With the prompt's tokens; what is written behind them is overwritten."""
+        """The state with the prompt's tokens injected; the padding written after them is overwritten later."""
         return self._kept(params, state, target_out, jnp.zeros(len(tokens), jnp.int32) if start is None else start)
 
     def draft(self, params: Params, target: TargetView, state: KVCache, context: Context) -> tuple[Draft, KVCache]:
-        """All slots in one pass, and then the tokens, one after the other where they depend on each other."""
+        """A proposal made of all slots in one pass; its tokens are then drawn, in sequence where they depend on each
+        other."""
         model, at = self.model, (context.lengths - 1)[:, None]
         root = root_of(context)
         memory = model.blocks(state.fold().layers, model.sights(at))
@@ -64,7 +65,7 @@ class BoundDFlash(BoundFeatures):
         return with_a_token_before(draft, context), state
 
     def commit(self, params: Params, state: KVCache, outcome: Outcome) -> KVCache:
-        """With the root and what was kept behind it."""
+        """The state with the root and the accepted tokens after it injected."""
         return self._kept(params, state, outcome.target_out, outcome.context.lengths - 1)
 
     def _kept(self, params: Params, cache: KVCache, target_out: Output, start: Int[Array, " B"]) -> KVCache:
@@ -97,7 +98,7 @@ class DSpark(FeatureDrafter):
 @dataclasses.dataclass(frozen=True)
 class DFlash2(FeatureDrafter):
     """A `DFlash` draft whose slots blend into their neighbours, and whose tokens are chosen among a few candidates by
-    how they follow each other (builds on 2602.06036)."""
+    how well they follow each other (builds on 2602.06036)."""
 
     kind: Literal["dflash2"] = "dflash2"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Name in the registry, in configs and in results."""

@@ -1,4 +1,4 @@
-"""What follows the slots of a block: how a token depends on the one before it, and how likely it is to be kept.
+"""Heads after the slots of a block, which make a token depend on the one before it.
 
 Dims: B rows, T slots, R rank, C candidates, H hidden, V vocabulary, W ids that the draft can propose.
 """
@@ -25,7 +25,8 @@ def codebook(size: int, rank: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.P
 
 
 class Markov(nnx.Module):
-    """What the token before says about the next one (DSpark): a bias of low rank, gated by the slot or with a state."""
+    """A low-rank bias on a token's logits, made of the token before (DSpark): alone, gated by the slot, or with a
+    state."""
 
     def __init__(
         self, kind: Sequential, ids: int, size: int, rank: int, hidden: int, *, rngs: nnx.Rngs, dtype: DTypeLike
@@ -34,18 +35,18 @@ class Markov(nnx.Module):
         self.rank = rank
         self.w1 = codebook(ids, rank, rngs=rngs, dtype=dtype)
         self.w2 = linear(rank, size)
-        self.w2.kernel[...] = jnp.zeros_like(self.w2.kernel[...])  # at first it says nothing
+        self.w2.kernel[...] = jnp.zeros_like(self.w2.kernel[...])  # the bias begins as zero
         self.gate_proj = linear(hidden + rank, rank, True) if kind == "gated" else None
         self.joint_proj = linear(2 * rank + hidden, 3 * rank, True) if kind == "rnn" else None
 
     def embedded(self, before: Int[Array, "B T"]) -> Float[Array, "B T R"]:
-        """The tokens before, as they are read."""
+        """Low-rank embeddings of the tokens ``before``."""
         return self.w1[...][before]
 
     def __call__(
         self, state: Float[Array, "B T R"], before: Int[Array, "B T"], hidden: Float[Array, "B T H"]
     ) -> tuple[Array, Array]:
-        """(state, what `w2` makes a bias of) for the token after ``before``, at slots ``hidden``."""
+        """(state, input of `w2`, which makes the bias) for the token after ``before``, at slots ``hidden``."""
         read = self.embedded(before).astype(hidden.dtype)
         if self.gate_proj is not None:
             return state, read * jax.nn.sigmoid(self.gate_proj(jnp.concatenate([hidden, read], axis=-1)))
@@ -58,15 +59,15 @@ class Markov(nnx.Module):
         return state, jnp.tanh(out)
 
     def proposed(self, unary: Float[Array, "B T W"], read: Float[Array, "B T R"]) -> Float[Array, "B T W"]:
-        """Logits that a token is drawn from, of those that its slot gives alone."""
+        """Logits that a token is drawn from: ``unary``, those of its slot alone, with the bias added."""
         return unary + self.w2(read, wide=True)
 
-    taught = proposed
+    loss_logits = proposed
     """Logits that training compares."""
 
 
 class Selector(nnx.Module):
-    """A few candidates, the slot's own best, scored by how well each follows the token before (DFlash2)."""
+    """The best candidates of a slot, scored by how well each follows the token before (DFlash2)."""
 
     def __init__(self, ids: int, rank: int, count: int, hidden: int, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.rank, self.count = rank, count
@@ -77,21 +78,21 @@ class Selector(nnx.Module):
     def __call__(
         self, state: Any, before: Int[Array, "B T"], hidden: Float[Array, "B T H"]
     ) -> tuple[Any, Float[Array, "B T R"]]:
-        """(state, what candidates are scored with) for the token after ``before``, at slots ``hidden``."""
+        """(state, vector that scores the candidates) for the token after ``before``, at slots ``hidden``."""
         return state, self.predecessor[...][before].astype(hidden.dtype) * self.hidden_projection(hidden)
 
     def scored(self, unary: Float[Array, "B T V"], read: Float[Array, "B T R"]) -> tuple[Array, Array]:
-        """The candidates' (ids ``[B, T, C]``, scores)."""
+        """Candidates of each slot: (ids ``[B, T, C]``, scores)."""
         best, ids = jax.lax.top_k(unary, self.count)
         follows = self.successor[...][ids].astype(jnp.float32)
         return ids, best + jnp.einsum("btr,btcr->btc", read.astype(jnp.float32), follows)
 
     def proposed(self, unary: Float[Array, "B T V"], read: Float[Array, "B T R"]) -> Float[Array, "B T V"]:
-        """Logits that a token is drawn from: no candidate, no chance."""
+        """Logits that a token is drawn from: ids that are no candidates have probability 0."""
         ids, scores = self.scored(unary, read)
         return jnp.put_along_axis(jnp.full_like(unary, NEVER), ids, scores, axis=-1, inplace=False)
 
-    def taught(self, unary: Float[Array, "B T V"], read: Float[Array, "B T R"]) -> Float[Array, "B T V"]:
-        """Logits that training compares: of the others those of the slot alone, so that they can become candidates."""
+    def loss_logits(self, unary: Float[Array, "B T V"], read: Float[Array, "B T R"]) -> Float[Array, "B T V"]:
+        """Logits that training compares: other ids keep those of the slot alone, so that they can become candidates."""
         ids, scores = self.scored(unary, read)
         return jnp.put_along_axis(unary, ids, scores, axis=-1, inplace=False)

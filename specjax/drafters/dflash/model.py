@@ -1,7 +1,7 @@
-"""The forward pass of a block, and what its tokens are drawn from.
+"""The forward pass of a block, and the logits that its tokens are drawn from.
 
-Dims: B rows, T positions, A blocks, N slots of each, K tokens of it, R what is read of the tokens before, H hidden, W
-ids that the draft can propose, V vocabulary.
+Dims: B rows, T positions, A blocks, N slots of each, K tokens of it, R features of the token before, H hidden, W ids
+that the draft can propose, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from jaxtyping import Array, Float, Int
 from specjax.drafters.dflash.convolution import ConvolvedBlock
 from specjax.drafters.dflash.heads import Markov, Selector, Sequential
 from specjax.drafters.features import FeatureModel, embedding_and_head, head_rows, of_hidden
+from specjax.interfaces import PLAIN, Output, Params, TrainingForm
 from specjax.models.attention.blocks import attend_to_both
 from specjax.models.attention.memory import Attended
-from specjax.models.attention.sight import Sight
+from specjax.models.attention.sight import AttentionMask
 from specjax.models.attention.stored import Layer
 from specjax.models.layers import Linear, make_norm
 from specjax.models.rotary import rotary_table
 from specjax.models.training import gathered
 from specjax.models.transformer import Block
-from specjax.types import PLAIN, Output, Params, TrainingForm
 
 
 class Net(nnx.Module):
-    """The weights."""
+    """Weights of the draft."""
 
     def __init__(self, spec: DFlashModel, *, rngs: nnx.Rngs):
         config, dtype = spec.config, spec.dtype
@@ -40,11 +40,10 @@ class Net(nnx.Module):
         self.hidden_norm = make_norm(config, size, dtype=dtype)
         self.layers = nnx.List([self._layer(spec, i, rngs) for i in range(config.num_layers)])
         self.norm = make_norm(config, size, dtype=dtype)
-        if spec.markov_rank:
-            kind, rank = spec.markov, spec.markov_rank
-            self.markov = Markov(kind, ids, head_rows(spec), rank, size, rngs=rngs, dtype=dtype)
-        if spec.candidates:
-            self.selector = Selector(ids, spec.selector_rank, spec.candidates, size, rngs=rngs, dtype=dtype)
+        kind, rank = spec.markov, spec.markov_rank
+        self.markov = Markov(kind, ids, head_rows(spec), rank, size, rngs=rngs, dtype=dtype) if rank else None
+        sizes = spec.selector_rank, spec.candidates, size
+        self.selector = Selector(ids, *sizes, rngs=rngs, dtype=dtype) if spec.candidates else None
         if spec.confident:
             self.confidence = Linear(size + spec.confident_rank, 1, True, rngs=rngs, dtype=dtype)
 
@@ -57,21 +56,22 @@ class Net(nnx.Module):
 
     @property
     def sequence(self) -> Markov | Selector | None:
-        """How a token depends on the one before; None: not at all."""
-        return getattr(self, "markov", getattr(self, "selector", None))
+        """The head that makes a token depend on the one before; None: tokens are independent."""
+        return self.markov or self.selector
 
 
 @flax.struct.dataclass
 class Blocks:
-    """The slots of each of A blocks see the injected keys and values that they have ``sight`` of, and each other."""
+    """Memory of the slots of A blocks: each slot sees the injected keys and values that ``sight`` allows, and the slots
+    of its block, with ``causal`` none after itself."""
 
     injected: Layer
-    sight: Sight
+    sight: AttentionMask
     slots: int = flax.struct.field(pytree_node=False)
     causal: bool = flax.struct.field(pytree_node=False, default=False)
 
     def attend(self, q, k, v, scale: float | None = None, soft_cap: float | None = None) -> tuple[Array, tuple[()]]:
-        """See `specjax.models.attention.memory.Attended`."""
+        """Attention output, and nothing to cache, see `specjax.models.attention.memory.Attended`."""
         batch, fed = k.shape[:2]
 
         def of_block(x: Float[Array, "B T G C"]) -> Float[Array, "B T N G C"]:
@@ -87,14 +87,16 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class DFlashModel(FeatureModel):
-    """See `FeatureModel`. ``slots``: of a block, the root's among them; ``mask_token``: an id whose embedding the
-    others begin with; ``from_root``: slot s predicts the token behind its own, not its own, so that a block has one
-    more; ``window_at_root``: layers with a window see as much before the root from every slot, and not from each slot
-    its own; ``causal_window``: in those, a slot sees none behind it.
+    """Forward pass of DFlash, DSpark and DFlash2, see `FeatureModel`. ``slots``: slots of a block, the root's included;
+    ``mask_token``: id whose embedding the others begin with; ``from_root``: True if slot s predicts the token after its
+    own, not its own, so that a block proposes one more; ``window_at_root``: True if windows are counted from the root
+    for all slots, False if from each slot; ``causal_window``: True if a slot of a layer with a window sees none after
+    it.
 
-    ``markov_rank`` (`Markov`) or ``candidates`` of ``selector_rank`` (`Selector`): how a token depends on the one
-    before it; both 0: not at all. ``taps`` in groups of ``group`` channels: of `Convolution`; 0: there is none.
-    ``confident``: it says how likely a token is to be kept; ``confident_of_markov``: by the token before it, too.
+    ``markov_rank`` (`Markov`) or ``candidates`` of ``selector_rank`` (`Selector`): sizes of the head that makes a token
+    depend on the one before it; both 0: none. ``taps`` in groups of ``group`` channels: sizes of `Convolution`; 0:
+    none. ``confident``: True if it predicts how likely a token is to be accepted; ``confident_of_markov``: True if that
+    prediction reads the token before, too.
     """
 
     slots: int = 8
@@ -118,25 +120,25 @@ class DFlashModel(FeatureModel):
 
     @property
     def rank(self) -> int:
-        """Numbers that are read of the token before, beside those that confidence reads."""
+        """Number of features of the token before that its logits read, beside those that confidence reads."""
         return self.markov_rank or self.selector_rank
 
     @property
     def confident_rank(self) -> int:
-        """Those that confidence reads."""
+        """Number of features of the token before that confidence reads."""
         return self.markov_rank if self.confident_of_markov else 0
 
     # --- the block --------------------------------------------------------------------------------------------------
 
     def injected(self, params: Params, target_out: Output) -> Float[Array, "B T H"]:
-        """What is read of verified tokens, the same in every layer."""
+        """Features of verified tokens, which every layer reads as keys and values."""
         module = self.module(params)
         return module.hidden_norm(module.fc(jnp.concatenate(of_hidden(target_out, self.dtype), axis=-1)))
 
     def keys_values(
         self, params: Params, injected: Float[Array, "B T H"], positions: Int[Array, "B T"], memory: Sequence[Attended]
     ) -> list[tuple[Any, tuple[Array, Array]]]:
-        """Each layer's (what its memory keeps, keys and values) of what is injected."""
+        """Each layer's (result of its memory, keys and values) of the ``injected`` features."""
         module, found = self.module(params), []
         for i, block in enumerate(module.layers):
             rope = self.config.layer(i).rope
@@ -152,7 +154,7 @@ class DFlashModel(FeatureModel):
         memory: Sequence[Attended],
         form: TrainingForm = PLAIN,
     ) -> Float[Array, "B A N H"]:
-        """What the head reads, of all slots of the blocks that begin with ``roots``."""
+        """Input of the head, at all slots of the blocks that begin with ``roots``."""
         module = self.module(gathered(params, form.sharding))
         slot = jnp.arange(self.slots, dtype=jnp.int32)[None, None]
         tokens = jnp.where(slot == 0, roots[..., None], self.mask_token).reshape(len(roots), -1)
@@ -167,22 +169,22 @@ class DFlashModel(FeatureModel):
         return x if multiplier == 1 else x * jnp.asarray(multiplier, x.dtype)
 
     def of_place(self, place: int) -> int:
-        """The slot that predicts the token at ``place`` 0 .. K-1 of a block."""
+        """The slot that predicts the token at depth ``place``, 0 .. K-1."""
         return place + (not self.from_root)
 
-    def sights(self, roots: Int[Array, "B A"], segments: Any = None, places: Any = None) -> list[Sight]:
-        """What the slots of these blocks see of what is injected before their roots, by layer. ``places``: of keys,
-        where they are not their numbers."""
+    def sights(self, roots: Int[Array, "B A"], segments: Any = None, places: Any = None) -> list[AttentionMask]:
+        """Injected keys that the slots of these blocks see, all before their roots, by layer. ``places``: positions of
+        the keys; None: their numbers."""
         slot = jnp.arange(self.slots, dtype=jnp.int32)[None, None]
         last = jnp.broadcast_to(roots[..., None] - 1, (*roots.shape, self.slots)).reshape(len(roots), -1)
         at = last if self.window_at_root else (roots[..., None] + slot).reshape(len(roots), -1)
         return [
-            Sight(last, segments=segments).within(self.config.layer(i).window, at, places)
+            AttentionMask(last, segments=segments).within(self.config.layer(i).window, at, places)
             for i in range(self.config.num_layers)
         ]
 
-    def blocks(self, layers: Sequence[Any], sights: Sequence[Sight]) -> list[Blocks]:
-        """What the slots attend to, by layer."""
+    def blocks(self, layers: Sequence[Any], sights: Sequence[AttentionMask]) -> list[Blocks]:
+        """Memory that the slots attend to, one for each layer."""
         windows = [self.config.layer(i).window for i in range(self.config.num_layers)]
         each = zip(layers, sights, windows, strict=True)
         return [
@@ -192,7 +194,8 @@ class DFlashModel(FeatureModel):
     # --- its tokens, in sequence ------------------------------------------------------------------------------------
 
     def before_first(self, module: Any, roots: Int[Array, "B A"], final: Float[Array, "B A N H"]) -> Array:
-        """The state of what is drawn in sequence: it has read the slot of the root where that predicts nothing."""
+        """State before the first token is drawn in sequence. It has read the root's slot if that slot predicts
+        nothing."""
         state = jnp.zeros((*roots.shape, self.markov_rank), final.dtype)
         if not self.markov_rank or self.from_root:
             return state
@@ -201,7 +204,7 @@ class DFlashModel(FeatureModel):
     def read(
         self, module: Any, state: Array, before: Int[Array, "B T"], hidden: Float[Array, "B T H"]
     ) -> tuple[Array, Float[Array, "B T R"]]:
-        """(state, what is read of the tokens ``before``) at slots ``hidden``."""
+        """(state, features of the tokens ``before``) at slots ``hidden``."""
         sequence = module.sequence
         if sequence is None:
             return state, hidden[..., :0]
@@ -211,22 +214,22 @@ class DFlashModel(FeatureModel):
         return state, read
 
     def unary(self, module: Any, hidden: Float[Array, "B T H"]) -> Float[Array, "B T W"]:
-        """What a slot says of its token by itself."""
+        """Logits that a slot gives by itself, whatever the token before."""
         return self.scaled(module.head(hidden, wide=True))
 
     def logits(
-        self, module: Any, unary: Float[Array, "B T W"], read: Float[Array, "B T R"], taught: bool = False
+        self, module: Any, unary: Float[Array, "B T W"], read: Float[Array, "B T R"], loss_logits: bool = False
     ) -> Float[Array, "B T V"]:
-        """Over the target's vocabulary; ``taught``: those that training compares."""
+        """Logits over the target's vocabulary; ``loss_logits``: True for those that training compares."""
         sequence = module.sequence
         if sequence is not None:
-            make = sequence.taught if taught else sequence.proposed
+            make = sequence.loss_logits if loss_logits else sequence.proposed
             unary = make(unary, read[..., : self.rank])
         return self.over_all(unary)
 
     def confidence(
         self, module: Any, hidden: Float[Array, "B T H"], read: Float[Array, "B T R"]
     ) -> Float[Array, "B T"]:
-        """The logit of the chance that a token is kept if those before it are."""
+        """The logit of the chance that a token is accepted if those before it are."""
         behind = read[..., self.rank :]
         return module.confidence(jnp.concatenate([hidden, behind.astype(hidden.dtype)], axis=-1), wide=True)[..., 0]

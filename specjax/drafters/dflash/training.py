@@ -1,6 +1,6 @@
-"""How it is trained: on blocks that begin at random roots of a row.
+"""Training of DFlash, DSpark and DFlash2, on blocks that begin at random roots of a row.
 
-Dims: B rows, T positions, A anchors, N slots of a block, C positions at a time, D what a prediction is made of, H
+Dims: B rows, T positions, A anchors, N slots of a block, C positions at a time, D input features of a prediction, H
 hidden, V vocabulary.
 """
 
@@ -19,13 +19,13 @@ from jaxtyping import Array, Float, Int
 
 from specjax.drafters.dflash.drafting import DFlash, DFlash2, DSpark
 from specjax.drafters.features import TrainedFeatureDraft
+from specjax.interfaces import Batch, Output, Params, Prediction
 from specjax.models.attention.stored import Layer
-from specjax.types import Batch, Output, Params, Prediction
 
 
 @flax.struct.dataclass
 class _Nothing:
-    """In place of what is attended to where only keys and values are asked for."""
+    """Stand-in for a memory where only keys and values are asked for: attention gives zeros."""
 
     def attend(self, q, k, v, scale: float | None = None, soft_cap: float | None = None) -> tuple[Array, tuple[()]]:
         return jnp.zeros_like(q), ()
@@ -33,9 +33,10 @@ class _Nothing:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedDFlash(TrainedFeatureDraft):
-    """In training. ``anchors``: blocks of a row, None: one at every position; ``every``: one at every position, and
-    ``anchors`` of them at a time; ``gamma``: places over which the weight of a place falls by e; ``depths``: places
-    that are predicted, None: all; ``confidence``: how much its error counts beside the loss."""
+    """A DFlash draft in training. ``anchors``: number of blocks of a row; None: one at every position; ``every``: True
+    for one at every position, ``anchors`` of them at a time; ``gamma``: number of depths over which a depth's weight
+    falls by a factor e; ``depths``: number of depths that are predicted; None: all; ``confidence``: weight of the
+    confidence head's error beside the loss."""
 
     anchors: int | None = 64
     every: bool = False
@@ -46,8 +47,8 @@ class TrainedDFlash(TrainedFeatureDraft):
     draws: ClassVar[bool] = True
 
     def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
-        """One of all anchors by place. What it reads and predicts lies in the anchor's document, or it does not
-        count."""
+        """One prediction a depth, at all anchors. It counts only if all that it reads and predicts lies in the anchor's
+        document."""
         assert target_out is not None
         model: Any = self.model
         roots, counts = self._roots(batch)
@@ -57,9 +58,9 @@ class TrainedDFlash(TrainedFeatureDraft):
         places = model.most if self.depths is None else self.depths
         shares = [math.exp(-place / self.gamma) for place in range(places)]
         logits = functools.partial(self._logits, params)
-        more: dict[str, Any] = {"kept": model.proposable}
+        more: dict[str, Any] = {"kept": model.in_vocabulary}
         if model.candidates:
-            more["taught"] = functools.partial(self._logits, params, taught=True)
+            more["loss_logits"] = functools.partial(self._logits, params, loss_logits=True)
         if model.confident:
             more |= {"confidence": functools.partial(self._confidence, params), "confidence_share": self.confidence}
         for place, share in enumerate(shares):
@@ -71,11 +72,13 @@ class TrainedDFlash(TrainedFeatureDraft):
             made_of = jnp.concatenate([hidden, read], axis=-1)
             yield Prediction(made_of, logits, weight, rows, share / sum(shares), **more)
 
-    def _logits(self, params: Params, made_of: Float[Array, "B C D"], taught: bool = False) -> Float[Array, "B C V"]:
+    def _logits(
+        self, params: Params, made_of: Float[Array, "B C D"], loss_logits: bool = False
+    ) -> Float[Array, "B C V"]:
         model: Any = self.model
         hidden, read = jnp.split(made_of, (model.config.hidden_size,), axis=-1)
         module = model.module(params)
-        return model.logits(module, model.unary(module, hidden), read, taught)
+        return model.logits(module, model.unary(module, hidden), read, loss_logits)
 
     def _confidence(self, params: Params, made_of: Float[Array, "B C D"]) -> Float[Array, "B C"]:
         model: Any = self.model
@@ -83,8 +86,9 @@ class TrainedDFlash(TrainedFeatureDraft):
         return model.confidence(model.module(params), hidden, read)
 
     def _roots(self, batch: Batch) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
-        """Random ones, by the row's text and the step, and whether they count: a document's first token has nothing
-        before it. Those of the part ``batch.number`` where there is one at ``every`` position."""
+        """Positions of the roots, and 1.0 for each that counts: a document's first token has nothing before it. The
+        row's text and the step determine random roots. With a block at ``every`` position, the roots are those of the
+        part ``batch.number``."""
         tokens = jnp.asarray(batch.tokens)
         counts = (batch.token_positions > 0) & (jnp.asarray(batch.weight) > 0)
         numbers = None if batch.number is None else jnp.asarray(batch.number)
@@ -93,7 +97,7 @@ class TrainedDFlash(TrainedFeatureDraft):
             first = 0 if numbers is None else -(-length // parts) * numbers[:, None]
             roots = first + jnp.arange(-(-length // parts), dtype=jnp.int32)[None]
             roots = jnp.broadcast_to(roots, (len(tokens), roots.shape[1]))
-            # Beyond the row's end there is none: the last part may be shorter.
+            # The last part may be shorter: a root beyond the row's end does not count.
             counts = jnp.take_along_axis(counts, roots, axis=1, mode="fill", fill_value=False)
             return jnp.minimum(roots, length - 1), counts.astype(jnp.float32)
 
@@ -109,7 +113,7 @@ class TrainedDFlash(TrainedFeatureDraft):
 
     @staticmethod
     def _weight(batch: Batch, roots: Int[Array, "B A"], rows: Int[Array, "B A"]) -> Float[Array, "B A"]:
-        """Of the predictions of the target's ``rows``."""
+        """Weight of the predictions of the target's positions ``rows``."""
         weight = jnp.take_along_axis(jnp.asarray(batch.weight), rows, axis=1, mode="clip")
         inside = rows < batch.tokens.shape[1]
         documents = batch.documents
@@ -121,7 +125,7 @@ class TrainedDFlash(TrainedFeatureDraft):
     def _slots(
         self, params: Params, batch: Batch, target_out: Output, roots: Int[Array, "B A"]
     ) -> Float[Array, "B A N H"]:
-        """What the head reads, of all blocks."""
+        """Input of the head, at all slots of all blocks."""
         model: Any = self.model
         injected, positions = model.injected(params, target_out), batch.token_positions
         nothing = [_Nothing()] * model.config.num_layers
@@ -142,21 +146,22 @@ class TrainedDFlash(TrainedFeatureDraft):
     def parts(self, length: int) -> int:
         return -(-length // (self.anchors or length)) if self.every else 1
 
-    def at_depths(self, depths: int) -> Any:
-        """With a block at every position, so that each is met at every place."""
+    def unrolled(self, depths: int) -> Any:
+        """This draft with a block at every position, so that each position is predicted at every depth; None: its
+        blocks are shorter."""
         fewer = depths <= (self.model.most or depths)
         return dataclasses.replace(self, depths=depths, every=True) if fewer else None
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedDSpark(TrainedDFlash):
-    """In training."""
+    """A DSpark draft in training."""
 
     drafter: ClassVar[Any] = DSpark
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedDFlash2(TrainedDFlash):
-    """In training."""
+    """A DFlash2 draft in training."""
 
     drafter: ClassVar[Any] = DFlash2

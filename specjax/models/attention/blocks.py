@@ -1,8 +1,8 @@
-"""Attention over many keys in little memory: scores are made a block of keys at a time and forgotten (2205.14135),
-forward and backward. A prompt of 32,000 tokens has 4 GB of scores a head.
+"""Attention over many keys in little memory: scores are made for one block of keys at a time and then dropped
+(2205.14135), forward and backward. A prompt of 32,000 tokens has 4 GB of scores a head.
 
 Dims: B rows, T tokens fed, S keys, H query heads, G key-value heads, C head features, ``heads`` BG (B * G) or B and G,
-Q queries of a key-value head, of all tokens fed, K keys at a time.
+D keys of each query's own, Q queries of a key-value head over all tokens fed, K keys at a time.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax import backend
 from specjax.models import products
-from specjax.models.attention.sight import Sight
+from specjax.models.attention.sight import AttentionMask
 
 
 def attend(
     q: Float[Array, "B T H C"],
     k: Float[Array, "*heads S C"],
     v: Float[Array, "*heads C S"],
-    sight: Sight,
+    sight: AttentionMask,
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "B T H C"]:
-    """Grouped-query attention: all scores at once where they are few, else block by block."""
+    """Grouped-query attention: all scores at once if they are few, else block by block."""
     batch, fed, heads, _ = q.shape
     if batch * heads * fed * k.shape[-2] <= backend.score_count():
         return products.attend(q, k, v, sight.all(k.shape[-2]), scale, soft_cap)
@@ -39,14 +39,14 @@ def attend(
 def attend_to_both(
     q: Float[Array, "B T H C"],
     others: tuple[Float[Array, "*heads S C"], Float[Array, "*heads C S"]],
-    sight: Sight,
+    sight: AttentionMask,
     own: tuple[Float[Array, "B T D G C"], Float[Array, "B T D G C"]],
     reached: Bool[Array, "#T D"] | Bool[Array, " D"],
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "B T H C"]:
-    """`attend` to S keys and values that all queries share, and to D that each query has of its own, under one
-    softmax. ``reached``: which of its own it sees, the same for all queries or of each."""
+    """`attend` to S keys and values that all queries share and to D of each query's own, under one softmax.
+    ``reached``: mask of its own keys that a query sees, one for all queries or one for each."""
     batch, fed, heads, _ = q.shape
     count = others[0].shape[-2]
     if batch * heads * fed * count <= backend.score_count():
@@ -60,16 +60,16 @@ def in_blocks(
     q: Float[Array, "B T H C"],
     k: Float[Array, "*heads S C"],
     v: Float[Array, "*heads C S"],
-    sight: Sight,
+    sight: AttentionMask,
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T H"]]:
-    """What the queries read, in float32, and the logarithm of what their softmax is divided by: with it, what two parts
-    of the keys give is merged. 0 and -inf for a query that sees no key."""
+    """Attention made block by block. Returns the output in float32, and the logarithm of each softmax's denominator,
+    with which `merged` joins two parts of the keys: 0 and -inf for a query that sees no key."""
     batch, fed, heads, features = q.shape
     scale = float(features**-0.5) if scale is None else scale
     count = -(-fed // QUERIES)
-    some = -(-fed // count)  # of as equal sizes as can be
+    some = -(-fed // count)  # blocks of nearly equal size
     keys = max(LEAST_KEYS, backend.score_count() // (batch * heads * some))
     walk = Walk(min(k.shape[-2], keys), batch, scale, soft_cap)
 
@@ -79,7 +79,7 @@ def in_blocks(
 
     if count == 1:
         return _of_queries(walk, q, k, v, sight)
-    # The last block begins so that it ends with the queries; what it makes again is left out.
+    # The last block starts early enough to end with the queries; the queries that it repeats are dropped.
     starts = jnp.minimum(jnp.arange(count, dtype=jnp.int32) * some, fed - some)
     out, logsumexp = jax.lax.map(block, starts)
     left = count * some - fed
@@ -91,14 +91,16 @@ def in_blocks(
 
 
 QUERIES = 512
-"""Tokens of a block of queries: causal ones see half as much the more blocks there are."""
+"""Most tokens of a block of queries. With more blocks, causal attention skips more of the keys that no query of a block
+sees, up to half."""
 LEAST_KEYS = 256
-"""Keys of a block, at least."""
+"""Fewest keys of a block."""
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-def _of_queries(walk: Walk, q: Float[Array, "B T H C"], k, v, sight: Sight) -> tuple[Array, Array]:
-    """The queries that share a key-value head are laid side by side, as in `products.attend`."""
+def _of_queries(walk: Walk, q: Float[Array, "B T H C"], k, v, sight: AttentionMask) -> tuple[Array, Array]:
+    """Attention of one block of queries. Those that share a key-value head are laid side by side, as in
+    `products.attend`."""
     batch, fed, heads, features = q.shape
     by_head = k.shape[:-2]
     group = batch * heads // math.prod(by_head)
@@ -111,15 +113,16 @@ def _of_queries(walk: Walk, q: Float[Array, "B T H C"], k, v, sight: Sight) -> t
 
 
 class Walk(NamedTuple):
-    """How keys are gone through: so many ``keys`` of ``batch`` rows at a time."""
+    """Settings of a loop over the keys: ``keys`` at a time, of ``batch`` rows."""
 
     keys: int
     batch: int
     scale: float
     soft_cap: float | None
 
-    def over(self, sight: Sight, count: int, body: Callable[[Block, Any], Any], start: Any) -> Any:
-        """``body`` of each block of ``count`` keys that some query sees: what nobody sees costs nothing."""
+    def over(self, sight: AttentionMask, count: int, body: Callable[[Block, Any], Any], start: Any) -> Any:
+        """Result of ``body`` run on one block after the other of ``count`` keys; a block that no query sees costs
+        nothing."""
         first, end = sight.ends(count)
 
         def step(i: Int[Array, ""], carried: Any) -> Any:
@@ -129,10 +132,10 @@ class Walk(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The keys from ``start`` on, of which those before ``new`` were in another block."""
+    """The keys from ``start`` on; those before ``new`` were in another block."""
 
     walk: Walk
-    sight: Sight
+    sight: AttentionMask
     start: Int[Array, ""]
     new: Int[Array, ""]
 
@@ -140,7 +143,7 @@ class Block(NamedTuple):
         return jax.lax.dynamic_slice_in_dim(x, self.start, self.walk.keys, axis % x.ndim)
 
     def scores(self, q: Float[Array, "*heads Q C"], k: Float[Array, "*heads K C"]) -> tuple[Array, Array]:
-        """(scores, what the cap makes of a change of theirs)."""
+        """(scores, derivative of the soft cap at them)."""
         raw = products.einsum_of(q)("...qc,...kc->...qk", q, k) * self.walk.scale
         cap = self.walk.soft_cap
         if cap is None:
@@ -161,7 +164,7 @@ def _walked(
     q: Float[Array, "*heads Q C"],
     k: Float[Array, "*heads S C"],
     v: Float[Array, "*heads C S"],
-    sight: Sight,
+    sight: AttentionMask,
 ) -> tuple[Float[Array, "*heads Q C"], Float[Array, "*heads Q"]]:
     def body(block: Block, carried: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         highest, total, out = carried
@@ -175,7 +178,7 @@ def _walked(
     nothing = jnp.zeros(q.shape[:-1], jnp.float32)
     start = nothing + _LOWEST, nothing, jnp.zeros(q.shape, jnp.float32)
     highest, total, out = walk.over(sight, k.shape[-2], body, start)
-    sees = total != 0  # also where it is NaN
+    sees = total != 0  # true for NaN, too
     divisor = jnp.where(sees, total, 1.0)
     return out / divisor[..., None], jnp.where(sees, highest + jnp.log(divisor), -jnp.inf)
 
@@ -187,7 +190,7 @@ def _walked_forward(walk, q, k, v, sight):
 
 
 def _walked_backward(walk, saved, cotangents):
-    """Scores are made again."""
+    """Gradients of `_walked`, from scores that are computed again."""
     q, k, v, sight, out, logsumexp = saved
     of_out, of_logsumexp = cotangents
     einsum: Any = products.einsum_of(q)
@@ -226,6 +229,6 @@ def merged(
     one: tuple[Float[Array, "B T H C"], Float[Array, "B T H"]],
     other: tuple[Float[Array, "B T H C"], Float[Array, "B T H"]],
 ) -> Float[Array, "B T H C"]:
-    """Attention over two parts of the keys, each as `in_blocks` gives it; one of them is not empty."""
+    """Attention over two parts of the keys, each given as `in_blocks` returns it; at least one part is not empty."""
     share = jax.nn.sigmoid(one[1] - other[1])[..., None]
     return share * one[0] + (1.0 - share) * other[0]

@@ -1,6 +1,6 @@
 """Attention of whole rows to themselves by kernels of libraries, on the devices that have them: cuDNN's on NVIDIA
-(through `jax.nn.dot_product_attention`), splash attention on TPU. They make no array of scores, and are what training
-and the first piece of a prompt use; whatever they cannot do is done by `specjax.models.attention.blocks`, and said.
+(through `jax.nn.dot_product_attention`), splash attention on TPU. They make no array of scores. Training and the first
+piece of a prompt use them. `specjax.models.attention.blocks` does what they cannot do, and a warning says so.
 
 Dims: B rows, T tokens, H query heads, G key-value heads, C head features.
 """
@@ -17,20 +17,20 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from specjax import backend
-from specjax.models.attention.sight import Sight
+from specjax.models.attention.sight import AttentionMask
 from specjax.models.sharding import ROWS, spec_of
 
 LEAST_TOKENS = 128
-"""Of a row: below, plain products are as fast."""
+"""Fewest tokens of a row for which a kernel is used: below, plain products are as fast."""
 BLOCK = 512
 """Most tokens of a block of splash attention; its default of 128 keeps the matrix unit waiting."""
 LARGEST_MASK = 2**28
-"""Entries, one for each pair of tokens of all rows, that cuDNN is given as a bias of two bytes each."""
+"""Most entries of a mask, one for each pair of tokens of all rows, that cuDNN is given: a bias of two bytes each."""
 _log = logging.getLogger(__name__)
 
 
 class Call(NamedTuple):
-    """What is asked of a kernel beside its arrays."""
+    """Settings of a kernel call, beside its arrays."""
 
     scale: float
     soft_cap: float | None = None
@@ -41,19 +41,19 @@ class Call(NamedTuple):
 
 
 class Unsupported(Exception):
-    """A kernel cannot do what is asked of it; says what."""
+    """Raised if a kernel cannot do what is asked of it; the message says what."""
 
 
 def whole_rows(
     q: Float[Array, "B T H C"],
     k: Float[Array, "B T G C"],
     v: Float[Array, "B T G C"],
-    sight: Sight,
+    sight: AttentionMask,
     call: Call,
     mesh: Mesh | None = None,
 ) -> Float[Array, "B T H C"] | None:
-    """What every token reads of those before it in its document, and of itself; None where no kernel does it. Over a
-    ``mesh`` each device sees to its own rows and heads."""
+    """Attention of every token to itself and to those before it in its document; None if no kernel can do it. Over a
+    ``mesh`` each device computes its own rows and heads."""
     kernel = {"cudnn": cudnn, "splash": splash}.get(backend.flash_kernel() or "")
     if kernel is None or q.shape[1] < LEAST_TOKENS:
         return None
@@ -67,7 +67,7 @@ def whole_rows(
 
         if mesh is None:
             return attend(q, k, v, segments)
-        # By the heads of the keys, which the queries' follow.
+        # Split by the heads of the keys; the queries' heads follow theirs.
         by_head = spec_of(k.shape, mesh, ROWS, None, "tensor", None)
         by_row = None if segments is None else spec_of(segments.shape, mesh, ROWS, None)
         specs = (by_head, by_head, by_head, by_row)
@@ -79,7 +79,7 @@ def whole_rows(
 
 @functools.lru_cache(maxsize=64)
 def _told(message: str) -> None:
-    """Once, whatever is traced how often."""
+    """Warn once for each message, however often a function is traced."""
     _log.warning("%s", message)
 
 
@@ -88,7 +88,7 @@ def cudnn(q, k, v, segments, window: int | None, call: Call, implementation: Any
     if segments is not None:
         if segments.size * q.shape[1] > LARGEST_MASK:
             raise Unsupported(f"rows of {q.shape[1]:,} tokens and several documents")
-        mask = (segments[:, :, None] == segments[:, None])[:, None]  # it has no other way to be told of them
+        mask = (segments[:, :, None] == segments[:, None])[:, None]  # cuDNN takes documents in no other form
     if call.soft_cap is not None:
         raise Unsupported("capped scores")
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -96,14 +96,14 @@ def cudnn(q, k, v, segments, window: int | None, call: Call, implementation: Any
     back = None if window is None else (window - 1, 0)
     how = {"is_causal": True, "scale": call.scale, "local_window_size": back, "implementation": implementation}
     try:
-        with jax.numpy_dtype_promotion("standard"):  # which it relies on
+        with jax.numpy_dtype_promotion("standard"):  # the function relies on it
             return jax.nn.dot_product_attention(q, k, v, mask=mask, **how)
-    except (RuntimeError, NotImplementedError) as error:  # no cuDNN where this is traced, or not for these sizes
+    except (RuntimeError, NotImplementedError) as error:  # no cuDNN here, or not for these sizes
         raise Unsupported(f"this ({error})") from None
 
 
 def splash(q, k, v, segments, window: int | None, call: Call, interpret: bool = False) -> Array:
-    """Of the heads that share keys and values, one after the other; in float32 within."""
+    """Splash attention, one group of heads that share keys and values after the other; in float32 within."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 

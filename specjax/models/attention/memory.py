@@ -1,4 +1,4 @@
-"""What the tokens of a pass attend to.
+"""Keys and values that the tokens of a pass attend to.
 
 Dims: B rows, S slots, T tokens fed, H query heads, G key-value heads, C head features.
 """
@@ -14,17 +14,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.interfaces import Documents
 from specjax.models.attention import flash
 from specjax.models.attention.blocks import attend
-from specjax.models.attention.sight import Sight, Tree
+from specjax.models.attention.sight import AttentionMask, Tree
 from specjax.models.attention.stored import Layer, Sliding, Stored
 from specjax.models.cache import KVCache
-from specjax.types import Documents
 
 
 @runtime_checkable
 class Attended(Protocol):
-    """What the tokens of a pass attend to in a layer: a `Memory`, or that of a drafter that reads another model's."""
+    """Interface of the keys and values that the tokens of a pass attend to in a layer: a `Memory`, or that of a drafter
+    that reads another model's."""
 
     def attend(
         self,
@@ -34,28 +35,28 @@ class Attended(Protocol):
         scale: float | None = None,
         soft_cap: float | None = None,
     ) -> tuple[Float[Array, "B T H C"], Any]:
-        """What the tokens read, and what is there once their own keys and values are."""
+        """Output of attention, and the layer with the tokens' own keys and values."""
         ...
 
 
 @flax.struct.dataclass
 class Memory:
-    """What the tokens of a pass attend to in a layer: the slots of a cache, among which their own are written; or,
-    without a cache, each other. ``sight`` says which of them each token reads, ``start`` is where a row's block is
-    written."""
+    """Keys and values that the tokens of a pass attend to in a layer: the slots of a cache, among which the tokens' own
+    are written, or, without a cache, the tokens' own alone. ``sight`` says which of them each token sees; ``start`` is
+    the slot where a row's block begins."""
 
-    sight: Sight
+    sight: AttentionMask
     start: Int[Array, " B"]
     cached: Stored | None = None
     spread: bool = flax.struct.field(pytree_node=False, default=False)
     mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
-    """Of the devices that a pass computes on, if they are several."""
+    """Mesh of the devices that a pass computes on, if there are several."""
     whole: bool = flax.struct.field(pytree_node=False, default=False)
-    """The tokens of a pass are all that a row has so far, so that they attend to each other."""
+    """True if the tokens of a pass are all that a row has so far, so that they attend to each other alone."""
 
     def over(self, cached: Stored) -> Memory:
-        """The same of another layer, whose folded cache is ``cached``."""
-        if not isinstance(cached, Sliding) or self.whole:  # whose first slot, that of a row's first token, is its base
+        """This memory for another layer, whose folded cache is ``cached``."""
+        if not isinstance(cached, Sliding) or self.whole:  # then its base is the row's first token
             return dataclasses.replace(self, cached=cached)
         sight, start = self.sight.lowered(cached.base), self.start - cached.base
         if sight.tree is not None and sight.positions is not None:
@@ -71,7 +72,7 @@ class Memory:
         scale: float | None = None,
         soft_cap: float | None = None,
     ) -> tuple[Float[Array, "B T H C"], Stored]:
-        """What the tokens read, and the layer with their own keys and values."""
+        """Output of attention, and the layer with the tokens' own keys and values."""
         own = Layer.of(k, v, folded=not self.spread)
         layer = own if self.cached is None else self.cached.write(self.start, own, self.spread)
         if not self.whole:
@@ -92,12 +93,12 @@ def memories(
     windows: Iterable[int | None],
     mesh: Mesh | None = None,
 ) -> dict[int | None, Memory]:
-    """What a pass attends to, for each window of its layers. Without ``slots``, the tokens of a pass are the first of
+    """`Memory` of a pass for each window of its layers. Without ``slots``, the tokens of the pass are the first of
     their rows."""
     start = None if cache is None or slots is None else slots[:, 0]
     everything = _sight(positions, None if start is None else slots, start, mask)
     of_keys = positions
-    if cache is not None and start is not None:  # those of a chain are its slots
+    if cache is not None and start is not None:  # in a chain, the position of a key is its slot
         of_keys = None if mask is None else _key_positions(cache.num_slots, positions, start)
     where = jnp.zeros(len(positions), jnp.int32) if start is None else start
     spread = cache is not None and cache.spread
@@ -109,21 +110,22 @@ def memories(
     }
 
 
-def _sight(positions: Array, slots: Any, start: Any, mask: Any) -> Sight:
-    """Every query sees the slots before its block, and inside the block what ``mask`` says (default: causal)."""
+def _sight(positions: Array, slots: Any, start: Any, mask: Any) -> AttentionMask:
+    """Sight in which every query sees the slots before its block, and inside the block what ``mask`` allows (default:
+    causal)."""
     if slots is None:
         slots = jnp.arange(positions.shape[1], dtype=jnp.int32)[None]
     if mask is None:
-        return Sight(slots)
+        return AttentionMask(slots)
     if isinstance(mask, Documents):
         if start is not None:
             raise TypeError("a pass over a cache feeds each row one document")
-        return Sight(slots, segments=(mask.segments, mask.segments))
-    return Sight(slots, Tree(jnp.zeros(len(positions), jnp.int32) if start is None else start, mask))
+        return AttentionMask(slots, segments=(mask.segments, mask.segments))
+    return AttentionMask(slots, Tree(jnp.zeros(len(positions), jnp.int32) if start is None else start, mask))
 
 
 def _key_positions(count: int, positions: Array, start: Array) -> Int[Array, "B S"]:
-    """Of ``count`` keys, where a tree is fed at ``start``: before it, those are their slots."""
+    """Positions of ``count`` keys if a tree is fed at ``start``; before it, a key's position is its slot."""
     slots = jnp.arange(count, dtype=positions.dtype)[None]
     inside = slots - start[:, None]
     fed = jnp.take_along_axis(positions, jnp.clip(inside, 0, positions.shape[1] - 1).astype(jnp.int32), axis=1)

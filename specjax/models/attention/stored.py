@@ -1,8 +1,8 @@
-"""What is kept of one layer's keys and values: plain, in 8 bits, or no more than a window sees. Turned as attention
-multiplies with them, so that no pass copies a cache.
+"""Keys and values of one layer as a cache stores them: plain, in 8 bits, or no more than a window sees. Their axes have
+the order in which attention multiplies with them, so that no pass copies a cache.
 
-Dims: B rows, S slots, T tokens fed, G key-value heads, C head features, BG = B * G heads, a row's side by side, N slots
-that are chosen.
+Dims: B rows, S slots, T tokens fed, G key-value heads, C head features, BG = B * G heads with those of a row side by
+side, N chosen slots.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Layer(NamedTuple):
 
     @classmethod
     def of(cls, keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"], folded: bool = True) -> Layer:
-        """A block of new keys and values: a layer of T slots."""
+        """Layer of T slots: a block of new keys and values."""
         batch, fed, kv_heads, features = keys.shape
         heads = (batch * kv_heads,) if folded else (batch, kv_heads)
         return cls(
@@ -36,25 +36,26 @@ class Layer(NamedTuple):
         )
 
     def write(self, start: Int[Array, " B"], new: Layer, together: bool = False) -> Layer:
-        """With each row's T new entries, which have the same form, at the slots from ``start[b]`` on. A block is
-        contiguous in slots, in a tree as well.
+        """This layer with each row's T new entries, which have the same form, at the slots from ``start[b]`` on. The
+        slots of a block are contiguous, those of a tree as well. ``together``: all rows at once.
 
-        The engine keeps ``S >= start[b] + T``: `dynamic_update_slice` clamps its start and would overwrite valid slots.
+        The engine keeps ``S >= start[b] + T``; otherwise `dynamic_update_slice` would clamp its start and overwrite
+        valid slots.
         """
         return _written(self, start, new, together)
 
     def read(self, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
-        """Keys and values as attention multiplies with them; ``dtype`` None: as they are."""
+        """Keys and values as attention multiplies with them, in ``dtype``; None: as stored."""
         return (self.keys, self.values) if dtype is None else (self.keys.astype(dtype), self.values.astype(dtype))
 
     @staticmethod
     def as_read(keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> tuple[Array, Array]:
-        """New ones, as they will be read."""
+        """New keys and values as later passes will read them."""
         return keys, values
 
 
 class Int8Layer(NamedTuple):
-    """The same in 8 bits, each vector with a scale of its own: a token's of a head."""
+    """Keys and values of one layer in 8 bits, with a scale for each vector (of one token and head)."""
 
     keys: Int[Array, "*heads S C"]
     values: Int[Array, "*heads C S"]
@@ -63,19 +64,20 @@ class Int8Layer(NamedTuple):
     slot_axes = (-2, -1, -1, -1)
 
     def write(self, start: Int[Array, " B"], new: Layer, together: bool = False) -> Int8Layer:
-        """See `Layer.write`; ``new`` as the model computes it."""
+        """Like `Layer.write`; ``new`` has the dtype that the model computes in."""
         (keys, key_scales), (values, value_scales) = _in_int8(new.keys, -1), _in_int8(new.values, -2)
         return _written(self, start, Int8Layer(keys, values, key_scales, value_scales), together)
 
     def read(self, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
-        """See `Layer.read`; None: float32."""
+        """Like `Layer.read`; ``dtype`` None: float32."""
         keys = self.keys.astype(jnp.float32) * self.key_scales[..., None]
         values = self.values.astype(jnp.float32) * self.value_scales[..., None, :]
         return (keys, values) if dtype is None else (keys.astype(dtype), values.astype(dtype))
 
     @staticmethod
     def as_read(keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> tuple[Array, Array]:
-        """See `Layer.as_read`: what a token reads does not depend on how a prompt is cut."""
+        """Like `Layer.as_read`, rounded to 8 bits: the values that a token reads do not depend on how a prompt is
+        cut."""
 
         def rounded(x: Array) -> Array:
             numbers, scales = _in_int8(x, -1)
@@ -96,7 +98,7 @@ _MOST_OF_INT8 = 127
 
 
 class Sliding(NamedTuple):
-    """A layer with a window that holds no more than it sees: slot s of row b is token ``base[b] + s``."""
+    """A layer with a window that holds no more than the window sees: slot s of row b is token ``base[b] + s``."""
 
     slots: Layer | Int8Layer
     base: Int[Array, " B"]
@@ -110,19 +112,19 @@ class Sliding(NamedTuple):
         return self.slots.values
 
     def read(self, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
-        """See `Layer.read`."""
+        """Like `Layer.read`."""
         return self.slots.read(dtype)
 
     def as_read(self, keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> tuple[Array, Array]:
-        """See `Layer.as_read`."""
+        """Like `Layer.as_read`."""
         return self.slots.as_read(keys, values)
 
     def write(self, start: Int[Array, " B"], new: Layer, together: bool = False) -> Sliding:
-        """See `Layer.write`; ``start`` counts slots."""
+        """Like `Layer.write`; ``start`` counts slots, not tokens."""
         return self._replace(slots=self.slots.write(start, new, together))
 
     def slid(self, lengths: Int[Array, " B"], window: int) -> Sliding:
-        """Without what no token from ``lengths[b]`` on sees."""
+        """This layer without the entries that no token from ``lengths[b]`` on sees."""
         base = jnp.maximum(self.base, lengths - window)
         last = self.keys.shape[-2] - 1
         sources = jnp.minimum((base - self.base)[:, None] + jnp.arange(last + 1, dtype=jnp.int32)[None], last)
@@ -135,7 +137,7 @@ _Stored = TypeVar("_Stored", bound=Stored)
 
 
 def _by_array(change: Callable[..., Array], layer: _Slots, *others: _Slots) -> _Slots:
-    """Each array of a layer, as ``change(its axis of slots, the array, those of the others)``."""
+    """Layer of the arrays ``change(slot axis, array, arrays of the others)``."""
     return type(layer)(*map(change, layer.slot_axes, layer, *others))
 
 
@@ -144,7 +146,7 @@ def _written(layer: _Slots, start: Int[Array, " B"], new: _Slots, together: bool
 
 
 def _taken(layer: _Slots, sources: Int[Array, "B N"]) -> _Slots:
-    """The slots ``sources`` of each row."""
+    """Layer of the slots ``sources`` of each row."""
     heads = layer.keys.shape[:-2]
 
     def of(axis: int, x: Array) -> Array:
@@ -156,14 +158,14 @@ def _taken(layer: _Slots, sources: Int[Array, "B N"]) -> _Slots:
 
 
 def moved(layer: Stored, start: Int[Array, " B"], path: Int[Array, "B N"], together: bool) -> Stored:
-    """With what the slots ``start + path`` hold at those from ``start + 1`` on."""
+    """This layer with the entries of the slots ``start + path`` copied to the slots from ``start + 1`` on."""
     if isinstance(layer, Sliding):
         return layer._replace(slots=moved(layer.slots, start - layer.base, path, together))
     return _written(layer, start + 1, _taken(layer, start[:, None] + path), together)
 
 
 def resized(layer: _Stored, slots: int) -> _Stored:
-    """With more slots, or the first of them."""
+    """This layer with ``slots`` slots: padded, or cut to its first ones."""
     if isinstance(layer, Sliding):
         return layer._replace(slots=resized(layer.slots, slots))
 
@@ -186,18 +188,18 @@ def sliding(layer: Stored, rows: int) -> Sliding:
 def write_rows(
     buffer: Shaped[Array, "B L"], start: Int[Array, " B"], new: Shaped[Array, "B T"], together: bool = False
 ) -> Array:
-    """``buffer[b, start[b] : start[b] + T] = new[b]``; all rows ``together`` where they lie over several devices."""
+    """``buffer[b, start[b] : start[b] + T] = new[b]``; ``together``: all rows at once, for rows on several devices."""
     return _write(buffer, start, new, 1, together)
 
 
 def _write(buffer: Array, start: Int[Array, " B"], new: Array, axis: int, together: bool = False) -> Array:
-    """Write at ``start[b]`` of ``axis``, row by row or ``together``, by the number of rows."""
+    """Write at ``start[b]`` of ``axis``: one row after the other, or all together if asked to or if they are many."""
     rows, heads = len(start), len(buffer) // len(start)
     new = new.astype(buffer.dtype)
 
     def at(row, slot):
         index = (row, *(slot if i == axis else 0 for i in range(1, buffer.ndim)))
-        return tuple(jnp.asarray(i, jnp.int32) for i in index)  # of one type, under JAX_ENABLE_X64 as well
+        return tuple(jnp.asarray(i, jnp.int32) for i in index)  # one type for all, under JAX_ENABLE_X64 as well
 
     if together or rows > backend.unrolled_rows():
         old, new = (x.reshape(rows, heads, *x.shape[1:]) for x in (buffer, new))

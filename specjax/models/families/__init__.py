@@ -1,5 +1,5 @@
-"""Model families of Hugging Face. A module of this package that holds a `Family` adds it, and `register` one that is
-elsewhere: nothing else is touched."""
+"""Model families of Hugging Face. A module of this package that holds a `Family` adds it, and `register` adds one that
+lives elsewhere: no other code changes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FAMILIES: dict[str, Family] = {
 
 
 def register(family: Family | str) -> Family:
-    """Adds a family of yours, or the one that ``package.module:NAME`` is: `load_model` and `save_model` then know its
-    ``model_type`` until the process ends. Twice the same is as good as once. Raises `ConfigError` if there is no such
-    name, if it is no `Family`, or if another family has its ``model_type``."""
+    """Adds a family of yours, or the one at ``package.module:NAME``: `load_model` and `save_model` then know its
+    ``model_type`` until the process ends. Adding the same family again changes nothing. Raises `ConfigError` if there
+    is no such name, if it is no `Family`, or if another family has its ``model_type``."""
     found = _named(family) if isinstance(family, str) else family
     if not isinstance(found, Family):
         raise ConfigError(f"family: {family!r} is no Family; make one with specjax.models.families.Family(...)")
@@ -47,7 +47,7 @@ def _named(where: str) -> object:
 
 
 def family_of(model_type: object, where: object) -> Family:
-    """Raises `ModelError` with the known families, the nearest one first named, for any other ``model_type``."""
+    """Family of ``model_type``. Raises `ModelError` for an unknown one, with the nearest and all known families."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     if model_type is None:

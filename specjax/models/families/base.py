@@ -1,6 +1,6 @@
-"""What a model family is: how its config.json reads and writes, and a table that says where each parameter is stored
-and how it is cut from there. Tables work in both directions, bit for bit.
-"""
+"""Description of a model family: how its config.json reads and writes, and a table that says where each parameter is
+stored and how it is cut from there. Tables work in both directions, bit for bit. "Ours" is a parameter as specjax has
+it, "theirs" as the file does."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from specjax.models.transformer import Model, param_shapes
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One of several parameters that are stored as one tensor, side by side along its output features: sections of
-    ``widths(config)`` features that repeat ``groups(config)`` times, of which ``index`` is ours."""
+    """One of several parameters that are stored as one tensor, side by side along its output features. The tensor has
+    sections of ``widths(config)`` features that repeat ``groups(config)`` times; ``index`` is the section of this
+    parameter."""
 
     index: int
     widths: Callable[[ModelConfig], tuple[int, ...]]
@@ -28,8 +29,9 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A stored tensor: its name, ``{}`` for the layer and then for the expert. ``transpose``: stored ``[out, in]``,
-    ours is ``[in, out]``. ``part``: it holds several parameters. ``stacked``: ours has one of them an expert."""
+    """A stored tensor. ``name``: its name, with ``{}`` for the layer and then for the expert. ``transpose``: stored
+    ``[out, in]``, where ours is ``[in, out]``. ``part``: our section, if it holds several parameters. ``stacked``: our
+    parameter stacks one such tensor for each expert."""
 
     name: str
     transpose: bool = False
@@ -39,11 +41,11 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One Hugging Face model type. ``tensors``: our parameter path -> where it is stored. ``prefix``: how stored names
-    begin, left out in some files. ``others``: patterns of names that are not its weights, such as the buffers of older
-    versions. ``saved_as``: the model type to save as, where it is another one. ``dense``: the model type of the
-    same layers with a plain MLP, where these have experts. ``aliases``: beginnings of names that some files have -> the
-    table's. ``eos_id``: what ends a text where config.json does not say (null there means nothing does)."""
+    """One Hugging Face model type. ``tensors``: our parameter path -> where it is stored. ``prefix``: beginning of
+    stored names that some files leave out. ``others``: patterns of names that are not its weights, such as the buffers
+    of older versions. ``saved_as``: the model type to save as, if it is another one. ``dense``: the model type of the
+    same layers with a plain MLP, if these have experts. ``aliases``: beginnings of names that some files have -> the
+    table's. ``eos_id``: token that ends a text if config.json does not say (null there means that nothing does)."""
 
     model_type: str
     architecture: str
@@ -60,7 +62,7 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Where one parameter, or one expert's piece of it, is stored: our shape, their name."""
+    """Stored place of one parameter, or of one expert's piece of it: our shape, their name and shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,14 +72,15 @@ class Slot:
     start: int = 0
 
     def read(self, stored: np.ndarray) -> np.ndarray:
-        """Our value; a view where that is possible."""
+        """Our value, cut from the stored tensor; a view if possible."""
         if self.tensor.part is None:
             return stored.T if self.tensor.transpose else stored
         section = self._section(stored)
         return section.reshape(-1, *section.shape[2:]).T
 
     def stored_index(self, index: tuple[slice, ...]) -> tuple[slice, ...] | None:
-        """Where a piece of ours is stored; None where the pieces of several parameters alternate."""
+        """Index into the stored tensor of a piece of our parameter; None if the pieces of several parameters
+        alternate."""
         if self.tensor.part is not None:
             return None
         return index[::-1] if self.tensor.transpose else index
@@ -90,7 +93,7 @@ class Slot:
             section[...] = value.T.reshape(section.shape)
 
     def _section(self, stored: np.ndarray) -> np.ndarray:
-        """A view ``[groups, width, ...]`` of the features that are ours."""
+        """View ``[groups, width, ...]`` of the stored features that are ours."""
         features = stored if self.tensor.transpose else stored.T
         features = features.reshape(self.groups, -1, *features.shape[1:])
         width = self.shape[-1] // self.groups
@@ -99,7 +102,8 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One leaf of `Model.init`; ``stacked``: its slots are its pieces along the first axis, otherwise there is one."""
+    """One leaf of `Model.init`. ``stacked``: its slots are its pieces along the first axis; otherwise there is one
+    slot."""
 
     path: tuple[Any, ...]
     shape: tuple[int, ...]
@@ -108,7 +112,7 @@ class Parameter:
 
 
 def parameters_of(family: Family, of: ModelConfig | Any) -> list[Parameter]:
-    """Every parameter of `Model.init`, in its order; or of another spec with ``config`` and ``init``."""
+    """Every parameter of `Model.init`, in its order; or of another spec that has ``config`` and ``init``."""
     spec = Model(of) if isinstance(of, ModelConfig) else of
     shapes, config = param_shapes(spec), spec.config
     parameters = []
@@ -142,8 +146,8 @@ def norm(ours: str, theirs: str) -> dict[str, Tensor]:
 
 
 def expert_tensors(block: str, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """The router and the experts of the stored module ``block``; ``names``: of an expert's projections, ours and
-    theirs."""
+    """Tensors of the router and the experts of the stored module ``block``. ``names``: our name of an expert's
+    projection -> theirs."""
     router = {"layers.{}.experts.router.kernel": Tensor(f"{block}.gate.weight", transpose=True)}
     return router | {
         f"layers.{{}}.experts.{ours}.kernel": Tensor(f"{block}.experts.{{}}.{theirs}.weight", True, stacked=True)
@@ -152,7 +156,7 @@ def expert_tensors(block: str, names: Mapping[str, str]) -> dict[str, Tensor]:
 
 
 def fused(ours: tuple[str, ...], theirs: str, transpose: bool, widths, groups=lambda config: 1) -> dict[str, Tensor]:
-    """Projections stored as one, see `Part`."""
+    """Tensors of projections that are stored as one; see `Part`."""
     parts = {name: Part(i, widths, groups) for i, name in enumerate(ours)}
     kernels = {f"{name}.kernel": Tensor(f"{theirs}.weight", transpose, part) for name, part in parts.items()}
     return kernels | {f"{name}.bias": Tensor(f"{theirs}.bias", part=part) for name, part in parts.items()}
@@ -165,7 +169,7 @@ def qkv_widths(config: ModelConfig) -> tuple[int, ...]:
     return tuple(n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads))
 
 
-# The names that most families share, Llama's first of all; a row that a model has no parameter for is not used.
+# Names that most families share with Llama; an entry that a model has no parameter for is not used.
 TENSORS: dict[str, Tensor] = {
     "embedding": Tensor("model.embed_tokens.weight"),
     "head.kernel": Tensor("lm_head.weight", transpose=True),

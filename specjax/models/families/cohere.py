@@ -1,5 +1,5 @@
-"""Cohere's Command R (huggingface.co/CohereLabs): attention and MLP side by side under one LayerNorm without a bias,
-rotary pairs of neighbours."""
+"""Cohere's Command R (huggingface.co/CohereLabs): attention and MLP in parallel under one LayerNorm without a bias;
+rotary pairs are neighbours."""
 
 from __future__ import annotations
 

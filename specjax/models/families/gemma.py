@@ -1,4 +1,4 @@
-"""Gemma 1 (2403.08295): scales stored around zero, embeddings multiplied by sqrt(hidden size), gated GELU."""
+"""Gemma 1 (2403.08295): norm scales stored around zero, embeddings multiplied by sqrt(hidden size), gated GELU."""
 
 from __future__ import annotations
 

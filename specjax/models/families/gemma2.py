@@ -30,7 +30,8 @@ def _read(settings: Settings) -> ModelConfig:
 def read_gemma(
     settings: Settings, layers: list[LayerKind], positions: int, attention_cap: float | None, logit_cap: float | None
 ) -> ModelConfig:
-    """What Gemma 2 and 3 share. A soft cap that is absent is the family's, one that is null is none."""
+    """Config from the settings that Gemma 2 and 3 share. An absent soft cap means the family's, a null one means
+    none."""
     caps = {"attn_logit_softcapping": attention_cap, "final_logit_softcapping": logit_cap}
     attention_cap, logit_cap = (
         settings.number(key, float, None) if key in settings.values else default for key, default in caps.items()
@@ -54,7 +55,7 @@ def read_gemma(
 
 def write_gemma(config: ModelConfig) -> dict[str, Any]:
     scale, layers = config.attention_scale, write_layers(config)
-    # transformers makes the mask of a window even where no layer has one, and fails without its size.
+    # transformers makes a window's mask even if no layer has a window, and fails without its size.
     layers["sliding_window"] = layers["sliding_window"] or _WINDOW
     return {
         **write_decoder(config, activation="hidden_activation"),

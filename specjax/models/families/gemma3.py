@@ -1,5 +1,5 @@
-"""Gemma 3 (2503.19786): local layers with windows and a rotary base of their own, normalised queries and keys. Of the
-models that also see, the part that reads and writes text; it is saved as a model of text alone."""
+"""Gemma 3 (2503.19786): local layers with windows and a rotary base of their own, normalised queries and keys. Of
+models that also take images, the text part is read; it is saved as a model of text alone."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _POSITIONS = 131_072
 
 
 def _read(settings: Settings) -> ModelConfig:
-    settings.only({"attn_logit_softcapping": None})  # transformers does not apply it here
-    # Only where layer_types is absent: transformers is known to write a pattern that is not the model's.
+    settings.only({"attn_logit_softcapping": None})  # transformers does not apply it in Gemma 3
+    # Used only if layer_types is absent: transformers is known to write a pattern that is not the model's.
     pattern = settings.number("sliding_window_pattern", int, 6)
     sliding = [(i + 1) % pattern != 0 for i in range(layer_count(settings))]
     whole, local = _read_ropes(settings)
@@ -31,7 +31,7 @@ def _read(settings: Settings) -> ModelConfig:
 
 
 def _read_ropes(settings: Settings) -> tuple[Rope, Rope]:
-    """(of full layers, of sliding ones). The old spelling scales the full ones alone."""
+    """(rotary embedding of full layers, that of sliding ones). The old spelling scales the full ones alone."""
     settings.only({"original_max_position_embeddings": None})
     positions = settings.number("max_position_embeddings", int, _POSITIONS)
     both = settings.inner("rope_parameters")
@@ -56,7 +56,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_text_part(settings: Settings) -> ModelConfig:
-    """``text_config``, which leaves out even sizes that have a default."""
+    """Config of ``text_config``, which leaves out even sizes that have a default."""
     settings.only({"quantization_config": None})
     sizes = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216}
     sizes |= {"num_hidden_layers": 26, "num_attention_heads": 8}

@@ -16,7 +16,7 @@ _NAMES = {
     "n_inner": "intermediate_size",
     "activation_function": "hidden_act",
 }
-"""Its names of settings -> those of other families."""
+"""GPT-2's name of a setting -> the name in other families."""
 
 
 def _read(settings: Settings) -> ModelConfig:
@@ -44,7 +44,7 @@ def _read(settings: Settings) -> ModelConfig:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     written = write_decoder(config, eps="layer_norm_epsilon")
-    for name in ("head_dim", "num_key_value_heads"):  # there is no such thing
+    for name in ("head_dim", "num_key_value_heads"):  # GPT-2 has no such settings
         del written[name]
     names = {theirs: ours for ours, theirs in _NAMES.items()}
     written = {names.get(key, key): value for key, value in written.items()}

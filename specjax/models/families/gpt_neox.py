@@ -1,5 +1,5 @@
-"""GPT-NeoX and Pythia (2204.06745, 2304.01373): attention and MLP side by side under norms of their own, a part of each
-head rotated, query, key and value stored head by head."""
+"""GPT-NeoX and Pythia (2204.06745, 2304.01373): attention and MLP in parallel, each under a norm of its own; a part of
+each head is rotated; query, key and value are stored head by head."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         **write_decoder(config, eps="layer_norm_eps"),
         "attention_bias": config.qkv_bias,
         "use_parallel_residual": config.residual == "parallel",
-        **write_rope(config, _ROPE, whole=None),  # an absent share is a quarter
+        **write_rope(config, _ROPE, whole=None),  # an absent share means a quarter
     }
-    for name in ("head_dim", "num_key_value_heads"):  # there is no such thing
+    for name in ("head_dim", "num_key_value_heads"):  # GPT-NeoX has no such settings
         del written[name]
     return written
 

@@ -1,4 +1,4 @@
-"""Llama 1 to 3, and the many models that are one under another name (2302.13971, 2407.21783)."""
+"""Llama 1 to 3, and the many models that are a Llama under another name (2302.13971, 2407.21783)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral (2401.04088): Mistral with a experts of experts in every layer."""
+"""Mixtral (2401.04088): Mistral with a mixture of experts in every layer."""
 
 from __future__ import annotations
 

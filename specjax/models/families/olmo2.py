@@ -1,4 +1,5 @@
-"""OLMo 2 (2501.00656): norms after attention and MLP only; all heads' queries, and keys, normalised together."""
+"""OLMo 2 (2501.00656): norms only after attention and MLP; one norm over the queries of all heads, one over the
+keys."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def _read(settings: Settings) -> ModelConfig:
         settings,
         partial=1.0,
         max_positions=_POSITIONS,
-        aliases={"su": "longrope", "yarn": "longrope"},  # as older releases call it
+        aliases={"su": "longrope", "yarn": "longrope"},  # names in older releases
         original=4096,
     )
     return read_decoder(
@@ -40,7 +40,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
     if isinstance(rope.scaling, LongRope):
         scaling = rope.scaling
-        # Three keys and no more: what transformers 4 takes.
+        # transformers 4 takes these three keys and no more.
         written["rope_scaling"] = {
             "type": "longrope",
             "short_factor": list(scaling.short_factors),

@@ -32,7 +32,8 @@ def _read(settings: Settings) -> ModelConfig:
 
 
 def windowed_layers(settings: Settings) -> list[LayerKind]:
-    """Hub configs carry a ``sliding_window`` that ``use_sliding_window: false`` (the default) keeps inactive."""
+    """Kind of each layer. Hub configs carry a ``sliding_window`` that ``use_sliding_window: false`` (the default) keeps
+    inactive."""
     window = read_switched_window(settings, absent=4096)
     first = settings.number("max_window_layers", int, 28, least=0)
     sliding = [window is not None and i >= first for i in range(layer_count(settings))]

@@ -1,6 +1,5 @@
-"""Rotary settings of config.json in both spellings: transformers 5 writes ``rope_parameters``; before it there were
-``rope_theta`` and ``rope_scaling``. Where both are present the old dict replaces the new one whole, as in transformers.
-"""
+"""Rotary settings of config.json in both spellings: transformers 5 writes ``rope_parameters``; older versions write
+``rope_theta`` and ``rope_scaling``. If both are present the old dict replaces the whole new one, as in transformers."""
 
 from __future__ import annotations
 
@@ -23,8 +22,9 @@ def read_rope(
     aliases: dict[str, str] | None = None,
     original: int | None = None,
 ) -> Rope:
-    """``theta``, ``partial``, ``max_positions``, ``original``: this family's defaults (``partial=None``: a head is
-    always rotated whole). ``old_names``: of base and share at the top level. ``aliases``: more names of a type."""
+    """Rotary embedding of a model. ``theta``, ``partial``, ``max_positions``, ``original``: this family's defaults
+    (``partial`` None: a head is always rotated whole). ``old_names``: names of base and share at the top level.
+    ``aliases``: more names of a type of scaling."""
     key = "rope_scaling" if settings.values.get("rope_scaling") else "rope_parameters"
     settings.read.update(("rope_scaling", "rope_parameters"))
     positions = settings.number("max_position_embeddings", int, max_positions)
@@ -46,7 +46,8 @@ def read_one(
     original: int | None = None,
     aliases: dict[str, str] | None = None,
 ) -> Rope:
-    """One dict of rotary settings; the arguments hold for what it leaves out (``original`` even for what it says)."""
+    """Rotary embedding of one dict of settings. The arguments replace settings that it leaves out; ``original`` also
+    replaces one that it has."""
     theta = rope.number("rope_theta", float, theta)
     if partial is None:
         rope.only({"partial_rotary_factor": 1})
@@ -104,14 +105,15 @@ _READERS = {
     "longrope": _read_longrope,
 }
 _STRETCHED = ("llama3", "yarn", "longrope")
-"""The types that say over how many positions the model was first trained."""
+"""Types of scaling whose settings say over how many positions the model was first trained."""
 
 
 def write_rope(
     config: ModelConfig, old_names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"), whole: float | None = 1
 ) -> dict:
-    """The one rotary embedding of the model, in both spellings; where no layer has one, any will do. ``whole``: the
-    share that is not written, as a family without that setting has it; None: any is."""
+    """Settings, in both spellings, of the model's one rotary embedding, or of a default one if no layer rotates.
+    ``whole``: the share that is not written, because a family without that setting has it; None: every share is
+    written."""
     if len(config.ropes) > 1:
         raise ValueError(f"its layers have {len(config.ropes)} rotary embeddings, expected one")
     rope = config.ropes[0] if config.ropes else Rope()

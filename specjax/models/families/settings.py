@@ -1,5 +1,5 @@
-"""config.json, read with errors that name the file, the setting and its value; and the settings that most families
-share, in both directions."""
+"""Reader of config.json, with errors that name the file, the setting and its value; and the settings that most families
+share, read and written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEUTRAL = {
     **dict.fromkeys(("pretraining_tp", "partial_rotary_factor", "rotary_pct", "logits_scaling"), 1),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), 1),
 }
-"""Settings that change what some family computes, and the value at which they change nothing."""
+"""Settings that change the computation of some family -> the value at which they change nothing."""
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -46,12 +46,12 @@ SIZES = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
 }
-"""Our name of a size -> its setting, in most families."""
+"""Our name of a size -> the name of its setting in most families."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One JSON object. ``within``: what comes before its keys in errors. ``read`` collects what has been looked at."""
+    """One JSON object. ``within``: text before its keys in errors. ``read``: the keys that were read so far."""
 
     values: Mapping[str, Any]
     where: Path | str
@@ -63,7 +63,8 @@ class Settings:
         return self.values.get(key, absent)
 
     def number(self, key: str, kind: type, default: int | float | None = _REQUIRED, least: int | None = None) -> Any:
-        """A positive ``kind`` (int or float), or one of at least ``least``; null and absent mean ``default``."""
+        """Value of a setting: a positive ``kind`` (int or float), or one of at least ``least``; null and absent mean
+        ``default``."""
         value = self.get(key)
         if value is None:
             if default is _REQUIRED:
@@ -109,7 +110,7 @@ class Settings:
         return ModelError(f"{self.where}: {self.within}{key}={value!r} is not implemented; {remedy}")
 
     def only(self, allowed: Mapping[str, Any]) -> None:
-        """Refuse any other value of a setting than the implemented one; null and absent mean just that one."""
+        """Refuse all values of these settings except the implemented one; null and absent count as that one."""
         for key, implemented in allowed.items():
             found = self.get(key)
             if found is not None and found != implemented:
@@ -117,7 +118,7 @@ class Settings:
                 raise self.refused(key, found, remedy)
 
     def only_read(self) -> None:
-        """Refuse every setting that nothing has looked at."""
+        """Refuse every setting that was not read."""
         self.only(dict.fromkeys(sorted(self.values.keys() - self.read)))
 
 
@@ -134,9 +135,9 @@ def read_decoder(
     attention_bias: bool | None = None,
     **fields: Any,
 ) -> ModelConfig:
-    """The settings that most families share, with this family's defaults for absent ones (``kv_heads``, ``head_dim``:
-    None for as many as heads, and for hidden_size / heads; ``attention_bias``: None where there is no such setting);
-    then whatever is left must change nothing."""
+    """Config from the settings that most families share, with this family's defaults for absent ones (``kv_heads``
+    None: as many as heads; ``head_dim`` None: hidden_size / heads; ``attention_bias`` None: there is no such setting).
+    Settings that were not read must change nothing."""
     layer_count(settings)
     sizes = {ours: settings.number(theirs, int) for ours, theirs in SIZES.items()}
     if "num_key_value_heads" not in settings.values and kv_heads is not None:
@@ -168,7 +169,8 @@ def _head_dim(settings: Settings, sizes: Mapping[str, int]) -> int:
 
 
 def build(settings: Settings, **fields: Any) -> ModelConfig:
-    """Refuses first what nothing has read and would change the computation."""
+    """Config of these ``fields``. First refuses settings that nothing has read and that would change the
+    computation."""
     inactive_window = settings.values.get("use_sliding_window") is False
     unread = {key: value for key, value in NEUTRAL.items() if key not in settings.read}
     if inactive_window:
@@ -194,14 +196,14 @@ def same_or_each(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
 
 
 def read_window(settings: Settings, absent: int | None = None) -> int | None:
-    """``sliding_window``: null means none, absent means ``absent``."""
+    """Value of ``sliding_window``: null means no window, absent means ``absent``."""
     if "sliding_window" not in settings.values:
         return absent
     return settings.number("sliding_window", int, None)
 
 
 def read_switched_window(settings: Settings, absent: int | None = None) -> int | None:
-    """The same, in families where it is inactive without ``use_sliding_window``."""
+    """`read_window` for families where it is inactive without ``use_sliding_window``."""
     window = read_window(settings, absent)
     return window if settings.flag("use_sliding_window", False) else None
 
@@ -209,7 +211,7 @@ def read_switched_window(settings: Settings, absent: int | None = None) -> int |
 def sliding_layers(
     settings: Settings, rope: Rope | None, window: int | None, sliding: Sequence[bool]
 ) -> list[LayerKind]:
-    """One kind a layer; ``layer_types`` decides where it is given, ``sliding`` otherwise."""
+    """One kind for each layer; ``layer_types`` decides if it is given, else ``sliding`` does."""
     types = settings.get("layer_types")
     if types is not None:
         known = ("full_attention", "sliding_attention")
@@ -226,13 +228,13 @@ def sliding_layers(
 
 def layer_count(settings: Settings) -> int:
     count = settings.number("num_hidden_layers", int)
-    if count > _MOST_LAYERS:  # before anything is made for each of them
+    if count > _MOST_LAYERS:  # checked before anything is made for each layer
         raise settings.bad("num_hidden_layers", f"at most {_MOST_LAYERS:,}")
     return count
 
 
 def write_decoder(config: ModelConfig, eps: str = "rms_norm_eps", activation: str = "hidden_act") -> dict[str, Any]:
-    """What `read_decoder` reads; ``eps`` and ``activation`` are the names of those settings."""
+    """Settings that `read_decoder` reads; ``eps`` and ``activation`` are the names of two of them."""
     return {
         **{theirs: getattr(config, ours) for ours, theirs in SIZES.items()},
         "num_key_value_heads": config.num_kv_heads,
@@ -249,7 +251,7 @@ def written_activation(config: ModelConfig) -> str:
 
 
 def write_layers(config: ModelConfig) -> dict[str, Any]:
-    """``layer_types`` and the one window that the sliding layers share."""
+    """``layer_types``, and the one window that the sliding layers share."""
     kinds = [config.layer(i) for i in range(config.num_layers)]
     window = next((kind.window for kind in kinds if kind.window is not None), None)
     types = ["full_attention" if kind.window is None else "sliding_attention" for kind in kinds]

@@ -43,7 +43,8 @@ def _read(settings: Settings) -> ModelConfig:
 
 
 def _rotated_layers(settings: Settings, count: int) -> list[bool]:
-    """``no_rope_layers`` says the opposite of its name: 1 is a layer *with* a rotary embedding."""
+    """True for each layer with a rotary embedding. ``no_rope_layers`` says the opposite of its name: 1 is a layer
+    *with* one."""
     every = settings.number("no_rope_layer_interval", int, 4)
     if settings.get("no_rope_layers") is None:
         return [(i + 1) % every != 0 for i in range(count)]

@@ -1,6 +1,6 @@
-"""How the matrix of a `specjax.models.layers.Linear` is stored and multiplied. Parameters that are trained and saved
-are plain arrays ``[in, out]``; for decoding an object that multiplies may stand in place of any of them, also one that
-this package does not know (quantised, say): a pytree that is called as a `Kernel` is.
+"""Stored forms of the matrix of a `specjax.models.layers.Linear`, each with its product. Parameters that are trained
+and saved are plain arrays ``[in, out]``. For decoding, an object that multiplies may stand in place of any of them: a
+pytree that is called as a `Kernel` is, even if this package does not know it.
 
 Dims: I/O features in and out, M tokens of all rows.
 """
@@ -29,10 +29,10 @@ from specjax.models.products import (
 
 @runtime_checkable
 class Kernel(Protocol):
-    """A matrix that multiplies; a pytree."""
+    """Interface of a matrix that multiplies; it must be a pytree."""
 
     def __call__(self, rows: Float[Array, "M I"], wide: bool = False) -> Float[Array, "M O"]:
-        """``rows @ matrix`` in the dtype of ``rows``; ``wide``: in float32, whatever ``rows`` are in."""
+        """``rows @ matrix`` in the dtype of ``rows``; ``wide``: in float32, whatever that dtype."""
         ...
 
 
@@ -51,7 +51,8 @@ class Dense:
 
 @flax.struct.dataclass
 class Transposed:
-    """A matrix whose rows are its outputs: few tokens read each of them once, with no packing before."""
+    """A matrix whose rows are its outputs: a product with few tokens reads each row once, without packing the matrix
+    first."""
 
     value: Float[Array, "O I"]
 
@@ -67,7 +68,8 @@ class Transposed:
 
 @flax.struct.dataclass
 class Narrow(Transposed):
-    """A float32 matrix whose numbers bfloat16 holds: half as much to read, multiplied in the dtype of the rows."""
+    """A float32 matrix stored in bfloat16, which holds all its numbers: half the bytes to read, multiplied in the dtype
+    of the rows."""
 
     value: BFloat16[Array, "O I"]
 
@@ -82,7 +84,8 @@ class Narrow(Transposed):
 
 @flax.struct.dataclass
 class Joined:
-    """Matrices of one input, their outputs side by side: what arrays are concatenated for, of any kernels."""
+    """Matrices of any stored form that read one input, with their outputs side by side: what concatenation does for
+    arrays."""
 
     parts: tuple[Kernel, ...]
 
@@ -91,27 +94,27 @@ class Joined:
 
 
 def of(value: Any) -> Kernel:
-    """What multiplies with a parameter: itself, or a plain array ``[I, O]`` as `Dense`."""
+    """Kernel of a parameter: the parameter itself if it multiplies, or `Dense` around a plain array ``[I, O]``."""
     return value if isinstance(value, Kernel) else Dense(value)
 
 
 def plain(value: Any) -> Any:
-    """The array ``[I, O]`` that a layout was made of; what is no layout, as it is."""
+    """The array ``[I, O]`` that a kernel was laid out from; anything else unchanged."""
     return value.dense() if isinstance(value, Dense | Transposed) else value
 
 
 def are_quantised(params: Any) -> bool:
-    """Whether some of these parameters are stored in few bits."""
+    """True if some of these parameters are stored in few bits."""
     return any(isinstance(leaf, Quantised) for leaf in leaves_of(params))
 
 
 def leaves_of(params: Any) -> list[Any]:
-    """Arrays, and objects that multiply."""
+    """Leaves of ``params``: arrays, and whole objects that multiply."""
     return jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Kernel))
 
 
 def counted(params: Any) -> tuple[int, int]:
-    """(weights, bytes that they take); of kernels in few bits the weights that they stand for."""
+    """(number of weights, bytes that they take); a quantised kernel counts the weights that it stands for."""
     parts = [part for leaf in leaves_of(params) for part in _arrays(leaf)]
     return sum(part.size for part in parts), sum(map(_bytes, parts))
 
@@ -121,13 +124,13 @@ def _arrays(leaf: Any) -> list[Any]:
 
 
 def _bytes(part: Any) -> int:
-    """Also of an array that is not there yet."""
+    """Bytes of an array, which may be a shape alone."""
     return part.nbytes if isinstance(part, Quantised) else part.size * part.dtype.itemsize
 
 
 def join(values: Sequence[Any], shards: int = 1) -> Any:
-    """One parameter for several of the same input, their outputs side by side; in each of ``shards`` equal parts, a
-    share of every one."""
+    """One parameter for several that read the same input, with their outputs side by side. Each of ``shards`` equal
+    parts holds a share of every parameter."""
     if any(isinstance(value, Kernel) for value in values):
         if all(isinstance(value, Quantised) and value.like(values[0]) for value in values) and shards == 1:
             return Quantised.joined(values)
@@ -141,7 +144,7 @@ def join(values: Sequence[Any], shards: int = 1) -> Any:
 
 
 def split(value: Any, sizes: Sequence[int], shards: int = 1) -> list[Any]:
-    """What `join` joined, of so many outputs each."""
+    """Parameters that `join` joined, with ``sizes`` outputs each."""
     if isinstance(value, Joined):
         return [plain(part) for part in value.parts]
     if isinstance(value, Quantised):
@@ -150,7 +153,7 @@ def split(value: Any, sizes: Sequence[int], shards: int = 1) -> list[Any]:
 
 
 def apart(outputs: Float[Array, "*B O"], sizes: Sequence[int], shards: int = 1) -> list[Array]:
-    """The outputs of joined parameters, each one's own."""
+    """Outputs of joined parameters, separated into those of each."""
     ends = list(itertools.accumulate(size // shards for size in sizes))[:-1]
     if shards == 1:
         return jnp.split(outputs, ends, axis=-1)

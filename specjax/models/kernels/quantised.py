@@ -1,8 +1,9 @@
-"""Weights in few bits, multiplied in the dtype of what they are multiplied with (weight-only): whole numbers and a
-scale for each output, or for each group of inputs of an output. Symmetric, to the nearest, as a checkpoint is loaded.
+"""Weights in few bits, multiplied in the dtype of the other factor (weight-only): whole numbers and a scale for each
+output, or for each group of inputs of an output. Quantisation is symmetric and rounds to the nearest, as a checkpoint
+is loaded.
 
-What is quantised is another model: a target's distribution is then that of its rounded weights, to which verification
-is exact; a draft's only changes how much is accepted.
+A quantised model is another model. A target's distribution becomes that of its rounded weights, to which verification
+is exact; a quantised draft only changes how many proposed tokens are accepted.
 
 Dims: I/O features in and out, N groups of C inputs each (I = N * C), M tokens of all rows.
 """
@@ -26,7 +27,8 @@ from specjax.models.products import few_rows_product, precision_of, several_rows
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """``bits`` a weight, and inputs of a ``group`` that share a scale; None: all of an output."""
+    """A way to quantise: ``bits`` a weight, and one scale for each ``group`` of inputs; None: one for all inputs of an
+    output."""
 
     bits: int
     group: int | None = None
@@ -36,19 +38,20 @@ class Scheme:
         return 2 ** (self.bits - 1) - 1
 
     def groups(self, inputs: int) -> int:
-        """Of so many inputs; what the group does not divide shares one scale."""
+        """Number of groups of so many ``inputs``; 1 if the group size does not divide them."""
         return inputs // self.group if self.group is not None and inputs % self.group == 0 else 1
 
 
 SCHEMES = {"int8": Scheme(8), "int4": Scheme(4, 128)}
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Shares of the largest weight that the scale may be of, where there are few numbers to spread."""
+"""Shares of the largest weight that the largest whole number may stand for; all are tried if there are fewer than 8
+bits."""
 
 
 @flax.struct.dataclass
 class Quantised:
-    """A matrix ``[I, O]``. ``value``: int8 or int4 ``[N, C, O]``; where the device reads kernels transposed, int8
-    ``[O, I]``, or two numbers of four bits to a byte, uint8 ``[O, N, C / 2]``."""
+    """A quantised matrix ``[I, O]``. ``value``: int8 or int4 ``[N, C, O]``. Where the device reads kernels transposed:
+    int8 ``[O, I]``, or uint8 ``[O, N, C / 2]`` with two 4-bit numbers a byte."""
 
     value: Array
     scale: Float[Array, "N O"]
@@ -57,8 +60,8 @@ class Quantised:
 
     @classmethod
     def of(cls, matrix: Float[Array, "I O"], scheme: Scheme) -> Quantised:
-        """The nearest, laid out for this device."""
-        return _quantised(matrix, scheme, backend.turns_kernels())
+        """Quantise ``matrix`` to the nearest numbers, laid out for this device."""
+        return _quantised(matrix, scheme, backend.transposes_kernels())
 
     @property
     def size(self) -> int:
@@ -67,29 +70,29 @@ class Quantised:
 
     @property
     def nbytes(self) -> int:
-        """Of both arrays, where two numbers of four bits share a byte."""
+        """Bytes of both arrays; two 4-bit numbers share a byte."""
         return self.value.size * (self.bits if self.value.dtype == jnp.int4 else 8) // 8 + 4 * self.scale.size
 
     def like(self, other: Quantised) -> bool:
-        """Whether the two have the same inputs, in the same groups."""
+        """True if two matrices of the same inputs also have the same groups and the same stored form."""
         same = self.scale.shape[0] == other.scale.shape[0] and self.value.dtype == other.value.dtype
         return same and self.turned == other.turned
 
     @classmethod
     def joined(cls, parts: Sequence[Quantised]) -> Quantised:
-        """One, with the outputs of all of them side by side."""
+        """One matrix with the outputs of all ``parts`` side by side."""
         value = jnp.concatenate([part.value for part in parts], axis=0 if parts[0].turned else 2)
         return dataclasses.replace(parts[0], value=value, scale=jnp.concatenate([part.scale for part in parts], axis=1))
 
     def apart(self, sizes: Sequence[int]) -> list[Quantised]:
-        """What was `joined`, of so many outputs each."""
+        """Matrices that were `joined`, with ``sizes`` outputs each."""
         ends = list(itertools.accumulate(sizes))[:-1]
         values = jnp.split(self.value, ends, axis=0 if self.turned else 2)
         scales = jnp.split(self.scale, ends, axis=1)
         return [dataclasses.replace(self, value=v, scale=s) for v, s in zip(values, scales, strict=True)]
 
     def __call__(self, rows: Float[Array, "M I"], wide: bool = False) -> Float[Array, "M O"]:
-        x = rows.astype(jnp.float32) if self.turned else rows  # a CPU multiplies in nothing else
+        x = rows.astype(jnp.float32) if self.turned else rows  # a CPU multiplies in nothing but float32
         if self.turned:
             product = self._turned_product(x)
         elif len(self.value) == 1:
@@ -114,7 +117,7 @@ class Quantised:
         return functools.reduce(jnp.add, each)
 
     def dense(self) -> Float[Array, "I O"]:
-        """The matrix that it is, in float32."""
+        """The matrix that the numbers stand for, in float32."""
         groups, outputs = self.scale.shape
         if not self.turned:
             values = self.value.astype(jnp.float32)
@@ -152,7 +155,7 @@ def _quantised(matrix: Float[Array, "I O"], scheme: Scheme, turned: bool) -> Qua
 
 
 def _product(subscripts: str, x: Array, numbers: Array) -> Array:
-    """Added up in float32."""
+    """Einsum added up in float32."""
     numbers = numbers.astype(x.dtype)
     return jnp.einsum(subscripts, x, numbers, precision=precision_of(x), preferred_element_type=jnp.float32)
 
@@ -164,7 +167,8 @@ def _halves(packed: Array) -> tuple[Array, Array]:
 
 
 def _several_packed(x: Float[Array, "M I"], packed: Array, scale: Float[Array, "N O"], rows: int = 4) -> Array:
-    """As `products.several_rows_product`; of a single row two, for which XLA finds the better loop."""
+    """`products.several_rows_product` of packed 4-bit numbers. A single row counts as two, for which XLA finds the
+    better loop."""
     rows = min(rows, max(len(x), 2))
     blocks = -(-len(x) // rows)
     padded = jnp.pad(x, ((0, blocks * rows - len(x)), (0, 0))).reshape(blocks, rows, -1)
@@ -173,7 +177,7 @@ def _several_packed(x: Float[Array, "M I"], packed: Array, scale: Float[Array, "
 
 
 def _few_packed(x: Float[Array, "M I"], packed: Array, scale: Float[Array, "N O"]) -> Array:
-    """As `products.few_rows_product`, whose comments say why."""
+    """`products.few_rows_product` of packed 4-bit numbers; the comments there give the reasons."""
     x = x / jnp.where(jnp.isinf(x), 2.0, 1.0).astype(x.dtype)
     x, packed = jax.lax.optimization_barrier((x.astype(jnp.float32), packed))
     half = packed.shape[-1]

@@ -12,7 +12,7 @@ import pytest
 from specjax import backend
 from specjax.models import products
 from specjax.models.attention import blocks as attention
-from specjax.models.attention.sight import Sight, Tree
+from specjax.models.attention.sight import AttentionMask, Tree
 
 ROWS, HEADS, KV_HEADS, FEATURES, KEYS = 2, 4, 2, 8, 37
 
@@ -40,7 +40,7 @@ def places(*starts: int, fed: int) -> jax.Array:
     return jnp.asarray(starts, jnp.int32)[:, None] + jnp.arange(fed, dtype=jnp.int32)[None]
 
 
-def sights() -> dict[str, tuple[int, Sight]]:
+def sights() -> dict[str, tuple[int, AttentionMask]]:
     """How many tokens are fed, and what they see."""
     random = np.random.default_rng(0)
     row = jnp.arange(KEYS, dtype=jnp.int32)[None]
@@ -49,13 +49,13 @@ def sights() -> dict[str, tuple[int, Sight]]:
     start = jnp.asarray([3, 19], jnp.int32)
     mask = jnp.asarray(np.tril(random.random((ROWS, 7, 7)) < 0.5) | np.eye(7, dtype=bool))
     return {
-        "a chain in a cache": (7, Sight(places(3, 20, fed=7))),
-        "one token": (1, Sight(places(0, 36, fed=1))),
-        "a chain through a window": (7, Sight(places(12, 21, fed=7)).within(4, places(12, 21, fed=7))),
-        "a tree": (7, Sight(places(3, 19, fed=7), Tree(start, mask))),
-        "whole rows": (KEYS, Sight(row)),
-        "documents": (KEYS, Sight(row, segments=(segments, segments))),
-        "documents through a window": (KEYS, Sight(row, segments=(segments, segments)).within(3, at, at)),
+        "a chain in a cache": (7, AttentionMask(places(3, 20, fed=7))),
+        "one token": (1, AttentionMask(places(0, 36, fed=1))),
+        "a chain through a window": (7, AttentionMask(places(12, 21, fed=7)).within(4, places(12, 21, fed=7))),
+        "a tree": (7, AttentionMask(places(3, 19, fed=7), Tree(start, mask))),
+        "whole rows": (KEYS, AttentionMask(row)),
+        "documents": (KEYS, AttentionMask(row, segments=(segments, segments))),
+        "documents through a window": (KEYS, AttentionMask(row, segments=(segments, segments)).within(3, at, at)),
     }
 
 
@@ -122,7 +122,7 @@ def test_keys_of_a_query_s_own_are_merged_with_those_of_all(fed, each):
     q, k, v = arrays(fed)
     one, other = (jax.random.normal(jax.random.key(i), (ROWS, fed, 3, KV_HEADS, FEATURES)) for i in (3, 4))
     own = one, other
-    sight, reached = Sight(places(-1, 20, fed=fed)), jnp.arange(3) < 2
+    sight, reached = AttentionMask(places(-1, 20, fed=fed)), jnp.arange(3) < 2
     if each:
         reached = jnp.arange(3)[None] <= jnp.arange(fed)[:, None] % 3
     out = attention.attend_to_both(q, (k, v), sight, own, reached, soft_cap=4.0)

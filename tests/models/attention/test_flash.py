@@ -14,7 +14,7 @@ from specjax import backend
 from specjax.models import products
 from specjax.models.attention import flash
 from specjax.models.attention.flash import Call
-from specjax.models.attention.sight import Sight, Tree
+from specjax.models.attention.sight import AttentionMask, Tree
 
 ROWS, LENGTH, HEADS, KV_HEADS, FEATURES = 2, 128, 4, 2, 64
 SEGMENTS = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (ROWS, LENGTH)), axis=1), jnp.int32)
@@ -30,7 +30,7 @@ def arrays():
 
 def plain(q, k, v, segments, window, call: Call):
     at = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], (ROWS, LENGTH))
-    sight = Sight(at[:1], segments=None if segments is None else (segments, segments)).within(window, at, at)
+    sight = AttentionMask(at[:1], segments=None if segments is None else (segments, segments)).within(window, at, at)
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     k = k.transpose(0, 2, 1, 3).reshape(-1, LENGTH, FEATURES)
     v = v.transpose(0, 2, 3, 1).reshape(-1, FEATURES, LENGTH)
@@ -79,17 +79,17 @@ def test_what_a_kernel_cannot_do_is_done_without_it_and_said_once(monkeypatch, c
     with caplog.at_level(logging.WARNING):
         monkeypatch.setattr(backend, "flash_kernel", lambda: "cudnn")
         monkeypatch.setattr(flash, "LARGEST_MASK", 100)
-        assert whole_rows(Sight(at, segments=(SEGMENTS, SEGMENTS)), Call(0.2)) is None
-        assert whole_rows(Sight(at), Call(0.2, soft_cap=3.0)) is None
-        assert whole_rows(Sight(at), Call(0.2, soft_cap=3.0)) is None
+        assert whole_rows(AttentionMask(at, segments=(SEGMENTS, SEGMENTS)), Call(0.2)) is None
+        assert whole_rows(AttentionMask(at), Call(0.2, soft_cap=3.0)) is None
+        assert whole_rows(AttentionMask(at), Call(0.2, soft_cap=3.0)) is None
         mask = jnp.ones((ROWS, LENGTH, LENGTH), bool)
-        assert whole_rows(Sight(at, Tree(jnp.zeros(ROWS, jnp.int32), mask)), Call(0.2)) is None
-        assert whole_rows(Sight(at), Call(0.2)) is None  # no cuDNN here
+        assert whole_rows(AttentionMask(at, Tree(jnp.zeros(ROWS, jnp.int32), mask)), Call(0.2)) is None
+        assert whole_rows(AttentionMask(at), Call(0.2)) is None  # no cuDNN here
         monkeypatch.setattr(backend, "flash_kernel", lambda: "splash")
         of_float32 = [x.astype(jnp.float32) for x in (q, k, v)]
-        assert flash.whole_rows(*of_float32, sight=Sight(at), call=Call(0.2)) is None
+        assert flash.whole_rows(*of_float32, sight=AttentionMask(at), call=Call(0.2)) is None
         too_short = [x[:, :127] for x in (q, k, v)]
-        assert flash.whole_rows(*too_short, sight=Sight(at), call=Call(0.2)) is None
+        assert flash.whole_rows(*too_short, sight=AttentionMask(at), call=Call(0.2)) is None
     told = [record.message for record in caplog.records]
     reasons = ("several documents", "capped scores", "a mask of its own", "cuDNN is not detected", "float32")
     assert len(told) == len(reasons)
@@ -100,7 +100,7 @@ def test_without_an_accelerator_there_is_no_kernel():
     at = jnp.arange(LENGTH, dtype=jnp.int32)[None]
     assert backend.flash_kernel() is None
     q, k, v = arrays()
-    assert flash.whole_rows(q, k, v, Sight(at), Call(0.2)) is None
+    assert flash.whole_rows(q, k, v, AttentionMask(at), Call(0.2)) is None
 
 
 @pytest.mark.parametrize("features", [64, 128])

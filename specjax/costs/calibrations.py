@@ -1,0 +1,86 @@
+"""Block costs and acceptance for the controller of a decoder. Seconds per block are stored beside the costs of plans,
+for each device, pair of models, kind of program and bucket of rows; one turn tells whether they still hold. The share
+of accepted proposals depends on weights, text and sampling, and is measured each time."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.costs import store
+from specjax.costs.timer import count_compiles
+from specjax.decode.decoder import Decoder
+from specjax.interfaces import Calibration
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A calibration, and the origin of its block costs."""
+
+    calibration: Calibration
+    measured: bool
+    """True if the block costs were measured now; False if they were read and confirmed."""
+    seconds: float
+    """Seconds of measuring, without compilation."""
+    file: Path | None
+    """File that holds the block costs; None if it cannot be written."""
+
+    @property
+    def summary(self) -> str:
+        """One sentence for the user."""
+        if not self.measured:
+            return f"costs of blocks read from {self.file}"
+        place = "not kept" if self.file is None else f"kept in {self.file}"
+        return f"costs of blocks measured in {self.seconds:.1f} s, {place}"
+
+
+def calibrate(decoder: Decoder, prompts: Sequence[Any], again: bool = False, **sampling: Any) -> Kept | None:
+    """`Decoder.calibrate`, with the block costs that this program or another has stored, if there are any.
+
+    Args:
+        decoder: decoder whose controller weighs block costs.
+        prompts: texts, or lists of token ids, one for each row to be decoded.
+        again: measure even if costs are stored.
+        sampling: `SamplingOptions`.
+
+    Returns:
+        The calibration that the decoder now uses for a batch of as many rows; None if its controller does not weigh
+        costs, or if the target has too few positions for a single block.
+
+    Raises:
+        DataError: an argument cannot be used; the message names argument, row and value.
+    """
+    if not decoder.weighs:
+        return None
+    greedy, rows = decoder.program_of(prompts, **sampling)
+    dtype = jax.tree.leaves(decoder.target.layout().params)[0].dtype
+    key = store.key_of(rows, str(dtype), {"decoder": decoder}, {"greedy": greedy})
+    depth = decoder.engine(greedy, rows)[0].max_depth
+    costs = None if again else store.read(key, lambda kept: _of_json(kept, depth))
+    start = time.perf_counter()
+    with count_compiles() as count:
+        found = decoder.calibrate(prompts, costs=costs, **sampling)
+    if found is None:
+        return None
+    if costs is not None and found.seconds is costs.seconds:
+        return Kept(found, False, 0.0, store.file_of(key))
+    seconds = max(time.perf_counter() - start - count.seconds, 0.0)
+    return Kept(found, True, seconds, store.write(key, _to_json(found)))
+
+
+def _to_json(found: Calibration) -> dict[str, Any]:
+    return {name: np.asarray(getattr(found, name)).tolist() for name in ("seconds", "catch_up")}
+
+
+def _of_json(found: Mapping[str, Any], depth: int) -> Calibration:
+    """Calibration with the stored costs of blocks of 0 .. ``depth`` proposed tokens; its acceptance is all zeros."""
+    seconds, late = (np.asarray(found[name], np.float32) for name in ("seconds", "catch_up"))
+    if seconds.shape != (depth + 1,) or not (np.isfinite(seconds) & (seconds > 0)).all():
+        raise ValueError("no costs of blocks")
+    return Calibration(seconds, np.zeros(depth, np.float32), late)  # type: ignore[arg-type]

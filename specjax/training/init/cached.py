@@ -1,0 +1,146 @@
+"""First weights of a draft, stored beside the trained ones. Singular vectors and least squares end in other last bits
+on another processor, and a run that is resumed there must go on from the weights it began with. A resumed run makes no
+first weights: it has the trained ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import numpy as safetensors
+from safetensors import safe_open
+
+from specjax import config as config_lib
+from specjax.config import RunConfig
+from specjax.data.rows import Rows
+from specjax.drafters.features import Kept, TrainedFeatureDraft
+from specjax.interfaces import Initial, Params
+from specjax.models.hf import LoadedModel
+from specjax.runtime import fingerprint, store
+from specjax.runtime.distributed import on_main_process, whole
+from specjax.training.init.first_weights import abstract_draft
+
+FILE = "draft-start.safetensors"
+_MADE_FROM = "made_from"
+_IDS = "the ids that it can propose"
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""numpy's names of dtypes, by their names in the file's header."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstWeights:
+    """First weights of a stage, made when they are asked for, and once: a resumed stage asks for none. ``shapes``:
+    shapes of the arrays. ``made_from``: digest of what decides the weights, which tells them from others before they
+    are made; None: only their own digest tells."""
+
+    shapes: Params
+    make: Callable[[], Params]
+    made_from: str | None = None
+
+    @classmethod
+    def of(cls, params: Params) -> FirstWeights:
+        """First weights that exist already."""
+        return params if isinstance(params, FirstWeights) else cls(_shapes(params), lambda: params)
+
+    @functools.cached_property
+    def params(self) -> Params:
+        """The weights, made at the first use."""
+        return self.make()
+
+    def digest(self, known: Mapping[str, Any]) -> str:
+        """SHA-256 of the weights. ``known``: the stage's record, which has it if they are made from the same."""
+        if self.made_from is not None and known.get("initial_made_from") == self.made_from:
+            return known["initial_params"]
+        return fingerprint.digest(self.params)
+
+
+def _shapes(params: Params) -> Params:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+
+
+def cached_start(
+    config: RunConfig, make: Callable[[], Initial], target: LoadedModel, rows: Rows, first: Path
+) -> tuple[Any, FirstWeights]:
+    """The draft in training, and the weights that the run in ``config.out`` began with. Computed weights are stored
+    while the directory ``first`` of the first stage does not exist yet, and read again for the same target, rows, draft
+    and seed. Only ``make`` makes them. All processes call this, and have the same weights after it."""
+    file = Path(config.out) / FILE
+    if _read_from_elsewhere(config.draft.init):
+        initial = make()
+        return initial.drafter, FirstWeights.of(initial.params)
+    draft = {name: value for name, value in dataclasses.asdict(config.draft).items() if name != "pretrain"}
+    made_from = [*fingerprint.of_model(target), rows.digest, repr(draft), config.seed]
+    # The draft vocabulary may be counted in the data of these stages.
+    made_from += [repr(stage.data) for stage in (config.draft.pretrain, config.distill) if stage.data != "text"]
+    key = fingerprint.of_record({_MADE_FROM: made_from})
+    known = on_main_process(lambda: (store.record_of(file) or {}).get(_MADE_FROM) == key)
+    planned = _planned(config, target, file) if known else None
+    if planned is None:
+        drafter, params = make()
+        planned = Initial(drafter, _shapes(params))
+        if not known and not on_main_process(first.exists):
+            content = _named(drafter, whole(params))
+            on_main_process(lambda: store.write(file, safetensors.save(content), {_MADE_FROM: key}))
+            known = True
+        if not known or not _holds(file, planned):
+            return drafter, FirstWeights.of(params)
+    return planned.drafter, FirstWeights(planned.params, lambda: _read(file, planned.params), key)
+
+
+def _read_from_elsewhere(init: Any) -> bool:
+    """True if the first weights are read from a model, not computed."""
+    if isinstance(init, Mapping):
+        return init.get("kind") in ("checkpoint", "layers")
+    return init is not None and init not in config_lib.INIT_WORDS
+
+
+def _planned(config: RunConfig, target: LoadedModel, file: Path) -> Initial | None:
+    """The draft whose weights ``file`` holds, with shapes in their place; None if its kind gives no shapes, or the file
+    is of another version."""
+    planned = abstract_draft(config, target)
+    if planned is None:
+        return None
+    drafter = planned.drafter
+    if _chooses_ids(drafter):
+        with safe_open(file, "numpy") as found:
+            if _IDS not in found.keys():  # noqa: SIM118 (it is no mapping)
+                return None
+            drafter = drafter.with_ids(Kept(found.get_tensor(_IDS), drafter.model.kept.size))
+    planned = Initial(drafter, planned.params)
+    return planned if _holds(file, planned) else None
+
+
+def _chooses_ids(drafter: Any) -> bool:
+    return isinstance(drafter, TrainedFeatureDraft) and drafter.model.kept is not None
+
+
+def _named(drafter: Any, params: Params) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    named = {jax.tree_util.keystr(path): np.ascontiguousarray(leaf) for path, leaf in leaves}
+    return {**named, _IDS: drafter.model.kept.ids} if _chooses_ids(drafter) else named
+
+
+def _holds(file: Path, planned: Initial) -> bool:
+    """True if ``file`` has each of these arrays; the file of another version may not."""
+
+    def has(found: Any, path: tuple, leaf: Any) -> bool:
+        name = jax.tree_util.keystr(path)
+        if name not in names:
+            return False
+        stored = found.get_slice(name)
+        return tuple(stored.get_shape()) == leaf.shape and _DTYPES.get(stored.get_dtype()) == leaf.dtype.name
+
+    with safe_open(file, "numpy") as found:
+        names = set(found.keys())
+        return all(has(found, *pair) for pair in jax.tree_util.tree_leaves_with_path(planned.params))
+
+
+def _read(file: Path, like: Params) -> Params:
+    found = safetensors.load_file(file)
+    return jax.tree_util.tree_map_with_path(lambda path, _: jnp.asarray(found[jax.tree_util.keystr(path)]), like)
