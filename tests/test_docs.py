@@ -17,6 +17,7 @@ from specjax.errors import ModelError
 from specjax.jobs import inputs
 from specjax.models import families
 from specjax.models.hf import load_model, save_model
+from specjax.training.assemble import assemble
 from tests.cases import in_proof
 
 ROOT = Path(__file__).parents[1]
@@ -90,7 +91,7 @@ def test_the_target_of_a_config_is_of_the_family_that_it_names(theirs, tiny_targ
     del families.FAMILIES[mine.model_type]
     with pytest.raises(ModelError, match="is not implemented"):
         load_model(str(config.target.path))
-    assert inputs.load_target(config, str(config.target.path)).family == mine.model_type
+    assert inputs.load_target(assemble(config), str(config.target.path)).family == mine.model_type
 
 
 @pytest.mark.parametrize("page", ["README.md", in_proof("docs/index.md"), in_proof("docs/decoding.md")])

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 
-from specjax import registry
 from specjax.config import RunConfig, Stage
 from specjax.drafters.base import refuse_longer
 from specjax.errors import ModelError
@@ -31,12 +30,10 @@ from specjax.interfaces import Drafter, Initial, Params, Trainable
 from specjax.jobs import memory
 from specjax.jobs.inputs import (
     Prepared,
-    data_directory,
     naming_inputs,
     prepare,
     rows_of,
     rows_to_count,
-    seed_of,
     source_context,
 )
 from specjax.models.hf import LoadedModel
@@ -48,8 +45,6 @@ from specjax.runtime.progress import Bars, no_bars
 from specjax.training.evaluate import Evaluation
 from specjax.training.exports import MADE_BY, WEIGHTS, card, export, parameter_count, refuse_foreign
 from specjax.training.init.cached import FirstWeights, cached_start
-from specjax.training.init.first_weights import initial_draft
-from specjax.training.layout import make_layout
 from specjax.training.selection import Decoded, affects_selection
 from specjax.training.sources.on_policy import draft_sampler
 from specjax.training.sources.text import DraftHandle, Text
@@ -150,13 +145,13 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
         on_main_process(functools.partial(refuse_foreign, Path(config.out) / name))
     prepared = prepare(config, bars, memory.STAGES) if prepared is None else prepared
     target = prepared.target
-    rows, first = rows_to_count(config, prepared, bars), Path(config.out) / "draft-pretrain"
-    drafter, weights = cached_start(config, lambda: initial_draft(config, target, rows), target, rows, first)
-    initial = Initial(drafter, weights.shapes)
+    drafter, weights = cached_start(prepared.run, target, rows_to_count(prepared, bars))
+    run = dataclasses.replace(prepared.run, initial=Initial(drafter, weights.shapes))
+    prepared = dataclasses.replace(prepared, run=run)
     if config.selection.prompts:
         refuse_longer(drafter, config.selection.k, "selection.k")
     decoding = held_out_decoding(config, target, drafter, prepared.corpus.held_out)
-    train = _Stages(config, bars, drafter, prepared).train
+    train = _Stages(bars, drafter, prepared).train
     before, _ = train("draft-pretrain", config.draft.pretrain, weights, target)
     after, steps = train("draft-distill", config.distill, before, target, decoding)
     # The controls see the distillation's batches, start from its first weights, and are selected as it is.
@@ -169,7 +164,7 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
     }
     before, after = rounded(before, config.draft.dtype), rounded(after, config.draft.dtype)
     controls = {rate: rounded(params, config.draft.dtype) for rate, params in controls.items()}
-    evaluate = functools.partial(figures.evaluate, memory.evaluating(config, initial), bars, drafter, target)
+    evaluate = functools.partial(figures.evaluate, memory.evaluating(run), bars, drafter, target)
     first, last, *rivals = evaluate([before, after, *controls.values()], prepared.held_out_rows)
     control_alphas = {rate: control.alpha for rate, control in zip(controls, rivals, strict=True)}
     measures = Measures(
@@ -222,7 +217,6 @@ def _control(distill: Stage, learning_rate: float, steps: int) -> Stage:
 class _Stages:
     """Runs the training stages of a run's draft."""
 
-    config: RunConfig
     bars: Bars
     drafter: Any
     prepared: Prepared
@@ -236,25 +230,22 @@ class _Stages:
         decoding: HeldOutDecoding | None = None,
     ) -> tuple[Params, int]:
         """Train a stage. Returns its parameters, and its number of steps without early stopping."""
-        config, bars, drafter, prepared = self.config, self.bars, self.drafter, self.prepared
-        whose, first, seed = prepared.target, FirstWeights.of(params), seed_of(config, name)
-        source = registry.build(registry.DATA, "text" if stage.steps == 0 else stage.data, f"{name}: data")
+        bars, drafter, prepared, run = self.bars, self.drafter, self.prepared, self.prepared.run
+        whose, first, source = prepared.target, FirstWeights.of(params), run.source(name, stage)
         draft = None
         if not isinstance(source, Text):  # rows of the text are made without a draft
             whole = with_shared_params(drafter, first.params, whose.params)
             draft = DraftHandle(whole, lambda params, k: drafter.to_drafter(params, whose, k))
-        made_from = source_context(config, prepared, draft, name, data_directory(config, name), seed, bars)
-        loss = registry.build(registry.LOSSES, stage.loss, f"{name}: loss")
-        rows = rows_of(config, source, dataclasses.replace(made_from, needs_labels=loss.needs_labels))
+        rows = rows_of(run.config, source, source_context(prepared, draft, name, stage, bars))
         if stage.epochs is not None:
             epochs, stage = stage.epochs, stage.over(len(rows))
             note(f"{name}: {epochs:g} epochs of {len(rows):,} rows are {stage.steps:,} steps of {stage.batch_size}")
         steps = stage.num_steps
-        stage = memory.fitting(name, stage, config, Initial(drafter, first.shapes))
-        with naming_inputs(config), (bars if steps else no_bars)(name, steps) as progress:
-            data = StageData(rows, prepared.held_out_rows, seed, draft_sampler(drafter, whose))
-            options = {"layout": make_layout(config.mesh), "decoding": decoding, "bars": bars}
-            trainer = Trainer(Path(config.out) / name, stage, drafter, first, target, data, **options)
+        stage = memory.fitting(run, name, stage)
+        with naming_inputs(run.config), (bars if steps else no_bars)(name, steps) as progress:
+            data = StageData(rows, prepared.held_out_rows, run.seed(name), draft_sampler(drafter, whose))
+            options = {"layout": run.layout, "decoding": decoding, "bars": bars}
+            trainer = Trainer(run.directory(name), stage, drafter, first, target, data, **options)
             return trainer.run(progress), steps
 
 

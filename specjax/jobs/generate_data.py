@@ -31,14 +31,14 @@ def make_data(config: RunConfig, out: Path | None, draft: str | None, bars: Bars
     source = registry.build(registry.DATA, config.distill.data, "distill.data")
     if not isinstance(source, Generated):
         raise ConfigError(f"distill.data: the kind is {source.kind!r}; set distill.data={{kind: generated}}")
-    directory = out or Path(source.path or inputs.data_directory(config, _STAGE)).expanduser()
     kept = [path for name in ("draft", "draft-before") if (path := Path(config.out) / name).is_dir()]
     with lock.exclusive(config.out):
         prepared = inputs.prepare(config, bars)
         helper = _helper(config, draft or kept[0], prepared.target) if draft or kept else None
         prepared.target.free_originals()
         # The seed of the stage: the data are those that the run would make itself.
-        context = inputs.source_context(config, prepared, helper, _STAGE, directory, config.seed + 1, bars)
+        context = inputs.source_context(prepared, helper, _STAGE, config.distill, bars)
+        directory = out or Path(source.path or context.directory).expanduser()
         inputs.rows_of(config, dataclasses.replace(source, path=str(directory)), context)
     return {**json.loads((directory / PROVENANCE).read_text()), "directory": str(directory)}
 

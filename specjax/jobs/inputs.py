@@ -15,8 +15,7 @@ from typing import Any
 
 import jax
 
-from specjax import registry
-from specjax.config import RunConfig
+from specjax.config import RunConfig, Stage
 from specjax.data import chat_template as chat
 from specjax.data import corpus
 from specjax.data.corpus import BadRecordPolicy, Document
@@ -25,16 +24,15 @@ from specjax.data.tokenizer import train_tokenizer
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.jobs import memory
-from specjax.models import families
 from specjax.models.files import write_manifest
 from specjax.models.hf import LoadedModel, import_transformers, load_model
 from specjax.runtime import fingerprint
 from specjax.runtime.distributed import on_main_process
 from specjax.runtime.progress import Bars, no_bars
+from specjax.training.assemble import Run, assemble
 from specjax.training.exports import WEIGHTS, card, export, parameter_count, set_aside_if_damaged
 from specjax.training.init.cached import FirstWeights
 from specjax.training.init.first_weights import check_length, target_model, target_stage
-from specjax.training.layout import make_layout
 from specjax.training.sources.text import DraftHandle, SourceContext
 from specjax.training.trainer import StageData, Trainer
 
@@ -58,6 +56,8 @@ class Corpus:
 class Prepared:
     """Inputs of the training stages."""
 
+    run: Run
+    """The run, of this target."""
     target: LoadedModel
     corpus: Corpus
     train_rows: ConcatenatedRows
@@ -69,7 +69,8 @@ class Prepared:
 def prepare(config: RunConfig, bars: Bars = no_bars, jobs: Sequence[str] = (memory.DECODING,)) -> Prepared:
     """Read and split the corpus, load the target or train it from scratch, and cut the rows. Before that, print the
     memory that the following ``jobs`` take, or refuse them."""
-    memory.tell(config, *jobs)
+    run = assemble(config)
+    memory.tell(run, *jobs)
     data, bad = config.data, BadRecordPolicy(config.data.on_bad)
     documents = Corpus(
         *corpus.split_held_out(corpus.read_documents(data.path, bad, data.hub, {**data.columns}), data.held_out)
@@ -84,24 +85,21 @@ def prepare(config: RunConfig, bars: Bars = no_bars, jobs: Sequence[str] = (memo
     if config.target.path is None:
         tokenizer = _tokenizer(config, documents)
         documents, train, held_out = _rows(config, documents, tokenizer, (tokenizer.eos_token_id,), bad)
-        target = _target_from_scratch(config, documents, tokenizer, (train, held_out), bars)
-        return Prepared(target, documents, train, held_out, bad)
-    target = load_target(config, config.target.path)
+        target = _target_from_scratch(run, documents, tokenizer, (train, held_out), bars)
+        return Prepared(run.with_target(target), target, documents, train, held_out, bad)
+    target = load_target(run, config.target.path)
     if target.tokenizer is None or not target.eos_ids:
         missing = "tokenizer" if target.tokenizer is None else "end-of-sequence id"
         raise ConfigError(f"target.path: {config.target.path!r} has no {missing}, which the corpus needs; add it there")
     check_length(config, target.config, "target")
-    return Prepared(target, *_rows(config, documents, target.tokenizer, target.eos_ids, bad), bad)
+    return Prepared(run, target, *_rows(config, documents, target.tokenizer, target.eos_ids, bad), bad)
 
 
-def load_target(config: RunConfig, path: str | Path) -> LoadedModel:
-    """Load the target at ``path``, with the model family of ``config`` and over its mesh."""
-    layout = make_layout(config.mesh)
-    mesh: Any = layout.mesh if layout.target_sharded else None
-    if config.target.family is not None:
-        families.register(config.target.family)
+def load_target(run: Run, path: str | Path) -> LoadedModel:
+    """Load the target at ``path``, with the run's model family and over its mesh."""
+    mesh: Any = run.layout.mesh if run.layout.target_sharded else None
     names = ("dtype", "revision", "quantize", "kv_cache")
-    return load_model(path, mesh=mesh, **{name: getattr(config.target, name) for name in names})
+    return load_model(path, mesh=mesh, **{name: getattr(run.config.target, name) for name in names})
 
 
 def _rows(
@@ -145,28 +143,29 @@ def _today(out: Path, tokenizer: Any) -> datetime.date | None:
 
 
 def _target_from_scratch(
-    config: RunConfig, documents: Corpus, tokenizer: Any, rows: tuple[Rows, Rows], bars: Bars
+    run: Run, documents: Corpus, tokenizer: Any, rows: tuple[Rows, Rows], bars: Bars
 ) -> LoadedModel:
-    out, settings = Path(config.out), config.target
+    config, settings, trained = run.config, run.config.target, "target-train"
     spec, stage = target_model(config, len(tokenizer)), target_stage(config)
     drafter = TrainedDraftModel(spec)  # a target is trained like any model
     key, _ = jax.random.split(jax.random.key(config.seed))
-    with naming_inputs(config), bars("target-train", settings.steps) as progress:
+    stage = memory.fitting(run, trained, stage)
+    with naming_inputs(config), bars(trained, settings.steps) as progress:
         initial = FirstWeights(
             jax.eval_shape(lambda key: drafter.init_params(key, None), key),
             lambda: drafter.init_params(key, None),
             fingerprint.of_record({"random": [repr(spec), config.seed]}),
         )
         data = StageData(*rows, config.seed + 2)
-        trainer = Trainer(out / "target-train", stage, drafter, initial, None, data, layout=make_layout(config.mesh))
+        trainer = Trainer(run.directory(trained), stage, drafter, initial, None, data, layout=run.layout)
         params = trainer.run(progress)
-    target, name = LoadedModel(spec, params, tokenizer, (tokenizer.eos_token_id,), "target"), out / "target"
+    target, name = LoadedModel(spec, params, tokenizer, (tokenizer.eos_token_id,), "target"), run.directory("target")
     title = f"A target of {parameter_count(params):,} parameters, trained from scratch by specjax."
     digests = {WEIGHTS: fingerprint.digest(params), "SHA-256 of the text": documents.digest}
     training = {"target": dataclasses.asdict(settings), "data": dataclasses.asdict(config.data), "seed": config.seed}
     own = card("target", title, digests, training)
     export(params, lambda params: drafter.save(params, target, name, name="target", card=own), name, own)
-    return load_target(config, name)
+    return load_target(run, name)
 
 
 def _tokenizer(config: RunConfig, documents: Corpus) -> Any:
@@ -195,30 +194,20 @@ def rows_of(config: RunConfig, source: Any, context: SourceContext) -> Rows:
         return source.rows(context)
 
 
-def rows_to_count(config: RunConfig, prepared: Prepared, bars: Bars) -> RowsToCount:
+def rows_to_count(prepared: Prepared, bars: Bars) -> RowsToCount:
     """The training rows, with the rows in which token ids are counted for a draft vocabulary. Those belong to the
     draft's last stage, which may train on another text, or weigh it otherwise."""
+    run, name = prepared.run, prepared.run.last_stage
 
     def counted() -> Sequence[tuple[Rows, float]]:
-        last = memory.last_stage(config)
-        if last is None:
+        if name is None:
             return [(prepared.train_rows, 1.0)]
-        name, stage = last
-        source = registry.build(registry.DATA, stage.data, f"{name}: data")
-        loss = registry.build(registry.LOSSES, stage.loss, f"{name}: loss")
-        context = source_context(
-            config, prepared, None, name, data_directory(config, name), seed_of(config, name), bars
-        )
-        context = dataclasses.replace(context, needs_labels=loss.needs_labels)
-        with naming_inputs(config, source.prompts, context.today):
+        stage = run.stages[name]
+        source, context = run.source(name, stage), source_context(prepared, None, name, stage, bars)
+        with naming_inputs(run.config, source.prompts, context.today):
             return source.vocabulary_rows(context)
 
     return RowsToCount(prepared.train_rows, counted)
-
-
-def seed_of(config: RunConfig, name: str) -> int:
-    """Seed of the draft's stage ``name``."""
-    return config.seed if name == "draft-pretrain" else config.seed + 1
 
 
 @contextlib.contextmanager
@@ -239,15 +228,19 @@ def naming_inputs(config: RunConfig, prompts: str | None = None, today: datetime
         raise error.at(places) from None
 
 
-def data_directory(config: RunConfig, name: str) -> Path:
-    """Directory of the data made for the stage ``name``."""
-    return Path(config.out) / f"{name}-data"
-
-
-def source_context(
-    config: RunConfig, prepared: Prepared, draft: DraftHandle | None, name: str, directory: Path, seed: int, bars: Bars
-) -> SourceContext:
+def source_context(prepared: Prepared, draft: DraftHandle | None, name: str, stage: Stage, bars: Bars) -> SourceContext:
     """Inputs that the data of the stage ``name`` is made from. ``draft``: the draft with the stage's first weights."""
-    text, weight = prepared.train_rows, config.data.prompt_weight
-    today = _today(Path(config.out), prepared.target.tokenizer)
-    return SourceContext(name, directory, text, prepared.target, draft, weight, seed, config.data.on_bad, bars, today)
+    run, data = prepared.run, prepared.run.config.data
+    return SourceContext(
+        name=name,
+        directory=run.directory(f"{name}-data"),
+        text=prepared.train_rows,
+        target=prepared.target,
+        draft=draft,
+        prompt_weight=data.prompt_weight,
+        seed=run.seed(name),
+        on_bad=data.on_bad,
+        bars=bars,
+        today=_today(run.directory(""), prepared.target.tokenizer),
+        needs_labels=run.loss(name, stage).needs_labels,
+    )

@@ -4,42 +4,36 @@ cannot fit is refused, with a setting that would fit."""
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType
 
 from specjax import backend, registry
-from specjax import config as config_lib
-from specjax.config import RunConfig
+from specjax.config import RunConfig, Stage
 from specjax.costs import memory
 from specjax.costs.devices import Device
 from specjax.costs.memory import Footprint, Split, TrainingShape, bytes_on_device
 from specjax.decode.arguments import bound, controller_for
 from specjax.decode.engine import Engine, NoDraft
-from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import ConfigError, SpecjaxError
 from specjax.interfaces import Initial, Params, TrainingForm
-from specjax.models import families
 from specjax.models.decode_layout import abstract_layout
-from specjax.models.hf import LoadedModel, abstract_model, scheme_of
-from specjax.models.sharding import AXES
-from specjax.models.transformer import param_shapes
+from specjax.models.hf import LoadedModel, scheme_of
 from specjax.runtime.distributed import on_main_process
 from specjax.runtime.log import note
+from specjax.training.assemble import Run, assemble
 from specjax.training.evaluate import as_evaluated
-from specjax.training.init.first_weights import abstract_draft, target_model, target_stage
-from specjax.training.layout import Layout, axis_sizes
+from specjax.training.layout import Layout
 from specjax.training.optimizer import make_optimizer
 from specjax.training.step import microbatch_rows
 from specjax.training.teacher import needs_target, with_shared_params
 from specjax.training.trainer import settled
 
 STAGES, DECODING = ("target-train", "draft-pretrain", "draft-distill"), "decoding"
+JOBS = (*STAGES, DECODING)
 _CHARACTERS = 4
 """Characters of a typical token."""
 
@@ -74,13 +68,13 @@ class Budget:
         raise ConfigError(f"memory: {too_large} does not fit {memory.gib(self.limit)}; {remedy}")
 
 
-def run_budget(config: RunConfig, device: Device | None = None, jobs: Sequence[str] = (*STAGES, DECODING)) -> Budget:
+def run_budget(config: RunConfig, device: Device | None = None, jobs: Sequence[str] = JOBS) -> Budget:
     """Memory that jobs of a config take on a device.
 
     Args:
         config: the run; nothing of it is loaded, only the sizes of its models are read.
         device: a device elsewhere (`specjax.costs.devices.device_of`); None: this one.
-        jobs: which of `STAGES` and `DECODING`.
+        jobs: some of `JOBS`.
 
     Returns:
         The peak of each job, and a remedy where one does not fit.
@@ -89,42 +83,32 @@ def run_budget(config: RunConfig, device: Device | None = None, jobs: Sequence[s
         SpecjaxError: for a config that the jobs would refuse.
     """
     if device is None or device.backend is None:
-        return budget(config, backend.device_memory(), jobs)
+        return budget(assemble(config), backend.device_memory(), jobs)
     with backend.lowering_for(device.backend, device.memory):
-        return budget(config, device.memory, jobs)
+        return budget(assemble(config), device.memory, jobs)
 
 
-def budget(config: RunConfig, limit: float | None, jobs: Sequence[str]) -> Budget:
-    """Memory that jobs of a config take on devices of ``limit`` bytes.
-
-    Args:
-        config: the run; nothing of it is loaded, only the sizes of its models are read.
-        limit: bytes of a device; None: unknown.
-        jobs: which of `STAGES` and `DECODING`.
-
-    Returns:
-        The peak of each job, and a remedy where one does not fit.
-
-    Raises:
-        SpecjaxError: for a config that the jobs would refuse.
-    """
-    found = footprints(config, jobs, limit)
+def budget(run: Run, limit: float | None, jobs: Sequence[str]) -> Budget:
+    """Memory that jobs of a run take on devices of ``limit`` bytes; None: unknown. Raises as `run_budget`."""
+    found = footprints(run, jobs, limit)
     exceeding = memory.over(found, limit)
-    for words, other in () if exceeding is None else _remedies(config, exceeding):
+    for words, other in () if exceeding is None else _remedies(run.config, exceeding):
         try:
-            if memory.over(footprints(other, jobs, limit), limit) is None:
+            if memory.over(footprints(assemble(other), jobs, limit), limit) is None:
                 return Budget(found, limit, words)
         except SpecjaxError:  # this setting conflicts with others
             continue
     return Budget(found, limit)
 
 
-def tell(config: RunConfig, *jobs: str) -> None:
+def tell(run: Run, *jobs: str) -> None:
     """Print, as a job's first line, its memory on each device. Raises `ConfigError` if the device has less."""
-    found = budget(config, backend.device_memory(), jobs)
-    largest = max(found.footprints, key=lambda footprint: footprint.total, default=None)
-    if largest is not None:
-        note(f"memory: {largest}")
+    _told(budget(run, backend.device_memory(), jobs))
+
+
+def _told(found: Budget) -> None:
+    if found.footprints:
+        note(f"memory: {max(found.footprints, key=lambda footprint: footprint.total)}")
     found.check()
 
 
@@ -140,109 +124,65 @@ def tell_generation(
         weights["draft"] = sum(file.stat().st_size for file in draft.glob("*.safetensors"))
     engine = Engine(spec, NoDraft(), registry.build(registry.VERIFIERS, "greedy", "verifier"), greedy=True)
     longest = min(max(map(len, prompts)) // _CHARACTERS + 1, target.config.max_positions)
-    found = Budget([memory.decoding(engine, weights, len(prompts), longest, new)], backend.device_memory())
-    note(f"memory: {found.footprints[0]}")
-    found.check()
+    _told(Budget([memory.decoding(engine, weights, len(prompts), longest, new)], backend.device_memory()))
 
 
-def footprints(config: RunConfig, jobs: Sequence[str], limit: float | None = None) -> list[Footprint]:
+def footprints(run: Run, jobs: Sequence[str], limit: float | None = None) -> list[Footprint]:
     """Peak memory of each job, in the order in which they run. ``limit``: bytes that microbatches must fit into, if
     memory decides their size (`fitting`)."""
-    layout, split = _abstract_layout(config.mesh)
-    target = abstract_target(config)
-    drafts = abstract_draft(config, target)
-    found = []
-    if "target-train" in jobs and config.target.path is None:
-        found.append(_from_scratch(config, target, layout, split))
-    for name, stage in _draft_stages(config).items():
-        if name in jobs and drafts is not None and stage.steps != 0:
-            stage = _fitting(name, stage, config, target, drafts, limit)
-            found.append(_stage(name, stage, config, target, drafts, layout, split))
-    if DECODING in jobs:
-        found += _decoding(config, target, drafts, layout, split)
-    return found
+    planned = [name for name in run.stages if name in jobs and run.trained_by(name) is not None]
+    found = [_stage(run, name, _fitting(run, name, run.stages[name], limit)) for name in planned]
+    return [*found, *(_decoding(run) if DECODING in jobs else ())]
 
 
-def fitting(name: str, stage: config_lib.Stage, config: RunConfig, drafts: Initial) -> config_lib.Stage:
-    """The stage with as many rows at a time as fit the device, if the config leaves that open. Unchanged on a CPU,
-    where the cache decides instead (`backend.microbatch_tokens`)."""
-    limit = backend.device_memory()
-    if drafts.drafter.config is None or not _decides(stage, limit):
+def fitting(run: Run, name: str, stage: Stage) -> Stage:
+    """The stage ``name`` with as many rows at a time as fit the device, if the config leaves that open. Unchanged on a
+    CPU, where the cache decides instead (`backend.microbatch_tokens`)."""
+    limit, trained = backend.device_memory(), run.trained_by(name)
+    if trained is None or trained.drafter.config is None or not _decides(stage, limit):
         return stage
     # One choice for all processes, however much memory each has left.
-    rows = on_main_process(
-        lambda: _fitting(name, stage, config, abstract_target(config), drafts, limit).micro_batch_size
-    )
+    rows = on_main_process(lambda: _fitting(run, name, stage, limit).micro_batch_size)
     return dataclasses.replace(stage, micro_batch_size=rows)
 
 
-def evaluating(config: RunConfig, drafts: Initial) -> RunConfig:
-    """``config`` with an `eval.batch_size` of at most the rows that a step of the draft's last stage computes at a
-    time: those are known to fit."""
-    last = last_stage(config)
-    if last is None:
+def evaluating(run: Run) -> RunConfig:
+    """The run's config with an `eval.batch_size` of at most the rows that a step of the draft's last stage computes at
+    a time: those are known to fit."""
+    config, name = run.config, run.last_stage
+    if name is None:
         return config
-    name, stage = last
-    rows = fitting(name, stage, config, drafts).micro_batch_size
+    stage = run.stages[name]
+    rows = fitting(run, name, stage).micro_batch_size
     if rows is None:
-        shards = _abstract_layout(config.mesh)[0].row_shards
-        rows = microbatch_rows(stage.batch_size, config.data.seq_len - 1, shards)
+        rows = microbatch_rows(stage.batch_size, config.data.seq_len - 1, run.abstract_layout.row_shards)
     return dataclasses.replace(
         config, eval=dataclasses.replace(config.eval, batch_size=min(rows, config.eval.batch_size))
     )
 
 
-def last_stage(config: RunConfig) -> tuple[str, config_lib.Stage] | None:
-    """Name and settings of the draft's last stage that takes steps; None: the draft is not trained."""
-    return next(((name, stage) for name, stage in reversed(_draft_stages(config).items()) if stage.steps != 0), None)
-
-
-def _draft_stages(config: RunConfig) -> dict[str, config_lib.Stage]:
-    return {"draft-pretrain": config.draft.pretrain, "draft-distill": config.distill}
-
-
-def _decides(stage: config_lib.Stage, limit: float | None) -> bool:
+def _decides(stage: Stage, limit: float | None) -> bool:
     return limit is not None and stage.micro_batch_size is None and backend.microbatch_tokens() is None
 
 
-def _fitting(
-    name: str,
-    stage: config_lib.Stage,
-    config: RunConfig,
-    target: LoadedModel,
-    drafts: Initial,
-    limit: float | None,
-) -> config_lib.Stage:
+def _fitting(run: Run, name: str, stage: Stage, limit: float | None) -> Stage:
     if limit is None or not _decides(stage, limit):
         return stage
-    layout, split = _abstract_layout(config.mesh)
-    shards, found = layout.row_shards, stage
+    shards, found = run.abstract_layout.row_shards, stage
     for parts in (p for p in range(1, stage.batch_size + 1) if stage.batch_size % (p * shards) == 0):
-        rows = stage.batch_size // parts
-        found = stage if parts == 1 else dataclasses.replace(stage, micro_batch_size=rows)
-        if _stage(name, found, config, target, drafts, layout, split).total <= limit:
+        found = stage if parts == 1 else dataclasses.replace(stage, micro_batch_size=stage.batch_size // parts)
+        if _stage(run, name, found).total <= limit:
             break
     return found
 
 
-def abstract_target(config: RunConfig) -> LoadedModel:
-    """The target of a config, to load or to train, with shapes in place of weights."""
-    settings = config.target
-    if settings.path is None:
-        model = target_model(config, settings.vocab_size)
-        return LoadedModel(model, param_shapes(model))
-    if settings.family is not None:
-        families.register(settings.family)
-    return abstract_model(settings.path, settings.dtype, settings.revision, settings.kv_cache)
-
-
-def _abstract_layout(settings: config_lib.Mesh) -> tuple[Layout, Split]:
-    sizes = axis_sizes(settings)
-    if math.prod(sizes.values()) == 1:
-        return Layout(), Split()
-    mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    layout = Layout(mesh, settings.draft == "sharded", settings.target == "sharded")
-    return layout, Split(layout.row_shards, sizes["tensor"], sizes["fsdp"])
+def _split(layout: Layout) -> Split:
+    """Parts into which the mesh of ``layout`` splits rows, computation and stored weights."""
+    return (
+        Split()
+        if layout.mesh is None
+        else Split(layout.row_shards, *(layout.mesh.shape[n] for n in ("tensor", "fsdp")))
+    )
 
 
 def _placed(params: Params, shardings: Any) -> Params:
@@ -251,33 +191,24 @@ def _placed(params: Params, shardings: Any) -> Params:
     return jax.tree.map(lambda x, lies: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies), params, shardings)
 
 
-def _target_params(config: RunConfig, target: LoadedModel, layout: Layout) -> Params:
+def _target_params(run: Run) -> Params:
     """Shapes of the target's weights, as loaded on one device or split over the mesh."""
-    scheme = scheme_of(config.target.quantize)
+    target, layout, scheme = run.target, run.abstract_layout, scheme_of(run.config.target.quantize)
     if scheme is not None and layout.mesh is None:
         return abstract_layout(target.spec, scheme=scheme)[1]
     return _placed(target.params, layout.of_target(target.params, target.spec))
 
 
-def _from_scratch(config: RunConfig, target: LoadedModel, layout: Layout, split: Split) -> Footprint:
-    initial = Initial(TrainedDraftModel(target.spec), target.params)
-    return _stage("target-train", target_stage(config), config, None, initial, layout, split)
-
-
-def _stage(
-    name: str,
-    stage: config_lib.Stage,
-    config: RunConfig,
-    target: LoadedModel | None,
-    initial: Initial,
-    layout: Layout,
-    split: Split,
-) -> Footprint:
-    drafter, params = initial
+def _stage(run: Run, name: str, stage: Stage) -> Footprint:
+    """Peak memory of the stage ``name`` with the settings ``stage``."""
+    config, layout, trained = run.config, run.abstract_layout, run.trained_by(name)
+    assert trained is not None
+    drafter, params = trained
+    target = None if name == "target-train" else run.target
     stage = settled(dataclasses.replace(stage, epochs=None, steps=stage.steps or 1), drafter)
     optimizer, averages = make_optimizer(stage), stage.optimizer.ema is not None
     state = jax.eval_shape(lambda p: (p, optimizer.init(p), p if averages else None), params)
-    loss = registry.build(registry.LOSSES, stage.loss, f"{name}: loss")
+    loss = run.loss(name, stage)
     runs = target is not None and ((loss.needs_target and stage.teacher == "online") or bool(drafter.reads))
     kept = target is not None and (runs or needs_target(drafter) or loss.needs_target)
     layout.check_rows(stage.batch_size, f"{name}: batch_size")
@@ -288,7 +219,7 @@ def _stage(
         _placed(params, layout.of_draft(params, drafter)),
         _placed(state, layout.of_draft(state, drafter)),
         target.config if target is not None and runs else None,
-        _target_params(config, target, layout) if target is not None and kept else None,
+        _target_params(run) if kept else None,
         rows,
         stage.batch_size // rows,
         length,
@@ -297,41 +228,34 @@ def _stage(
         drafter.passes(length),
         bool(stage.remat),
     )
-    evaluated = _evaluated(shape, config, target, drafter, layout)
+    # The evaluation runs the target for any loss, and computes in float32.
+    evaluated = dataclasses.replace(shape, depths=as_evaluated(drafter).passes(length), itemsize=4)
+    if target is not None:
+        full, reads = target.config, drafter.reads
+        heads = 2 * len(reads.kv_layers) * full.num_kv_heads * full.head_dim
+        read = len(reads.hidden_layers) * full.hidden_size + heads
+        evaluated = dataclasses.replace(evaluated, target=full, target_params=_target_params(run), reads=read)
+    split = _split(layout)
     return dataclasses.replace(memory.training(name, shape, split), evaluation=memory.evaluation(evaluated, split))
 
 
-def _evaluated(
-    shape: TrainingShape, config: RunConfig, target: LoadedModel | None, drafter: Any, layout: Layout
-) -> TrainingShape:
-    """Shapes of the stage's evaluation, which runs the target for any loss and computes in float32."""
-    shape = dataclasses.replace(shape, depths=as_evaluated(drafter).passes(shape.length), itemsize=4)
-    if target is None:
-        return shape
-    full, reads = target.config, drafter.reads
-    read = len(reads.hidden_layers) * full.hidden_size + 2 * len(reads.kv_layers) * full.num_kv_heads * full.head_dim
-    return dataclasses.replace(shape, target=full, target_params=_target_params(config, target, layout), reads=read)
-
-
-def _decoding(
-    config: RunConfig, target: LoadedModel, initial: Initial | None, layout: Layout, split: Split
-) -> Iterator[Footprint]:
+def _decoding(run: Run) -> Iterator[Footprint]:
     """Footprints of the benchmark's smallest and largest batch."""
-    settings, scheme = config.bench, scheme_of(config.target.quantize)
-    spec, laid_out = abstract_layout(target.spec, scheme=scheme)
-    whole = laid_out if layout.mesh is None else _placed(target.params, layout.of_target(target.params, target.spec))
+    settings, target, layout = run.config.bench, run.target, run.abstract_layout
+    spec, laid_out = abstract_layout(target.spec, scheme=scheme_of(run.config.target.quantize))
+    whole = laid_out if layout.mesh is None else _target_params(run)
     weights: Mapping[str, int] = {"target": bytes_on_device(whole)}
     for batch in dict.fromkeys((min(settings.batch_sizes), max(settings.batch_sizes))):
         k = max(settings.ks_of(batch))
         drafter: Any = NoDraft()
-        if initial is not None:
+        if run.initial is not None:
             # The benchmark's lengths are for any draft; jobs that ask for shorter blocks must not fail because of them.
-            drafter, own = _bound(initial, target, min(k, initial.drafter.longest or k))
+            drafter, own = _bound(run.initial, target, min(k, run.initial.drafter.longest or k))
             weights = {**weights, "draft": bytes_on_device(own)}
         controller = controller_for(settings.controller, drafter)
-        verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")
+        verifier = registry.build(registry.VERIFIERS, run.config.verifier, "verifier")
         engine = Engine(spec, drafter, verifier, greedy=False, controller=controller)
-        yield memory.decoding(engine, weights, batch, settings.prompt_tokens, settings.new_tokens, split)
+        yield memory.decoding(engine, weights, batch, settings.prompt_tokens, settings.new_tokens, _split(layout))
 
 
 def _bound(initial: Initial, target: LoadedModel, k: int) -> tuple[Any, list[Any]]:

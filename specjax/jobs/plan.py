@@ -26,7 +26,6 @@ from specjax.jobs.inputs import Prepared
 from specjax.jobs.memory import run_budget
 from specjax.metrics import tokens_per_s
 from specjax.runtime.progress import Bars, no_bars
-from specjax.training.init.first_weights import initial_draft
 from specjax.training.layout import ONE_DEVICE
 from specjax.training.optimizer import make_optimizer
 from specjax.training.step import Update, microbatch_rows, start_state
@@ -222,7 +221,7 @@ def training_cost(config: RunConfig, prepared: Prepared, device: Device, measure
     this device; else compute the cost for ``device``."""
     rows, target = prepared.train_rows, prepared.target
     stage = config.distill.over(len(rows))
-    initial = initial_draft(config, target, rows)
+    initial = prepared.run.first_draft(target, rows)
     tokens = stage.num_steps * stage.batch_size * rows.length
     if measure:
         return _measured(config, prepared, initial, tokens)

@@ -131,6 +131,15 @@ def axis_sizes(settings: config.Mesh) -> dict[str, int]:
     return {axis: jax.device_count() // given if size == -1 else size for axis, size in sizes.items()}
 
 
+def abstract_layout(settings: config.Mesh) -> Layout:
+    """Layout over a mesh of devices that need not be there, for shapes only."""
+    sizes = axis_sizes(settings)
+    if math.prod(sizes.values()) == 1:
+        return ONE_DEVICE
+    mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Layout(mesh, settings.draft == "sharded", settings.target == "sharded")
+
+
 def make_layout(settings: config.Mesh) -> Layout:
     """Layout over a mesh of all processes' devices. Raises `ConfigError` if their number does not fit the axes."""
     sizes, devices = axis_sizes(settings), jax.device_count()

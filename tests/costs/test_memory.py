@@ -33,6 +33,7 @@ from specjax.models.kernels import counted
 from specjax.models.transformer import Model
 from specjax.report.planning import training_line
 from specjax.training import evaluate
+from specjax.training.assemble import assemble
 from specjax.training.init.first_weights import initial_draft
 from specjax.training.teacher import with_shared_params
 from tests.cases import in_proof
@@ -74,7 +75,7 @@ def test_weights_and_caches_of_a_generation_are_counted_as_they_are(directory, t
     """Beside those that decode: nothing of it is estimated."""
     config = config_of(directory, tmp_path)
     target = load_model(directory)
-    found = job.footprints(config, [job.DECODING])[-1]
+    found = job.footprints(assemble(config), [job.DECODING])[-1]
     assert found.parts["target"] == counted(target.layout().params)[1]
     model = Model(dataclasses.replace(WIDE, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=4))
     model = Model(dataclasses.replace(model.config, head_dim=16))
@@ -102,12 +103,13 @@ def test_what_a_draft_has_of_its_target_is_counted_once(directory, tmp_path, kin
     leaves = jax.tree.leaves(laid_out)
     own = [leaf for leaf in leaves if id(leaf) not in shared]
     assert len(own) < len(leaves)
-    assert job.footprints(config, [job.DECODING])[0].parts["draft"] == counted(own)[1]
+    assert job.footprints(assemble(config), [job.DECODING])[0].parts["draft"] == counted(own)[1]
 
 
 def test_a_mesh_splits_what_it_splits(directory, tmp_path):
-    whole = job.footprints(config_of(directory, tmp_path), [job.DECODING, *job.STAGES])
-    parts = job.footprints(config_of(directory, tmp_path, "mesh.tensor=2", "mesh.fsdp=2"), [job.DECODING, *job.STAGES])
+    whole = job.footprints(assemble(config_of(directory, tmp_path)), [job.DECODING, *job.STAGES])
+    config = config_of(directory, tmp_path, "mesh.tensor=2", "mesh.fsdp=2")
+    parts = job.footprints(assemble(config), [job.DECODING, *job.STAGES])
     for one, many in zip(whole, parts, strict=True):
         assert many.devices == 4
         assert many.total < one.total
@@ -138,14 +140,14 @@ def test_all_stages_and_batches_are_there_and_a_machine_elsewhere_decides_the_dt
 )
 def test_what_does_not_fit_is_refused_with_what_would(directory, tmp_path, jobs, remedy):
     config = config_of(directory, tmp_path, "distill.micro_batch_size=8")
-    found = job.footprints(config, jobs)
+    found = job.footprints(assemble(config), jobs)
     largest = max(f.total for f in found)
-    assert job.budget(config, largest, jobs).exceeding is None
-    budget = job.budget(config, largest - 1, jobs)
+    assert job.budget(assemble(config), largest, jobs).exceeding is None
+    budget = job.budget(assemble(config), largest - 1, jobs)
     with pytest.raises(ConfigError, match=rf"memory: .* does not fit .*; it would with {remedy}$"):
         budget.check()
     with pytest.raises(ConfigError, match="give more devices"):
-        job.budget(config, 1, jobs).check()
+        job.budget(assemble(config), 1, jobs).check()
 
 
 def test_a_plan_gives_the_same_memory_of_a_distillation(directory, tmp_path):
@@ -153,7 +155,8 @@ def test_a_plan_gives_the_same_memory_of_a_distillation(directory, tmp_path):
         length = 255
 
     config, device = config_of(directory, tmp_path), device_of("h100-sxm")
-    prepared: Any = types.SimpleNamespace(train_rows=Rows(range(100)), target=load_model(directory))
+    run, target = assemble(config), load_model(directory)
+    prepared: Any = types.SimpleNamespace(run=run, train_rows=Rows(range(100)), target=target)
     cost = training_cost(config, prepared, device, measure=False)
     assert cost.memory == job.run_budget(config, device, ["draft-distill"]).footprints[0].total
     none = dataclasses.replace(cost, memory=None)
@@ -163,30 +166,27 @@ def test_a_plan_gives_the_same_memory_of_a_distillation(directory, tmp_path):
 def test_microbatches_are_as_large_as_fit_where_memory_decides(directory, tmp_path):
     """Elsewhere they are what the cache of a CPU holds, and what the config says is left alone."""
     config = config_of(directory, tmp_path, "data.seq_len=2000")
-    draft: Any = job.abstract_draft(config, job.abstract_target(config))
     with backend.lowering_for("cuda"):
-        whole = job.footprints(config, ["draft-distill"])[0].total
-        stage = job.fitting("draft-distill", config.distill, config, draft)
+        whole = job.footprints(assemble(config), ["draft-distill"])[0].total
+        run = assemble(config)
+        stage = job.fitting(run, "draft-distill", config.distill)
         assert stage == config.distill  # this machine holds all of it
         sizes = []
         for share in (0.9, 0.6, 0.4, 0.0):
-            target = job.abstract_target(config)
-            found = job._fitting("draft-distill", config.distill, config, target, draft, share * whole)
+            found = job._fitting(run, "draft-distill", config.distill, share * whole)
             sizes.append(found.micro_batch_size)
             if share:
-                assert job.footprints(config, ["draft-distill"], share * whole)[0].total <= share * whole
+                assert job.footprints(assemble(config), ["draft-distill"], share * whole)[0].total <= share * whole
         assert sizes == sorted(sizes, reverse=True)
         assert sizes[-1] == 1
         told = dataclasses.replace(config.distill, micro_batch_size=8)
-        assert job._fitting("draft-distill", told, config, job.abstract_target(config), draft, 1.0) == told
-    assert (
-        job._fitting("draft-distill", config.distill, config, job.abstract_target(config), draft, 1.0) == config.distill
-    )
+        assert job._fitting(run, "draft-distill", told, 1.0) == told
+    assert job._fitting(run, "draft-distill", config.distill, 1.0) == config.distill
 
 
 def test_a_job_tells_it_first_and_is_refused_before_anything_is_read(directory, tmp_path, monkeypatch, capsys):
     config = config_of(directory, tmp_path)
-    job.tell(config, job.DECODING)
+    job.tell(assemble(config), job.DECODING)
     assert "note: memory: decoding 4 rows of 200 tokens: " in capsys.readouterr().err
     monkeypatch.setattr(backend, "device_memory", lambda: 1000)
     from specjax.jobs import inputs
@@ -226,7 +226,7 @@ def test_more_tokens_than_positions_are_left_to_be_refused_as_such(directory, ca
 
 def test_quantised_kernels_take_what_they_take(directory, tmp_path):
     config = config_of(directory, tmp_path, "target.quantize=int8")
-    found = job.footprints(config, [job.DECODING])[0].parts["target"]
+    found = job.footprints(assemble(config), [job.DECODING])[0].parts["target"]
     assert found == counted(load_model(directory, quantize="int8").layout().params)[1]
 
 
@@ -243,10 +243,11 @@ def test_the_evaluation_of_a_stage_is_told_near_xla_s_own_count(directory, tmp_p
     than a step does: where the step fits, it fits."""
     config = config_of(directory, tmp_path, "distill.micro_batch_size=2", "data.seq_len=513")
     config = dataclasses.replace(config, draft=Draft(kind=kind, init="scratch"))
-    target = job.abstract_target(config)
-    draft: Any = job.abstract_draft(config, target)
-    [found] = job.footprints(config, ["draft-distill"])
-    measured = job.evaluating(config, draft).eval
+    run = assemble(config)
+    target, draft = run.target, run.initial
+    assert draft is not None
+    [found] = job.footprints(assemble(config), ["draft-distill"])
+    measured = job.evaluating(run).eval
     assert measured.batch_size == 2
     assert measured.positions == config.eval.positions
     deep = evaluate.as_evaluated(draft.drafter)

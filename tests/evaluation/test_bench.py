@@ -315,7 +315,7 @@ def test_what_could_not_be_decoded_is_refused_before_training(tiny_target, chang
     settings = config.Bench(**{"prompts": 2, "prompt_tokens": 8, "new_tokens": 16, "ks": (3,), **changes})
     run = config.RunConfig(target=config.Target(path="x"), data=config.Data(path="x"), bench=settings)
     unread: Any = None
-    prepared = inputs.Prepared(tiny_target, inputs.Corpus([], documents(4, 20)), unread, unread)
+    prepared = inputs.Prepared(unread, tiny_target, inputs.Corpus([], documents(4, 20)), unread, unread)
     with pytest.raises(DataError, match=message):
         measure.check(run, prepared)
 
@@ -328,7 +328,7 @@ def test_a_benchmark_of_trained_drafts_keeps_each_weight_once(monkeypatch, tmp_p
     params = jax.jit(spec.init)(jax.random.key(0))
     models = iter([LoadedModel(spec, params) for _ in range(3)])
     unread: Any = None
-    prepared = inputs.Prepared(next(models), inputs.Corpus([], []), unread, unread)
+    prepared = inputs.Prepared(unread, next(models), inputs.Corpus([], []), unread, unread)
     monkeypatch.setattr(measure.inputs, "prepare", lambda *_: prepared)
     monkeypatch.setattr(hf, "load_model", lambda *_, **options: next(models))
     monkeypatch.setattr(measure, "decoding_figures", lambda config, target, drafts, *_: [target, *drafts.values()])

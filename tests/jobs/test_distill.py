@@ -27,6 +27,7 @@ from specjax.jobs.generate_data import make_data
 from specjax.models import hf
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.runtime import fingerprint, lock
+from specjax.training.assemble import Run
 from specjax.training.evaluate import Evaluation
 from specjax.training.sources import generated
 from specjax.training.sources.on_policy import Mixed
@@ -79,7 +80,7 @@ def test_an_interrupted_job_resumes_to_the_same_final_weights(finished, settings
     run = settings(tmp_path / "run", control=config.Control())
     with pytest.raises(Interrupt):
         job.run(run, Recorder(fail_at=("draft-distill", 5)))
-    monkeypatch.setattr(job, "initial_draft", lambda *given: pytest.fail("made first weights again"))
+    monkeypatch.setattr(Run, "first_draft", lambda *given: pytest.fail("made first weights again"))
     recorder = Recorder()
     result = job.run(run, recorder)
     assert recorder.steps == {"draft-pretrain": [], "draft-distill": [5, 6], "evaluation": [1, 2, 3, 4]}

@@ -24,7 +24,8 @@ from specjax.models.hf import load_model
 from specjax.runtime import fingerprint
 from specjax.runtime.progress import no_bars
 from specjax.training import teacher_cache
-from specjax.training.init.first_weights import abstract_draft, initial_draft
+from specjax.training.assemble import Run, assemble
+from specjax.training.init.first_weights import initial_draft
 from specjax.training.sources import on_policy
 from tests.cases import in_proof
 from tests.jobs.test_distill import Recorder, on_data
@@ -75,7 +76,7 @@ def test_killed_and_resumed_it_ends_in_the_same_weights_and_decodes(run, kind, t
     with pytest.raises(Interrupt):
         job.run(run(tmp_path / "parts", kind, fields=fields), Recorder(("draft-distill", 3)))
     with monkeypatch.context() as patch:
-        patch.setattr(job, "initial_draft", lambda *given: pytest.fail("made first weights again"))
+        patch.setattr(Run, "first_draft", lambda *given: pytest.fail("made first weights again"))
         found = job.run(run(tmp_path / "parts", kind, fields=fields))
     assert fingerprint.digest(found.draft_after.params) == fingerprint.digest(whole.draft_after.params)
     assert fingerprint.digest(found.draft_after.params) != fingerprint.digest(found.draft_before.params)
@@ -110,7 +111,7 @@ def test_training_goes_on_with_a_stored_draft(run, kind, tmp_path):
     assert second.measures.alpha_before == pytest.approx(first.measures.alpha_after, rel=1e-6)
     prepared = inputs.prepare(settings)
     begun = initial_draft(settings, prepared.target, prepared.train_rows)
-    planned = abstract_draft(settings, memory.abstract_target(settings))
+    planned = assemble(settings).initial
     shapes = {name: jax.tree.map(np.shape, begun.params[name]) for name in begun.params}
     assert planned is not None
     assert shapes == {name: jax.tree.map(np.shape, planned.params[name]) for name in begun.params}
@@ -186,7 +187,7 @@ def test_a_draft_of_fewer_ids_proposes_those_that_training_asks_for_most(run, tm
     settings = run(tmp_path / "run", "eagle3", fields={"draft_vocab_size": 20})
     settings = on_data(settings, **data, prompt_weight=0.3)
     prepared = inputs.prepare(settings)
-    rows = inputs.rows_to_count(settings, prepared, no_bars)
+    rows = inputs.rows_to_count(prepared, no_bars)
     found: Any = initial_draft(settings, prepared.target, rows).drafter
     files = sorted((tmp_path / "run" / "draft-distill-data").glob("shard*.safetensors"))
     sequences = Sequences.joined([shards.read(file) for file in files])
@@ -267,7 +268,7 @@ def test_a_recipe_is_measured_with_lengths_that_its_draft_has_places_for(recipe,
     monkeypatch.chdir(ROOT)
     settings = config.load_config(recipe)
     assert (settings.draft.kind, settings.out) == (recipe.stem, f"runs/drafters/{recipe.stem}")
-    initial = abstract_draft(settings, memory.abstract_target(settings))
+    initial = assemble(settings).initial
     assert initial is not None
     assert settings.bench.max_k <= (initial.drafter.model.most or settings.bench.max_k)
 
@@ -275,7 +276,7 @@ def test_a_recipe_is_measured_with_lengths_that_its_draft_has_places_for(recipe,
 def test_more_tokens_than_a_draft_has_places_for_are_refused(run, tmp_path):
     settings = run(tmp_path / "run", "medusa", {"bench": config.Bench(ks=(2, 7))}, steps=1)
     # By the decoder that is to propose them, and not by what is told of memory: other jobs have lengths of their own.
-    assert memory.footprints(settings, [memory.DECODING])
+    assert memory.footprints(assemble(settings), [memory.DECODING])
     found = job.run(settings)
     drafter = specjax.load_drafter(Path(tmp_path / "run" / "draft"), found.target, k=4)
     with pytest.raises(ModelError, match="medusa: k=4, and this draft proposes at most 3; lower k"):

@@ -21,6 +21,7 @@ from specjax.jobs import distill as job
 from specjax.jobs.generate_data import make_data
 from specjax.models.hf import load_model, save_model
 from specjax.runtime import fingerprint
+from specjax.training.assemble import Run
 from specjax.training.init.cached import FILE
 from tests.jobs.test_distill import Recorder, on_data
 from tests.training.toys import Interrupt
@@ -115,13 +116,13 @@ def test_it_goes_on_from_what_it_began_with_where_its_cut_has_other_last_bits(tr
     again = dataclasses.replace(settings, out=str(tmp_path / "run"))
     with pytest.raises(Interrupt):
         job.run(again, Recorder(("draft-distill", 5)))
-    here = job.initial_draft
+    here = Run.first_draft
 
     def elsewhere(*given):
         drafter, params = here(*given)
         return Initial(drafter, jax.tree.map(lambda x: x * (1 + 1e-6), params))
 
-    monkeypatch.setattr(job, "initial_draft", elsewhere)
+    monkeypatch.setattr(Run, "first_draft", elsewhere)
     found = job.run(again)
     assert fingerprint.digest(found.draft_after.params) == fingerprint.digest(expected.draft_after.params)
     assert found.measures == expected.measures

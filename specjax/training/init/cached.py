@@ -17,14 +17,13 @@ from safetensors import numpy as safetensors
 from safetensors import safe_open
 
 from specjax import config as config_lib
-from specjax.config import RunConfig
 from specjax.data.rows import Rows
 from specjax.drafters.features import Kept, TrainedFeatureDraft
 from specjax.interfaces import Initial, Params
 from specjax.models.hf import LoadedModel
 from specjax.runtime import fingerprint, store
 from specjax.runtime.distributed import on_main_process, whole
-from specjax.training.init.first_weights import abstract_draft
+from specjax.training.assemble import Run
 
 FILE = "draft-start.safetensors"
 _MADE_FROM = "made_from"
@@ -64,15 +63,13 @@ def _shapes(params: Params) -> Params:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
 
-def cached_start(
-    config: RunConfig, make: Callable[[], Initial], target: LoadedModel, rows: Rows, first: Path
-) -> tuple[Any, FirstWeights]:
-    """The draft in training, and the weights that the run in ``config.out`` began with. Computed weights are stored
-    while the directory ``first`` of the first stage does not exist yet, and read again for the same target, rows, draft
-    and seed. Only ``make`` makes them. All processes call this, and have the same weights after it."""
-    file = Path(config.out) / FILE
+def cached_start(run: Run, target: LoadedModel, rows: Rows) -> tuple[Any, FirstWeights]:
+    """The draft in training, and the weights that the run began with. Computed weights are stored while the directory
+    of the first stage does not exist yet, and read again for the same target, rows, draft and seed; only
+    `Run.first_draft` makes them. All processes call this, and have the same weights after it."""
+    config, file = run.config, run.directory(FILE)
     if _read_from_elsewhere(config.draft.init):
-        initial = make()
+        initial = run.first_draft(target, rows)
         return initial.drafter, FirstWeights.of(initial.params)
     draft = {name: value for name, value in dataclasses.asdict(config.draft).items() if name != "pretrain"}
     made_from = [*fingerprint.of_model(target), rows.digest, repr(draft), config.seed]
@@ -80,11 +77,11 @@ def cached_start(
     made_from += [repr(stage.data) for stage in (config.draft.pretrain, config.distill) if stage.data != "text"]
     key = fingerprint.of_record({_MADE_FROM: made_from})
     known = on_main_process(lambda: (store.record_of(file) or {}).get(_MADE_FROM) == key)
-    planned = _planned(config, target, file) if known else None
+    planned = _planned(run.initial, file) if known else None
     if planned is None:
-        drafter, params = make()
+        drafter, params = run.first_draft(target, rows)
         planned = Initial(drafter, _shapes(params))
-        if not known and not on_main_process(first.exists):
+        if not known and not on_main_process(run.directory("draft-pretrain").exists):
             content = _named(drafter, whole(params))
             on_main_process(lambda: store.write(file, safetensors.save(content), {_MADE_FROM: key}))
             known = True
@@ -100,10 +97,9 @@ def _read_from_elsewhere(init: Any) -> bool:
     return init is not None and init not in config_lib.INIT_WORDS
 
 
-def _planned(config: RunConfig, target: LoadedModel, file: Path) -> Initial | None:
+def _planned(planned: Initial | None, file: Path) -> Initial | None:
     """The draft whose weights ``file`` holds, with shapes in their place; None if its kind gives no shapes, or the file
     is of another version."""
-    planned = abstract_draft(config, target)
     if planned is None:
         return None
     drafter = planned.drafter

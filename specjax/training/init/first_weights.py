@@ -37,20 +37,14 @@ _CALIBRATION_TOKENS = 8192
 _MIN_POSITIONS = 1024
 
 
+def draft_kind(config: RunConfig) -> DraftKind:
+    """The section `draft` of the config, by its kind."""
+    return registry.build(registry.DRAFTS, {"kind": config.draft.kind, **config.draft.settings}, "draft")
+
+
 def initial_draft(config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
-    """The draft that ``config.draft`` asks for."""
-    kind: DraftKind = registry.build(registry.DRAFTS, {"kind": config.draft.kind, **config.draft.settings}, "draft")
-    return kind.draft(config, target, rows)
-
-
-def abstract_draft(config: RunConfig, target: LoadedModel) -> Initial | None:
-    """The draft that ``config.draft`` asks for, with shapes in place of weights: none are read or made. None if its
-    kind gives no shapes."""
-    kind = registry.build(registry.DRAFTS, {"kind": config.draft.kind, **config.draft.settings}, "draft")
-    drafter = kind.drafter(config, target)
-    if drafter is None or drafter.config is None:
-        return None
-    return Initial(drafter, jax.eval_shape(lambda key: drafter.init_params(key, target), jax.random.key(0)))
+    """The draft that ``config.draft`` asks for, with its first weights. ``rows``: the training text."""
+    return draft_kind(config).draft(config, target, rows)
 
 
 @dataclasses.dataclass(frozen=True)
