@@ -54,29 +54,29 @@ class Pooled(Weighing):
         weight = jnp.where(left > 0, jnp.exp((left - jnp.max(left)) / _AHEAD), 0.0)
         return jnp.sum(weight * emitted, axis=0, keepdims=True) / self.seconds(context)[None]
 
-    def of_one_look(self, active: Bool[Array, " B"]) -> Int[Array, ""]:
-        """All that are not done."""
+    def rows_of_a_probe(self, active: Bool[Array, " B"]) -> Int[Array, ""]:
+        """Number of rows that are not done."""
         return jnp.maximum(jnp.sum(active, dtype=jnp.int32), 1)
 
-    def kept_enough(self, outcome: Outcome, look: Int[Array, ""]) -> Bool[Array, "1"]:
+    def kept_enough(self, outcome: Outcome, length: Int[Array, ""]) -> Bool[Array, "1"]:
         """True if at least half of the rows accepted at least half of a probe's proposed tokens."""
-        active, kept = outcome.emitted > 0, super().kept_enough(outcome, look)
+        active, kept = outcome.emitted > 0, super().kept_enough(outcome, length)
         return 2 * jnp.sum(active & kept, keepdims=True) >= jnp.sum(active, keepdims=True)
 
     def of_all(self, values: Float[Array, "B G"], active: Bool[Array, " B"]) -> Float[Array, "1 G"]:
         """The sum over the rows that are not done."""
         return jnp.sum(jnp.where(active[:, None], values, 0.0), axis=0, keepdims=True)
 
-    def gained(self, outcome: Outcome, chances: Float[Array, "B K"], look: Int[Array, ""]) -> Float[Array, "1"]:
+    def gained(self, outcome: Outcome, chances: Float[Array, "B K"], length: Int[Array, ""]) -> Float[Array, "1"]:
         """Expected accepted tokens of a probe, in the mean of all rows that are not done."""
         active = (outcome.emitted > 0).astype(jnp.float32)
-        of_all = jnp.sum(active * super().gained(outcome, chances, look), keepdims=True)
+        of_all = jnp.sum(active * super().gained(outcome, chances, length), keepdims=True)
         return of_all / jnp.maximum(jnp.sum(active), 1.0)
 
-    def due(self, state: Weighed, waited: Int[Array, " B"], context: Context) -> Bool[Array, " B"]:
+    def probes_now(self, state: Weighed, waited: Int[Array, " B"], context: Context) -> Bool[Array, " B"]:
         """True for rows that have waited for the longest interval of all rows, so that all probe at once."""
         longest = jnp.max(jnp.where(_active(state, context), state.interval, 0))
-        return super().due(
+        return super().probes_now(
             dataclasses.replace(state, interval=jnp.broadcast_to(longest, waited.shape)), waited, context
         )
 

@@ -43,5 +43,5 @@ class Total(Weighing):
         best = jnp.sort(kept.reshape(-1))[::-1]
         least = jnp.maximum(best[min(self.total, len(best)) - 1], 1e-6)
         wanted = jnp.sum(kept >= least, axis=1, dtype=jnp.int32)
-        probing = active & (state.blocks > 0) & self.due(state, state.waited, context)
+        probing = active & (state.blocks > 0) & self.probes_now(state, state.waited, context)
         return jnp.where(probing, jnp.maximum(wanted, self.ks[1]), wanted)

@@ -29,29 +29,29 @@ from specjax.errors import ConfigError
 from specjax.interfaces import Calibration, Context, Controller, Draft, Outcome
 from specjax.proposal import Proposal
 
-_LOOKS = 8
+_MOST_PROBES = 8
 """Most blocks of one run of probes, of one row: a probe that was worth it is repeated at once."""
-_SOON = 4
+_FIRST_WAIT = 4
 """Number of blocks without proposals before the first probe; each probe in vain doubles the next wait."""
 _AFTER_A_PAUSE, _AFTER_A_CHANGE = 1.0, 3.0
 """Number of blocks that the evidence from before a pause or a sudden change counts for after it."""
-_FIRST_PLACE, _LATER_PLACES = 0.5, 4.0
+_FIRST_DEPTH, _LATER_DEPTHS = 0.5, 4.0
 """Least number of blocks that the expectation for a depth counts for: at the first depth that of the calibration, at a
 later depth that of the depth before."""
 _SUDDEN = 3.0
 """Standard deviations between recent and expected acceptance from which on something has changed."""
-_AT_LEAST = 0.12
+_LEAST_VARIANCE = 0.12
 """Variance added to that of recent acceptance, so that one rejection alone, however unlikely, is no change."""
-_CERTAIN = 1.03
+_FAVOUR_OF_PLAIN = 1.03
 """Factor in favour of a first block without proposals, since costs are never exact."""
-_NOT_TRIED = 0.9
+_UNTRIED_DECAY = 0.9
 """Weight of a block relative to the one after it, at depths behind its last proposed token: old evidence is not tested
 there any more, and must not keep blocks short for long."""
-_LATELY = 0.8
+_RECENT_DECAY = 0.8
 """Weight of a block relative to the one after it, in recent acceptance."""
-_WORTH = 0.05
+_LEAST_GAIN = 0.05
 """Least gain, as a share, of a draft that is always accepted: below, probes cost more than they find."""
-_HOPED = 10.0
+_LEAST_HOPE = 10.0
 """Least gain that a probe must be able to find, as a multiple of the cost of reading what a draft missed. Both are
 shares of the time of plain blocks."""
 
@@ -77,7 +77,7 @@ class Weighed:
     """Number of blocks without proposals since the last one with; unchanged during a run of probes."""
     interval: Int[Array, " B"]
     """Number of blocks without proposals before the next probe."""
-    looks: Int[Array, " B"]
+    run: Int[Array, " B"]
     """Number of probes so far in the current run of probes."""
     probes: Int[Array, " B"]
     """Number of probes in all."""
@@ -158,8 +158,8 @@ class Weighing(Controller):
             blocks=nothing,
             next=nothing,
             waited=nothing,
-            interval=nothing + min(_SOON, self.settings.probe),
-            looks=nothing,
+            interval=nothing + min(_FIRST_WAIT, self.settings.probe),
+            run=nothing,
             probes=nothing,
         )
 
@@ -182,8 +182,8 @@ class Weighing(Controller):
         # A probe costs time too: only a draft that would pay if all of it were accepted is probed.
         hoped = self.rates(jnp.ones(valid.shape, jnp.float32), context, valid)
         hopeful = jnp.max(hoped, axis=1) > (1 + self.settings.margin) * hoped[:, 0]
-        due = valid[:, 0] & hopeful & self.due(state, state.waited, context)
-        return jnp.where(due, jnp.maximum(best, self._look(calibration_of(context, self))), best)
+        due = valid[:, 0] & hopeful & self.probes_now(state, state.waited, context)
+        return jnp.where(due, jnp.maximum(best, self._probe_length(calibration_of(context, self))), best)
 
     def chances(self, state: Weighed, context: Context, grade: Int[Array, " B"] | None = None) -> Float[Array, "B K"]:
         """Chance that each depth is accepted if those before it are, from the row's own proposals of that grade."""
@@ -201,11 +201,11 @@ class Weighing(Controller):
     def emitted(self, chances: Float[Array, "B K"], valid: Bool[Array, "B K"] | None) -> Float[Array, "B N"]:
         """Expected tokens of a block at each of ``ks``."""
         # Sums and products over masks, which XLA fuses; it makes several pieces of a cumulative one on CPU.
-        places = jnp.arange(chances.shape[1])[None]
-        before = places <= places.T
+        depths = jnp.arange(chances.shape[1])[None]
+        before = depths <= depths.T
         kept = jnp.prod(jnp.where(before[None], chances[:, None], 1.0), axis=2)
         kept = kept if valid is None else jnp.where(valid, kept, 0.0)
-        return 1.0 + jnp.sum(jnp.where((places < self._lengths()[:, None])[None], kept[:, None], 0.0), axis=2)
+        return 1.0 + jnp.sum(jnp.where((depths < self._lengths()[:, None])[None], kept[:, None], 0.0), axis=2)
 
     def seconds(self, context: Context) -> Float[Array, " N"]:
         """Seconds of a block at each of ``ks``."""
@@ -217,9 +217,9 @@ class Weighing(Controller):
         assert limit is not None
         state = dataclasses.replace(state, blocks=state.blocks + active.astype(jnp.int32))
         waited = state.waited + active.astype(jnp.int32)
-        look = self._look(calibration_of(outcome.context, self))
-        due = self.due(state, waited, outcome.context)
-        waiting = dataclasses.replace(state, waited=waited, next=jnp.where(due, look, 0))
+        length = self._probe_length(calibration_of(outcome.context, self))
+        due = self.probes_now(state, waited, outcome.context)
+        waiting = dataclasses.replace(state, waited=waited, next=jnp.where(due, length, 0))
         # A row whose drafter found nothing learns nothing. If all rows share a length, they share a probe too.
         found = dataclasses.replace(state, next=limit, waited=jnp.zeros_like(waited) if self.together else state.waited)
         if outcome.draft.tokens.shape[1]:
@@ -227,7 +227,7 @@ class Weighing(Controller):
             found = _chosen(jnp.any(outcome.draft.valid, axis=1), proposed, found)
         return _chosen(limit == 0, waiting, found)
 
-    def due(self, state: Weighed, waited: Int[Array, " B"], context: Context) -> Bool[Array, " B"]:
+    def probes_now(self, state: Weighed, waited: Int[Array, " B"], context: Context) -> Bool[Array, " B"]:
         """True for rows that are to probe. None is, if not even a draft that is always accepted would pay for its
         blocks and for what it reads after each pause."""
         return (waited >= state.interval) & self._could_pay(calibration_of(context, self))
@@ -240,10 +240,10 @@ class Weighing(Controller):
     def _first(self, calibration: Calibration) -> Int[Array, ""]:
         """Index in ``ks`` of the best length before there is evidence."""
         ks, kept = np.asarray(self.ks), calibration.acceptance.cumprod().cumsum()
-        tokens = np.float32(ks > 0) * kept[ks - 1] + np.where(ks > 0, 1.0, _CERTAIN)
+        tokens = np.float32(ks > 0) * kept[ks - 1] + np.where(ks > 0, 1.0, _FAVOUR_OF_PLAIN)
         return (tokens / calibration.seconds[ks]).argmax()
 
-    def _look(self, calibration: Calibration) -> Int[Array, ""]:
+    def _probe_length(self, calibration: Calibration) -> Int[Array, ""]:
         """The shortest length that pays if all of it is accepted; a shorter probe says less than it costs."""
         ks = np.asarray(self.ks)
         pays = np.float32(1 + ks) * calibration.seconds[0] > (1 + self.settings.margin) * calibration.seconds[ks]
@@ -253,76 +253,76 @@ class Weighing(Controller):
         """True if a draft that is always accepted would pay."""
         ks, plain = np.asarray(self.ks), calibration.seconds[0]
         gain = (np.float32(1 + ks) / calibration.seconds[ks]).max() * plain - 1.0
-        return (gain > max(self.settings.margin, _WORTH)) & (gain > _HOPED * calibration.catch_up / plain)
+        return (gain > max(self.settings.margin, _LEAST_GAIN)) & (gain > _LEAST_HOPE * calibration.catch_up / plain)
 
     def _after_proposing(self, state: Weighed, outcome: Outcome, active: Bool[Array, " B"]) -> Weighed:
-        context, looked = outcome.context, state.waited > 0
+        context, probed = outcome.context, state.waited > 0
         chances = self.chances(state, context, outcome.draft.grade)
-        rates = jnp.broadcast_to(self.rates(chances, context), (len(looked), len(self.ks)))
-        best, before = jnp.argmax(rates, axis=1), self._rung_of(looked, context)
+        rates = jnp.broadcast_to(self.rates(chances, context), (len(probed), len(self.ks)))
+        best, before = jnp.argmax(rates, axis=1), self._index_before(probed, context)
         of_before = jnp.take_along_axis(rates, before[:, None], axis=1)[:, 0]
         better = jnp.max(rates, axis=1) > (1 + self.settings.margin) * of_before
         chosen = self._lengths()[jnp.where(better, best, before)]
         # A probe that was worth it is repeated at once: the evidence is old, and one block says little.
-        look = self._look(calibration_of(context, self))
-        worth_it = self.kept_enough(outcome, look)
-        again = (chosen == 0) & looked & worth_it & ((state.looks + 1) * self.of_one_look(active) < _LOOKS)
+        length = self._probe_length(calibration_of(context, self))
+        worth_it = self.kept_enough(outcome, length)
+        again = (chosen == 0) & probed & worth_it & ((state.run + 1) * self.rows_of_a_probe(active) < _MOST_PROBES)
         seconds = self.seconds(context)
-        at = jnp.sum(self._lengths() < look)
-        lost = (seconds[at] / seconds[0] - 1 - self.gained(outcome, chances, look)) / self.settings.looks_cost
-        lost = lost * (state.looks + 1).astype(jnp.float32)
+        at = jnp.sum(self._lengths() < length)
+        lost = (seconds[at] / seconds[0] - 1 - self.gained(outcome, chances, length)) / self.settings.looks_cost
+        lost = lost * (state.run + 1).astype(jnp.float32)
         longest = max(self.settings.probe, self.settings.longest_wait)
         interval = jnp.clip(lost, self.settings.probe, longest).astype(jnp.int32)
-        soon = min(_SOON, self.settings.probe)
-        interval = jnp.where(looked & (chosen == 0), jnp.minimum(2 * state.interval, interval), soon)
+        soon = min(_FIRST_WAIT, self.settings.probe)
+        interval = jnp.where(probed & (chosen == 0), jnp.minimum(2 * state.interval, interval), soon)
         return dataclasses.replace(
             state,
-            next=jnp.where(again, look, chosen),
+            next=jnp.where(again, length, chosen),
             waited=jnp.where(again, state.waited, 0),
             interval=jnp.where(again, state.interval, interval),
-            looks=jnp.where(again, state.looks + 1, 0),
-            probes=state.probes + (looked & active).astype(jnp.int32),
+            run=jnp.where(again, state.run + 1, 0),
+            probes=state.probes + (probed & active).astype(jnp.int32),
         )
 
     def probes(self, state: Weighed) -> Int[Array, " B"]:
         return state.probes
 
-    def of_one_look(self, active: Bool[Array, " B"]) -> Int[Array, ""]:
+    def rows_of_a_probe(self, active: Bool[Array, " B"]) -> Int[Array, ""]:
         """Number of rows whose proposals one probe tells of."""
         return jnp.int32(1)
 
-    def kept_enough(self, outcome: Outcome, look: Int[Array, ""]) -> Bool[Array, " R"]:
+    def kept_enough(self, outcome: Outcome, length: Int[Array, ""]) -> Bool[Array, " R"]:
         """True if at least half of a probe's proposed tokens were accepted."""
-        return 2 * outcome.verdict.num_accepted >= look
+        return 2 * outcome.verdict.num_accepted >= length
 
-    def gained(self, outcome: Outcome, chances: Float[Array, "B K"], look: Int[Array, ""]) -> Float[Array, " R"]:
+    def gained(self, outcome: Outcome, chances: Float[Array, "B K"], length: Int[Array, ""]) -> Float[Array, " R"]:
         """Expected accepted tokens of a probe in each row."""
-        places = jnp.arange(chances.shape[1], dtype=jnp.int32)[None]
-        kept = jnp.where(places < look, jnp.cumprod(chances, axis=1), 0.0)
+        depths = jnp.arange(chances.shape[1], dtype=jnp.int32)[None]
+        kept = jnp.where(depths < length, jnp.cumprod(chances, axis=1), 0.0)
         return jnp.where(outcome.draft.valid[:, 0], jnp.sum(kept, axis=1), 0.0)
 
     def _with_evidence(self, state: Weighed, outcome: Outcome, active: Bool[Array, " B"]) -> Weighed:
-        n, place = outcome.verdict.num_accepted[:, None], jnp.arange(1, self.ks[-1] + 1, dtype=jnp.int32)[None]
+        n, depth = outcome.verdict.num_accepted[:, None], jnp.arange(1, self.ks[-1] + 1, dtype=jnp.int32)[None]
         proposal = Proposal.of(outcome.context, outcome.draft)
-        proposed = active[:, None] & (proposal.offered(outcome.draft.valid)[:, None] >= place)
-        reached, kept = (proposed & (n >= least) for least in (place - 1, place))
+        proposed = active[:, None] & (proposal.offered(outcome.draft.valid)[:, None] >= depth)
+        reached, kept = (proposed & (n >= least) for least in (depth - 1, depth))
         grades = jnp.arange(state.reached.shape[1], dtype=jnp.int32)[None]
         grade = outcome.draft.grade
         concerned = grades == (jnp.zeros_like(grades) if grade is None else grade[:, None])
         expected = self.chances(state, outcome.context, grade)
         beyond = jnp.sum(jnp.where(reached, kept.astype(jnp.float32) - expected, 0.0), axis=1)[:, None]
         varies = jnp.sum(jnp.where(reached, expected * (1 - expected), 0.0), axis=1)[:, None]
-        surprise = _LATELY * state.surprise + jnp.where(concerned, beyond, 0.0)
-        spread = _LATELY**2 * state.spread + jnp.where(concerned, varies, 0.0)
+        surprise = _RECENT_DECAY * state.surprise + jnp.where(concerned, beyond, 0.0)
+        spread = _RECENT_DECAY**2 * state.spread + jnp.where(concerned, varies, 0.0)
         paused = (state.waited >= self.settings.probe)[:, None]
-        changed = self.of_all(surprise, active) ** 2 > _SUDDEN**2 * (self.of_all(spread, active) + _AT_LEAST)
+        changed = self.of_all(surprise, active) ** 2 > _SUDDEN**2 * (self.of_all(spread, active) + _LEAST_VARIANCE)
         # Evidence ages only by proposed tokens, and by a pause or a change much faster.
         known = jnp.maximum(jnp.max(state.reached, axis=2), self.settings.trust * state.trusted)
         left = jnp.where(paused, _AFTER_A_PAUSE, jnp.where(changed, _AFTER_A_CHANGE, jnp.inf))
         decay = jnp.minimum(self.settings.decay, left / jnp.maximum(known, _AFTER_A_PAUSE))
         decay = jnp.where(concerned & jnp.any(reached, axis=1, keepdims=True), decay, 1.0)
         pairs = ((state.reached, reached), (state.accepted, kept))
-        tried = jnp.where(proposed[:, None] | ~concerned[..., None], 1.0, _NOT_TRIED)
+        tried = jnp.where(proposed[:, None] | ~concerned[..., None], 1.0, _UNTRIED_DECAY)
         fading = jnp.minimum(decay[..., None], tried)
         counts = [fading * old + (concerned[..., None] & new[:, None]).astype(jnp.float32) for old, new in pairs]
         surprise, spread = (jnp.where(paused | changed, 0.0, x) for x in (surprise, spread))
@@ -339,12 +339,12 @@ class Weighing(Controller):
         """The values of each row, not pooled."""
         return values
 
-    def _rung_of(self, looked: Bool[Array, " B"], context: Context) -> Int[Array, " B"]:
+    def _index_before(self, probed: Bool[Array, " B"], context: Context) -> Int[Array, " B"]:
         """Index in ``ks`` of the block's length; 0 for a probe, since without it the row would go on without
         proposals."""
         assert context.limit is not None
         had = jnp.sum(self._lengths()[None] < context.limit[:, None], axis=1, dtype=jnp.int32)
-        return jnp.where(looked, 0, had)
+        return jnp.where(probed, 0, had)
 
     def _lengths(self) -> Int[Array, " N"]:
         return jnp.asarray(self.ks, jnp.int32)
@@ -365,7 +365,7 @@ def estimated(
     ``weight`` blocks, or for a fixed minimum if that is more. It is ``prior`` at the first depth; at a later depth it
     is the chance found for the depth before, changed as ``prior`` changes."""
     found: list[Array] = []
-    weights = jnp.maximum(weight, _FIRST_PLACE), jnp.maximum(weight, _LATER_PLACES)
+    weights = jnp.maximum(weight, _FIRST_DEPTH), jnp.maximum(weight, _LATER_DEPTHS)
     for j in range(reached.shape[1]):
         expected, weight = prior[:, j], weights[j > 0]
         if j:
