@@ -1,8 +1,8 @@
 """A demo's summary.json against the figures it must reach; prints all of them.
 
-    python experiments/check_summary.py [--short] runs/demo/report/summary.json
+    python experiments/check_summary.py [--short] runs/demo_full/report/summary.json
 
-``--short``: of a demo of 100 steps, a quarter of them. Exit status 1 if a figure misses its bound that is neither a
+``--short``: the figures of a demo of 100 steps, a quarter of them, with its control. Exit status 1 if a figure misses its bound that is neither a
 timing, which depends on the machine, nor counted on the few prompts that are decoded (those are shown, never fatal); 2
 if the file cannot be read.
 """
@@ -35,6 +35,9 @@ def main(argv: list[str]) -> int:
     if not isinstance(summary, dict):
         print(f"error: {path}: a {type(summary).__name__}, expected an object", file=sys.stderr)
         return 2
+    if given.short and summary.get("alpha_ce_control") is None:
+        print(f"error: {path}: alpha_ce_control was not measured; run configs/demo_full.yaml", file=sys.stderr)
+        return 1
     checked = figures(summary, SHORT if given.short else WHOLE)
     for figure in checked:
         mark = ("ok" if figure.ok else "missed") if figure.bound else ""

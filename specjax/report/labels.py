@@ -24,7 +24,7 @@ FIGURES: Mapping[str, str] = {
     "nll_gap": "held-out loss of the draft minus the target's, nats a token",
     "alpha_before": "acceptance E Σ min(p, q) before distillation",
     "alpha_after": "acceptance after distillation",
-    "alpha_after_at_5": "the same at the fifth place of a block",
+    "alpha_after_at_5": "acceptance after distillation at depth 5 of a block",
     "alpha_ce_control": "acceptance when the same tokens are spent on cross-entropy",
     "alpha_positions": "held-out positions behind the acceptance",
     "greedy_identical": "greedy output equals autoregressive output token for token",

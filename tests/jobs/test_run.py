@@ -41,11 +41,11 @@ def test_every_stage_says_how_long_the_whole_run_still_takes(monkeypatch):
 
 
 def test_the_plan_of_the_demo_has_every_stage_and_all_of_the_benchmark(tiny_target):
-    config = load_config(ROOT / "configs/demo.yaml")
+    config = load_config(ROOT / "configs/demo_full.yaml")
     stages = ["draft-distill", "control-0.001"]
     assert list(pipeline.plan(config)) == [*stages, "evaluation", "held-out decoding", "decoding"]
     for rows in (1000, 3000):
-        epochs = load_config(ROOT / "configs/demo.yaml", ["distill.epochs=0.5", "distill.steps=null"])
+        epochs = load_config(ROOT / "configs/demo_full.yaml", ["distill.epochs=0.5", "distill.steps=null"])
         seconds = pipeline.plan(epochs, rows)
         assert seconds["draft-distill"] == rows / 4 * pipeline._STEP_SECONDS["target"]
         assert seconds["control-0.001"] == rows / 4 * pipeline._STEP_SECONDS["target"]

@@ -194,6 +194,13 @@ def test_a_short_demo_has_bounds_of_its_own(tmp_path, capsys):
         assert "error: alpha_after is" in capsys.readouterr().err
 
 
+def test_a_whole_demo_needs_no_control_and_the_short_one_of_a_study_does(tmp_path, capsys):
+    assert checked(tmp_path, alpha_ce_control=None) == 0
+    assert "alpha_ce_control" not in capsys.readouterr().out
+    assert checked(tmp_path, "--short", alpha_ce_control=None) == 1
+    assert "alpha_ce_control was not measured; run configs/demo_full.yaml" in capsys.readouterr().err
+
+
 def test_a_summary_that_cannot_be_read_is_an_error_of_its_own(tmp_path):
     assert check_summary.main([str(tmp_path / "none.json")]) == 2
     with pytest.raises(SystemExit, match="2"):
