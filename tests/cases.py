@@ -54,7 +54,7 @@ target_output = jax.jit(teacher.target_output, static_argnums=(0, 3))
 
 
 class Predicted(NamedTuple):
-    """Of a place of a block, in training: `specjax.interfaces.Prediction`."""
+    """A prediction at a depth of a block, in training: `specjax.interfaces.Prediction`."""
 
     target_rows: jax.Array
     logits: jax.Array

@@ -34,7 +34,7 @@ from specjax.models.vocabulary import unused_ids
 
 AUTOREGRESSIVE = "autoregressive"
 ADAPTIVE = "adaptive"
-"""Name of the points that decode the favourite again, with lengths chosen by costs measured on tuning prompts."""
+"""Name of the points that decode the primary draft again, with lengths chosen by costs measured on tuning prompts."""
 _SHOWN_ROWS = 8
 """Number of rows whose draft lengths are reported, block by block."""
 _CLOSE = 1.1
@@ -103,7 +103,7 @@ class Bench:
         self._sampling = {**sampling, "stop_token_ids": ()}
         self._distribution = TargetDistribution(target, self._sampling, settings.new_tokens)
         self.compile_seconds = 0.0
-        self._favourite = ""
+        self._primary = ""
         # Made or measured once, and freed with the bench.
         self.decoder = functools.cache(self._decoder)
         self._timers: dict[tuple[str, int], costs_lib.StepTimer] = {}
@@ -114,7 +114,7 @@ class Bench:
         if drafter == AUTOREGRESSIVE:  # it takes the cheapest noise, whatever the verifier
             return Decoder(self._target)
         if drafter == ADAPTIVE:
-            return self.adaptive(self._favourite, k)
+            return self.adaptive(self._primary, k)
         return Decoder(self._target, self._drafters[drafter](k), self._verifier, self._settings.controller)
 
     def adaptive(self, drafter: str, k: int) -> Decoder:
@@ -199,7 +199,7 @@ class Bench:
         seconds are medians; in larger batches the autoregressive loop and chosen lengths do. Steps are timed between
         the repeats. The larger batches come first, and their programs are freed: the programs of a whole grid would
         take most of this process's memory."""
-        self._favourite = primary
+        self._primary = primary
         settings, cells = self._settings, self.cells(primary)
         runs: dict[Cell, list[Run]] = {cell: [] for cell in cells}
         for size in set(settings.batch_sizes) - {1}:

@@ -280,8 +280,8 @@ def _tested(
     return {draft.name: SelfTest(**known[draft.name]["found"]) for draft in exported}
 
 
-def _by_place(what: str, values: Sequence[float]) -> dict[str, str]:
-    return {f"{what} by place of a block": ", ".join(f"{value:.4f}" for value in values)} if values else {}
+def _by_depth(what: str, values: Sequence[float]) -> dict[str, str]:
+    return {f"{what} by depth in a block": ", ".join(f"{value:.4f}" for value in values)} if values else {}
 
 
 def _draft_card(
@@ -296,11 +296,11 @@ def _draft_card(
     )
     facts = {
         "alpha (E sum min(p, q), held out, temperature 1)": f"{evaluation.alpha:.4f}",
-        **_by_place("alpha", evaluation.alpha_at),
+        **_by_depth("alpha", evaluation.alpha_at),
         "agreement with the target's most likely token, held out": f"{evaluation.agreement:.4f}",
-        **_by_place("agreement", evaluation.agreement_at),
+        **_by_depth("agreement", evaluation.agreement_at),
         "loss of the draft, nats a token, held out": f"{evaluation.nll:.4f}",
-        **_by_place("loss of the draft", evaluation.nll_at),
+        **_by_depth("loss of the draft", evaluation.nll_at),
         "loss of the target": f"{evaluation.target_nll:.4f}",
         "positions measured": f"{evaluation.positions:,}",
         **figures.card_facts(decoded, draft.name == "draft" and config.selection.select == "best"),

@@ -35,9 +35,9 @@ def train(config: Path, overrides: Sequence[str]) -> None:
     row("target", measures.target_nll)
     row("draft before", measures.draft_nll, measures.alpha_before, measures.agreement_before)
     row("draft distilled", measures.draft_nll_after, measures.alpha_after, measures.agreement_after)
-    by_place = zip(measures.nll_at_after, measures.alpha_at_after, measures.agreement_at_after, strict=True)
-    for place, at in enumerate([*by_place][1:], 2):
-        row(f"  at place {place} of a block", *at)
+    by_depth = zip(measures.nll_at_after, measures.alpha_at_after, measures.agreement_at_after, strict=True)
+    for depth, at in enumerate([*by_depth][1:], 2):
+        row(f"  at depth {depth} of a block", *at)
     if measures.alpha_ce_control is not None:
         table.add_row("cross-entropy control", "", f"{measures.alpha_ce_control:.4f}")
     console.print(table)

@@ -72,8 +72,8 @@ def test_its_export_is_tested_and_its_card_says_who_can_serve_it(trained):
     card = (Path(settings.out) / "draft" / "README.md").read_text()
     assert "library_name: specjax" in card
     assert "neither vLLM nor transformers" in card
-    assert "| alpha by place of a block |" in card
-    assert "| loss of the draft by place of a block |" in card
+    assert "| alpha by depth in a block |" in card
+    assert "| loss of the draft by depth in a block |" in card
     (Path(settings.out) / "self_tests.json").write_text("{}")
     assert job.run(settings).self_tests == result.self_tests
 

@@ -164,7 +164,7 @@ def test_alpha_is_told_by_depth_where_there_is_more_than_one():
 
 @pytest.mark.parametrize("name", ["dflash2", "fewer_ids"])
 def test_the_loss_of_a_draft_that_cannot_propose_every_id_is_what_cross_entropy_has_in_training(name):
-    """At every place of a block, of a draft that draws from a few candidates (all others have no chance, and no finite
+    """At every depth of a block, of a draft that draws from a few candidates (all others have no chance, and no finite
     loss) and of one of fewer ids."""
     target = test_features.target_of()
     trained, params = test_features.made(name, target)
