@@ -22,6 +22,7 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.engine import Engine, EngineParams, block_context, propose
 from specjax.errors import ModelError
 from specjax.interfaces import Batch, DecodeState, Draft, Drafter, Params, Target, TargetView, TrainingForm
+from specjax.models.hf import LoadedModel
 from specjax.models.vocabulary import NEVER
 from specjax.runtime.distributed import on_one_device
 from specjax.training.selection import Decoded
@@ -74,7 +75,9 @@ def prompts_of(rows: Rows) -> list[list[int]]:
     return [rows[i % len(rows)].tokens[:length].tolist() for i, length in enumerate(lengths)]
 
 
-def self_test(trained: Any, params: Params, target: Any, loaded: Drafter, prompts: Sequence[Sequence[int]]) -> SelfTest:
+def self_test(
+    trained: Any, params: Params, target: LoadedModel, loaded: Drafter, prompts: Sequence[Sequence[int]]
+) -> SelfTest:
     """Compare a trained draft with its exported copy.
 
     Args:

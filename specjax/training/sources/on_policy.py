@@ -26,7 +26,8 @@ from specjax.data.rows import Batches, ConcatenatedRows, Rows, Sequences, WholeS
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
 from specjax.errors import TrainingError
-from specjax.interfaces import Batch, Draft, Params, Source, Target, Verdict, VerdictDistribution, Verifier
+from specjax.interfaces import Batch, Draft, Params, Source, Verdict, VerdictDistribution, Verifier
+from specjax.models.hf import LoadedModel
 from specjax.proposal import leading_run
 from specjax.runtime import fingerprint, store
 from specjax.runtime.distributed import on_main_process, on_one_device
@@ -76,7 +77,7 @@ class OnPolicy(Sampled, Source):
         return f"data.every={self.every} does not divide them, and the last sequences were sampled for so many steps"
 
 
-def draft_sampler(drafter: Any, target: Target) -> Sampler | None:
+def draft_sampler(drafter: Any, target: LoadedModel) -> Sampler | None:
     """A sampler of the draft alone, with the weights it is given; its text ends where the target's does. A draft that
     is no separate model (`TrainedDraftModel.to_model`) writes block by block while its target reads. None for such a
     draft if several processes hold the target, or if it does not decode."""
@@ -92,7 +93,12 @@ def draft_sampler(drafter: Any, target: Target) -> Sampler | None:
 
 
 def _written_in_blocks(
-    drafter: Any, target: Any, params: Params, prompts: Sequence[list[int]], seeds: Sequence[int], settings: Sampled
+    drafter: Any,
+    target: LoadedModel,
+    params: Params,
+    prompts: Sequence[list[int]],
+    seeds: Sequence[int],
+    settings: Sampled,
 ) -> list[list[int]]:
     params = with_shared_params(drafter, params, target.params)
     # Draft length 2 if it has that: decoding, too, will ask it for tokens after its own.
