@@ -29,7 +29,6 @@ from rich.progress import track
 from rich.table import Table
 
 from specjax.config import load_config
-from specjax.costs.timer import count_compiles
 from specjax.decode import programs
 from specjax.decode.decoder import Decoder
 from specjax.drafters.ngram import NGram
@@ -37,7 +36,7 @@ from specjax.formats.loading import load_drafter
 from specjax.jobs import inputs
 from specjax.jobs.bench import held_out_prompts
 from specjax.report import record
-from specjax.runtime.compile_cache import keep_programs
+from specjax.runtime.compile_cache import count_compiles, keep_programs
 
 KS, BATCH_KS = (1, 2, 3, 5, 7), (1, 3)
 PLAIN, ADAPTIVE = "plain", "adaptive"

@@ -36,7 +36,6 @@ from rich.table import Table
 import specjax
 from specjax.cli import user_errors
 from specjax.config import load_config
-from specjax.costs.timer import count_compiles
 from specjax.data import corpus
 from specjax.errors import DataError
 from specjax.jobs.bench import held_out_prompts
@@ -44,6 +43,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel, import_transformers
 from specjax.models.transformer import Model
 from specjax.report import record
+from specjax.runtime.compile_cache import count_compiles
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = {

@@ -17,11 +17,11 @@ import jax
 import numpy as np
 
 import specjax
-from specjax.costs.timer import count_compiles
 from specjax.decode.request import most_programs
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
+from specjax.runtime.compile_cache import count_compiles
 
 VOCABULARY = 64
 ROWS, PROMPT, NEW = 8, 2048, 1024

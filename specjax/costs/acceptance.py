@@ -64,11 +64,6 @@ class Acceptance:
         rows = tuple(row.first(k) for row in self.rows)
         return dataclasses.replace(self, at=_pooled(rows) if rows else self.at[:k], rows=rows)
 
-    def conditional(self) -> tuple[float, ...]:
-        """Chance of acceptance at each depth, given that all proposed tokens before it are accepted."""
-        before = (1.0, *self.at)
-        return tuple(a / b if b else 0.0 for a, b in zip(self.at, before, strict=False))
-
     def blocks(self, tokens: int, batch: int = 1) -> float:
         """Expected blocks until all of ``batch`` rows have emitted ``tokens`` tokens each: blocks of the slowest of as
         many rows, drawn among the counted ones. Without counted rows, all rows are alike and differ by chance alone."""
@@ -98,17 +93,9 @@ def blocks_distribution(at: Sequence[float], tokens: int) -> Float[np.ndarray, "
     """Chance that ``tokens`` tokens take n blocks, n = 0 .. tokens, if every block accepts tokens as ``at`` says,
     whatever came before; the mean is `metrics.expected_blocks`."""
     reached = np.array([1.0, *at, 0.0])
-    emitted = reached[:-1] - reached[1:]
-    left = np.zeros(tokens + 1)  # chance that n tokens are still to be emitted
-    left[tokens] = 1.0
-    found = np.zeros(tokens + 1)
-    for block in range(1, tokens + 1):
-        after = np.zeros(tokens + 1)
-        for j, chance in enumerate(emitted, 1):
-            after[0] += chance * left[1 : j + 1].sum()  # the last block is cut at the budget
-            if j < tokens:
-                after[1 : tokens - j + 1] += chance * left[j + 1 :]
-        found[block] = after[0]
-        after[0] = 0.0
-        left = after
-    return found
+    emitted = np.append(0.0, reached[:-1] - reached[1:])
+    sums, unfinished = np.eye(1, tokens)[0], [1.0]  # chances of fewer tokens in all than asked for
+    for _ in range(tokens):
+        sums = np.convolve(sums, emitted)[:tokens]
+        unfinished.append(sums.sum())
+    return np.append(0.0, -np.diff(unfinished))

@@ -6,17 +6,33 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
+from pydantic import Field
 
 from specjax.costs import store
-from specjax.costs.timer import count_compiles
 from specjax.decode.decoder import Decoder
 from specjax.interfaces import Calibration
+from specjax.runtime.compile_cache import count_compiles
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCosts:
+    """Seconds of a block at each length, as they are stored."""
+
+    seconds: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...]
+    """Seconds of a block of 0 .. K proposed tokens."""
+    catch_up: float
+    """`Calibration.catch_up`."""
+
+    def calibration(self) -> Calibration:
+        """The costs for a decoder, whose acceptance is all zeros."""
+        seconds, chances = np.asarray(self.seconds, np.float32), np.zeros(len(self.seconds) - 1, np.float32)
+        return Calibration(seconds, chances, np.float32(self.catch_up))  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +77,9 @@ def calibrate(decoder: Decoder, prompts: Sequence[Any], again: bool = False, **s
     greedy, rows = decoder.program_of(prompts, **sampling)
     dtype = jax.tree.leaves(decoder.target.layout().params)[0].dtype
     key = store.key_of(rows, str(dtype), {"decoder": decoder}, {"greedy": greedy})
+    known = None if again else store.read(key, BlockCosts)
     depth = decoder.engine(greedy, rows)[0].max_depth
-    costs = None if again else store.read(key, lambda kept: _of_json(kept, depth))
+    costs = known.calibration() if known is not None and len(known.seconds) == depth + 1 else None
     start = time.perf_counter()
     with count_compiles() as count:
         found = decoder.calibrate(prompts, costs=costs, **sampling)
@@ -71,16 +88,5 @@ def calibrate(decoder: Decoder, prompts: Sequence[Any], again: bool = False, **s
     if costs is not None and found.seconds is costs.seconds:
         return Kept(found, False, 0.0, store.file_of(key))
     seconds = max(time.perf_counter() - start - count.seconds, 0.0)
-    return Kept(found, True, seconds, store.write(key, _to_json(found)))
-
-
-def _to_json(found: Calibration) -> dict[str, Any]:
-    return {name: np.asarray(getattr(found, name)).tolist() for name in ("seconds", "catch_up")}
-
-
-def _of_json(found: Mapping[str, Any], depth: int) -> Calibration:
-    """Calibration with the stored costs of blocks of 0 .. ``depth`` proposed tokens; its acceptance is all zeros."""
-    seconds, late = (np.asarray(found[name], np.float32) for name in ("seconds", "catch_up"))
-    if seconds.shape != (depth + 1,) or not (np.isfinite(seconds) & (seconds > 0)).all():
-        raise ValueError("no costs of blocks")
-    return Calibration(seconds, np.zeros(depth, np.float32), late)  # type: ignore[arg-type]
+    own = BlockCosts(tuple(map(float, found.seconds)), float(found.catch_up))
+    return Kept(found, True, seconds, store.write(key, own))

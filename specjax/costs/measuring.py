@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specjax.costs.cost_model import GREEDY, PLAIN, SAMPLED, Points
-from specjax.costs.timer import depending, looped
+from specjax.costs.cost_model import GREEDY, PLAIN, SAMPLED, BatchCosts, fit
+from specjax.costs.timer import Turns, passes, seconds_of
+from specjax.decode.calibration import BlockTimer
 from specjax.decode.decoder import Decoder
-from specjax.decode.engine import block_context, propose
-from specjax.decode.programs import NO_LIMIT, compiled_chunk
+from specjax.decode.request import LEAST_PROMPT, bucket
+from specjax.interfaces import DecodeState
 from specjax.models import cache as cache_lib
 
 Decoders = Callable[[str, int], Decoder]
@@ -48,10 +47,6 @@ class Wanted:
     sampling: Mapping[str, Any]
 
     @property
-    def rows(self) -> int:
-        return len(self.prompts)
-
-    @property
     def fed(self) -> list[int]:
         """Tokens fed to each row in the timed passes of the target: powers of two up to 8, and the longest block."""
         longest = 1 + max((k for ks in self.lengths.values() for k in ks), default=0)
@@ -73,173 +68,93 @@ def spread_lengths(ks: Sequence[int]) -> list[int]:
     return sorted({low, high, *([min(between, key=lambda k: abs(k - middle))] if between else [])})
 
 
-class CostTimer:
-    """Timer of all points: compiles everything when made, `turn` times each point once, `points` gives the medians."""
+class CostTimer(Turns):
+    """Timer of all points: compiles everything when made, `turn` times each point once."""
 
     def __init__(self, decoders: Decoders, wanted: Wanted):
         self._decoders, self._wanted = decoders, wanted
         self._context = cache_lib.num_slots(self._prefilled(PLAIN, 0).cache)
-        self._wide = min(2 * self._context, cache_lib.num_slots(self._prefilled(PLAIN, 0, self._most_new()).cache))
-        self._timed: dict[tuple, Callable[[], float]] = {}
-        for add in (self._add_passes, self._add_blocks, self._add_starts):
-            add()
-        self._seconds: dict[tuple, list[float]] = {key: [] for key in self._timed}
-        for run in self._timed.values():
-            run()  # warm-up: the first run takes longer
+        # New tokens of a generation that needs twice the slots, as far as the target has positions.
+        prompt = len(wanted.prompts[0])
+        most = decoders(PLAIN, 0).target.config.max_positions - prompt
+        more = min(max(2 * self._context - prompt - 1, wanted.new_tokens), most)
+        self._wide = min(2 * self._context, cache_lib.num_slots(self._prefilled(PLAIN, 0, more).cache))
+        wider = [more] if self._wide > self._context else []
+        super().__init__(dict(itertools.chain(self._passes(wider), self._blocks(), self._starts())))
+        self.turn()  # warm-up: the first run takes longer
+        self.seconds.clear()
 
-    def turn(self) -> None:
-        """Time every point once."""
-        for key, run in self._timed.items():
-            self._seconds[key].append(run())
+    def costs(self) -> BatchCosts:
+        """Costs fitted to the medians over all turns."""
+        return fit(self.medians(), self._context, self._wide, self._wanted.left_out)
 
-    def points(self) -> Points:
-        """Medians over all turns."""
-        found = {key: float(np.median(seconds)) for key, seconds in self._seconds.items()}
-
-        def of(part: str) -> dict[Any, float]:
-            chosen = {key[1:]: seconds for key, seconds in found.items() if key[0] == part}
-            return {key[0] if len(key) == 1 else key: seconds for key, seconds in chosen.items()}
-
-        parts = {name: of(name) for name in ("target", "wide_target", "draft", "wide_draft", "block", "prefill")}
-        return Points(self._context, self._wide, **parts, shortest=found[("shortest",)])
-
-    def _most_new(self) -> int:
-        """New tokens of a generation that needs twice the slots, as far as the target has positions."""
-        prompt = len(self._wanted.prompts[0])
-        most = self._decoders(PLAIN, 0).target.config.max_positions - prompt
-        return min(max(2 * self._context - prompt - 1, self._wanted.new_tokens), most)
-
-    def _prefilled(self, name: str, k: int, new: int | None = None, mode: str = GREEDY):
+    def _prefilled(self, name: str, k: int, new: int | None = None, mode: str = GREEDY) -> DecodeState:
         wanted = self._wanted
         options = {**wanted.sampling, "temperature": wanted.temperatures[mode]}
-        decoder = self._decoders(name, k)
-        return decoder.prefilled(wanted.prompts, max_new_tokens=new or wanted.new_tokens, **options)
+        return self._decoders(name, k).prefilled(wanted.prompts, max_new_tokens=new or wanted.new_tokens, **options)
 
-    # --- passes
-
-    def _add_passes(self) -> None:
+    def _passes(self, wider: Sequence[int]) -> Iterator[tuple[tuple, Callable[[], float]]]:
+        """Passes of target and drafters. ``wider``: new tokens of a generation in a cache of twice the slots, if there
+        is one."""
         wanted = self._wanted
-        caches = {"target": None, "wide_target": self._most_new() if self._wide > self._context else None}
-        for part, new in caches.items():
-            if part == "wide_target" and new is None:
-                continue
-            ends = {1, wanted.fed[-1]}
-            for m in (*wanted.fed, *wanted.left_out) if part == "target" else sorted(ends):
-                self._timed[part, m] = self._of_target(m, new)
+
+        def timed(part: str, name: str, k: int, new: int | None = None, tokens: int | None = None):
+            engine, params = self._decoders(name, k).engine(True, len(wanted.prompts))
+            timer = passes(engine, params, self._prefilled(name, k, new), tokens)[part]
+            timer(1)  # compiles
+            return functools.partial(timer, _as_many(timer(2), 400))
+
+        for m in (*wanted.fed, *wanted.left_out):
+            yield ("target", m), timed("target", PLAIN, 0, None, m)
         for name, ks in wanted.lengths.items():
             for k in sorted({min(ks), max(ks)}):
-                self._timed["draft", name, k] = self._of_draft(name, k, None)
-            if caches["wide_target"] is not None:
-                self._timed["wide_draft", name, max(ks)] = self._of_draft(name, max(ks), caches["wide_target"])
-
-    def _of_target(self, m: int, new: int | None) -> Callable[[], float]:
-        engine, params = self._decoders(PLAIN, 0).engine(True, self._wanted.rows)
-        state = cache_lib.fold(self._prefilled(PLAIN, 0, new))
-
-        def body(params, lengths, cache, tokens):
-            slots = (lengths - 1)[:, None] + jnp.arange(m, dtype=jnp.int32)[None]
-            out = engine.target(params.target, tokens, slots, slots, cache)
-            return out.cache, depending(tokens, out.logits)
-
-        carry = state.cache, jnp.zeros((self._wanted.rows, m), jnp.int32)
-        return _repeated(body, m, params, state, carry)
-
-    def _of_draft(self, name: str, k: int, new: int | None) -> Callable[[], float]:
-        engine, params = self._decoders(name, k).engine(True, self._wanted.rows)
-        state = cache_lib.fold(self._prefilled(name, k, new))
-
-        def body(params, lengths, state):
-            state = dataclasses.replace(state, lengths=lengths)
-            draft, state = propose(engine, params, state, block_context(engine, params, state))
-            drawn = draft.tokens.astype(jnp.float32) if draft.logits is None else draft.logits
-            return (dataclasses.replace(state, tokens=depending(state.tokens, drawn)),)
-
-        return _repeated(body, engine.num_nodes + 1, params, state, (state,))
-
-    # --- blocks of the program that decodes
-
-    def _add_blocks(self) -> None:
-        wanted = self._wanted
-        for mode in wanted.temperatures:
-            self._timed["block", PLAIN, 0, mode] = self._of_blocks(PLAIN, 0, mode)
+                yield ("draft", name, k), timed("draft", name, k)
+        for new in wider:
+            for m in sorted({1, wanted.fed[-1]}):
+                yield ("wide_target", m), timed("target", PLAIN, 0, new, m)
             for name, ks in wanted.lengths.items():
+                yield ("wide_draft", name, max(ks)), timed("draft", name, max(ks), new)
+
+    def _blocks(self) -> Iterator[tuple[tuple, Callable[[], float]]]:
+        """Blocks of the program that decodes."""
+        for mode in self._wanted.temperatures:
+            for name, ks in {PLAIN: (0,), **self._wanted.lengths}.items():
                 for k in ks:
-                    self._timed["block", name, k, mode] = self._of_blocks(name, k, mode)
+                    yield ("block", name, k, mode), self._of_blocks(name, k, mode)
 
     def _of_blocks(self, name: str, k: int, mode: str) -> Callable[[], float]:
-        engine, params = self._decoders(name, k).engine(mode == GREEDY, self._wanted.rows)
-        chunk = compiled_chunk(engine)
-        most = max(1, min(_MOST, self._wanted.new_tokens // (engine.max_depth + 1)))  # no row ends within them
+        engine, params = self._decoders(name, k).engine(mode == GREEDY, len(self._wanted.prompts))
+        most = max(1, min(_MOST, self._wanted.new_tokens // (engine.max_depth + 1)))
 
-        def seconds(calls: int, blocks: int = most) -> float:
-            taken: dict[int, list[float]] = {0: [], blocks: []}
-            for _ in range(calls):
-                state = jax.block_until_ready(self._prefilled(name, k, mode=mode))
-                for n, found in taken.items():
-                    start = time.perf_counter()
-                    state = chunk(params, state, np.int32(n), np.int32(NO_LIMIT))
-                    jax.device_get((state.lengths, state.done))
-                    found.append(time.perf_counter() - start)
-            # A call without a block takes the host's time alone. Its minimum counts, since noise only adds.
-            return (float(np.mean(taken[blocks])) - min(taken[0])) / blocks
+        def seconds(calls: int, blocks: int) -> float:
+            timer = BlockTimer(engine, params, self._prefilled(name, k, mode=mode))
+            return float(np.mean([timer.block(blocks) for _ in range(calls)]))
 
         seconds(1, 1)
-        one = seconds(1)
+        one = seconds(1, most)
         blocks = _as_many(one, most)
         return functools.partial(seconds, _as_many(blocks * one, _MOST), blocks)
 
-    # --- prefill and host
+    def _starts(self) -> Iterator[tuple[tuple, Callable[[], float]]]:
+        """Prefills, and a generation of two tokens."""
+        wanted, plain, longest = self._wanted, self._decoders(PLAIN, 0), len(self._wanted.prompts[0])
 
-    def _add_starts(self) -> None:
-        prompts, lengths = self._wanted.prompts, self._wanted.lengths
-        longest = len(prompts[0])
+        def prefill(name: str, k: int, size: int) -> Callable[[], float]:
+            decoder, prompts = self._decoders(name, k), [prompt[:size] for prompt in wanted.prompts]
+            options = {"max_new_tokens": wanted.new_tokens, **wanted.sampling}
+            return functools.partial(seconds_of, lambda: decoder.prefilled(prompts, **options))
+
         for size in sorted({longest, max(1, longest // 4)}):
-            cut = [prompt[:size] for prompt in prompts]
-            self._timed["prefill", PLAIN, _padded(size)] = self._of_prefill(PLAIN, 0, cut)
-        for name, ks in lengths.items():
-            self._timed["prefill", name, _padded(longest)] = self._of_prefill(name, max(ks), prompts)
-        plain = self._decoders(PLAIN, 0)
-
-        def shortest() -> float:
-            start = time.perf_counter()
-            plain.generate(prompts, max_new_tokens=2, ignore_eos=True, **self._wanted.sampling)
-            return time.perf_counter() - start
-
-        self._timed[("shortest",)] = shortest
-
-    def _of_prefill(self, name: str, k: int, prompts: Sequence[Sequence[int]]) -> Callable[[], float]:
-        decoder, wanted = self._decoders(name, k), self._wanted
-
-        def seconds() -> float:
-            start = time.perf_counter()
-            jax.block_until_ready(decoder.prefilled(prompts, max_new_tokens=wanted.new_tokens, **wanted.sampling))
-            return time.perf_counter() - start
-
-        return seconds
-
-
-def _repeated(body, stride: int, params: Any, state: Any, carry: tuple) -> Callable[[], float]:
-    """Timer of one iteration of ``body``, in seconds. ``stride``: tokens by which an iteration grows the context."""
-    room = cache_lib.first(state.cache).room(state.lengths) - stride
-    loop = functools.partial(looped(body, stride), params=params, lengths=state.lengths, room=room, carry=carry)
-
-    def seconds(iterations: int) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(loop(0, iterations))
-        return (time.perf_counter() - start) / iterations
-
-    seconds(1)
-    return functools.partial(seconds, _as_many(seconds(2), 400))
+            yield ("prefill", PLAIN, bucket(size, LEAST_PROMPT)), prefill(PLAIN, 0, size)
+        for name, ks in wanted.lengths.items():
+            yield ("prefill", name, bucket(longest, LEAST_PROMPT)), prefill(name, max(ks), longest)
+        options = {"max_new_tokens": 2, "ignore_eos": True, **wanted.sampling}
+        yield ("shortest",), functools.partial(seconds_of, lambda: plain.generate(wanted.prompts, **options).seeds)
 
 
 def _as_many(seconds: float, most: int) -> int:
     """Number of repetitions in one timing of something that takes ``seconds``: at least 1, at most ``most``."""
     return max(1, min(most, round(_SECONDS / max(seconds, 1e-9))))
-
-
-def _padded(size: int) -> int:
-    """Padded length of a prompt of ``size`` tokens, as in `specjax.decode.request`."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def temperatures_of(temperatures: Sequence[float]) -> dict[str, float]:

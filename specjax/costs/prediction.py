@@ -4,14 +4,16 @@ exist yet, the accuracy that one needs for its cost."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specjax.costs.acceptance import Acceptance
-from specjax.costs.cost_model import GREEDY, PLAIN, SAMPLED, BatchCosts, CostModel, DrafterCosts, Line, Workload
+from specjax.costs.cost_model import GREEDY, PLAIN, SAMPLED, BatchCosts, CostModel, DrafterCosts, Line, mode_of
 from specjax.costs.devices import Device
-from specjax.costs.roofline import Storage, Work, pass_work, work_of_weights
+from specjax.costs.roofline import Pass, Storage, Work, pass_work, work_of_weights
+from specjax.costs.training import TrainingCost
 from specjax.decode.engine import Engine, EngineParams
+from specjax.decode.request import bucket
 from specjax.metrics import expected_emitted
 from specjax.models.config import ModelConfig
 
@@ -57,8 +59,10 @@ def predict(model: CostModel, known: Known, batches: Sequence[int], prompt: int,
     for temperature in dict.fromkeys(t for *_, t in known):
         cells = {(PLAIN, 0): Acceptance(())} | {(name, k): a for (name, k, t), a in known.items() if t == temperature}
         for batch in batches:
-            work = Workload(batch, prompt, tokens, temperature > 0)
-            speeds = {cell: model.tokens_per_s(work, *cell, acceptance) for cell, acceptance in cells.items()}
+            costs, speeds = model.of_batch(batch), dict[tuple[str, int], float]()
+            for cell, acceptance in cells.items():
+                seconds = costs.generation(prompt, acceptance.blocks(tokens, batch), *cell, mode_of(temperature))
+                speeds[cell] = batch * tokens / seconds
             fastest, plain = max(speeds, key=lambda cell: speeds[cell]), speeds[PLAIN, 0]
             found += [
                 Prediction(*cell, batch, temperature, speed, speed / plain, cell == fastest)
@@ -83,10 +87,9 @@ class DraftEconomics:
     """Seconds of a pass of the target over one token."""
 
     @classmethod
-    def of(cls, model: CostModel, batch: int, sampled: bool) -> DraftEconomics:
-        """Economics from the costs of a batch. The time of a block beyond its passes is that of the known draft with
-        the least, or of plain decoding if no draft is known."""
-        costs, mode = model.of_batch(batch), SAMPLED if sampled else GREEDY
+    def of(cls, costs: BatchCosts, mode: str) -> DraftEconomics:
+        """Economics from the costs of a batch, `GREEDY` or `SAMPLED`. The time of a block beyond its passes is that of
+        the known draft with the least, or of plain decoding if no draft is known."""
         beyond = [(d.beyond[mode], d.once) for d in costs.drafters.values() if d.each > 0 and mode in d.beyond]
 
         def more(k: int) -> float:
@@ -106,23 +109,21 @@ class DraftEconomics:
 
     def least_alpha(self, c: float, speed: float = 1.0) -> float | None:
         """Smallest alpha at which a draft of cost ``c`` reaches a speedup of ``speed``; None: no alpha does."""
-        if self.speedup(1.0, c) < speed:
-            return None
-        low, high = 0.0, 1.0
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.speedup(middle, c) >= speed else (middle, high)
-        return high
+        return _last(lambda alpha: self.speedup(alpha, c) >= speed, 1.0, 0.0)
 
     def most_cost(self, alpha: float, speed: float = 1.0) -> float | None:
         """Largest cost at which a draft of that alpha reaches a speedup of ``speed``; None: not even cost 0 does."""
-        if self.speedup(alpha, 0.0) < speed:
-            return None
-        low, high = 0.0, 64.0
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.speedup(alpha, middle) >= speed else (low, middle)
-        return low
+        return _last(lambda c: self.speedup(alpha, c) >= speed, 0.0, 64.0)
+
+
+def _last(reaches: Callable[[float], bool], inside: float, outside: float) -> float | None:
+    """The number nearest to ``outside`` that reaches, by bisection; None: not even ``inside`` does."""
+    if not reaches(inside):
+        return None
+    for _ in range(_BISECTIONS):
+        middle = (inside + outside) / 2
+        inside, outside = (middle, outside) if reaches(middle) else (inside, middle)
+    return inside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,29 +154,93 @@ def computed(
 ) -> CostModel:
     """Costs on a device that is not here: every pass runs at its roofline, and nothing costs time beyond the passes. No
     program is faster, so predictions from these costs are bounds. Speedups are nearer the truth than seconds."""
-    size = 2.0 if device.dtype in ("bfloat16", "float16") else 4.0
-    storage = Storage(size, size)
+    storage, nothing = Storage.computed(device), {mode: Line((1.0,), (0.0,)) for mode in (GREEDY, SAMPLED)}
 
     def seconds(shape: Shape, rows: int, tokens: int, slots: int = slots) -> float:
         return shape.work(rows, tokens, slots, storage).least_seconds(device)
 
     def costs(rows: int) -> BatchCosts:
-        fed = (1, 2, 4, 8, 16, 32, 64)
-        nothing = {mode: Line((1.0,), (0.0,)) for mode in (GREEDY, SAMPLED)}
-        slope = {m: (seconds(target, rows, m, 2 * slots) - seconds(target, rows, m)) / slots for m in (1, fed[-1])}
-        drafts = {}
+        fed, widths, slope, drafts = (1, 2, 4, 8, 16, 32, 64), (16, 64, 256, 1024), {}, {}
+        for m in (1, fed[-1]):
+            slope[m] = (seconds(target, rows, m, 2 * slots) - seconds(target, rows, m)) / slots
         for name, shape in drafters.items():
             each, wide = seconds(shape, rows, 1), seconds(shape, rows, 1, 2 * slots)
-            prefill_each = 2.0 * rows * _weights(shape) / device.flops
+            prefill_each = rows * shape.work(1, 1, 0, storage).flops / device.flops
             drafts[name] = DrafterCosts(each, 0.0, (wide - each) / slots, nothing, prefill_each)
-        prefill = Line.through({width: seconds(target, rows, width) for width in (16, 64, 256, 1024)})
-        line = Line.through({m: seconds(target, rows, m) for m in fed})
+        line, prefill = (Line.through({m: seconds(target, rows, m) for m in sizes}) for sizes in (fed, widths))
         return BatchCosts(slots, line, Line.through(slope), {GREEDY: 0.0, SAMPLED: 0.0}, drafts, prefill, 0.0)
 
-    rows = {1 << (batch - 1).bit_length() for batch in batches}
-    return CostModel(device.name, device.dtype, False, {n: costs(n) for n in sorted(rows)})
+    return CostModel(
+        device.name, device.dtype, False, {rows: costs(rows) for rows in sorted(set(map(bucket, batches)))}
+    )
 
 
-def _weights(shape: Shape) -> float:
-    """Number of weights that one token multiplies with."""
-    return shape.work(1, 1, 0, Storage(0.0, 0.0)).flops / 2
+@dataclasses.dataclass(frozen=True)
+class KnownDraft:
+    """An existing drafter, as a point beside the curves of equal speed."""
+
+    drafter: str
+    batch: int
+    temperature: float
+    alpha: float
+    cost: float
+    """Cost of a pass of the draft, in passes of the target over one token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Predictions for a config, with measurements if they were asked for."""
+
+    device: Device
+    model: CostModel
+    predictions: list[Prediction]
+    economics: Mapping[tuple[int, float], DraftEconomics]
+    """(batch, temperature) -> acceptance and cost with which a draft pays."""
+    known: list[KnownDraft]
+    passes: list[Pass]
+    training: TrainingCost
+    target_weights: int
+    """Number of weights that a pass of the target multiplies with."""
+    assumed_alpha: float | None
+
+    @property
+    def measured_here(self) -> bool:
+        """True if times were measured on this device; else all are computed from a datasheet."""
+        return self.model.measured
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object of the plan, without the points of the curves."""
+        error = self.model.error
+        return {
+            "device": {**dataclasses.asdict(self.device), "ridge": self.device.ridge},
+            "times": "measured" if self.measured_here else "computed, not measured",
+            "assumed_alpha": self.assumed_alpha,
+            "fit_error": None if error is None else {"median": error[0], "worst": error[1]},
+            "predictions": [prediction.to_json() for prediction in self.predictions],
+            "to_pay": [self.to_pay(*group) for group in self.economics],
+            "known_drafts": [dataclasses.asdict(draft) for draft in self.known],
+            "passes": [found.to_json() for found in self.passes],
+            "training": self.training.to_json(),
+        }
+
+    def to_pay(self, batch: int, temperature: float) -> dict[str, Any]:
+        """Acceptance and cost with which a draft pays, in a batch at a temperature: the least alpha without cost and at
+        a tenth of the target's, and the limits at the cost and the alpha of the best known draft."""
+        economics = self.economics[batch, temperature]
+        found: dict[str, Any] = {
+            "batch": batch,
+            "temperature": temperature,
+            "least_alpha_without_cost": economics.least_alpha(0.0),
+            "least_alpha_at_a_tenth": economics.least_alpha(0.1),
+        }
+        known = [d for d in self.known if (d.batch, d.temperature) == (batch, temperature) and d.cost > 0]
+        if known:
+            best = max(known, key=lambda draft: economics.speedup(draft.alpha, draft.cost))
+            found |= {
+                "beside": best.drafter,
+                "alpha": best.alpha,
+                "cost": best.cost,
+                "least_alpha_at_its_cost": economics.least_alpha(best.cost),
+                "most_cost_at_its_alpha": economics.most_cost(best.alpha),
+            }
+        return found

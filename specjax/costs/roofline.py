@@ -50,6 +50,12 @@ class Storage:
     weights: float
     cache: float
 
+    @classmethod
+    def computed(cls, device: Device) -> Storage:
+        """Bytes of an element where weights and caches have the dtype of the device's products."""
+        size = 2.0 if device.dtype in ("bfloat16", "float16") else 4.0
+        return cls(size, size)
+
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
@@ -133,8 +139,3 @@ def storage_of(params: Params, cache: Any) -> Storage:
 
     weights = mean({k: v for k, v in params.items() if k != "embedding"} if isinstance(params, dict) else params, 4.0)
     return Storage(weights, mean(cache, weights))
-
-
-def padded(needed: int, least: int = 256) -> int:
-    """``needed`` rounded up to a power of two, at least ``least``: slots of a cache, or padded tokens of a prompt."""
-    return max(least, 1 << (needed - 1).bit_length())

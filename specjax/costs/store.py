@@ -4,15 +4,17 @@ a draft that is trained further keeps its costs."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+from pydantic import TypeAdapter
 
 from specjax.decode.decoder import Decoder
 from specjax.runtime.compile_cache import machine, user_cache
@@ -66,11 +68,11 @@ def file_of(key: Mapping[str, Any]) -> Path:
     return user_cache() / "specjax" / "costs" / f"{device}-jax-{key['jax']}" / f"{digest[:16]}.json"
 
 
-def read(key: Mapping[str, Any], of: Callable[[Any], _T]) -> _T | None:
-    """Stored costs of ``key``, made by ``of`` from JSON; None if there are none, or none that can be read."""
+def read(key: Mapping[str, Any], kind: type[_T]) -> _T | None:
+    """Stored costs of ``key``, as the dataclass ``kind``; None if there are none, or none that can be read."""
     try:
         found = json.loads(file_of(key).read_text(encoding="utf-8"))
-        return of(found["costs"]) if found["key"] == key else None
+        return TypeAdapter(kind).validate_python(found["costs"]) if found["key"] == key else None
     except (OSError, RuntimeError):  # not measured yet, or no home directory
         return None
     except (ValueError, KeyError, TypeError):
@@ -79,12 +81,14 @@ def read(key: Mapping[str, Any], of: Callable[[Any], _T]) -> _T | None:
 
 
 def write(key: Mapping[str, Any], costs: Any) -> Path | None:
-    """Store ``costs`` as JSON, and return their file; None if the directory cannot be written, so that the next run
-    measures again."""
+    """Store ``costs``, a dataclass, as JSON, and return their file; None if the directory cannot be written, so that
+    the next run measures again."""
     try:
         file = file_of(key)
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(file, json.dumps({"key": key, "costs": costs}, indent=1, default=plain_json) + "\n")
+        write_atomically(
+            file, json.dumps({"key": key, "costs": dataclasses.asdict(costs)}, indent=1, default=plain_json) + "\n"
+        )
     except (OSError, RuntimeError) as error:
         _log.warning("the costs that were measured are not kept: %s", error)
         return None

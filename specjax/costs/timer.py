@@ -1,70 +1,42 @@
-"""Costs of one step, timed alone on the device: passes of target and draft, whole blocks, memory bandwidth.
+"""Timing on the device: passes of target and draft alone, a block and its parts, memory bandwidth.
 
-Every cost is a `fori_loop` of many iterations of the same shapes inside one program, so launch and host time vanish.
+Passes are a `fori_loop` of many iterations of the same shapes inside one program, so launch and host time vanish.
+Blocks are timed by `specjax.decode.calibration`, in the very program that decodes.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax import backend
-from specjax.decode.engine import Engine, EngineParams, block_context, propose, step
+from specjax.decode.calibration import BlockTimer
+from specjax.decode.engine import Engine, EngineParams, block_context, propose
 from specjax.interfaces import DecodeState
 from specjax.models import cache as cache_lib
 
 
-@dataclasses.dataclass(eq=False)
-class CompileCount:
-    """Number of programs handed to the backend compiler (from the persistent cache or not), and seconds spent there."""
-
-    programs: int = 0
-    seconds: float = 0.0
-
-
-_open_counts: list[CompileCount] = []
-
-
-def _on_duration(event: str, duration_secs: float, **_: str | int | float) -> None:
-    if event == "/jax/core/compile/backend_compile_duration":
-        for count in _open_counts:
-            count.programs += 1
-            count.seconds += duration_secs
-
-
-jax.monitoring.register_event_duration_secs_listener(_on_duration)
-
-
-@contextlib.contextmanager
-def count_compiles() -> Iterator[CompileCount]:
-    """Count every program compiled inside the ``with`` statement, stray eager operations included."""
-    count = CompileCount()
-    _open_counts.append(count)
-    try:
-        yield count
-    finally:
-        _open_counts.remove(count)
+def seconds_of(run: Callable[[], object]) -> float:
+    """Seconds of ``run`` until its result is ready."""
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
 
 
 def median_seconds(run: Callable[[], object], repeats: int = 5) -> float:
     """Median seconds of ``run`` until its result is ready; a first call is not counted."""
     jax.block_until_ready(run())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
+    return float(np.median([seconds_of(run) for _ in range(repeats)]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +66,29 @@ def median(turns: Sequence[StepCosts]) -> StepCosts:
     return StepCosts(*(float(np.median(times)) for times in zip(*map(dataclasses.astuple, turns), strict=True)))
 
 
-class StepTimer:
-    """Timer of the parts of a block at the shapes of ``states``, which are copied and not consumed. ``engines`` differ
-    only in how they sample, so they share their passes. Without ``draft`` only the target's passes and whole blocks are
-    timed, and the rest is NaN. The timer compiles when made. Every `turn` runs each loop once, so turns can be spread
-    over the measurement that the costs are to explain."""
+class Turns:
+    """Timings that take turns: each turn makes every one once, so that a slow spell of the machine affects them all."""
+
+    def __init__(self, timed: Mapping[Any, Callable[[], float]]):
+        self._timed = timed
+        self.seconds: dict[Any, list[float]] = {}
+        """Results of each timing, in seconds, one a turn."""
+
+    def turn(self) -> None:
+        """Make every timing once."""
+        for key, run in self._timed.items():
+            self.seconds.setdefault(key, []).append(run())
+
+    def medians(self) -> dict[Any, float]:
+        """Median of each timing over all turns, in seconds."""
+        return {key: float(np.median(seconds)) for key, seconds in self.seconds.items()}
+
+
+class StepTimer(Turns):
+    """Timer of a block and its parts at the shapes of ``states``, which are consumed. ``engines`` differ only in how
+    they sample, so they share their passes. Without ``draft`` only the target's passes and whole blocks are timed, and
+    the rest is NaN. The timer compiles when made. Turns can be spread over the measurement that the costs are to
+    explain."""
 
     def __init__(
         self,
@@ -108,41 +98,66 @@ class StepTimer:
         draft: bool = True,
         iterations: int = 40,
     ):
-        self._iterations, self._count = iterations, len(engines)
-        nodes, lengths = engines[0].num_nodes, states[0].lengths
-        self._drafts = nodes > 0
-        room = cache_lib.first(states[0].cache).room(lengths) - nodes
-        self._loops = {
-            name: functools.partial(looped(body, nodes + 1), params=params, lengths=lengths, room=room, carry=carry)
-            for name, (body, carry) in _parts(engines, [cache_lib.fold(state) for state in states], draft).items()
-        }
-        self._turns: list[dict[str, float]] = []
-        self._run(0, 1)
-
-    def _run(self, first: int, iterations: int) -> dict[str, float]:
-        seconds = {}
-        for name, loop in self._loops.items():
-            start = time.perf_counter()
-            jax.block_until_ready(loop(first, iterations))
-            seconds[name] = (time.perf_counter() - start) / iterations
-        return seconds
-
-    def turn(self) -> None:
-        """Run each loop once, from the context where the last turn ended."""
-        self._turns.append(self._run(len(self._turns) * self._iterations, self._iterations))
+        self._count, self._nodes = len(engines), engines[0].num_nodes
+        # Blocks consume the cache of their state.
+        parts = passes(engines[0], params, jax.device_put(states[0], may_alias=False))
+        kept = parts if draft and self._nodes else ("target",)
+        timed: dict[Any, Callable[[int], float]] = {name: parts[name] for name in kept}
+        timed |= {i: BlockTimer(e, params, s).block for i, (e, s) in enumerate(zip(engines, states, strict=True))}
+        for run in timed.values():
+            run(1)
+        super().__init__({name: functools.partial(run, iterations) for name, run in timed.items()})
 
     def costs(self) -> list[list[StepCosts]]:
         """Costs of each engine, one entry a turn."""
-        found = []
-        for i in range(self._count):
-            parts = [(t["target"], *self._of_draft(t), t[f"step {i}"]) for t in self._turns]
-            found.append([StepCosts(*seconds) for seconds in parts])
-        return found
+        found, target = self.seconds, self.seconds["target"]
+        draft, both = ([math.nan] * len(target),) * 2 if self._nodes else ([0.0] * len(target), target)
+        parts = target, found.get("draft", draft), found.get("passes", both)
+        return [[StepCosts(*turn) for turn in zip(*parts, found[i], strict=True)] for i in range(self._count)]
 
-    def _of_draft(self, turn: Mapping[str, float]) -> tuple[float, float]:
-        if not self._drafts:
-            return 0.0, turn["target"]
-        return turn.get("draft", math.nan), turn.get("passes", math.nan)
+
+def passes(
+    engine: Engine, params: EngineParams, state: DecodeState, tokens: int | None = None
+) -> dict[str, Callable[[int], float]]:
+    """Timers of passes alone: ``target``, a pass over ``tokens`` tokens in each row (None: as many as in a block);
+    ``draft``, all that the drafter does for a block; ``passes``, both in turn, as a block makes them. Each takes the
+    number of iterations and gives the seconds of one. It compiles when called first, and goes on from the context where
+    the last call ended."""
+    state, stride = cache_lib.fold(state), tokens or engine.num_nodes + 1
+
+    def target(params, lengths, cache, tokens):
+        slots = (lengths - 1)[:, None] + jnp.arange(stride, dtype=jnp.int32)[None]
+        out = engine.target(params.target, tokens, slots, slots, cache)
+        return out.cache, depending(tokens, out.logits)
+
+    def draft(params, lengths, state):
+        state = dataclasses.replace(state, lengths=lengths)
+        draft, state = propose(engine, params, state, block_context(engine, params, state))
+        drawn = draft.tokens.astype(jnp.float32) if draft.logits is None else draft.logits
+        return (dataclasses.replace(state, tokens=depending(state.tokens, drawn)),)
+
+    def both(params, lengths, cache, fed, state):
+        (state,) = draft(params, lengths, state)
+        cache, fed = target(params, lengths, cache, depending(fed, state.tokens[:, :1].astype(jnp.float32)))
+        after = depending(state.tokens, fed[:, :1].astype(jnp.float32))
+        return cache, fed, dataclasses.replace(state, tokens=after)
+
+    fed = state.cache, jnp.zeros((len(state.lengths), stride), jnp.int32)
+    bodies = {"target": (target, fed), "draft": (draft, (state,)), "passes": (both, (*fed, state))}
+    room = cache_lib.first(state.cache).room(state.lengths) - stride
+    where = {"params": params, "lengths": state.lengths, "room": room}
+
+    def timer(body: Callable, carry: tuple) -> Callable[[int], float]:
+        loop, done = functools.partial(looped(body, stride), **where, carry=carry), 0
+
+        def seconds(iterations: int) -> float:
+            nonlocal done
+            first, done = done, done + iterations
+            return seconds_of(lambda: loop(first, iterations)) / iterations
+
+        return seconds
+
+    return {name: timer(*body) for name, body in bodies.items()}
 
 
 def looped(body, stride: int):
@@ -157,42 +172,6 @@ def looped(body, stride: int):
         return jax.lax.fori_loop(first, first + iterations, iteration, carry)
 
     return jax.jit(run, compiler_options=backend.compiler_options(decoding=True))
-
-
-def _parts(engines: Sequence[Engine], states: Sequence[DecodeState], draft: bool) -> dict[str, tuple[Callable, tuple]]:
-    """Name -> (one iteration ``(params, lengths, *carry) -> carry``, the first carry)."""
-    engine, state = engines[0], states[0]
-    nodes, batch = engine.num_nodes, state.lengths.shape[0]
-
-    def target_pass(params, lengths, cache, tokens):
-        slots = (lengths - 1)[:, None] + jnp.arange(nodes + 1, dtype=jnp.int32)[None]
-        out = engine.target(params.target, tokens, slots, slots, cache)
-        return out.cache, depending(tokens, out.logits)
-
-    def draft_itself(params, lengths, state):
-        state = dataclasses.replace(state, lengths=lengths)
-        draft, state = propose(engine, params, state, block_context(engine, params, state))
-        drawn = draft.tokens.astype(jnp.float32) if draft.logits is None else draft.logits
-        return (dataclasses.replace(state, tokens=depending(state.tokens, drawn)),)
-
-    def both(params, lengths, target_carry, state):
-        (state,) = draft_itself(params, lengths, state)
-        cache, fed = target_carry
-        cache, fed = target_pass(params, lengths, cache, depending(fed, state.tokens[:, :1].astype(jnp.float32)))
-        return (cache, fed), dataclasses.replace(state, tokens=depending(state.tokens, fed[:, :1].astype(jnp.float32)))
-
-    def whole_step(engine, params, lengths, state):
-        state = dataclasses.replace(state, lengths=lengths)
-        return (dataclasses.replace(step(engine, params, state), done=state.done),)
-
-    tokens = jnp.zeros((batch, nodes + 1), jnp.int32)
-    parts: dict[str, tuple[Callable, tuple]] = {"target": (target_pass, (state.cache, tokens))}
-    if nodes and draft:
-        parts["draft"] = draft_itself, (state,)
-        parts["passes"] = both, ((state.cache, tokens), state)
-    for i, carried in enumerate(states):
-        parts[f"step {i}"] = functools.partial(whole_step, engines[i]), (carried,)
-    return parts
 
 
 def depending(tokens, values):

@@ -34,16 +34,7 @@ class TrainingCost:
 
 
 def computed_training(target: int, draft: int, memory: float | None, tokens: int, device: Device) -> TrainingCost:
-    """Cost by arithmetic: the target runs forward (2 FLOP a weight and token), the draft forward and backward (6).
-
-    Args:
-        target: number of the target's weights that a token multiplies with.
-        draft: number of the draft's weights that a token multiplies with.
-        memory: bytes at the peak (`specjax.costs.memory.training`).
-        tokens: tokens of all steps.
-        device: device that trains.
-
-    Returns:
-        The cost, at `SHARE_OF_PEAK` of the device.
-    """
+    """Cost by arithmetic, at `SHARE_OF_PEAK` of the device: the target runs forward (2 FLOP a weight and token), the
+    draft forward and backward (6). ``target``, ``draft``: numbers of weights that a token multiplies with; ``memory``:
+    bytes at the peak (`specjax.costs.memory.training`); ``tokens``: tokens of all steps."""
     return TrainingCost(tokens, SHARE_OF_PEAK * device.flops / (2 * target + 6 * draft), memory, measured=False)

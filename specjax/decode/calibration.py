@@ -37,8 +37,8 @@ goes back and forth by as much as 1.25 within a minute, and costs that are right
 
 
 class BlockTimer:
-    """Timer of a program's blocks at one length after the other, each time from the same state. It compiles nothing: a
-    calibration in which all other lengths cost infinitely much holds the program to one length.
+    """Timer of blocks in the very program that decodes, each time from the same state. It compiles nothing to time one
+    length after the other: a calibration in which all other lengths cost infinitely much holds the program to one.
 
     The timer borrows the state's cache of the target. Blocks write behind the end of a row, where slots are masked, so
     the cache comes back as good as it was. Each run copies the rest of the state. ``controller``: the controller's
@@ -79,33 +79,47 @@ class BlockTimer:
             since, tokens=_like(since.tokens, 0), sampling=dataclasses.replace(sampling, bias=bias)
         )
 
-    def run(self, length: int, blocks: int, since: DecodeState) -> tuple[float, DecodeState]:
-        """Seconds of ``blocks`` blocks of one length, and the state after them; both states lack the target's cache."""
-        only = dataclasses.replace(self._params, calibration=forced_length(length, self._engine.max_depth))
+    def run(self, length: int | None, blocks: int, since: DecodeState) -> tuple[float, DecodeState]:
+        """Seconds of ``blocks`` blocks of one length, and the state after them; both states lack the target's cache.
+        ``length`` None: the lengths are those that the program chooses."""
+        params = self._params
+        if length is not None:
+            params = dataclasses.replace(params, calibration=forced_length(length, self._engine.max_depth))
         copied = jax.block_until_ready(jax.device_put(since, may_alias=False))  # the chunk consumes it
         state = dataclasses.replace(copied, cache=self._cache)
         begun = time.perf_counter()
-        state = jax.block_until_ready(self._chunk(only, state, np.int32(blocks), np.int32(NO_LIMIT)))
+        state = jax.block_until_ready(self._chunk(params, state, np.int32(blocks), np.int32(NO_LIMIT)))
         seconds = time.perf_counter() - begun
         self._cache = state.cache
         return seconds, dataclasses.replace(state, cache=None)
 
+    def block(self, blocks: int) -> float:
+        """Seconds of a block of the lengths that the program chooses, the mean of ``blocks`` from the state `start`."""
+        since = self.start
+        return self._mean(None, blocks, since, self._call(None, since))
+
     def turn(self, blocks: int) -> np.ndarray | None:
         """Seconds of a block at each of the engine's lengths, from ``blocks`` blocks of the longest length and more of
         the others; None if the cache has no room for a block."""
-        begun, since, found = time.perf_counter(), self.certain, []
-        before = int(jax.device_get(since.counters.blocks).max())
-        call = min(self.run(self._engine.compiled_lengths[0], 0, since)[0] for _ in range(2))
-        for length in self._engine.compiled_lengths:
-            # The first blocks of a run are slower, so short lengths run more blocks.
-            wanted = blocks * (self._engine.max_depth + 1) // (min(length, self._engine.max_depth) + 1)
-            seconds, state = self.run(length, wanted, since)
-            count = int(jax.device_get(state.counters.blocks).max()) - before
-            if not count:
-                return None
-            found.append(max(seconds - call, seconds / 2) / count)
+        begun, since, lengths = time.perf_counter(), self.certain, self._engine.compiled_lengths
+        call, most = self._call(lengths[0], since), self._engine.max_depth
+        # The first blocks of a run are slower, so short lengths run more blocks.
+        wanted = [blocks * (most + 1) // (min(length, most) + 1) for length in lengths]
+        found = np.asarray([self._mean(*which, since, call) for which in zip(lengths, wanted, strict=True)])
+        if np.isnan(found).any():
+            return None
         self.seconds += time.perf_counter() - begun
-        return np.asarray(found)
+        return found
+
+    def _call(self, length: int | None, since: DecodeState) -> float:
+        """Seconds of a call without a block. The smaller of two counts, since noise only adds."""
+        return min(self.run(length, 0, since)[0] for _ in range(2))
+
+    def _mean(self, length: int | None, blocks: int, since: DecodeState, call: float) -> float:
+        """Seconds of one of ``blocks`` blocks, without those of the call; NaN if the cache has no room for any."""
+        seconds, state = self.run(length, blocks, since)
+        before, after = (int(jax.device_get(x.counters.blocks).max()) for x in (since, state))
+        return max(seconds - call, seconds / 2) / (after - before) if after > before else np.nan
 
 
 def _like(x: Any, value: Any) -> Any:

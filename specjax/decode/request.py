@@ -20,7 +20,7 @@ from specjax.interfaces import LogitsContext, LogitsProcessor, Model, SamplingPa
 from specjax.models.vocabulary import unused_ids
 
 Prompt = str | Sequence[int]
-_MIN_PROMPT, _MIN_SLOTS, _STOP_IDS = 16, 256, 8
+LEAST_PROMPT, LEAST_SLOTS, _STOP_IDS = 16, 256, 8
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -127,7 +127,7 @@ def prepare(
     checked = _check(target, prompts, max_new_tokens, seed, ignore_eos, options)
     greedy = all(t == 0 for t in checked.numbers["temperature"])
     longest, most = max(map(len, checked.prompts)), most_slots(target, k)
-    width = min(_bucket(longest, _MIN_PROMPT), most)
+    width = min(bucket(longest, LEAST_PROMPT), most)
     end = max(len(row) + budget for row, budget in zip(checked.prompts, checked.budgets, strict=True))
     asked = {name for name, values in checked.numbers.items() if any(x != NUMBERS[name].neutral for x in values)}
     extras = sampling.extras_of(asked)
@@ -210,11 +210,11 @@ def _padded(checked: _Checked, width: int, greedy: bool) -> Request:
     """The request, with prompts padded to ``width`` tokens. It has host arrays where the engine's types say device
     arrays: the jitted prefill takes both."""
     count, size = checked.bias.shape
-    padded = _bucket(count, 1)
+    padded = bucket(count)
     prompt: Any = np.zeros((padded, width), np.int32)
     for i, row in enumerate(checked.prompts):
         prompt[i, : len(row)] = row
-    stop_ids: Any = np.full((padded, _bucket(max(map(len, checked.stops)), _STOP_IDS)), -1, np.int32)
+    stop_ids: Any = np.full((padded, bucket(max(map(len, checked.stops)), _STOP_IDS)), -1, np.int32)
     for i, ids in enumerate(checked.stops):
         stop_ids[i, : len(ids)] = ids
     bias: Any = np.zeros((padded, size), np.float32)
@@ -255,8 +255,8 @@ def padded_sizes(target: Target | Model, k: int, rows: int, prompt: int, new: in
     ``prompt`` tokens and ``new`` new ones. A length past the target's positions, which `prepare` refuses, counts as the
     largest possible."""
     most = most_slots(target, k)
-    width = min(_bucket(prompt, _MIN_PROMPT), most)
-    return _bucket(rows, 1), width, slot_buckets(width, min(prompt + new + k + 1, most), most)
+    width = min(bucket(prompt, LEAST_PROMPT), most)
+    return bucket(rows), width, slot_buckets(width, min(prompt + new + k + 1, most), most)
 
 
 def most_slots(target: Target | Model, k: int) -> int:
@@ -268,7 +268,7 @@ def most_slots(target: Target | Model, k: int) -> int:
 def slot_buckets(width: int, needed: int, most: int) -> tuple[int, ...]:
     """Cache sizes in the order of their use: powers of two from the prompt's bucket on, or from 256, up to ``needed``;
     the last one is cut to ``most``."""
-    slots = [min(max(width, _MIN_SLOTS), most)]
+    slots = [min(max(width, LEAST_SLOTS), most)]
     while slots[-1] < needed:
         slots.append(min(2 * slots[-1], most))
     return tuple(slots)
@@ -283,10 +283,10 @@ def most_programs(
     layers, which also slides. All of them exist for each bucket of ``stop_ids`` a row, end-of-sequence ids included,
     and again for each kind of logprobs and each processor in use."""
     most = most_slots(target, k)
-    batches = _bucket(rows, 1).bit_length()
-    widths = len({min(_bucket(size, _MIN_PROMPT), most) for size in range(1, prompt + 1)})
+    batches = bucket(rows).bit_length()
+    widths = len({min(bucket(size, LEAST_PROMPT), most) for size in range(1, prompt + 1)})
     slots = len(slot_buckets(1, min(prompt + new, target.config.max_positions) + k + 1, most))
-    stops = (_bucket(stop_ids, _STOP_IDS) // _STOP_IDS).bit_length()
+    stops = (bucket(stop_ids, _STOP_IDS) // _STOP_IDS).bit_length()
     windows = len({*target.spec.windows} - {None})
     growths = f"{3 + windows} x {slots - 1} growths" + (f" + {windows} slides" if windows else "")
     formula = f"{batches} row buckets x ({widths} prompt buckets + 2 x {slots} cache buckets + {growths})"
@@ -470,6 +470,6 @@ def _encode(target: Target, prompt: Prompt, index: int, unused: np.ndarray) -> l
     return ids
 
 
-def _bucket(size: int, smallest: int) -> int:
+def bucket(size: int, smallest: int = 1) -> int:
     """The next power of two, at least ``smallest``."""
     return max(smallest, 1 << max(size - 1, 0).bit_length())

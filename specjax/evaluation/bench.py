@@ -31,6 +31,7 @@ from specjax.evaluation.target_distribution import TargetDistribution
 from specjax.interfaces import Drafter, Target, Verifier
 from specjax.models.kernels import counted
 from specjax.models.vocabulary import unused_ids
+from specjax.runtime.compile_cache import count_compiles
 
 AUTOREGRESSIVE = "autoregressive"
 ADAPTIVE = "adaptive"
@@ -144,7 +145,7 @@ class Bench:
             options = {"temperature": cell.temperature, **self._sampling}
             batch, new = [self._prompts[0]] * cell.batch_size, self._settings.new_tokens
             decoder = self.decoder(cell.drafter, cell.k)
-            with costs_lib.count_compiles() as count:
+            with count_compiles() as count:
                 if decoder.weighs:
                     self._calibrate(cell)
                 decoder.compile(batch, max_new_tokens=new, **options)
@@ -368,10 +369,8 @@ class Bench:
 
     def _predict(self, cell: Cell, stats: metrics.DecodeStats) -> float:
         plain = _plain(cell.temperature)
-        prefill, costs = (
-            (self._prefill_seconds(plain), self._prefill_seconds(cell)),
-            (self.costs(plain), self.costs(cell)),
-        )
+        prefill = self._prefill_seconds(plain), self._prefill_seconds(cell)
+        costs = self.costs(plain), self.costs(cell)
         return predicted_speedup(prefill, costs, stats.acceptance_at, self._settings.new_tokens)
 
     def costs(self, cell: Cell) -> list[costs_lib.StepCosts]:
@@ -384,28 +383,18 @@ class Bench:
         generation. ``draft``: True to make a timer that times the draft's passes too, alone and in turn with the
         target's."""
         if (name, k) not in self._timers:
-            self._timers[name, k] = self._made_timer(name, k, draft)
+            decoder, options = self.decoder(name, k), {"max_new_tokens": self._settings.new_tokens, **self._sampling}
+            temperatures = self._settings.temperatures
+            engines, params = zip(*(decoder.engine(t == 0) for t in temperatures), strict=True)
+            states = [decoder.prefilled(self._prompts[:1], temperature=t, **options) for t in temperatures]
+            self._timers[name, k] = costs_lib.StepTimer(engines, params[0], states, draft)
         return self._timers[name, k]
-
-    def _made_timer(self, name: str, k: int, draft: bool) -> costs_lib.StepTimer:
-        decoder, temperatures = self.decoder(name, k), self._settings.temperatures
-        new = self._settings.new_tokens
-        engines = [decoder.engine(t == 0) for t in temperatures]
-        states = [
-            decoder.prefilled(self._prompts[:1], max_new_tokens=new, temperature=t, **self._sampling)
-            for t in temperatures
-        ]
-        return costs_lib.StepTimer([engine for engine, _ in engines], engines[0][1], states, draft)
 
     def _measure_prefill(self, cell: Cell) -> float:
         """Seconds of a request before its first block: prefill, and the host's share of a generation."""
         decoder, new = self.decoder(cell.drafter, cell.k), self._settings.new_tokens
-
-        def start():
-            options = {"temperature": cell.temperature, **self._sampling}
-            return decoder.started(self._prompts[:1], max_new_tokens=new, **options)
-
-        return costs_lib.median_seconds(start, 9)
+        options = {"max_new_tokens": new, "temperature": cell.temperature, **self._sampling}
+        return costs_lib.median_seconds(lambda: decoder.started(self._prompts[:1], **options), 9)
 
 
 def predicted_speedup(
@@ -464,7 +453,7 @@ def count_recompiles(target: Target, drafter: Drafter | None, verifier: Verifier
     for length in (16, 32):
         for temperature in temperatures[:1] + temperatures[-1:]:
             decoder.compile([[0] * length], max_new_tokens=16, temperature=temperature)
-    with costs_lib.count_compiles() as count:
+    with count_compiles() as count:
         for i in range(prompts):
             request(i)
     return count.programs

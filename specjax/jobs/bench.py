@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,22 @@ from specjax import metrics, registry
 from specjax.config import Bench, RunConfig
 from specjax.costs.devices import this_device
 from specjax.costs.prediction import Shape
-from specjax.costs.roofline import Pass, Work, padded, storage_of
+from specjax.costs.roofline import Pass, Work, storage_of
 from specjax.data.corpus import Document
 from specjax.data.prompts import HeldOutPrompt, cut_prompts, for_benchmark
 from specjax.decode import request
 from specjax.decode.decoder import Decoder
+from specjax.decode.request import LEAST_SLOTS, bucket
 from specjax.drafters.base import refuse_longer
 from specjax.errors import DataError
 from specjax.evaluation import bench as bench_lib
 from specjax.evaluation import certify as certify_lib
 from specjax.evaluation import figures as figures_lib
 from specjax.formats.loading import asked_kind, load_drafter
-from specjax.interfaces import Drafter
+from specjax.interfaces import Drafter, Verifier
 from specjax.jobs import inputs
 from specjax.models.hf import LoadedModel
-from specjax.runtime.progress import Bars, no_bars
+from specjax.runtime.progress import Bars, StepProgress, no_bars
 
 GREEDY, SAMPLED = 0.0, 1.0
 _TUNING = 3
@@ -63,20 +64,10 @@ def decoding_figures(
     settings = config.bench
     cut = _prompts(held_out, target, settings.prompt_tokens, (1 + _TUNING) * settings.prompts)
     prompts = [prompt.tokens for prompt in cut]
-    timed, tuning = prompts[: settings.prompts], prompts[settings.prompts :]
-    loaded = drafts | _from_disk(config, target)
-    for draft in loaded.values():
-        refuse_longer(draft, settings.max_k, "bench.ks, bench.batch_ks")
-    factories = {name: _of_length(draft) for name, draft in loaded.items()} | {
-        kind: registered(kind) for kind in settings.drafters
-    }
-    primary = list(drafts)[-1]
-    verifier, sampling = registry.build(registry.VERIFIERS, config.verifier, "verifier"), config.sampling.options()
-    bench = bench_lib.Bench(target, factories, settings, timed, tuning, verifier, sampling, config.seed)
+    bench, factories, verifier = bench_of(config, target, drafts, prompts)
+    timed, primary, sampling = prompts[: settings.prompts], list(drafts)[-1], config.sampling.options()
     with bars("decoding", bench.num_ticks) as progress:
-        done = itertools.count(1)
-        tick = (lambda: progress(next(done), {})) if progress else (lambda: None)
-        measured = bench.measure(primary, tick)
+        measured = bench.measure(primary, counting(progress))
     recompiles = bench_lib.count_recompiles(target, factories[primary](max(settings.ks)), verifier)
     figures, distance = _figures(measured, target), {}
     if not verifier.lossless:
@@ -98,6 +89,28 @@ def decoding_figures(
     }
 
 
+def bench_of(
+    config: RunConfig, target: LoadedModel, drafts: Mapping[str, Drafter], prompts: Sequence[Sequence[int]]
+) -> tuple[bench_lib.Bench, dict[str, bench_lib.DrafterFactory], Verifier]:
+    """The benchmark of ``drafts``, `bench.drafts` and `bench.drafters`, with its drafters by name and its verifier.
+    ``prompts``: `bench.prompts` of them are timed, the others tune."""
+    settings, loaded = config.bench, {**drafts, **_from_disk(config, target)}
+    for draft in loaded.values():
+        refuse_longer(draft, settings.max_k, "bench.ks, bench.batch_ks")
+    factories = {name: _of_length(draft) for name, draft in loaded.items()}
+    factories |= {kind: registered(kind) for kind in settings.drafters}
+    verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")
+    rest = (verifier, config.sampling.options(), config.seed)
+    timed, tuning = prompts[: settings.prompts], prompts[settings.prompts :]
+    return bench_lib.Bench(target, factories, settings, timed, tuning, *rest), factories, verifier
+
+
+def counting(progress: StepProgress | None) -> Callable[[], None]:
+    """A function without arguments that tells ``progress`` how often it was called."""
+    done = itertools.count(1)
+    return (lambda: progress(next(done), {})) if progress else (lambda: None)
+
+
 def passes(
     bench: bench_lib.Bench,
     settings: Bench,
@@ -115,7 +128,7 @@ def passes(
     draft, storage = Shape.of_drafter(engine, params), storage_of(params.target, engine.target.init_cache(1, 16))
 
     def work(batch: int, k: int) -> tuple[Work, Work]:
-        slots = padded(settings.prompt_tokens + settings.new_tokens + k + 1)
+        slots = bucket(settings.prompt_tokens + settings.new_tokens + k + 1, LEAST_SLOTS)
         return own.work(batch, k + 1, slots, storage), draft.work(batch, 1, slots, storage) * k
 
     yield Pass("target, 1 token", 1, work(1, 0)[0], device, headline["ar_costs"]["target"])
@@ -123,7 +136,7 @@ def passes(
     yield Pass(f"target, {k + 1} tokens", 1, of_target, device, headline["costs"]["target"])
     yield Pass(f"draft of {k}", 1, of_draft, device, headline["costs"]["draft"])
     for size, most in longest.items() if settings.adaptive else ():
-        rows = 1 << (size - 1).bit_length()
+        rows = bucket(size)
         known = bench.decoder(bench_lib.ADAPTIVE, most).calibrations[temperature == 0, rows]
         for k in (0, most):
             of_target, of_draft = work(rows, k)

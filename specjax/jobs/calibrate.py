@@ -11,23 +11,22 @@ from typing import Any
 
 import jax
 
-from specjax import registry
 from specjax.config import RunConfig
 from specjax.costs import calibrations, store
 from specjax.costs.acceptance import Acceptance
 from specjax.costs.calibrations import Kept
-from specjax.costs.cost_model import BatchCosts, CostModel, batch_costs, fit
+from specjax.costs.cost_model import BatchCosts, CostModel
 from specjax.costs.measuring import CostTimer, Wanted, spread_lengths, temperatures_of
-from specjax.costs.timer import count_compiles
-from specjax.drafters.base import refuse_longer
+from specjax.decode.request import bucket
 from specjax.errors import ConfigError
-from specjax.evaluation.bench import AUTOREGRESSIVE, Bench, Cell, DrafterFactory
+from specjax.evaluation.bench import AUTOREGRESSIVE, Bench, Cell
 from specjax.formats.loading import asked_kind, load_drafter
 from specjax.interfaces import Drafter
 from specjax.jobs import inputs
-from specjax.jobs.bench import held_out_prompts, registered
+from specjax.jobs.bench import bench_of, counting, held_out_prompts
 from specjax.models.hf import LoadedModel
-from specjax.runtime.progress import Bars, StepProgress, no_bars
+from specjax.runtime.compile_cache import count_compiles
+from specjax.runtime.progress import Bars, no_bars
 
 _TURNS = 5
 """Number of times that every point is timed; its median counts."""
@@ -57,7 +56,7 @@ class Subject:
     @property
     def batches(self) -> tuple[int, ...]:
         """Batch sizes rounded up to powers of two (buckets of rows), ascending."""
-        return tuple(sorted({1 << (size - 1).bit_length() for size in self.config.bench.batch_sizes}))
+        return tuple(sorted(set(map(bucket, self.config.bench.batch_sizes))))
 
     def ks(self) -> tuple[int, ...]:
         """Draft lengths of the config's benchmark at any batch size, ascending."""
@@ -74,19 +73,13 @@ class Subject:
             )
         prepared = inputs.prepare(config, bars)
         target = prepared.target
-        drafts: dict[str, Drafter] = {name: load_drafter(at, target) for name, at in settings.drafts.items()}
+        drafts: dict[str, Drafter] = {}
         if trained.is_dir():
-            drafts = {TRAINED: load_drafter(trained, target, kind=asked_kind(config.draft)), **drafts}
-        for draft in drafts.values():
-            refuse_longer(draft, settings.max_k, "bench.ks, bench.batch_ks")
-        factories: dict[str, DrafterFactory] = {name: _of_length(draft) for name, draft in drafts.items()}
-        factories |= {kind: registered(kind) for kind in settings.drafters}
+            drafts[TRAINED] = load_drafter(trained, target, kind=asked_kind(config.draft))
         count = settings.prompts
         prompts = held_out_prompts(prepared.corpus.held_out, target, settings.prompt_tokens, 4 * count)
-        verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")
-        timed, tuning = prompts[:count], prompts[count:]
-        options = (settings, timed, tuning, verifier, config.sampling.options(), config.seed)
-        return cls(config, prepared, Bench(target, factories, *options), tuple(factories), timed, tuning)
+        bench, drafters, _ = bench_of(config, target, drafts, prompts)
+        return cls(config, prepared, bench, tuple(drafters), prompts[:count], prompts[count:])
 
     def wanted(self, rows: int) -> Wanted:
         """Measurements that a bucket of ``rows`` rows needs."""
@@ -111,10 +104,6 @@ class Subject:
             "verifier": self.config.verifier,
         }
         return store.key_of(rows, str(self.target.dtype), decoders, settings)
-
-
-def _of_length(drafter: Any) -> DrafterFactory:
-    return lambda k: dataclasses.replace(drafter, k=k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,99 +148,70 @@ class Calibrated:
 def cost_model(subject: Subject, again: bool = False, bars: Bars = no_bars) -> Calibrated:
     """Costs of every batch of the config: read if they are stored, else measured now and stored. ``again``: measure in
     any case."""
-    batches, kept, place = {}, {}, None
-    measuring = compiling = 0.0
-    keys = {rows: subject.key(rows) for rows in subject.batches}
-    known: dict[int, BatchCosts | None] = {
-        rows: None if again else store.read(key, batch_costs) for rows, key in keys.items()
-    }
-    new = [rows for rows, costs in known.items() if costs is None]
-    with bars("calibrate", len(new) * (_TURNS + 1)) as progress:
+    keys, measuring, compiling = {rows: subject.key(rows) for rows in subject.batches}, 0.0, 0.0
+    batches = {rows: None if again else store.read(key, BatchCosts) for rows, key in keys.items()}
+    kept = {rows: costs is not None for rows, costs in batches.items()}
+    with bars("calibrate", (_TURNS + 1) * list(kept.values()).count(False)) as progress:
         tick = counting(progress)
-        for rows, key in keys.items():
-            costs, kept[rows] = known[rows], known[rows] is not None
-            if costs is None:
-                costs, seconds, compile_seconds = _measured(subject, rows, tick)
-                measuring, compiling = measuring + seconds, compiling + compile_seconds
-                store.write(key, dataclasses.asdict(costs))
-            batches[rows] = costs
-            place = store.file_of(key).parent if store.file_of(key).exists() else None
-    device = jax.devices()[0].device_kind
-    model = CostModel(device, str(subject.target.dtype), True, batches)
-    return Calibrated(model, kept, measuring, compiling, place)
+        for rows in (rows for rows, known in kept.items() if not known):
+            batches[rows], seconds, compile_seconds = _measured(subject, rows, tick)
+            measuring, compiling = measuring + seconds, compiling + compile_seconds
+            store.write(keys[rows], batches[rows])
+    file = store.file_of(keys[subject.batches[-1]])
+    known = {rows: costs for rows, costs in batches.items() if costs is not None}
+    model = CostModel(jax.devices()[0].device_kind, str(subject.target.dtype), True, known)
+    return Calibrated(model, kept, measuring, compiling, file.parent if file.exists() else None)
 
 
 def _measured(subject: Subject, rows: int, tick: Callable[[], None]) -> tuple[BatchCosts, float, float]:
     """Costs of a bucket of rows, seconds of measuring, and seconds of compiling."""
-    start, wanted = time.perf_counter(), subject.wanted(rows)
+    start = time.perf_counter()
     with count_compiles() as count:
-        timer = CostTimer(subject.bench.decoder, wanted)
+        timer = CostTimer(subject.bench.decoder, subject.wanted(rows))
         tick()
         for _ in range(_TURNS):
             timer.turn()
             tick()
-    costs = fit(timer.points(), wanted.left_out)
-    return costs, max(time.perf_counter() - start - count.seconds, 0.0), count.seconds
+    return timer.costs(), max(time.perf_counter() - start - count.seconds, 0.0), count.seconds
 
 
 def acceptances(
-    subject: Subject, alpha: float | None = None, bars: Bars = no_bars, only: tuple[str, float] | None = None
+    subject: Subject, alpha: float | None = None, bars: Bars = no_bars
 ) -> dict[tuple[str, int, float], Acceptance]:
     """Acceptance of every drafter, length and temperature of the config, counted on the tuning prompts in the largest
     batch, as it is the same in all. If the verifier judges a token only by those before it, blocks of the largest
-    length also give the acceptance of shorter ones. ``alpha``: acceptance to assume instead of counting. ``only``: the
-    drafter and temperature to count for, instead of all."""
-    settings, ks = subject.config.bench, subject.ks()
-    names, temperatures = (subject.drafters, settings.temperatures) if only is None else ((only[0],), (only[1],))
-    if alpha is not None:
-        return {(name, k, t): Acceptance.of_alpha(alpha, k) for name in names for k in ks for t in temperatures}
-    verifier = subject.config.verifier
+    length also give the acceptance of shorter ones. ``alpha``: acceptance to assume instead of counting."""
+    settings, ks, verifier = subject.config.bench, subject.ks(), subject.config.verifier
     kind = verifier if isinstance(verifier, str) else verifier["kind"]
     size, found = max(settings.batch_sizes), {}
-    wanted = {t: ks if t > 0 and kind == _LOOKS_AT_WHOLE_BLOCKS else ks[-1:] for t in temperatures}
-    batches = -(-len(subject.tuning) // size)
-    with bars("acceptance", batches * len(names) * sum(map(len, wanted.values()))) as progress:
+    cells = [(name, k, t) for t in settings.temperatures for name in subject.drafters for k in ks]
+    if alpha is not None:
+        return {(name, k, t): Acceptance.of_alpha(alpha, k) for name, k, t in cells}
+    counted = [(name, k, t) for name, k, t in cells if k == ks[-1] or (t > 0 and kind == _LOOKS_AT_WHOLE_BLOCKS)]
+    with bars("acceptance", -(-len(subject.tuning) // size) * len(counted)) as progress:
         tick = counting(progress)
-        for t, lengths in wanted.items():
-            for name in names:
-                for k in lengths:
-                    [run] = subject.bench.run([Cell(name, k, size, t)], subject.tuning, tick).values()
-                    rows = [stats for _, stats in run.by_row[: len(subject.tuning)]]
-                    found[name, k, t] = Acceptance.counted(rows)
-                found |= {(name, k, t): found[name, lengths[-1], t].first(k) for k in ks if k not in lengths}
-    return {(name, k, t): found[name, k, t] for t in temperatures for name in names for k in ks}
-
-
-def counting(progress: StepProgress | None) -> Callable[[], None]:
-    """A function without arguments that tells ``progress`` how often it was called."""
-    done = 0
-
-    def tick() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, {})
-
-    return tick
+        for name, k, t in counted:
+            [run] = subject.bench.run([Cell(name, k, size, t)], subject.tuning, tick).values()
+            found[name, k, t] = Acceptance.counted([stats for _, stats in run.by_row[: len(subject.tuning)]])
+    return {(name, k, t): found.get((name, k, t)) or found[name, ks[-1], t].first(k) for name, k, t in cells}
 
 
 def run_calibrate(config: RunConfig, again: bool = False, bars: Bars = no_bars) -> Calibrated:
     """`cost_model` of a config, and the block costs by which the default controller chooses the lengths of its
     drafters. Raises `SpecjaxError` for errors that the user can mend."""
     subject = Subject.of(config, bars)
-    found, lengths = cost_model(subject, again, bars), {}
-    longest = max(subject.ks())
-    with bars("lengths", sum(len(subject.wanted(rows).temperatures) for rows in subject.batches)) as progress:
+    found, lengths, longest = cost_model(subject, again, bars), {}, max(subject.ks())
+    wanted = {rows: subject.wanted(rows) for rows in subject.batches}
+    with bars("lengths", sum(len(of.temperatures) for of in wanted.values())) as progress:
         tick = counting(progress)
-        for rows in subject.batches:
-            wanted = subject.wanted(rows)
-            for mode, temperature in wanted.temperatures.items():
+        for rows, of in wanted.items():
+            for mode, temperature in of.temperatures.items():
+                options = {**of.sampling, "temperature": temperature}
                 for name in subject.drafters:
                     decoder = subject.bench.adaptive(name, longest)
-                    options = {**wanted.sampling, "temperature": temperature}
-                    kept = calibrations.calibrate(decoder, wanted.prompts, again, **options)
+                    kept = calibrations.calibrate(decoder, of.prompts, again, **options)
                     assert kept is not None
                     lengths[name, rows, mode] = kept
                 tick()
-    more = [kept.seconds for kept in lengths.values()]
-    return dataclasses.replace(found, lengths=lengths, seconds=found.seconds + sum(more))
+    seconds = found.seconds + sum(kept.seconds for kept in lengths.values())
+    return dataclasses.replace(found, lengths=lengths, seconds=seconds)

@@ -6,22 +6,23 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from specjax import registry
 from specjax.config import RunConfig
-from specjax.costs.cost_model import PLAIN, CostModel
+from specjax.costs.cost_model import PLAIN, CostModel, mode_of
 from specjax.costs.devices import Device, device_of, this_device
-from specjax.costs.prediction import DraftEconomics, Known, Prediction, Shape, computed, predict
-from specjax.costs.roofline import Pass, Storage, padded, storage_of, work_of_weights
+from specjax.costs.prediction import DraftEconomics, Known, KnownDraft, Plan, Prediction, Shape, computed, predict
+from specjax.costs.roofline import Pass, Storage, storage_of, work_of_weights
 from specjax.costs.training import TrainingCost, computed_training
 from specjax.data.rows import Batches
+from specjax.decode.request import LEAST_PROMPT, LEAST_SLOTS, bucket
 from specjax.evaluation.bench import Cell
 from specjax.interfaces import Initial
-from specjax.jobs.calibrate import Subject, acceptances, cost_model, counting
+from specjax.jobs.bench import counting
+from specjax.jobs.calibrate import Subject, acceptances, cost_model
 from specjax.jobs.inputs import Prepared
 from specjax.jobs.memory import run_budget
 from specjax.metrics import tokens_per_s
@@ -31,78 +32,8 @@ from specjax.training.optimizer import make_optimizer
 from specjax.training.step import Update, microbatch_rows, start_state
 from specjax.training.trainer import form_of, settled
 
-_PROMPT_BUCKET = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class KnownDraft:
-    """An existing drafter, as a point beside the curves of equal speed."""
-
-    drafter: str
-    batch: int
-    temperature: float
-    alpha: float
-    cost: float
-    """Cost of a pass of the draft, in passes of the target over one token."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Predictions for a config, with measurements if they were asked for."""
-
-    device: Device
-    model: CostModel
-    predictions: list[Prediction]
-    economics: Mapping[tuple[int, float], DraftEconomics]
-    """(batch, temperature) -> acceptance and cost with which a draft pays."""
-    known: list[KnownDraft]
-    passes: list[Pass]
-    training: TrainingCost
-    target_weights: int
-    """Number of weights that a pass of the target multiplies with."""
-    assumed_alpha: float | None
-
-    @property
-    def measured_here(self) -> bool:
-        """True if times were measured on this device; else all are computed from a datasheet."""
-        return self.model.measured
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object of the plan, without the points of the curves."""
-        error = self.model.error
-        return {
-            "device": {**dataclasses.asdict(self.device), "ridge": self.device.ridge},
-            "times": "measured" if self.measured_here else "computed, not measured",
-            "assumed_alpha": self.assumed_alpha,
-            "fit_error": None if error is None else {"median": error[0], "worst": error[1]},
-            "predictions": [prediction.to_json() for prediction in self.predictions],
-            "to_pay": [self.to_pay(*group) for group in self.economics],
-            "known_drafts": [dataclasses.asdict(draft) for draft in self.known],
-            "passes": [found.to_json() for found in self.passes],
-            "training": self.training.to_json(),
-        }
-
-    def to_pay(self, batch: int, temperature: float) -> dict[str, Any]:
-        """Acceptance and cost with which a draft pays, in a batch at a temperature: the least alpha without cost and at
-        a tenth of the target's, and the limits at the cost and the alpha of the best known draft."""
-        economics = self.economics[batch, temperature]
-        found: dict[str, Any] = {
-            "batch": batch,
-            "temperature": temperature,
-            "least_alpha_without_cost": economics.least_alpha(0.0),
-            "least_alpha_at_a_tenth": economics.least_alpha(0.1),
-        }
-        known = [d for d in self.known if (d.batch, d.temperature) == (batch, temperature) and d.cost > 0]
-        if known:
-            best = max(known, key=lambda draft: economics.speedup(draft.alpha, draft.cost))
-            found |= {
-                "beside": best.drafter,
-                "alpha": best.alpha,
-                "cost": best.cost,
-                "least_alpha_at_its_cost": economics.least_alpha(best.cost),
-                "most_cost_at_its_alpha": economics.most_cost(best.alpha),
-            }
-        return found
+_STEPS = 4
+"""Number of timed training steps, after one that is not timed."""
 
 
 def run_plan(
@@ -136,10 +67,13 @@ def run_plan(
     if elsewhere is None:
         model, machine = cost_model(subject, bars=bars).model, this_device(target)
     else:
-        slots = padded(settings.prompt_tokens + settings.new_tokens + settings.max_k + 1)
+        slots = bucket(settings.prompt_tokens + settings.new_tokens + settings.max_k + 1, LEAST_SLOTS)
         model, machine = computed(elsewhere, Shape(target.config), shapes, settings.batch_sizes, slots), elsewhere
     known = acceptances(subject, alpha, bars)
-    predictions = _predicted(subject, model, known)
+    predictions = []
+    for batch in settings.batch_sizes:
+        own = {cell: a for cell, a in known.items() if cell[1] in settings.ks_of(batch)}
+        predictions += predict(model, own, [batch], settings.prompt_tokens, settings.new_tokens)
     if measure and elsewhere is None:
         predictions = measured_beside(subject, predictions, bars)
     groups = [(batch, t) for batch in settings.batch_sizes for t in settings.temperatures]
@@ -147,21 +81,13 @@ def run_plan(
         machine,
         model,
         predictions,
-        {(batch, t): DraftEconomics.of(model, batch, t > 0) for batch, t in groups},
+        {(batch, t): DraftEconomics.of(model.of_batch(batch), mode_of(t)) for batch, t in groups},
         list(_known_drafts(model, known, groups)),
         list(_passes(subject, model, machine, shapes)),
         training_cost(config, subject.prepared, machine, measure and elsewhere is None),
         int(work_of_weights(target.layout().params, 1).flops) // 2,
         alpha,
     )
-
-
-def _predicted(subject: Subject, model: CostModel, known: Known) -> list[Prediction]:
-    settings, found = subject.config.bench, []
-    for batch in settings.batch_sizes:
-        own = {cell: a for cell, a in known.items() if cell[1] in settings.ks_of(batch)}
-        found += predict(model, own, [batch], settings.prompt_tokens, settings.new_tokens)
-    return found
 
 
 def measured_beside(subject: Subject, predictions: Sequence[Prediction], bars: Bars = no_bars) -> list[Prediction]:
@@ -184,36 +110,30 @@ def measured_beside(subject: Subject, predictions: Sequence[Prediction], bars: B
 
 def _known_drafts(model: CostModel, known: Known, groups: Sequence[tuple[int, float]]) -> Iterator[KnownDraft]:
     for batch, t in groups:
+        costs = model.of_batch(batch)
         for name in dict.fromkeys(name for name, *_ in known):
             longest = max(k for of, k, _ in known if of == name)
-            cost = model.draft_seconds(batch, name) / model.target_seconds(batch, 1)
+            cost = costs.drafter(name).each / costs.target(1)
             yield KnownDraft(name, batch, t, known[name, longest, t].alpha, cost)
 
 
 def _passes(subject: Subject, model: CostModel, device: Device, shapes: Mapping[str, Shape]) -> Iterator[Pass]:
     """Passes of the target over one token and over the longest block, of every draft with weights, and of prefill."""
-    settings, target = subject.config.bench, subject.target
+    settings, target = subject.config.bench, Shape(subject.target.config)
     engine, params = subject.bench.decoder(PLAIN, 0).engine(True)
-    size = 2.0 if device.dtype in ("bfloat16", "float16") else 4.0
-    storage = storage_of(params.target, engine.target.init_cache(1, 16)) if model.measured else Storage(size, size)
-    width = padded(settings.prompt_tokens, _PROMPT_BUCKET)
+    cache = engine.target.init_cache(1, 16)
+    storage = storage_of(params.target, cache) if model.measured else Storage.computed(device)
+    width = bucket(settings.prompt_tokens, LEAST_PROMPT)
     for batch in settings.batch_sizes:
-        rows, slots = 1 << (batch - 1).bit_length(), model.of_batch(batch).context
-        own = Shape(target.config)
-        for m in sorted({1, 1 + max(settings.ks_of(batch))}):
-            seconds = model.target_seconds(batch, m) if model.measured else None
-            name = f"target, {m} token{'' if m == 1 else 's'}"
-            yield Pass(name, batch, own.work(rows, m, slots, storage), device, seconds)
-        for name, shape in shapes.items():
-            if shape.config is not None or shape.weights:
-                seconds = model.draft_seconds(batch, name) if model.measured else None
-                yield Pass(name, batch, shape.work(rows, 1, slots, storage), device, seconds or None)
-        seconds = model.prefill_seconds(batch, settings.prompt_tokens) if model.measured else None
-        yield Pass(f"prefill, {width} tokens", batch, own.work(rows, width, slots, storage), device, seconds)
-
-
-_STEPS = 4
-"""Number of timed steps, after one that is not timed."""
+        costs = model.of_batch(batch)
+        longest = 1 + max(settings.ks_of(batch))
+        found = [(f"target, {m} token{'' if m == 1 else 's'}", target, m, costs.target(m)) for m in (1, longest)]
+        drafts = [name for name, shape in shapes.items() if shape.config is not None or shape.weights]
+        found += [(name, shapes[name], 1, costs.drafter(name).each or None) for name in drafts]
+        found.append((f"prefill, {width} tokens", target, width, costs.prefill_of(settings.prompt_tokens)))
+        for name, shape, tokens, seconds in found:
+            work = shape.work(bucket(batch), tokens, costs.context, storage)
+            yield Pass(name, batch, work, device, seconds if model.measured else None)
 
 
 def training_cost(config: RunConfig, prepared: Prepared, device: Device, measure: bool) -> TrainingCost:

@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specjax.costs.cost_model import GREEDY, SAMPLED, CostModel
+from specjax.costs.cost_model import GREEDY, PLAIN, SAMPLED, CostModel
 from specjax.costs.memory import Footprint, gib
-from specjax.costs.prediction import DraftEconomics, Prediction
+from specjax.costs.prediction import DraftEconomics, KnownDraft, Plan, Prediction
 from specjax.costs.roofline import Pass
 from specjax.costs.training import SHARE_OF_PEAK, TrainingCost
 from specjax.report.labels import (
@@ -36,21 +36,6 @@ _SPEEDS = (1.0, 1.25, 1.5, 2.0, 3.0)
 _COSTS = np.geomspace(0.005, 1.0, 60)
 _TICKS = (0.005, 0.01, 0.03, 0.1, 0.3, 1.0)
 _COMPUTED = "computed, not measured"
-
-
-class Point(Protocol):
-    """A drafter that exists."""
-
-    @property
-    def drafter(self) -> str: ...
-    @property
-    def batch(self) -> int: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def alpha(self) -> float: ...
-    @property
-    def cost(self) -> float: ...
 
 
 def _columns(table: Table, first: str, others: Iterable[str]) -> Table:
@@ -93,14 +78,13 @@ def calibration_table(model: CostModel, kept: Mapping[int, bool]) -> Table:
         table.add_row(f"target, {m} token{'' if m == 1 else 's'}", *(_ms(c.target(m)) for c in costs))
     for mode in (GREEDY, SAMPLED):
         if all(mode in c.plain for c in costs):
-            table.add_row(f"plain step, {mode}", *(_ms(c.target(1) + c.plain[mode]) for c in costs))
+            table.add_row(f"plain step, {mode}", *(_ms(c.block(PLAIN, 0, mode)) for c in costs))
     for name in dict.fromkeys(name for c in costs for name in c.drafters):
         table.add_section()
         table.add_row(f"{drafter_name(name)}, a pass", *(_ms(c.drafters[name].each) for c in costs))
         for mode, line in costs[0].drafters[name].beyond.items():
             for k in map(int, line.at):
-                seconds = (model.block_seconds(rows, name, k, sampled=mode == SAMPLED) for rows in batches)
-                table.add_row(f"  block, k = {k}, {mode}", *map(_ms, seconds))
+                table.add_row(f"  block, k = {k}, {mode}", *(_ms(c.block(name, k, mode)) for c in costs))
     table.add_section()
     for width in map(int, costs[0].prefill.at):
         table.add_row(f"prefill, {width} tokens", *(_ms(c.prefill(width)) for c in costs))
@@ -183,7 +167,7 @@ def _above(alpha: float | None, cost: str) -> str:
 
 
 def iso_speed_panels(
-    economics: Mapping[tuple[int, float], DraftEconomics], known: Sequence[Point], measured: bool
+    economics: Mapping[tuple[int, float], DraftEconomics], known: Sequence[KnownDraft], measured: bool
 ) -> list[Panel]:
     """Panels of alpha against the cost of a draft's pass, one for every batch and temperature, with a curve a speedup
     and existing drafters as points."""
@@ -195,33 +179,7 @@ def iso_speed_panels(
     return panels
 
 
-def iso_speed_png(panels: Sequence[Panel]) -> bytes:
-    """PNG of all panels, two side by side."""
-    return png(panels, columns=2)
-
-
-class PlanLike(Protocol):
-    """A finished plan, as `specjax.jobs.plan` makes it."""
-
-    @property
-    def predictions(self) -> list[Prediction]: ...
-    @property
-    def economics(self) -> Mapping[tuple[int, float], DraftEconomics]: ...
-    @property
-    def known(self) -> Sequence[Point]: ...
-    @property
-    def passes(self) -> list[Pass]: ...
-    @property
-    def training(self) -> TrainingCost: ...
-    @property
-    def target_weights(self) -> float: ...
-    @property
-    def measured_here(self) -> bool: ...
-    def to_pay(self, batch: int, temperature: float) -> dict[str, Any]: ...
-    def to_json(self) -> dict[str, Any]: ...
-
-
-def print_plan(plan: PlanLike, console: Console) -> None:
+def print_plan(plan: Plan, console: Console) -> None:
     """Print tables and sentences of a plan."""
     console.print(predictions_table(plan.predictions, plan.measured_here))
     errors = [abs(p.error) for p in plan.predictions if p.error is not None]
@@ -243,15 +201,15 @@ def training_line(cost: TrainingCost) -> str:
     return f"distillation as configured: {amount}, {memory} ({how})"
 
 
-def write_plan(plan: PlanLike, directory: Path) -> None:
+def write_plan(plan: Plan, directory: Path) -> None:
     """Write plan.json and plan.png, each in place of an older one."""
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / "plan.json", json.dumps(plan.to_json(), indent=1, default=plain_json) + "\n")
     panels = iso_speed_panels(plan.economics, plan.known, plan.measured_here)
-    write_atomically(directory / "plan.png", iso_speed_png(panels))
+    write_atomically(directory / "plan.png", png(panels, columns=2))
 
 
-def _iso_speed(axes: Axes, economics: DraftEconomics, points: Sequence[Point]) -> None:
+def _iso_speed(axes: Axes, economics: DraftEconomics, points: Sequence[KnownDraft]) -> None:
     shades = np.linspace(1.0, 0.35, len(_SPEEDS))
     for speed, shade in zip(_SPEEDS, shades, strict=True):
         reached = [(c, alpha) for c in _COSTS if (alpha := economics.least_alpha(float(c), speed)) is not None]

@@ -4,6 +4,7 @@ They also tell that they compile, and for how long."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import platform
@@ -60,12 +61,38 @@ def programs_kept(wanted: bool = True) -> Iterator[None]:
             print(f"compiled {told.programs} {plural} in {told.seconds:.1f} s{cached}{kept}", file=sys.stderr)
 
 
-class _Told:
-    """Counts the programs that JAX compiles and their seconds, and tells the user of a long compilation."""
+@dataclasses.dataclass(eq=False)
+class CompileCount:
+    """Number of programs handed to the backend compiler, those from the cache among them, and seconds spent there."""
+
+    programs: int = 0
+    cached: int = 0
+    seconds: float = 0.0
+
+    def begun(self) -> None:
+        """Called before a program is compiled."""
+
+    def ended(self, seconds: float) -> None:
+        """Called when a program is compiled."""
+        self.programs, self.seconds = self.programs + 1, self.seconds + seconds
+
+
+@contextlib.contextmanager
+def count_compiles() -> Iterator[CompileCount]:
+    """Count every program compiled inside the ``with`` statement, stray eager operations included."""
+    count = CompileCount()
+    _listening.append(count)
+    try:
+        yield count
+    finally:
+        _listening.remove(count)
+
+
+class _Told(CompileCount):
+    """Counts programs, and tells the user of a long compilation."""
 
     def __init__(self) -> None:
-        self.programs = self.cached = 0
-        self.seconds = 0.0
+        super().__init__()
         self._timer: threading.Timer | None = None
         self._said = self._on_bar = False
 
@@ -76,7 +103,7 @@ class _Told:
             self._timer.start()
 
     def ended(self, seconds: float) -> None:
-        self.programs, self.seconds = self.programs + 1, self.seconds + seconds
+        super().ended(seconds)
         self.finished()
 
     def finished(self) -> None:
@@ -93,7 +120,7 @@ class _Told:
             self._said = True
 
 
-_listening: list[_Told] = []
+_listening: list[CompileCount] = []
 
 
 def _on_duration(event: str, duration_secs: float, **_: str | int | float) -> None:

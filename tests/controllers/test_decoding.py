@@ -14,12 +14,12 @@ import pytest
 from specjax import registry
 from specjax.controllers.confidence import Confidence
 from specjax.controllers.pooled import Pooled
-from specjax.costs.timer import count_compiles
 from specjax.decode.decoder import Decoder
 from specjax.decode.programs import compiled_chunk
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.interfaces import Calibration, Draft
+from specjax.runtime.compile_cache import count_compiles
 from specjax.testing.inhabitants import HiddenReader
 from specjax.testing.toys import context, exact_distribution, neutral_sampling, prefix_model, related
 from tests.cases import in_proof, transformer

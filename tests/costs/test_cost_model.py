@@ -7,11 +7,13 @@ import json
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 
 from specjax.costs import store
 from specjax.costs.acceptance import Acceptance, Row, blocks_distribution
-from specjax.costs.cost_model import GREEDY, PLAIN, SAMPLED, CostModel, Line, Points, Workload, batch_costs, fit
+from specjax.costs.cost_model import GREEDY, PLAIN, SAMPLED, BatchCosts, CostModel, Line, fit
 from specjax.costs.measuring import CostTimer, Wanted, spread_lengths, temperatures_of
+from specjax.costs.prediction import predict
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
@@ -39,7 +41,7 @@ def prefill(width: int) -> float:
     return 0.5 + 0.01 * width
 
 
-def points(**changes) -> Points:
+def table(**changes) -> dict[tuple, float]:
     lengths = (1, 3, 5)
     found = {
         "target": {m: target(m) for m in (1, 2, 4, 5, 6)},
@@ -51,72 +53,79 @@ def points(**changes) -> Points:
             **{("d", k, mode): block(k, mode) for k in lengths for mode in BEYOND},
         },
         "prefill": {(PLAIN, 16): prefill(16), (PLAIN, 64): prefill(64), ("d", 64): prefill(64) + 0.32},
-        "shortest": prefill(64) + 2 * block(0, GREEDY) + 0.125,
+        "shortest": {(): prefill(64) + 2 * block(0, GREEDY) + 0.125},
+        **changes,
     }
-    return Points(CONTEXT, WIDE, **{**found, **changes})
+    keys = {
+        part: {where if isinstance(where, tuple) else (where,): where for where in of} for part, of in found.items()
+    }
+    return {(part, *key): found[part][where] for part, of in keys.items() for key, where in of.items()}
 
 
 def model(**changes) -> CostModel:
-    return CostModel("toy", "float32", True, {2: fit(points(**changes), left_out=[5])})
+    return CostModel("toy", "float32", True, {2: fit(table(**changes), CONTEXT, WIDE, left_out=[5])})
 
 
 def test_the_fit_recovers_the_law_at_points_that_it_has_not_seen():
-    found = model()
-    assert found.error == pytest.approx((0, 0), abs=1e-9)
-    assert [check.name for _, check in found.checks] == ["target, 5 tokens", "d, k = 3, greedy", "d, k = 3, sampled"]
+    known = model()
+    found = known.of_batch(2)
+    assert known.error == pytest.approx((0, 0), abs=1e-9)
+    assert [check.name for _, check in known.checks] == ["target, 5 tokens", "d, k = 3, greedy", "d, k = 3, sampled"]
     for k in range(1, 8):
         for mode in BEYOND:
-            assert found.block_seconds(2, "d", k, sampled=mode == SAMPLED) == pytest.approx(block(k, mode))
-    assert found.block_seconds(2, "d", 0) == found.block_seconds(2, PLAIN, 0) == pytest.approx(block(0, GREEDY))
-    assert found.target_seconds(2, 3, context=1024) == pytest.approx(target(3, 1024))
-    assert found.draft_seconds(2, "d", context=1024) == pytest.approx(0.25 + 0.0005 * 768)
+            assert found.block("d", k, mode) == pytest.approx(block(k, mode))
+    assert found.block("d", 0) == found.block(PLAIN, 0) == pytest.approx(block(0, GREEDY))
+    assert found.at(1024).target(3) == pytest.approx(target(3, 1024))
+    assert found.at(1024).drafter("d").each == pytest.approx(0.25 + 0.0005 * 768)
     wider = target(4, 1024) - target(4) + draft(3, 1024) - draft(3)
-    assert found.block_seconds(2, "d", 3, context=1024) == pytest.approx(block(3, GREEDY) + wider)
+    assert found.at(1024).block("d", 3) == pytest.approx(block(3, GREEDY) + wider)
     # Prompts are padded to 16 tokens at least, then to powers of two.
-    assert found.prefill_seconds(2, 5) == pytest.approx(prefill(16))
-    assert found.prefill_seconds(2, 33) == pytest.approx(prefill(64))
-    assert found.prefill_seconds(2, 33, "d") == pytest.approx(prefill(64) + 0.32)
-    assert found.of_batch(2).host == pytest.approx(0.125)
+    assert found.prefill_of(5) == pytest.approx(prefill(16))
+    assert found.prefill_of(33) == pytest.approx(prefill(64))
+    assert found.prefill_of(33, "d") == pytest.approx(prefill(64) + 0.32)
+    assert found.host == pytest.approx(0.125)
 
 
 def test_points_off_the_law_are_told_as_errors():
-    worse = {**points().block, ("d", 3, GREEDY): 2 * block(3, GREEDY)}
-    assert model(block=worse).error == (pytest.approx(0, abs=1e-9), pytest.approx(0.5))
+    worse = {**table(), ("block", "d", 3, GREEDY): 2 * block(3, GREEDY)}
+    found = CostModel("toy", "float32", True, {2: fit(worse, CONTEXT, WIDE, left_out=[5])})
+    assert found.error == (pytest.approx(0, abs=1e-9), pytest.approx(0.5))
 
 
 def test_one_length_and_one_cache_are_enough():
-    few = points(
+    few = table(
         draft={("d", 2): 0.5},
         wide_draft={},
         wide_target={},
         block={(PLAIN, 0, GREEDY): 1.2, ("d", 2, GREEDY): 2.0},
         prefill={(PLAIN, 16): 1.0, ("d", 16): 1.0},
     )
-    found = CostModel("toy", "float32", True, {1: fit(few)})
-    assert found.error is None
-    assert found.block_seconds(1, "d", 2) == pytest.approx(2.0)
-    assert found.draft_seconds(1, "d") == found.draft_seconds(1, "d", context=4096) == pytest.approx(0.25)
+    found = fit(few, CONTEXT, CONTEXT)
+    assert CostModel("toy", "float32", True, {1: found}).error is None
+    assert found.block("d", 2) == pytest.approx(2.0)
+    assert found.drafter("d").each == found.at(4096).drafter("d").each == pytest.approx(0.25)
 
 
 def test_tokens_a_second_by_hand():
     """Every draft is kept: 7 tokens are 2 blocks of 4."""
-    found, work = model(), Workload(batch=2, prompt=40, tokens=7, sampled=True)
+    known = {("d", 3, 0.7): Acceptance((1.0, 1.0, 1.0))}
+    plain, fast = predict(model(), known, [2], prompt=40, tokens=7)
     seconds = 0.125 + prefill(64) + 0.32 + 2 * block(3, SAMPLED)
-    assert found.tokens_per_s(work, "d", 3, Acceptance((1.0, 1.0, 1.0))) == pytest.approx(14 / seconds)
-    plain = 0.125 + prefill(64) + 7 * block(0, SAMPLED)
-    assert found.tokens_per_s(work, PLAIN, 0, Acceptance(())) == pytest.approx(14 / plain)
+    assert (fast.drafter, fast.tokens_per_s) == ("d", pytest.approx(14 / seconds))
+    seconds = 0.125 + prefill(64) + 7 * block(0, SAMPLED)
+    assert (plain.drafter, plain.tokens_per_s) == (PLAIN, pytest.approx(14 / seconds))
 
 
 def test_costs_survive_json():
     costs = model().batches[2]
-    assert batch_costs(json.loads(json.dumps(dataclasses.asdict(costs)))) == costs
+    assert TypeAdapter(BatchCosts).validate_json(json.dumps(dataclasses.asdict(costs))) == costs
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda m: m.block_seconds(3, "d", 1), "batch 3 is decoded as 4 rows, and only 2 are known; calibrate"),
-        (lambda m: m.block_seconds(2, "e", 1), "drafter 'e' was not calibrated, known here are d"),
+        (lambda m: m.of_batch(3), "batch 3 is decoded as 4 rows, and only 2 are known; calibrate"),
+        (lambda m: m.of_batch(2).block("e", 1), "drafter 'e' was not calibrated, known here are d"),
     ],
 )
 def test_what_is_not_known_is_said(call, says):
@@ -152,7 +161,6 @@ def test_acceptance_counts_blocks_that_proposed_less():
     assert [row.blocks for row in found.rows] == [4, 6]
     assert found.alpha == pytest.approx(5 / 7)
     assert Acceptance.of_alpha(0.5, 3).at == (0.5, 0.25, 0.125)
-    assert Acceptance.of_alpha(0.5, 3).conditional() == (0.5, 0.5, 0.5)
     assert Acceptance.of_alpha(0.5, 3).first(1).at == (0.5,)
 
 
@@ -193,15 +201,15 @@ def test_every_point_is_timed_on_the_programs_that_decode():
     wanted = Wanted([[1, 2], [3, 0]], 8, {"d": (1, 2), "ngram": (1, 2)}, temperatures_of((0.0, 1.0)), {})
     timer = CostTimer(toys, wanted)
     timer.turn()
-    found = timer.points()
-    assert (found.context, found.wide) == (256, 512)
-    assert sorted(found.target) == [1, 2, 3]
-    assert set(found.draft) == {(name, k) for name in ("d", "ngram") for k in (1, 2)}
-    assert len(found.block) == 2 * (1 + 2 * 2)
-    assert all(s > 0 for part in (found.target, found.draft, found.block, found.prefill) for s in part.values())
-    costs = fit(found, wanted.left_out)
+    found = timer.medians()
+    assert (timer._context, timer._wide) == (256, 512)
+    assert [key[1] for key in found if key[0] == "target"] == [1, 2, 3]
+    assert {key[1:] for key in found if key[0] == "draft"} == {(name, k) for name in ("d", "ngram") for k in (1, 2)}
+    assert sum(key[0] == "block" for key in found) == 2 * (1 + 2 * 2)
+    assert all(s > 0 for s in found.values())
+    costs = timer.costs()
     assert set(costs.drafters) == {"d", "ngram"}
-    assert CostModel("cpu", "float32", True, {2: costs}).block_seconds(2, "d", 2) > 0
+    assert costs.block("d", 2) > 0
 
 
 @pytest.fixture
@@ -216,13 +224,13 @@ def key(rows=2, dtype="float32", drafter=None, **settings):
 
 
 def read(known):
-    return store.read(known, batch_costs)
+    return store.read(known, BatchCosts)
 
 
 def test_costs_are_kept_for_their_device_model_dtype_and_rows(caches, monkeypatch):
     costs = model().batches[2]
     assert read(key()) is None
-    file = store.write(key(), dataclasses.asdict(costs))
+    file = store.write(key(), costs)
     assert file is not None
     assert caches in file.parents
     assert read(key()) == costs
@@ -238,7 +246,7 @@ def test_costs_are_kept_for_their_device_model_dtype_and_rows(caches, monkeypatc
 
 
 def test_costs_that_are_damaged_are_measured_again(caches, caplog):
-    file = store.write(key(), dataclasses.asdict(model().batches[2]))
+    file = store.write(key(), model().batches[2])
     assert file is not None
     file.write_text(file.read_text().replace('"seconds"', '"sceonds"'))
     assert read(key()) is None
@@ -248,5 +256,5 @@ def test_costs_that_are_damaged_are_measured_again(caches, caplog):
 def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert store.write(key(), dataclasses.asdict(model().batches[2])) is None
+    assert store.write(key(), model().batches[2]) is None
     assert "not kept" in caplog.text

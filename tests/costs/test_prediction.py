@@ -60,7 +60,7 @@ def test_the_best_drafter_and_length_by_hand():
 @pytest.mark.parametrize("c", [0.0, 0.05, 0.2, 0.6])
 @pytest.mark.parametrize("alpha", [0.3, 0.7, 0.95])
 def test_where_a_pass_costs_the_same_for_all_lengths_the_speedup_is_that_of_the_metrics(alpha, c):
-    economics = DraftEconomics.of(flat_model(), 1, sampled=False)
+    economics = DraftEconomics.of(flat_model().of_batch(1), GREEDY)
     k = max(metrics.best_k(alpha, c, MOST_K), 1)
     asked = metrics.walltime_speedup(metrics.expected_emitted(alpha, k), k, c)
     assert economics.speedup(alpha, c) == pytest.approx(asked)
@@ -69,7 +69,7 @@ def test_where_a_pass_costs_the_same_for_all_lengths_the_speedup_is_that_of_the_
 
 
 def test_what_no_draft_reaches_has_no_alpha_and_no_cost():
-    economics = DraftEconomics.of(flat_model(), 1, sampled=False)
+    economics = DraftEconomics.of(flat_model().of_batch(1), GREEDY)
     assert economics.least_alpha(0.0, MOST_K + 2.0) is None
     assert economics.most_cost(0.5, 3.0) is None
     # With one draft: 1 + alpha tokens for 1 + c passes, so it pays from alpha = c on.
@@ -78,7 +78,7 @@ def test_what_no_draft_reaches_has_no_alpha_and_no_cost():
 
 def test_a_block_beyond_its_passes_is_as_cheap_as_the_cheapest_known():
     model = flat_model(a=drafter(0.1, beyond=0.5), b=drafter(0.2, beyond=0.25), free=drafter(0.0))
-    economics = DraftEconomics.of(model, 1, sampled=True)
+    economics = DraftEconomics.of(model.of_batch(1), SAMPLED)
     assert economics.at_k(1.0, 0.0, 3) == pytest.approx(4 / 1.25)
 
 
@@ -175,12 +175,13 @@ def test_costs_of_a_device_that_is_not_here_are_its_roofline():
     target, storage = Shape(CONFIG), Storage(2.0, 2.0)
     model = computed(device, target, {"d": Shape(None, 1000), "ngram": Shape(None)}, [1, 3], slots=64)
     assert (model.measured, model.device, sorted(model.batches)) == (False, "toy", [1, 4])
+    one = model.of_batch(1)
     for m in (1, 4):
         asked = target.work(4, m, 64, storage).least_seconds(device)
-        assert model.target_seconds(4, m) == pytest.approx(asked)
-    assert model.draft_seconds(1, "d") == pytest.approx(2000 / 1e6)
-    assert model.draft_seconds(1, "ngram") == 0
-    assert model.block_seconds(1, "d", 3) == pytest.approx(model.target_seconds(1, 4) + 3 * 2000 / 1e6)
+        assert model.of_batch(4).target(m) == pytest.approx(asked)
+    assert one.drafter("d").each == pytest.approx(2000 / 1e6)
+    assert one.drafter("ngram").each == 0
+    assert one.block("d", 3) == pytest.approx(one.target(4) + 3 * 2000 / 1e6)
     assert model.error is None
 
 

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.costs.timer import count_compiles
 from specjax.decode import calibration as calibration_lib
 from specjax.decode.calibration import BlockTimer, agree, between, typical
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
 from specjax.interfaces import Calibration
+from specjax.runtime.compile_cache import count_compiles
 from specjax.testing.toys import prefix_model, related
 from tests.cases import transformer
 from tests.controllers.choices import of_batch, of_rows, of_total

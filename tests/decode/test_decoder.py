@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from specjax import sampling
-from specjax.costs.timer import count_compiles
 from specjax.decode import programs
 from specjax.decode import scheduler as scheduler_lib
 from specjax.decode.decoder import Decoder
@@ -24,6 +23,7 @@ from specjax.interfaces import Batch, Calibration, TargetView
 from specjax.models.cache import num_slots
 from specjax.models.config import Norm
 from specjax.models.decode_layout import DecodeLayout
+from specjax.runtime.compile_cache import count_compiles
 from specjax.testing.toys import context, neutral_sampling, prefix_model
 from specjax.verifiers.lenient import Lenient
 from tests.cases import in_proof, transformer

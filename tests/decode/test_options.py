@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from experiments import programs
-from specjax.costs.timer import count_compiles
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import most_programs
 from specjax.drafters.draft_model import DraftModel
@@ -20,6 +19,7 @@ from specjax.drafters.ngram import NGram
 from specjax.errors import DataError, SpecjaxError
 from specjax.evaluation.references import sampling_logits, softmax
 from specjax.registry import VERIFIERS, resolve
+from specjax.runtime.compile_cache import count_compiles
 from specjax.testing.toys import ToyModel, prefix_model, related
 from tests.cases import in_proof
 

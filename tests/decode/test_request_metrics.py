@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.costs.timer import count_compiles
 from specjax.decode import decoder as decoder_lib
 from specjax.decode.decoder import Decoder
 from specjax.decode.result import HostSync, commit_times
@@ -21,6 +20,7 @@ from specjax.drafters.ngram import NGram
 from specjax.errors import DataError
 from specjax.interfaces import ACCEPTED, BONUS, CORRECTED, ORIGINS
 from specjax.metrics import DecodeStats, cost_per_1k_tokens
+from specjax.runtime.compile_cache import count_compiles
 from specjax.testing.toys import prefix_model
 
 TARGET, DRAFT = prefix_model(0), prefix_model(1)

@@ -15,10 +15,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
-from specjax.costs.timer import count_compiles
 from specjax.models.hf import save_model
 from specjax.runtime import compile_cache
-from specjax.runtime.compile_cache import SWITCH, keep_programs, programs_kept
+from specjax.runtime.compile_cache import SWITCH, count_compiles, keep_programs, programs_kept
 from specjax.runtime.progress import console_bars
 from tests import processes
 
@@ -101,7 +100,7 @@ import sys
 
 import jax
 import specjax
-from specjax.costs.timer import count_compiles
+from specjax.runtime.compile_cache import count_compiles
 from specjax.models.hf import save_model
 from specjax.runtime.compile_cache import keep_programs
 

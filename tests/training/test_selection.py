@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import pytest
 
 from specjax import config
-from specjax.costs.timer import count_compiles
 from specjax.data.corpus import Document, Part
 from specjax.data.prompts import HeldOutPrompt, cut_prompts
 from specjax.decode.decoder import Decoder
@@ -28,6 +27,7 @@ from specjax.evaluation.held_out import held_out_decoding
 from specjax.jobs import bench as measure
 from specjax.metrics import DecodeStats
 from specjax.runtime import checkpoint, fingerprint
+from specjax.runtime.compile_cache import count_compiles
 from specjax.runtime.log import read_log
 from specjax.testing.toys import prefix_model, related
 from specjax.training import selection
