@@ -2,9 +2,9 @@
 
     python experiments/check_summary.py [--short] runs/demo_full/report/summary.json
 
-``--short``: the figures of a demo of 100 steps, a quarter of them, with its control. Exit status 1 if a figure misses its bound that is neither a
-timing, which depends on the machine, nor counted on the few prompts that are decoded (those are shown, never fatal); 2
-if the file cannot be read.
+``--short``: the figures of a demo of 100 steps, a quarter of them, with its control. Exit status 1 if a figure misses
+its bound that is neither a timing, which depends on the machine, nor counted on the few prompts that are decoded (those
+are shown, never fatal); 2 if the file cannot be read.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import json
 import sys
 from pathlib import Path
 
-from specjax.report.figures import SHORT, WHOLE, Figure, figures
+from specjax.report.figures import SHORT, WHOLE, figures
 from specjax.report.labels import format_against
+from specjax.report.results import Figure
 
 
 def main(argv: list[str]) -> int:

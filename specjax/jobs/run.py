@@ -52,20 +52,19 @@ def run(config: RunConfig) -> dict[str, Any]:
         held.enter_context(lock.exclusive(out))
         recorded = sinks.recorded(config.logging, out, console_bars(console), dataclasses.asdict(config))
         bars = held.enter_context(recorded)
-        remaining = Remaining(plan(config), console)
-        stopwatch = Stopwatch(out / _SECONDS, bars, remaining)
-        prepared = inputs.prepare(config, stopwatch.bars, (*memory.STAGES, memory.DECODING))
-        remaining.planned = plan(config, len(prepared.train_rows))
+        stages = Stages(out / _SECONDS, bars, plan(config), console)
+        prepared = inputs.prepare(config, stages.bars, (*memory.STAGES, memory.DECODING))
+        stages.planned = plan(config, len(prepared.train_rows))
         check(config, prepared)
         if not (out / _DECODING).exists():
             preview(config, prepared, console)
-        distilled = job.distill(config, stopwatch.bars, prepared)
-        decoding = _decoding(config, distilled, out / _DECODING, stopwatch.bars)
+        distilled = job.distill(config, stages.bars, prepared)
+        decoding = _decoding(config, distilled, out / _DECODING, stages.bars)
         measures = dataclasses.asdict(distilled.measures)
         at = measures["alpha_at_after"]
         measures |= {"alpha_after_at_5": at[4] if len(at) > 4 else measures["alpha_after"]}
         measures |= {"alpha_positions": measures.pop("positions"), **_tokens_a_call(decoding["decoding"])}
-        summary = {**measures, **decoding["figures"], "minutes": sum(stopwatch.seconds.values()) / 60}
+        summary = {**measures, **decoding["figures"], "minutes": sum(stages.seconds.values()) / 60}
         results = {
             "name": out.name,
             "date": decoding["date"],
@@ -73,13 +72,13 @@ def run(config: RunConfig) -> dict[str, Any]:
             "config_yaml": yaml.safe_dump(dataclasses.asdict(config), sort_keys=False),
             "machine": {**decoding["machine"], "stream_gb_per_s": decoding["figures"].get("stream_gb_per_s")},
             "summary": summary,
-            "figures": [dataclasses.asdict(figure) for figure in check_figures(summary)],
+            "figures": [figure.model_dump() for figure in check_figures(summary)],
             "training": _training(distilled.logs),
             "comparison": _with_alpha(decoding["comparison"], distilled.alphas),
             "places": _places(distilled),
             "simulated": [dataclasses.asdict(row) for row in distilled.comparison if row.simulated is not None],
             "self_tests": {name: str(found) for name, found in distilled.self_tests.items()},
-            "stage_seconds": stopwatch.seconds,
+            "stage_seconds": stages.seconds,
             **{key: decoding[key] for key in ("decoding", "verifier", "compile_seconds", "roofline", "sample")},
         }
         fingerprint.write_json(out / _RESULTS, results)
@@ -156,38 +155,14 @@ def plan(config: RunConfig, rows: int = 1000) -> dict[str, float]:
     return {name: steps * _STEP_SECONDS[kind] for name, (kind, steps) in trained.items() if steps}
 
 
-class Remaining:
-    """Prints at each stage how long the whole run still takes: the plan for the stages to come, scaled by what the
-    finished stages took beside their plan."""
+class Stages:
+    """Bars of a run's stages. Each prints how long the whole run still takes: the plan for the stages to come, scaled
+    by what the finished ones took beside their plan. Its seconds are added to a file, over interrupted runs."""
 
-    def __init__(self, planned: dict[str, float], console: Console):
-        self.planned, self._console = planned, console
-        self._finished: list[str] = []
-        self._now: str | None = None
-        self._began = self._stage_began = time.perf_counter()
-        self._spent = 0.0
-
-    def begins(self, name: str) -> None:
-        """Print the line of the stage that begins."""
-        now = time.perf_counter()
-        if self._now is not None and now - self._stage_began > 0.05 * self.planned[self._now]:  # or it was reused
-            self._finished.append(self._now)
-            self._spent += now - self._stage_began
-        self._now, self._stage_began = (name if name in self.planned else None), now
-        if self._now is None:
-            return
-        names = list(self.planned)
-        ratio = self._spent / sum(self.planned[done] for done in self._finished) if self._finished else 1.0
-        left = ratio * sum(self.planned[later] for later in names[names.index(name) :])
-        title = f"[{names.index(name) + 1}/{len(names)}] {name}: about {format_duration(left)} left in all"
-        self._console.print(f"{title}, {format_duration(now - self._began)} gone", highlight=False)
-
-
-class Stopwatch:
-    """Seconds of each stage, added up over interrupted runs, in a file."""
-
-    def __init__(self, file: Path, bars: Bars, remaining: Remaining):
-        self._file, self._bars, self._remaining = file, bars, remaining
+    def __init__(self, file: Path, bars: Bars, planned: dict[str, float], console: Console):
+        self._file, self._bars, self.planned, self._console = file, bars, planned, console
+        self._began = time.perf_counter()
+        self._took: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
         with contextlib.suppress(FileNotFoundError, ValueError):
             self.seconds = json.loads(file.read_text())
@@ -196,13 +171,25 @@ class Stopwatch:
     def bars(self, name: str, steps: int) -> Iterator[StepProgress | None]:
         """A progress bar of a stage, whose seconds are added to the file when it ends."""
         before, began = self.seconds.get(name, 0.0), time.perf_counter()
-        self._remaining.begins(name)
+        if name in self.planned:
+            self._tell(name, began - self._began)
         try:
             with self._bars(name, steps) as progress:
                 yield progress
         finally:
-            self.seconds[name] = round(before + time.perf_counter() - began, 1)
+            took = time.perf_counter() - began
+            if name in self.planned and took > 0.05 * self.planned[name]:  # or it was reused
+                self._took[name] = took
+            self.seconds[name] = round(before + took, 1)
             fingerprint.write_json(self._file, self.seconds)
+
+    def _tell(self, name: str, gone: float) -> None:
+        names = list(self.planned)
+        done = sum(self.planned[finished] for finished in self._took)
+        ratio = sum(self._took.values()) / done if done else 1.0
+        left = ratio * sum(self.planned[later] for later in names[names.index(name) :])
+        title = f"[{names.index(name) + 1}/{len(names)}] {name}: about {format_duration(left)} left in all"
+        self._console.print(f"{title}, {format_duration(gone)} gone", highlight=False)
 
 
 def _tokens_a_call(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -11,25 +11,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-
-@dataclasses.dataclass(frozen=True)
-class Figure:
-    """A measured value beside what it must reach."""
-
-    key: str
-    value: Any
-    bound: str
-    """Least or most that the value must reach, in words; empty for a figure that is only reported."""
-    ok: bool
-    timing: bool = False
-    """True if the value depends on the machine."""
-    counted: bool = False
-    """True if the value depends on the few prompts that were decoded."""
-
-    @property
-    def fatal(self) -> bool:
-        """True if a miss is an error: neither the machine nor a few prompts explain it."""
-        return not (self.timing or self.counted)
+from specjax.report.results import Figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +34,7 @@ def figures(summary: Mapping[str, Any], bounds: Bounds = WHOLE) -> list[Figure]:
     control has none to compare with."""
     gap = _difference(summary, "draft_nll", "target_nll")
     return [
-        Figure("nll_gap", gap, "draft_nll - target_nll >= 0.2", gap is not None and gap >= 0.2),
+        Figure(key="nll_gap", value=gap, bound="draft_nll - target_nll >= 0.2", ok=gap is not None and gap >= 0.2),
         _bounded(summary, "alpha_after", bounds.alpha),
         _above(summary, "alpha_after", "alpha_before", bounds.above_before),
         *_above_control(summary, bounds.above_control),
@@ -87,23 +69,19 @@ def _bounded(summary: Mapping[str, Any], key: str, bound: str, **kind: bool) -> 
     """``bound``: a number, ``>=`` or ``<=`` one, ``true``, or nothing."""
     value = summary.get(key)
     if bound == "true":
-        return Figure(key, value, bound, value is True, **kind)
+        return Figure(key=key, value=value, bound=bound, ok=value is True, **kind)
     # A boolean is no number, so that `recompiles: false` does not pass for 0.
     relation, _, limit = bound.rpartition(" ")
     ok = _is_number(value) and (not bound or _HOLDS[relation](value, float(limit.replace(",", ""))))
-    return Figure(key, value, bound, ok, **kind)
+    return Figure(key=key, value=value, bound=bound, ok=ok, **kind)
 
 
 def _above(summary: Mapping[str, Any], key: str, rival: str, margin: float) -> Figure:
     gain = _difference(summary, key, rival)
     wanted = "not measured" if gain is None else _telling(summary[rival] + margin, summary[key])
-    return Figure(
-        key,
-        summary.get(key),
-        f">= {rival} + {margin:g} = {wanted}",
-        # Both sides are rounded by nobody: the tolerance is for the subtraction alone.
-        gain is not None and gain >= margin - 1e-9,
-    )
+    # Both sides are rounded by nobody: the tolerance is for the subtraction alone.
+    ok = gain is not None and gain >= margin - 1e-9
+    return Figure(key=key, value=summary.get(key), bound=f">= {rival} + {margin:g} = {wanted}", ok=ok)
 
 
 def _above_control(summary: Mapping[str, Any], margin: float) -> list[Figure]:

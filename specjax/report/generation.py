@@ -13,15 +13,8 @@ from rich.text import Text
 from specjax.decode.request import derive_seeds
 from specjax.metrics import RequestMetrics, cost
 from specjax.report.labels import counted
+from specjax.report.results import Piece
 from specjax.report.terminal import legend, render_pieces
-
-
-@dataclasses.dataclass(frozen=True)
-class _Given:
-    """The prompt as a piece of text."""
-
-    text: str
-    origin: str = "prompt"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +84,7 @@ def stream(
         nonlocal begun
         if console.is_terminal and not begun:
             shown = prompt if given is prompt else f"{prompt}\n"  # a chat's template has more around the prompt
-            console.print(render_pieces([_Given(shown)]), end="", soft_wrap=True)
+            console.print(render_pieces([Piece(text=shown, origin="prompt")]), end="", soft_wrap=True)
         begun = True
         _print_pieces(console, event.pieces, event.text)
 
@@ -99,7 +92,7 @@ def stream(
     console.print()
     if console.is_terminal:
         notes.print("\n", legend(), sep="")
-    notes.print(f"{_describe(answer.metrics.stats)}\n{_timed(answer.metrics)}", soft_wrap=True)
+    notes.print(_told(answer.metrics), soft_wrap=True)
     return answer
 
 
@@ -109,13 +102,11 @@ def print_rows(found: Sequence[Answer], result: Any, total: RequestMetrics, no_c
     for row, answer in enumerate(found):
         prompt = answer.prompt
         start = prompt if len(prompt) <= 60 else f"...{prompt[-57:]}"
-        console.print(render_pieces([_Given(start.replace("\n", " "))]), soft_wrap=True)
+        console.print(render_pieces([Piece(text=start.replace("\n", " "), origin="prompt")]), soft_wrap=True)
         _print_pieces(console, result.pieces(row), answer.text)
         console.print()
-        said = f"{_describe(answer.metrics.stats)}\n{_timed(answer.metrics)}"
-        console.print(Text(said, style="dim"), soft_wrap=True)
-    said = f"all {len(found)}: {_describe(total.stats)}\n{_timed(total)}"
-    console.print(Text(said, style="dim"), soft_wrap=True)
+        console.print(Text(_told(answer.metrics), style="dim"), soft_wrap=True)
+    console.print(Text(f"all {len(found)}: {_told(total)}", style="dim"), soft_wrap=True)
 
 
 def as_json(found: Sequence[Answer], total: RequestMetrics) -> dict[str, Any]:
@@ -154,30 +145,20 @@ def _print_pieces(console: Console, pieces: Sequence[Any], text: str) -> None:
         console.file.flush()
 
 
-def _describe(stats: Any) -> str:
-    text = f"{counted(stats.emitted, 'token')}, {counted(stats.target_calls, 'target call')}"
-    if stats.drafted:
-        text += f", block efficiency {stats.block_efficiency:.2f}, acceptance rate {stats.acceptance_rate:.2f}"
-    return text
-
-
-def _timed(metrics: RequestMetrics) -> str:
-    """Line of times, draft lengths and, if there is a price, cost."""
-    found = metrics.latencies.to_json()
+def _told(metrics: RequestMetrics) -> str:
+    """Two lines: counts and acceptance; times, draft lengths and, if there is a price, cost."""
+    stats, found = metrics.stats, metrics.latencies.to_json()
+    counts = f"{counted(stats.emitted, 'token')}, {counted(stats.target_calls, 'target call')}"
     which = " P50" if metrics.requests > 1 else ""
-    parts = [
-        f"{name.upper()}{which} {1000 * value:,.1f} ms"
-        for name in ("ttft", "tpot")
-        for value in [found[f"{name}_p50"]]
-        if value is not None
-    ]
+    medians = {name: found[f"{name}_p50"] for name in ("ttft", "tpot")}
+    parts = [f"{name.upper()}{which} {1000 * s:,.1f} ms" for name, s in medians.items() if s is not None]
     parts.append(f"{metrics.tokens_per_s:,.0f} tokens/s")
-    stats = metrics.stats
     if stats.drafted:
+        counts += f", block efficiency {stats.block_efficiency:.2f}, acceptance rate {stats.acceptance_rate:.2f}"
         used = [k for k, blocks in enumerate(stats.k_used) if blocks]
         few = f" ({used[0]} to {used[-1]})" if len(used) > 1 else ""
         parts.append(f"k used {stats.drafted / stats.blocks:.1f}{few}")
         parts.append(f"{counted(stats.blocks_without_draft, 'block')} without a draft")
     if metrics.cost is not None:
         parts.append(f"cost {metrics.cost:.3g}")
-    return ", ".join(parts)
+    return f"{counts}\n{', '.join(parts)}"

@@ -1,4 +1,4 @@
-"""Wording and number formats shared by the page, the Markdown and the terminal."""
+"""Wording and number formats shared by the report and the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DRAFTERS: Mapping[str, str] = {
     "autoregressive": "autoregressive",
     "draft_before": "draft before distillation",
     "draft_after": "draft after distillation",
-    "adaptive": "the same, lengths chosen",
+    "adaptive": "draft, adaptive length",
     "ngram": "n-gram lookup",
 }
 
@@ -29,11 +29,11 @@ FIGURES: Mapping[str, str] = {
     "alpha_positions": "held-out positions behind the acceptance",
     "greedy_identical": "greedy output equals autoregressive output token for token",
     "tokens_a_call_greedy_k5": "committed tokens a target call, greedy, k = 5, batch 1",
-    "tokens_a_call_t1_k3": "the same at temperature 1, k = 3",
+    "tokens_a_call_t1_k3": "committed tokens a target call, temperature 1, k = 3, batch 1",
     "speedup_greedy": "wall time against the best autoregressive loop, greedy, batch 1",
-    "speedup_t1": "the same at temperature 1",
-    "greedy_top_speedup": "of the best k in the grid, which the timed prompts themselves choose, greedy",
-    "t1_top_speedup": "the same at temperature 1",
+    "speedup_t1": "wall time against the best autoregressive loop, temperature 1, batch 1",
+    "greedy_top_speedup": "speedup of the best k in the grid, which the timed prompts themselves choose, greedy",
+    "t1_top_speedup": "speedup of the best k in the grid, which the timed prompts themselves choose, temperature 1",
     "ar_tokens_per_s": "autoregressive tokens a second, batch 1",
     "spec_tokens_per_s": "speculative tokens a second, greedy, batch 1",
     "spec_tokens_per_s_t1": "speculative tokens a second, temperature 1, batch 1",
@@ -41,9 +41,9 @@ FIGURES: Mapping[str, str] = {
     "pass_of_4": "a pass of the target over 4 tokens, over one of 1",
     "ar_overhead": "one autoregressive step over its target forward",
     "step_overhead": "one speculative step over its target and draft forwards, timed in turn as a block makes them",
-    "step_overhead_apart": "the same over the sum of the two timed alone, with all caches warm",
+    "step_overhead_apart": "one speculative step over the sum of its forwards timed alone, with all caches warm",
     "speedup_predicted_error": "predicted against measured speedup, relative error",
-    "speedup_predicted_error_in_sample": "the same with the acceptance of the timed prompts: the error of the costs",
+    "speedup_predicted_error_in_sample": "relative error with the acceptance of the timed prompts: that of the costs",
     "recompiles": "programs compiled after every bucket was seen once",
     "peak_rss_gb": "peak memory of the run, GB",
     "minutes": "training, evaluation and decoding, minutes",
@@ -91,6 +91,11 @@ def format_value(value: Any) -> str:
             return ", ".join(map(format_value, value))
         case _:
             return visible(str(value))
+
+
+def format_or_dash(value: Any) -> str:
+    """`format_value`, but a dash for None."""
+    return "–" if value is None else format_value(value)
 
 
 _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")

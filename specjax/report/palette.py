@@ -20,40 +20,30 @@ class Tone:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Look of a token of one origin. ``terminal``: a colour with a contrast of at least 4.5 on black and on white, one
-    of the 256 that terminals share, so that nothing is rounded; empty for the terminal's own. ``attributes`` (rich) and
-    ``css`` are the marks that need no colour; ``brackets`` mark the token in plain text."""
+    """Look of a token of one origin. ``rich_style``: on a terminal, with a mark that needs no colour, and a colour with
+    a contrast of at least 4.5 on black and on white, one of the 256 that terminals share, so that nothing is rounded.
+    ``brackets`` mark the token in plain text and on the page."""
 
     meaning: str
     tone: Tone
-    terminal: str
-    attributes: str = ""
-    css: str = ""
+    rich_style: str
     brackets: tuple[str, str] = ("", "")
-
-    @property
-    def rich_style(self) -> str:
-        return f"{self.attributes} {self.terminal}".strip() or "default"
 
 
 ORIGINS: Mapping[str, Origin] = {
-    "prompt": Origin("what was given", Tone("#656d76", "#8d96a0"), "#767676", "italic"),
+    "prompt": Origin("what was given", Tone("#656d76", "#8d96a0"), "italic #767676", ("", "‖")),
     # Most of the output has this origin, so it has the terminal's own colour.
-    "accepted": Origin("drafted and accepted", Tone("#0a55a8", "#6cb6ff"), ""),
+    "accepted": Origin("drafted and accepted", Tone("#0a55a8", "#6cb6ff"), "default"),
     "corrected": Origin(
         "the target's token in place of a rejected draft",
         Tone("#b84a00", "#ff9a57"),
-        "#af5f5f",
-        "bold underline",
-        "font-weight: 700; text-decoration: underline solid 2px; text-underline-offset: 3px;",
+        "bold underline #af5f5f",
         ("⟦", "⟧"),
     ),
     "bonus": Origin(
         "the target's token after a whole accepted block",
         Tone("#007a56", "#3ddcb0"),
-        "#00875f",
-        "reverse",
-        "outline: 1px dashed; outline-offset: 0; border-radius: 2px;",
+        "reverse #00875f",
         ("⟪", "⟫"),
     ),
 }
@@ -71,15 +61,11 @@ PAGE: Mapping[str, Tone] = {
     "ink": Tone("#1f242b", "#e4e9ef"),
     "muted": Tone("#5b6570", "#9aa5b1"),
     "line": Tone("#d8dee5", "#323b47"),
-    "good": Tone("#0f7a3d", "#4cc97f"),
     "bad": Tone("#c02626", "#ff7b72"),
 }
 
 
 def css_variables() -> dict[str, Tone]:
     """CSS variable name -> tone, for the page and the plots in it."""
-    return {
-        **{f"--{name}": tone for name, tone in PAGE.items()},
-        **{f"--{name.replace('_', '-')}": tone for name, tone in SERIES.items()},
-        **{f"--{name}": origin.tone for name, origin in ORIGINS.items()},
-    }
+    tones = {**PAGE, **SERIES, **{name: origin.tone for name, origin in ORIGINS.items()}}
+    return {f"--{name.replace('_', '-')}": tone for name, tone in tones.items()}

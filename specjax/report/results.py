@@ -26,8 +26,8 @@ class _Record(BaseModel):
 
 
 class Figure(_Record):
-    """One figure with the bound that it must reach. ``timing`` figures depend on the machine, ``counted`` ones on the
-    choice of a few decoded prompts."""
+    """A figure with the bound that it must reach, empty for one that is only reported. ``timing``: it depends on the
+    machine; ``counted``: on the choice of a few decoded prompts."""
 
     key: str
     value: Any = None
@@ -39,6 +39,11 @@ class Figure(_Record):
     @property
     def depends_on(self) -> str:
         return "timing" if self.timing else "few prompts" if self.counted else ""
+
+    @property
+    def fatal(self) -> bool:
+        """True if a miss is an error: neither the machine nor a few prompts explain it."""
+        return not (self.timing or self.counted)
 
 
 class TrainingRecord(_Record):

@@ -6,6 +6,7 @@ Everything is built from rich `Text`, never from markup, so that generated text 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from specjax.report.labels import (
     drafter_name,
     format_against,
     format_interval,
+    format_or_dash,
     format_temperature,
     format_temperature_short,
     format_value,
@@ -57,24 +59,30 @@ def legend() -> Text:
     return Text("\n").join(lines)
 
 
-def plain_table(title: str) -> Table:
-    """Table without lines between columns, so that it fits into 80 characters."""
+def plain_table(title: str, first: str | None = None, numbers: Iterable[str] = ()) -> Table:
+    """Table without lines between columns, so that it fits into 80 characters. ``first``: head of a column of names,
+    and ``numbers``: of columns of numbers, none of which is ever broken."""
     looks: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "padding": (0, 1, 0, 0)}
-    return Table(title=title, title_justify="left", header_style="bold", **looks)
-
-
-def _table(title: str, first: str, numbers: Iterable[str]) -> Table:
-    """Table for 80 characters whose names and numbers are never broken."""
-    table = plain_table(title)
-    table.add_column(first, no_wrap=True)
+    table = Table(title=title, title_justify="left", header_style="bold", **looks)
+    if first is not None:
+        table.add_column(first, no_wrap=True)
     for header in numbers:
         table.add_column(header, justify="right", no_wrap=True)
     return table
 
 
+def _add_rows(table: Table, title: str, rows: Iterable[tuple[str, Sequence[Any]]], best: Any = None) -> None:
+    """A section of names with values under its title; the row with the number ``best`` is bold."""
+    table.add_section()
+    table.add_row(Text(title, style="italic"))
+    for number, (name, values) in enumerate(rows):
+        style = "bold" if number == best else ""
+        table.add_row(Text(f"  {name}"), *(Text(format_or_dash(value)) for value in values), style=style)
+
+
 def figures_table(figures: Sequence[Any]) -> Table:
     """Table of figures (mappings or objects with key, value, bound, ok, timing); a bound is marked `ok` or `MISSED`."""
-    table = _table("Figures", "figure", ["value"])
+    table = plain_table("Figures", "figure", ["value"])
     table.add_column("must reach")
     table.add_column("", no_wrap=True)
     for figure in map(Figure.model_validate, figures):
@@ -94,69 +102,48 @@ def _short(name: str, most: int = 24) -> str:
 
 def comparison_table(rows: Sequence[Any]) -> Table:
     """Table of before and after distillation (mappings or objects as in `results.Comparison`), source by source."""
-    table = _table("Before and after", "drafter", ("k", "alpha", "tokens\na block", "95%", "tokens/s"))
+    table = plain_table("Before and after", "drafter", ("k", "alpha", "tokens\na block", "95%", "tokens/s"))
     for (source, temperature), group in before_and_after(tuple(map(Comparison.model_validate, rows))):
-        table.add_section()
         prompts = f" ({counted(group[0].prompts, 'prompt')})" if group[0].prompts else ""
-        table.add_row(
-            Text(f"{_short(visible(source))}, {format_temperature_short(temperature)}{prompts}", style="italic")
-        )
-        for row in group:
-            figures = ("–" if x is None else format_value(x) for x in (row.k, row.alpha, row.block_efficiency))
-            interval = format_interval(row.low, row.high)
-            speed = "–" if row.tokens_per_s is None else format_value(row.tokens_per_s)
-            table.add_row(Text("  " + drafter_name(row.drafter)), *map(Text, (*figures, interval, speed)))
+        cells = [(r.k, r.alpha, r.block_efficiency, format_interval(r.low, r.high), r.tokens_per_s) for r in group]
+        title = f"{_short(visible(source))}, {format_temperature_short(temperature)}{prompts}"
+        _add_rows(table, title, zip((drafter_name(row.drafter) for row in group), cells, strict=True))
     return table
 
 
 def decoding_table(rows: Sequence[Any]) -> Table:
     """The decoding grid (mappings or objects as in `results.DecodingRow`); the largest speedup of a group is bold."""
     headers = ("k", "tokens/s", "speedup", "pre-\ndicted", "tokens\na block", "kept", "same\ntext")
-    table = _table("Decoding", "drafter", headers)
+    table = plain_table("Decoding", "drafter", headers)
     for (batch_size, temperature), group in ordered(tuple(map(DecodingRow.model_validate, rows))):
-        table.add_section()
-        table.add_row(Text(f"batch {batch_size}, {format_temperature(temperature)}", style="italic"))
-        best = fastest(group)
+        best, cells = fastest(group), []
         for row in group:
-            cells = (
-                row.k,
-                row.tokens_per_s,
-                row.speedup,
-                row.predicted_speedup,
-                row.block_efficiency,
-                row.acceptance_rate,
-                row.identical,
-            )
-            table.add_row(
-                Text("  " + drafter_name(row.drafter)),
-                *(Text("–" if cell is None else format_value(cell)) for cell in cells),
-                style="bold" if row is best else "",
-            )
+            speeds = (row.tokens_per_s, row.speedup, row.predicted_speedup)
+            cells.append((row.k, *speeds, row.block_efficiency, row.acceptance_rate, row.identical))
+        names = (drafter_name(row.drafter) for row in group)
+        bold = None if best is None else group.index(best)
+        _add_rows(table, f"batch {batch_size}, {format_temperature(temperature)}", zip(names, cells, strict=True), bold)
     return table
 
 
 def numerics_table(comparisons: Sequence[Mapping[str, Any]]) -> Table:
     """Table of the drift that `specjax.evaluation.numerics` found (its JSON), by reference path."""
     headers = ("max", "mean", "near\nties", "other", "first")
-    table = _table("Drift of the logits of the same tokens", "against, path", headers)
+    table = plain_table("Drift of the logits of the same tokens", "against, path", headers)
     table.caption_justify = "left"
     table.caption = (
         "Absolute differences to single tokens at batch 1. near ties: positions where the two best logits are closer "
         "than the drift; other: where another token is best; first: the first such output token (its margin)."
     )
-    reference = None
-    for found in comparisons:
-        if found["reference"] != reference:
-            reference = found["reference"]
-            table.add_section()
-            table.add_row(Text(visible(reference), style="italic"))
-        first = min(found["differences"], key=lambda d: d["position"], default=None)
-        cells = (
-            format_value(found["drift_max"]),
-            format_value(found["drift_mean"]),
-            f"{found['margin_below_drift']:.2%}",
-            f"{found['choices_differ']:.2%}",
-            "none" if first is None else f"{first['position']} ({format_value(first['margin'])})",
-        )
-        table.add_row(Text("  " + visible(found["name"].removeprefix(f"{reference}, "))), *map(Text, cells))
+    for reference, group in itertools.groupby(comparisons, key=lambda found: found["reference"]):
+        rows = []
+        for found in group:
+            first = min(found["differences"], key=lambda d: d["position"], default=None)
+            cells = (
+                *(found["drift_max"], found["drift_mean"]),
+                *(f"{found['margin_below_drift']:.2%}", f"{found['choices_differ']:.2%}"),
+                "none" if first is None else f"{first['position']} ({format_value(first['margin'])})",
+            )
+            rows.append((visible(found["name"].removeprefix(f"{reference}, ")), cells))
+        _add_rows(table, visible(reference), rows)
     return table

@@ -1,4 +1,5 @@
-"""Progress on a terminal: one bar for each stage, with the newest figures and the reason of a wait beside it."""
+"""Progress of a command's stages: on a terminal one bar for each, with the newest figures and the reason of a wait
+beside it; elsewhere, as in a log file, a line from time to time."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Column
 from rich.text import Text
 
-from specjax.runtime.progress_lines import console_lines
-
 StepProgress = Callable[[int, dict[str, float]], None]
 """Called after every step with the steps done and the newest log record (empty before the first)."""
 Bars = Callable[[str, int], AbstractContextManager[StepProgress | None]]
 """Opens the display of one stage, given its name and its number of steps."""
 
 _NARROW = 100
-_shown: list[Callable[[str | None], None]] = []
-"""Functions that show a wait on each open bar, the innermost bar last."""
+SHARE, SECONDS = 0.05, 30.0
+"""Share of a stage's steps, and seconds, after which the next line is due, whichever comes first."""
+_open: list[list[tuple[str, float]]] = []
+"""Waits of each open bar, and since when; innermost and newest last. Waits nest: an evaluation compiles."""
 
 
 @contextlib.contextmanager
@@ -34,27 +35,28 @@ def no_bars(name: str, steps: int) -> Iterator[None]:
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Show on the open bar, if there is one, ``what`` the block waits for, and for how long it has waited."""
-    if not wait_for(what):
-        yield
-        return
+    shown = wait_for(what)
     try:
         yield
     finally:
-        wait_for(None)
+        if shown:
+            wait_for(None)
 
 
 def wait_for(what: str | None) -> bool:
     """Show a wait for ``what`` on the open bar; None ends the newest wait. Returns False if no bar is open."""
-    if _shown:
-        _shown[-1](what)
-    return bool(_shown)
+    if _open and what is None:
+        del _open[-1][-1:]
+    elif _open and what is not None:
+        _open[-1].append((what, time.monotonic()))
+    return bool(_open)
 
 
-def console_bars(console: Console) -> Bars:
+def console_bars(console: Console, clock: Callable[[], float] = time.monotonic) -> Bars:
     """One bar for each stage, or lines if the console is no terminal. A stage that was finished before shows as
     complete at once. On a narrow terminal figures are cut, never the count or the time."""
     if not (console.is_terminal or console.is_jupyter):
-        return console_lines(console, _figures)
+        return _lines(console, clock)
 
     @contextlib.contextmanager
     def bar(name: str, steps: int) -> Iterator[StepProgress]:
@@ -65,31 +67,22 @@ def console_bars(console: Console) -> Bars:
             _Time(table_column=Column(no_wrap=True)),
             TextColumn("{task.fields[figures]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
         )
+        figures: dict[str, float] = {}
+        waits: list[tuple[str, float]] = []
         with Progress(*columns, console=console, expand=True) as display:
-            task = display.add_task(name, total=steps, figures="", waits=None, since=0.0)
-            figures: dict[str, float] = {}
+            task = display.add_task(name, total=steps, figures="", waits=waits)
 
             def show(step: int, record: dict[str, float]) -> None:
                 # Acceptance is not measured at every record: its last value stays.
                 figures.update(record)
                 display.update(task, completed=step, figures=_figures(figures))
 
-            waits: list[str] = []  # waits nest: an evaluation compiles
-
-            def wait(what: str | None) -> None:
-                if what is None:
-                    del waits[-1:]
-                else:
-                    waits.append(what)
-                display.update(task, waits=waits[-1] if waits else None, since=time.monotonic())
-
-            _shown.append(wait)
+            _open.append(waits)
             try:
                 yield show
             finally:
-                _shown.remove(wait)
+                _open.pop()
                 waits.clear()
-                wait(None)
             display.update(task, completed=steps)
 
     return bar
@@ -103,16 +96,50 @@ class _Time(ProgressColumn):
     def render(self, task: Task) -> Text:
         if task.finished:
             return Text(f"took {_clock(task.finished_time)}", style="progress.elapsed")
-        if task.fields.get("waits"):
-            return Text(f"{task.fields['waits']} {_clock(time.monotonic() - task.fields['since'])}", style="yellow")
+        for what, since in task.fields["waits"][-1:]:
+            return Text(f"{what} {_clock(time.monotonic() - since)}", style="yellow")
         if task.time_remaining is None:
             return Text(f"{_clock(task.elapsed)} so far", style="progress.elapsed")
         return Text(f"{_clock(task.time_remaining)} left", style="progress.remaining")
 
 
-def _clock(seconds: float | None) -> str:
+def _lines(console: Console, clock: Callable[[], float]) -> Bars:
+    """Lines for a log file, each with the figures of the newest records."""
+
+    @contextlib.contextmanager
+    def lines(name: str, steps: int) -> Iterator[StepProgress]:
+        def tell(*parts: str) -> None:
+            console.print("  ".join(filter(None, parts)), soft_wrap=True, highlight=False, markup=False)
+
+        began = told = clock()
+        tell(f"{name}: {steps:,} to do")
+        first: tuple[int, float] | None = None
+        told_step = 0
+        known: dict[str, float] = {}
+
+        def show(step: int, record: dict[str, float]) -> None:
+            nonlocal first, told, told_step
+            known.update(record)
+            now = clock()
+            first = first or (step, now)
+            due = now - told >= SECONDS or step - told_step >= SHARE * steps or step == steps
+            if not due or step == told_step:
+                return
+            done, since = step - first[0], now - first[1]
+            left = f"ETA {_clock(round(since / done * (steps - step)), hours=True)}" if done and step < steps else ""
+            tell(f"{name}: {step:,}/{steps:,}", _figures(known), left)
+            told, told_step = now, step
+
+        yield show
+        tell(f"{name}: done in {_clock(round(clock() - began), hours=True)}")
+
+    return lines
+
+
+def _clock(seconds: float | None, hours: bool = False) -> str:
+    """Text like `1:05`, `1:02:05`, or with ``hours`` always like the latter."""
     minutes, rest = divmod(int(seconds or 0), 60)
-    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if hours or minutes >= 60 else f"{minutes}:{rest:02}"
 
 
 def _figures(record: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ class Sink(Protocol):
         """Announce the records of ``stage`` from ``step`` on; those that an interrupted run wrote are void."""
         ...
 
-    def write(self, stage: str, record: Mapping[str, float]) -> None: ...
+    def write(self, stage: str, step: int, values: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -39,9 +39,9 @@ class TensorBoard:
         # Files are named by the second, and one of the same name would be overwritten.
         self._open = self._writer(str(self._directory / stage), purge_step=step, filename_suffix=f".{step}")
 
-    def write(self, stage: str, record: Mapping[str, float]) -> None:
-        for name, value in _values(record).items():
-            self._open.add_scalar(name, value, record["step"])
+    def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._open.add_scalar(name, value, step)
         self._open.flush()
 
     def close(self) -> None:
@@ -71,9 +71,8 @@ class Wandb:
         # A step that is written twice is drawn once: the axis is the stage's own step.
         self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
 
-    def write(self, stage: str, record: Mapping[str, float]) -> None:
-        values = {"step": record["step"], **_values(record)}
-        self._run.log({f"{stage}/{name}": value for name, value in values.items()})
+    def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({f"{stage}/{name}": value for name, value in {"step": step, **values}.items()})
 
     def close(self) -> None:
         self._run.finish()
@@ -112,7 +111,7 @@ def _recording(bars: Bars, sinks: list[Sink]) -> Bars:
                     for sink in sinks:
                         if not begun:
                             sink.begin(name, step)
-                        sink.write(name, record)
+                        sink.write(name, step, {key: value for key, value in record.items() if key != "step"})
                     begun = True
                 if progress is not None:
                     progress(step, record)
@@ -120,10 +119,6 @@ def _recording(bars: Bars, sinks: list[Sink]) -> Bars:
             yield show
 
     return recording
-
-
-def _values(record: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in record.items() if name != "step"}
 
 
 def _extra(module: str, field: str, extra: str) -> Any:

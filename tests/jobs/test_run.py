@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import types
 from pathlib import Path
 from typing import Any
@@ -21,23 +22,24 @@ from specjax.runtime.progress import no_bars
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_stage_says_how_long_the_whole_run_still_takes(monkeypatch):
+def test_every_stage_says_how_long_the_whole_run_still_takes_and_adds_its_seconds(monkeypatch, tmp_path):
     clock = [0.0]
     monkeypatch.setattr(pipeline.time, "perf_counter", lambda: clock[0])
-    screen = io.StringIO()
+    screen, file = io.StringIO(), tmp_path / "seconds.json"
+    file.write_text('{"draft-pretrain": 5.0}')
     planned = {"draft-pretrain": 10.0, "draft-distill": 20.0, "decoding": 30.0}
-    remaining = pipeline.Remaining(planned, Console(file=screen, width=80))
-    remaining.begins("draft-pretrain")
-    clock[0] = 20.0  # twice what was planned
-    remaining.begins("draft-distill")
-    clock[0] = 20.1  # finished by an earlier run: says nothing about speed
-    remaining.begins("elsewhere")
-    remaining.begins("decoding")
+    stages = pipeline.Stages(file, no_bars, planned, Console(file=screen, width=80))
+    # The first takes twice what was planned; the second was finished by an earlier run and says nothing about speed.
+    for name, seconds in (("draft-pretrain", 20.0), ("draft-distill", 0.1), ("elsewhere", 0.0), ("decoding", 1.0)):
+        with stages.bars(name, 1):
+            clock[0] += seconds
     assert screen.getvalue().splitlines() == [
         "[1/3] draft-pretrain: about 1 min 00 s left in all, 0.0 s gone",
         "[2/3] draft-distill: about 1 min 40 s left in all, 20.0 s gone",
         "[3/3] decoding: about 1 min 00 s left in all, 20.1 s gone",
     ]
+    expected = {"draft-pretrain": 25.0, "draft-distill": 0.1, "elsewhere": 0.0, "decoding": 1.0}
+    assert json.loads(file.read_text()) == stages.seconds == expected
 
 
 def test_the_plan_of_the_demo_has_every_stage_and_all_of_the_benchmark(tiny_target):

@@ -13,7 +13,7 @@ import numpy as np
 from specjax import metrics
 from specjax.data import rows
 from specjax.models.vocabulary import TokenRows
-from specjax.runtime import checkpoint, fingerprint, progress_lines, store
+from specjax.runtime import checkpoint, fingerprint, progress, store
 from specjax.runtime.checkpoint import Checkpoints
 from specjax.runtime.log import Log
 from specjax.training import chunked_loss as matching
@@ -309,7 +309,7 @@ def digest_known_by_the_arrays_without_their_places(patch):
 
 @mutant("progress", test_progress.test_a_quick_stage_tells_every_twentieth_of_it)
 def progress_told_by_the_clock_alone(patch):
-    patch.setattr(progress_lines, "SHARE", 1.0)
+    patch.setattr(progress, "SHARE", 1.0)
 
 
 @mutant("checkpoint", test_checkpoint.test_a_step_counts_as_whole_from_its_manifest_on)

@@ -86,7 +86,7 @@ def test_before_and_after_are_told_by_source_beside_plain_decoding(built):
     ]
     assert len(rows) == 2 * 2 * 3
     _, parsed = page(built)
-    assert "prose, temperature 1" in parsed.text
+    assert "prose\ntemperature 1\nautoregressive" in parsed.text
     assert "3.61 to 4.16" in parsed.text
 
 
@@ -111,13 +111,13 @@ def test_what_bounds_each_pass_is_told(built):
 
 
 def test_training_is_told_beside_decoding(built):
-    html, markdown = page(built)[0], (built / "report.md").read_text()
-    assert "| 1 | 0.701 | 0.861 | 0.212 | 0.902 | \n| 2 | 0.690 | 0.857 | 0.231 | – | \n" in markdown
+    text, markdown = page(built)[1].text, (built / "report.md").read_text()
+    assert "| 1 | 0.701 | 0.861 | 0.212 | 0.902 |\n| 2 | 0.690 | 0.857 | 0.231 | – |\n" in markdown
     assert "| draft after distillation | greedy | 5 | 5.012 | 4.10 to 5.90 | 4.987 |" in markdown
     assert "- `draft`, loaded again after its export: 38 arrays and all settings equal." in markdown
-    assert '<tr><td>3</td><td class="number">0.680</td>' in html
-    assert "4.987" in html
-    assert "38 arrays and all settings equal" in html
+    assert "\n3\n0.680\n" in text
+    assert "4.987" in text
+    assert "38 arrays and all settings equal" in text
 
 
 def test_page_loads_nothing_and_runs_nothing(built):
@@ -182,7 +182,7 @@ def test_control_and_override_characters_are_shown_not_obeyed(plotless, save):
 
 def test_missed_figures_are_named_and_marked(results, built):
     html, parsed = page(built)
-    assert html.count("✗ missed") == 1
+    assert html.count("✗ <strong>missed</strong>") == 1
     assert html.count("✓ ok") == len(results["figures"]) - 1
     assert "6 of 7 figures reached" in parsed.text
     markdown = (built / "report.md").read_text()
@@ -235,9 +235,9 @@ def test_parts_that_are_missing_are_said_not_to_be_measured(save, null):
     directory = report.build(save(results))
     html, parsed = page(directory)
     assert "svg" not in parsed.tags
-    sections = dict(re.findall(r"<h2>(.*?)</h2>(.*?)</section>", html, flags=re.DOTALL))
-    assert len(sections) == 8
-    assert all("not measured" in body for body in sections.values())
+    sections = html.split("<h2>")[1:]
+    assert len(sections) == 7
+    assert all("not measured" in body for body in sections)
     assert (directory / "report.md").read_text().count("not measured") >= 5
     assert not list(directory.glob("*.png"))
 

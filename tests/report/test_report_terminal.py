@@ -54,7 +54,7 @@ def test_origins_of_new_tokens_differ_without_colour():
         for origin in ("accepted", "corrected", "bonus")
     }
     assert len(outputs) == 3
-    assert len({ORIGINS[origin].css for origin in ("accepted", "corrected", "bonus")}) == 3
+    assert len({ORIGINS[origin].brackets for origin in ("accepted", "corrected", "bonus")}) == 3
 
 
 def test_origin_colours_can_be_read_on_their_backgrounds():

@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 
 from specjax.runtime.progress import console_bars, no_bars, wait_for, waiting
-from specjax.runtime.progress_lines import console_lines
 
 
 def bar(screen: io.StringIO, name: str, steps: int) -> Any:
@@ -62,8 +61,9 @@ def test_without_a_bar_nothing_waits_aloud():
 def lines_of(steps: int, seconds: float, start: int = 0) -> list[str]:
     """What a log file has of a stage whose steps take ``seconds`` each, from step ``start`` on."""
     now, out = 0.0, io.StringIO()
-    bars = console_lines(Console(file=out), lambda record: f"loss {record['loss']:.2f}", lambda: now)
+    bars = console_bars(Console(file=out), lambda: now)
     with bars("draft-distill", steps) as show:
+        assert show is not None
         for step in range(start + 1, steps + 1):
             now += seconds
             show(step, {"loss": step / 100})
@@ -74,14 +74,14 @@ def test_a_quick_stage_tells_every_twentieth_of_it():
     first, *lines, last = lines_of(steps=400, seconds=0.1)
     assert (first, last) == ("draft-distill: 400 to do", "draft-distill: done in 0:00:40")
     assert [line.split()[1] for line in lines] == [f"{step}/400" for step in range(20, 401, 20)]
-    assert lines[4] == "draft-distill: 100/400  loss 1.00  ETA 0:00:30"
+    assert lines[4] == "draft-distill: 100/400  loss 1.000  ETA 0:00:30"
     assert "ETA" not in lines[-1]
 
 
 def test_a_slow_stage_tells_every_half_minute_and_its_time_is_that_of_the_steps_taken_now():
     lines = lines_of(steps=1_000, seconds=10.0, start=500)[1:-1]
     assert [line.split()[1] for line in lines[:3]] == ["501/1,000", "504/1,000", "507/1,000"]
-    assert lines[1].endswith("loss 5.04  ETA 1:22:40")
+    assert lines[1].endswith("loss 5.040  ETA 1:22:40")
 
 
 def test_a_log_file_gets_lines_and_a_terminal_a_bar():
