@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import inspect
 import io
 import itertools
 import json
@@ -14,7 +16,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,12 +25,14 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
+from specjax.decode.options import NUMBERS, SamplingOptions, meanings
 from specjax.errors import SpecjaxError, Stopped
 from specjax.report.labels import counted
 from specjax.runtime import memory
 from specjax.runtime.files import plain_json, write_atomically
 
 USER_ERROR, INTERRUPTED, TERMINATED = 2, 130, 143
+_RESUMES = "interrupted; the same command resumes"
 _SHARD_GB = 5.0
 # Errors of a wrong path, wherever it is opened first, and of a full or read-only disk, wherever it is written.
 _PATH_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -122,7 +127,7 @@ def user_errors(debug: bool = False, interrupted: str = "interrupted") -> Iterat
 def run_main(
     main: Callable[[Path, list[str]], int | None],
     description: str | None,
-    interrupted: str = "interrupted; the same command resumes",
+    interrupted: str = _RESUMES,
     argv: Sequence[str] | None = None,
 ) -> None:
     """Run a script with the command line `CONFIG [a.b=v]... [--debug]`: call ``main(config path, overrides)`` and exit
@@ -157,7 +162,75 @@ def _sigterm_like_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@app.command(cls=_Command)
+def _command(
+    name: str | None = None, resumes: bool = False, stops: bool = False
+) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
+    """Register a function as a command that also takes ``--debug``, with `user_errors` around it; it returns its exit
+    status. ``resumes``: the same command goes on after Ctrl-C. ``stops``: SIGTERM raises `Stopped` as well."""
+
+    def register(function: Callable[..., int | None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(*arguments: Any, debug: bool = False, **options: Any) -> None:
+            interrupted = _RESUMES if resumes else "interrupted"
+            with user_errors(debug, interrupted), _sigterm_like_ctrl_c() if stops else contextlib.nullcontext():
+                status = function(*arguments, **options)
+            if status:
+                raise SystemExit(status)
+
+        given = inspect.signature(function, eval_str=True).parameters.values()
+        _set_parameters(run, [*given, _parameter("debug", Debug, False)])
+        app.command(name, cls=_Command)(run)
+        return run
+
+    return register
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _set_parameters(function: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> None:
+    """Make ``parameters`` those that typer finds, each given by its name."""
+    named = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    function.__dict__["__signature__"] = inspect.Signature(named)
+
+
+_TYPED = {"banned_tokens": "ban"}
+"""Sampling parameter -> name of its option, if that is another."""
+_NOT_TYPED = ("allowed_tokens", "stop_token_ids")
+"""Sampling parameters without an option."""
+_KINDS: dict[Any, tuple[Any, str | None]] = {
+    float: (float, None),
+    int: (int, None),
+    Mapping: (list[str] | None, "ID=VALUE"),
+    Sequence: (list[int] | None, "ID"),
+}
+"""Type of a sampling parameter -> type and metavar of its option; a list is given element by element."""
+
+
+def _sampling_options() -> Iterator[inspect.Parameter]:
+    """The option of each sampling parameter, made of `SamplingOptions`."""
+    explained = meanings()
+    for name, hint in typing.get_type_hints(SamplingOptions).items():
+        if name not in _NOT_TYPED:
+            for_all_rows = typing.get_args(hint)[0]
+            kind, metavar = _KINDS[typing.get_origin(for_all_rows) or for_all_rows]
+            help = explained[name] if metavar is None else f"{explained[name].removesuffix('.')}; may be repeated."
+            option = typer.Option(help=help, metavar=metavar, min=0 if name == "temperature" else None)
+            default = NUMBERS[name].neutral if name in NUMBERS else None
+            yield _parameter(_TYPED.get(name, name), Annotated[kind, option], default)
+
+
+def _with_sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with the option of each sampling parameter in place of ``**sampling``, after max_new_tokens."""
+    parameters = [*inspect.signature(function, eval_str=True).parameters.values()][:-1]
+    at = [parameter.name for parameter in parameters].index("max_new_tokens") + 1
+    _set_parameters(function, [*parameters[:at], *_sampling_options(), *parameters[at:]])
+    return function
+
+
+@_command()
+@_with_sampling_options
 def generate(
     context: typer.Context,
     target: Annotated[str, typer.Option(help="Target: a Hugging Face directory or hub id.")],
@@ -176,18 +249,6 @@ def generate(
         bool, typer.Option("--defaults", help="Sample as generation_config.json says, where no option does.")
     ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the likely tokens that reach this together.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens this many times as likely as the best.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Of tokens in prompt and output; 1: none.")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="Of tokens in the output.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="The same, each time it occurs.")] = 0.0,
-    min_new_tokens: Annotated[int, typer.Option(help="No end-of-sequence before.")] = 0,
-    logit_bias: Annotated[
-        list[str] | None, typer.Option(metavar="ID=VALUE", help="Added to a token's logit; may be repeated.")
-    ] = None,
-    ban: Annotated[list[int] | None, typer.Option(metavar="ID", help="Token never emitted; may be repeated.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     verifier: Annotated[str, typer.Option(help="Which part of a block is kept.")] = "speculative",
@@ -226,7 +287,7 @@ def generate(
         Literal["raw", "processed"] | None, typer.Option(help="Of the tokens, with --json: before or after sampling.")
     ] = None,
     no_color: Annotated[bool, typer.Option("--no-color")] = False,
-    debug: Debug = False,
+    **sampling: Any,
 ) -> None:
     """Continue prompts. One prompt is streamed, with every token coloured by who chose it."""
     if draft is not None and ngram:
@@ -243,8 +304,7 @@ def generate(
         raise typer.BadParameter("--logprobs are printed with --json only; add it")
     if price_per_hour is not None and not price_per_hour < float("inf"):
         raise typer.BadParameter(f"--price-per-hour {price_per_hour}: give a number")
-    given = context.get_parameter_source
-    with user_errors(debug), _programs_kept():
+    with _programs_kept():
         from specjax.jobs import generate as job
 
         _check_file(metrics, "--metrics")
@@ -252,26 +312,12 @@ def generate(
         named += [(f"--prompt-file {file}", job.read_prompt(file)) for file in prompt_file or []]
         loading = {"dtype": dtype, "check_finite": check_finite, "quantize": quantize, "kv_cache": kv_cache}
         how = {"verifier": verifier, "controller": controller, "prefill_chunk": prefill_chunk}
-        options = {
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "presence_penalty": presence_penalty,
-            "frequency_penalty": frequency_penalty,
-            "min_new_tokens": min_new_tokens,
-            "logit_bias": job.biases(logit_bias or []),
-            "banned_tokens": ban or [],
-            "stop_strings": stop,
-            "logprobs": logprobs,
-            "seed": seed,
-            "ignore_eos": ignore_eos,
-        }
+        typed = {"max_new_tokens": max_new_tokens, **sampling, "stop": stop, "logprobs": logprobs, "seed": seed}
+        typed |= {"ignore_eos": ignore_eos, "logit_bias": job.biases(sampling["logit_bias"] or [])}
+        names = {option: name for name, option in _TYPED.items()} | {"stop": "stop_strings"}
+        options = {names.get(option, option): value for option, value in typed.items()}
         if defaults:
-            typed = {"banned_tokens": "ban", "stop_strings": "stop"}
-            sources = {name: given(typed.get(name, name)) for name in options}
+            sources = {names.get(option, option): context.get_parameter_source(option) for option in typed}
             own = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
             options |= job.defaults(own, target)
         job.tell_memory(target, draft, loading, [text for _, text in named], options["max_new_tokens"])
@@ -282,110 +328,92 @@ def generate(
         job.generate(decoder, prompts, options, verifier, job.Shown(as_json, no_color, metrics, price_per_hour))
 
 
-@app.command(cls=_Command)
-def train(config: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
+@_command(resumes=True, stops=True)
+def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Distill a draft for a target, as train_draft.py does. Resumable; leaves the draft in the config's `out`/draft.
 
     Exit status: 2 for mendable errors, 130 after Ctrl-C, 143 after SIGTERM, which saves the step under way first."""
-    with user_errors(debug, "interrupted; the same command resumes"), _sigterm_like_ctrl_c():
-        from specjax.jobs.train import train
+    from specjax.jobs.train import train
 
-        train(config, overrides or [])
+    train(config, overrides or [])
 
 
-@app.command(cls=_Command)
-def run(config: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
+@_command(resumes=True, stops=True)
+def run(config: ConfigPath, overrides: Overrides = None) -> None:
     """Distill a draft, decode with it, and report: the whole job. Resumable; leaves everything in the config's `out`.
 
     Exit status: 2 for what can be mended, 130 after Ctrl-C, 143 after SIGTERM."""
-    with user_errors(debug, "interrupted; the same command resumes"), _sigterm_like_ctrl_c():
-        from specjax.config.shipped import load
-        from specjax.jobs.sweep import run_one
+    from specjax.jobs.sweep import run_one
 
-        run_one(load(config, overrides or []))
+    run_one(_load(config, overrides))
 
 
-@app.command(cls=_Command)
-def sweep(config: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
+@_command(resumes=True, stops=True)
+def sweep(config: ConfigPath, overrides: Overrides = None) -> int:
     """Run every point of a config's `sweep`, each into `out`/ID; `out`/results.jsonl has one line a run. Resumable.
 
     Exit status: 1 if a run failed, 2 for what can be mended, 130 after Ctrl-C, 143 after SIGTERM."""
-    with user_errors(debug, "interrupted; the same command resumes"), _sigterm_like_ctrl_c():
-        from specjax.jobs.sweep import run_or_sweep
+    from specjax.jobs.sweep import run_or_sweep
 
-        status = run_or_sweep(config, overrides or [])
-    raise SystemExit(status)
+    return run_or_sweep(config, overrides or [])
 
 
-@app.command(cls=_Command)
-def demo(overrides: Overrides = None, debug: Debug = False) -> None:
+@_command(resumes=True, stops=True)
+def demo(overrides: Overrides = None) -> None:
     """Distill a draft for the shipped target, decode with it, and report, as `make demo` does in a clone."""
-    with user_errors(debug, "interrupted; the same command resumes"), _sigterm_like_ctrl_c():
-        from specjax.jobs.demo import run_demo
+    from specjax.jobs.demo import run_demo
 
-        run_demo(overrides or [])
+    run_demo(overrides or [])
 
 
-@app.command(cls=_Command)
+@_command()
 def bench(
     config: ConfigPath,
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Also write the results to this file, as JSON.")] = None,
-    debug: Debug = False,
 ) -> None:
     """Time the decoding of held-out prompts over the config's grid, against the autoregressive loop."""
-    with user_errors(debug):
-        from specjax.config.shipped import load
+    settings = _load(config, overrides)
+    _check_file(out)
+    from specjax.jobs.bench import run_bench
+    from specjax.report.terminal import decoding_table
 
-        settings = load(config, overrides or [])
-        _check_file(out)
-        from specjax.jobs.bench import run_bench
-        from specjax.report.terminal import decoding_table
-        from specjax.runtime.progress import console_bars
-
-        with _programs_kept(settings.compile_cache):
-            results = run_bench(settings, console_bars(Console(stderr=True)))
-        console = Console()
-        console.print(decoding_table(results["decoding"]))
-        figures = results.get("figures", {})
-        shown = [f"{name} {figures[name]:.2f}" for name in ("speedup_greedy", "speedup_t1") if name in figures]
-        console.print(", ".join(shown) or "no temperature of 0 or 1: no headline speedup")
-        rule = results.get("verifier", {})
-        if rule.get("lossless") is False:
-            far = f"total variation {rule['total_variation']:.3f} from the target's distribution over 16 cells"
-            console.print(f"verifier {rule['kind']!r} is lossy: {far}", soft_wrap=True)
-        if out is not None:
-            write_atomically(out, json.dumps(results, indent=1, default=plain_json) + "\n")
+    results = _with_bars(settings, run_bench)
+    console = Console()
+    console.print(decoding_table(results["decoding"]))
+    figures = results.get("figures", {})
+    shown = [f"{name} {figures[name]:.2f}" for name in ("speedup_greedy", "speedup_t1") if name in figures]
+    console.print(", ".join(shown) or "no temperature of 0 or 1: no headline speedup")
+    rule = results.get("verifier", {})
+    if rule.get("lossless") is False:
+        far = f"total variation {rule['total_variation']:.3f} from the target's distribution over 16 cells"
+        console.print(f"verifier {rule['kind']!r} is lossy: {far}", soft_wrap=True)
+    if out is not None:
+        _write_json(out, results)
 
 
-@app.command(cls=_Command)
+@_command()
 def calibrate(
     config: ConfigPath,
     overrides: Overrides = None,
     again: Annotated[bool, typer.Option("--again", help="Measure also what is known.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the costs as JSON instead of a table.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Measure the costs of passes of target and drafters here, and store them for plans and adaptive runs."""
-    with user_errors(debug):
-        from specjax.config.shipped import load
+    settings = _load(config, overrides)
+    from specjax.jobs.calibrate import run_calibrate
+    from specjax.report.planning import calibration_table
 
-        settings = load(config, overrides or [])
-        from specjax.jobs.calibrate import run_calibrate
-        from specjax.report.planning import calibration_table
-        from specjax.runtime.progress import console_bars
-
-        with _programs_kept(settings.compile_cache):
-            found = run_calibrate(settings, again, console_bars(Console(stderr=True)))
-        if as_json:
-            print(json.dumps(found.to_json(), indent=1, default=plain_json))
-            return
-        console = Console(highlight=False)
-        console.print(calibration_table(found.model, found.kept))
-        console.print(found.summary, soft_wrap=True)
+    found = _with_bars(settings, run_calibrate, again)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=1, default=plain_json))
+        return
+    console = Console(highlight=False)
+    console.print(calibration_table(found.model, found.kept))
+    console.print(found.summary, soft_wrap=True)
 
 
-@app.command(cls=_Command)
+@_command()
 def plan(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -401,32 +429,25 @@ def plan(
     memory: Annotated[
         bool, typer.Option("--memory", help="Only what fits: bytes of every job, nothing loaded.")
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Predict, for this device or another, the fastest drafter and length, and how good a draft must be to pay."""
     if measure and device is not None:
         raise typer.BadParameter(f"--measure decodes here, not on --device {device}; leave one of them out")
-    with user_errors(debug):
-        from specjax.config.shipped import load
+    settings = _load(config, overrides)
+    _check_directory(out, "plan")
+    if memory:
+        _print_memory(settings, device, as_json)
+        return
+    from specjax.jobs.plan import run_plan
+    from specjax.report.planning import print_plan, write_plan
 
-        settings = load(config, overrides or [])
-        if out is not None and out.exists() and not out.is_dir():
-            raise SpecjaxError(f"--out {out}: not a directory; the plan goes there, give another")
-        if memory:
-            _print_memory(settings, device, as_json)
-            return
-        from specjax.jobs.plan import run_plan
-        from specjax.report.planning import print_plan, write_plan
-        from specjax.runtime.progress import console_bars
-
-        with _programs_kept(settings.compile_cache):
-            found = run_plan(settings, device, measure, alpha, console_bars(Console(stderr=True)))
-        if as_json:
-            print(json.dumps(found.to_json(), indent=1, default=plain_json))
-        else:
-            print_plan(found, Console(highlight=False))
-        if out is not None:
-            write_plan(found, out)
+    found = _with_bars(settings, run_plan, device, measure, alpha)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=1, default=plain_json))
+    else:
+        print_plan(found, Console(highlight=False))
+    if out is not None:
+        write_plan(found, out)
 
 
 def _print_memory(settings: Any, device: str | None, as_json: bool) -> None:
@@ -442,70 +463,55 @@ def _print_memory(settings: Any, device: str | None, as_json: bool) -> None:
     found.check()
 
 
-@app.command(cls=_Command)
+@_command()
 def numerics(
     config: ConfigPath,
     overrides: Overrides = None,
     prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts.")] = 4,
     tokens: Annotated[int, typer.Option(min=1, help="Greedy tokens a prompt.")] = 128,
     out: Annotated[Path | None, typer.Option(help="Also write the results to this file, as JSON.")] = None,
-    debug: Debug = False,
 ) -> None:
     """Compare the target's logits between ways to compute them: dtype, batch size, single tokens or blocks."""
-    with user_errors(debug):
-        from specjax.config.shipped import load
+    settings = _load(config, overrides)
+    _check_file(out)
+    from specjax.jobs.numerics import run_numerics
+    from specjax.report.terminal import numerics_table
 
-        settings = load(config, overrides or [])
-        _check_file(out)
-        from specjax.jobs.numerics import run_numerics
-        from specjax.report.terminal import numerics_table
-        from specjax.runtime.progress import console_bars
-
-        with _programs_kept(settings.compile_cache):
-            results = run_numerics(settings, prompts, tokens, console_bars(Console(stderr=True)))
-        Console().print(numerics_table(results["comparisons"]))
-        if out is not None:
-            write_atomically(out, json.dumps(results, indent=1, default=plain_json) + "\n")
+    results = _with_bars(settings, run_numerics, prompts, tokens)
+    Console().print(numerics_table(results["comparisons"]))
+    if out is not None:
+        _write_json(out, results)
 
 
-@app.command(cls=_Command)
+@_command()
 def certify(
     config: ConfigPath,
     overrides: Overrides = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory for certificate.json and certificate.md.", show_default="the run's")
     ] = None,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Prove, for the config's target, drafter, verifier and sampling parameters, that the output is the target's.
 
     Exit status 1 if a check fails."""
-    with user_errors(debug):
-        from specjax.config.shipped import load
+    settings = _load(config, overrides)
+    directory = Path(settings.out) if out is None else out
+    _check_directory(directory, "certificate")
+    from specjax.jobs.certify import run_certify
 
-        settings = load(config, overrides or [])
-        directory = Path(settings.out) if out is None else out
-        if directory.exists() and not directory.is_dir():
-            raise SpecjaxError(f"--out {directory}: not a directory; the certificate goes there, give another")
-        from specjax.jobs.certify import run_certify
-        from specjax.runtime.progress import console_bars
-
-        with _programs_kept(settings.compile_cache):
-            certificate = run_certify(settings, console_bars(Console(stderr=True)))
-        directory.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(certificate.to_json(), indent=1, default=plain_json) + "\n"
-        write_atomically(directory / "certificate.json", text)
-        write_atomically(directory / "certificate.md", certificate.to_markdown())
-        console = Console(highlight=False)
-        for check in certificate.checks:
-            mark = {True: "pass", False: "FAIL", None: "    "}[check.passed]
-            console.print(f"{mark}  {check.name}: {check.summary}", soft_wrap=True)
-        console.print(f"{certificate.verdict}  ({directory / 'certificate.md'})", soft_wrap=True)
-    if certificate.verdict == "FAIL":
-        raise SystemExit(1)
+    certificate = _with_bars(settings, run_certify)
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_json(directory / "certificate.json", certificate.to_json())
+    write_atomically(directory / "certificate.md", certificate.to_markdown())
+    console = Console(highlight=False)
+    for check in certificate.checks:
+        mark = {True: "pass", False: "FAIL", None: "    "}[check.passed]
+        console.print(f"{mark}  {check.name}: {check.summary}", soft_wrap=True)
+    console.print(f"{certificate.verdict}  ({directory / 'certificate.md'})", soft_wrap=True)
+    return int(certificate.verdict == "FAIL")
 
 
-@app.command("generate-data", cls=_Command)
+@_command("generate-data", resumes=True)
 def generate_data(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -515,35 +521,27 @@ def generate_data(
     draft: Annotated[
         str | None, typer.Option(help="Draft that helps: a directory or hub id.", show_default="the run's, if any")
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Let the target write the data that the config's distillation trains on. Resumable."""
-    with user_errors(debug, "interrupted; the same command resumes"):
-        from specjax.config.shipped import load
-        from specjax.jobs.generate_data import make_data
-        from specjax.runtime.progress import console_bars
+    from specjax.jobs.generate_data import make_data
 
-        settings = load(config, overrides or [])
-        with _programs_kept(settings.compile_cache):
-            made = make_data(settings, out, draft, console_bars(Console(stderr=True)))
-        shards = counted(len(made["shards"]), "shard")
-        counts = f"{counted(made['sequences'], 'sequence')}, {made['emitted']:,} tokens in {shards}"
-        print(f"{made['directory']}: {counts}, block efficiency {made['block_efficiency']:.2f}")
+    made = _with_bars(_load(config, overrides), make_data, out, draft)
+    shards = counted(len(made["shards"]), "shard")
+    counts = f"{counted(made['sequences'], 'sequence')}, {made['emitted']:,} tokens in {shards}"
+    print(f"{made['directory']}: {counts}, block efficiency {made['block_efficiency']:.2f}")
 
 
-@app.command(cls=_Command)
+@_command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a finished run.")],
-    debug: Debug = False,
 ) -> None:
     """Write a run's report anew: summary.json, report.md and a self-contained report.html."""
-    with user_errors(debug):
-        from specjax.report import build
+    from specjax.report import build
 
-        print(build(run_dir))
+    print(build(run_dir))
 
 
-@app.command(cls=_Command)
+@_command()
 def export(
     source: Annotated[str, typer.Argument(help="Model directory, hub id, or run directory (its draft).")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write.")],
@@ -563,62 +561,80 @@ def export(
     target: Annotated[
         str | None, typer.Option(help="With --format: the draft's target, a directory or hub id.")
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Write a model as a directory that transformers, vLLM and SGLang load. A model card that is there is kept.
 
     With --format, a draft that reads its target's hidden states, as other projects store it."""
-    with user_errors(debug):
-        from specjax.formats import convert, refuse_without_form
-        from specjax.models.export import export_model
+    from specjax.formats import convert, refuse_without_form
+    from specjax.models.export import export_model
 
-        if format is not None:
-            from specjax.errors import ConfigError
-            from specjax.models.hf import load_model
+    if format is not None:
+        from specjax.errors import ConfigError
+        from specjax.models.hf import load_model
 
-            if target is None:
-                raise ConfigError("--target: missing; with --format it names the model that the draft was made for")
-            if max_shard_gb != _SHARD_GB:
-                raise ConfigError("--max-shard-gb: is for models; a draft that reads hidden states is written as it is")
-            of_source: dict[str, Any] = {"dtype": dtype, "revision": revision, "check_finite": check_finite}
-            kind = convert(source, directory, load_model(target), format, overwrite, **of_source)
-            print(f"{directory}: {kind} draft, as {format}")
-            return
+        if target is None:
+            raise ConfigError("--target: missing; with --format it names the model that the draft was made for")
+        if max_shard_gb != _SHARD_GB:
+            raise ConfigError("--max-shard-gb: is for models; a draft that reads hidden states is written as it is")
+        of_source: dict[str, Any] = {"dtype": dtype, "revision": revision, "check_finite": check_finite}
+        kind = convert(source, directory, load_model(target), format, overwrite, **of_source)
+        print(f"{directory}: {kind} draft, as {format}")
+        return
 
-        refuse_without_form(source)
-        size = int(max_shard_gb * 10**9)
-        options = {"dtype": dtype, "revision": revision, "overwrite": overwrite, "max_shard_bytes": size}
-        model = export_model(source, directory, check_finite=check_finite, **options)
-        files = counted(len(list(directory.glob("*.safetensors"))), "file")
-        print(f"{directory}: {model.parameter_count:,} parameters in {dtype or model.dtype}, weights in {files}")
+    refuse_without_form(source)
+    size = int(max_shard_gb * 10**9)
+    options = {"dtype": dtype, "revision": revision, "overwrite": overwrite, "max_shard_bytes": size}
+    model = export_model(source, directory, check_finite=check_finite, **options)
+    files = counted(len(list(directory.glob("*.safetensors"))), "file")
+    print(f"{directory}: {model.parameter_count:,} parameters in {dtype or model.dtype}, weights in {files}")
 
 
-@app.command(cls=_Command)
-def doctor(debug: Debug = False) -> None:
+@_command()
+def doctor() -> int:
     """Say what specjax runs on here: versions, devices, memory, the compile cache, and what is missing for which extra.
 
     Exit status 1 if something is missing that specjax itself needs."""
-    with user_errors(debug):
-        from specjax.jobs.doctor import doctor
+    from specjax.jobs.doctor import doctor
 
-        whole = doctor(Console(highlight=False, markup=False))
-    if not whole:
-        raise SystemExit(1)
+    return int(not doctor(Console(highlight=False, markup=False)))
 
 
-@app.command(cls=_Command)
-def schema(debug: Debug = False) -> None:
+@_command()
+def schema() -> None:
     """Print the JSON Schema of config files, for editors."""
-    with user_errors(debug):
-        from specjax.config import json_schema
+    from specjax.config import json_schema
 
-        print(json.dumps(json_schema(), indent=2))
+    print(json.dumps(json_schema(), indent=2))
 
 
 def main() -> None:
     """The `specjax` console script."""
     memory.one_heap()
     app(prog_name="specjax")
+
+
+def _load(config: Path, overrides: list[str] | None) -> Any:
+    from specjax.config.shipped import load
+
+    return load(config, overrides or [])
+
+
+def _with_bars(settings: Any, job: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a job, with progress bars on stderr; compiled programs are kept if the config says so."""
+    from specjax.runtime.progress import console_bars
+
+    with _programs_kept(settings.compile_cache):
+        return job(settings, *arguments, console_bars(Console(stderr=True)))
+
+
+def _write_json(file: Path, value: Any) -> None:
+    write_atomically(file, json.dumps(value, indent=1, default=plain_json) + "\n")
+
+
+def _check_directory(out: Path | None, what: str) -> None:
+    """Refuse, before anything is measured, an ``--out`` that is no directory."""
+    if out is not None and out.exists() and not out.is_dir():
+        raise SpecjaxError(f"--out {out}: not a directory; the {what} goes there, give another")
 
 
 def _check_file(out: Path | None, option: str = "--out") -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import json
 import numbers
@@ -111,7 +112,7 @@ def resolve(table: Mapping[str, str], kind: str, what: str) -> type:
         near = difflib.get_close_matches(str(kind), table, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         hint = f"; give {RETIRED[kind]}, which does the same" if kind in RETIRED else hint
-        raise ConfigError(f"{what}: {kind!r} is unknown, known are {', '.join(sorted(table))}{hint}")
+        raise _error(what, f"{kind!r} is unknown, known are {', '.join(sorted(table))}{hint}")
     module, _, name = table[kind].partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -121,20 +122,21 @@ def _outside(table: Mapping[str, str], kind: str, what: str) -> type:
     try:
         found = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{what}: {kind!r}: no module {error.name!r}; install it, or put its folder on PYTHONPATH"
-        ) from None
+        raise _error(what, f"{kind!r}: no module {error.name!r}; install it, or put its folder on PYTHONPATH") from None
     except AttributeError:
-        raise ConfigError(f"{what}: {kind!r}: {module} has no {name}") from None
+        raise _error(what, f"{kind!r}: {module} has no {name}") from None
     frozen = isinstance(found, type) and dataclasses.is_dataclass(found) and found.__dataclass_params__.frozen
     if not frozen or not isinstance(kind_of(found), str):
-        raise ConfigError(
-            f"{what}: {kind!r} is no frozen dataclass with a field `kind: Literal[...]`; see docs/extending.md"
-        )
+        raise _error(what, f"{kind!r} is no frozen dataclass with a field `kind: Literal[...]`; see docs/extending.md")
     base = next((base for base, of in BASES.items() if of is table), None)
     if base is not None and not issubclass(found, getattr(importlib.import_module("specjax.interfaces"), base)):
-        raise ConfigError(f"{what}: {kind!r} does not inherit specjax.interfaces.{base}; see docs/extending.md")
+        raise _error(what, f"{kind!r} does not inherit specjax.interfaces.{base}; see docs/extending.md")
     return found
+
+
+def _error(field: str, text: str) -> ConfigError:
+    """The error of a field; without a name it is the text alone, and who calls knows the name."""
+    return ConfigError(f"{field}: {text}" if field else text)
 
 
 def kind_of(cls: type) -> Any:
@@ -147,30 +149,28 @@ def build(table: Mapping[str, str], spec: str | Mapping[str, Any], what: str) ->
     Raises `ConfigError` naming the field that is missing, unknown or out of range."""
     spec = {"kind": spec} if isinstance(spec, str) else spec
     if not isinstance(spec, Mapping) or not isinstance(spec.get("kind"), str):
-        raise ConfigError(
-            f"{what}: found {spec!r}, expected a kind or a mapping with one, as in {{kind: {next(iter(table))}}}"
-        )
+        expected = f"a kind or a mapping with one, as in {{kind: {next(iter(table))}}}"
+        raise _error(what, f"found {spec!r}, expected {expected}")
     cls = resolve(table, spec["kind"], what)
-    known = [field.name for field in dataclasses.fields(cls)]
-    for name in spec:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise ConfigError(f"{what}.{name}: unknown key of {spec['kind']!r}; {hint}")
     # A class from outside is named by its module; results name it by its own kind.
     fields = spec if spec["kind"] in table else {**spec, "kind": kind_of(cls)}
     try:
         return _validated(cls, fields, what)
     except ValidationError as error:
-        problem = error.errors()[0]
-        field = ".".join((what, *map(str, problem["loc"])))
-        if problem["type"] == "value_error":  # raised by a field of ours, in our words
-            reason = str(problem.get("ctx", {})["error"])
-            raise ConfigError(f"{field}: {reason.removeprefix(': ').removeprefix('.')}") from None
-        if problem["type"] in ("missing", "missing_argument"):
-            raise ConfigError(f"{field}: missing; {spec['kind']!r} needs it{_example(spec['kind'])}") from None
-        expected = problem["msg"].replace("Input should be ", "")
-        raise ConfigError(f"{field}: found {reprlib.repr(problem.get('input'))}, expected {expected}") from None
+        problem = min(error.errors(), key=lambda problem: problem["type"] != _UNKNOWN)
+        if problem["type"] == _UNKNOWN:
+            known = [field.name for field in dataclasses.fields(cls)]
+            near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            text = f"unknown key of {spec['kind']!r}; {hint}"
+        elif problem["type"] == "value_error":  # raised by a field of ours, in our words
+            text = str(problem.get("ctx", {})["error"])
+        elif problem["type"] in ("missing", "missing_argument"):
+            text = f"missing; {spec['kind']!r} needs it{_example(spec['kind'])}"
+        else:
+            expected = problem["msg"].replace("Input should be ", "")
+            text = f"found {reprlib.repr(problem.get('input'))}, expected {expected}"
+        raise _error(".".join(filter(None, (what, *map(str, problem["loc"])))), text) from None
 
 
 def _validated(cls: type, spec: Mapping[str, Any], what: str) -> Any:
@@ -179,13 +179,19 @@ def _validated(cls: type, spec: Mapping[str, Any], what: str) -> Any:
     try:
         text = json.dumps(dict(spec))
     except TypeError:  # a Python object such as a model has no JSON; only JSON accepts lists for tuples
-        found = TypeAdapter(cls).validate_python(dict(spec))
+        found = _adapter(cls).validate_python(dict(spec), extra="forbid")
         for name, value in spec.items():
             kind = type(getattr(found, name))
             if isinstance(value, (bool, str)) and kind is not type(value):
-                raise ConfigError(f"{what}.{name}: found {value!r}, expected a valid {kind.__name__}") from None
+                field = f"{what}.{name}" if what else name
+                raise _error(field, f"found {value!r}, expected a valid {kind.__name__}") from None
         return found
-    return TypeAdapter(cls).validate_json(text, strict=True)
+    return _adapter(cls).validate_json(text, strict=True, extra="forbid")
+
+
+_adapter = functools.cache(TypeAdapter)
+_UNKNOWN = "unexpected_keyword_argument"
+"""Pydantic's name for a field that a dataclass does not have."""
 
 
 def _example(kind: str) -> str:

@@ -27,7 +27,6 @@ NAMES_NONE = {"decode": ("drafters", "verifiers", "controllers")}
 LONGEST, MOST_PARAMETERS, MOST_FILES = 70, 8, 16
 EXCEPTIONS = {
     "cli.generate": "each option of the command is a parameter: that is how typer declares them",
-    "cli.plan": "likewise",
     "cli.export": "likewise",
     "evaluation.references.sampling_logits": "the parameters of a generation, each by its name",
     "models.families.settings.read_decoder": "what a family says of itself, each by its name",

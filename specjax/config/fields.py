@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from specjax.errors import ConfigError
 from specjax.registry import OUTSIDE, build, resolve
 
 
@@ -21,20 +20,10 @@ def kind_in(table: Mapping[str, str]) -> Any:
 
     def known(kind: str) -> str:
         if kind not in table:
-            try:
-                resolve(table, kind, "")
-            except ConfigError as error:
-                raise ValueError(str(error).removeprefix(": ")) from None
+            resolve(table, kind, "")
         return kind
 
     return Annotated[str, AfterValidator(known), Field(json_schema_extra=_kinds(table))]
-
-
-def _try(table: Mapping[str, str], spec: Any) -> None:
-    try:
-        build(table, spec, "")
-    except ConfigError as error:
-        raise ValueError(str(error).removeprefix(": ").removeprefix(".")) from None
 
 
 def buildable(table: Mapping[str, str]) -> Any:
@@ -42,7 +31,7 @@ def buildable(table: Mapping[str, str]) -> Any:
 
     def known(spec: Any) -> Any:
         if spec is not None:
-            _try(table, spec)
+            build(table, spec, "")
         return spec
 
     kinds = _kinds(table)
@@ -58,7 +47,7 @@ def path_or(table: Mapping[str, str]) -> Any:
             if not spec:
                 raise ValueError("found an empty text; give a path, or null")
         elif spec is not None:
-            _try(table, spec)
+            build(table, spec, "")
         return spec
 
     kinds = {"type": "object", "required": ["kind"], "properties": {"kind": _kinds(table)}}

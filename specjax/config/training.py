@@ -368,12 +368,9 @@ class Draft:
 
     @model_validator(mode="after")
     def _kind_takes_them(self) -> Draft:
-        try:
-            if self.kind == "draft_model" and self.init in (None, "scratch"):
-                self.architecture.filled()
-            build(DRAFTS, {"kind": self.kind, **self.settings}, "")
-        except ConfigError as error:
-            raise ValueError(str(error).removeprefix(": ").removeprefix(".")) from None
+        if self.kind == "draft_model" and self.init in (None, "scratch"):
+            self.architecture.filled()
+        build(DRAFTS, {"kind": self.kind, **self.settings}, "")
         return self
 
 

@@ -157,11 +157,16 @@ def _text(record: Mapping[str, Any], key: str, where: str, empty: str | None) ->
     value = empty if value is None else value
     if not isinstance(value, str):
         raise DataError(f"{where}: no string under the key {key!r} (it is {record.get(key)!r}); give text")
+    return encodable(value, f"{where}: {key!r}")
+
+
+def encodable(text: str, where: str) -> str:
+    """``text``. Raises `DataError` for one that UTF-8 cannot hold."""
     try:
-        value.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError:
-        raise DataError(f"{where}: {key!r} holds half of a surrogate pair; drop it") from None
-    return value
+        raise DataError(f"{where} holds half of a surrogate pair; drop it") from None
+    return text
 
 
 def _is_text(part: Any) -> bool:

@@ -44,6 +44,8 @@ _WANTED = (
     "data.columns={prompt: question, completion: answer}"
 )
 
+_UNFINISHED = "an unfinished download, or a file to remove"
+
 
 class BadRecordPolicy:
     """Handling of records that cannot be used: an error, or a skip that is counted. ``counts``: reason -> number of
@@ -65,14 +67,10 @@ class BadRecordPolicy:
         return "; ".join(f"{n:,} skipped, {reason} (first: {self.first[reason]})" for reason, n in self.counts.items())
 
 
-class Unusable(Exception):
-    """A record cannot be used; the message gives the reason."""
-
-
 def parse(record: Any, name: str, source: str, where: str, columns: Mapping[str, str] | None = None) -> Document:
-    """A record as a document. Raises `Unusable` with ``where`` and the reason."""
+    """A record as a document. Raises `DataError` with ``where`` and the reason."""
     if not isinstance(record, Mapping):
-        raise Unusable(f"{where}: no string under the key 'text'; {_WANTED}")
+        raise DataError(f"{where}: no string under the key 'text'; {_WANTED}")
     shape = _shape_of(record, columns or {}, where)
     record = _renamed(record, columns or {}, where)
     label = record.get("source")
@@ -81,32 +79,29 @@ def parse(record: Any, name: str, source: str, where: str, columns: Mapping[str,
         try:
             messages, tools = chats.of_record(record, shape[0])
         except ValueError as error:
-            raise Unusable(f"{where}{error}") from None
+            raise DataError(f"{where}{error}") from None
         text = json.dumps([*messages, {"tools": tools}] if tools else messages, sort_keys=True, ensure_ascii=False)
         return Document(name, text, source, messages=messages, tools=tools)
     texts = [_string(record, key, where) for key in shape]
     if len(texts) == 1:
         return Document(name, texts[0], source)
     if not texts[1]:
-        raise Unusable(f"{where}: 'completion' is empty, so there is nothing to predict; drop the record")
+        raise DataError(f"{where}: 'completion' is empty, so there is nothing to predict; drop the record")
     parts = tuple(part for part in (Part(texts[0], True), Part(texts[1], False)) if part.text)
     return Document(name, "".join(texts), source, parts)
 
 
 def _shape_of(record: Mapping[str, Any], columns: Mapping[str, str], where: str) -> tuple[str, ...]:
-    """The keys of the record's shape. Raises `Unusable` if it has two shapes, or a field that changes its prompt and is
-    not read."""
+    """The keys of the record's shape. Raises `DataError` if it has two shapes, or a field that changes its prompt and
+    is not read."""
     names = columns or [key for key, value in record.items() if value is not None]
-    try:
-        one_shape(names, f"{where}: the record")
-    except DataError as error:
-        raise Unusable(str(error)) from None
+    one_shape(names, f"{where}: the record")
     shape = next((shape for shape in _SHAPES if any(key in names for key in shape)), ("text",))
     if not columns:
         found = unread(record, shape[0])
         if found is not None:
             these = ", ".join(f"{key}: {key}" for key in shape)
-            raise Unusable(
+            raise DataError(
                 f"{where}: {found!r} changes what a prompt means, and is not read beside {shape[0]!r}; drop the "
                 f"record, or say which columns count alone: data.columns={{{these}}}"
             )
@@ -140,19 +135,15 @@ def _renamed(record: Mapping[str, Any], columns: Mapping[str, str], where: str) 
         return record
     missing = next((column for column in columns.values() if column not in record), None)
     if missing is not None:
-        raise Unusable(f"{where}: no {missing!r}, which data.columns names (it has {', '.join(map(str, record))})")
+        raise DataError(f"{where}: no {missing!r}, which data.columns names (it has {', '.join(map(str, record))})")
     return {"source": record.get("source"), **{ours: record[theirs] for ours, theirs in columns.items()}}
 
 
 def _string(record: Mapping[str, Any], key: str, where: str) -> str:
     value = record.get(key)
     if not isinstance(value, str):
-        raise Unusable(f"{where}: no string under the key {key!r}; {_WANTED}")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise Unusable(f"{where}: {key!r} holds half of a surrogate pair; drop it") from None
-    return value
+        raise DataError(f"{where}: no string under the key {key!r}; {_WANTED}")
+    return chats.encodable(value, f"{where}: {key!r}")
 
 
 def read_stdlib() -> list[Document]:
@@ -186,24 +177,46 @@ def decoded(raw: bytes) -> str:
 
 
 def read_json(file: Path, source: str, bad: BadRecordPolicy, columns: Mapping[str, str]) -> Iterator[Document]:
-    for number, where, record in json_records(file, bad):
+    return _documents(json_records(file, bad), bad, file.as_posix(), source, columns)
+
+
+Records = Iterator[tuple[int, str, Any]]
+"""Records with their numbers, and their places in words."""
+
+
+def _documents(
+    records: Records, bad: BadRecordPolicy, name: str, source: str, columns: Mapping[str, str] | None = None
+) -> Iterator[Document]:
+    """The records as documents ``name:number``; those that cannot be used go to ``bad``."""
+    for number, where, record in records:
         try:
-            yield parse(record, f"{file.as_posix()}:{number}", source, where, columns)
-        except Unusable as reason:
+            document = parse(record, f"{name}:{number}", source, where, columns)
+        except DataError as reason:
             bad.found("unusable records", str(reason))
+        else:
+            yield document
 
 
-def json_records(file: Path, bad: BadRecordPolicy) -> Iterator[tuple[int, str, Any]]:
-    """(number, place, value) of every record of a JSON file, which holds a list of records, or one a line."""
-    listed = _listed(file) if file.suffix.lower() == ".json" else None
+def json_records(file: Path, bad: BadRecordPolicy) -> Records:
+    """Every record of a JSON file, which holds a list of records, or one a line; a line that is no JSON goes to
+    ``bad``."""
+    listed, number = _listed(file) if file.suffix.lower() == ".json" else None, 0
     if listed is None:
-        for number, record in jsonl_records(file, bad):
-            yield number, f"{file}, line {number}", record
-        return
-    for number, record in enumerate(listed, 1):
+        with file.open("rb") as lines:
+            for at, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                number += 1
+                try:
+                    record = json.loads(decoded(line) if at == 1 else line.decode("utf-8"))
+                except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are ValueErrors
+                    bad.found("malformed lines", f"{file}, line {at}: not a JSON object in UTF-8 ({error})")
+                    continue
+                yield at, f"{file}, line {at}", record
+    for number, record in enumerate(listed or (), 1):
         yield number, f"{file}, record {number}", record
-    if not listed:
-        bad.found("empty shards", f"{file}: holds no records; an unfinished download, or a file to remove")
+    if not number:
+        bad.found("empty shards", f"{file}: holds no records; {_UNFINISHED}")
 
 
 def _listed(file: Path) -> list[Any] | None:
@@ -215,25 +228,11 @@ def _listed(file: Path) -> list[Any] | None:
     return found if isinstance(found, list) else [found]
 
 
-def jsonl_records(file: Path, bad: BadRecordPolicy) -> Iterator[tuple[int, Any]]:
-    """(line number, value) of every line that is JSON."""
-    number = records = 0
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            records += 1
-            try:
-                record = json.loads(decoded(line) if number == 1 else line.decode("utf-8"))
-            except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are ValueErrors
-                bad.found("malformed lines", f"{file}, line {number}: not a JSON object in UTF-8 ({error})")
-                continue
-            yield number, record
-    if not records:
-        bad.found("empty shards", f"{file}: holds no records; an unfinished download, or a file to remove")
-
-
 def read_parquet(file: Path, source: str, bad: BadRecordPolicy, columns: Mapping[str, str]) -> Iterator[Document]:
+    return _documents(_parquet_records(file, bad, columns), bad, file.as_posix(), source)
+
+
+def _parquet_records(file: Path, bad: BadRecordPolicy, columns: Mapping[str, str]) -> Records:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -251,20 +250,16 @@ def read_parquet(file: Path, source: str, bad: BadRecordPolicy, columns: Mapping
             del names[name]  # a column of that name that is no label
         for batch in table.iter_batches(columns=[*names.values()]):
             for record in batch.to_pylist():
-                row += 1
-                record = _without_nulls({ours: record[theirs] for ours, theirs in names.items()})
+                row, record = row + 1, _of_columns(record, names)
                 # A row that is null in all keys of a shape is an empty document.
                 record = record if any(key in record for shape in _SHAPES for key in shape) else {"text": ""}
-                try:
-                    yield parse(record, f"{file.as_posix()}:{row}", source, f"{file}, row {row}")
-                except Unusable as reason:
-                    bad.found("unusable records", str(reason))
+                yield row, f"{file}, row {row}", record
     except (pyarrow.ArrowException, OSError) as error:
         after = f" after row {row}" if row else ""
         bad.found("damaged files", f"{file}: not a Parquet file{after} ({str(error).splitlines()[0]})")
     else:
         if not row:
-            bad.found("empty shards", f"{file}: holds no rows; an unfinished download, or a file to remove")
+            bad.found("empty shards", f"{file}: holds no rows; {_UNFINISHED}")
 
 
 def read_hub(path: str, hub: Hub, bad: BadRecordPolicy, columns: Mapping[str, str]) -> Iterator[Document]:
@@ -283,14 +278,10 @@ def read_hub(path: str, hub: Hub, bad: BadRecordPolicy, columns: Mapping[str, st
             f"data.path: {path!r}, split {hub.split!r}, cannot be loaded ({type(error).__name__}: {reason}); correct "
             "the name or data.hub, or, without a network, load it once with one or give local files"
         ) from None
-    names = _columns(rows.column_names, f"data.path: {path!r}", columns)
-    for number, record in enumerate(rows.select_columns([*names.values()]), 1):
-        where = f"{path}:{hub.split}:{number}"
-        record = _without_nulls({ours: record[theirs] for ours, theirs in names.items()})
-        try:
-            yield parse(record, where, name, where)
-        except Unusable as reason:
-            bad.found("unusable records", str(reason))
+    names, where = _columns(rows.column_names, f"data.path: {path!r}", columns), f"{path}:{hub.split}"
+    found = enumerate(rows.select_columns([*names.values()]), 1)
+    records = ((number, f"{where}:{number}", _of_columns(record, names)) for number, record in found)
+    return _documents(records, bad, where, name)
 
 
 def _columns(names: Collection[str], where: str, columns: Mapping[str, str]) -> dict[str, str]:
@@ -308,6 +299,11 @@ def _columns(names: Collection[str], where: str, columns: Mapping[str, str]) -> 
         raise DataError(f"{where}: no column 'text' (columns: {', '.join(names)}); {_WANTED}")
     beside = dict.fromkeys((*_BESIDE[shape[0]], *_SEEN, *_PROMPTING, "source"))
     return {name: name for name in (*shape, *(name for name in beside if name in names))}
+
+
+def _of_columns(record: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """A row of a table under our names (`_columns`)."""
+    return _without_nulls({ours: record[theirs] for ours, theirs in names.items()})
 
 
 def _without_nulls(value: Any) -> Any:

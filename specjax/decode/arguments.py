@@ -27,20 +27,11 @@ def drafter_of(drafter: Any) -> Drafter | None:
     if drafter is None:
         return None
     if isinstance(drafter, str):
-        if drafter not in registry.DRAFTERS:
-            try:
-                registry.resolve(registry.DRAFTERS, drafter, "drafter")
-            except ConfigError as error:
-                raise ConfigError(
-                    f"{error}; a model is given as specjax.DraftModel(specjax.load_model(PATH))"
-                ) from None
-        drafter = {"kind": drafter}
-    if isinstance(drafter, Mapping):
-        return registry.build(registry.DRAFTERS, drafter, "drafter")
-    if not isinstance(drafter, Drafter):
-        instance = f"; {drafter.__name__} is a class, {drafter.__name__}() its instance" if _is_class(drafter) else ""
-        raise ConfigError(f"drafter: {named(drafter)} is no drafter{instance}; {_HOW}")
-    checked = registry.checked(registry.DRAFTERS, drafter, "drafter")
+        try:
+            registry.resolve(registry.DRAFTERS, drafter, "drafter")
+        except ConfigError as error:
+            raise ConfigError(f"{error}; a model is given as specjax.DraftModel(specjax.load_model(PATH))") from None
+    checked = _part(drafter, registry.DRAFTERS, Drafter, _HOW)
     if not isinstance(checked.k, int) or checked.k < 1:  # the registry checks only its own classes
         raise ConfigError(f"drafter {checked.kind!r}: k={checked.k!r}; a block needs at least one proposal")
     return checked
@@ -48,28 +39,28 @@ def drafter_of(drafter: Any) -> Drafter | None:
 
 def verifier_of(verifier: Any) -> Verifier:
     """The verifier that an instance, a name or a mapping stands for; errors as in `drafter_of`."""
-    if isinstance(verifier, (str, Mapping)):
-        return registry.build(registry.VERIFIERS, verifier, "verifier")
-    if not isinstance(verifier, Verifier):
-        instance = (
-            f"; {verifier.__name__} is a class, {verifier.__name__}() its instance" if _is_class(verifier) else ""
-        )
-        known = ", ".join(sorted(registry.VERIFIERS))
-        raise ConfigError(f"verifier: {named(verifier)} is no verifier{instance}; give a kind ({known}) or an instance")
-    return registry.checked(registry.VERIFIERS, verifier, "verifier")
+    known = ", ".join(sorted(registry.VERIFIERS))
+    return _part(verifier, registry.VERIFIERS, Verifier, f"give a kind ({known}) or an instance")
 
 
 def controller_of(controller: Any) -> Controller:
     """The controller that an instance, a name or a mapping stands for; errors as in `drafter_of`."""
-    if isinstance(controller, (str, Mapping)):
-        return registry.build(registry.CONTROLLERS, controller, "controller")
-    if not isinstance(controller, Controller):
-        known = ", ".join(sorted(registry.CONTROLLERS))
-        raise ConfigError(
-            f"controller: {named(controller)} is no controller; give a kind ({known}) or an instance, such as "
-            "specjax.controllers.fixed.Fixed(k=3)"
-        )
-    return registry.checked(registry.CONTROLLERS, controller, "controller")
+    known = ", ".join(sorted(registry.CONTROLLERS))
+    how = f"give a kind ({known}) or an instance, such as specjax.controllers.fixed.Fixed(k=3)"
+    return _part(controller, registry.CONTROLLERS, Controller, how)
+
+
+def _part(given: Any, table: Mapping[str, str], base: type, how: str) -> Any:
+    """The part of the class ``base`` that an instance, a name or a mapping stands for. ``how``: remedy for anything
+    else."""
+    what = base.__name__.lower()
+    if isinstance(given, (str, Mapping)):
+        return registry.build(table, given, what)
+    if not isinstance(given, base):
+        is_class = isinstance(given, type) and issubclass(given, (Drafter, Verifier))
+        instance = f"; {given.__name__} is a class, {given.__name__}() its instance" if is_class else ""
+        raise ConfigError(f"{what}: {named(given)} is no {what}{instance}; {how}")
+    return registry.checked(table, given, what)
 
 
 def controller_for(controller: Any, drafter: BoundDrafter) -> Controller:
@@ -132,7 +123,3 @@ def token_ids(prompt: Any, where: str) -> list[int]:
     if wrong is not None or None in prompt:
         raise DataError(f"{where}: {_short(wrong)} is no token id; give whole numbers, as a tokenizer does")
     return [int(x) for x in prompt]
-
-
-def _is_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, (Drafter, Verifier))

@@ -21,8 +21,9 @@ from specjax.decode import stops as stops_lib
 from specjax.decode.arguments import bound, check_calibration, controller_for, drafter_of, verifier_of, weights_of
 from specjax.decode.calibration import BlockTimer, Correction, forced_length, measured
 from specjax.decode.engine import Engine, EngineParams, Logprobs, NoDraft
+from specjax.decode.options import SamplingOptions
 from specjax.decode.programs import NO_LIMIT, compiled_chunk, grow, prefilled, slide
-from specjax.decode.request import Batch, Prompt, SamplingOptions
+from specjax.decode.request import Batch, Prompt
 from specjax.decode.result import (
     Event,
     GenerationResult,

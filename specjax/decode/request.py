@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,42 +14,14 @@ from jaxtyping import Float
 from specjax import sampling
 from specjax.data import encoding
 from specjax.decode.arguments import token_ids
+from specjax.decode.options import NUMBERS, SamplingOptions
 from specjax.decode.programs import Request
 from specjax.errors import DataError
 from specjax.interfaces import LogitsContext, LogitsProcessor, Model, SamplingParams, Target
 from specjax.models.vocabulary import unused_ids
 
 Prompt = str | Sequence[int]
-LEAST_PROMPT, LEAST_SLOTS, _STOP_IDS = 16, 256, 8
-
-
-class SamplingOptions(TypedDict, total=False):
-    """Sampling parameters, each one value for all rows or one a row; one that is left out changes nothing. Meanings:
-    `specjax.sampling`."""
-
-    temperature: float | Sequence[float]
-    """Divisor of the logits; 0 is greedy."""
-    top_k: int | Sequence[int]
-    """Draw from the k most likely tokens only; 0: off."""
-    top_p: float | Sequence[float]
-    """Draw from the most likely tokens that reach this probability together; 1: off."""
-    min_p: float | Sequence[float]
-    """Draw from tokens at least this many times as likely as the most likely one; 0: off."""
-    repetition_penalty: float | Sequence[float]
-    """Divides positive logits of tokens seen in prompt or output, multiplies negative ones; 1: off."""
-    presence_penalty: float | Sequence[float]
-    """Subtracted from the logit of every token generated so far; 0: off."""
-    frequency_penalty: float | Sequence[float]
-    """Subtracted from a token's logit once for each time it was generated; 0: off."""
-    min_new_tokens: int | Sequence[int]
-    """Number of new tokens before the first stop token may come."""
-    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]]
-    """Token id -> number added to its logit."""
-    banned_tokens: Sequence[int] | Sequence[Sequence[int]]
-    allowed_tokens: Sequence[int] | Sequence[Sequence[int]]
-    """The only tokens that may be drawn; an empty list allows all."""
-    stop_token_ids: Sequence[int] | Sequence[Sequence[int]]
-    """Ids that end a row, in addition to the target's end-of-sequence ids."""
+LEAST_PROMPT, LEAST_SLOTS, STOP_IDS = 16, 256, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,31 +49,6 @@ class Batch:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Range:
-    """Range of a sampling parameter: neutral value, test, description of the valid values."""
-
-    neutral: float
-    holds: Callable[[float], bool]
-    expected: str
-    whole: bool = False
-
-
-_LEAST, _NORMAL = float(np.float32(1e-5)), float(np.finfo(np.float32).tiny)
-"""Least temperature above 0, and least normal float32. Numbers below the latter have fewer digits, and XLA makes 0 of
-them."""
-NUMBERS = {
-    "temperature": _Range(0.0, lambda x: x == 0 or x >= _LEAST, "a finite number >= 0 (0, or at least 1e-5)"),
-    "top_k": _Range(0, lambda x: x >= 0, "a whole number >= 0 (0: all tokens)", whole=True),
-    "top_p": _Range(1.0, lambda x: _NORMAL <= x <= 1, "in (0, 1], at least 1.2e-38 (1: all tokens)"),
-    "min_p": _Range(0.0, lambda x: 0 <= x <= 1, "in [0, 1] (0: all tokens)"),
-    "repetition_penalty": _Range(1.0, lambda x: 1e-20 < x < 1e20, "a finite number > 0, from 1e-20 to 1e20 (1: none)"),
-    "presence_penalty": _Range(0.0, lambda x: True, "a finite number (0: none)"),
-    "frequency_penalty": _Range(0.0, lambda x: True, "a finite number (0: none)"),
-    "min_new_tokens": _Range(0, lambda x: x >= 0, "a whole number >= 0", whole=True),
-}
-
-
-@dataclasses.dataclass(frozen=True)
 class _Checked:
     """A checked request, row by row. ``bias``: numbers added to the logits, minus infinity for banned tokens."""
 
@@ -126,12 +73,12 @@ def prepare(
     row and the value that cannot be used, and `TypeError` for an unknown option."""
     checked = _check(target, prompts, max_new_tokens, seed, ignore_eos, options)
     greedy = all(t == 0 for t in checked.numbers["temperature"])
-    longest, most = max(map(len, checked.prompts)), most_slots(target, k)
-    width = min(bucket(longest, LEAST_PROMPT), most)
+    longest = max(map(len, checked.prompts))
     end = max(len(row) + budget for row, budget in zip(checked.prompts, checked.budgets, strict=True))
+    _, width, slots = padded_sizes(target, k, len(checked.prompts), longest, end - longest)
     asked = {name for name, values in checked.numbers.items() if any(x != NUMBERS[name].neutral for x in values)}
     extras = sampling.extras_of(asked)
-    return Batch(_padded(checked, width, greedy), checked.seeds, greedy, slot_buckets(width, end + k + 1, most), extras)
+    return Batch(_padded(checked, width, greedy), checked.seeds, greedy, slots, extras)
 
 
 def fitting(target: Target, prompts: Any, blocks: int, size: int) -> tuple[list[list[int]], int]:
@@ -214,7 +161,7 @@ def _padded(checked: _Checked, width: int, greedy: bool) -> Request:
     prompt: Any = np.zeros((padded, width), np.int32)
     for i, row in enumerate(checked.prompts):
         prompt[i, : len(row)] = row
-    stop_ids: Any = np.full((padded, bucket(max(map(len, checked.stops)), _STOP_IDS)), -1, np.int32)
+    stop_ids: Any = np.full((padded, bucket(max(map(len, checked.stops)), STOP_IDS)), -1, np.int32)
     for i, ids in enumerate(checked.stops):
         stop_ids[i, : len(ids)] = ids
     bias: Any = np.zeros((padded, size), np.float32)
@@ -246,7 +193,7 @@ def request_shapes(rows: int, width: int, vocab_size: int) -> Request:
 
     numbers = {name: of(rows, dtype=np.int32 if r.whole else np.float32) for name, r in NUMBERS.items()}
     sampling = SamplingParams(bias=of(rows, vocab_size, dtype=np.float32), **numbers)
-    seeds, stop_ids = of(rows, 2, dtype=np.uint32), of(rows, _STOP_IDS)
+    seeds, stop_ids = of(rows, 2, dtype=np.uint32), of(rows, STOP_IDS)
     return Request(of(rows, width), of(rows), of(rows), sampling, seeds, stop_ids)
 
 
@@ -272,26 +219,6 @@ def slot_buckets(width: int, needed: int, most: int) -> tuple[int, ...]:
     while slots[-1] < needed:
         slots.append(min(2 * slots[-1], most))
     return tuple(slots)
-
-
-def most_programs(
-    target: Target, k: int, *, rows: int, prompt: int, new: int, stop_ids: int = _STOP_IDS
-) -> tuple[int, str]:
-    """Largest number of programs that any requests of at most these sizes need, and its formula. One program prefills a
-    prompt for each bucket of rows and of prompts. One decodes blocks for each bucket of rows and of cache slots, greedy
-    and sampling. Three grow the caches from each bucket but the last, with one more for each window of the target's
-    layers, which also slides. All of them exist for each bucket of ``stop_ids`` a row, end-of-sequence ids included,
-    and again for each kind of logprobs and each processor in use."""
-    most = most_slots(target, k)
-    batches = bucket(rows).bit_length()
-    widths = len({min(bucket(size, LEAST_PROMPT), most) for size in range(1, prompt + 1)})
-    slots = len(slot_buckets(1, min(prompt + new, target.config.max_positions) + k + 1, most))
-    stops = (bucket(stop_ids, _STOP_IDS) // _STOP_IDS).bit_length()
-    windows = len({*target.spec.windows} - {None})
-    growths = f"{3 + windows} x {slots - 1} growths" + (f" + {windows} slides" if windows else "")
-    formula = f"{batches} row buckets x ({widths} prompt buckets + 2 x {slots} cache buckets + {growths})"
-    formula += f" x {stops} buckets of stop ids" if stops > 1 else ""
-    return stops * batches * (widths + 2 * slots + (3 + windows) * (slots - 1) + windows), formula
 
 
 def check_processor(processor: LogitsProcessor, request: Request, slots: int) -> None:
@@ -393,58 +320,49 @@ def _numbers(name: str, value: Any, count: int) -> list:
     return values
 
 
-def _lists(name: str, value: Any, count: int) -> list:
-    """A list (or mapping) for each row, from one for all rows or one a row; None in a row becomes an empty one."""
-    value = _scalar(value)
+def _lists(name: str, options: Mapping[str, Any], size: int, count: int) -> list:
+    """A list of token ids (or a mapping from them) for each row, from one for all rows or one a row; None in a row
+    becomes an empty one."""
+    value = _scalar(options.get(name))
     if value is None:
         return [()] * count
+    what = "mapping from token id to number" if name == "logit_bias" else "list"
     if not isinstance(value, (Mapping, Sequence, np.ndarray)) or isinstance(value, str):
-        what = "mapping from token id to number" if name == "logit_bias" else "list"
         raise DataError(f"{name}: {value!r}; give a {what} for all rows, or one a row")
     if isinstance(value, Mapping) or all(isinstance(x, (int, np.integer)) for x in value):
-        return [value] * count
-    rows = [() if x is None else x for x in per_row(name, value, count)]
-    kinds = (Mapping, Sequence, np.ndarray)
-    wrong = next((i for i, x in enumerate(rows) if isinstance(x, str) or not isinstance(x, kinds)), None)
-    if wrong is not None:
-        raise DataError(f"{name} of row {wrong}: {rows[wrong]!r} is no list")
+        rows = [value] * count
+    else:
+        rows = [() if x is None else x for x in per_row(name, value, count)]
+    for i, ids in enumerate(rows):
+        if isinstance(ids, str) or not isinstance(ids, (Mapping, Sequence, np.ndarray)):
+            raise DataError(f"{name} of row {i}: {ids!r} is no list")
+    for i, ids in enumerate(rows):
+        if name == "logit_bias" and not isinstance(ids, Mapping) and len(ids):
+            raise DataError(f"{name} of row {i}: {ids!r}; give a {what}")
+        bad = next((x for x in ids if not (is_whole(x) and 0 <= x < size)), None)
+        if bad is not None:
+            raise DataError(f"{name} of row {i}: {bad} is no token id of the vocabulary of {size}")
     return rows
-
-
-def _check_ids(name: str, ids: Sequence[int], size: int, row: int) -> None:
-    def is_id(x) -> bool:
-        return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and 0 <= int(x) < size
-
-    bad = next((x for x in ids if not is_id(x)), None)
-    if bad is not None:
-        raise DataError(f"{name} of row {row}: {bad} is no token id of the vocabulary of {size}")
 
 
 def _stop_ids(target: Target, options: Mapping[str, Any], count: int, ignore_eos: bool) -> list[list[int]]:
     own = [] if ignore_eos else list(target.eos_ids)
-    given = _lists("stop_token_ids", options.get("stop_token_ids"), count)
-    for i, ids in enumerate(given):
-        _check_ids("stop_token_ids", ids, target.config.vocab_size, i)
+    given = _lists("stop_token_ids", options, target.config.vocab_size, count)
     return [list(dict.fromkeys([*own, *map(int, ids)])) for ids in given]
 
 
 def _bias(options: Mapping[str, Any], size: int, count: int) -> np.ndarray:
     bias = np.zeros((count, size), np.float32)
-    for i, values in enumerate(_lists("logit_bias", options.get("logit_bias"), count)):
-        if not isinstance(values, Mapping) and len(values):
-            raise DataError(f"logit_bias of row {i}: {values!r}; give a mapping from token id to number")
-        _check_ids("logit_bias", list(values), size, i)
+    for i, values in enumerate(_lists("logit_bias", options, size, count)):
         for token, value in dict(values).items():
             if not (number := _number(value)) <= 1e30:
                 raise DataError(f"logit_bias of row {i}: {_told(value)} for token {token} is not a number below 1e30")
             bias[i, token] = number if number > -1e30 else -np.inf
-    for i, ids in enumerate(_lists("banned_tokens", options.get("banned_tokens"), count)):
-        _check_ids("banned_tokens", ids, size, i)
-        bias[i, list(ids)] = -np.inf
-    for i, ids in enumerate(_lists("allowed_tokens", options.get("allowed_tokens"), count)):
-        _check_ids("allowed_tokens", ids, size, i)
+    for row, ids in zip(bias, _lists("banned_tokens", options, size, count), strict=True):
+        row[list(ids)] = -np.inf
+    for row, ids in zip(bias, _lists("allowed_tokens", options, size, count), strict=True):
         if len(ids):
-            bias[i, np.setdiff1d(np.arange(size), ids)] = -np.inf
+            row[np.setdiff1d(np.arange(size), ids)] = -np.inf
     return bias
 
 

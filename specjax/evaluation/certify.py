@@ -31,7 +31,8 @@ from specjax import registry
 from specjax import sampling as sampling_lib
 from specjax.config import Certify
 from specjax.decode.decoder import Decoder
-from specjax.decode.request import NUMBERS, prepare
+from specjax.decode.options import NUMBERS
+from specjax.decode.request import prepare
 from specjax.decode.result import check_finite
 from specjax.drafters.draft_model import DraftModel
 from specjax.evaluation import forced
@@ -84,20 +85,12 @@ class Certificate:
         )
 
 
-def certify(
-    target: Target,
-    drafter: Drafter,
-    verifier: Verifier,
-    prompts: Sequence[Sequence[int]],
-    sampling: Mapping[str, Any],
-    settings: Certify,
-    seed: int = 0,
-    tick: Tick = lambda: None,
-) -> Certificate:
-    """Run all checks. ``prompts``: at least four. ``sampling``: arguments of `Decoder.generate` but the temperature."""
+def certify(context: Subject) -> Certificate:
+    """Run all checks."""
+    target, drafter, verifier, settings = context.target, context.drafter, context.verifier, context.settings
     # Refuse what cannot be decoded before decoding anything.
-    prepare(target, drafter.k, prompts, settings.new_tokens, 0, True, {**sampling, "temperature": settings.temperature})
-    context = Subject(target, drafter, verifier, prompts, sampling, settings, seed, tick)
+    options = {**context.sampling, "temperature": settings.temperature}
+    prepare(target, drafter.k, context.prompts, settings.new_tokens, 0, True, options)
     checks = [greedy_identity(context)]
     if context.drift is not None:
         checks.insert(0, logit_drift(context.drift, settings))
@@ -115,10 +108,12 @@ def certify(
         "lossless": verifier.lossless,
         "reference": f"arXiv {verifier.reference}",
         "temperature": settings.temperature,
-        "sampling": {name: x for name, x in sampling.items() if (x != NUMBERS[name].neutral if name in NUMBERS else x)}
+        "sampling": {
+            name: x for name, x in context.sampling.items() if (x != NUMBERS[name].neutral if name in NUMBERS else x)
+        }
         or "none",
-        "prompts": len(prompts),
-        "seed": seed,
+        "prompts": len(context.prompts),
+        "seed": context.seed,
     }
     return Certificate(subject, checks)
 
@@ -128,27 +123,26 @@ def num_ticks(settings: Certify, verifier: Verifier) -> int:
     return 2 + (0 if verifier.noise == "none" else _calls(settings) + 1 + (verifier.noise == "coupled"))
 
 
+@dataclasses.dataclass(eq=False)
 class Subject:
     """Subject of a certificate: target, drafter, verifier, prompts, settings and decoders that the checks read."""
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        verifier: Verifier,
-        prompts,
-        sampling,
-        settings: Certify,
-        seed: int,
-        tick: Tick = lambda: None,
-    ):
-        self.target, self.drafter, self.verifier = target, drafter, verifier
-        self.prompts: list[list[int]] = [list(prompt) for prompt in prompts]
-        self.sampling, self.settings, self.seed, self.tick = dict(sampling), settings, seed, tick
-        self.plain = Decoder(target, None, verifier)
-        self.fast = Decoder(target, drafter, verifier, settings.controller)
-        self.distribution = TargetDistribution(target, self.sampling, settings.new_tokens)
-        self.low = next((str(x.dtype) for x in jax.tree.leaves(target.params) if x.dtype.itemsize < 4), None)
+    target: Target
+    drafter: Drafter
+    verifier: Verifier
+    prompts: list[list[int]]
+    """At least four."""
+    sampling: Mapping[str, Any]
+    """Arguments of `Decoder.generate` but the temperature."""
+    settings: Certify
+    seed: int = 0
+    tick: Tick = lambda: None
+
+    def __post_init__(self) -> None:
+        self.plain = Decoder(self.target, None, self.verifier)
+        self.fast = Decoder(self.target, self.drafter, self.verifier, self.settings.controller)
+        self.distribution = TargetDistribution(self.target, self.sampling, self.settings.new_tokens)
+        self.low = next((str(x.dtype) for x in jax.tree.leaves(self.target.params) if x.dtype.itemsize < 4), None)
         """Precision of the target if it is below float32; else None."""
 
     @functools.cached_property
@@ -179,9 +173,7 @@ class Subject:
 
     def generate(self, decoder: Decoder, prompts: Sequence[list[int]], **options: Any) -> Any:
         if decoder.weighs:  # without block costs it may decode without its controller
-            asked = (
-                {**self.sampling, "temperature": options["temperature"]} if "temperature" in options else self.sampling
-            )
+            asked = {**self.sampling, **{name: options[name] for name in ("temperature",) if name in options}}
             if decoder.program_of(prompts, **asked) not in decoder.calibrations:
                 decoder.calibrate(prompts, blocks=8, seconds=0, **asked)
         options = {"max_new_tokens": self.settings.new_tokens, "ignore_eos": True, **self.sampling, **options}
@@ -192,25 +184,27 @@ class Subject:
 
 def greedy_identity(context: Subject) -> Check:
     """Check of greedy output, at batch 1 and with all prompts at once, against the autoregressive loop."""
-    prompts, differences, want = context.prompts, [], context.greedy_output
+    prompts, want = context.prompts, context.greedy_output
     context.tick()
     together = context.generate(context.fast, prompts).tokens
     alone = [context.generate(context.fast, [prompt]).tokens[0] for prompt in prompts]
-    for size, found in ((len(prompts), together), (1, alone)):
-        for i, (a, b) in enumerate(zip(found, want, strict=True)):
-            at = _first_difference(a, b)
-            if at is not None:
-                # Infinite where one output goes on after the other's stop token.
-                gap = _greedy_margin(context, prompts[i], b, at) if at < len(b) else np.inf
-                differences.append({"prompt": i, "batch_size": size, "position": at, "margin": gap})
+
+    def gap(row: int, at: int) -> float:
+        return margin(_transformed(context, prompts[row], want[row], at, 1.0, cuts=False))
+
+    batches = ((len(prompts), together), (1, alone))
+    differences = [d for size, found in batches for d in _differences(found, want, gap, batch_size=size)]
     context.tick()
     count = sum(map(len, want))
     return _identity("greedy identity", differences, 2 * count, context.allowed())
 
 
-def _greedy_margin(context: Subject, prompt: list[int], output: list[int], at: int) -> float:
+def _transformed(
+    context: Subject, prompt: list[int], output: list[int], at: int, temperature: float, cuts: bool = True
+) -> np.ndarray:
+    """Logits ``[V]`` after the sampling parameters that choose token ``at`` of an output."""
     [logits] = context.logits([prompt], [output])
-    return margin(context.distribution.transformed(logits[at], prompt, output[:at], 1.0, cuts=False))
+    return context.distribution.transformed(logits[at], prompt, output[:at], temperature, cuts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,21 +262,15 @@ def coupled_identity(context: Subject) -> Check:
     prompts, t = context.prompts, context.settings.temperature
     options = {"temperature": t, "seed": context.seed + 1}
     want, found = (context.generate(d, prompts, **options) for d in (context.plain, context.fast))
-    differences = []
-    for i, (a, b) in enumerate(zip(found.tokens, want.tokens, strict=True)):
-        at = _first_difference(a, b)
-        if at is not None:
-            gap = np.inf
-            if at < len(b):
-                [logits] = context.logits([prompts[i]], [b])
-                distribution = context.distribution.transformed(logits[at], prompts[i], b[:at], t)
-                words = jnp.asarray([[want.seeds[i] >> 32, want.seeds[i] & 0xFFFFFFFF]], jnp.uint32)
-                position = jnp.asarray([len(prompts[i]) + at], jnp.int32)
-                gap = margin(
-                    distribution
-                    + np.asarray(sampling_lib.coupled_noise(words, position, 0, len(distribution)).gumbel[0, 0])
-                )
-            differences.append({"prompt": i, "position": at, "margin": gap})
+
+    def gap(row: int, at: int) -> float:
+        distribution = _transformed(context, prompts[row], want.tokens[row], at, t)
+        words = jnp.asarray([[want.seeds[row] >> 32, want.seeds[row] & 0xFFFFFFFF]], jnp.uint32)
+        position = jnp.asarray([len(prompts[row]) + at], jnp.int32)
+        noise = sampling_lib.coupled_noise(words, position, 0, len(distribution)).gumbel[0, 0]
+        return margin(distribution + np.asarray(noise))
+
+    differences = _differences(found.tokens, want.tokens, gap)
     context.tick()
     return _identity("coupled identity", differences, sum(map(len, want.tokens)), context.allowed(t))
 
@@ -441,5 +429,15 @@ def _identity(name: str, differences: list[dict[str, Any]], tokens: int, allowed
     return Check(name, worst <= allowed, summary, {"tokens": tokens, "differences": differences, "allowed": allowed})
 
 
-def _first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    return next((i for i, (x, y) in enumerate(itertools.zip_longest(a, b)) if x != y), None)
+def _differences(
+    found: Sequence[Sequence[int]], want: Sequence[Sequence[int]], gap: Callable[[int, int], float], **about: Any
+) -> list[dict[str, Any]]:
+    """The first difference of each row that has one. ``gap``: margin of the choice of token ``at`` in a row; it is
+    infinite where one output goes on after the other's stop token."""
+    differences = []
+    for row, pair in enumerate(zip(found, want, strict=True)):
+        at = next((i for i, (x, y) in enumerate(itertools.zip_longest(*pair)) if x != y), None)
+        if at is not None:
+            own = gap(row, at) if at < len(want[row]) else np.inf
+            differences.append({"prompt": row, **about, "position": at, "margin": own})
+    return differences

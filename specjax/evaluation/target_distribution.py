@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.decode.request import NUMBERS
+from specjax.decode.options import NUMBERS
 from specjax.evaluation.references import bias_vector, sampling_logits
 from specjax.interfaces import Target
 from specjax.models.vocabulary import unused_ids

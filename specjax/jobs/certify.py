@@ -42,4 +42,4 @@ def run_certify(config: RunConfig, bars: Bars = no_bars) -> certify_lib.Certific
         done = itertools.count(1)
         tick = (lambda: progress(next(done), {})) if progress else (lambda: None)
         args = (prepared.target, drafter, verifier, prompts, config.sampling.options(), settings, config.seed)
-        return certify_lib.certify(*args, tick)
+        return certify_lib.certify(certify_lib.Subject(*args, tick))

@@ -23,7 +23,6 @@ from specjax.errors import ModelError
 from specjax.interfaces import Model, Output, Params, Target
 
 if TYPE_CHECKING:
-    from specjax.interfaces import Target
     from specjax.models.hf import LoadedModel
 
 _REMEDY = "use a draft of the same tokenizer, or distill one for this target with `specjax train`"

@@ -323,11 +323,6 @@ class _Source:
         return np.asarray(value)
 
 
-def stored_tensors(params: Params, family: Family, config: ModelConfig, dtype: str) -> dict[str, np.ndarray]:
-    """Tensors to store, by name, as `read_params` reads them."""
-    return {name: _tensor(sources, dtype) for name, sources in _sources(params, family, config).items()}
-
-
 def write_params(
     directory: Path,
     params: Params,

@@ -10,7 +10,8 @@ With cached top-k logits (`TopKLogits`) p and q are the distributions over those
 (`specjax.training.distributions`). Losses for which that is no good approximation refuse them:
 ``needs_whole_distribution``.
 
-Dims: B rows, T predicted positions, V vocabulary, W outcomes (V, or those of cached logits).
+Dims: B rows, T predicted positions, V vocabulary, W outcomes (V, or those of cached logits). `specjax.interfaces.Loss`
+says what the arguments of a loss are, and `Divergence` those of ``between``.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 from pydantic import BeforeValidator, Field
 
 from specjax.errors import ConfigError
-from specjax.interfaces import FullLogits, Loss, LossContext, Params, Target, TopKLogits, Trainable
+from specjax.interfaces import Loss, LossContext, Params, Target, TopKLogits, Trainable
 from specjax.metrics import negative_log_likelihood
 from specjax.registry import LOSSES, build
 from specjax.training.distributions import log_distributions, log_overlap, overlap
@@ -59,13 +60,7 @@ class CrossEntropy(Loss):
     needs_labels = True
     kind: Literal["cross_entropy"] = "cross_entropy"
 
-    def __call__(
-        self,
-        draft_logits: Float[Array, "B T V"],
-        teacher: FullLogits | TopKLogits | None,
-        tokens: Int[Array, "B T"],
-        context: LossContext | None = None,
-    ) -> Float[Array, "B T"]:
+    def __call__(self, draft_logits, teacher, tokens, context=None) -> Float[Array, "B T"]:
         return negative_log_likelihood(draft_logits, tokens)
 
 
@@ -86,13 +81,7 @@ class Divergence(Loss):
     def needs_whole_distribution(self) -> bool:
         return not self.coarse or self.target_temperature != 1
 
-    def __call__(
-        self,
-        draft_logits: Float[Array, "B T V"],
-        teacher: FullLogits | TopKLogits | None,
-        tokens: Int[Array, "B T"],
-        context: LossContext | None = None,
-    ) -> Float[Array, "B T"]:
+    def __call__(self, draft_logits, teacher, tokens, context=None) -> Float[Array, "B T"]:
         """The divergence at each position. Raises `ValueError` if the target's logits are missing, or if they are
         cached and the loss needs the whole distribution."""
         if teacher is None:
@@ -225,8 +214,33 @@ def _term(spec: Any) -> Any:
     return Term(_loss(fields), float(weight))
 
 
+class Composite(Loss):
+    """A loss made of others, which needs what they need; a subclass says what else, and if it ``selects``."""
+
+    @property
+    def inner(self) -> Sequence[Loss]:
+        """The losses that it is made of."""
+        raise NotImplementedError
+
+    @property
+    def needs_whole_distribution(self) -> bool:
+        return any(loss.needs_whole_distribution for loss in self.inner)
+
+    @property
+    def needs_labels(self) -> bool:
+        return any(loss.needs_labels for loss in self.inner)
+
+    @property
+    def labels_alone(self) -> bool:
+        return all(loss.labels_alone for loss in self.inner)
+
+    def references(self, target) -> References:
+        """The reference drafts of all its losses, by name."""
+        return functools.reduce(operator.or_, (loss.references(target) for loss in self.inner))
+
+
 @dataclasses.dataclass(frozen=True)
-class Sum(Loss):
+class Sum(Composite):
     """A weighted sum of losses: ``of: [{kind: forward_kl, weight: 0.9}, {kind: cross_entropy, weight: 0.1}]``. A weight
     is 1 if it is not given, and they need not add up to 1. A loss that compares with the text's token alone adds
     nothing where that token is outside the draft vocabulary; the others count there as everywhere."""
@@ -236,36 +250,19 @@ class Sum(Loss):
     kind: Literal["sum"] = "sum"
 
     @property
+    def inner(self) -> Sequence[Loss]:
+        """The losses that are added up."""
+        return [term.loss for term in self.of]
+
+    @property
     def needs_target(self) -> bool:
-        return any(term.loss.needs_target for term in self.of)
-
-    @property
-    def needs_whole_distribution(self) -> bool:
-        return any(term.loss.needs_whole_distribution for term in self.of)
-
-    @property
-    def needs_labels(self) -> bool:
-        return any(term.loss.needs_labels for term in self.of)
-
-    @property
-    def labels_alone(self) -> bool:
-        return all(term.loss.labels_alone for term in self.of)
+        return any(loss.needs_target for loss in self.inner)
 
     @property
     def selects(self) -> bool:
-        return any(term.loss.selects for term in self.of)
+        return any(loss.selects for loss in self.inner)
 
-    def references(self, target: Target) -> References:
-        """The reference drafts of all its losses, by name."""
-        return references_of((term.loss for term in self.of), target)
-
-    def scores(
-        self,
-        draft_logits: Float[Array, "B T V"],
-        teacher: FullLogits | TopKLogits | None,
-        tokens: Int[Array, "B T"],
-        context: LossContext | None = None,
-    ) -> Any:
+    def scores(self, draft_logits, teacher, tokens, context=None) -> Any:
         """The scores of each of its losses, and the positions it compares at, see `compared_at`."""
         given = draft_logits, teacher, tokens, context
         return tuple((term.loss.scores(*given), compared_at(term.loss, context)) for term in self.of)
@@ -275,13 +272,7 @@ class Sum(Loss):
         pairs = zip(self.of, scores, strict=True)
         return tuple(term.loss.choose(found, only_at(where, weight)) for term, (found, where) in pairs)
 
-    def __call__(
-        self,
-        draft_logits: Float[Array, "B T V"],
-        teacher: FullLogits | TopKLogits | None,
-        tokens: Int[Array, "B T"],
-        context: LossContext | None = None,
-    ) -> Float[Array, "B T"]:
+    def __call__(self, draft_logits, teacher, tokens, context=None) -> Float[Array, "B T"]:
         chosen = [None] * len(self.of) if context is None or context.chosen is None else context.chosen
         values = []
         for term, own in zip(self.of, chosen, strict=True):
@@ -293,7 +284,7 @@ class Sum(Loss):
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaSPEC(Loss):
+class AdaSPEC(Composite):
     """A loss over the tokens that the draft can still learn (2510.19779): those with the largest KL(p || q) - KL(p ||
     q_ref), q_ref the distribution of ``reference``, a frozen draft that was distilled before. The hard tokens, where
     the reference is no better, are dropped.
@@ -316,16 +307,9 @@ class AdaSPEC(Loss):
     kind: Literal["adaspec"] = "adaspec"
 
     @property
-    def needs_whole_distribution(self) -> bool:
-        return self.of.needs_whole_distribution
-
-    @property
-    def needs_labels(self) -> bool:
-        return self.of.needs_labels
-
-    @property
-    def labels_alone(self) -> bool:
-        return self.of.labels_alone
+    def inner(self) -> Sequence[Loss]:
+        """The loss of the chosen tokens."""
+        return [self.of]
 
     def references(self, target: Target) -> References:
         """The reference draft, and those of the loss ``of``. Raises `ModelError` if it cannot be loaded or has another
@@ -335,15 +319,9 @@ class AdaSPEC(Loss):
 
         draft = hf.load_model(self.reference, "float32")
         vocabulary.check_same_vocabulary(target, draft)
-        return {**references_of([self.of], target), self.reference: (TrainedDraftModel(draft.spec), draft.params)}
+        return {**super().references(target), self.reference: (TrainedDraftModel(draft.spec), draft.params)}
 
-    def scores(
-        self,
-        draft_logits: Float[Array, "B T V"],
-        teacher: FullLogits | TopKLogits | None,
-        tokens: Int[Array, "B T"],
-        context: LossContext | None = None,
-    ) -> Any:
+    def scores(self, draft_logits, teacher, tokens, context=None) -> Any:
         """KL(p || q) - KL(p || q_ref) at each position, and the scores of the loss ``of``. Raises `ValueError` without
         the logits of its reference draft."""
         if context is None or self.reference not in context.references:
@@ -357,13 +335,7 @@ class AdaSPEC(Loss):
         gap, inner = scores
         return first_of_each_row(jax.lax.stop_gradient(gap), weight, self.keep), self.of.choose(inner, weight)
 
-    def __call__(
-        self,
-        draft_logits: Float[Array, "B T V"],
-        teacher: FullLogits | TopKLogits | None,
-        tokens: Int[Array, "B T"],
-        context: LossContext | None = None,
-    ) -> Float[Array, "B T"]:
+    def __call__(self, draft_logits, teacher, tokens, context=None) -> Float[Array, "B T"]:
         """The loss at each position, 0 where it is dropped. If ``context`` has no choice yet, it chooses, and raises
         `ValueError` as `scores` does."""
         if context is None or context.chosen is None:
@@ -400,12 +372,3 @@ def first_of_each_row(scores: Float[Array, "B T"], weight: Float[Array, "B T"], 
     wanted = share * jnp.sum(weight, axis=-1, keepdims=True)
     taken = jnp.clip((wanted - before) / jnp.where(sizes > 0, sizes, 1.0), 0.0, 1.0)
     return jnp.where(weight > 0, jnp.take_along_axis(taken, jnp.argsort(order, axis=-1), axis=-1), 0.0)
-
-
-def references_of(losses: Iterable[Loss], target: Target | None) -> References:
-    """The reference drafts of all ``losses``, by name, see `specjax.interfaces.Loss`. Raises `ModelError` if one cannot
-    be loaded or has another vocabulary than ``target``."""
-    found: References = {}
-    for loss in losses:
-        found |= loss.references(target)
-    return found

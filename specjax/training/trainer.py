@@ -31,7 +31,6 @@ from specjax.training.evaluate import evaluate
 from specjax.training.init.cached import FirstWeights
 from specjax.training.kept_streams import Streams
 from specjax.training.layout import ONE_DEVICE, Layout
-from specjax.training.losses import references_of
 from specjax.training.optimizer import make_optimizer, make_schedule
 from specjax.training.selection import DraftEvaluator, Selector, fingerprint_of
 from specjax.training.sources.on_policy import Sampler
@@ -113,7 +112,7 @@ class Trainer:
         self._source = registry.build(registry.DATA, self.stage.data, f"{name}: data")
         batches = Batches(data.train, self.stage.batch_size, data.seed)
         self._batches = self._source.batches(batches, self.directory / "pools", data.sample, self._steps)
-        bound = references_of([self._loss], self.target)
+        bound = {} if self.target is None else self._loss.references(self.target)
         self._references, self._frozen = ({name: pair[i] for name, pair in bound.items()} for i in (0, 1))
 
     def _check_reads(self, name: str) -> None:

@@ -18,7 +18,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import ModelError
 from specjax.evaluation.bench import Bench, Cell
-from specjax.evaluation.certify import certify
+from specjax.evaluation.certify import Subject, certify
 from specjax.interfaces import CoupledNoise, Draft, Noise
 from specjax.proposal import Proposal
 from specjax.testing.toys import ToyModel, neutral_sampling, prefix_model, related
@@ -220,4 +220,4 @@ def test_bench_and_certify_refuse_such_a_draft_by_name():
     with pytest.raises(ModelError, match=r"target 'toy': its logits are NaN or infinite at new token 5 of prompt 0"):
         bench.run([Cell("autoregressive", 0, 1, 1.0)], PROMPTS[:1])
     with pytest.raises(ModelError, match="drafter 'draft_model': its logits are NaN"):
-        certify(TARGET, DraftModel(DRAFTS["nan"], 2), Speculative(), PROMPTS[:1], {}, Certify(new_tokens=8), 0)
+        certify(Subject(TARGET, DraftModel(DRAFTS["nan"], 2), Speculative(), PROMPTS[:1], {}, Certify(new_tokens=8), 0))

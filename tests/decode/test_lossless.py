@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from specjax.decode.decoder import Decoder
-from specjax.decode.request import SamplingOptions
+from specjax.decode.options import SamplingOptions
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.testing.toys import ToyModel, exact_distribution, prefix_model, related

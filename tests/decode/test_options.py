@@ -13,7 +13,6 @@ import pytest
 
 from experiments import programs
 from specjax.decode.decoder import Decoder
-from specjax.decode.request import most_programs
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import DataError, SpecjaxError
@@ -319,7 +318,7 @@ def test_requests_of_any_size_share_a_bounded_number_of_programs():
     """Prompts, budgets and batches all vary: nothing but their buckets makes a program."""
     target = prefix_model(7, vocab_size=SIZE)
     decoder = Decoder(target, DraftModel(target, 3))
-    bound, formula = most_programs(target, 3, rows=2, prompt=40, new=300)
+    bound, formula = programs.most_programs(target, 3, rows=2, prompt=40, new=300)
     assert bound == 20, formula
     with count_compiles() as count:
         for request in programs.requests(40, seed=0, rows=2, prompt=40, new=300):

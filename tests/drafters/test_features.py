@@ -33,7 +33,7 @@ from specjax.drafters.features import Kept
 from specjax.drafters.medusa import MedusaModel, TrainedMedusa
 from specjax.drafters.p_eagle import PEagleModel, TrainedPEagle
 from specjax.errors import ConfigError, ModelError
-from specjax.evaluation.certify import certify
+from specjax.evaluation.certify import Subject, certify
 from specjax.formats import trained as stored
 from specjax.interfaces import Batch
 from specjax.metrics import alpha_per_position
@@ -496,7 +496,7 @@ def test_it_is_certified(name, rule):
     controller = by_head if name == "dspark_confident" else "fixed"
     settings = config.Certify(new_tokens=32, batch_size=64, total_variation=0.04, controller=controller)
     prompts, sampling = [[1, 2, 3, 4], [7, 7, 30, 5], [12, 9, 9, 1], [39, 0, 21, 20]], {"top_k": 20}
-    certificate = certify(target, trained.to_drafter(params, target, 3), rule, prompts, sampling, settings)
+    certificate = certify(Subject(target, trained.to_drafter(params, target, 3), rule, prompts, sampling, settings))
     assert [check.name for check in certificate.checks if not check.passed] == []
 
 

@@ -17,7 +17,7 @@ from specjax.decode import programs
 from specjax.drafters.draft_model import BoundDraftModel, DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.evaluation import certify as certify_lib
-from specjax.evaluation.certify import CELLS, certify, sample_size
+from specjax.evaluation.certify import CELLS, Subject, certify, sample_size
 from specjax.interfaces import Bound
 from specjax.models.config import ModelConfig
 from specjax.models.hf import LoadedModel
@@ -45,7 +45,7 @@ def fresh_programs():
 
 
 def verdict(drafter, verifier, settings=SETTINGS, **sampling):
-    certificate = certify(TARGET, drafter, verifier, PROMPTS, sampling, settings)
+    certificate = certify(Subject(TARGET, drafter, verifier, PROMPTS, sampling, settings))
     return certificate, {check.name: check.passed for check in certificate.checks}
 
 
@@ -123,7 +123,7 @@ def low_subject(verifier, **sampling):
 def test_a_sound_pair_in_bfloat16_passes_with_its_drift():
     target, draft = low_pair()
     sampling = {"top_p": 0.9, "repetition_penalty": 1.2, "banned_tokens": [3]}
-    certificate = certify(target, DraftModel(draft, 3), Speculative(), PROMPTS, sampling, LOW_SETTINGS)
+    certificate = certify(Subject(target, DraftModel(draft, 3), Speculative(), PROMPTS, sampling, LOW_SETTINGS))
     assert certificate.verdict == "PASS", certificate.to_markdown()
     assert certificate.subject["dtype"] == "bfloat16"
     assert [check.name for check in certificate.checks] == [

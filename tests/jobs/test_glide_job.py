@@ -88,7 +88,7 @@ def test_every_command_finds_it(trained, monkeypatch, tmp_path):
         assert decoder.generate(PROMPTS, max_new_tokens=20).tokens == plain.tokens
     low = config.Certify(prompts=4, prompt_tokens=4, new_tokens=4, k=2)
     seen = []
-    monkeypatch.setattr(certify_job.certify_lib, "certify", lambda *args: seen.append(args[1]))
+    monkeypatch.setattr(certify_job.certify_lib, "certify", lambda subject: seen.append(subject.drafter))
     certify_job.run_certify(dataclasses.replace(settings, certify=low))
     assert isinstance(seen[0], Glide)
     small = config.Bench(prompts=1, prompt_tokens=8, new_tokens=8, batch_sizes=(1,), temperatures=(0.0,), ks=(2,))

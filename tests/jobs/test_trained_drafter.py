@@ -15,7 +15,7 @@ import pytest
 import specjax
 from specjax import config
 from specjax.errors import ConfigError
-from specjax.evaluation.certify import certify
+from specjax.evaluation.certify import Subject, certify
 from specjax.interfaces import Batch, TargetView
 from specjax.jobs import certify as certify_job
 from specjax.jobs import distill as job
@@ -86,7 +86,7 @@ def test_it_is_certified_by_name(trained, monkeypatch):
     settings, result = trained
     low = config.Certify(prompts=4, prompt_tokens=4, new_tokens=4, k=2)
     seen = []
-    monkeypatch.setattr(certify_job.certify_lib, "certify", lambda *args: seen.append(args[1]))
+    monkeypatch.setattr(certify_job.certify_lib, "certify", lambda subject: seen.append(subject.drafter))
     certify_job.run_certify(dataclasses.replace(settings, certify=low))
     assert fingerprint.digest(seen[0].params) == fingerprint.digest(result.draft_after.params)
 
@@ -168,5 +168,5 @@ def test_a_config_names_it_and_its_fields_beside_the_kind(tmp_path, target_direc
 def test_its_law_is_the_targets(trained):
     _, result = trained
     drafter = result.draft_after.of(2)
-    certificate = certify(result.target, drafter, Speculative(), PROMPTS, {}, LOW, 0)
+    certificate = certify(Subject(result.target, drafter, Speculative(), PROMPTS, {}, LOW, 0))
     assert all(check.passed for check in certificate.checks)
