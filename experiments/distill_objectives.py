@@ -43,7 +43,7 @@ from specjax.jobs import inputs
 from specjax.jobs.bench import held_out_prompts
 from specjax.metrics import Interval, block_efficiency_interval
 from specjax.report import record
-from specjax.runtime import fingerprint, lock, memory
+from specjax.runtime import artifact, fingerprint, memory
 from specjax.runtime.compile_cache import keep_programs
 from specjax.runtime.progress import console_bars
 from specjax.training import selection
@@ -147,7 +147,7 @@ class Experiment:
         name = f"{_file_name(recipe)}{'' if steps is None else '-long'}-{seed}"
         config = self._config(name, seed, changes)
         out = Path(config.out)
-        with lock.exclusive(out):
+        with artifact.exclusive(out):
             distilled = job.distill(config, self._bars, self.prepared)
             draft, measures = distilled.draft_after, distilled.measures
             decoded = self._decoded(out / _DECODED, draft)
@@ -166,11 +166,11 @@ class Experiment:
 
     def _decoded(self, file: Path, draft: job.TrainedDraft) -> list[Decoded]:
         depends_on = [fingerprint.digest(draft.params), self.decoding.identity]
-        known = fingerprint.read_record(file, "it is decoded again")
+        known = artifact.read_record(file, "it is decoded again")
         if known is not None and known["depends_on"] == depends_on:
             return list(map(Decoded.from_json, known["decoded"]))
         decoded = self.decoding(draft.params)
-        fingerprint.write_record(file, {"depends_on": depends_on, "decoded": list(map(dataclasses.asdict, decoded))})
+        artifact.write_record(file, {"depends_on": depends_on, "decoded": list(map(dataclasses.asdict, decoded))})
         return decoded
 
     def timed_ratios(self, runs: Sequence[Run], others: Sequence[Run], repeats: int) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ from specjax.jobs import inputs
 from specjax.jobs.bench import held_out_prompts
 from specjax.metrics import block_efficiency_interval
 from specjax.report import record
-from specjax.runtime import lock, memory
+from specjax.runtime import artifact, memory
 from specjax.runtime.compile_cache import keep_programs
 from specjax.runtime.progress import console_bars
 from specjax.training.drafts.features import coverage
@@ -172,7 +172,7 @@ class Study:
     def train(self, shape: Draft, seed: int, steps: int | None = None) -> Trained:
         """``steps``: instead of the config's."""
         config = self._config(shape, seed, steps)
-        with lock.exclusive(Path(config.out)):
+        with artifact.exclusive(Path(config.out)):
             found = job.distill(config, console_bars(self._console), self.prepared)
         speed = statistics.median(r["tokens_per_s"] for r in found.logs["draft-distill"] if "tokens_per_s" in r)
         steps_done = config.distill.num_steps
@@ -186,7 +186,7 @@ class Study:
         for turn in range(turns):
             for shape, speeds in found.items():
                 config = self._config(shape, turn, steps, "eval.positions=512")
-                with lock.exclusive(Path(config.out)):
+                with artifact.exclusive(Path(config.out)):
                     log = job.distill(config, prepared=self.prepared).logs["draft-distill"]
                 speeds += [r["tokens_per_s"] for r in log if "tokens_per_s" in r][1:]
         return {shape: statistics.median(speeds) for shape, speeds in found.items()}

@@ -27,9 +27,9 @@ from typer.core import TyperCommand
 
 from specjax.decode.options import NUMBERS, SamplingOptions, meanings
 from specjax.errors import SpecjaxError, Stopped
+from specjax.models.files import plain_json, write_atomically
 from specjax.report.labels import counted
 from specjax.runtime import memory
-from specjax.runtime.files import plain_json, write_atomically
 
 USER_ERROR, INTERRUPTED, TERMINATED = 2, 130, 143
 _RESUMES = "interrupted; the same command resumes"

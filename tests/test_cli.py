@@ -27,8 +27,8 @@ from specjax.interfaces import TargetInfo
 from specjax.jobs import demo, generate, sweep, train
 from specjax.metrics import DecodeStats, RequestMetrics, cost
 from specjax.models import hf
+from specjax.models.files import write_atomically
 from specjax.report import generation
-from specjax.runtime.files import write_atomically
 from tests import processes
 
 ROOT = Path(__file__).resolve().parents[1]

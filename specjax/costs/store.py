@@ -17,8 +17,8 @@ import jax
 from pydantic import TypeAdapter
 
 from specjax.decode.decoder import Decoder
+from specjax.models.files import plain_json, write_atomically
 from specjax.runtime.compile_cache import machine, user_cache
-from specjax.runtime.files import plain_json, write_atomically
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)

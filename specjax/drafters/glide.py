@@ -349,7 +349,7 @@ def save_glide(glide: LoadedGlide, directory: str | os.PathLike, card: str | Non
     def write(partial: Path) -> None:
         write_params(partial, glide.params, family, glide.spec.config, dtype, hf.MAX_SHARD_BYTES)
         settings = {"model_type": MODEL_TYPE, hf.DRAFTER: "glide", "reads": list(glide.reads), "layers": described}
-        write_json(partial / "config.json", settings)
+        write_json(partial / "config.json", settings, published=True)
         (partial / hf.CARD).write_text(card or f"# {glide.name}\n\nA draft that reads its target.\n", encoding="utf-8")
 
     hf.write_directory(directory, True, write)

@@ -21,7 +21,7 @@ from specjax.evaluation.held_out import HeldOutDecoding, with_median_seconds
 from specjax.interfaces import Params, Trainable
 from specjax.metrics import DecodeStats, block_efficiency_interval
 from specjax.models.hf import LoadedModel
-from specjax.runtime import fingerprint
+from specjax.runtime import artifact, fingerprint
 from specjax.runtime.distributed import on_main_process
 from specjax.runtime.progress import Bars
 from specjax.training.evaluate import Evaluation, evaluate_all
@@ -126,8 +126,7 @@ def evaluate(
         return [evaluation.to_json() for evaluation in found]
 
     measured_on = (*fingerprint.of_model(target), fingerprint.digest(chosen))
-    keys = ["".join((fingerprint.digest(params), *measured_on)) for params in models]
-    return list(map(Evaluation.from_json, _kept(Path(config.out) / _FILE, keys, evaluated)))
+    return list(map(Evaluation.from_json, _kept(config, models, measured_on, evaluated)))
 
 
 def decode(
@@ -152,8 +151,7 @@ def decode(
         return [list(map(dataclasses.asdict, with_median_seconds(one))) for one in zip(*turns, strict=True)]
 
     measured_on = (*fingerprint.of_model(target), decoding.identity)
-    keys = ["".join((fingerprint.digest(params), *measured_on)) for params in drafts.values()]
-    found = _kept(Path(config.out) / _FILE, keys, decoded)
+    found = _kept(config, list(drafts.values()), measured_on, decoded)
     return {name: list(map(Decoded.from_json, one)) for name, one in zip(names, found, strict=True)}
 
 
@@ -178,13 +176,17 @@ def alphas_by_source(
     }
 
 
-def _kept(file: Path, keys: list[str], make: Callable[[list[int]], list[Any]]) -> list[Any]:
-    """JSON values that are measured once and stored in ``file``, each under its key. ``make`` gives the missing ones,
-    from their indices in ``keys``."""
+def _kept(
+    config: RunConfig, models: Sequence[Params], measured_on: Sequence[str], make: Callable[[list[int]], list[Any]]
+) -> list[Any]:
+    """JSON values of the models, each measured once on what has the digests ``measured_on``. ``make`` gives the missing
+    ones, from the models' indices."""
+    keys = ["".join((fingerprint.digest(params), *measured_on)) for params in models]
     keys = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
-    known = on_main_process(lambda: fingerprint.read_record(file, "what is asked of it is measured again")) or {}
+    file = Path(config.out) / _FILE
+    known = on_main_process(lambda: artifact.read_record(file, "what is asked of it is measured again")) or {}
     new = {key: i for i, key in reversed([*enumerate(keys)]) if key not in known}
     if new:
         known |= dict(zip(new, make(list(new.values())), strict=True))
-        on_main_process(lambda: fingerprint.write_record(file, known))
+        on_main_process(lambda: artifact.write_record(file, known))
     return [known[key] for key in keys]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +20,7 @@ from specjax.errors import ConfigError, DataError
 from specjax.evaluation.simulated import simulated_block_efficiency
 from specjax.interfaces import Drafter, Params, Trainable
 from specjax.models.hf import LoadedModel
+from specjax.runtime import fingerprint
 from specjax.runtime.log import note
 from specjax.training.layout import make_layout
 from specjax.training.selection import Decoded, DraftEvaluator, affects_selection
@@ -77,7 +76,7 @@ class HeldOutDecoding(DraftEvaluator):
         prompts = [prompt.tokens for prompt in self.prompts]
         sizes = (self.rule.new_tokens, self.rule.k, self.seed)
         parts = (prompts, list(self.temperatures), self.verifier, dict(self.sampling), *sizes)
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return fingerprint.of_json(parts)
 
 
 def held_out_decoding(

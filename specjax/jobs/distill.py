@@ -28,17 +28,10 @@ from specjax.formats import trained as stored
 from specjax.formats.loading import asked_kind, load_drafter
 from specjax.interfaces import Drafter, Initial, Params, Trainable
 from specjax.jobs import memory
-from specjax.jobs.inputs import (
-    Prepared,
-    naming_inputs,
-    prepare,
-    rows_of,
-    rows_to_count,
-    source_context,
-)
+from specjax.jobs.inputs import Prepared, naming_inputs, prepare, rows_of, rows_to_count, source_of
 from specjax.models.hf import LoadedModel
 from specjax.models.weights import rounded
-from specjax.runtime import fingerprint, lock, sinks
+from specjax.runtime import artifact, fingerprint, sinks
 from specjax.runtime.distributed import is_first, on_main_process
 from specjax.runtime.log import note, read_log
 from specjax.runtime.progress import Bars, no_bars
@@ -126,7 +119,7 @@ def run(config: RunConfig, bars: Bars = no_bars) -> Distilled:
     for errors that the user can mend. With several processes (`specjax.runtime.distributed.start`), all call it and the
     first one writes."""
     with contextlib.ExitStack() as held:
-        on_main_process(lambda: held.enter_context(lock.exclusive(config.out)) and None)
+        on_main_process(lambda: held.enter_context(artifact.exclusive(config.out)) and None)
         if is_first():
             bars = held.enter_context(
                 sinks.recorded(config.logging, Path(config.out), bars, dataclasses.asdict(config))
@@ -138,7 +131,7 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
     """Run the whole job: it reuses finished parts in ``config.out`` and resumes interrupted ones. ``prepared``: result
     of `prepare` for this config, if it was called before.
 
-    The caller holds the run directory's lock (`specjax.runtime.lock.exclusive`), as `run` does.
+    The caller holds the run directory's lock (`specjax.runtime.artifact.exclusive`), as `run` does.
     """
     decoding_enabled(config)  # refuses a mesh that does not fit, or cannot select, before anything is read
     for name in _EXPORTS:
@@ -231,12 +224,13 @@ class _Stages:
     ) -> tuple[Params, int]:
         """Train a stage. Returns its parameters, and its number of steps without early stopping."""
         bars, drafter, prepared, run = self.bars, self.drafter, self.prepared, self.prepared.run
-        whose, first, source = prepared.target, FirstWeights.of(params), run.source(name, stage)
+        whose, first = prepared.target, FirstWeights.of(params)
+        source, made_from = source_of(prepared, name, stage, bars)
         draft = None
         if not isinstance(source, Text):  # rows of the text are made without a draft
             whole = with_shared_params(drafter, first.params, whose.params)
             draft = DraftHandle(whole, lambda params, k: drafter.to_drafter(params, whose, k))
-        rows = rows_of(run.config, source, source_context(prepared, draft, name, stage, bars))
+        rows = rows_of(run.config, source, dataclasses.replace(made_from, draft=draft))
         if stage.epochs is not None:
             epochs, stage = stage.epochs, stage.over(len(rows))
             note(f"{name}: {epochs:g} epochs of {len(rows):,} rows are {stage.steps:,} steps of {stage.batch_size}")
@@ -261,7 +255,7 @@ def _tested(
     if jax.process_count() > 1:
         return {}
     file = Path(config.out) / _SELF_TESTS
-    known = fingerprint.read_record(file, "the exported drafts are tested again") or {}
+    known = artifact.read_record(file, "the exported drafts are tested again") or {}
     for draft, written in exported.items():
         directory, weights = Path(config.out) / draft.name, fingerprint.digest(draft.params)
         if not written and known.get(draft.name, {}).get("weights") == weights:
@@ -276,7 +270,7 @@ def _tested(
         except ModelError as error:
             raise ModelError(f"{directory}: not the draft that was trained; do not use it. {error}") from None
         known[draft.name] = {"weights": weights, "found": dataclasses.asdict(found)}
-        fingerprint.write_record(file, known)
+        artifact.write_record(file, known)
     return {draft.name: SelfTest(**known[draft.name]["found"]) for draft in exported}
 
 

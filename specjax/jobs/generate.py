@@ -11,7 +11,7 @@ from typing import Any
 
 from specjax.data import encoding
 from specjax.errors import DataError, ModelError
-from specjax.runtime.files import plain_json, write_atomically
+from specjax.models.files import plain_json, write_atomically
 
 
 def read_prompt(path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from specjax.errors import ConfigError
 from specjax.formats.loading import asked_kind, load_drafter
 from specjax.jobs import inputs
 from specjax.models.hf import LoadedModel
-from specjax.runtime import lock
+from specjax.runtime import artifact
 from specjax.runtime.progress import Bars, no_bars
-from specjax.training.sources.generated import PROVENANCE, Generated
+from specjax.training.sources.generated import Generated
 from specjax.training.sources.text import DraftHandle
 
 _STAGE = "draft-distill"
@@ -32,15 +31,16 @@ def make_data(config: RunConfig, out: Path | None, draft: str | None, bars: Bars
     if not isinstance(source, Generated):
         raise ConfigError(f"distill.data: the kind is {source.kind!r}; set distill.data={{kind: generated}}")
     kept = [path for name in ("draft", "draft-before") if (path := Path(config.out) / name).is_dir()]
-    with lock.exclusive(config.out):
+    with artifact.exclusive(config.out):
         prepared = inputs.prepare(config, bars)
         helper = _helper(config, draft or kept[0], prepared.target) if draft or kept else None
         prepared.target.free_originals()
-        # The seed of the stage: the data are those that the run would make itself.
-        context = inputs.source_context(prepared, helper, _STAGE, config.distill, bars)
+        # The data are those that the run would make itself.
+        _, context = inputs.source_of(prepared, _STAGE, config.distill, bars)
         directory = out or Path(source.path or context.directory).expanduser()
+        context = dataclasses.replace(context, draft=helper, directory=directory)
         inputs.rows_of(config, dataclasses.replace(source, path=str(directory)), context)
-    return {**json.loads((directory / PROVENANCE).read_text()), "directory": str(directory)}
+    return {**artifact.read_provenance(directory), "directory": str(directory)}
 
 
 def _helper(config: RunConfig, path: str | Path, target: LoadedModel) -> DraftHandle:

@@ -23,17 +23,18 @@ from specjax.data.rows import ConcatenatedRows, Rows, RowsToCount, pack
 from specjax.data.tokenizer import train_tokenizer
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
+from specjax.interfaces import Source
 from specjax.jobs import memory
-from specjax.models.files import write_manifest
+from specjax.models.files import write_json, write_manifest
 from specjax.models.hf import LoadedModel, import_transformers, load_model
-from specjax.runtime import fingerprint
+from specjax.runtime import artifact, fingerprint
 from specjax.runtime.distributed import on_main_process
 from specjax.runtime.progress import Bars, no_bars
 from specjax.training.assemble import Run, assemble
 from specjax.training.exports import WEIGHTS, card, export, parameter_count, set_aside_if_damaged
 from specjax.training.init.cached import FirstWeights
 from specjax.training.init.first_weights import check_length, target_model, target_stage
-from specjax.training.sources.text import DraftHandle, SourceContext
+from specjax.training.sources.text import SourceContext
 from specjax.training.trainer import StageData, Trainer
 
 _DATE = "chat_date.json"
@@ -131,7 +132,7 @@ def _today(out: Path, tokenizer: Any) -> datetime.date | None:
     def kept() -> str:
         if not file.exists():
             out.mkdir(parents=True, exist_ok=True)
-            fingerprint.write_json(file, {"date": datetime.date.today().isoformat()})
+            write_json(file, {"date": datetime.date.today().isoformat()})
         return file.read_text()
 
     try:
@@ -154,7 +155,7 @@ def _target_from_scratch(
         initial = FirstWeights(
             jax.eval_shape(lambda key: drafter.init_params(key, None), key),
             lambda: drafter.init_params(key, None),
-            fingerprint.of_record({"random": [repr(spec), config.seed]}),
+            fingerprint.of_json({"random": [repr(spec), config.seed]}),
         )
         data = StageData(*rows, config.seed + 2)
         trainer = Trainer(run.directory(trained), stage, drafter, initial, None, data, layout=run.layout)
@@ -175,7 +176,7 @@ def _tokenizer(config: RunConfig, documents: Corpus) -> Any:
 
     def make() -> None:
         with naming_inputs(config):
-            fingerprint.claim(directory, made_from)
+            artifact.claim(directory, made_from)
         if not files.exists() or set_aside_if_damaged(files):
             partial = directory / ".partial"
             shutil.rmtree(partial, ignore_errors=True)
@@ -202,8 +203,7 @@ def rows_to_count(prepared: Prepared, bars: Bars) -> RowsToCount:
     def counted() -> Sequence[tuple[Rows, float]]:
         if name is None:
             return [(prepared.train_rows, 1.0)]
-        stage = run.stages[name]
-        source, context = run.source(name, stage), source_context(prepared, None, name, stage, bars)
+        source, context = source_of(prepared, name, run.stages[name], bars)
         with naming_inputs(run.config, source.prompts, context.today):
             return source.vocabulary_rows(context)
 
@@ -217,7 +217,7 @@ def naming_inputs(config: RunConfig, prompts: str | None = None, today: datetime
     template printed in them."""
     try:
         yield
-    except fingerprint.Changed as error:
+    except artifact.Changed as error:
         text, target = f"data.path: {config.data.path!r}", f" (target.path: {config.target.path!r})"
         asked = text if prompts is None else f"data.prompts: {prompts!r}"
         if today is not None:
@@ -228,15 +228,15 @@ def naming_inputs(config: RunConfig, prompts: str | None = None, today: datetime
         raise error.at(places) from None
 
 
-def source_context(prepared: Prepared, draft: DraftHandle | None, name: str, stage: Stage, bars: Bars) -> SourceContext:
-    """Inputs that the data of the stage ``name`` is made from. ``draft``: the draft with the stage's first weights."""
+def source_of(prepared: Prepared, name: str, stage: Stage, bars: Bars) -> tuple[Source, SourceContext]:
+    """The source of the data of the stage ``name``, and the inputs that the data is made from, a draft left out."""
     run, data = prepared.run, prepared.run.config.data
-    return SourceContext(
+    context = SourceContext(
         name=name,
         directory=run.directory(f"{name}-data"),
         text=prepared.train_rows,
         target=prepared.target,
-        draft=draft,
+        draft=None,
         prompt_weight=data.prompt_weight,
         seed=run.seed(name),
         on_bad=data.on_bad,
@@ -244,3 +244,4 @@ def source_context(prepared: Prepared, draft: DraftHandle | None, name: str, sta
         today=_today(run.directory(""), prepared.target.tokenizer),
         needs_labels=run.loss(name, stage).needs_labels,
     )
+    return run.source(name, stage), context

@@ -29,12 +29,13 @@ from specjax.jobs import distill as job
 from specjax.jobs import inputs, memory
 from specjax.jobs.bench import check, decoding_figures, num_ticks
 from specjax.jobs.preview import preview
+from specjax.models.files import write_json
 from specjax.models.hf import draft_of, resolve
 from specjax.report import record
 from specjax.report.figures import figures as check_figures
 from specjax.report.labels import format_duration
 from specjax.report.terminal import comparison_table
-from specjax.runtime import fingerprint, lock, sinks
+from specjax.runtime import artifact, fingerprint, sinks
 from specjax.runtime.compile_cache import programs_kept
 from specjax.runtime.progress import Bars, StepProgress, console_bars
 
@@ -49,7 +50,7 @@ def run(config: RunConfig) -> dict[str, Any]:
     console = Console()
     with contextlib.ExitStack() as held:
         held.enter_context(programs_kept(config.compile_cache))
-        held.enter_context(lock.exclusive(out))
+        held.enter_context(artifact.exclusive(out))
         recorded = sinks.recorded(config.logging, out, console_bars(console), dataclasses.asdict(config))
         bars = held.enter_context(recorded)
         stages = Stages(out / _SECONDS, bars, plan(config), console)
@@ -81,7 +82,7 @@ def run(config: RunConfig) -> dict[str, Any]:
             "stage_seconds": stages.seconds,
             **{key: decoding[key] for key in ("decoding", "verifier", "compile_seconds", "roofline", "sample")},
         }
-        fingerprint.write_json(out / _RESULTS, results)
+        write_json(out / _RESULTS, results)
         where = report.build(out)
     console.print(comparison_table(results["comparison"]))
     console.print(f"report: {where / 'report.html'}")
@@ -105,7 +106,7 @@ def _decoding(config: RunConfig, distilled: job.Distilled, file: Path, bars: Bar
         "specjax": _source_digest(),
         "jax": jax.__version__,
     }
-    known = fingerprint.read_record(file, "it is measured again")
+    known = artifact.read_record(file, "it is measured again")
     if known is not None and known["measured_on"] == json.loads(json.dumps(measured_on)):
         return known
     jax.clear_caches()  # the programs of training
@@ -114,7 +115,7 @@ def _decoding(config: RunConfig, distilled: job.Distilled, file: Path, bars: Bar
     measured = decoding_figures(config, distilled.target, drafts, distilled.prepared.corpus.held_out, bars)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     found = {**measured, "date": now, "machine": record.machine(), "measured_on": measured_on}
-    fingerprint.write_record(file, found)
+    artifact.write_record(file, found)
     return found
 
 
@@ -181,7 +182,7 @@ class Stages:
             if name in self.planned and took > 0.05 * self.planned[name]:  # or it was reused
                 self._took[name] = took
             self.seconds[name] = round(before + took, 1)
-            fingerprint.write_json(self._file, self.seconds)
+            write_json(self._file, self.seconds)
 
     def _tell(self, name: str, gone: float) -> None:
         names = list(self.planned)

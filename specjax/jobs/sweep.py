@@ -20,11 +20,11 @@ from rich.text import Text
 
 from specjax.config import RunConfig, SweepRun, shipped
 from specjax.errors import DataError, SpecjaxError
+from specjax.models.files import plain_json, write_atomically
 from specjax.report.figures import figures
 from specjax.report.labels import counted, format_value
 from specjax.report.terminal import plain_table
-from specjax.runtime.files import plain_json, write_atomically
-from specjax.runtime.lock import exclusive
+from specjax.runtime.artifact import exclusive
 
 Run = Callable[[RunConfig], Mapping[str, Any]]
 RESULTS, ERROR = "results.jsonl", "error.txt"

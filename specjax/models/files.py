@@ -1,5 +1,5 @@
-"""JSON files and the ``SHA256SUMS`` manifest of a model directory, because safetensors does not notice a flipped
-bit."""
+"""Files that appear whole or not at all, JSON files, and the ``SHA256SUMS`` manifest of a model directory, because
+safetensors does not notice a flipped bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,35 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+def plain_json(value: Any) -> Any:
+    """``default`` of `json.dumps`: arrays and array scalars as lists and numbers, paths as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def write_json(file: Path, value: Any, *, published: bool = False) -> None:
+    """Write a value as JSON in place of the file's content (`write_atomically`). ``published``: in the form of a
+    Hugging Face directory, whose text is not escaped."""
+    form: dict[str, Any] = {"indent": 2, "ensure_ascii": False} if published else {"indent": 1}
+    write_atomically(file, json.dumps(value, sort_keys=True, **form) + "\n", alone=True)
+
+
+def write_atomically(path: Path, content: str | bytes, *, alone: bool = False) -> None:
+    """Write a file so that readers see the old content or the whole new one, even if the writer is killed. Text is
+    UTF-8.
+
+    ``alone``: no other process writes this file. The partial file then has a fixed name, so that one left by a kill is
+    overwritten. Raises `OSError` if the disk is full; no partial file stays then.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    partial = path.with_name(f".{path.name}.partial" if alone else f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())  # else a power cut may leave the name without the content
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def flush(*paths: Path) -> None:

@@ -540,10 +540,10 @@ def _write_files(model: LoadedModel, directory: Path, dtype: str, card: str | No
         "pad_token_id": getattr(tokenizer, "pad_token_id", None),
     }
     named = {"architectures": [family.architecture], "model_type": family.model_type, "dtype": dtype}
-    write_json(directory / "config.json", {**named, "torch_dtype": dtype, **settings, **special})
+    write_json(directory / "config.json", {**named, "torch_dtype": dtype, **settings, **special}, published=True)
     told = {name: value for name, value in special.items() if value is not None}
     inherited = {name: value for name, value in model.generation.items() if name != "eos_token_id"}
-    write_json(directory / GENERATION, {**told, **inherited})
+    write_json(directory / GENERATION, {**told, **inherited}, published=True)
     if tokenizer is not None:
         try:
             tokenizer.save_pretrained(directory)
@@ -583,7 +583,7 @@ def _rename_tokenizer_class(file: Path) -> None:
     if file.exists():
         settings = read_json(file)
         if settings.get("tokenizer_class") == "TokenizersBackend":
-            write_json(file, {**settings, "tokenizer_class": "PreTrainedTokenizerFast"})
+            write_json(file, {**settings, "tokenizer_class": "PreTrainedTokenizerFast"}, published=True)
 
 
 def _default_card(model: LoadedModel) -> str:

@@ -350,7 +350,8 @@ def write_params(
         del tensors  # before the next ones are made
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        write_json(directory / INDEX, index, published=True)
 
 
 def _sources(params: Params, family: Family, of: ModelConfig | Any) -> dict[str, list[_Source]]:

@@ -19,6 +19,7 @@ from specjax.costs.memory import Footprint, gib
 from specjax.costs.prediction import DraftEconomics, KnownDraft, Plan, Prediction
 from specjax.costs.roofline import Pass
 from specjax.costs.training import SHARE_OF_PEAK, TrainingCost
+from specjax.models.files import plain_json, write_atomically
 from specjax.report.labels import (
     drafter_name,
     format_duration,
@@ -29,7 +30,6 @@ from specjax.report.labels import (
 from specjax.report.palette import PAGE, SERIES
 from specjax.report.plots import Panel, png
 from specjax.report.terminal import plain_table
-from specjax.runtime.files import plain_json, write_atomically
 
 _SPEEDS = (1.0, 1.25, 1.5, 2.0, 3.0)
 """Speedups whose curves are drawn."""

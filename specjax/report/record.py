@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from specjax.runtime.files import plain_json, write_atomically
+from specjax.models.files import plain_json, write_atomically
 
 
 def command() -> str:

@@ -14,9 +14,9 @@ from markdown_it import MarkdownIt
 from pydantic_core import to_json
 
 from specjax.errors import SpecjaxError
+from specjax.models.files import write_atomically
 from specjax.report import labels, palette, plots, results
 from specjax.report.results import Results, Sample, TrainingRecord
-from specjax.runtime.files import write_atomically
 
 _PNG_COLUMNS = {"training": 3, "speedup": 2, "lengths": 2}
 """Panels side by side in each plot that is saved as PNG too, for documents that cannot hold the page."""

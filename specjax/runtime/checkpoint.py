@@ -9,7 +9,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -20,9 +19,9 @@ import jax
 import orbax.checkpoint as ocp
 
 from specjax.errors import TrainingError, unwritable
-from specjax.runtime import store
+from specjax.models.files import sha256, write_json
+from specjax.runtime import artifact
 from specjax.runtime.distributed import on_main_process
-from specjax.runtime.fingerprint import write_json
 from specjax.runtime.quiet import Quiet
 
 MANIFEST = "sha256.json"
@@ -87,12 +86,12 @@ class Checkpoints(contextlib.AbstractContextManager):
     @property
     def saved(self) -> int | None:
         """The newest step that was ever whole, even if it is damaged by now. 0: none was. None: there is no record."""
-        return on_main_process(self._saved)
+        return on_main_process(lambda: _whole(self._marker))
 
     @property
     def set_aside(self) -> list[str]:
         """Directory names of the damaged steps that `restore_latest` set aside."""
-        return on_main_process(lambda: sorted(folder.name for folder in self._directory.glob(f"*{store.DAMAGED}*")))
+        return on_main_process(lambda: sorted(folder.name for folder in self._directory.glob(f"*{artifact.DAMAGED}*")))
 
     @property
     def oldest(self) -> int | None:
@@ -110,7 +109,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         `Restored`."""
         self.wait()
         with self._failing(step):
-            if jax.process_index() == 0 and self._saved() is None and not self._manager.all_steps():
+            if jax.process_index() == 0 and _whole(self._marker) is None and not self._manager.all_steps():
                 self._mark(0)
             saved = ocp.args.StandardSave(state)
             self._manager.save(step, args=saved, custom_metadata={_PENDING: json.dumps(list(pending))}, force=True)
@@ -145,7 +144,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def _set_aside(self, step: int, damage: str) -> None:
         folder = self._directory / str(step)
-        aside = store.set_aside(folder)
+        aside = artifact.set_aside(folder)
         _log.warning("%s: checkpoint skipped and set aside as %s: %s", folder, aside.name, damage)
 
     def _set_aside_damaged(self) -> None:
@@ -155,15 +154,12 @@ class Checkpoints(contextlib.AbstractContextManager):
                 self._set_aside(step, damage)
 
     def _mark(self, step: int) -> None:
-        if self._saved() == step:
+        if _whole(self._marker) == step:
             return
         try:
             write_json(self._marker, {_WHOLE: step})
         except OSError as error:
             raise unwritable(self._marker, error) from None
-
-    def _saved(self) -> int | None:
-        return _whole(self._marker)
 
     def _restore(self, step: int, like: Any) -> Restored:
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
@@ -202,7 +198,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             expected = json.loads((folder / MANIFEST).read_text())
         except FileNotFoundError:
             # A save begins only when the one before is whole.
-            saved = self._saved()
+            saved = _whole(self._marker)
             later = saved is not None and step > saved
             return _HALF_WRITTEN if later else f"its manifest, {MANIFEST}, is gone, or was never written"
         except ValueError:
@@ -238,11 +234,6 @@ def _one_line(error: BaseException) -> str:
 
 
 def _hashes(folder: Path) -> dict[str, str]:
-    hashes = {}
-    for file in sorted(folder.rglob("*")):
-        name = file.relative_to(folder).as_posix()
-        # Hidden files are partly written manifests.
-        if file.is_file() and name != MANIFEST and not name.startswith("."):
-            with file.open("rb") as content:
-                hashes[name] = hashlib.file_digest(content, "sha256").hexdigest()
-    return hashes
+    files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
+    # Hidden files are partly written manifests.
+    return {name: sha256(file) for name, file in files.items() if name != MANIFEST and not name.startswith(".")}

@@ -49,7 +49,9 @@ def on_main_process(action: Callable[[], Any]) -> Any:
         try:
             outcome = {"value": action()}
         except errors.SpecjaxError as error:
-            outcome = {"error": type(error).__name__, "message": str(error)}
+            # An error of another module, such as `artifact.Changed`, is known to all by its base.
+            kind = next(base for base in type(error).__mro__ if base.__module__ == errors.__name__)
+            outcome = {"error": kind.__name__, "message": str(error)}
         except BaseException as error:  # the others must not wait for it
             _from_first({"error": "TrainingError", "message": f"process 0 failed: {type(error).__name__}: {error}"})
             raise

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from specjax.errors import TrainingError, unwritable
+from specjax.models.files import write_atomically
 from specjax.runtime.distributed import is_first
-from specjax.runtime.files import write_atomically
 
 LOG = "log.jsonl"
 

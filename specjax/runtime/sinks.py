@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from specjax import config
 from specjax.errors import ConfigError
+from specjax.models.files import write_atomically
 from specjax.runtime.progress import Bars, StepProgress
 
 
@@ -57,7 +58,7 @@ class Wandb:
         wandb = _extra("wandb", "logging.wandb", "wandb")
         file = directory / "wandb.id"
         if not file.exists():
-            file.write_text(uuid.uuid4().hex)
+            write_atomically(file, uuid.uuid4().hex, alone=True)
         again = {"id": file.read_text(), "resume": None if settings.mode == "offline" else "allow"}
         name = settings.name or directory.name
         where = {"project": settings.project, "name": name, "mode": settings.mode, "dir": str(directory)}

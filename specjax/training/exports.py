@@ -12,7 +12,7 @@ from specjax.errors import DataError, ModelError
 from specjax.interfaces import Params
 from specjax.models.files import MANIFEST, verify_manifest
 from specjax.models.kernels import counted
-from specjax.runtime import store
+from specjax.runtime import artifact
 from specjax.runtime.distributed import on_main_process, whole
 
 CARD = "README.md"
@@ -38,7 +38,7 @@ def export(params: Params, save: Callable[[Params], None], directory: Path, card
     def missing() -> bool:
         known = _card_of(directory)
         if known and weights not in known:
-            aside = store.set_aside(directory, store.REPLACED)
+            aside = artifact.set_aside(directory, artifact.REPLACED)
             _log.warning("%s: does not hold these weights; it is kept as %s", directory, aside.name)
         return known != card or set_aside_if_damaged(directory)
 
@@ -64,7 +64,7 @@ def set_aside_if_damaged(directory: Path) -> bool:
         if (directory / MANIFEST).exists():
             return False
         damage = f"its {MANIFEST} is gone"
-    aside = store.set_aside(directory)
+    aside = artifact.set_aside(directory)
     _log.warning("%s: damaged (%s); it is set aside as %s and written again", directory, damage, aside.name)
     return True
 

@@ -21,7 +21,7 @@ from specjax import config
 from specjax.errors import TrainingError
 from specjax.interfaces import Params
 from specjax.metrics import DecodeStats, Interval, block_efficiency_interval, tokens_per_s
-from specjax.runtime import fingerprint
+from specjax.runtime import artifact
 from specjax.runtime.checkpoint import Checkpoints
 from specjax.runtime.log import read_log
 
@@ -125,7 +125,7 @@ class Selector:
             # Close before the scores are written: weights that they name must be whole on disk.
             with Checkpoints(self._directory / BEST) as checkpoints:
                 checkpoints.save(step, params)
-        fingerprint.write_record(self._directory / SCORES, self._scores)
+        artifact.write_record(self._directory / SCORES, self._scores)
         return record
 
     @property
@@ -167,7 +167,7 @@ class Selector:
 def _read_scores(directory: Path) -> dict[int, float]:
     """Scores by step, from their file or else from the log, which has them too."""
     file, then = directory / SCORES, "the scores are those of the log"
-    found = fingerprint.read_record(file, then)
+    found = artifact.read_record(file, then)
     if found is not None:
         return {int(step): value for step, value in found.items()}
     known = {int(r["step"]): r["block_efficiency"] for r in read_log(directory) if "block_efficiency" in r}

@@ -1,9 +1,9 @@
 """Cache of the frozen target's output for a stage's rows: computed once, stored on disk, read back by row number.
 
 A cache is a directory of numbered `.npy` shards of equally many rows. ``record[row, t]`` is the record of one position
-(`Kept`). Each shard has its SHA-256 and its sums beside it (`specjax.runtime.store`). `fingerprint.json` says what the
-cache was made from. `provenance.json` follows once the cache is whole: it says what the cache holds and what it costs
-in accuracy. If there are several processes, all compute, and the first one writes.
+(`Kept`). Each shard has its SHA-256 and its sums beside it (`specjax.runtime.artifact`). `fingerprint.json` says what
+the cache was made from. `provenance.json` follows once the cache is whole: it says what the cache holds and what it
+costs in accuracy. If there are several processes, all compute, and the first one writes.
 
 `Logits` stores log p of the k best tokens and their ids, the probability of all other tokens together, and log p and
 ids of a few of those, drawn from p. `specjax.training.kept_streams.Streams` stores what a draft reads of the target's
@@ -23,10 +23,9 @@ import contextlib
 import dataclasses
 import functools
 import io
-import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -38,7 +37,7 @@ from specjax.data.rows import Batches, Rows, RowsWithMore, take
 from specjax.errors import ConfigError, TrainingError
 from specjax.interfaces import Batch, Params, Target, TopKLogits
 from specjax.models.vocabulary import TokenRows
-from specjax.runtime import fingerprint, lock, store
+from specjax.runtime import artifact, fingerprint
 from specjax.runtime.distributed import on_main_process, whole
 from specjax.runtime.log import note
 from specjax.runtime.progress import StepProgress
@@ -46,7 +45,6 @@ from specjax.training.chunked_loss import Teacher, mapped
 from specjax.training.distributions import top_k_logits
 from specjax.training.teacher import target_output
 
-PROVENANCE = "provenance.json"
 SHARD_BYTES = 2**25
 """Approximate size of a shard in bytes: the work that a kill or a damaged file costs."""
 TAIL_TOKENS = 12
@@ -224,154 +222,128 @@ def _open(file: Path, digest: str) -> np.ndarray:
     return np.load(file, mmap_mode="r")
 
 
-def shared_rows(
-    root: Path,
-    target: Target,
-    rows: Rows,
-    numbers: Int[np.ndarray, " rows"],
-    kept: Kept,
-    batch_size: int,
-    progress: StepProgress | None = None,
-    most_bytes: float = float("inf"),
-) -> CachedRows:
-    """`cached_rows` in a directory of ``root`` named by the digest of what it is made from, so that other runs find
-    it. If two runs come at once, one makes it and the other waits."""
-    made_from = _made_from(target, rows, numbers, kept)
-    directory = root / fingerprint.of_record(made_from)[:16]
-    with contextlib.ExitStack() as held:
-        on_main_process(lambda: held.enter_context(lock.in_turn(root / f".{directory.name}.lock")))
-        return cached_rows(directory, target, rows, numbers, kept, batch_size, progress, most_bytes)
+@dataclasses.dataclass(frozen=True, eq=False)
+class TeacherCache:
+    """Cache of the target's records, in the format ``kept``, for the ``numbers`` of the rows (in order). Missing ones
+    are computed, ``batch_size`` rows at a time; ``progress`` counts rows. A cache of more than ``most_bytes`` is
+    refused."""
 
+    target: Target
+    rows: Rows
+    numbers: Int[np.ndarray, " rows"]
+    kept: Kept
+    batch_size: int
+    progress: StepProgress | None = None
+    most_bytes: float = float("inf")
 
-def cached_rows(
-    directory: Path,
-    target: Target,
-    rows: Rows,
-    numbers: Int[np.ndarray, " rows"],
-    kept: Kept,
-    batch_size: int,
-    progress: StepProgress | None = None,
-    most_bytes: float = float("inf"),
-) -> CachedRows:
-    """The rows with the target's records, in the format ``kept``, for the ``numbers`` of them (in order). Records that
-    ``directory`` lacks are computed, ``batch_size`` rows at a time; a note tells their size first. ``progress`` counts
-    rows.
+    @functools.cached_property
+    def made_from(self) -> dict[str, Any]:
+        """All that the cache is made from, as its directory is claimed for."""
+        own = self.kept.made_from(self.target)
+        target_params, target_config = fingerprint.of_model(self.target)
+        return {
+            "target_params": target_params,
+            "target_config": target_config,
+            "rows": fingerprint.digest((np.frombuffer(self.rows.digest.encode(), np.uint8), self.numbers)),
+            **own,
+            "shape": [len(self.numbers), self.rows.length, *own["shape"]],
+            "rows_per_shard": max(1, SHARD_BYTES // (self.rows.length * self.kept.record(self.target).itemsize)),
+        }
 
-    Every stored shard is checked against its SHA-256; a damaged one is named in a warning and made again. Raises
-    `ConfigError` if the cache would take more than ``most_bytes``, or the target cannot give such records;
-    `TrainingError` if the directory belongs to another target, other rows or another format, or cannot be written.
-    """
-    made_from, record = _made_from(target, rows, numbers, kept), kept.record(target)
-    per_shard, size = made_from["rows_per_shard"], len(numbers) * rows.length * record.itemsize
-    if size > most_bytes and not on_main_process(lambda: (directory / PROVENANCE).exists()):
-        raise ConfigError(
-            f"teacher=cached: {directory} would take {size / 1e9:,.1f} GB, {record.itemsize:,} bytes a token, and "
-            f"teacher_gb is {most_bytes / 1e9:g}; raise it, train on fewer rows, or set teacher=online"
-        )
-    on_main_process(lambda: fingerprint.claim(directory, made_from))
-    batch_size = min(batch_size, per_shard)  # a batch has rows of one shard only
+    def shared(self, root: Path) -> CachedRows:
+        """The rows of `at` a directory of ``root`` named by the digest of what it is made from, so that other runs
+        find it. If two runs come at once, one makes it and the other waits."""
+        directory = root / fingerprint.of_json(self.made_from)[:16]
+        with contextlib.ExitStack() as held:
+            on_main_process(lambda: held.enter_context(artifact.in_turn(root / f".{directory.name}.lock")))
+            return self.at(directory)
 
-    def done(rows: int) -> None:
-        if progress is not None:
-            progress(rows, {})
+    def at(self, directory: Path) -> CachedRows:
+        """The rows with their records in ``directory``. A note tells the size of those to compute first.
 
-    shards = []
-    try:
-        for number, start in enumerate(range(0, len(numbers), per_shard)):
-            file, indices = directory / _name(number), numbers[start : start + per_shard]
-            found = on_main_process(functools.partial(store.record_of, file))
-            if found is None:
-                if number == 0:
-                    seconds = _seconds(target, rows, numbers, kept, batch_size)
-                    note(f"{directory}: {size / 1e9:.3g} GB, {seconds:.3g} s beside compilation")
-                told = functools.partial(lambda start, rows: done(start + rows), start)
-                found = _make(file, target, rows, indices, kept, batch_size, told)
-            done(start + len(indices))
-            shards.append(found)
-    except TrainingError as error:
-        raise TrainingError(f"{error}; all of it takes {size:,} bytes, {kept.less}") from None
-    figures = {
-        "dtype": str(record.descr),
-        "bytes_per_token": record.itemsize,
-        "positions": int(sum(shard["positions"] for shard in shards)),
-        **kept.figures(shards),
-    }
-    figures["told"] = kept.told(made_from | figures)
-    on_main_process(lambda: fingerprint.write_json(directory / PROVENANCE, made_from | figures))
-    _log.info("%s", summary(directory))
-    return CachedRows(rows, numbers, directory, per_shard, tuple(shard["sha256"] for shard in shards), kept)
+        Every stored shard is checked against its SHA-256; a damaged one is named in a warning and made again. Raises
+        `ConfigError` if the cache would take more than ``most_bytes``, or the target cannot give such records;
+        `TrainingError` if the directory belongs to another target, other rows or another format, or cannot be written.
+        """
+        made_from, record = self.made_from, self.kept.record(self.target)
+        per_shard, size = made_from["rows_per_shard"], len(self.numbers) * self.rows.length * record.itemsize
+        if size > self.most_bytes and not on_main_process(lambda: (directory / artifact.PROVENANCE).exists()):
+            raise ConfigError(
+                f"teacher=cached: {directory} would take {size / 1e9:,.1f} GB, {record.itemsize:,} bytes a token, and "
+                f"teacher_gb is {self.most_bytes / 1e9:g}; raise it, train on fewer rows, or set teacher=online"
+            )
+        on_main_process(lambda: artifact.claim(directory, made_from))
+        shards = []
+        try:
+            for number, start in enumerate(range(0, len(self.numbers), per_shard)):
+                file = directory / _name(number)
+                found = on_main_process(functools.partial(artifact.record_of, file))
+                if found is None:
+                    if number == 0:
+                        note(f"{directory}: {size / 1e9:.3g} GB, {self._seconds():.3g} s beside compilation")
+                    found = self._make(file, start)
+                self._tell(min(start + per_shard, len(self.numbers)))
+                shards.append(found)
+        except TrainingError as error:
+            raise TrainingError(f"{error}; all of it takes {size:,} bytes, {self.kept.less}") from None
+        figures = {
+            "dtype": str(record.descr),
+            "bytes_per_token": record.itemsize,
+            "positions": int(sum(shard["positions"] for shard in shards)),
+            **self.kept.figures(shards),
+        }
+        figures["told"] = self.kept.told(made_from | figures)
+        on_main_process(lambda: artifact.write_provenance(directory, figures))
+        _log.info("%s", summary(directory))
+        digests = tuple(shard["sha256"] for shard in shards)
+        return CachedRows(self.rows, self.numbers, directory, per_shard, digests, self.kept)
 
+    def _make(self, file: Path, start: int) -> dict[str, Any]:
+        """Write the shard that begins with the ``start``-th number, whole or not at all, and return its record."""
+        made, sums = [], {"positions": 0.0}
+        for numbers, real in self._batches(start):
+            batch = take(self.rows, numbers)
+            records, found = self.kept.make(self.target, batch, numbers, real)
+            made.append(records)
+            self._tell(start + sum(map(len, made)))
+            sums["positions"] += float(np.count_nonzero(batch.weight[:real] > 0))
+            for name, value in found.items():
+                add = max if name.endswith("_max") else sum
+                sums[name] = float(add((sums.get(name, 0.0), value)))
+        content = io.BytesIO()
+        np.save(content, np.concatenate(made))
+        return on_main_process(lambda: artifact.write(file, content.getvalue(), sums))
 
-def _made_from(target: Target, rows: Rows, numbers: Int[np.ndarray, " rows"], kept: Kept) -> dict[str, Any]:
-    own = kept.made_from(target)
-    target_params, target_config = fingerprint.of_model(target)
-    return {
-        "target_params": target_params,
-        "target_config": target_config,
-        "rows": fingerprint.digest((np.frombuffer(rows.digest.encode(), np.uint8), numbers)),
-        **own,
-        "shape": [len(numbers), rows.length, *own["shape"]],
-        "rows_per_shard": max(1, SHARD_BYTES // (rows.length * kept.record(target).itemsize)),
-    }
+    def _seconds(self) -> float:
+        """Estimated seconds to make the whole cache, from one batch, which runs once before, uncounted, to compile."""
+        first, real = next(self._batches(0))
+        batch = take(self.rows, first)
+        self.kept.make(self.target, batch, first, real)
+        began = time.perf_counter()
+        self.kept.make(self.target, batch, first, real)
+        return (time.perf_counter() - began) * -(-len(self.numbers) // len(first))
 
+    def _batches(self, start: int) -> Iterator[tuple[np.ndarray, int]]:
+        """Pairs (row numbers, how many of them are new) of the shard that begins with the ``start``-th number. The last
+        batch is filled up, so that one shape is compiled."""
+        per_shard = self.made_from["rows_per_shard"]
+        indices, size = self.numbers[start : start + per_shard], min(self.batch_size, per_shard)
+        for begin in range(0, len(indices), size):
+            chosen = indices[begin : begin + size].astype(np.int32)
+            yield np.pad(chosen, (0, size - len(chosen)), mode="edge"), len(chosen)
 
-def read_provenance(directory: Path) -> dict[str, Any]:
-    """Provenance of a whole cache: what it was made from, ``positions`` (number of predictions that count), bytes, and
-    `Kept.figures`: for logits ``tail_mean`` and ``tail_max`` of p, ``rounding_mean`` and ``alpha_error``, means over
-    those positions."""
-    return json.loads((directory / PROVENANCE).read_text())
+    def _tell(self, rows: int) -> None:
+        if self.progress is not None:
+            self.progress(rows, {})
 
 
 def summary(directory: Path) -> str:
     """One line on a whole cache: bytes a token, and what is lost."""
-    found = read_provenance(directory)
-    return f"{directory}: {found.get('told', 'of an older version')}"
+    return f"{directory}: {artifact.read_provenance(directory).get('told', 'of an older version')}"
 
 
 def _name(number: int) -> str:
     return f"{number:06d}.npy"
-
-
-def _make(
-    file: Path,
-    target: Target,
-    rows: Rows,
-    indices: np.ndarray,
-    kept: Kept,
-    batch_size: int,
-    done: Callable[[int], None],
-) -> dict[str, Any]:
-    """Write one shard, whole or not at all, and return its record. ``done`` gets the number of rows so far."""
-    made, sums = [], {"positions": 0.0}
-    for numbers, real in _batches(indices, batch_size):
-        batch = take(rows, numbers)
-        records, found = kept.make(target, batch, numbers, real)
-        made.append(records)
-        done(sum(map(len, made)))
-        sums["positions"] += float(np.count_nonzero(batch.weight[:real] > 0))
-        for name, value in found.items():
-            add = max if name.endswith("_max") else sum
-            sums[name] = float(add((sums.get(name, 0.0), value)))
-    content = io.BytesIO()
-    np.save(content, np.concatenate(made))
-    return on_main_process(lambda: store.write(file, content.getvalue(), sums))
-
-
-def _seconds(target: Target, rows: Rows, numbers: np.ndarray, kept: Kept, batch_size: int) -> float:
-    """Estimated seconds to make the whole cache, from one batch. The batch runs once before, uncounted, to compile."""
-    first, real = next(_batches(numbers, batch_size))
-    batch = take(rows, first)
-    kept.make(target, batch, first, real)
-    began = time.perf_counter()
-    kept.make(target, batch, first, real)
-    return (time.perf_counter() - began) * -(-len(numbers) // batch_size)
-
-
-def _batches(indices: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Pairs (row numbers, how many of them are new). The last batch is filled up, so that one shape is compiled."""
-    for start in range(0, len(indices), size):
-        chosen = indices[start : start + size].astype(np.int32)
-        yield np.pad(chosen, (0, size - len(chosen)), mode="edge"), len(chosen)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 5))

@@ -20,7 +20,7 @@ from specjax.data.rows import Batches, NumberedRows, Rows
 from specjax.errors import ConfigError, Stopped, TrainingError
 from specjax.interfaces import Batch, Loss, Params, Target, Trainable, TrainingForm
 from specjax.models.vocabulary import TokenRows
-from specjax.runtime import fingerprint, memory
+from specjax.runtime import artifact, fingerprint, memory
 from specjax.runtime.checkpoint import Checkpoints, Restored, steps_taken
 from specjax.runtime.distributed import is_first, on_main_process
 from specjax.runtime.log import LOG, Log, read_log
@@ -36,7 +36,7 @@ from specjax.training.selection import DraftEvaluator, Selector, fingerprint_of
 from specjax.training.sources.on_policy import Sampler
 from specjax.training.step import Update, abstract_state, microbatch_rows, start_state
 from specjax.training.teacher import needs_target
-from specjax.training.teacher_cache import Logits, cached_rows, numbers_of, shared_rows
+from specjax.training.teacher_cache import Logits, TeacherCache, numbers_of
 
 LOG_EVERY = 10
 """Number of steps between two host syncs, at which the metrics are read; in between, the host never waits."""
@@ -228,7 +228,7 @@ class Trainer:
     @functools.cached_property
     def _made_of(self) -> dict[str, Any]:
         made_of = _fingerprint(self.stage, self.drafter, self.target, self.data)
-        known = on_main_process(lambda: fingerprint.made_from(self.directory))
+        known = on_main_process(lambda: artifact.made_from(self.directory))
         made_of |= {"initial_params": self._first.digest(known), "initial_made_from": self._first.made_from}
         made_of["mesh"] = self.layout.described
         made_of["selection"] = fingerprint_of(self.decoding, self.stage)
@@ -241,10 +241,10 @@ class Trainer:
         made_of = self._made_of  # by all processes: arrays may lie on several
         # First weights are compared by their digest; another mesh gives a warning.
         may_change = {"stage.steps": why_not, "initial_made_from": _may_differ, "mesh": _may_differ}
-        on_main_process(lambda: fingerprint.claim(self.directory, made_of, may_change, keep=keep))
+        on_main_process(lambda: artifact.claim(self.directory, made_of, may_change, keep=keep))
 
     def _tell_another_mesh(self, start: int) -> None:
-        was, now = on_main_process(lambda: fingerprint.made_from(self.directory).get("mesh")), self.layout.described
+        was, now = on_main_process(lambda: artifact.made_from(self.directory).get("mesh")), self.layout.described
         if was in (None, now) or start == 0:
             return
         if start == self._steps:  # no step is taken on this mesh
@@ -312,10 +312,10 @@ class Trainer:
         reads, train = self.drafter.reads, self.data.train
         kept = Streams(reads, str(target.dtype)) if reads else Logits.of(stage.teacher_top_k, target, train)
         with self.bars(f"{self.directory.name}-teacher", len(numbers)) as shown:
-            cache = (target, train, numbers, kept, self._rows, shown, stage.teacher_gb * 1e9)
+            cache = TeacherCache(target, train, numbers, kept, self._rows, shown, stage.teacher_gb * 1e9)
             if stage.teacher_path is None:
-                return cached_rows(self.directory / "teacher", *cache)
-            return shared_rows(Path(stage.teacher_path).expanduser(), *cache)
+                return cache.at(self.directory / "teacher")
+            return cache.shared(Path(stage.teacher_path).expanduser())
 
     def _batch(self, step: int) -> Batch:
         rows = self._batches.rows
@@ -344,7 +344,7 @@ def form_of(stage: config.Stage) -> TrainingForm:
 def _why_not_steps(
     directory: Path, stage: config.Stage, source: Any, batches: Batches, was: int | None, now: int
 ) -> str | None:
-    """Reason why a stage of ``was`` steps cannot get ``now``, or None, see `fingerprint.MayChange`: the steps taken
+    """Reason why a stage of ``was`` steps cannot get ``now``, or None, see `artifact.MayChange`: the steps taken
     must not have depended on how many follow."""
     taken = steps_taken(directory / "checkpoints")
     # The last step is measured, whatever `eval_every` says.
@@ -390,7 +390,7 @@ def _microbatch_rows(name: str, stage: config.Stage, length: int, layout: Layout
 
 
 def _may_differ(was: Any, now: Any) -> None:
-    """No reason against any change, see `fingerprint.MayChange`."""
+    """No reason against any change, see `artifact.MayChange`."""
 
 
 def _fingerprint(stage, drafter, target, data: StageData) -> dict[str, Any]:

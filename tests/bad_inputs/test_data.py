@@ -14,7 +14,7 @@ from specjax.data.corpus import read_documents
 from specjax.errors import DataError, SpecjaxError, TrainingError
 from specjax.interfaces import Source
 from specjax.jobs import inputs
-from specjax.runtime import fingerprint, lock, log
+from specjax.runtime import artifact, log
 from specjax.training import exports
 from specjax.training.sources.text import SourceContext
 
@@ -35,22 +35,22 @@ def claimed(*says: str, **changes: Any) -> Row:
 
     def call(world: World):
         made = {"seed": 0, "stage": {"steps": 3}, "train_rows": "a" * 64, "target_params": "b" * 64}
-        fingerprint.claim(world.tmp / "stage", made)
+        artifact.claim(world.tmp / "stage", made)
         with inputs.naming_inputs(RunConfig(Target("models/t"), Data("texts/corpus"))):
-            fingerprint.claim(world.tmp / "stage", made | changes)
+            artifact.claim(world.tmp / "stage", made | changes)
 
     return row(TrainingError, call, "{tmp}/stage", *says)
 
 
 def prompts_of_another_day(world: World):
     """A directory that runs share; the chat template of the target prints the date."""
-    fingerprint.claim(world.tmp / "shared", {"prompts": "a" * 64})
+    artifact.claim(world.tmp / "shared", {"prompts": "a" * 64})
 
     class Asked(Source):
         prompts = "texts/asked.jsonl"
 
         def rows(self, context: SourceContext):
-            fingerprint.claim(context.directory, {"prompts": "b" * 64})
+            artifact.claim(context.directory, {"prompts": "b" * 64})
 
     context: Any = types.SimpleNamespace(directory=world.tmp / "shared", today=datetime.date(2030, 1, 2))
     inputs.rows_of(RunConfig(Target("models/t"), Data("texts/corpus"), out="runs/b"), Asked(), context)
@@ -61,13 +61,13 @@ DATED = ("{tmp}/shared", "the prompts (data.prompts: 'texts/asked.jsonl', ", "20
 
 def damaged(content: str):
     def call(world: World):
-        fingerprint.claim(world.file("stage/fingerprint.json", content).parent, {"seed": 0})
+        artifact.claim(world.file("stage/fingerprint.json", content).parent, {"seed": 0})
 
     return call
 
 
 def in_use(world: World):
-    with lock.exclusive(world.tmp / "run"), lock.exclusive(world.tmp / "run"):
+    with artifact.exclusive(world.tmp / "run"), artifact.exclusive(world.tmp / "run"):
         pass
 
 
@@ -120,14 +120,17 @@ ROWS = {
     "a damaged fingerprint": row(TrainingError, damaged("{"), "{tmp}/stage/fingerprint.json", "damaged"),
     "files of another origin": row(
         TrainingError,
-        lambda w: fingerprint.claim(w.file("stage/x", "y").parent, {"seed": 0}),
+        lambda w: artifact.claim(w.file("stage/x", "y").parent, {"seed": 0}),
         "{tmp}/stage",
         "holds files but no fingerprint.json",
         "another `out`",
     ),
     "a run that is in use": row(TrainingError, in_use, "{tmp}/run", "in use", "process", "another `out`"),
     "a run directory below a file": row(
-        TrainingError, lambda w: lock.exclusive(w.file("file") / "run").__enter__(), "{tmp}/file/run", "another `out`"
+        TrainingError,
+        lambda w: artifact.exclusive(w.file("file") / "run").__enter__(),
+        "{tmp}/file/run",
+        "another `out`",
     ),
     "a folder of the user's where the draft goes": row(
         SpecjaxError, foreign, "{tmp}/run/draft", "something else", "another `out`"

@@ -26,7 +26,7 @@ from specjax.jobs import inputs
 from specjax.jobs.generate_data import make_data
 from specjax.models import hf
 from specjax.models.hf import LoadedModel, load_model, save_model
-from specjax.runtime import fingerprint, lock
+from specjax.runtime import artifact, fingerprint
 from specjax.training.assemble import Run
 from specjax.training.evaluate import Evaluation
 from specjax.training.sources import generated
@@ -187,7 +187,7 @@ def test_other_settings_in_the_same_directory_are_refused(finished):
 
 def test_a_job_in_a_directory_in_use_is_refused(finished):
     run, _ = finished
-    with lock.exclusive(run.out), pytest.raises(TrainingError, match="in use"):
+    with artifact.exclusive(run.out), pytest.raises(TrainingError, match="in use"):
         job.run(run)
 
 

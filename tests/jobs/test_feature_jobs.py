@@ -25,6 +25,7 @@ from specjax.runtime import fingerprint
 from specjax.runtime.progress import no_bars
 from specjax.training import teacher_cache
 from specjax.training.assemble import Run, assemble
+from specjax.training.init.cached import cached_start
 from specjax.training.init.first_weights import initial_draft
 from specjax.training.sources import on_policy
 from tests.cases import in_proof
@@ -93,6 +94,32 @@ def test_killed_and_resumed_it_ends_in_the_same_weights_and_decodes(run, kind, t
         if registry.resolve(registry.VERIFIERS, rule, "verifier").lossless:
             decoder = specjax.Decoder(found.target, drafter, rule)
             assert decoder.generate(PROMPTS, max_new_tokens=12).tokens == plain, rule
+
+
+@pytest.fixture(scope="module")
+def prepared(run, tmp_path_factory):
+    return inputs.prepare(run(tmp_path_factory.mktemp("prepared"), "medusa"))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "draft_model"])
+def test_a_run_that_goes_on_reads_what_it_began_with(run, settings, prepared, kind, tmp_path, monkeypatch):
+    """It makes nothing: it needs no more of its target than the shapes of the weights."""
+    begins = settings(tmp_path) if kind == "draft_model" else run(tmp_path, kind)
+    begins = dataclasses.replace(begins, draft=dataclasses.replace(begins.draft, init="target"))
+    target, rows = prepared.target, prepared.train_rows
+    assembled = assemble(begins).with_target(target)
+    drafter, first = cached_start(assembled, target, rows)
+    began, of_target = fingerprint.digest(first.params), fingerprint.of_model(target)
+    monkeypatch.setattr(fingerprint, "of_model", lambda model: of_target)
+    monkeypatch.setattr(Run, "first_draft", lambda *given: pytest.fail("made"))
+    shapes = dataclasses.replace(target, params=jax.eval_shape(lambda: target.params))
+    for in_its_first_stage in (False, True):
+        if in_its_first_stage:
+            assembled.directory("draft-pretrain").mkdir()
+        again, read = cached_start(assembled, shapes, rows)
+        assert again == drafter
+        assert read.digest({"initial_made_from": read.made_from, "initial_params": "known"}) == "known"
+        assert fingerprint.digest(read.params) == began
 
 
 @pytest.mark.parametrize("kind", ["p_eagle", *map(in_proof, ("glide", "medusa", "dspark"))])

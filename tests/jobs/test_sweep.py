@@ -10,7 +10,7 @@ import pytest
 
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.jobs import sweep as sweeps
-from specjax.runtime.lock import exclusive
+from specjax.runtime.artifact import exclusive
 from tests import processes
 
 BASE = "target: {path: models/target}\ndata: {path: python-stdlib}\n"

@@ -13,7 +13,7 @@ import numpy as np
 from specjax import metrics
 from specjax.data import rows
 from specjax.models.vocabulary import TokenRows
-from specjax.runtime import checkpoint, fingerprint, progress, store
+from specjax.runtime import artifact, checkpoint, fingerprint, progress
 from specjax.runtime.checkpoint import Checkpoints
 from specjax.runtime.log import Log
 from specjax.training import chunked_loss as matching
@@ -25,7 +25,7 @@ from tests import test_metrics
 from tests.data import test_rows
 from tests.models import test_vocabulary
 from tests.mutants.table import Patch, mutant, wrap
-from tests.runtime import test_checkpoint, test_fingerprint, test_log, test_progress, test_store
+from tests.runtime import test_artifact, test_checkpoint, test_fingerprint, test_log, test_progress
 from tests.training import test_chunked_loss as test_matching
 from tests.training import (
     test_init,
@@ -329,9 +329,9 @@ def unlogged_metrics_forgotten(patch):
     wrap(patch, checkpoint, "Restored", lambda real: lambda step, state, pending: real(step, state))
 
 
-@mutant("checkpoint", test_store.test_a_file_counts_while_it_is_what_its_record_says)
+@mutant("checkpoint", test_artifact.test_a_file_counts_while_it_is_what_its_record_says)
 def hash_of_a_made_file_not_checked(patch):
-    patch.setattr(store, "sha256", lambda file: json.loads(file.with_suffix(".json").read_text())["sha256"])
+    patch.setattr(artifact, "sha256", lambda file: json.loads(file.with_suffix(".json").read_text())["sha256"])
 
 
 @mutant("step", test_trainer.test_a_skipped_step_leaves_the_state_as_it_was_and_another_is_not_touched, poison=True)

@@ -27,7 +27,7 @@ from specjax.training.losses import ForwardKL
 from specjax.training.optimizer import make_optimizer
 from specjax.training.sources.on_policy import OnPolicy, draft_sampler
 from specjax.training.step import Update, start_state
-from specjax.training.teacher_cache import Logits, cached_rows
+from specjax.training.teacher_cache import Logits, TeacherCache
 from tests.decode import test_mesh
 from tests.drafters import test_features
 from tests.training import test_on_policy, toys
@@ -149,7 +149,8 @@ def cached_row(directory: Path, layout: Layout) -> Any:
     """Row 5 with the best logits of a target that lies over ``layout``."""
     target = transformer_target()
     target = dataclasses.replace(target, params=layout.put(target.params, layout.of_target(target.params, target.spec)))
-    return cached_rows(directory, target, UnevenRows(), np.arange(9), Logits.of(3, target, UnevenRows()), MICRO)[5]
+    kept = Logits.of(3, target, UnevenRows())
+    return TeacherCache(target, UnevenRows(), np.arange(9), kept, MICRO).at(directory)[5]
 
 
 def sampled(layout: Layout) -> list[list[int]]:

@@ -24,7 +24,7 @@ from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.models.config import LayerKind
 from specjax.models.rotary import Rope
 from specjax.models.transformer import Model
-from specjax.runtime import store
+from specjax.runtime import artifact
 from specjax.training.sources import generated
 from specjax.training.sources.continuations import Prompts, Sampled, prompts_of_file, prompts_of_text
 from specjax.training.sources.generated import Generated, make
@@ -179,9 +179,9 @@ def test_a_full_disk_leaves_nothing_half_written(whole, tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store.os, "fsync", full)
+    monkeypatch.setattr(artifact.os, "fsync", full)
     with pytest.raises(TrainingError, match=r"cannot be written \(no space left on device\)"):
-        store.write(tmp_path / "shard-00000.safetensors", shards.to_bytes(whole[1]), {})
+        artifact.write(tmp_path / "shard-00000.safetensors", shards.to_bytes(whole[1]), {})
     assert list(tmp_path.iterdir()) == []
 
 

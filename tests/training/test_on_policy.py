@@ -23,7 +23,7 @@ from specjax.decode.request import derive_seeds
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import TrainingError
 from specjax.interfaces import Batch
-from specjax.runtime import fingerprint
+from specjax.runtime import artifact
 from specjax.training.init.first_weights import SharedEnds
 from specjax.training.layout import ONE_DEVICE
 from specjax.training.sources.on_policy import Mixed, OnPolicy, draft_sampler
@@ -251,7 +251,7 @@ def test_a_stage_whose_prompts_counted_otherwise_is_refused(uninterrupted):
 def test_other_data_in_the_same_directory_is_refused(uninterrupted):
     with pytest.raises(TrainingError, match=r"stage\.data"):
         train(uninterrupted[0], data={**DATA, "every": 3})
-    assert fingerprint.FILE in {file.name for file in uninterrupted[0].iterdir()}
+    assert artifact.FILE in {file.name for file in uninterrupted[0].iterdir()}
 
 
 def test_what_a_drafter_writes_alone_are_its_own_blocks():

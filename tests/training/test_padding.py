@@ -21,7 +21,7 @@ from specjax.models.vocabulary import TokenRows
 from specjax.training.chunked_loss import Matching, Teacher
 from specjax.training.evaluate import evaluate
 from specjax.training.step import TrainState, Update
-from specjax.training.teacher_cache import Logits, cached_rows
+from specjax.training.teacher_cache import Logits, TeacherCache
 from tests.training import toys
 from tests.training.toys import VOCAB, BigramDraft, BigramTarget, bigram_params
 
@@ -113,7 +113,7 @@ def test_cached_logits_are_of_tokens_alone(tmp_path):
     rows = toys.rows(2)
 
     def cached(name: str, target: Any, k: int) -> Any:
-        return cached_rows(tmp_path / name, target, rows, np.arange(2), Logits.of(k, target, rows), 2)
+        return TeacherCache(target, rows, np.arange(2), Logits.of(k, target, rows), 2).at(tmp_path / name)
 
     plain, found = (
         cached(name, target, VOCAB - 2)[1].teacher

@@ -26,7 +26,7 @@ from specjax.models.config import LayerKind
 from specjax.models.hf import load_model
 from specjax.models.training import TrainingModel
 from specjax.models.transformer import Model
-from specjax.runtime import distributed, fingerprint
+from specjax.runtime import artifact, distributed
 from specjax.runtime.checkpoint import Checkpoints
 from specjax.runtime.log import read_log
 from specjax.training.evaluate import evaluate
@@ -215,7 +215,7 @@ def test_the_whole_job_in_two_processes_is_that_of_one(tmp_path):
     one, two = (load_model(tmp_path / out / "draft").params for out in ("one", "two"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), two, one)
     first, second = (
-        fingerprint.read_record(tmp_path / out / "evaluations.json", "the test fails") or {} for out in ("one", "two")
+        artifact.read_record(tmp_path / out / "evaluations.json", "the test fails") or {} for out in ("one", "two")
     )
     alphas = [sorted(evaluation["alpha"] for evaluation in found.values()) for found in (first, second)]
     np.testing.assert_allclose(*alphas, rtol=1e-4)
@@ -362,11 +362,15 @@ def test_the_first_process_speaks_for_all(monkeypatch):
     def fails():
         raise DataError("no.jsonl: line 3")
 
-    for process, action in ((0, fails), (1, lambda: pytest.fail("called"))):
-        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        with pytest.raises(DataError, match=r"no\.jsonl: line 3"):
-            distributed.on_main_process(action)
-    sent.clear()
+    def refuses():
+        raise artifact.Changed(Path("run"), "seed (3 then, 4 now)", ())
+
+    for error, message, action in ((DataError, r"no\.jsonl: line 3", fails), (TrainingError, "run: was made", refuses)):
+        for process, called in ((0, action), (1, lambda: pytest.fail("called"))):
+            monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+            with pytest.raises(error, match=message):
+                distributed.on_main_process(called)
+        sent.clear()
     monkeypatch.setattr(jax, "process_index", lambda: 0)
     with pytest.raises(ZeroDivisionError):
         distributed.on_main_process(lambda: 1 // 0)

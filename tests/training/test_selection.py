@@ -26,7 +26,7 @@ from specjax.evaluation import held_out as held_out_lib
 from specjax.evaluation.held_out import held_out_decoding
 from specjax.jobs import bench as measure
 from specjax.metrics import DecodeStats
-from specjax.runtime import checkpoint, fingerprint
+from specjax.runtime import artifact, checkpoint, fingerprint
 from specjax.runtime.compile_cache import count_compiles
 from specjax.runtime.log import read_log
 from specjax.testing.toys import prefix_model, related
@@ -157,7 +157,7 @@ def test_a_stage_that_stopped_early_is_finished(trajectory, tmp_path):
 
 def test_a_kill_between_the_best_weights_and_their_score_changes_nothing(trajectory, tmp_path, monkeypatch):
     scripted = best_of(trajectory, 2.0, 3.0, 4.0, 1.0, 1.0, 1.0)
-    write = fingerprint.write_json
+    write = artifact.write_json
 
     def killed(file, value):
         if file.name == selection.SCORES and "6" in value:
@@ -167,7 +167,7 @@ def test_a_kill_between_the_best_weights_and_their_score_changes_nothing(traject
         write(file, value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fingerprint, "write_json", killed)
+        patch.setattr(artifact, "write_json", killed)
         with pytest.raises(Interrupt):
             toys.train(tmp_path / "stage", decoding=scripted, eval_every=EVERY)
     found = toys.train(tmp_path / "stage", decoding=scripted, eval_every=EVERY)

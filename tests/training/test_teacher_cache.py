@@ -17,18 +17,17 @@ import pytest
 from specjax.data.rows import Batches, ConcatenatedRows, take
 from specjax.errors import ConfigError, TrainingError
 from specjax.interfaces import TopKLogits
+from specjax.runtime.artifact import read_provenance
 from specjax.runtime.log import read_log
 from specjax.training import teacher_cache
 from specjax.training.distributions import acceptance, top_k_logits
 from specjax.training.teacher import target_output
 from specjax.training.teacher_cache import (
     Logits,
-    cached_rows,
+    TeacherCache,
     from_records,
     numbers_of,
-    read_provenance,
     record_dtype,
-    shared_rows,
     summary,
     to_records,
 )
@@ -49,11 +48,15 @@ def small_shards():
         yield
 
 
-def make(directory, **changes):
+def cache(**changes) -> TeacherCache:
     settings: dict[str, Any] = {"target": toys.target(), "rows": toys.rows(ROWS), "k": K, "batch_size": BATCH} | changes
     settings.setdefault("numbers", np.arange(len(settings["rows"])))
     settings["kept"] = Logits.of(settings.pop("k"), settings["target"], settings["rows"])
-    return cached_rows(directory / "cache", **settings)
+    return TeacherCache(**settings)
+
+
+def make(directory, **changes):
+    return cache(**changes).at(directory / "cache")
 
 
 @pytest.fixture(scope="module")
@@ -168,15 +171,15 @@ def test_only_the_rows_of_the_stage_s_batches_are_asked_about(whole, tmp_path):
 
 def counting(monkeypatch, fail_at: str | None = None) -> list[str]:
     """Names of the shards made from now on; the one to fail at is not begun."""
-    made, real = [], teacher_cache._make
+    made, real = [], TeacherCache._make
 
-    def make(file, *args):
+    def make(self, file, start):
         if file.name == fail_at:
             raise Interrupt
         made.append(file.name)
-        return real(file, *args)
+        return real(self, file, start)
 
-    monkeypatch.setattr(teacher_cache, "_make", make)
+    monkeypatch.setattr(TeacherCache, "_make", make)
     return made
 
 
@@ -265,10 +268,7 @@ def test_progress_counts_rows_batch_by_batch_and_what_is_there_at_once(tmp_path)
 
 
 def share(root, **changes):
-    settings: dict[str, Any] = {"target": toys.target(), "rows": toys.rows(ROWS), "k": K, "batch_size": BATCH} | changes
-    settings.setdefault("numbers", np.arange(len(settings["rows"])))
-    settings["kept"] = Logits.of(settings.pop("k"), settings["target"], settings["rows"])
-    return shared_rows(root, **settings)
+    return cache(**changes).shared(root)
 
 
 def test_runs_share_what_is_made_from_the_same_and_nothing_else(whole, tmp_path, monkeypatch):
@@ -283,15 +283,15 @@ def test_runs_share_what_is_made_from_the_same_and_nothing_else(whole, tmp_path,
 
 
 def test_of_two_runs_at_once_one_makes_the_logits_and_the_other_waits(tmp_path, monkeypatch, capsys):
-    made, real, begun, go = [], teacher_cache._make, threading.Event(), threading.Event()
+    made, real, begun, go = [], TeacherCache._make, threading.Event(), threading.Event()
 
-    def make(file, *args):
+    def make(self, file, start):
         made.append(file.name)
         begun.set()
         assert go.wait(60)
-        return real(file, *args)
+        return real(self, file, start)
 
-    monkeypatch.setattr(teacher_cache, "_make", make)
+    monkeypatch.setattr(TeacherCache, "_make", make)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(share, tmp_path)]
         assert begun.wait(60)

@@ -21,15 +21,15 @@ from specjax.data.rows import Rows
 from specjax.drafters.features import Kept, TrainedFeatureDraft
 from specjax.interfaces import Initial, Params
 from specjax.models.hf import LoadedModel
-from specjax.runtime import fingerprint, store
+from specjax.runtime import artifact, fingerprint
 from specjax.runtime.distributed import on_main_process, whole
 from specjax.training.assemble import Run
 
 FILE = "draft-start.safetensors"
 _MADE_FROM = "made_from"
 _IDS = "the ids that it can propose"
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""numpy's names of dtypes, by their names in the file's header."""
+_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32"}
+"""numpy's names of dtypes -> their names in the file's header."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,17 +75,16 @@ def cached_start(run: Run, target: LoadedModel, rows: Rows) -> tuple[Any, FirstW
     made_from = [*fingerprint.of_model(target), rows.digest, repr(draft), config.seed]
     # The draft vocabulary may be counted in the data of these stages.
     made_from += [repr(stage.data) for stage in (config.draft.pretrain, config.distill) if stage.data != "text"]
-    key = fingerprint.of_record({_MADE_FROM: made_from})
-    known = on_main_process(lambda: (store.record_of(file) or {}).get(_MADE_FROM) == key)
-    planned = _planned(run.initial, file) if known else None
+    key = fingerprint.of_json({_MADE_FROM: made_from})
+    stored = on_main_process(lambda: (artifact.record_of(file) or {}).get(_MADE_FROM) == key)
+    planned = _planned(run.initial, file) if stored else None
     if planned is None:
         drafter, params = run.first_draft(target, rows)
         planned = Initial(drafter, _shapes(params))
-        if not known and not on_main_process(run.directory("draft-pretrain").exists):
-            content = _named(drafter, whole(params))
-            on_main_process(lambda: store.write(file, safetensors.save(content), {_MADE_FROM: key}))
-            known = True
-        if not known or not _holds(file, planned):
+        if not stored and not on_main_process(run.directory("draft-pretrain").exists):
+            content = {name: np.ascontiguousarray(x) for name, x in _named(drafter, whole(params)).items()}
+            on_main_process(lambda: artifact.write(file, safetensors.save(content), {_MADE_FROM: key}))
+        elif not stored or not _holds(file, planned):
             return drafter, FirstWeights.of(params)
     return planned.drafter, FirstWeights(planned.params, lambda: _read(file, planned.params), key)
 
@@ -100,41 +99,32 @@ def _read_from_elsewhere(init: Any) -> bool:
 def _planned(planned: Initial | None, file: Path) -> Initial | None:
     """The draft whose weights ``file`` holds, with shapes in their place; None if its kind gives no shapes, or the file
     is of another version."""
-    if planned is None:
+    if planned is None or not _holds(file, planned):
         return None
-    drafter = planned.drafter
+    drafter: Any = planned.drafter
     if _chooses_ids(drafter):
         with safe_open(file, "numpy") as found:
-            if _IDS not in found.keys():  # noqa: SIM118 (it is no mapping)
-                return None
             drafter = drafter.with_ids(Kept(found.get_tensor(_IDS), drafter.model.kept.size))
-    planned = Initial(drafter, planned.params)
-    return planned if _holds(file, planned) else None
+    return Initial(drafter, planned.params)
 
 
 def _chooses_ids(drafter: Any) -> bool:
     return isinstance(drafter, TrainedFeatureDraft) and drafter.model.kept is not None
 
 
-def _named(drafter: Any, params: Params) -> dict[str, np.ndarray]:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    named = {jax.tree_util.keystr(path): np.ascontiguousarray(leaf) for path, leaf in leaves}
+def _named(drafter: Any, params: Params) -> dict[str, Any]:
+    """Arrays of the file by their names there, or shapes if ``params`` are shapes."""
+    named = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     return {**named, _IDS: drafter.model.kept.ids} if _chooses_ids(drafter) else named
 
 
 def _holds(file: Path, planned: Initial) -> bool:
     """True if ``file`` has each of these arrays; the file of another version may not."""
-
-    def has(found: Any, path: tuple, leaf: Any) -> bool:
-        name = jax.tree_util.keystr(path)
-        if name not in names:
-            return False
-        stored = found.get_slice(name)
-        return tuple(stored.get_shape()) == leaf.shape and _DTYPES.get(stored.get_dtype()) == leaf.dtype.name
-
     with safe_open(file, "numpy") as found:
-        names = set(found.keys())
-        return all(has(found, *pair) for pair in jax.tree_util.tree_leaves_with_path(planned.params))
+        slices = {name: found.get_slice(name) for name in found.keys()}  # noqa: SIM118 (it is no mapping)
+        stored = {name: (tuple(x.get_shape()), x.get_dtype()) for name, x in slices.items()}
+    wanted = {name: (x.shape, _DTYPES.get(x.dtype.name)) for name, x in _named(*planned).items()}
+    return wanted.items() <= stored.items()
 
 
 def _read(file: Path, like: Params) -> Params:

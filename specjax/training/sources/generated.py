@@ -25,7 +25,7 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
 from specjax.errors import ConfigError
 from specjax.interfaces import Source, Target
-from specjax.runtime import fingerprint, lock, store
+from specjax.runtime import artifact, fingerprint
 from specjax.runtime.distributed import on_main_process, on_one_device
 from specjax.runtime.progress import StepProgress
 from specjax.training.sources.continuations import (
@@ -37,8 +37,6 @@ from specjax.training.sources.continuations import (
     prompts_of_text,
 )
 from specjax.training.sources.text import DraftHandle, SourceContext
-
-PROVENANCE = "provenance.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +111,11 @@ def make(
     files = [directory / f"shard-{number:05}{shards.SUFFIX}" for number in range(count)]
 
     def complete() -> None:
-        fingerprint.claim(directory, provenance)
-        with lock.exclusive(directory):
+        artifact.claim(directory, provenance)
+        with artifact.exclusive(directory):
             records = []
             for number, (file, shard_seed) in enumerate(zip(files, derive_seeds(seed, count), strict=True)):
-                record = store.record_of(file)
+                record = artifact.record_of(file)
                 records.append(shard(file, number, shard_seed) if record is None else record)
                 if progress is not None:
                     progress(sum(r["sequences"] for r in records), {})
@@ -171,7 +169,7 @@ def _maker(
         sequences, stats = Sequences.of(chosen, continued.tokens), continued.stats
         assert stats is not None  # a shard has a sequence
         counts = {name: getattr(stats, name) for name in ("emitted", "blocks", "block_efficiency")}
-        return store.write(file, shards.to_bytes(sequences), {"sequences": len(sequences), **counts, **made_by})
+        return artifact.write(file, shards.to_bytes(sequences), {"sequences": len(sequences), **counts, **made_by})
 
     return shard
 
@@ -179,4 +177,4 @@ def _maker(
 def _summarize(directory: Path, records: list[dict[str, Any]]) -> None:
     emitted, blocks = (sum(record[name] for record in records) for name in ("emitted", "blocks"))
     totals = {"emitted": emitted, "blocks": blocks, "block_efficiency": emitted / max(blocks, 1)}
-    fingerprint.write_json(directory / PROVENANCE, {**fingerprint.made_from(directory), **totals, "shards": records})
+    artifact.write_provenance(directory, {**totals, "shards": records})

@@ -29,7 +29,7 @@ from specjax.errors import TrainingError
 from specjax.interfaces import Batch, Draft, Params, Source, Verdict, VerdictDistribution, Verifier
 from specjax.models.hf import LoadedModel
 from specjax.proposal import leading_run
-from specjax.runtime import fingerprint, store
+from specjax.runtime import artifact, fingerprint
 from specjax.runtime.distributed import on_main_process, on_one_device
 from specjax.training.sources import generated
 from specjax.training.sources.continuations import Positive, Sampled, continue_prompts, prompts_of_text
@@ -161,7 +161,7 @@ class OnPolicyBatches(Batches):
         made_from = {"prompts": self._prompts.digest, "first": first, "sequences": stop - first, "seed": self.seed}
         if step == begin:
             made_from["draft"] = fingerprint.digest(params)
-        record = on_main_process(lambda: store.record_of(file))
+        record = on_main_process(lambda: artifact.record_of(file))
         if record is None or not made_from.items() <= record.items():
             if step != begin:
                 _log.warning(
@@ -174,7 +174,7 @@ class OnPolicyBatches(Batches):
             prompts = [self._numbered(g) for g in range(first, stop)]
             seeds = derive_seeds(self.seed, stop)[first:]
             sampled = Sequences.of(prompts, self._sample(params, prompts, seeds, self._settings))
-            on_main_process(lambda: store.write(file, shards.to_bytes(sampled), made_from))
+            on_main_process(lambda: artifact.write(file, shards.to_bytes(sampled), made_from))
         self._mixed.pool = WholeSequenceRows(shards.read(file), self.rows.length, self._mixed.prompt_weight, alone=True)
         self._mixed.begin, self._mixed.first = begin, first
         on_main_process(lambda: self._forget(oldest))
@@ -189,7 +189,7 @@ class OnPolicyBatches(Batches):
             return
         for file in self._directory.glob(f"*{shards.SUFFIX}"):
             if int(file.stem) < oldest - oldest % self._settings.every:
-                store.remove(file)
+                artifact.remove(file)
 
 
 class Mixed:
