@@ -101,7 +101,7 @@ def decoders(monkeypatch):
 
     monkeypatch.setattr(specjax, "load_model", lambda path, **options: Model(path))
     monkeypatch.setattr(hf, "load_model", lambda path, *args, **options: Model(path))
-    monkeypatch.setattr(loading, "kind_of", lambda path: "draft_model")
+    monkeypatch.setattr(loading, "described", lambda path: ("draft_model", {}))
     monkeypatch.setattr(specjax, "Decoder", decoder)
     monkeypatch.setattr(generate, "tell_memory", lambda *arguments: None)
     return made

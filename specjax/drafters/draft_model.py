@@ -112,12 +112,12 @@ class DraftModel(Drafter):
             ModelError: the vocabularies differ, or ``model`` is no model or cannot be read.
         """
         from specjax.models import hf, vocabulary
-        from specjax.models.files import check_model
+        from specjax.models.files import check_model, draft_of
 
         named = isinstance(self.model, (str, os.PathLike))
         draft = self.model
         if named:
-            draft = hf.load_model(hf.draft_of(self.model), str(target.dtype), quantize=self.quantize)
+            draft = hf.load_model(draft_of(self.model), str(target.dtype), quantize=self.quantize)
         check_model(draft, f"drafter {self.kind!r}: model")
         layout = draft.layout()
         spec = vocabulary.known_to(draft, target, layout.spec)

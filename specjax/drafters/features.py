@@ -46,7 +46,6 @@ from specjax.models.products import soft_capped
 from specjax.models.rotary import Rope, rotary_table
 from specjax.models.sharding import sharding_of
 from specjax.models.training import placed
-from specjax.models.transformer import param_shapes
 from specjax.models.vocabulary import NEVER
 
 ENDS = ("embedding", "head")
@@ -118,7 +117,12 @@ class FeatureModel:
 
     def module(self, params: Params) -> Any:
         """The NNX module that holds ``params``."""
-        return nnx.merge(_graphdef(self), nnx.State(params))
+        return nnx.merge(_abstract(self)[0], nnx.State(params))
+
+    @property
+    def shapes(self) -> Params:
+        """Shapes and dtypes of the parameters that `init` makes."""
+        return nnx.to_pure_dict(_abstract(self)[1])
 
     @property
     def most(self) -> int | None:
@@ -161,8 +165,8 @@ class FeatureModel:
 
 
 @functools.lru_cache(maxsize=64)
-def _graphdef(spec: FeatureModel) -> nnx.GraphDef:
-    return nnx.split(nnx.eval_shape(lambda: spec.net(spec, rngs=nnx.Rngs(0))))[0]
+def _abstract(spec: FeatureModel) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: spec.net(spec, rngs=nnx.Rngs(0))))
 
 
 def embedding_and_head(spec: FeatureModel, rngs: nnx.Rngs) -> tuple[nnx.Param, Linear]:
@@ -230,7 +234,7 @@ class LoadedDraft:
         return found
 
     def _wanted(self, ends: Mapping[str, Any]) -> Params:
-        wanted = param_shapes(self.spec)
+        wanted = self.spec.shapes
         return {name: value for name, value in ends.items() if name in wanted}
 
 

@@ -43,6 +43,7 @@ from specjax.interfaces import (
     Prediction,
     Reads,
     Target,
+    TargetInfo,
     TargetView,
     Trainable,
     TrainingForm,
@@ -53,11 +54,11 @@ from specjax.models.attention.stored import Layer
 from specjax.models.config import ModelConfig
 from specjax.models.decode_layout import LaidOut
 from specjax.models.families import Settings, family_of
-from specjax.models.files import read_json, verify_manifest, write_json
+from specjax.models.files import draft_of, read_json, resolve, verify_manifest, write_json
 from specjax.models.sharding import sharding_of
 from specjax.models.training import block_of, gathered, placed
 from specjax.models.transformer import Model
-from specjax.models.weights import narrowest, read_params, write_params
+from specjax.models.weights import narrowest, opened, read_params, write_params
 
 MODEL_TYPE = "specjax_glide"
 """`model_type` in config.json, so that no other library takes the draft for a model of its own."""
@@ -278,7 +279,7 @@ class Glide(Drafter):
         return own_arrays(self.model)
 
     @classmethod
-    def load(cls, directory: str | os.PathLike, target: Target, k: int, check_finite: bool = True) -> Glide:
+    def load(cls, directory: str | os.PathLike, target: TargetInfo, k: int, check_finite: bool = True) -> Glide:
         """The drafter in a directory, see `specjax.formats.loading.load_drafter`.
 
         Args:
@@ -310,7 +311,7 @@ class Glide(Drafter):
             ModelError: the draft's layers cannot read the target's, or the draft's files cannot be read.
         """
         named = isinstance(self.model, (str, os.PathLike))
-        glide = load_glide(hf.draft_of(self.model), str(target.dtype)) if named else self.model
+        glide = load_glide(draft_of(self.model), str(target.dtype)) if named else self.model
         check_readable(glide.spec.config, glide.reads, target.config)
         layout = glide.layout()
         return Bound(BoundGlide(GlideModel(layout.spec, glide.reads), self.k), layout.params)
@@ -357,7 +358,7 @@ def save_glide(glide: LoadedGlide, directory: str | os.PathLike, card: str | Non
 
 def load_glide(directory: str | os.PathLike, dtype: str = "float32", check_finite: bool = True) -> LoadedGlide:
     """The draft that `save_glide` wrote. Raises `ModelError` for what cannot be read."""
-    found = hf.resolve(directory)
+    found = resolve(directory)
     verify_manifest(found, ignored=(hf.CARD,))
     file = found / "config.json"
     settings = read_json(file)
@@ -370,6 +371,7 @@ def load_glide(directory: str | os.PathLike, dtype: str = "float32", check_finit
     config = family.read_config(Settings(layers, file))
     if len(reads) != config.num_layers or min(reads, default=0) < 0:
         raise ModelError(f"{file}: reads={reads} for {config.num_layers} layers; distill it again")
-    params = read_params(found, family, config, dtype, check_finite=check_finite)
+    with opened(found) as stored:
+        params = read_params(stored, family, config, dtype, check_finite=check_finite)
     spec = Model(config, str(params["embedding"].dtype))
     return LoadedGlide(spec, params, tuple(reads), Path(directory).name, family.model_type)

@@ -1,62 +1,49 @@
-"""Stored forms of drafts that read their target's hidden states, one module each. A form says what config.json holds
-and under which name each weight is stored; `load` and `save` do the rest."""
+"""Drafts that read their target's hidden states, on disk: `load` and `save` a draft in one of the public forms, and
+`convert` one into another."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 
 from specjax.drafters.features import ENDS, FeatureModel, LoadedDraft, check_readable, dense
 from specjax.errors import ModelError
-from specjax.formats import medusa, native, own, speculators
-from specjax.formats.envelope import Envelope, TargetName
-from specjax.formats.serving import deepspec, sglang, z_lab
-from specjax.formats.stored import OF_TORCH, as_safetensors
-from specjax.formats.unread import refuse_by_weights as refuse_by_weights
-from specjax.formats.unread import refuse_unread
+from specjax.formats import medusa, speculators
+from specjax.formats.form import Format, TargetName
+from specjax.formats.keys import MAY_BE_UNSAID
+from specjax.formats.loading import FORMATS, SHARED, asked_of, kind_of, load, resolved
 from specjax.interfaces import Target, TargetInfo
 from specjax.models import hf
-from specjax.models.files import read_json, refuse_outside, verify_manifest, write_json
-from specjax.models.transformer import param_shapes
-from specjax.models.weights import INDEX, WEIGHTS, narrowest, stored_dtype
+from specjax.models.families import Settings
+from specjax.models.files import INDEX, WEIGHTS, draft_of, read_json, write_json
+from specjax.models.weights import narrowest, opened
 
-SHARED = "specjax_shared"
-"""Key in config.json: names of the stored weights that are the target's, which memory need not hold twice."""
-FORMATS: dict[str, Any] = {
-    "speculators": speculators,
-    "sglang": sglang,
-    "z-lab": z_lab,
-    "deepspec": deepspec,
-    "medusa": medusa,
-    "native": native,
-    "specjax": own,
-}
-"""Stored forms by name. Each has the ``KINDS`` that it writes, ``kind_of``, ``read`` and ``write``."""
-
-
-def kind_of(settings: Mapping[str, Any]) -> str | None:
-    """The kind of draft that a config.json describes; None: no draft of these forms. Raises `ModelError` for a known
-    form that is not read."""
-    kind = next((kind for form in FORMATS.values() if (kind := form.kind_of(settings))), None)
-    if kind is None:
-        refuse_unread(settings)
-    return kind
+__all__ = [
+    "FORMATS",
+    "MAY_BE_UNSAID",
+    "TargetInfo",
+    "asked_of",
+    "convert",
+    "kind_of",
+    "load",
+    "own_form",
+    "refuse_without_form",
+    "save",
+]
 
 
 def refuse_without_form(source: str | os.PathLike) -> None:
     """Raises `ModelError` for the directory of one of our drafts, which cannot be written as a model."""
-    file = Path(hf.draft_of(source)) / "config.json"
+    file = Path(draft_of(source)) / "config.json"
     kind = kind_of(read_json(file)) if file.exists() else None
     if kind is not None:
         raise ModelError(f"{source}: is a {kind} draft; specjax export --format NAME --target MODEL writes it")
 
 
-def form_of(kind: str, name: str) -> Any:
+def form_of(kind: str, name: str) -> Format:
     """The form called ``name``. Raises `ModelError` if it has no drafts of this kind."""
     able = {n: form for n, form in FORMATS.items() if kind in form.KINDS}
     if name not in able:
@@ -69,54 +56,8 @@ def own_form(spec: FeatureModel, kind: str) -> tuple[str, str | None]:
     if that is why it is another form)."""
     if kind not in speculators.KINDS:
         return next(name for name, form in FORMATS.items() if kind in form.KINDS), None
-    lost = speculators.unsaid(spec, kind)
+    lost = speculators.FORMAT.unsaid(spec, kind)
     return ("speculators", None) if lost is None else ("specjax", lost)
-
-
-def load(
-    directory: str | os.PathLike,
-    kind: str,
-    target: TargetInfo,
-    check_finite: bool = True,
-    whole: bool = False,
-    asked: Mapping[str, Any] | None = None,
-) -> LoadedDraft:
-    """The draft of this kind in a directory, in the dtype of ``target``. ``whole``: True to include stored weights that
-    are the target's; ``asked``: keys of config.json that the file may leave out, with their values. Raises `ModelError`
-    for what cannot be read."""
-    found = _resolved(directory)
-    for file in found.iterdir():
-        refuse_outside(file)
-    verify_manifest(found, ignored=(hf.CARD,))
-    settings = _with(asked or {}, read_json(found / "config.json"), found / "config.json")
-    form = next((form for form in FORMATS.values() if form.kind_of(settings) == kind), None)
-    if form is None:
-        refuse_unread(settings)
-        told = settings.get(speculators.TYPE) or settings.get("model_type")
-        raise ModelError(f"{found / 'config.json'}: {told!r} is no {kind} draft")
-    stored = Envelope(settings, found / "config.json").names(SHARED)
-    others = {name: value for name, value in settings.items() if name != SHARED}
-    with as_safetensors(found) as read_from:
-        spec, params = form.read(read_from, others, kind, TargetInfo(target.config, str(target.dtype)), check_finite)
-    shared = () if whole else stored
-    return LoadedDraft(spec, {n: value for n, value in params.items() if n not in shared}, Path(directory).name)
-
-
-def _resolved(source: str | os.PathLike, revision: str | None = None) -> Path:
-    """Directory of a draft. Of a hub id, torch's files are fetched if there are no others."""
-    found = hf.resolve(source, revision)
-    if found == Path(source).expanduser() or any(found.glob("*.safetensors")):
-        return found
-    return hf.resolve(source, revision, (*hf.HUB_FILES, *OF_TORCH))
-
-
-def _with(asked: Mapping[str, Any], settings: dict[str, Any], file: Path) -> dict[str, Any]:
-    """``settings`` with the keys of ``asked`` added. Raises `ModelError` if the file has another value for one of
-    them."""
-    for name, value in asked.items():
-        if settings.get(name) not in (None, value):
-            raise ModelError(f"{file}: {name}={settings[name]!r}, and {value!r} is asked for; leave it out")
-    return {**settings, **asked}
 
 
 def convert(
@@ -134,7 +75,7 @@ def convert(
     the target's come from ``target``, a `LoadedModel`, if the new form stores them and the old one did not. ``dtype``:
     dtype of the written weights; None: as they are stored. Raises `ModelError` for a draft that the form cannot
     express."""
-    found = _resolved(hf.draft_of(source), revision)
+    found = resolved(draft_of(source), revision)
     settings = read_json(found / "config.json")
     kind = kind_of(settings)
     if kind is None:
@@ -142,9 +83,9 @@ def convert(
     form_of(kind, form_name)  # before anything is read
     draft = load(found, kind, TargetInfo(target.config, dtype or _dtype_of(found)), check_finite, whole=True)
     check_readable(kind, draft.spec, target.config)
-    stored = Envelope(settings, found / "config.json").names(SHARED)
+    stored = Settings(settings, found / "config.json").names(SHARED)
     shared = (*stored, *(name for name in ENDS if name not in draft.params))
-    missing = [n for n in param_shapes(draft.spec) if n in ENDS and n not in draft.params]
+    missing = [n for n in draft.spec.shapes if n in ENDS and n not in draft.params]
     # The dtype must hold the target's numbers as well.
     held = jnp.promote_types(draft.spec.dtype, target.dtype) if missing and dtype is None else draft.spec.dtype
     params = {**draft.params, **{name: dense(target.params, name, held) for name in missing}}
@@ -167,9 +108,11 @@ def convert(
 
 def _dtype_of(found: Path) -> str:
     """Dtype that a draft's weights are stored in; for a torch file float32, which holds the others."""
-    if any((found / name).exists() for name in (WEIGHTS, INDEX)):
-        return stored_dtype(found)
-    return stored_dtype(found, medusa.WEIGHTS) if (found / medusa.WEIGHTS).exists() else "float32"
+    weights = WEIGHTS if any((found / name).exists() for name in (WEIGHTS, INDEX)) else medusa.WEIGHTS
+    if weights == medusa.WEIGHTS and not (found / weights).exists():
+        return "float32"
+    with opened(found, weights) as stored:
+        return stored.dtype
 
 
 def save(

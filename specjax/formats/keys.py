@@ -61,5 +61,16 @@ HUNYUAN = ("use_qk_norm", "attention_head_dim", "dense_list", "cla_share_factor"
 READS = "specjax_reads"
 """Key with the target's streams, for a draft whose own numbers of them have two meanings."""
 FROM_ANCHOR = "sample_from_anchor"
+STATE, RECYCLED = "specjax_state", "specjax_recycled"
+"""Keys with the norms of an MTP head, which only we write."""
+MAY_BE_UNSAID: dict[str, dict[str, str]] = {
+    "eagle3": {"reads": READS},
+    "p_eagle": {"reads": READS},
+    "dspark": {"sample_from_anchor": FROM_ANCHOR},
+    "mtp": {"state": STATE, "recycled": RECYCLED},
+}
+"""Kind -> the fields of its section that config.json may leave out, with their keys there."""
 ASKED = {READS: "reads"}
-"""Keys that stand for a field of a draft's section -> that field."""
+"""Keys that stand for a field of a draft's section, and that no file needs -> that field."""
+REPLACED = (STATE, RECYCLED)
+"""Keys that may be asked for in another way than the file says."""

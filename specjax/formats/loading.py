@@ -5,17 +5,54 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
-from specjax import formats, registry
+from specjax import registry
+from specjax.drafters.dflash.drafting import DFlash, DFlash2, DSpark
 from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.eagle3 import Eagle3
+from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.features import FeatureDrafter, LoadedDraft
+from specjax.drafters.glide import Glide
+from specjax.drafters.medusa import Medusa
+from specjax.drafters.mtp import MTP
+from specjax.drafters.p_eagle import PEagle
 from specjax.errors import ConfigError, ModelError
+from specjax.formats import medusa, native, own, serving, speculators
+from specjax.formats.form import OF_TORCH, Format
+from specjax.formats.keys import MAY_BE_UNSAID, REPLACED
+from specjax.formats.unread import refuse_by_weights, refuse_unread
 from specjax.interfaces import Drafter, TargetInfo
-from specjax.models.files import read_json
-from specjax.models.hf import DRAFTER, draft_of, resolve
+from specjax.models.families import Settings
+from specjax.models.files import HUB_FILES, draft_of, read_json, refuse_outside, resolve, verify_manifest
+from specjax.models.hf import CARD, DRAFTER
 
 DEFAULT_K = 5
 """Proposed tokens of a block, unless something says how many."""
+FORMATS: dict[str, Format] = {
+    "speculators": speculators.FORMAT,
+    "sglang": serving.SGLANG,
+    "z-lab": serving.Z_LAB,
+    "deepspec": serving.DEEPSPEC,
+    "medusa": medusa.FORMAT,
+    "native": native.FORMAT,
+    "specjax": own.FORMAT,
+}
+"""Stored forms by name."""
+SHARED = "specjax_shared"
+"""Key in config.json: names of the stored weights that are the target's, which memory need not hold twice."""
+_DRAFTERS: dict[str, type[FeatureDrafter]] = {
+    "dflash": DFlash,
+    "dflash2": DFlash2,
+    "dspark": DSpark,
+    "eagle3": Eagle3,
+    "early_exit": EarlyExit,
+    "medusa": Medusa,
+    "mtp": MTP,
+    "p_eagle": PEagle,
+}
+"""Kinds of drafts that read hidden states."""
 
 
 def load_drafter(
@@ -50,26 +87,93 @@ def load_drafter(
         ConfigError: for an unknown kind, a field of ``kind`` that the draft says itself, or ``quantize`` for a draft
             that is no separate model.
     """
-    if kind is not None:
-        registry.build(registry.DRAFTS, kind, "load_drafter: kind")  # an unknown kind fails before files are read
-    found = draft_of(path_or_hub_id)
-    said = kind_of(found) if kind in (None, DraftModel.kind) else None
-    if kind is not None and said not in (None, kind):
-        raise ModelError(f"{found}: is a {said} draft, no separate model; leave kind out, or name {said!r}")
-    kind = said if kind is None else kind
-    alone = kind == DraftModel.kind  # loaded without importing the code that trains one
-    if alone:
+    section: Any = None if kind is None else registry.build(registry.DRAFTS, kind, "load_drafter: kind")
+    found, settings = draft_of(path_or_hub_id), None
+    if kind is None or kind == DraftModel.kind:
+        said, settings = described(found)
+        if kind is not None and said != kind:
+            raise ModelError(f"{found}: is a {said} draft, no separate model; leave kind out, or name {said!r}")
+        kind = said
+    if kind == DraftModel.kind:
         return DraftModel.load(found, target, DEFAULT_K if k is None else k, check_finite, quantize)
     if quantize is not None:
         raise ConfigError(f"quantize={quantize!r}: is for separate models, and this draft is a {kind!r}; leave it out")
-    reader: Any = registry.build(registry.DRAFTS, kind, "load_drafter: kind")
-    if isinstance(kind, Mapping) and kind["kind"] in registry.DRAFTS and reader.of_training is not None:
-        for name in sorted(kind.keys() - {"kind"} - reader.of_training - reader.unsaid.keys()):
+    if section is not None:
+        _refuse_what_it_says(kind, section, found)
+    length = DEFAULT_K if k is None else k
+    name = kind if isinstance(kind, str) else kind["kind"]
+    if name in _DRAFTERS:
+        draft = load(found, name, target, check_finite, asked=asked_of(section), settings=settings)
+        drafter: Any = _DRAFTERS[name](draft, length)
+    elif name == Glide.kind:
+        drafter = Glide.load(found, target, length, check_finite)
+    else:
+        assert section is not None  # only a caller names code
+        drafter = section.load(found, target, length, check_finite)
+    if k is None and (most := drafter.longest or DEFAULT_K) < DEFAULT_K:
+        return dataclasses.replace(drafter, k=most)
+    return drafter
+
+
+def _refuse_what_it_says(kind: Any, section: Any, found: str | os.PathLike) -> None:
+    """Raises `ConfigError` for fields of ``kind`` that a stored draft has itself."""
+    if isinstance(kind, Mapping) and kind["kind"] in registry.DRAFTS and section.of_training is not None:
+        for name in sorted(kind.keys() - {"kind"} - section.of_training - MAY_BE_UNSAID.get(section.kind, {}).keys()):
             raise ConfigError(f"load_drafter: kind.{name}: the draft in {found} has its own; leave it out")
-    if k is not None:
-        return reader.load(found, target, k, check_finite)
-    drafter = reader.load(found, target, DEFAULT_K, check_finite)
-    return dataclasses.replace(drafter, k=most) if (most := drafter.longest or DEFAULT_K) < DEFAULT_K else drafter
+
+
+def asked_of(section: Any) -> dict[str, Any]:
+    """Keys of config.json that a section `draft` gives in place of a draft's file, with their values."""
+    fields = {} if section is None else MAY_BE_UNSAID.get(section.kind, {})
+    named = {key: getattr(section, field) for field, key in fields.items()}
+    return {key: list(x) if isinstance(x, tuple) else x for key, x in named.items() if x is not None}
+
+
+def load(
+    directory: str | os.PathLike,
+    kind: str,
+    target: TargetInfo,
+    check_finite: bool = True,
+    whole: bool = False,
+    asked: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> LoadedDraft:
+    """The draft of this kind in a directory, in the dtype of ``target``. ``whole``: True to include stored weights that
+    are the target's; ``asked``: keys of config.json that the file may leave out, with their values; ``settings``: its
+    config.json, if it has been read. Raises `ModelError` for what cannot be read."""
+    found = resolved(directory)
+    for file in found.iterdir():
+        refuse_outside(file)
+    verify_manifest(found, ignored=(CARD,))
+    file = found / "config.json"
+    settings = _with(asked or {}, read_json(file) if settings is None else settings, file)
+    form = next((form for form in FORMATS.values() if form.kind_of(settings) == kind), None)
+    if form is None:
+        refuse_unread(settings)
+        told = settings.get(speculators.TYPE) or settings.get("model_type")
+        raise ModelError(f"{file}: {told!r} is no {kind} draft")
+    shared = Settings(settings, file).names(SHARED)
+    others = {name: value for name, value in settings.items() if name != SHARED}
+    spec, params = form.read(found, others, kind, target, check_finite)
+    left_out = () if whole else shared
+    return LoadedDraft(spec, {n: value for n, value in params.items() if n not in left_out}, Path(directory).name)
+
+
+def resolved(source: str | os.PathLike, revision: str | None = None) -> Path:
+    """Directory of a draft. Of a hub id, torch's files are fetched if there are no others."""
+    found = resolve(source, revision)
+    if found == Path(source).expanduser() or any(found.glob("*.safetensors")):
+        return found
+    return resolve(source, revision, (*HUB_FILES, *OF_TORCH.values()))
+
+
+def _with(asked: Mapping[str, Any], settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """``settings`` with the keys of ``asked`` added. Raises `ModelError` if the file has another value for one of
+    them."""
+    for name, value in asked.items():
+        if settings.get(name) not in (None, value) and name not in REPLACED:
+            raise ModelError(f"{file}: {name}={settings[name]!r}, and {value!r} is asked for; leave it out")
+    return {**settings, **asked}
 
 
 def asked_kind(draft: Any) -> str | dict[str, Any]:
@@ -78,15 +182,24 @@ def asked_kind(draft: Any) -> str | dict[str, Any]:
     return draft.kind if draft.kind in registry.DRAFTS else {"kind": draft.kind, **draft.settings}
 
 
-def kind_of(path_or_hub_id: str | os.PathLike) -> str:
-    """The kind of drafter in a directory: the one that its config.json names, or else a separate model. A directory
-    never names code."""
-    file = resolve(path_or_hub_id) / "config.json"
+def described(source: str | os.PathLike) -> tuple[str, dict[str, Any]]:
+    """(the kind of drafter in a directory: the one that its config.json names, or else a separate model; config.json,
+    empty without one). A directory never names code. Raises `ModelError`."""
+    file = resolve(source) / "config.json"
     settings = read_json(file) if file.exists() else {}
     told = settings.get(DRAFTER)
     if told is not None and told not in tuple(registry.DRAFTS):
         raise ModelError(f"{file}: {DRAFTER}={told!r} is no kind of ours; name a drafter from outside by kind=")
-    kind = told or formats.kind_of(settings)
+    kind = told or kind_of(settings)
     if kind is None:
-        formats.refuse_by_weights(file.parent)
-    return kind or DraftModel.kind
+        refuse_by_weights(file.parent)
+    return kind or DraftModel.kind, settings
+
+
+def kind_of(settings: Mapping[str, Any]) -> str | None:
+    """The kind of draft that a config.json describes; None: no draft of these forms. Raises `ModelError` for a known
+    form that is not read."""
+    kind = next((kind for form in FORMATS.values() if (kind := form.kind_of(settings))), None)
+    if kind is None:
+        refuse_unread(settings)
+    return kind

@@ -5,88 +5,79 @@ expects projections in it."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specjax.drafters.features import FeatureModel, LoadedDraft, layers_like
+from specjax.drafters.features import FeatureModel, LoadedDraft
 from specjax.drafters.medusa import MedusaModel
 from specjax.errors import ModelError
-from specjax.formats.envelope import Envelope, TargetName
-from specjax.formats.stored import Stored
+from specjax.formats.form import OF_TORCH, Form, Format, Reading, TargetName, tensors_of
 from specjax.formats.torch_file import write_tensors
-from specjax.interfaces import Params, TargetInfo
 from specjax.models.families.base import Tensor
-from specjax.models.weights import INDEX, read_tensors, tensor_names
+from specjax.models.families.settings import Field
 
-WEIGHTS, PUBLISHED = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
-_HEADS, _BLOCKS = "medusa_num_heads", "medusa_num_layers"
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    left_out: tuple[str, ...] = ("head",)
+WEIGHTS = "medusa_lm_head.safetensors"
+_HEADS = "medusa_num_heads"
+_SIZES = ("hidden_size", "vocab_size")
 
 
-KINDS = {"medusa": Form()}
-
-
-def kind_of(settings: Mapping[str, Any]) -> str | None:
-    """Kind of draft that a config.json describes, see `specjax.formats.kind_of`."""
-    return "medusa" if _HEADS in settings else None
-
-
-def read(
-    found: Path, settings: Mapping[str, Any], kind: str, target: TargetInfo, check_finite: bool
-) -> tuple[FeatureModel, Params]:
-    """The draft's spec and weights. Raises `ModelError`."""
-    full, envelope = target.config, Envelope(settings, found / "config.json")
-    envelope.count(_HEADS)
-    blocks = envelope.count(_BLOCKS, 1, most=64)
-    for name in ("hidden_size", "vocab_size"):
-        told = envelope.count(name, getattr(full, name))
-        if told != getattr(full, name):
-            raise ModelError(f"medusa: reads a target of {name}={told}, and this one has {getattr(full, name)}")
-    envelope.only_read("base_model_name_or_path")
-    if not any((found / name).exists() for name in (WEIGHTS, INDEX)):
-        raise ModelError(f"{found}: holds neither {WEIGHTS} nor {PUBLISHED}; fetch it again")
-    names = tensor_names(found, WEIGHTS)
+def _of_the_target(reading: Reading) -> None:
+    target, values = reading.target, reading.values
+    for name in _SIZES:
+        told = reading.settings.count(name, getattr(target, name))
+        if told != getattr(target, name):
+            raise ModelError(f"medusa: reads a target of {name}={told}, and this one has {getattr(target, name)}")
     # The heads are counted: published configs say two where there are five.
-    heads = len({name.partition(".")[0] for name in names})
-    options = {"heads": heads, "blocks": blocks, "own_heads": f"0.{blocks}.weight" in names}
-    spec = MedusaModel(layers_like(full), (full.num_layers,), full.hidden_size, str(target.dtype), **options)
-    return spec, _stored(spec).read(found, spec.dtype, check_finite)
+    values["heads"] = len({name.partition(".")[0] for name in reading.stored})
+    values["own_heads"] = f"0.{values['blocks']}.weight" in reading.stored
+    values["reads"] = (target.num_layers,)
 
 
-def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: TargetName) -> dict[str, Any]:
-    """Write the weights, also to `PUBLISHED`, which Medusa's own loader reads; returns config.json."""
-    spec: Any = draft.spec
-    _stored(spec).write(partial, draft.params, dtype)
-    tensors = read_tensors(partial, tensor_names(partial, WEIGHTS), WEIGHTS)
-    if "head" in draft.params:
-        # For a head without a projection of its own, Medusa's loader would make one of random numbers.
-        projection = np.asarray(draft.params["head"]["kernel"].T.astype(dtype))
-        tensors |= {f"{i}.{spec.blocks}.weight": projection for i in range(spec.heads)}
-    write_tensors(partial / PUBLISHED, tensors)
-    sizes = {"hidden_size": spec.config.hidden_size, "vocab_size": spec.config.vocab_size}
+def _tensors(spec: MedusaModel) -> dict[str, Tensor]:
     return {
-        _HEADS: spec.heads,
-        _BLOCKS: spec.blocks,
-        "base_model_name_or_path": target.name,
-        "version": "1",
-        **sizes,
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-    }
-
-
-def _stored(spec: MedusaModel) -> Stored:
-    tensors = {
         "heads.{}.blocks.{}.kernel": Tensor("{}.{}.linear.weight", transpose=True),
         "heads.{}.blocks.{}.bias": Tensor("{}.{}.linear.bias"),
         "heads.{}.head.kernel": Tensor(f"{{}}.{spec.blocks}.weight", transpose=True),
     }
-    return Stored(spec, tensors, KINDS["medusa"].left_out, WEIGHTS)
+
+
+def _for_its_own_loader(directory: Path, draft: LoadedDraft, dtype: str) -> None:
+    spec: Any = draft.spec
+    with tensors_of(directory, WEIGHTS) as stored:
+        tensors = {name: tensor.value() for name, tensor in stored.items()}
+    if "head" in draft.params:
+        # For a head without a projection of its own, Medusa's loader would make one of random numbers.
+        projection = np.asarray(draft.params["head"]["kernel"].T.astype(dtype))
+        tensors |= {f"{i}.{spec.blocks}.weight": projection for i in range(spec.heads)}
+    write_tensors(directory / OF_TORCH[WEIGHTS], tensors)
+
+
+def _around(form: Form, spec: FeatureModel, dtype: str, target: TargetName) -> dict[str, Any]:
+    sizes = {name: getattr(spec.config, name) for name in _SIZES}
+    named = {"architectures": ["MedusaModel"], "model_type": "medusa", "version": "1"}
+    return {**named, "base_model_name_or_path": target.name, **sizes}
+
+
+_FORM = Form(
+    ("medusa",),
+    MedusaModel,
+    (Field(_HEADS, "heads", int), Field("medusa_num_layers", "blocks", int, 1, most=64)),
+    _tensors,
+    left_out=("head",),
+    layers=None,
+    settle=_of_the_target,
+    vocabulary=False,
+    known=("base_model_name_or_path",),
+    weights=WEIGHTS,
+    also=_for_its_own_loader,
+)
+
+
+def _find(settings: Mapping[str, Any]) -> tuple[str, Form] | None:
+    return ("medusa", _FORM) if _HEADS in settings else None
+
+
+FORMAT = Format({"medusa": _FORM}, _find, _around)

@@ -4,89 +4,61 @@ exit, and drafts that `specjax.formats.speculators` cannot express, stored as th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from specjax.drafters.dflash.model import DFlashModel
 from specjax.drafters.early_exit import ExitModel
-from specjax.drafters.features import FeatureModel, LoadedDraft, layers_like
+from specjax.drafters.features import FeatureModel
 from specjax.formats import speculators
-from specjax.formats.envelope import Envelope, TargetName
-from specjax.formats.stored import Stored
-from specjax.interfaces import Params, TargetInfo
+from specjax.formats.form import Form, Format, Reading, TargetName, named_by
 from specjax.models.families.base import linear, norm
+from specjax.models.families.settings import Field
 
 PREFIX = "specjax_"
+SCALES = (
+    Field("embedding_multiplier", "config.embedding_multiplier", float, 1.0, sparse=True),
+    Field("logit_multiplier", "config.logit_multiplier", float, 1.0, sparse=True),
+    Field("logit_soft_cap", "config.logit_soft_cap", float, 0.0, sparse=True),  # 0 stands for none
+)
+_AT_ROOT = Field("window_at_root", "window_at_root", bool, True, sparse=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    left_out: tuple[str, ...] = ("head",)
+def _with_more(kind: str, form: Form) -> Form:
+    more = (*SCALES, _AT_ROOT) if form.spec is DFlashModel else SCALES
+    names = (PREFIX + kind, *form.names)
+    return dataclasses.replace(form, names=names, fields=(*form.fields, *more), limits={}, known=("target",))
 
 
-KINDS = {"early_exit": Form(), **speculators.FORMS}
-_TENSORS = {
-    **norm("adapter_norm", "adapter_norm"),
-    **norm("norm", "norm"),
-    **linear("adapter.gate_proj", "adapter.gate_proj"),
-    **linear("adapter.up_proj", "adapter.up_proj"),
-    **linear("adapter.down_proj", "adapter.down_proj"),
-}
+def _one_stream(reading: Reading) -> None:
+    reading.values["reads"] = (reading.settings.count("layers"),)
 
 
-def kind_of(settings: Mapping[str, Any]) -> str | None:
-    """Kind of draft that a config.json describes, see `specjax.formats.kind_of`."""
-    kind = str(settings.get("model_type")).removeprefix(PREFIX)
-    return kind if kind in KINDS and settings["model_type"] != kind else None
+_EARLY_EXIT = Form(
+    (PREFIX + "early_exit",),
+    ExitModel,
+    (
+        Field("adapter", "config.intermediate_size", int),
+        Field("hidden_size", "feature_size", int, speculators.hidden_size),
+    ),
+    {
+        **norm("adapter_norm", "adapter_norm"),
+        **norm("norm", "norm"),
+        **linear("adapter.gate_proj", "adapter.gate_proj"),
+        **linear("adapter.up_proj", "adapter.up_proj"),
+        **linear("adapter.down_proj", "adapter.down_proj"),
+    },
+    left_out=("head",),
+    layers=None,
+    settle=_one_stream,
+    vocabulary=False,
+    known=("target",),
+)
+KINDS = {"early_exit": _EARLY_EXIT, **{kind: _with_more(kind, form) for kind, form in speculators.KINDS.items()}}
 
 
-def read(
-    found: Path, settings: Mapping[str, Any], kind: str, target: TargetInfo, check_finite: bool
-) -> tuple[FeatureModel, Params]:
-    """The draft's spec and weights. Raises `ModelError`."""
-    envelope = Envelope(settings, found / "config.json")
-    spec: Any
-    if kind in speculators.FORMS:
-        spec = _with_more(envelope, speculators.spec_of(envelope, kind, target))
-        weights = speculators.stored(spec, KINDS[kind])
-    else:
-        sizes = dataclasses.replace(layers_like(target.config), intermediate_size=envelope.count("adapter"))
-        size = envelope.count("hidden_size", sizes.hidden_size)
-        spec = ExitModel(sizes, (envelope.count("layers"),), size, str(target.dtype))
-        weights = Stored(spec, _TENSORS, KINDS[kind].left_out)
-    envelope.only_read("target")
-    return spec, weights.read(found, spec.dtype, check_finite)
+def _around(form: Form, spec: FeatureModel, dtype: str, target: TargetName) -> dict[str, Any]:
+    named = {"model_type": form.names[0], "target": target.name}
+    return {**named, "layers": spec.reads[0]} if form is _EARLY_EXIT else {**named, "dtype": dtype}
 
 
-def write(partial: Path, draft: LoadedDraft, kind: str, dtype: str, target: TargetName) -> dict[str, Any]:
-    """Write the weights; returns config.json."""
-    spec: Any = draft.spec
-    named = {"model_type": PREFIX + kind, "target": target.name}
-    if kind in speculators.FORMS:
-        plain = LoadedDraft(
-            dataclasses.replace(spec, config=dataclasses.replace(spec.config, **_NEUTRAL)), draft.params
-        )
-        said = speculators.written(partial, plain, kind, dtype, target)
-        drop = (speculators.TYPE, "architectures", "speculators_config")
-        return {**{name: value for name, value in said.items() if name not in drop}, **named, **_more(spec)}
-    Stored(spec, _TENSORS, KINDS[kind].left_out).write(partial, draft.params, dtype)
-    sizes = {"adapter": spec.config.intermediate_size, "hidden_size": spec.feature_size}
-    return {**named, "layers": spec.reads[0], **sizes}
-
-
-_NEUTRAL = {"embedding_multiplier": 1.0, "logit_multiplier": 1.0, "logit_soft_cap": None}
-_AT_ROOT = "window_at_root"
-
-
-def _more(spec: Any) -> dict[str, Any]:
-    """Settings that the form of speculators cannot express."""
-    said = {name: getattr(spec.config, name) for name, plain in _NEUTRAL.items() if getattr(spec.config, name) != plain}
-    return said if spec.window_at_root else {**said, _AT_ROOT: False}
-
-
-def _with_more(envelope: Envelope, spec: Any) -> Any:
-    # 0 stands for no soft cap; the other two are never 0.
-    scales = {name: envelope.positive(name, plain or 0.0) or None for name, plain in _NEUTRAL.items()}
-    spec = dataclasses.replace(spec, config=dataclasses.replace(spec.config, **scales))
-    at_root = envelope.get(_AT_ROOT, bool, True)
-    return spec if at_root else dataclasses.replace(spec, **{_AT_ROOT: at_root})
+FORMAT = Format(KINDS, named_by("model_type", KINDS), _around)

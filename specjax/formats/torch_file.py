@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from specjax.errors import ModelError
+from specjax.models.weights import StoredTensor, StoredTensors
 
 _STORAGES = {
     "DoubleStorage": np.dtype(np.float64),
@@ -27,11 +28,28 @@ _STORAGES = {
     "IntStorage": np.dtype(np.int32),
     "BoolStorage": np.dtype(np.bool_),
 }
+_NAMES = dict(zip(_STORAGES.values(), ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"), strict=True))
+"""Names of the dtypes in safetensors."""
 
 
 def read_tensors(file: Path) -> dict[str, np.ndarray]:
     """Tensors of a file, by name. Raises `ModelError` if torch.save did not write it, or if it holds anything else."""
     return _read(file, _Tensors)
+
+
+class _InMemory(StoredTensor):
+    """A tensor that has been read."""
+
+    def header(self) -> tuple[tuple[int, ...], str]:
+        return self.handle.shape, _NAMES[self.handle.dtype]
+
+    def value(self, index: Any = None) -> np.ndarray:
+        return self.handle if index is None else self.handle[index]
+
+
+def stored_tensors(file: Path) -> StoredTensors:
+    """The tensors of a file as `specjax.models.weights.opened` gives them. Raises `ModelError`."""
+    return StoredTensors(file.parent, {name: _InMemory(x, name, file) for name, x in read_tensors(file).items()})
 
 
 def tensor_names(file: Path) -> set[str]:

@@ -9,7 +9,8 @@ from typing import Any
 from specjax.errors import ModelError
 from specjax.formats import torch_file
 from specjax.models import hf
-from specjax.models.weights import INDEX, WEIGHTS, tensor_names
+from specjax.models.files import INDEX, WEIGHTS
+from specjax.models.weights import opened
 
 _MLA = "an EAGLE-3 draft with a layer of DeepSeek's (latent attention)"
 _GEMMA = "a DeepSpec draft with layers of Gemma 4's"
@@ -63,7 +64,8 @@ def refuse_by_weights(directory: Path) -> None:
     have ``fc``, which mixes token and state, beside one layer."""
     of_torch, names = directory / "pytorch_model.bin", set()
     if any((directory / name).exists() for name in (WEIGHTS, INDEX)):
-        names = tensor_names(directory)
+        with opened(directory) as stored:
+            names = set(stored)
     elif of_torch.exists():
         names = torch_file.tensor_names(of_torch)
     if "fc.weight" in names:

@@ -348,8 +348,6 @@ class DraftKind(Init):
     of_training: ClassVar[frozenset[str] | None] = None
     """Fields that say how a draft is trained or read; the others describe the draft, and a stored one has its own.
     None: not told apart."""
-    unsaid: ClassVar[Mapping[str, str]] = {}
-    """Fields that describe a draft and that a stored draft may omit -> their keys in its config.json."""
 
     @abc.abstractmethod
     def load(self, directory: str | os.PathLike, target: Target, k: int, check_finite: bool = True) -> Drafter:

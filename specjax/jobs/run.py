@@ -29,8 +29,7 @@ from specjax.jobs import distill as job
 from specjax.jobs import inputs, memory
 from specjax.jobs.bench import check, decoding_figures, num_ticks
 from specjax.jobs.preview import preview
-from specjax.models.files import write_json
-from specjax.models.hf import draft_of, resolve
+from specjax.models.files import draft_of, resolve, write_json
 from specjax.report import record
 from specjax.report.figures import figures as check_figures
 from specjax.report.labels import format_duration

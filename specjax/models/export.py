@@ -6,15 +6,13 @@ import dataclasses
 import os
 from pathlib import Path
 
-from specjax.models.files import refuse_outside
+from specjax.models.files import draft_of, refuse_outside, resolve
 from specjax.models.hf import (
     CARD,
     MAX_SHARD_BYTES,
     LoadedModel,
     check_replaceable,
-    draft_of,
     load_model,
-    resolve,
     save_model,
 )
 from specjax.models.weights import AS_STORED

@@ -1,20 +1,34 @@
-"""Files that appear whole or not at all, JSON files, and the ``SHA256SUMS`` manifest of a model directory, because
-safetensors does not notice a flipped bit."""
+"""Files of a model directory: where it lies, its JSON, its manifest ``SHA256SUMS``, because safetensors does not notice
+a flipped bit; and files that appear whole or not at all."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import re
 import reprlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from specjax.errors import ModelError
 
-MANIFEST = "SHA256SUMS"
+MANIFEST, GENERATION = "SHA256SUMS", "generation_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+NO_PICKLE = "pickle formats (.bin, .pt, .pth, .ckpt) are never read, because unpickling runs code from the file"
+DRAFT = "draft"
+"""Name of the draft's directory in a run directory."""
+TOKENIZER_JSON = (
+    *("tokenizer.json", "vocab.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    "chat_template.json",
+)
+HUB_FILES = (
+    *("*.safetensors", "medusa_lm_head.pt", INDEX, "config.json", GENERATION),
+    *("tokenizer.model", "merges.txt", "chat_template.jinja", *TOKENIZER_JSON),
+)
+"""Patterns of the files that are fetched for a hub id."""
 
 
 def named(value: Any) -> str:
@@ -131,3 +145,56 @@ def _entries(manifest: Path) -> Iterator[tuple[str, str]]:
         if not re.fullmatch(r"[0-9a-f]{64}", digest) or not name or Path(name).name != name:
             raise ModelError(f"{manifest}, line {number}: {line!r} is not '<sha256>  <file name>'")
         yield name, digest
+
+
+# --- finding a directory ----------------------------------------------------------------------------------------------
+
+
+def draft_of(source: str | os.PathLike) -> str | os.PathLike:
+    """Model directory or hub id of the draft ``source``, for `load_model`: ``source`` itself, or of a run directory its
+    draft. Raises `ModelError` for a directory that is neither."""
+    directory = Path(source).expanduser() if isinstance(source, (str, os.PathLike)) and str(source) else None
+    if directory is None or not directory.is_dir() or (directory / "config.json").exists():
+        return source
+    if not (directory / DRAFT / "config.json").exists():
+        raise ModelError(
+            f"{directory}: neither a model directory (no config.json) nor a run with a draft (no {DRAFT}/config.json); "
+            "if it is a run, finish it with `specjax train` first"
+        )
+    return directory / DRAFT
+
+
+def resolve(path_or_hub_id: str | os.PathLike, revision: str | None = None, files: Sequence[str] = HUB_FILES) -> Path:
+    """Directory of a model; for a hub id, its ``files`` are downloaded first."""
+    if not isinstance(path_or_hub_id, (str, os.PathLike)) or not str(path_or_hub_id):
+        raise ModelError(f"{named(path_or_hub_id)} is no path; give a Hugging Face directory or a hub id")
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise ModelError(f"{path}: revision={revision!r} needs a hub id, and this is a local directory; drop one")
+        return path
+    if path.exists():
+        raise ModelError(f"{path}: is a file; give the Hugging Face directory that holds it. {NO_PICKLE}")
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(path_or_hub_id)):
+        raise ModelError(f"{path}: no such directory; give a Hugging Face directory or a hub id such as owner/name")
+    import huggingface_hub
+
+    fetch = functools.partial(
+        huggingface_hub.snapshot_download,
+        str(path_or_hub_id),
+        revision=revision,
+        allow_patterns=list(files),
+        ignore_patterns=["*/*", "consolidated*"],  # the same weights again, in Mistral's format
+    )
+    try:
+        try:
+            return Path(fetch())
+        except (OSError, ValueError):
+            raise
+        except Exception:  # of its HTTP library, as from a proxy that is down: use the cache
+            return Path(fetch(local_files_only=True))
+    except (OSError, ValueError) as error:  # the hub's own errors derive from OSError
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"{path_or_hub_id}: no such local directory, and as a hub id it cannot be fetched ({reason})"
+        ) from error

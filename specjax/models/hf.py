@@ -13,10 +13,9 @@ import dataclasses
 import functools
 import logging
 import os
-import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,16 @@ from specjax.models.config import ModelConfig
 from specjax.models.decode_layout import LaidOut
 from specjax.models.families import Family, Settings, family_of
 from specjax.models.files import (
+    DRAFT,
+    GENERATION,
+    HUB_FILES,
     MANIFEST,
+    TOKENIZER_JSON,
     check_model,
     flush,
-    named,
     read_json,
     refuse_outside,
+    resolve,
     verify_manifest,
     write_json,
     write_manifest,
@@ -49,12 +52,10 @@ from specjax.models.kernels import are_quantised, counted
 from specjax.models.kernels.quantised import SCHEMES, Scheme
 from specjax.models.sharding import usable
 from specjax.models.transformer import Model, param_shapes
-from specjax.models.weights import AS_STORED, INDEX, NO_PICKLE, quantised, read_params, write_params
+from specjax.models.weights import AS_STORED, opened, quantised, read_params, write_params
 
 DTYPES = ("float32", "bfloat16", "float16")
-CARD, GENERATION = "README.md", "generation_config.json"
-DRAFT = "draft"
-"""Name of the draft's directory in a run directory."""
+CARD = "README.md"
 DRAFTER = "specjax_drafter"
 """Key of config.json for the kind of a drafter that is no model by itself."""
 _EOS = "eos_token_id"
@@ -63,15 +64,6 @@ OF_DRAFTS |= {"draft_vocab_size", "markov_rank", "target_layer_ids", "ptd_token_
 """Keys of config.json that drafts of other trainers have, and no model has."""
 MAX_SHARD_BYTES = 5 * 10**9
 _TOKENIZER_DATA = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_TOKENIZER_JSON = (
-    *("tokenizer.json", "vocab.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    "chat_template.json",
-)
-HUB_FILES = (
-    *("*.safetensors", "medusa_lm_head.pt", INDEX, "config.json", GENERATION),
-    *("tokenizer.model", "merges.txt", "chat_template.jinja", *_TOKENIZER_JSON),
-)
-"""Patterns of the files that are fetched for a hub id."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -213,7 +205,8 @@ def load_model(
     generation = read_json(generation_file) if generation_file.exists() else {}
     eos_ids = _read_eos_ids(generation_file, generation, settings, family, config.vocab_size)
     tokenizer = _read_tokenizer(directory)
-    params = read_params(directory, family, config, dtype, mesh, check_finite, scheme)
+    with opened(directory) as stored:
+        params = read_params(stored, family, config, dtype, mesh, check_finite, scheme)
     return LoadedModel(
         spec=Model(config, str(params["embedding"].dtype), cache_dtype=kv_cache),
         params=params,
@@ -340,56 +333,6 @@ def refuse_quantised(params: Params, what: str) -> None:
         raise ModelError(f"{what}: needs the model's weights as they are stored; load it without quantize")
 
 
-def draft_of(source: str | os.PathLike) -> str | os.PathLike:
-    """Model directory or hub id of the draft ``source``, for `load_model`: ``source`` itself, or of a run directory its
-    draft. Raises `ModelError` for a directory that is neither."""
-    directory = Path(source).expanduser() if isinstance(source, (str, os.PathLike)) and str(source) else None
-    if directory is None or not directory.is_dir() or (directory / "config.json").exists():
-        return source
-    if not (directory / DRAFT / "config.json").exists():
-        raise ModelError(
-            f"{directory}: neither a model directory (no config.json) nor a run with a draft (no {DRAFT}/config.json); "
-            "if it is a run, finish it with `specjax train` first"
-        )
-    return directory / DRAFT
-
-
-def resolve(path_or_hub_id: str | os.PathLike, revision: str | None = None, files: Sequence[str] = HUB_FILES) -> Path:
-    """Directory of a model; for a hub id, its ``files`` are downloaded first."""
-    if not isinstance(path_or_hub_id, (str, os.PathLike)) or not str(path_or_hub_id):
-        raise ModelError(f"{named(path_or_hub_id)} is no path; give a Hugging Face directory or a hub id")
-    path = Path(path_or_hub_id).expanduser()
-    if path.is_dir():
-        if revision is not None:
-            raise ModelError(f"{path}: revision={revision!r} needs a hub id, and this is a local directory; drop one")
-        return path
-    if path.exists():
-        raise ModelError(f"{path}: is a file; give the Hugging Face directory that holds it. {NO_PICKLE}")
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(path_or_hub_id)):
-        raise ModelError(f"{path}: no such directory; give a Hugging Face directory or a hub id such as owner/name")
-    import huggingface_hub
-
-    fetch = functools.partial(
-        huggingface_hub.snapshot_download,
-        str(path_or_hub_id),
-        revision=revision,
-        allow_patterns=list(files),
-        ignore_patterns=["*/*", "consolidated*"],  # the same weights again, in Mistral's format
-    )
-    try:
-        try:
-            return Path(fetch())
-        except (OSError, ValueError):
-            raise
-        except Exception:  # of its HTTP library, as from a proxy that is down: use the cache
-            return Path(fetch(local_files_only=True))
-    except (OSError, ValueError) as error:  # the hub's own errors derive from OSError
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(
-            f"{path_or_hub_id}: no such local directory, and as a hub id it cannot be fetched ({reason})"
-        ) from error
-
-
 def _read_eos_ids(
     file: Path, generation: Mapping[str, Any], settings: Settings, family: Family, vocab_size: int
 ) -> tuple[int, ...]:
@@ -416,7 +359,7 @@ def _read_tokenizer(directory: Path) -> Any:
     try:
         tokenizer = auto_tokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises plain Exception
-        for file in filter(Path.exists, (directory / name for name in _TOKENIZER_JSON)):
+        for file in filter(Path.exists, (directory / name for name in TOKENIZER_JSON)):
             read_json(file)  # raises an error that names the damaged one
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{directory}: the tokenizer files cannot be read ({reason})") from error

@@ -119,13 +119,11 @@ def beside(params: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(placed, params)
 
 
-def place(read: Callable[[Index], np.ndarray], shape: tuple[int, ...], sharding: NamedSharding | None) -> jax.Array:
+def place(read: Callable[[Index], np.ndarray], shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
     """Array of ``shape`` made of the pieces that ``read`` returns; each piece is read once, and only if a device of
-    this process holds it. ``sharding`` None: the whole array, on the default device."""
+    this process holds it."""
     # JAX must own the copies: a borrowed numpy buffer cannot be donated to a training step, and on CPU `device_put`
     # borrows even if it is told not to. Without waiting for each copy, the host would hold the next tensor as well.
-    if sharding is None:
-        return jnp.array(read(tuple(slice(0, size) for size in shape))).block_until_ready()
     devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,13 @@ from specjax import backend
 from specjax.errors import ModelError
 from specjax.interfaces import Params
 from specjax.models.config import ModelConfig
-from specjax.models.families import Family, parameters_of
-from specjax.models.families.base import Parameter, Slot
-from specjax.models.files import read_json, write_json
+from specjax.models.families import Family
+from specjax.models.families.base import Tensor
+from specjax.models.files import INDEX, NO_PICKLE, WEIGHTS, read_json, write_json
 from specjax.models.kernels.quantised import Quantised, Scheme
 from specjax.models.sharding import Index, place, sharding_of
+from specjax.models.transformer import Model, param_shapes
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-NO_PICKLE = "pickle formats (.bin, .pt, .pth, .ckpt) are never read, because unpickling runs code from the file"
 AS_STORED = "auto"
 _STORED_FLOATS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Name of a dtype in the file -> the dtype that it is loaded as if none is asked for."""
@@ -81,45 +80,142 @@ def _on_one_host(x: Any) -> bool:
     return backend.is_host(device) and not others
 
 
+# --- parameters and where they are stored ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Stored place of one parameter, or of one expert's piece of it: our shape, their name and shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    stored_shape: tuple[int, ...]
+    tensor: Tensor
+    groups: int = 1
+    start: int = 0
+
+    def read(self, stored: np.ndarray) -> np.ndarray:
+        """Our value, cut from the stored tensor; a view if possible."""
+        if self.tensor.part is None:
+            return stored.T if self.tensor.transpose else stored
+        section = self._section(stored)
+        return section.reshape(-1, *section.shape[2:]).T
+
+    def stored_index(self, index: tuple[slice, ...]) -> tuple[slice, ...] | None:
+        """Index into the stored tensor of a piece of our parameter; None if the pieces of several parameters
+        alternate."""
+        if self.tensor.part is not None:
+            return None
+        return index[::-1] if self.tensor.transpose else index
+
+    def write(self, value: np.ndarray, stored: np.ndarray) -> None:
+        if self.tensor.part is None:
+            stored[...] = value.T if self.tensor.transpose else value
+        else:
+            section = self._section(stored)
+            section[...] = value.T.reshape(section.shape)
+
+    def _section(self, stored: np.ndarray) -> np.ndarray:
+        """View ``[groups, width, ...]`` of the stored features that are ours."""
+        features = stored if self.tensor.transpose else stored.T
+        features = features.reshape(self.groups, -1, *features.shape[1:])
+        width = self.shape[-1] // self.groups
+        return features[:, self.start : self.start + width]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One leaf of `Model.init`. ``stacked``: its slots are its pieces along the first axis; otherwise there is one
+    slot."""
+
+    path: tuple[Any, ...]
+    shape: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    stacked: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Parameters of a spec that is no `Model`, for `read_params` and `write_params`: the configuration of its layers,
+    and a nested dict of shapes."""
+
+    config: ModelConfig
+    params: Params
+
+
+def parameters_of(family: Family, of: ModelConfig | Shapes) -> list[Parameter]:
+    """Every parameter of `Model.init`, in its order; or every one of ``of``."""
+    of = Shapes(of, param_shapes(Model(of))) if isinstance(of, ModelConfig) else of
+    config, parameters = of.config, []
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(of.params):
+        path = tuple(key.key for key in key_path)
+        tensor = family.tensors[".".join("{}" if isinstance(part, int) else part for part in path)]
+        layer = [part for part in path if isinstance(part, int)]
+        if tensor.stacked:
+            names = [tensor.name.format(*layer, expert) for expert in range(leaf.shape[0])]
+            slots = [_slot(name, leaf.shape[1:], tensor, config) for name in names]
+        else:
+            slots = [_slot(tensor.name.format(*layer), leaf.shape, tensor, config)]
+        parameters.append(Parameter(path, leaf.shape, tuple(slots), tensor.stacked))
+    return parameters
+
+
+def _slot(name: str, shape: tuple[int, ...], tensor: Tensor, config: ModelConfig) -> Slot:
+    stored, groups, start = shape, 1, 0
+    if tensor.part is not None:
+        widths, groups = tensor.part.widths(config), tensor.part.groups(config)
+        stored, start = (*shape[:-1], groups * sum(widths)), sum(widths[: tensor.part.index])
+    return Slot(name, shape, stored[::-1] if tensor.transpose else stored, tensor, groups, start)
+
+
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
 def read_params(
-    directory: Path,
+    stored: StoredTensors,
     family: Family,
-    of: ModelConfig | Any,
+    of: ModelConfig | Shapes,
     dtype: str,
     mesh: Mesh | None = None,
     check_finite: bool = True,
     scheme: Scheme | None = None,
-    weights: str = WEIGHTS,
 ) -> Params:
-    """Parameters of `Model.init`, or of another spec that has a ``config``, cast to ``dtype`` and placed as
-    `specjax.models.sharding` says. ``dtype`` `AS_STORED`: the one they are stored in; float32 if there are several.
+    """The parameters of ``of``, cast to ``dtype`` and placed as `specjax.models.sharding` says. ``stored``: all tensors
+    of a directory, see `opened`. ``dtype`` `AS_STORED`: the one they are stored in; float32 if there are several.
     ``check_finite``: NaN and infinities are refused. ``scheme``: kernels are quantised one by one, so that only one is
     in memory unquantised."""
     parameters, config = parameters_of(family, of), of if isinstance(of, ModelConfig) else of.config
-    with contextlib.ExitStack() as stack:
-        stored = _named(family, _open_tensors(directory, stack, weights))
-        _check_names(directory, family, config, stored, {slot.name for p in parameters for slot in p.slots})
-        # Every tensor is checked before the first is read: a mistake shows at once.
-        dtypes = {_checked_dtype(stored[slot.name], slot) for p in parameters for slot in p.slots}
-        if dtype == AS_STORED:
-            dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-        params: Params = {}
-        found: list[Any] = []
-        for parameter in parameters:
-            node = params
-            for part in parameter.path[:-1]:
-                node = node.setdefault(part, {})
-            sharding = None if mesh is None else sharding_of(parameter.path, parameter.shape, config, mesh)
-            read = functools.partial(_read_piece, stored, parameter, dtype)
-            value = place(read, parameter.shape, sharding)
-            found += [_finite(value)] if check_finite else []
-            node[parameter.path[-1]] = quantised(parameter.path, value, scheme)
+    stored = StoredTensors(stored.directory, _named(family, stored))
+    _check_names(family, config, stored, {slot.name for p in parameters for slot in p.slots})
+    # Every tensor is checked before the first is read: a mistake shows at once.
+    dtypes = {_checked_dtype(stored[slot.name], slot) for p in parameters for slot in p.slots}
+    if dtype == AS_STORED:
+        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    params: Params = {}
+    found: list[Any] = []
+    finite = None
+    for parameter in parameters:
+        node = params
+        for part in parameter.path[:-1]:
+            node = node.setdefault(part, {})
+        read = functools.partial(_read_piece, stored, parameter, dtype)
+        if mesh is None:
+            value = whole(read, parameter.shape)
+        else:
+            value = place(read, parameter.shape, sharding_of(parameter.path, parameter.shape, config, mesh))
         if check_finite:
-            _refuse_non_finite(found, parameters, stored)
+            finite = finite or _finite_where(value)  # all of them lie in the same place
+            found.append(finite(value))
+        node[parameter.path[-1]] = quantised(parameter.path, value, scheme)
+    if check_finite:
+        _refuse_non_finite(found, parameters, stored)
     return params
+
+
+def whole(read: Callable[[Index], np.ndarray], shape: tuple[int, ...]) -> jax.Array:
+    """Array of ``shape`` on the default device, made of what ``read`` returns for all of it. The copy is JAX's own, see
+    `specjax.models.sharding.place`."""
+    return jnp.array(read(tuple(slice(0, size) for size in shape))).block_until_ready()
 
 
 def quantised(path: tuple[Any, ...], value: jax.Array, scheme: Scheme | None) -> Any:
@@ -134,12 +230,12 @@ def _all_finite(value: jax.Array) -> jax.Array:
     return jnp.isfinite(value).all()
 
 
-def _finite(value: jax.Array) -> Any:
-    """True if all numbers are finite, checked where the weights lie."""
-    return np.isfinite(np.asarray(value)).all() if _on_one_host(value) else _all_finite(value)
+def _finite_where(value: jax.Array) -> Callable[[jax.Array], Any]:
+    """A test that all numbers are finite, made where ``value`` lies."""
+    return (lambda x: np.isfinite(np.asarray(x)).all()) if _on_one_host(value) else _all_finite
 
 
-def _refuse_non_finite(found: list[Any], parameters: Sequence[Parameter], stored: Mapping[str, _Stored]) -> None:
+def _refuse_non_finite(found: list[Any], parameters: Sequence[Parameter], stored: StoredTensors) -> None:
     """Raises `ModelError` for NaN and infinities. ``found``: a flag for each parameter, True if it is finite; all are
     waited for at once, and stored tensors are searched only if one is False."""
     for parameter in itertools.compress(parameters, np.logical_not(jax.device_get(found))):
@@ -154,7 +250,7 @@ def _refuse_non_finite(found: list[Any], parameters: Sequence[Parameter], stored
                 )
 
 
-def _read_piece(stored: Mapping[str, _Stored], parameter: Parameter, dtype: str, index: Index) -> np.ndarray:
+def _read_piece(stored: StoredTensors, parameter: Parameter, dtype: str, index: Index) -> np.ndarray:
     """Piece ``index`` of a parameter, in an array of its own."""
     piece = np.empty([part.stop - part.start for part in index], dtype)
     slots, within = (parameter.slots[index[0]], index[1:]) if parameter.stacked else (parameter.slots, index)
@@ -168,7 +264,7 @@ def _read_piece(stored: Mapping[str, _Stored], parameter: Parameter, dtype: str,
     return piece
 
 
-def _checked_dtype(stored: _Stored, slot: Slot) -> str:
+def _checked_dtype(stored: StoredTensor, slot: Slot) -> str:
     shape, stored_as = stored.header()
     where = f"{stored.file}: tensor {stored.name}"
     if shape != slot.stored_shape:
@@ -186,9 +282,8 @@ def _refuse_overflow(cast: np.ndarray, value: np.ndarray, where: str) -> None:
         raise ModelError(f"{where} has values beyond the range of float16; use bfloat16 or float32")
 
 
-def _check_names(
-    directory: Path, family: Family, config: ModelConfig, stored: Mapping[str, _Stored], wanted: set[str]
-) -> None:
+def _check_names(family: Family, config: ModelConfig, stored: StoredTensors, wanted: set[str]) -> None:
+    directory = stored.directory
     embedding, head = family.tensors["embedding"].name, family.tensors["head.kernel"].name
     unexpected = {name for name in stored.keys() - wanted if not any(re.search(b, name) for b in family.others)}
     missing = wanted - stored.keys()
@@ -207,7 +302,7 @@ def _check_names(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stored:
+class StoredTensor:
     """A tensor in an open file."""
 
     handle: Any
@@ -215,6 +310,7 @@ class _Stored:
     file: Path
 
     def header(self) -> tuple[tuple[int, ...], str]:
+        """(its shape, the name of its dtype in the file)."""
         header = self.handle.get_slice(self.name)
         return tuple(header.get_shape()), header.get_dtype()
 
@@ -223,7 +319,22 @@ class _Stored:
         return self.handle.get_tensor(self.name) if index is None else self.handle.get_slice(self.name)[index]
 
 
-def _named(family: Family, stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
+class StoredTensors(dict[str, StoredTensor]):
+    """All tensors of a directory by name, while its files are open."""
+
+    def __init__(self, directory: Path, tensors: Mapping[str, StoredTensor]):
+        super().__init__(tensors)
+        self.directory = directory
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of all floating numbers; float32 if there are several."""
+        headers = {tensor.header()[1] for tensor in self.values()}
+        dtypes = {_STORED_FLOATS[name] for name in headers if name in _STORED_FLOATS}
+        return dtypes.pop() if len(dtypes) == 1 else "float32"
+
+
+def _named(family: Family, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """``stored`` by the names of the family's table. A file may leave out the prefix from all names that have it, and
     may use `Family.aliases`. If a tensor is stored under both names, the second one stays under its alias, and is
     refused as one too many."""
@@ -238,8 +349,10 @@ def _named(family: Family, stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
     }
 
 
-def _open_tensors(directory: Path, stack: contextlib.ExitStack, weights: str) -> dict[str, _Stored]:
-    """Every stored tensor by its name. Every shard must hold exactly what the index says."""
+@contextlib.contextmanager
+def opened(directory: Path, weights: str = WEIGHTS) -> Iterator[StoredTensors]:
+    """The tensors of a directory, whose files are open meanwhile. ``weights``: name of the file, if there is one for
+    all. Every shard must hold exactly what the index says. Raises `ModelError`."""
     index_file = directory / INDEX
     if (directory / weights).exists():
         shards, weight_map = [weights], None
@@ -256,38 +369,18 @@ def _open_tensors(directory: Path, stack: contextlib.ExitStack, weights: str) ->
     else:
         raise ModelError(f"{directory}: holds no {WEIGHTS}; {NO_PICKLE}: convert the weights to safetensors")
     stored = {}
-    for shard in shards:
-        file = directory / shard
-        handle = stack.enter_context(_open_safetensors(file))
-        for name in handle.keys():  # noqa: SIM118 (a handle is not a dict)
-            if weight_map is not None and weight_map.get(name) != shard:
-                raise ModelError(f"{file}: holds {name}, which {INDEX} places in {weight_map.get(name)}")
-            stored[name] = _Stored(handle, name, file)
-    absent = set(weight_map or ()) - stored.keys()
-    if absent:
-        raise ModelError(f"{index_file}: names tensors that its shards do not hold: {_listed(absent)}")
-    return stored
-
-
-def read_tensors(directory: Path, names: Collection[str], weights: str = WEIGHTS) -> dict[str, np.ndarray]:
-    """Tensors of ``names`` that the directory holds. Raises `ModelError`."""
     with contextlib.ExitStack() as stack:
-        stored = _open_tensors(directory, stack, weights)
-        return {name: stored[name].value() for name in names if name in stored}
-
-
-def stored_dtype(directory: Path, weights: str = WEIGHTS) -> str:
-    """Dtype of all floating numbers that a directory stores; float32 if there are several. Raises `ModelError`."""
-    with contextlib.ExitStack() as stack:
-        headers = {tensor.header()[1] for tensor in _open_tensors(directory, stack, weights).values()}
-        dtypes = {_STORED_FLOATS[name] for name in headers if name in _STORED_FLOATS}
-        return dtypes.pop() if len(dtypes) == 1 else "float32"
-
-
-def tensor_names(directory: Path, weights: str = WEIGHTS) -> set[str]:
-    """Names of all tensors that the directory holds. Raises `ModelError`."""
-    with contextlib.ExitStack() as stack:
-        return set(_open_tensors(directory, stack, weights))
+        for shard in shards:
+            file = directory / shard
+            handle = stack.enter_context(_open_safetensors(file))
+            for name in handle.keys():  # noqa: SIM118 (a handle is not a dict)
+                if weight_map is not None and weight_map.get(name) != shard:
+                    raise ModelError(f"{file}: holds {name}, which {INDEX} places in {weight_map.get(name)}")
+                stored[name] = StoredTensor(handle, name, file)
+        absent = set(weight_map or ()) - stored.keys()
+        if absent:
+            raise ModelError(f"{index_file}: names tensors that its shards do not hold: {_listed(absent)}")
+        yield StoredTensors(directory, stored)
 
 
 def _open_safetensors(file: Path) -> Any:
@@ -327,7 +420,7 @@ def write_params(
     directory: Path,
     params: Params,
     family: Family,
-    of: ModelConfig | Any,
+    of: ModelConfig | Shapes,
     dtype: str,
     max_shard_bytes: int,
     weights: str = WEIGHTS,
@@ -354,7 +447,7 @@ def write_params(
         write_json(directory / INDEX, index, published=True)
 
 
-def _sources(params: Params, family: Family, of: ModelConfig | Any) -> dict[str, list[_Source]]:
+def _sources(params: Params, family: Family, of: ModelConfig | Shapes) -> dict[str, list[_Source]]:
     sources: dict[str, list[_Source]] = {}
     for parameter in parameters_of(family, of):
         value = _leaf(params, parameter.path, parameter.shape)

@@ -89,14 +89,14 @@ def test_every_layout_on_disk_loads_over_a_mesh_computes_the_same_and_saves_bit_
 
 def test_a_device_s_piece_is_read_alone_and_once(llama, monkeypatch):
     seen: list[tuple[str, tuple]] = []
-    value = weights._Stored.value
+    value = weights.StoredTensor.value
 
     def spied(self, index=None):
         assert index is not None
         seen.append((self.name, tuple((part.start, part.stop) for part in index)))
         return value(self, index)
 
-    monkeypatch.setattr(weights._Stored, "value", spied)
+    monkeypatch.setattr(weights.StoredTensor, "value", spied)
     load_model(llama.write(**DIVIDED), mesh=mesh_of(data=2, tensor=2))
     read = [index for name, index in seen if name == "model.layers.1.self_attn.q_proj.weight"]
     assert read == [((0, 8), (0, 16)), ((8, 16), (0, 16))]
@@ -111,7 +111,11 @@ def test_parameters_are_jax_s_own_and_can_be_donated(mesh):
     value = raw[start : start + 2**20].view(np.float32).reshape(4, -1)
     spec = PartitionSpec("tensor" if mesh and "tensor" in mesh else None)
     sharding = None if mesh is None else NamedSharding(mesh_of(**mesh), spec)
-    placed = place(lambda index: value[index], value.shape, sharding)
+    placed = (
+        weights.whole(value.__getitem__, value.shape)
+        if sharding is None
+        else place(value.__getitem__, value.shape, sharding)
+    )
     value[...] = 1
     assert not np.any(placed)
     donated = jax.jit(lambda x: x + 1, donate_argnums=0)(placed)

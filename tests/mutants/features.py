@@ -19,8 +19,8 @@ from specjax.drafters.glide import GlideModel
 from specjax.drafters.medusa import TrainedMedusa
 from specjax.drafters.p_eagle import PEagleModel
 from specjax.drafters.token_rows import BoundRows, Rows, TrainedRows
-from specjax.formats import serving, speculators
-from specjax.formats.envelope import Envelope
+from specjax.formats import form
+from specjax.models.families.settings import Settings
 from specjax.training.chunked_loss import Matched
 from tests.drafters import test_features, test_formats
 from tests.mutants.table import mutant, wrap
@@ -172,7 +172,7 @@ numbered = mutant(
 @numbered
 def layers_of_the_other_convention_are_read_as_ours(patch):
     """Layer i is what leaves it, not what enters it."""
-    wrap(patch, Envelope, "ids", lambda real: lambda self, name, beyond=0, absent=None: real(self, name, 0, absent))
+    wrap(patch, Settings, "ids", lambda real: lambda self, name, beyond=0, absent=None: real(self, name, 0, absent))
 
 
 @mutant(
@@ -183,7 +183,10 @@ def layers_of_the_other_convention_are_read_as_ours(patch):
     lossless=True,
 )
 def layers_are_written_by_our_convention_elsewhere(patch):
-    patch.setattr(serving, "_shifted", lambda reads, what: list(reads))
+    def make(real):
+        return lambda table, spec: real([dataclasses.replace(field, beyond=0) for field in table], spec)
+
+    wrap(patch, form, "write_fields", make)
 
 
 blocks = mutant(
@@ -374,7 +377,7 @@ def mask_rows_read_the_features_of_the_root(patch):
 @fewer
 def offsets_are_taken_for_ids(patch):
     """Of a draft vocabulary: d2t as ids, of equals the next one; t2d, which says otherwise, is not looked at."""
-    wrap(patch, speculators, "read_tensors", lambda real: lambda directory, names: real(directory, ("d2t",)))
+    wrap(patch, form, "_read_tables", lambda real: lambda stored: {"d2t": real(stored)["d2t"]})
 
     def mutated(ids, size):
         found = []
@@ -382,7 +385,7 @@ def offsets_are_taken_for_ids(patch):
             found.append(max(offset, found[-1] + 1 if found else 0))
         return Kept(found, size)
 
-    patch.setattr(speculators, "Kept", mutated)
+    patch.setattr(form, "Kept", mutated)
 
 
 @restricted

@@ -8,10 +8,10 @@ import importlib
 import pkgutil
 
 from specjax.errors import ConfigError, ModelError
-from specjax.models.families.base import Family, parameters_of
+from specjax.models.families.base import Family
 from specjax.models.families.settings import Settings
 
-__all__ = ["FAMILIES", "Family", "Settings", "family_of", "parameters_of", "register"]
+__all__ = ["FAMILIES", "Family", "Settings", "family_of", "register"]
 
 _MODULES = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
 FAMILIES: dict[str, Family] = {

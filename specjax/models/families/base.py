@@ -8,12 +8,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import numpy as np
-
 from specjax.models.config import ModelConfig
 from specjax.models.families.settings import Settings
-from specjax.models.transformer import Model, param_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,83 +54,6 @@ class Family:
     dense: str | None = None
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     eos_id: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """Stored place of one parameter, or of one expert's piece of it: our shape, their name and shape."""
-
-    name: str
-    shape: tuple[int, ...]
-    stored_shape: tuple[int, ...]
-    tensor: Tensor
-    groups: int = 1
-    start: int = 0
-
-    def read(self, stored: np.ndarray) -> np.ndarray:
-        """Our value, cut from the stored tensor; a view if possible."""
-        if self.tensor.part is None:
-            return stored.T if self.tensor.transpose else stored
-        section = self._section(stored)
-        return section.reshape(-1, *section.shape[2:]).T
-
-    def stored_index(self, index: tuple[slice, ...]) -> tuple[slice, ...] | None:
-        """Index into the stored tensor of a piece of our parameter; None if the pieces of several parameters
-        alternate."""
-        if self.tensor.part is not None:
-            return None
-        return index[::-1] if self.tensor.transpose else index
-
-    def write(self, value: np.ndarray, stored: np.ndarray) -> None:
-        if self.tensor.part is None:
-            stored[...] = value.T if self.tensor.transpose else value
-        else:
-            section = self._section(stored)
-            section[...] = value.T.reshape(section.shape)
-
-    def _section(self, stored: np.ndarray) -> np.ndarray:
-        """View ``[groups, width, ...]`` of the stored features that are ours."""
-        features = stored if self.tensor.transpose else stored.T
-        features = features.reshape(self.groups, -1, *features.shape[1:])
-        width = self.shape[-1] // self.groups
-        return features[:, self.start : self.start + width]
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """One leaf of `Model.init`. ``stacked``: its slots are its pieces along the first axis; otherwise there is one
-    slot."""
-
-    path: tuple[Any, ...]
-    shape: tuple[int, ...]
-    slots: tuple[Slot, ...]
-    stacked: bool
-
-
-def parameters_of(family: Family, of: ModelConfig | Any) -> list[Parameter]:
-    """Every parameter of `Model.init`, in its order; or of another spec that has ``config`` and ``init``."""
-    spec = Model(of) if isinstance(of, ModelConfig) else of
-    shapes, config = param_shapes(spec), spec.config
-    parameters = []
-    for key_path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-        path = tuple(key.key for key in key_path)
-        tensor = family.tensors[".".join("{}" if isinstance(part, int) else part for part in path)]
-        layer = [part for part in path if isinstance(part, int)]
-        if tensor.stacked:
-            names = [tensor.name.format(*layer, expert) for expert in range(leaf.shape[0])]
-            slots = [_slot(name, leaf.shape[1:], tensor, config) for name in names]
-        else:
-            slots = [_slot(tensor.name.format(*layer), leaf.shape, tensor, config)]
-        parameters.append(Parameter(path, leaf.shape, tuple(slots), tensor.stacked))
-    return parameters
-
-
-def _slot(name: str, shape: tuple[int, ...], tensor: Tensor, config: ModelConfig) -> Slot:
-    stored, groups, start = shape, 1, 0
-    if tensor.part is not None:
-        widths, groups = tensor.part.widths(config), tensor.part.groups(config)
-        stored, start = (*shape[:-1], groups * sum(widths)), sum(widths[: tensor.part.index])
-    return Slot(name, shape, stored[::-1] if tensor.transpose else stored, tensor, groups, start)
 
 
 def linear(ours: str, theirs: str) -> dict[str, Tensor]:

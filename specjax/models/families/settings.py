@@ -1,12 +1,13 @@
-"""Reader of config.json, with errors that name the file, the setting and its value; and the settings that most families
-share, read and written."""
+"""Reader of config.json, with errors that name the file, the setting and its value; tables of its keys; and the
+settings that most families share, read and written."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,50 @@ SIZES = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Field:
+    """A key of config.json, and the field of a spec that it stands for. ``key`` may lie in an object (``object.key``)
+    that `Settings.objects` has, and ``ours`` in a part of the spec (``part.field``); an empty ``ours`` stands for no
+    field: the key is not read, and written as ``absent``."""
+
+    key: str
+    ours: str
+    kind: Any = bool
+    """Type of the value: bool, int, float (above 0; none is None), ``"ids"`` for numbers of streams, or its possible
+    words."""
+    absent: Any = None
+    """Value without the key, or a function that gives it; None: the key is needed."""
+    least: int = 1
+    most: int = 2**24
+    beyond: int = 0
+    """Our number of a stream minus the stored one."""
+    turned: bool = False
+    """True: the key says the opposite of our field."""
+    sparse: bool = False
+    """True: ``absent`` is not written."""
+    fallback: str = ""
+    """Key that is read if there is no ``key``."""
+    remedy: str = ""
+    """Text of the error if there is no ``key``."""
+
+
+def write_fields(table: Iterable[Field], spec: Any) -> dict[str, Any]:
+    """The keys of ``table`` for the fields of ``spec``, as `Settings.fields` reads them."""
+    found: dict[str, Any] = {}
+    for field in table:
+        value = operator.attrgetter(field.ours)(spec) if field.ours else field.absent
+        if field.sparse and (value is None or value == field.absent):
+            continue
+        *objects, key = field.key.split(".")
+        into = found
+        for name in objects:
+            into = into.setdefault(name, {})
+        if field.kind == "ids":
+            value = [i - field.beyond for i in value]
+        into[key] = value is not field.turned if field.kind is bool else value
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """One JSON object. ``within``: text before its keys in errors. ``read``: the keys that were read so far."""
 
@@ -57,6 +102,8 @@ class Settings:
     where: Path | str
     within: str = ""
     read: set[str] = dataclasses.field(default_factory=set)
+    objects: dict[str, Settings] = dataclasses.field(default_factory=dict)
+    """Objects inside, for keys of `fields`."""
 
     def get(self, key: str, absent: Any = None) -> Any:
         self.read.add(key)
@@ -94,6 +141,88 @@ class Settings:
         if not isinstance(value, str) or value not in choices:
             raise self.refused(key, value, f"known are {', '.join(choices)}")
         return choices[value]
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Value of a setting of any type; null counts as absent."""
+        value = self.get(key)
+        return default if value is None else value
+
+    def typed(self, key: str, kind: type, default: Any = None) -> Any:
+        """Value of exactly the type ``kind``. Raises `ModelError` for another, or if it is missing without a
+        default."""
+        value = self.value(key, default)
+        if type(value) is not kind:
+            raise self.unlike(key, value, kind.__name__)
+        return value
+
+    def count(self, key: str, default: int | None = None, least: int = 1, most: int = 2**24) -> int:
+        """A whole number. Raises `ModelError` unless it lies between ``least`` and ``most``."""
+        value = self.typed(key, int, default)
+        if not least <= value <= most:
+            raise self.unlike(key, value, f"at least {least}" if value < least else f"at most {most}")
+        return value
+
+    def positive(self, key: str, default: float) -> float:
+        """A positive number. Raises `ModelError` unless it is the default or a finite number above 0."""
+        value = self.value(key, default)
+        if type(value) not in (int, float) or not (0 < value < math.inf or value == default):
+            raise self.unlike(key, value, "a finite number above 0")
+        return float(value)
+
+    def word(self, key: str, words: Sequence[str], default: str) -> str:
+        """One of ``words``. Raises `ModelError` for any other."""
+        value = self.typed(key, str, default)
+        if value not in words:
+            known = (", " if len(words) > 2 else " and ").join(words)
+            raise ModelError(f"{self.where}: {self.within}{key}={value!r}, known are {known}")
+        return value
+
+    def names(self, key: str) -> tuple[str, ...]:
+        """A list of names; empty if absent. Raises `ModelError` for anything else."""
+        value = self.value(key, [])
+        if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
+            raise self.unlike(key, value, "a list of names")
+        return tuple(value)
+
+    def ids(self, key: str, beyond: int = 0, absent: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """Numbers of streams: the stored ones plus ``beyond``, or ``absent`` without the key. Raises `ModelError`."""
+        value = self.value(key)
+        if value is None and absent is not None:
+            return absent
+        if not isinstance(value, list) or not value or not all(type(i) is int and i + beyond >= 0 for i in value):
+            raise self.unlike(key, value, "a list of layers")
+        return tuple(i + beyond for i in value)
+
+    def fields(self, table: Iterable[Field], *context: Any) -> dict[str, Any]:
+        """Our fields of a table, by name. ``context``: arguments of functions that give the value of an absent key.
+        Raises `ModelError`."""
+        return {field.ours: self._field(field, context) for field in table if field.ours}
+
+    def _field(self, field: Field, context: Sequence[Any]) -> Any:
+        found, key = self._at(field.key)
+        if found.value(key) is None and field.remedy:
+            raise ModelError(f"{self.where}: {key} is missing: {field.remedy}")
+        if found.value(key) is None and field.fallback:
+            found, key = self._at(field.fallback)
+        absent: Any = field.absent
+        if callable(absent):
+            absent = absent(*context) if found.value(key) is None else None
+        if field.kind == "ids":
+            return found.ids(key, field.beyond, absent)
+        if field.kind is int:
+            return found.count(key, absent, field.least, field.most)
+        if field.kind is float:
+            return found.positive(key, absent) or None
+        if field.kind is bool:
+            return found.typed(key, bool, absent) is not field.turned
+        return found.word(key, field.kind, absent)
+
+    def _at(self, key: str) -> tuple[Settings, str]:
+        *within, last = key.split(".")
+        return (self.objects[within[0]] if within else self), last
+
+    def unlike(self, key: str, value: Any, expected: str) -> ModelError:
+        return ModelError(f"{self.where}: {self.within}{key}={value!r}, expected {expected}")
 
     def inner(self, key: str) -> Settings:
         """The object under ``key``; null and absent mean an empty one."""

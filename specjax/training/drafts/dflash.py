@@ -121,7 +121,6 @@ class DSparkDraft(DFlashDraft):
     kind: Literal["dspark"] = "dspark"  # pyright: ignore[reportIncompatibleVariableOverride]
     drafter_class: ClassVar[Any] = DSpark
     trained: ClassVar[Any] = TrainedDSpark
-    unsaid: ClassVar[Any] = {"sample_from_anchor": "sample_from_anchor"}
 
     def own(self, full: Any) -> dict[str, Any]:
         heads = {

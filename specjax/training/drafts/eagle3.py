@@ -43,7 +43,6 @@ class Eagle3Draft(FeatureDraft):
     kind: Literal["eagle3"] = "eagle3"  # pyright: ignore[reportIncompatibleVariableOverride]
     drafter_class: ClassVar[Any] = Eagle3
     of_training: ClassVar[Any] = frozenset({"depths", "depth_decay"})
-    unsaid: ClassVar[Any] = {"reads": "specjax_reads"}
 
     def described(self, config: RunConfig, target: Target) -> TrainedEagle3:
         full: ModelConfig = target.config

@@ -31,8 +31,8 @@ from specjax.errors import ConfigError
 from specjax.interfaces import DraftKind, Initial, Params, Target, TargetInfo
 from specjax.models import hf
 from specjax.models.config import ModelConfig
+from specjax.models.files import draft_of
 from specjax.models.training import in_float32
-from specjax.models.transformer import param_shapes
 
 
 class FeatureDraft(DraftKind):
@@ -74,30 +74,24 @@ class FeatureDraft(DraftKind):
 
     def _stored(self, config: RunConfig, target: Target) -> LoadedDraft | None:
         """The stored draft whose training is to go on, in float32; None if a new one is trained."""
-        path = stored_start(config, self.of_training.union(self.unsaid))
+        path = stored_start(config, self.of_training.union(formats.MAY_BE_UNSAID.get(self.kind, ())))
         if path is None:
             return None
-        drafter = self.load(hf.draft_of(path), formats.TargetInfo(target.config, "float32"), 1)
+        drafter = self.load(draft_of(path), formats.TargetInfo(target.config, "float32"), 1)
         check_readable(self.kind, drafter.model.spec, target.config)
         return drafter.model
 
     def _as(self, described: Any, draft: LoadedDraft) -> Any:
         """The stored ``draft`` in training, trained as ``described`` says."""
-        wanted = param_shapes(draft.spec)
+        wanted = draft.spec.shapes
         shared = tuple(name for name in ENDS if name in wanted and name not in draft.params)
         return dataclasses.replace(described, model=draft.spec, shared=shared)
 
     def load(
         self, directory: str | os.PathLike, target: TargetInfo, k: int, check_finite: bool = True
     ) -> FeatureDrafter:
-        named = {key: getattr(self, field) for field, key in self.unsaid.items()}
-        asked = {key: _as_json(value) for key, value in named.items() if value is not None}
-        found = formats.load(directory, self.kind, target, check_finite, asked=asked)
+        found = formats.load(directory, self.kind, target, check_finite, asked=formats.asked_of(self))
         return type(self).drafter_class(found, k)
-
-
-def _as_json(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _without_the_targets(draft: LoadedDraft, target: Target) -> LoadedDraft:

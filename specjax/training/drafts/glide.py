@@ -15,7 +15,7 @@ from specjax.drafters.base import stored_start
 from specjax.drafters.glide import Glide, GlideModel, LoadedGlide, TrainedGlide, check_readable, load_glide
 from specjax.errors import ConfigError
 from specjax.interfaces import DraftKind, Initial, Target
-from specjax.models import hf
+from specjax.models.files import draft_of
 from specjax.models.transformer import Model
 from specjax.training.init.first_weights import calibration
 from specjax.training.init.prune import check_cuttable, prune
@@ -58,7 +58,7 @@ class GlideDraft(DraftKind):
         path = stored_start(config, frozenset({"depths", "depth_decay"}))
         if path is None:
             return None
-        found = load_glide(hf.draft_of(path))
+        found = load_glide(draft_of(path))
         check_readable(found.spec.config, found.reads, target.config)
         return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax.numpy as jnp
@@ -43,13 +42,6 @@ class MTPDraft(FeatureDraft):
         options = dataclasses.replace(Options(), **self._named)
         model = MTPModel(layers_like(full), (full.num_layers,), full.hidden_size, options=options)
         return TrainedMTP(model, ENDS, depths=self.depths, decay=self.depth_decay)
-
-    def load(self, directory: str | os.PathLike, target: Target, k: int, check_finite: bool = True) -> MTP:
-        """The stored drafter, with the norms that are named here: a stored head rarely names them."""
-        found: Any = super().load(directory, target, k, check_finite)
-        spec = found.model.spec
-        spec = dataclasses.replace(spec, options=dataclasses.replace(spec.options, **self._named))
-        return dataclasses.replace(found, model=dataclasses.replace(found.model, spec=spec))
 
     @property
     def _named(self) -> dict[str, Any]:

@@ -39,7 +39,6 @@ class PEagleDraft(FeatureDraft):
     kind: Literal["p_eagle"] = "p_eagle"  # pyright: ignore[reportIncompatibleVariableOverride]
     drafter_class: ClassVar[Any] = PEagle
     of_training: ClassVar[Any] = frozenset({"depths", "depth_decay"})
-    unsaid: ClassVar[Any] = {"reads": "specjax_reads"}
 
     def described(self, config: RunConfig, target: Target) -> TrainedPEagle:
         full = target.config

@@ -26,7 +26,8 @@ from specjax.errors import ConfigError, ModelError
 from specjax.interfaces import DraftKind, Init, Initial, Params, Target, Trainable
 from specjax.models.config import ModelConfig
 from specjax.models.families.settings import same_or_each
-from specjax.models.hf import LoadedModel, abstract_model, check_saveable, draft_of, load_model, refuse_quantised
+from specjax.models.files import draft_of
+from specjax.models.hf import LoadedModel, abstract_model, check_saveable, load_model, refuse_quantised
 from specjax.models.kernels import Kernel
 from specjax.models.transformer import Model
 from specjax.models.vocabulary import check_same_vocabulary
