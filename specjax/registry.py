@@ -20,17 +20,17 @@ from pydantic import TypeAdapter, ValidationError
 from specjax.errors import ConfigError
 
 DRAFTERS = {
-    "dflash": "specjax.drafters.dflash.drafting:DFlash",
-    "dflash2": "specjax.drafters.dflash.drafting:DFlash2",
+    "dflash": "specjax.drafters.features:FeatureDrafter",
+    "dflash2": "specjax.drafters.features:FeatureDrafter",
     "draft_model": "specjax.drafters.draft_model:DraftModel",
-    "dspark": "specjax.drafters.dflash.drafting:DSpark",
-    "eagle3": "specjax.drafters.eagle3:Eagle3",
-    "early_exit": "specjax.drafters.early_exit:EarlyExit",
+    "dspark": "specjax.drafters.features:FeatureDrafter",
+    "eagle3": "specjax.drafters.features:FeatureDrafter",
+    "early_exit": "specjax.drafters.features:FeatureDrafter",
     "glide": "specjax.drafters.glide:Glide",
-    "medusa": "specjax.drafters.medusa:Medusa",
-    "mtp": "specjax.drafters.mtp:MTP",
+    "medusa": "specjax.drafters.features:FeatureDrafter",
+    "mtp": "specjax.drafters.features:FeatureDrafter",
     "ngram": "specjax.drafters.ngram:NGram",
-    "p_eagle": "specjax.drafters.p_eagle:PEagle",
+    "p_eagle": "specjax.drafters.features:FeatureDrafter",
 }
 CONTROLLERS = {
     "adaptive": "specjax.controllers.adaptive:Adaptive",
@@ -72,7 +72,7 @@ DRAFTS = {
     "glide": "specjax.training.drafts.glide:GlideDraft",
     "medusa": "specjax.training.drafts.medusa:MedusaDraft",
     "mtp": "specjax.training.drafts.mtp:MTPDraft",
-    "p_eagle": "specjax.training.drafts.p_eagle:PEagleDraft",
+    "p_eagle": "specjax.training.drafts.eagle3:PEagleDraft",
 }
 INITS = {
     "checkpoint": "specjax.training.init.first_weights:Checkpoint",

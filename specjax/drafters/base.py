@@ -1,19 +1,21 @@
-"""Drafters without weights and state, and checks that all kinds share.
+"""Bases of drafters with weights and of drafters without, and checks that all kinds share.
 
 Dims: B rows, T tokens fed.
 """
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import jax
-from jaxtyping import Array, Int
+from pydantic import Field
 
 from specjax.errors import ConfigError
-from specjax.interfaces import Bound, BoundDrafter, Drafter, Outcome, Output, Params, Target, Trainable
+from specjax.interfaces import Bound, BoundDrafter, Drafter, Outcome, Params, Target, Trainable
 
 
 def stored_start(config: Any, of_training: frozenset[str]) -> str | None:
@@ -44,11 +46,47 @@ def refuse_longer(drafter: Drafter | Trainable, k: int, field: str) -> None:
         raise ConfigError(f"{field}: {k}, and this draft proposes at most {most}; lower it")
 
 
-def own_arrays(model: Any) -> list[Any]:
-    """Weights that a draft's model holds now: none of a path, or of a model that has freed them."""
-    return (
-        [] if isinstance(model, (str, os.PathLike)) else jax.tree.leaves(getattr(model, "__dict__", {}).get("params"))
-    )
+@dataclasses.dataclass(frozen=True)
+class ModelDrafter(Drafter):
+    """A drafter with weights, the field ``model``."""
+
+    model: Any
+    """A loaded draft, or the directory of one where a kind says so."""
+    k: Annotated[int, Field(ge=1, le=64)] = 5
+    """Proposed tokens of a block, 1 to 64."""
+
+    @property
+    def is_path(self) -> bool:
+        """True if ``model`` is a path, not a loaded draft."""
+        return isinstance(self.model, (str, os.PathLike))
+
+    @property
+    def replaceable(self) -> list[Any]:
+        """Weights that the draft holds now: none of a path, or of a draft that has freed them."""
+        return [] if self.is_path else jax.tree.leaves(getattr(self.model, "__dict__", {}).get("params"))
+
+    def bind(self, target: Target) -> Bound:
+        """The draft bound to its target.
+
+        Args:
+            target: the `LoadedModel` to speculate for.
+
+        Returns:
+            The bound form, which the engine runs, and the draft's weights laid out for decoding. Weights that are the
+            target's are shared, not copied.
+
+        Raises:
+            ModelError: the two cannot be paired, or ``model`` is no draft of this kind or cannot be read.
+        """
+        return self._bound(self._read(target) if self.is_path else self.model, target)
+
+    def _read(self, target: Target) -> Any:
+        """The draft in the directory ``model``, in the dtype of ``target``."""
+        return self.model
+
+    @abc.abstractmethod
+    def _bound(self, draft: Any, target: Target) -> Bound:
+        """The result of `bind` for a loaded ``draft``."""
 
 
 class StatelessDrafter(Drafter, BoundDrafter):
@@ -63,15 +101,7 @@ class StatelessDrafter(Drafter, BoundDrafter):
         """An empty state."""
         return {}
 
-    def extend(
-        self,
-        params: Params,
-        state: Any,
-        tokens: Int[Array, "B T"],
-        lengths: Int[Array, " B"],
-        target_out: Output,
-        start: Int[Array, " B"] | None = None,
-    ) -> Any:
+    def extend(self, params, state: Any, tokens, lengths, target_out, start=None) -> Any:
         """The unchanged state: every context already contains the prompts."""
         return state
 

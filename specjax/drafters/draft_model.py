@@ -10,15 +10,14 @@ import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Bool, Int, Key
-from pydantic import Field
 
-from specjax.drafters.base import own_arrays
+from specjax.drafters.base import ModelDrafter
 from specjax.drafters.one_by_one import one_by_one
 from specjax.interfaces import (
     Batch,
@@ -26,7 +25,6 @@ from specjax.interfaces import (
     BoundDrafter,
     Context,
     Draft,
-    Drafter,
     Outcome,
     Output,
     Params,
@@ -45,15 +43,13 @@ from specjax.models.transformer import Model
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftModel(Drafter):
+class DraftModel(ModelDrafter):
     """An autoregressive draft model: a small decoder proposes ``k`` tokens one by one from its own KV cache
     (2211.17192)."""
 
     model: Any
     """A `LoadedModel`, or the path of a model or of a run that left a draft; weights from a path are cast to the
     target's dtype."""
-    k: Annotated[int, Field(ge=1, le=64)] = 5
-    """Proposed tokens of a block, 1 to 64."""
     kind: Literal["draft_model"] = "draft_model"
     """Name in the registry, in configs and in results."""
     quantize: Literal["int8", "int4"] | None = None
@@ -62,12 +58,7 @@ class DraftModel(Drafter):
     @property
     def tokenizer(self) -> Any:
         """The draft's own tokenizer; None for a draft that is given as a path."""
-        return None if isinstance(self.model, (str, os.PathLike)) else self.model.tokenizer
-
-    @property
-    def replaceable(self) -> list[Any]:
-        """Arrays of the draft's parameters, whose replacement by others a `Decoder` refuses."""
-        return own_arrays(self.model)
+        return None if self.is_path else self.model.tokenizer
 
     @classmethod
     def load(
@@ -99,25 +90,17 @@ class DraftModel(Drafter):
         model.free_originals()
         return cls(model, k)
 
-    def bind(self, target: Target) -> Bound:
-        """The draft model over the target's token ids (`specjax.models.vocabulary`).
+    def _read(self, target: Target) -> Any:
+        from specjax.models import hf
+        from specjax.models.files import draft_of
 
-        Args:
-            target: the `LoadedModel` to speculate for.
+        return hf.load_model(draft_of(self.model), str(target.dtype), quantize=self.quantize)
 
-        Returns:
-            The bound form, which the engine runs, and the draft's weights laid out for decoding.
+    def _bound(self, draft: Any, target: Target) -> Bound:
+        """The draft model over the target's token ids (`specjax.models.vocabulary`)."""
+        from specjax.models import vocabulary
+        from specjax.models.files import check_model
 
-        Raises:
-            ModelError: the vocabularies differ, or ``model`` is no model or cannot be read.
-        """
-        from specjax.models import hf, vocabulary
-        from specjax.models.files import check_model, draft_of
-
-        named = isinstance(self.model, (str, os.PathLike))
-        draft = self.model
-        if named:
-            draft = hf.load_model(draft_of(self.model), str(target.dtype), quantize=self.quantize)
         check_model(draft, f"drafter {self.kind!r}: model")
         layout = draft.layout()
         spec = vocabulary.known_to(draft, target, layout.spec)
@@ -155,15 +138,7 @@ class BoundDraftModel(BoundDrafter):
     def init(self, batch: int, num_slots: int) -> Consumed:
         return Consumed(self.model.init_cache(batch, num_slots), jnp.zeros((batch,), jnp.int32))
 
-    def extend(
-        self,
-        params: Params,
-        state: Consumed,
-        tokens: Int[Array, "B T"],
-        lengths: Int[Array, " B"],
-        target_out: Output | None,
-        start: Int[Array, " B"] | None = None,
-    ) -> Consumed:
+    def extend(self, params, state: Consumed, tokens, lengths, target_out: Output | None, start=None) -> Consumed:
         """The state after ``tokens``. ``start``: position of the first of them in each row; None: 0."""
         places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
         places = places if start is None else start[:, None] + places
@@ -183,8 +158,8 @@ class BoundDraftModel(BoundDrafter):
         newest = (context.lengths - 1 - start)[:, None]
         out = self.model(params, fed, slots, slots, state.cache, rows=newest)
 
-        def feed(cache: Any, token: Int[Array, "B 1"], offset: Int[Array, ""]) -> tuple[Any, Any]:
-            slot = (context.lengths - 1)[:, None] + offset
+        def feed(cache: Any, token: Int[Array, "B 1"], depth: Int[Array, ""]) -> tuple[Any, Any]:
+            slot = (context.lengths - 1)[:, None] + depth
             out = self.model(params, token, slot, slot, cache)
             return out.logits, out.cache
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from specjax.drafters.features import FeatureDrafter, embedding_and_head, of_hidden
-from specjax.drafters.token_rows import BoundRows, RowModel, TrainedRows
+from specjax.drafters.features import embedding_and_head, of_hidden
+from specjax.drafters.token_rows import RowModel
 from specjax.errors import ConfigError
 from specjax.interfaces import PLAIN, Output, Params, TrainingForm
 from specjax.models.attention.memory import Attended
@@ -86,6 +86,7 @@ class Eagle3Model(RowModel):
     """Forward pass of EAGLE-3, see `FeatureModel`."""
 
     options: Options = Options()
+    kind: ClassVar[str] = "eagle3"
     net: ClassVar[Any] = Net
 
     def features(self, params: Params, target_out: Output) -> Float[Array, "B T H"]:
@@ -112,26 +113,10 @@ class Eagle3Model(RowModel):
         def block(x: Array, table: Any, memory: Any) -> tuple[Array, Any]:
             return first(token, x, table, memory)
 
-        x, kept = self.run(block, 0, features.astype(self.dtype), positions, memory[0], form)
-        layers = [kept]
+        x, layer = self.run(block, 0, features.astype(self.dtype), positions, memory[0], form)
+        layers = [layer]
         for i in range(1, self.config.num_layers):
-            x, kept = self.run_block(module.layers[i], i, x, positions, memory[i], form)
-            layers.append(kept)
+            x, layer = self.run_block(module.layers[i], i, x, positions, memory[i], form)
+            layers.append(layer)
         final = module.norm(x)
         return final, final if self.options.norm_output else x, tuple(layers)
-
-
-@dataclasses.dataclass(frozen=True)
-class Eagle3(FeatureDrafter):
-    """A draft that reads its target's hidden states (EAGLE-3, 2503.01840), and proposes ``k`` tokens one by one."""
-
-    kind: Literal["eagle3"] = "eagle3"  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Name in the registry, in configs and in results."""
-    bound: ClassVar[Any] = BoundRows
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainedEagle3(TrainedRows):
-    """An EAGLE-3 draft in training."""
-
-    drafter: ClassVar[Any] = Eagle3

@@ -13,15 +13,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from specjax.drafters.base import StatelessDrafter
-from specjax.drafters.features import FeatureDrafter, FeatureModel, TrainedFeatureDraft
-from specjax.drafters.glide import GlideModel, blocks_of
+from specjax.drafters.features import FeatureModel, LoadedDraft, TrainedFeatureDraft
+from specjax.drafters.glide import GlideModel, blocks_of, refuse_row_frequencies
 from specjax.errors import ModelError
 from specjax.interfaces import Batch, Bound, Context, Draft, Output, Params, Prediction, Reads, Target, TargetView
 from specjax.models.config import ModelConfig
@@ -45,12 +45,26 @@ class ExitModel(FeatureModel):
     """Forward pass from the one stream that it reads, which leaves the target's first layers, to the head; see
     `FeatureModel`. ``config.intermediate_size`` is the adapter's."""
 
+    kind: ClassVar[str] = "early_exit"
     net: ClassVar[Any] = Net
 
     @property
     def layers(self) -> int:
         """Number of the target's layers that are run."""
         return self.reads[0]
+
+    def bound(self, k: int, draft: LoadedDraft, target: Target) -> Bound:
+        """The exit bound to the target's own layers, which are not copied."""
+        refuse_row_frequencies(self.kind, target.config)
+        if not 1 <= self.layers < target.config.num_layers:
+            many = target.config.num_layers
+            raise ModelError(f"early_exit: leaves the target behind {self.layers} layers, and it has {many}")
+        layout, numbers = target.layout(), tuple(range(self.layers))
+        layers = {**layout.params, "layers": {i: layout.params["layers"][i] for i in numbers}}
+        config: ModelConfig = layout.spec.config
+        first = dataclasses.replace(config, num_layers=self.layers, layers=tuple(map(config.layer, numbers)))
+        run = GlideModel(dataclasses.replace(layout.spec, config=first), numbers)
+        return Bound(BoundExit(self, run, k), {"exit": draft.beside(target), "layers": layers})
 
     def __call__(self, params: Params, x: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
         """Input of the head, made of the stream ``x``."""
@@ -85,47 +99,8 @@ class BoundExit(StatelessDrafter):
 
 
 @dataclasses.dataclass(frozen=True)
-class EarlyExit(FeatureDrafter):
-    """The target's first layers with an exit of their own (LayerSkip, 2404.16710), which propose ``k`` tokens one by
-    one."""
-
-    kind: Literal["early_exit"] = "early_exit"  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Name in the registry, in configs and in results."""
-
-    def bind(self, target: Target) -> Bound:
-        """The exit bound to the target's own layers, which are not copied; see `FeatureDrafter.bind`."""
-        draft = self._loaded(target)
-        check_exit(draft.spec.reads[0], target.config)
-        layout, count = target.layout(), draft.spec.reads[0]
-        layers = {**layout.params, "layers": {i: layout.params["layers"][i] for i in range(count)}}
-        model = dataclasses.replace(layout.spec, config=_first(layout.spec.config, count))
-        spec: Any = draft.spec
-        bound = BoundExit(spec, GlideModel(model, tuple(range(count))), self.k)
-        return Bound(bound, {"exit": draft.beside(target), "layers": layers})
-
-
-def _first(config: ModelConfig, count: int) -> ModelConfig:
-    return dataclasses.replace(config, num_layers=count, layers=tuple(config.layer(i) for i in range(count)))
-
-
-def check_exit(count: int, target: ModelConfig) -> None:
-    """Raises `ModelError` unless the target can be left after ``count`` layers."""
-    if target.rows_choose_frequencies:
-        raise ModelError(
-            "early_exit: the rotary frequencies of this target depend on the length that a row will reach, which a "
-            "draft is not told; use a separate draft (kind: draft_model)"
-        )
-    if not 1 <= count < target.num_layers:
-        raise ModelError(f"early_exit: leaves the target behind {count} layers, and it has {target.num_layers}")
-
-
-@dataclasses.dataclass(frozen=True)
 class TrainedExit(TrainedFeatureDraft):
     """An early exit in training: an adapter on one stream of the target."""
-
-    drafter: ClassVar[Any] = EarlyExit
-    serving: ClassVar[str] = "It runs its target's own layers, so only specjax can serve it (`specjax.load_drafter`)."
-    library: ClassVar[str] = "specjax"
 
     def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
         """One prediction, which holds at every depth."""

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Key
-from pydantic import Field
 
-from specjax import registry
-from specjax.drafters.base import own_arrays
+from specjax.drafters.base import ModelDrafter
 from specjax.errors import ConfigError, ModelError
 from specjax.interfaces import (
     PLAIN,
     Bound,
     BoundDrafter,
-    Drafter,
     Output,
     Params,
     Reads,
@@ -52,7 +49,7 @@ ENDS = ("embedding", "head")
 """Parameters that a draft may take unchanged from its target; a tied head is the embedding, no parameter of its own."""
 
 
-class Kept:
+class DraftVocabulary:
     """A draft vocabulary: the ids, ascending, that a draft can propose of a vocabulary of ``size``. Static and
     hashable."""
 
@@ -65,13 +62,13 @@ class Kept:
         self.ids, self.size = found.astype(np.int32), size
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Kept) and self.size == other.size and np.array_equal(self.ids, other.ids)
+        return isinstance(other, DraftVocabulary) and self.size == other.size and np.array_equal(self.ids, other.ids)
 
     def __hash__(self) -> int:
         return hash((self.size, self.ids.tobytes()))
 
     def __repr__(self) -> str:
-        return f"Kept({len(self.ids)} of {self.size})"
+        return f"DraftVocabulary({len(self.ids)} of {self.size})"
 
     @property
     def digest(self) -> str:
@@ -100,8 +97,10 @@ class FeatureModel:
     reads: tuple[int, ...]
     feature_size: int
     dtype: str = "float32"
-    kept: Kept | None = None
+    vocabulary: DraftVocabulary | None = None
     """The draft vocabulary, for each id of which the head has a row; None: all ids."""
+    kind: ClassVar[str] = ""
+    """Name of its kind in the registry, in configs and in results."""
     net: ClassVar[Callable[..., nnx.Module]]
     """Module of the weights, called with (spec, rngs)."""
     of_last: ClassVar[bool] = False
@@ -129,6 +128,15 @@ class FeatureModel:
         """Largest draft length; None: any."""
         return None
 
+    def bound(self, k: int, draft: LoadedDraft, target: Target) -> Bound:
+        """The form that the engine runs, which proposes ``k`` tokens, and all weights of ``draft`` beside its
+        ``target``."""
+        return Bound(self.decoding(k), draft.beside(target))
+
+    def decoding(self, k: int) -> BoundDrafter:
+        """The form that the engine runs."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it decodes: define decoding")
+
     def embedded(self, module: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         return module.embedding[...][tokens].astype(self.dtype)
 
@@ -142,13 +150,13 @@ class FeatureModel:
 
     def over_all(self, logits: Float[Array, "B T W"]) -> Float[Array, "B T V"]:
         """``logits`` of the draft vocabulary, extended to the target's vocabulary."""
-        return logits if self.kept is None else self.kept.over_all(logits)
+        return logits if self.vocabulary is None else self.vocabulary.over_all(logits)
 
     @property
     def in_vocabulary(self) -> Bool[Array, " V"] | None:
         """Mask over the target's vocabulary of the ids that it can propose, see
         `specjax.interfaces.Prediction.kept`."""
-        return None if self.kept is None else jnp.asarray(self.kept.mask)
+        return None if self.vocabulary is None else jnp.asarray(self.vocabulary.mask)
 
     def run(self, block: Callable[..., tuple[Array, Any]], i: int, x: Array, positions: Array, memory: Any, form: Any):
         """Layer ``i`` as ``block(x, table, memory)``, which returns (x, what the memory returns); ``table``: its rotary
@@ -156,8 +164,8 @@ class FeatureModel:
         rope = self.config.layer(i).rope
         table = None if rope is None else rotary_table(positions, rope, self.config.head_dim, self.dtype, None)
         through = jax.checkpoint(block) if form.remat else block
-        x, kept = through(placed(x, form.sharding), table, memory)
-        return placed(x, form.sharding), kept
+        x, layer = through(placed(x, form.sharding), table, memory)
+        return placed(x, form.sharding), layer
 
     def run_block(self, block: Any, i: int, x: Array, positions: Array, memory: Attended, form: TrainingForm):
         """Layer ``i`` as `run` does it, for a plain transformer block."""
@@ -178,7 +186,7 @@ def embedding_and_head(spec: FeatureModel, rngs: nnx.Rngs) -> tuple[nnx.Param, L
 
 def head_rows(spec: FeatureModel) -> int:
     """Number of ids that the draft can propose."""
-    return spec.config.vocab_size if spec.kept is None else len(spec.kept.ids)
+    return spec.config.vocab_size if spec.vocabulary is None else len(spec.vocabulary.ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,11 +225,6 @@ class LoadedDraft:
         """A single line, however many weights there are."""
         return described(self, self.params)
 
-    @property
-    def most(self) -> int | None:
-        """Largest draft length; None: any."""
-        return self.spec.most
-
     def beside(self, target: Target) -> Params:
         """All weights as decoding reads them, made once. Weights that the draft lacks are the target's, not copied."""
         layout = target.layout()
@@ -253,54 +256,38 @@ def dense(params: Params, name: str, dtype: Any) -> Any:
 def end_of(spec: FeatureModel, params: Params, name: str, dtype: Any) -> Any:
     """One of the target's `ENDS` as a draft of this spec has it: a head is cut to the draft vocabulary."""
     found = dense(params, name, dtype)
-    return {"kernel": found["kernel"][:, spec.kept.ids]} if name == "head" and spec.kept is not None else found
+    if name != "head" or spec.vocabulary is None:
+        return found
+    return {"kernel": found["kernel"][:, spec.vocabulary.ids]}
 
 
 @dataclasses.dataclass(frozen=True)
-class FeatureDrafter(Drafter):
-    """A draft that reads its target's hidden states, and proposes ``k`` tokens."""
+class FeatureDrafter(ModelDrafter):
+    """A draft that reads its target's hidden states, and proposes ``k`` tokens: EAGLE-3 (2503.01840), P-EAGLE
+    (2602.01469), multi-token prediction (2412.19437), Medusa (2401.10774), DFlash (2602.06036), DSpark (2607.05147),
+    DFlash2, or early exit (2404.16710)."""
 
     model: Any
     """A `LoadedDraft`; `specjax.load_drafter` reads one from a directory."""
-    k: Annotated[int, Field(ge=1, le=64)] = 5
-    """Proposed tokens of a block, 1 to 64."""
     kind: str = ""
-    """Name in the registry, in configs and in results."""
-    bound: ClassVar[Callable[[Any, int], Any]]
-    """Class of the bound form that the engine runs, called with (spec, k)."""
+    """Name in the registry, in configs and in results; left out: that of ``model``."""
+
+    def __post_init__(self) -> None:
+        if not self.kind and isinstance(self.model, LoadedDraft):
+            object.__setattr__(self, "kind", self.model.spec.kind)
 
     @property
     def longest(self) -> int | None:
-        return self.model.most if isinstance(self.model, LoadedDraft) else None
+        return self.model.spec.most if isinstance(self.model, LoadedDraft) else None
 
-    @property
-    def replaceable(self) -> list[Any]:
-        return own_arrays(self.model)
-
-    def bind(self, target: Target) -> Bound:
-        """The draft bound to its target.
-
-        Args:
-            target: the `LoadedModel` to speculate for.
-
-        Returns:
-            The bound form, which the engine runs, and the draft's weights laid out for decoding. An embedding or head
-            that is the target's is shared.
-
-        Raises:
-            ModelError: the target lacks what the draft reads, ``model`` is no `LoadedDraft`, or ``k`` is too large.
-        """
-        draft = self._loaded(target)
-        return Bound(type(self).bound(draft.spec, self.k), draft.beside(target))
-
-    def _loaded(self, target: Target) -> LoadedDraft:
-        if not isinstance(self.model, LoadedDraft):
-            raise ModelError(f"{self.kind}: model={self.model!r}; give what specjax.load_drafter reads of a directory")
-        draft = self.model
+    def _bound(self, draft: Any, target: Target) -> Bound:
+        if not isinstance(draft, LoadedDraft):
+            raise ModelError(f"{self.kind}: model={draft!r}; give what specjax.load_drafter reads of a directory")
         check_readable(self.kind, draft.spec, target.config)
-        if draft.most is not None and self.k > draft.most:
-            raise ModelError(f"{self.kind}: k={self.k}, and this draft proposes at most {draft.most}; lower k")
-        return draft
+        most = draft.spec.most
+        if most is not None and self.k > most:
+            raise ModelError(f"{self.kind}: k={self.k}, and this draft proposes at most {most}; lower k")
+        return draft.spec.bound(self.k, draft, target)
 
 
 def check_readable(kind: str, draft: FeatureModel, target: ModelConfig) -> None:
@@ -338,7 +325,6 @@ class TrainedFeatureDraft(Trainable):
     model: FeatureModel
     shared: tuple[str, ...] = ()
     form: TrainingForm = PLAIN
-    drafter: ClassVar[type[FeatureDrafter]]
 
     @property
     def shares_target(self) -> bool:
@@ -357,9 +343,9 @@ class TrainedFeatureDraft(Trainable):
     def reads(self) -> Reads:
         return Reads(hidden_layers=self.model.reads)
 
-    def with_ids(self, kept: Kept) -> Any:
-        """This draft with the draft vocabulary ``kept``."""
-        return dataclasses.replace(self, model=dataclasses.replace(self.model, kept=kept))
+    def with_vocabulary(self, vocabulary: DraftVocabulary) -> Any:
+        """This draft with another draft vocabulary."""
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, vocabulary=vocabulary))
 
     def init_params(self, key: Key[Array, ""], target: Target | None) -> Params:
         return {name: value for name, value in self.model.init(key).items() if name not in self.shared}
@@ -381,18 +367,18 @@ class TrainedFeatureDraft(Trainable):
 
     def to_drafter(self, params: Params, target: Target, k: int) -> FeatureDrafter:
         own = {name: value for name, value in params.items() if name not in self.stored_once}
-        return type(self).drafter(LoadedDraft(self.model, own), k)
+        return FeatureDrafter(LoadedDraft(self.model, own), k)
 
     @property
     def stored_once(self) -> tuple[str, ...]:
         """Names of the parameters that are exactly the target's. A head cut to the draft vocabulary is a copy, and none
         of them."""
-        return tuple(name for name in self.shared if name != "head" or self.model.kept is None)
+        return tuple(name for name in self.shared if name != "head" or self.model.vocabulary is None)
 
     @property
     def kind(self) -> str:
         """Name in the registry, in configs and in results."""
-        return registry.kind_of(type(self).drafter)
+        return self.model.kind
 
 
 # --- layers and streams ---------------------------------------------------------------------------------------------

@@ -19,16 +19,15 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, Key
-from pydantic import Field
 
-from specjax.drafters.base import StatelessDrafter, own_arrays
-from specjax.drafters.block_memory import BlockKV, TargetAndBlockKV, inside_document
+from specjax.drafters.base import ModelDrafter, StatelessDrafter
+from specjax.drafters.block_memory import BlockKV, TargetAndBlockKV, by_depth
 from specjax.drafters.one_by_one import one_by_one, root_of
 from specjax.errors import ConfigError, ModelError
 from specjax.interfaces import (
@@ -37,13 +36,11 @@ from specjax.interfaces import (
     Bound,
     Context,
     Draft,
-    Drafter,
     Output,
     Params,
     Prediction,
     Reads,
     Target,
-    TargetInfo,
     TargetView,
     Trainable,
     TrainingForm,
@@ -75,8 +72,7 @@ class GlideModel:
     def blocks(self, batch: int, fed: int, depths: int) -> tuple[BlockKV, ...]:
         """Empty blocks, one for each layer."""
         config = self.model.config
-        zeros = jnp.zeros((batch, fed, depths, config.num_kv_heads, config.head_dim), self.model.dtype)
-        return (BlockKV(zeros, zeros),) * config.num_layers
+        return (BlockKV.empty(config, batch, fed, depths, self.model.dtype),) * config.num_layers
 
     def __call__(
         self,
@@ -204,24 +200,21 @@ class TrainedGlide(Trainable):
         """One prediction a depth, see the module's docstring. A position counts only if its block's root lies in the
         same document."""
         assert target_out is not None
-        rows, fed = batch.tokens.shape
-        positions, place = batch.token_positions, jnp.arange(fed, dtype=jnp.int32)
+        tokens, positions = jnp.asarray(batch.tokens), batch.token_positions
         layers = [Layer.of(*layer) for layer in target_out.keys_values]
         documents = batch.documents
         segments = None if documents is None else (documents.segments, documents.segments)
-        blocks = self.glide.blocks(rows, fed, self.depths)
-        shares = [self.decay**depth for depth in range(self.depths)]
-        for depth, share in enumerate(shares):
-            root = place - depth
-            verified = AttentionMask((root - 1)[None], segments=segments)
+        (rows, fed), head = tokens.shape, functools.partial(self.glide.model.head, params)
+        blocks, last = self.glide.blocks(rows, fed, self.depths), jnp.arange(fed, dtype=jnp.int32) - 1
+        for depth, weight, share in by_depth(batch, self.depths, self.decay, before=0):
+            verified = AttentionMask((last - depth)[None], segments=segments)
             each = zip(layers, self.glide.model.config.windows, blocks, strict=True)
             readings = [
                 TargetAndBlockKV(layer, verified.within(window, positions, positions), own, depth)
                 for layer, window, own in each
             ]
-            final, blocks = self.glide(params, jnp.asarray(batch.tokens), positions, readings, self.form)
-            weight = jnp.where(inside_document(documents, root), jnp.asarray(batch.weight), 0.0)
-            yield Prediction(final, functools.partial(self.glide.model.head, params), weight, None, share / sum(shares))
+            final, blocks = self.glide(params, tokens, positions, readings, self.form)
+            yield Prediction(final, head, weight, None, share)
             # The block that ends at t continues the one that ends at t - 1.
             blocks = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), blocks)
 
@@ -263,67 +256,36 @@ class LoadedGlide(LaidOut):
 
 
 @dataclasses.dataclass(frozen=True)
-class Glide(Drafter):
+class Glide(ModelDrafter):
     """A draft that attends to the target's own keys and values of verified tokens (GLIDE, 2402.02082), and proposes
     ``k`` tokens one by one."""
 
     model: Any
     """A `LoadedGlide`, or the directory of one, or of the run that left one."""
-    k: Annotated[int, Field(ge=1, le=64)] = 5
-    """Proposed tokens of a block, 1 to 64."""
     kind: Literal["glide"] = "glide"
     """Name in the registry, in configs and in results."""
 
-    @property
-    def replaceable(self) -> list[Any]:
-        return own_arrays(self.model)
+    def _read(self, target: Target) -> LoadedGlide:
+        return load_glide(draft_of(self.model), str(target.dtype))
 
-    @classmethod
-    def load(cls, directory: str | os.PathLike, target: TargetInfo, k: int, check_finite: bool = True) -> Glide:
-        """The drafter in a directory, see `specjax.formats.loading.load_drafter`.
+    def _bound(self, draft: Any, target: Target) -> Bound:
+        check_readable(draft.spec.config, draft.reads, target.config)
+        layout = draft.layout()
+        return Bound(BoundGlide(GlideModel(layout.spec, draft.reads), self.k), layout.params)
 
-        Args:
-            directory: a directory that `save_glide` wrote, or its hub id.
-            target: the `LoadedModel` whose dtype the weights are cast to.
-            k: proposed tokens of a block.
-            check_finite: refuse NaN and infinite weights.
 
-        Returns:
-            The drafter. Memory holds its weights once, laid out for decoding.
-
-        Raises:
-            ModelError: the directory cannot be read.
-        """
-        glide = load_glide(directory, str(target.dtype), check_finite)
-        glide.free_originals()
-        return cls(glide, k)
-
-    def bind(self, target: Target) -> Bound:
-        """The draft bound to its target.
-
-        Args:
-            target: the `LoadedModel` to speculate for.
-
-        Returns:
-            The bound form, which the engine runs, and the draft's weights laid out for decoding.
-
-        Raises:
-            ModelError: the draft's layers cannot read the target's, or the draft's files cannot be read.
-        """
-        named = isinstance(self.model, (str, os.PathLike))
-        glide = load_glide(draft_of(self.model), str(target.dtype)) if named else self.model
-        check_readable(glide.spec.config, glide.reads, target.config)
-        layout = glide.layout()
-        return Bound(BoundGlide(GlideModel(layout.spec, glide.reads), self.k), layout.params)
+def refuse_row_frequencies(kind: str, target: ModelConfig) -> None:
+    """Raises `ModelError` if a row's length decides the frequencies that the target's keys are rotated by."""
+    if target.rows_choose_frequencies:
+        raise ModelError(
+            f"{kind}: the rotary frequencies of this target depend on the length that a row will reach, which a draft "
+            "is not told; use a separate draft (kind: draft_model)"
+        )
 
 
 def check_readable(draft: ModelConfig, reads: Sequence[int], target: ModelConfig) -> None:
     """Raises `ModelError` with the reason unless layer i of ``draft`` can read layer ``reads[i]`` of ``target``."""
-    if target.rows_choose_frequencies:
-        raise ModelError(
-            "glide: the rotary frequencies of this target depend on the length that a row will reach, which a draft is "
-            "not told; use a separate draft (kind: draft_model)"
-        )
+    refuse_row_frequencies("glide", target)
     for name in ("vocab_size", "num_heads", "num_kv_heads", "head_dim"):
         if getattr(draft, name) != getattr(target, name):
             raise ModelError(

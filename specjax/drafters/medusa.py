@@ -10,15 +10,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from specjax.drafters.block_memory import inside_document
-from specjax.drafters.features import BoundFeatures, FeatureDrafter, FeatureModel, TrainedFeatureDraft
+from specjax.drafters.block_memory import by_depth
+from specjax.drafters.features import BoundFeatures, FeatureModel, TrainedFeatureDraft
 from specjax.drafters.one_by_one import all_at_once, root_of
 from specjax.drafters.token_rows import at, with_a_token_before
 from specjax.interfaces import Batch, Context, Draft, Outcome, Output, Params, Prediction, TargetView
@@ -61,12 +61,16 @@ class MedusaModel(FeatureModel):
     heads: int = 5
     blocks: int = 1
     own_heads: bool = False
+    kind: ClassVar[str] = "medusa"
     net: ClassVar[Any] = Net
     of_last: ClassVar[bool] = True
 
     @property
     def most(self) -> int:
         return self.heads
+
+    def decoding(self, k: int) -> BoundMedusa:
+        return BoundMedusa(self, k)
 
     def of_head(self, params: Params, i: int, final: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
         """Input of the projection to the vocabulary, for depth ``i``."""
@@ -89,13 +93,7 @@ class BoundMedusa(BoundFeatures):
         return jnp.zeros((batch, self.model.config.hidden_size), self.model.dtype)
 
     def extend(
-        self,
-        params: Params,
-        state: Float[Array, "B H"],
-        tokens: Int[Array, "B T"],
-        lengths: Int[Array, " B"],
-        target_out: Output,
-        start: Int[Array, " B"] | None = None,
+        self, params, state: Float[Array, "B H"], tokens, lengths, target_out, start=None
     ) -> Float[Array, "B H"]:
         """Final hidden state of the last token fed."""
         return jnp.where((lengths > 0)[:, None], at(self._final(target_out), lengths - 1), state)
@@ -117,22 +115,12 @@ class BoundMedusa(BoundFeatures):
 
 
 @dataclasses.dataclass(frozen=True)
-class Medusa(FeatureDrafter):
-    """Heads on the target's last hidden state (Medusa, 2401.10774), each of which proposes one of ``k`` tokens."""
-
-    kind: Literal["medusa"] = "medusa"  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Name in the registry, in configs and in results."""
-    bound: ClassVar[Any] = BoundMedusa
-
-
-@dataclasses.dataclass(frozen=True)
 class TrainedMedusa(TrainedFeatureDraft):
     """Medusa's heads in training. ``decay``: weight of a head relative to the one before; ``depths``: number of heads
     that are trained; None: all."""
 
     decay: float = 0.8
     depths: int | None = None
-    drafter: ClassVar[Any] = Medusa
 
     def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
         """One prediction a head, at all positions. A position counts only if the token that is read lies in the same
@@ -140,15 +128,11 @@ class TrainedMedusa(TrainedFeatureDraft):
         assert target_out is not None
         assert target_out.final is not None
         model: Any = self.model
-        place = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
-        shares = [self.decay**i for i in range(model.heads if self.depths is None else self.depths)]
-        read = target_out.final
-        for i, share in enumerate(shares):
+        heads, read = model.heads if self.depths is None else self.depths, target_out.final
+        for i, weight, share in by_depth(batch, heads, self.decay, before=1):
             read = jnp.roll(read, 1, axis=1)  # state of the token before the root, i + 1 positions back
-            inside = inside_document(batch.documents, place - 1 - i)
-            weight = jnp.where(inside, jnp.asarray(batch.weight), 0.0)
             x = model.of_head(params, i, read)
-            yield Prediction(x, functools.partial(model.logits, params, i), weight, None, share / sum(shares))
+            yield Prediction(x, functools.partial(model.logits, params, i), weight, None, share)
 
     def unrolled(self, depths: int) -> Any:
         return dataclasses.replace(self, depths=depths) if depths <= (self.model.most or depths) else None

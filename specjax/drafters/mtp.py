@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from specjax.drafters.features import FeatureDrafter, embedding_and_head
-from specjax.drafters.token_rows import BoundRows, RowModel, TrainedRows
+from specjax.drafters.features import embedding_and_head
+from specjax.drafters.token_rows import RowModel
 from specjax.interfaces import PLAIN, Output, Params, TrainingForm
 from specjax.models.attention.memory import Attended
 from specjax.models.layers import Linear, make_norm
@@ -55,6 +55,7 @@ class MTPModel(RowModel):
     """Forward pass of the head, see `FeatureModel`; ``reads`` is the target's last stream."""
 
     options: Options = Options()
+    kind: ClassVar[str] = "mtp"
     net: ClassVar[Any] = Net
     of_last: ClassVar[bool] = True
 
@@ -71,24 +72,7 @@ class MTPModel(RowModel):
         x = module.fc(jnp.concatenate([token, module.hidden_norm(features.astype(self.dtype))], axis=-1))
         layers = []
         for i, block in enumerate(module.layers):
-            x, kept = self.run_block(block, i, x, positions, memory[i], form)
-            layers.append(kept)
+            x, layer = self.run_block(block, i, x, positions, memory[i], form)
+            layers.append(layer)
         final = module.norm(x)
         return final, final if self.options.recycled == "post" else x, tuple(layers)
-
-
-@dataclasses.dataclass(frozen=True)
-class MTP(FeatureDrafter):
-    """A head for multi-token prediction (DeepSeek-V3, 2412.19437) that proposes ``k`` tokens one by one; after the
-    first it reads its own output."""
-
-    kind: Literal["mtp"] = "mtp"  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Name in the registry, in configs and in results."""
-    bound: ClassVar[Any] = BoundRows
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainedMTP(TrainedRows):
-    """A head for multi-token prediction in training."""
-
-    drafter: ClassVar[Any] = MTP

@@ -9,16 +9,15 @@ Dims: B rows, T tokens fed, K tokens of a block, H hidden.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from specjax.drafters import eagle3
-from specjax.drafters.features import FeatureDrafter
 from specjax.drafters.one_by_one import all_at_once
-from specjax.drafters.token_rows import BoundRows, State, TrainedRows, with_a_token_before
+from specjax.drafters.token_rows import BoundRows, State, with_a_token_before
 from specjax.interfaces import Context, Draft, Params, TargetView
 
 
@@ -35,7 +34,11 @@ class PEagleModel(eagle3.Eagle3Model):
     """Forward pass of P-EAGLE, see `FeatureModel`. ``mask_token``: id whose embedding mask rows read."""
 
     mask_token: int = 0
+    kind: ClassVar[str] = "p_eagle"
     net: ClassVar[Any] = Net
+
+    def decoding(self, k: int) -> BoundRows:
+        return BoundPEagle(self, k)
 
     def behind(self, params, tokens, features) -> tuple[Int[Array, "B T"], Float[Array, "B T H"]]:
         """Tokens and features of mask rows, which depend on no row before them."""
@@ -63,20 +66,3 @@ class BoundPEagle(BoundRows):
         final, _, cache = self._pass(params, state.cache, tokens, features, slots)
         draft = all_at_once(model.head(params, final), root, context)
         return with_a_token_before(draft, context), state._replace(cache=cache)
-
-
-@dataclasses.dataclass(frozen=True)
-class PEagle(FeatureDrafter):
-    """A draft that reads its target's hidden states and proposes ``k`` tokens in one pass (P-EAGLE,
-    2602.01469)."""
-
-    kind: Literal["p_eagle"] = "p_eagle"  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Name in the registry, in configs and in results."""
-    bound: ClassVar[Any] = BoundPEagle
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainedPEagle(TrainedRows):
-    """A P-EAGLE draft in training: `TrainedRows` whose later depths are mask rows."""
-
-    drafter: ClassVar[Any] = PEagle

@@ -22,12 +22,11 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specjax.drafters.block_memory import BlockKV, TargetAndBlockKV, inside_document
+from specjax.drafters.block_memory import BlockKV, TargetAndBlockKV, by_depth
 from specjax.drafters.features import BoundFeatures, FeatureModel, TrainedFeatureDraft
 from specjax.drafters.one_by_one import one_by_one, root_of
 from specjax.interfaces import (
@@ -42,16 +41,17 @@ from specjax.interfaces import (
     TargetView,
     TrainingForm,
 )
-from specjax.models.attention.blocks import attend
-from specjax.models.attention.memory import Attended, memories
+from specjax.models.attention.memory import Attended, Memory, memories
 from specjax.models.attention.sight import AttentionMask
-from specjax.models.attention.stored import Layer
 from specjax.models.cache import KVCache
 
 
 @dataclasses.dataclass(frozen=True)
 class RowModel(FeatureModel, abc.ABC):
     """Forward pass of token rows."""
+
+    def decoding(self, k: int) -> BoundRows:
+        return BoundRows(self, k)
 
     @abc.abstractmethod
     def features(self, params: Params, target_out: Output) -> Float[Array, "B T H"]:
@@ -98,15 +98,7 @@ class BoundRows(BoundFeatures):
         cache = KVCache.zeros(config.num_layers, batch, num_slots, config.num_kv_heads, config.head_dim, dtype)
         return State(cache, jnp.zeros((batch, config.hidden_size), dtype))
 
-    def extend(
-        self,
-        params: Params,
-        state: State,
-        tokens: Int[Array, "B T"],
-        lengths: Int[Array, " B"],
-        target_out: Output,
-        start: Int[Array, " B"] | None = None,
-    ) -> State:
+    def extend(self, params, state: State, tokens, lengths, target_out, start=None) -> State:
         """The state after the token rows of the prompt. The last layer makes keys and values alone, since nothing reads
         its output."""
         made = self.model.features(params, target_out)
@@ -119,9 +111,9 @@ class BoundRows(BoundFeatures):
         """A proposal made with one pass a token, the root's first. A root without a token before it gets none."""
         root, slot = self._root(context)
 
-        def feed(carry: tuple[KVCache, Array], newest: Int[Array, "B 1"], offset: Int[Array, ""]) -> tuple[Any, Any]:
+        def feed(carry: tuple[KVCache, Array], newest: Int[Array, "B 1"], depth: Int[Array, ""]) -> tuple[Any, Any]:
             cache, features = carry
-            final, features, cache = self._pass(params, cache, newest, features, slot + offset)
+            final, features, cache = self._pass(params, cache, newest, features, slot + depth)
             return self.model.head(params, final), (cache, features)
 
         draft, (cache, _), _ = one_by_one(feed, (state.cache, state.features[:, None]), root, context, self.k)
@@ -183,18 +175,6 @@ def at(x: Float[Array, "B T H"], index: Int[Array, " B"]) -> Float[Array, "B H"]
 # --- training -------------------------------------------------------------------------------------------------------
 
 
-@flax.struct.dataclass
-class Rows:
-    """Memory of the token rows with true features in training: they attend to each other."""
-
-    sight: AttentionMask
-
-    def attend(self, q, k, v, scale: float | None = None, soft_cap: float | None = None) -> tuple[Array, Layer]:
-        """Attention output, and the layer's keys and values, see `specjax.models.attention.memory.Attended`."""
-        layer = Layer.of(k, v)
-        return attend(q, *layer, self.sight, scale, soft_cap), layer
-
-
 @dataclasses.dataclass(frozen=True)
 class TrainedRows(TrainedFeatureDraft):
     """A draft with token rows, in training. ``depths``: number of depths of a block that are unrolled; ``decay``:
@@ -209,28 +189,20 @@ class TrainedRows(TrainedFeatureDraft):
         assert target_out is not None
         model: Any = self.model
         tokens, positions, config = jnp.asarray(batch.tokens), batch.token_positions, self.config
-        shares = [self.decay**depth for depth in range(self.depths)]
         features = jnp.roll(model.features(params, target_out), 1, axis=1)  # of the token before
-        own = [self._empty_block(tokens.shape)] * config.num_layers
+        rows, fed = tokens.shape
+        own = [BlockKV.empty(config, rows, fed, max(1, self.depths - 1), self.model.dtype)] * config.num_layers
         true: Any = None
-        for depth, share in enumerate(shares):
+        head = functools.partial(model.head, params)
+        for depth, weight, share in by_depth(batch, self.depths, self.decay, before=1):
             memory = self._seen(batch, depth, true, own)
             final, features, layers = model(params, tokens, features, positions, memory, self.form)
-            inside = inside_document(batch.documents, jnp.arange(tokens.shape[1], dtype=jnp.int32) - 1 - depth)
-            weight = jnp.where(inside, jnp.asarray(batch.weight), 0.0)
             tokens, features = model.behind(params, tokens, features)
-            yield Prediction(
-                final, functools.partial(model.head, params), weight, None, share / sum(shares), model.in_vocabulary
-            )
+            yield Prediction(final, head, weight, None, share, model.in_vocabulary)
             if true is None:
                 true = layers
             else:  # the block that ends at t continues the one that ends at t - 1
                 own = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), list(layers))
-
-    def _empty_block(self, fed: tuple[int, ...]) -> BlockKV:
-        config = self.config
-        zeros = jnp.zeros((*fed, max(1, self.depths - 1), config.num_kv_heads, config.head_dim), self.model.dtype)
-        return BlockKV(zeros, zeros)
 
     def _seen(self, batch: Batch, depth: int, true: Any, own: Sequence[BlockKV]) -> list[Any]:
         """Memory that the token rows of a depth attend to, one for each layer."""
@@ -242,12 +214,13 @@ class TrainedRows(TrainedFeatureDraft):
             (place - depth)[None], segments=(of_queries, jnp.where(positions == 0, -1, of_queries))
         )
         memory: list[Any] = []
+        starts = jnp.zeros(len(positions), jnp.int32)
         for i, block in enumerate(own):
             # A window ends at the token row itself, which is `depth` positions after its root.
             window = self.config.layer(i).window
             at = jnp.broadcast_to(place[None], positions.shape)
             sight = everything if window is None else everything.within(window, at, at)
-            memory.append(Rows(sight) if true is None else TargetAndBlockKV(true[i], sight, block, depth - 1))
+            memory.append(Memory(sight, starts) if true is None else TargetAndBlockKV(true[i], sight, block, depth - 1))
         return memory
 
     def unrolled(self, depths: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.drafters.features import FeatureModel, Kept, LoadedDraft, head_rows, layers_like
+from specjax.drafters.features import DraftVocabulary, FeatureModel, LoadedDraft, head_rows, layers_like
 from specjax.errors import ModelError
 from specjax.formats import torch_file
 from specjax.formats.keys import ASKED, AT, EXPERTS, INERT
@@ -219,7 +219,9 @@ def _reading(form: Form, kind: str, values: Mapping[str, Any], target: ModelConf
     if mask >= layers.vocab_size:
         raise reading.error(f"mask_token_id={mask}, and the vocabulary has {layers.vocab_size} ids")
     if form.vocabulary:
-        reading.values["kept"] = _kept(settings, stored, layers.vocab_size, reading.values.get("candidates", 0))
+        reading.values["vocabulary"] = _vocabulary(
+            settings, stored, layers.vocab_size, reading.values.get("candidates", 0)
+        )
     if form.own:
         refuse_unknown(own, *form.own_known, at=form.own_at)
     refuse_unknown(settings, *known, *form.known)
@@ -405,7 +407,7 @@ def _table(form: Form, spec: FeatureModel, left_out: Collection[str]) -> tuple[F
     }
     more = form.tensors(spec) if callable(form.tensors) else form.tensors
     own = {ours: dataclasses.replace(x, name=x.name.replace("layers.{}", form.layer)) for ours, x in more.items()}
-    absent = [name for name in left_out if name != "head" or spec.kept is None]
+    absent = [name for name in left_out if name != "head" or spec.vocabulary is None]
     family = dataclasses.replace(
         FAMILIES["llama"],
         tensors={**_END_TENSORS, **layers, **own},
@@ -417,13 +419,16 @@ def _table(form: Form, spec: FeatureModel, left_out: Collection[str]) -> tuple[F
 
 def _written_tables(spec: FeatureModel, whole: bool) -> dict[str, np.ndarray] | None:
     """Tables d2t and t2d, which say the draft vocabulary; None: all ids. ``whole``: True to write those of all ids."""
-    if spec.kept is not None:
-        return {"d2t": spec.kept.ids.astype(np.int64) - np.arange(len(spec.kept.ids)), "t2d": spec.kept.mask}
+    if spec.vocabulary is not None:
+        return {
+            "d2t": spec.vocabulary.ids.astype(np.int64) - np.arange(len(spec.vocabulary.ids)),
+            "t2d": spec.vocabulary.mask,
+        }
     size = spec.config.vocab_size
     return {"d2t": np.zeros(size, np.int64), "t2d": np.ones(size, bool)} if whole else None
 
 
-def _kept(settings: Settings, stored: StoredTensors, size: int, candidates: int) -> Kept | None:
+def _vocabulary(settings: Settings, stored: StoredTensors, size: int, candidates: int) -> DraftVocabulary | None:
     """The draft vocabulary; None: all ids. Raises `ModelError`."""
     Settings({"vocab_size": size}, settings.where).count("vocab_size")  # checked before arrays of that size are made
     count, directory, tables = settings.count("draft_vocab_size", size), stored.directory, _read_tables(stored)
@@ -435,17 +440,17 @@ def _kept(settings: Settings, stored: StoredTensors, size: int, candidates: int)
     else:
         raise ModelError(f"{directory}: draft_vocab_size={count} of {size} ids, and no d2t that says which")
     try:
-        kept = Kept(ids, size)
+        vocabulary = DraftVocabulary(ids, size)
     except ValueError as error:
         raise ModelError(f"{directory}: d2t: {error}; they are offsets, id j + d2t[j] for j") from None
-    if len(kept.ids) != count:
-        raise ModelError(f"{directory}: d2t has {len(kept.ids)} ids, and draft_vocab_size is {count}")
-    if "t2d" in tables and not np.array_equal(tables["t2d"], kept.mask):
+    if len(vocabulary.ids) != count:
+        raise ModelError(f"{directory}: d2t has {len(vocabulary.ids)} ids, and draft_vocab_size is {count}")
+    if "t2d" in tables and not np.array_equal(tables["t2d"], vocabulary.mask):
         wrong = "d2t and t2d name different ids" if "d2t" in tables else "t2d leaves ids out, and no d2t says which"
         raise ModelError(f"{directory}: {wrong}")
     if count != size and candidates:
         raise ModelError(f"{settings.where}: draft_vocab_size={count}; a dflash2 draft chooses among all ids")
-    return None if count == size else kept
+    return None if count == size else vocabulary
 
 
 def _read_tables(stored: StoredTensors) -> dict[str, np.ndarray]:

@@ -9,15 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specjax import registry
-from specjax.drafters.dflash.drafting import DFlash, DFlash2, DSpark
 from specjax.drafters.draft_model import DraftModel
-from specjax.drafters.eagle3 import Eagle3
-from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.features import FeatureDrafter, LoadedDraft
-from specjax.drafters.glide import Glide
-from specjax.drafters.medusa import Medusa
-from specjax.drafters.mtp import MTP
-from specjax.drafters.p_eagle import PEagle
+from specjax.drafters.glide import Glide, load_glide
 from specjax.errors import ConfigError, ModelError
 from specjax.formats import medusa, native, own, serving, speculators
 from specjax.formats.form import OF_TORCH, Format
@@ -42,16 +36,7 @@ FORMATS: dict[str, Format] = {
 """Stored forms by name."""
 SHARED = "specjax_shared"
 """Key in config.json: names of the stored weights that are the target's, which memory need not hold twice."""
-_DRAFTERS: dict[str, type[FeatureDrafter]] = {
-    "dflash": DFlash,
-    "dflash2": DFlash2,
-    "dspark": DSpark,
-    "eagle3": Eagle3,
-    "early_exit": EarlyExit,
-    "medusa": Medusa,
-    "mtp": MTP,
-    "p_eagle": PEagle,
-}
+_READ_HIDDEN_STATES = ("dflash", "dflash2", "dspark", "eagle3", "early_exit", "medusa", "mtp", "p_eagle")
 """Kinds of drafts that read hidden states."""
 
 
@@ -102,11 +87,13 @@ def load_drafter(
         _refuse_what_it_says(kind, section, found)
     length = DEFAULT_K if k is None else k
     name = kind if isinstance(kind, str) else kind["kind"]
-    if name in _DRAFTERS:
+    if name in _READ_HIDDEN_STATES:
         draft = load(found, name, target, check_finite, asked=asked_of(section), settings=settings)
-        drafter: Any = _DRAFTERS[name](draft, length)
+        drafter: Any = FeatureDrafter(draft, length, name)
     elif name == Glide.kind:
-        drafter = Glide.load(found, target, length, check_finite)
+        glide = load_glide(found, str(target.dtype), check_finite)
+        glide.free_originals()
+        drafter = Glide(glide, length)
     else:
         assert section is not None  # only a caller names code
         drafter = section.load(found, target, length, check_finite)

@@ -65,7 +65,7 @@ def _windowed(spec: FeatureModel) -> bool:
 
 
 _SEVERAL: Limits = {"several layers": lambda spec: spec.config.num_layers > 1}
-_FEWER: Limits = {"fewer ids": lambda spec: spec.kept is not None}
+_FEWER: Limits = {"fewer ids": lambda spec: spec.vocabulary is not None}
 _NO_NORMS: Limits = {"layers without norms of queries and keys (draft.qk_norm: true trains one with them)": unnormed}
 
 # --- EAGLE-3, P-EAGLE -----------------------------------------------------------------------------------------------

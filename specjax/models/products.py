@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Num
 
 from specjax import backend
 
+_LOWEST = float(jnp.finfo(jnp.float32).min)
 SHORT_ROW = 512
 """Most features of a kernel's row that `few_rows_product` treats as short."""
 
@@ -135,6 +136,15 @@ def _by_head(x: Float[Array, "*heads Q I"], kernel: Float[Array, "*heads O I"]) 
     return jax.lax.platform_dependent(x, kernel, cpu=few_queries_product, default=library)
 
 
+class OwnKV(NamedTuple):
+    """Keys and values of each query's own. ``reached``: mask of those that a query sees, one for all queries or one for
+    each."""
+
+    keys: Float[Array, "B T D G C"]
+    values: Float[Array, "B T D G C"]
+    reached: Bool[Array, "#T D"] | Bool[Array, " D"]
+
+
 def attend(
     q: Float[Array, "B T H C"],
     k: Float[Array, "*heads S C"],
@@ -142,84 +152,55 @@ def attend(
     visible: Bool[Array, "#B T S"],
     scale: float | None = None,
     soft_cap: float | None = None,
+    own: OwnKV | None = None,
 ) -> Float[Array, "B T H C"]:
-    """Grouped-query attention. The queries that share a key-value head are laid side by side, so that each of the two
-    products is one plain matrix multiplication per key-value head (2-3x on CPU over a five-axis einsum). ``heads``: BG,
-    or B and G."""
+    """Grouped-query attention to S keys and values that all queries share and, with ``own``, to D of each query's own,
+    under one softmax. The queries that share a key-value head are laid side by side, so that each product is one plain
+    matrix multiplication per key-value head (2-3x on CPU over a five-axis einsum). ``heads``: BG, or B and G."""
     batch, fed, heads, features = q.shape
-    by_head = k.shape[:-2]
-    group = batch * heads // math.prod(by_head)
-    q = q.reshape(batch, fed, -1, group, features).transpose(0, 2, 3, 1, 4).reshape(*by_head, group * fed, features)
-    scores = _scores(_by_head(q, k), features, scale, soft_cap)
-    scores = scores.reshape(batch, -1, group, fed, k.shape[-2])
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(*by_head, group * fed, -1)
-    out = _by_head(weights, v).astype(q.dtype)
-    out = out.reshape(batch, -1, group, fed, features).transpose(0, 3, 1, 2, 4)
-    return out.reshape(batch, fed, heads, features)
-
-
-def attend_to_both(
-    q: Float[Array, "B T H C"],
-    others: tuple[Float[Array, "*heads S C"], Float[Array, "*heads C S"]],
-    visible: Bool[Array, "#B T S"],
-    own: tuple[Float[Array, "B T D G C"], Float[Array, "B T D G C"]],
-    reached: Bool[Array, "#T D"] | Bool[Array, " D"],
-    scale: float | None = None,
-    soft_cap: float | None = None,
-) -> Float[Array, "B T H C"]:
-    """`attend` to S keys and values that all queries share and to D of each query's own, under one softmax."""
-    batch, fed, heads, features = q.shape
-    (k, v), (own_k, own_v) = ((x.astype(q.dtype) for x in pair) for pair in (others, own))
     by_head, count = k.shape[:-2], k.shape[-2]
     group = batch * heads // math.prod(by_head)
     apart = q.reshape(batch, fed, -1, group, features)
-    q = apart.transpose(0, 2, 3, 1, 4).reshape(*by_head, group * fed, features)
-    scores = _by_head(q, k).reshape(batch, -1, group, fed, count)
+    folded = apart.transpose(0, 2, 3, 1, 4).reshape(*by_head, group * fed, features)
+
+    def masked(products: Array, visible: Array) -> Array:
+        scores = _scores(products, features, scale, soft_cap)
+        return jnp.where(visible, scores.reshape(batch, -1, group, fed, products.shape[-1]), _LOWEST)
+
+    def read(weights: Array, values: Array) -> Array:
+        found = _by_head(weights.reshape(*by_head, group * fed, -1), values)
+        return found.reshape(batch, -1, group, fed, features).transpose(0, 3, 1, 2, 4)
+
+    scores = masked(_by_head(folded, k.astype(q.dtype)), visible[:, None, None])
+    if own is None:
+        out = read(jax.nn.softmax(scores, axis=-1).astype(q.dtype), v.astype(q.dtype))
+        return out.astype(q.dtype).reshape(q.shape)
+    own_k, own_v = own.keys.astype(q.dtype), own.values.astype(q.dtype)
     if fed == 1:  # all queries of a head share these keys, too
         own_k, own_v = own_k[:, 0].transpose(0, 2, 1, 3), own_v[:, 0].transpose(0, 2, 3, 1)
         own_k, own_v = (x.reshape(*by_head, *x.shape[2:]) for x in (own_k, own_v))
-        own_scores = _by_head(q, own_k).reshape(batch, -1, group, 1, own_k.shape[-2])
+        of_own = _by_head(folded, own_k)
     else:
-        own_scores = einsum_of(q)("btgnc,btdgc->bgntd", apart, own_k)
-    lowest = jnp.finfo(jnp.float32).min
-    both = jnp.concatenate(
-        [
-            jnp.where(visible[:, None, None], _scores(scores, features, scale, soft_cap), lowest),
-            jnp.where(
-                jnp.atleast_2d(reached)[None, None, None], _scores(own_scores, features, scale, soft_cap), lowest
-            ),
-        ],
-        axis=-1,
-    )
-    weights = jax.nn.softmax(both, axis=-1).astype(q.dtype)
+        of_own = jnp.asarray(einsum_of(q)("btgnc,btdgc->bgntd", apart, own_k))
+    of_own = masked(of_own, jnp.atleast_2d(own.reached)[None, None, None])
+    weights = jax.nn.softmax(jnp.concatenate([scores, of_own], axis=-1), axis=-1).astype(q.dtype)
     shared, each = weights[..., :count], weights[..., count:]
-    out = _by_head(shared.reshape(*by_head, group * fed, -1), v)
-    if fed == 1:
-        out = out + _by_head(each.reshape(*by_head, group, -1), own_v)
-    out = out.reshape(batch, -1, group, fed, features).transpose(0, 3, 1, 2, 4)
-    if fed > 1:
-        out = out + jnp.asarray(einsum_of(q)("bgntd,btdgc->btgnc", each, own_v))
-    return out.astype(q.dtype).reshape(batch, fed, heads, features)
+    out_of_own = read(each, own_v) if fed == 1 else jnp.asarray(einsum_of(q)("bgntd,btdgc->btgnc", each, own_v))
+    return (read(shared, v.astype(q.dtype)) + out_of_own).astype(q.dtype).reshape(q.shape)
 
 
 def attend_to_own(
-    q: Float[Array, "B T H C"],
-    own: tuple[Float[Array, "B T D G C"], Float[Array, "B T D G C"]],
-    reached: Bool[Array, "#T D"] | Bool[Array, " D"],
-    scale: float | None = None,
-    soft_cap: float | None = None,
+    q: Float[Array, "B T H C"], own: OwnKV, scale: float | None = None, soft_cap: float | None = None
 ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T H"]]:
-    """Attention of each query to D keys and values of its own: the output in float32, and the logarithm of the
+    """Attention of each query to the keys and values of its own: the output in float32, and the logarithm of the
     softmax's denominator."""
-    batch, fed, heads, features = q.shape
-    own_k, own_v = (x.astype(q.dtype) for x in own)
-    apart = q.reshape(batch, fed, own_k.shape[3], -1, features)
-    scores = _scores(einsum_of(q)("btgnc,btdgc->btgnd", apart, own_k), features, scale, soft_cap)
-    scores = jnp.where(jnp.atleast_2d(reached)[None, :, None, None], scores, jnp.finfo(jnp.float32).min)
+    apart = q.reshape(*q.shape[:2], own.keys.shape[3], -1, q.shape[3])
+    scores = einsum_of(q)("btgnc,btdgc->btgnd", apart, own.keys.astype(q.dtype))
+    scores = _scores(scores, q.shape[3], scale, soft_cap)
+    scores = jnp.where(jnp.atleast_2d(own.reached)[None, :, None, None], scores, _LOWEST)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    out = jnp.asarray(einsum_of(q)("btgnd,btdgc->btgnc", weights, own_v)).reshape(q.shape)
-    return out, jax.nn.logsumexp(scores, axis=-1).reshape(batch, fed, heads)
+    out = jnp.asarray(einsum_of(q)("btgnd,btdgc->btgnc", weights, own.values.astype(q.dtype)))
+    return out.reshape(q.shape), jax.nn.logsumexp(scores, axis=-1).reshape(q.shape[:3])
 
 
 def einsum_of(x: Array) -> Any:

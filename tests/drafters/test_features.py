@@ -25,13 +25,14 @@ from specjax.decode.request import prepare
 from specjax.decode.scheduler import Scheduler
 from specjax.drafters import mtp
 from specjax.drafters.dflash.model import DFlashModel
-from specjax.drafters.dflash.training import TrainedDFlash, TrainedDFlash2, TrainedDSpark
+from specjax.drafters.dflash.training import TrainedDFlash
 from specjax.drafters.draft_model import TrainedDraftModel
-from specjax.drafters.eagle3 import Eagle3Model, Options, TrainedEagle3
+from specjax.drafters.eagle3 import Eagle3Model, Options
 from specjax.drafters.early_exit import ExitModel, TrainedExit
-from specjax.drafters.features import Kept
+from specjax.drafters.features import DraftVocabulary
 from specjax.drafters.medusa import MedusaModel, TrainedMedusa
-from specjax.drafters.p_eagle import PEagleModel, TrainedPEagle
+from specjax.drafters.p_eagle import PEagleModel
+from specjax.drafters.token_rows import TrainedRows
 from specjax.errors import ConfigError, ModelError
 from specjax.evaluation.certify import Subject, certify
 from specjax.formats import trained as stored
@@ -68,21 +69,23 @@ def sizes(target: LoadedModel, *kinds: LayerKind) -> ModelConfig:
     return dataclasses.replace(target.config, num_layers=len(kinds), layers=kinds)
 
 
-def eagle3(target: LoadedModel, *kinds: LayerKind, kept: Any = None, **options: bool) -> tuple[type, Any]:
+def eagle3(target: LoadedModel, *kinds: LayerKind, vocabulary: Any = None, **options: bool) -> tuple[type, Any]:
     size = target.config.hidden_size
-    return TrainedEagle3, Eagle3Model(sizes(target, *kinds), (0, 1, 3), size, kept=kept, options=Options(**options))
+    return TrainedRows, Eagle3Model(
+        sizes(target, *kinds), (0, 1, 3), size, vocabulary=vocabulary, options=Options(**options)
+    )
 
 
-FEWER = Kept([0, 1, 4, 7, 9, 20, 33, 60], 61)
+FEWER = DraftVocabulary([0, 1, 4, 7, 9, 20, 33, 60], 61)
 
 
 def p_eagle(target: LoadedModel) -> tuple[type, Any]:
-    return TrainedPEagle, PEagleModel(sizes(target), (0, 3), target.config.hidden_size, mask_token=60)
+    return TrainedRows, PEagleModel(sizes(target), (0, 3), target.config.hidden_size, mask_token=60)
 
 
 def head(target: LoadedModel, *options: Any) -> tuple[type, Any]:
     model = mtp.MTPModel(sizes(target), (3,), target.config.hidden_size, options=mtp.Options(*options))
-    return mtp.TrainedMTP, model
+    return TrainedRows, model
 
 
 def medusa(target: LoadedModel, **options: Any) -> tuple[type, Any]:
@@ -96,11 +99,10 @@ def early_exit(target: LoadedModel) -> tuple[type, Any]:
 
 def blocks(target: LoadedModel, *kinds: LayerKind, **options: Any) -> tuple[Any, Any]:
     sizes_of, scales = sizes(target, *kinds or (LayerKind(), LayerKind())), options.pop("scales", {})
-    size, kinds_of = target.config.hidden_size, {"markov": TrainedDSpark, "taps": TrainedDFlash2}
-    trained = next((kinds_of[name] for name in options if name in kinds_of), TrainedDFlash)
+    size = target.config.hidden_size
     slots = {"slots": DEPTHS + (not options.get("from_root")), "mask_token": 60}
     model = DFlashModel(dataclasses.replace(sizes_of, **scales), (1, 3), size, **{**slots, **options})
-    return functools.partial(trained, anchors=32), model
+    return functools.partial(TrainedDFlash, anchors=32), model
 
 
 WINDOW = LayerKind(window=6)
@@ -116,7 +118,7 @@ MODELS = {
     "other_norms": lambda target: eagle3(
         target, *OTHER_LAYERS, norm_before_residual=False, norm_output=True, fc_norm=True
     ),
-    "normed_fewer_ids": lambda target: eagle3(target, kept=FEWER, norm_before_fc=True),
+    "normed_fewer_ids": lambda target: eagle3(target, vocabulary=FEWER, norm_before_fc=True),
     "p_eagle": p_eagle,
     "mtp": head,
     "mtp_other_norms": lambda target: head(target, "post", "pre"),
@@ -135,8 +137,8 @@ MODELS = {
     "dflash2": lambda target: blocks(target, WINDOW, LayerKind(), **SELECTOR),
     "dflash2_scaled": lambda target: blocks(target, **SELECTOR, scales=SCALES),
     "dflash2_from_root": lambda target: blocks(target, **{**SELECTOR, "taps": 3}, from_root=True, scales=SCALES),
-    "fewer_ids": lambda target: eagle3(target, kept=FEWER),
-    "dspark_fewer_ids": lambda target: blocks(target, from_root=True, **MARKOV, kept=FEWER),
+    "fewer_ids": lambda target: eagle3(target, vocabulary=FEWER),
+    "dspark_fewer_ids": lambda target: blocks(target, from_root=True, **MARKOV, vocabulary=FEWER),
 }
 
 
@@ -575,7 +577,7 @@ def test_one_begins_with_what_its_target_has_and_comes_back_from_disk(name, tmp_
     whole = drafter.complete(initial.params, target.params)
     ids = np.arange(61)
     if "draft_vocab_size" in fields:
-        ids = drafter.model.kept.ids
+        ids = drafter.model.vocabulary.ids
         assert set(ids) == {*range(41, 49), *range(12)}
     heads = [whole["head"]] if "head" in whole else [head["head"] for head in whole["heads"].values()]
     for own in heads:
@@ -608,12 +610,12 @@ def test_ids_are_counted_as_much_as_their_prediction_counts():
 
     assert set(most_frequent(rows(0.15), 3, 12).ids) == {7, 8, 9}
     assert set(most_frequent(rows(0.25), 1, 12).ids) == {5}
-    assert coverage(Kept([5], 12), rows(0.25)) == pytest.approx(5 * 0.25 / (5 * 0.25 + 3))
+    assert coverage(DraftVocabulary([5], 12), rows(0.25)) == pytest.approx(5 * 0.25 / (5 * 0.25 + 3))
     others = toys.Windows(np.full((3, 5), 2, np.int32))
     for share, ids in ((0.1, {7, 8, 9}), (0.3, {2, 7, 8})):
         parts = RowsToCount(rows(0.15), lambda share=share: [(rows(0.15), 1 - share), (others, share)])
         assert set(most_frequent(parts, 3, 12).ids) == ids
-        assert coverage(Kept([2], 12), parts) == pytest.approx(4 * share / (4 * share + (1 - share) * 3.75))
+        assert coverage(DraftVocabulary([2], 12), parts) == pytest.approx(4 * share / (4 * share + (1 - share) * 3.75))
 
 
 SCALED = {"logit_multiplier": 0.25, "logit_soft_cap": 3.0}

@@ -342,7 +342,7 @@ def test_without_a_length_a_draft_proposes_what_it_can(tmp_path):
     for kind, name, most in (("medusa", "medusa", 3), ("eagle3", "published", 5)):
         formats.save(draft(name, target), kind, tmp_path / kind, target="t")
         drafter: Any = specjax.load_drafter(tmp_path / kind, target)
-        assert drafter.k == min(5, most if drafter.model.most is None else drafter.model.most)
+        assert drafter.k == min(5, drafter.longest or most)
         drafter.bind(target)
 
 
@@ -413,7 +413,7 @@ def test_a_draft_in_several_files_is_read_and_a_broken_one_named(tmp_path, monke
         specjax.load_drafter(tmp_path / "draft", target)
     (tmp_path / "draft" / weights_lib.INDEX).write_bytes(index)
     drafter: Any = specjax.load_drafter(tmp_path / "draft", target, k=2)
-    assert drafter.model.spec.kept == test_features.FEWER
+    assert drafter.model.spec.vocabulary == test_features.FEWER
     formats.save(draft("fewer_ids", target), "eagle3", tmp_path / "draft", target="t")
     changed(tmp_path / "draft")
     weights = tmp_path / "draft/model.safetensors"

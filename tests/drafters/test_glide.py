@@ -18,7 +18,7 @@ import specjax
 from specjax import config
 from specjax.decode.decoder import Decoder
 from specjax.decode.programs import compiled_chunk
-from specjax.drafters.glide import BoundGlide, Glide, GlideModel, LoadedGlide, TrainedGlide, save_glide
+from specjax.drafters.glide import BoundGlide, Glide, GlideModel, LoadedGlide, TrainedGlide, load_glide, save_glide
 from specjax.errors import ConfigError, ModelError
 from specjax.interfaces import Batch, TargetView, TrainingForm
 from specjax.models.config import LayerKind, Norm
@@ -290,7 +290,7 @@ def test_a_damaged_directory_is_refused(tmp_path, change, message):
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     (tmp_path / "draft" / "SHA256SUMS").unlink()
     with pytest.raises(ModelError, match=message):
-        Glide.load(tmp_path / "draft", target, 3)
+        load_glide(tmp_path / "draft")
 
 
 def test_what_it_cannot_read_is_refused_with_the_reason():

@@ -144,7 +144,7 @@ def test_a_published_draft_is_read_as_its_makers_mean_it(row, tmp_path):
     assert spec.config.num_layers == (1 if row["kind"] == "eagle3" else layers["num_hidden_layers"])
     assert spec.config.qk_norm == ("head" if row["file"] == "blocks" or row.get("normed") else "none")
     assert (spec.config.qkv_bias, spec.config.o_bias, spec.config.mlp_bias) == (False, False, False)
-    assert (spec.kept is None) == ("d2t" not in tensors)
+    assert (spec.vocabulary is None) == ("d2t" not in tensors)
     np.testing.assert_array_equal(params["fc"]["kernel"], tensors["fc.weight"].T)
     first = f"{row['file'] if row['file'] == 'midlayer' else 'layers.0'}.self_attn.q_proj.weight"
     np.testing.assert_array_equal(params["layers"][0]["attention"]["q_proj"]["kernel"], tensors[first].T)

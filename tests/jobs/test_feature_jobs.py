@@ -225,7 +225,7 @@ def test_a_draft_of_fewer_ids_proposes_those_that_training_asks_for_most(run, tm
     for part, share in parts:
         for row in map(part.__getitem__, range(len(part))):
             np.add.at(often, row.labels, share / len(part) * row.weight.astype(np.float64))
-    least, ids = np.sort(often)[-20], set(found.model.kept.ids)
+    least, ids = np.sort(often)[-20], set(found.model.vocabulary.ids)
     assert set(np.flatnonzero(often > least + 1e-12)) <= ids <= set(np.flatnonzero(often >= least - 1e-12))
     of_text = np.bincount(prepared.train_rows.stream, minlength=len(often))
     assert ids != set(np.argsort(-of_text, kind="stable")[:20])

@@ -30,9 +30,9 @@ def proposed(patch: Patch, change: Callable[..., tuple]) -> None:
     """Replaces a proposal by ``change(real, raw, context, tokens, offset)``, of drafts without a confidence head."""
     real = one_by_one.propose
 
-    def mutated(raw, context, tokens, offset, kept=None):
-        assert kept is None
-        return change(real, raw, context, tokens, offset)
+    def mutated(raw, context, tokens, depth, confidence=None):
+        assert confidence is None
+        return change(real, raw, context, tokens, depth)
 
     patch.setattr(one_by_one, "propose", mutated)
 

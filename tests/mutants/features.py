@@ -14,12 +14,13 @@ from specjax.drafters.dflash.drafting import BoundDFlash
 from specjax.drafters.dflash.heads import Markov, Selector
 from specjax.drafters.dflash.model import Blocks, DFlashModel
 from specjax.drafters.eagle3 import FirstBlock
-from specjax.drafters.features import Kept
+from specjax.drafters.features import DraftVocabulary
 from specjax.drafters.glide import GlideModel
 from specjax.drafters.medusa import TrainedMedusa
 from specjax.drafters.p_eagle import PEagleModel
-from specjax.drafters.token_rows import BoundRows, Rows, TrainedRows
+from specjax.drafters.token_rows import BoundRows, TrainedRows
 from specjax.formats import form
+from specjax.models.attention.memory import Memory
 from specjax.models.families.settings import Settings
 from specjax.training.chunked_loss import Matched
 from tests.drafters import test_features, test_formats
@@ -120,13 +121,15 @@ def a_block_does_not_see_what_it_drafted(patch):
 def a_documents_first_token_is_seen_with_features_of_another(patch):
     def make(real):
         def mutated(memory, *args, **options):
-            of_queries, _ = memory.sight.segments
+            of_queries, _ = memory.sight.segments or (None, None)
+            if of_queries is None:
+                return real(memory, *args, **options)
             sight = dataclasses.replace(memory.sight, segments=(of_queries, of_queries))
             return real(dataclasses.replace(memory, sight=sight), *args, **options)
 
         return mutated
 
-    wrap(patch, Rows, "attend", make)
+    wrap(patch, Memory, "attend", make)
 
 
 @decoding
@@ -383,9 +386,9 @@ def offsets_are_taken_for_ids(patch):
         found = []
         for offset in ids - np.arange(len(ids)):
             found.append(max(offset, found[-1] + 1 if found else 0))
-        return Kept(found, size)
+        return DraftVocabulary(found, size)
 
-    patch.setattr(form, "Kept", mutated)
+    patch.setattr(form, "DraftVocabulary", mutated)
 
 
 @restricted

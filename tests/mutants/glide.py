@@ -84,22 +84,24 @@ def training_reads_the_root_from_the_target(patch):
     """A slot early: the root's, and with it what the target knows of it."""
 
     def make(real):
-        def mutated(q, others, sight, own, reached, *rest):
-            return real(q, others, sight.replace(last=sight.last + 1), own, reached, *rest)
+        def mutated(q, k, v, sight, *rest):
+            return real(q, k, v, sight.replace(last=sight.last + 1), *rest)
 
         return mutated
 
-    wrap(patch, block_memory, "attend_to_both", make)
+    wrap(patch, block_memory, "attend", make)
 
 
 def _reached(patch: Patch, more: int) -> None:
     def make(real):
-        def mutated(q, others, sight, own, reached, *rest):
-            return real(q, others, sight, own, jnp.arange(len(reached)) < jnp.sum(reached) + more, *rest)
+        def mutated(*args):
+            own = args[-1]
+            reached = jnp.arange(len(own.reached)) < jnp.sum(own.reached) + more
+            return real(*args[:-1], own._replace(reached=reached))
 
         return mutated
 
-    wrap(patch, block_memory, "attend_to_both", make)
+    wrap(patch, block_memory, "attend", make)
 
 
 @training
@@ -137,7 +139,7 @@ def a_block_begins_in_the_document_before(patch):
     def make(real):
         return lambda documents, root: real(None, root)
 
-    wrap(patch, glide, "inside_document", make)
+    wrap(patch, block_memory, "inside_document", make)
 
 
 @training

@@ -25,7 +25,8 @@ from specjax import formats
 from specjax.drafters import eagle3, mtp, p_eagle
 from specjax.drafters.dflash.model import DFlashModel
 from specjax.drafters.dflash.training import TrainedDFlash
-from specjax.drafters.features import Kept, LoadedDraft
+from specjax.drafters.features import DraftVocabulary, LoadedDraft
+from specjax.drafters.token_rows import TrainedRows
 from specjax.errors import ModelError
 from specjax.formats import torch_file
 from specjax.interfaces import Batch, FullLogits, Output
@@ -133,7 +134,7 @@ def alike(ours: Any, found: Any) -> None:
     np.testing.assert_array_equal(ours.argmax(-1), found.argmax(-1))
 
 
-FEWER = Kept([0, 3, 4, 9, 20, 21, 40, 60], V)
+FEWER = DraftVocabulary([0, 3, 4, 9, 20, 21, 40, 60], V)
 EAGLES = {
     "plain": {"norm_before_residual": False},
     "normed": {"norm_before_fc": True},
@@ -152,7 +153,7 @@ def test_eagle3(name, family, tmp_path):
     options = dict(EAGLES[name])
     kept, kinds = options.pop("kept", None), options.pop("kinds", (ROPE, ROPE))
     sizes, ids_of_draft = layers(*kinds, family=family), np.arange(V) if kept is None else kept.ids
-    model = eagle3.Eagle3Model(sizes, (1, 2, 3), H, kept=kept, options=eagle3.Options(**options))
+    model = eagle3.Eagle3Model(sizes, (1, 2, 3), H, vocabulary=kept, options=eagle3.Options(**options))
     params, (batch, out, _) = weights(model), text()
     captured = dataclasses.replace(out, hidden=out.hidden[1:])
     other = theirs("eagle3", model, params, tmp_path / "draft", "eagle3", "Eagle3DraftModel")
@@ -172,7 +173,7 @@ def test_eagle3(name, family, tmp_path):
             ttt_steps=3,
             loss_config=eager("kl_div"),
         )
-    trained = eagle3.TrainedEagle3(model, depths=1 if any(sizes.windows) else 3)
+    trained = TrainedRows(model, depths=1 if any(sizes.windows) else 3)
     for depth, prediction in enumerate(trained.predictions(params, batch, captured)):
         ours = np.asarray(prediction.logits)[:, 1 + depth :, ids_of_draft]
         alike(ours, found[depth][:, : T - 1 - depth])
@@ -213,7 +214,7 @@ def test_p_eagle(name, family, tmp_path):
             num_depths=depths,
             loss_config=eager("kl_div"),
         )[1]
-    trained, total = p_eagle.TrainedPEagle(model, depths=depths), 0.0
+    trained, total = TrainedRows(model, depths=depths), 0.0
     for depth, prediction in enumerate(trained.predictions(params, batch, captured)):
         ours = np.asarray(prediction.logits)[:, 1 + depth :, ids_of_draft]
         alike(ours, found[0][:, which.numpy() == depth])
@@ -231,7 +232,7 @@ def test_mtp(family, tmp_path):
     other = theirs("mtp", model, params, tmp_path / "draft", "mtp", "MTPDraftModel")
     with seen_by(other.lm_head) as found, torch.no_grad():
         _, _, metrics = other(as_torch(batch.tokens), as_torch(last.hidden[0]))
-    [prediction] = mtp.TrainedMTP(model, depths=1).predictions(params, batch, last)
+    [prediction] = TrainedRows(model, depths=1).predictions(params, batch, last)
     count = found[0].shape[1]
     ours = np.asarray(prediction.logits)[:, 1 : 1 + count]
     alike(ours, found[0])
@@ -300,7 +301,7 @@ def test_blocks(name, tmp_path):
     of_target = (read * jax.lax.rsqrt(jnp.mean(read**2, -1, keepdims=True) + 1e-5)) @ params["head"]["kernel"]
     total = 0.0
     for place, prediction in enumerate(TrainedDFlash(model, anchors=None).predictions(params, batch, captured)):
-        slot, rows = model.of_place(place), np.asarray(prediction.target_rows)[0, ANCHORS]
+        slot, rows = model.slot_of(place), np.asarray(prediction.target_rows)[0, ANCHORS]
         alike(np.asarray(of_target)[0, rows][:, : found["targets"].shape[-1]], found["targets"][:, slot])
         ours = np.asarray(prediction.logits)[0, ANCHORS]
         if kind == "dflash2":
@@ -308,12 +309,12 @@ def test_blocks(name, tmp_path):
             continue
         alike(ours[:, ids], found["logits"][:, slot])
         p, q = (jnp.asarray(x)[None] for x in (found["targets"][:, slot], ours[:, ids]))
-        of_place = ForwardKL()(q, FullLogits(p), jnp.zeros((1, len(ANCHORS)), jnp.int32))[0]
+        slot_of = ForwardKL()(q, FullLogits(p), jnp.zeros((1, len(ANCHORS)), jnp.int32))[0]
         if prediction.confidence is not None:
             said = prediction.confidence(prediction.hidden)[0, ANCHORS]
             alike(said, found["confidence"][:, slot])
-            of_place += optax.sigmoid_binary_cross_entropy(said, alpha_per_position(p, q)[0])
-        total += float(np.mean(of_place)) * math.exp(-place / 4)
+            slot_of += optax.sigmoid_binary_cross_entropy(said, alpha_per_position(p, q)[0])
+        total += float(np.mean(slot_of)) * math.exp(-place / 4)
     if kind != "dflash2":  # theirs takes the target's choice for right, ours its whole distribution
         # Theirs is divided by the number of all slots that count, ours by what they weigh.
         assert total / model.most == pytest.approx(loss, abs=1e-5)

@@ -59,13 +59,13 @@ class ConvolvedBlock(Block):
 
     def __call__(self, x, rotary, memory: Attended):
         """Output of the layer, as that of `Block`; its keys and values are those of blended slots."""
-        kept = []
+        layers = []
 
         def attention(read: Array) -> Array:
             attended, *others = self.attention(read, rotary, memory)
-            kept.extend(others)
+            layers.extend(others)
             return attended
 
         x = x + self.attention_conv.around(attention, normed(self.attention_norm, x))
         x = x + self.mlp_conv.around(self.feed_forward, normed(self.mlp_norm, x))
-        return x, *kept
+        return x, *layers

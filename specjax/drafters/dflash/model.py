@@ -16,14 +16,16 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from specjax.drafters.dflash.convolution import ConvolvedBlock
+from specjax.drafters.dflash.drafting import BoundDFlash
 from specjax.drafters.dflash.heads import Markov, Selector, Sequential
 from specjax.drafters.features import FeatureModel, embedding_and_head, head_rows, of_hidden
 from specjax.interfaces import PLAIN, Output, Params, TrainingForm
-from specjax.models.attention.blocks import attend_to_both
+from specjax.models.attention.blocks import attend
 from specjax.models.attention.memory import Attended
 from specjax.models.attention.sight import AttentionMask
 from specjax.models.attention.stored import Layer
 from specjax.models.layers import Linear, make_norm
+from specjax.models.products import OwnKV
 from specjax.models.rotary import rotary_table
 from specjax.models.training import gathered
 from specjax.models.transformer import Block
@@ -81,8 +83,8 @@ class Blocks:
 
         slot = jnp.arange(self.slots, dtype=jnp.int32)
         reached = slot[None] <= jnp.tile(slot, fed // self.slots)[:, None] if self.causal else slot >= 0
-        own = of_block(k), of_block(v)
-        return attend_to_both(q, self.injected, self.sight, own, reached, scale, soft_cap), ()
+        own = OwnKV(of_block(k), of_block(v), reached)
+        return attend(q, *self.injected, self.sight, scale, soft_cap, own), ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +117,17 @@ class DFlashModel(FeatureModel):
     net: ClassVar[Any] = Net
 
     @property
+    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self.candidates:
+            return "dflash2"
+        return "dspark" if self.markov_rank or self.confident else "dflash"
+
+    @property
     def most(self) -> int:
         return self.slots - (not self.from_root)
+
+    def decoding(self, k: int) -> BoundDFlash:
+        return BoundDFlash(self, k)
 
     @property
     def rank(self) -> int:
@@ -168,18 +179,18 @@ class DFlashModel(FeatureModel):
         x, multiplier = super().embedded(module, tokens), self.config.embedding_multiplier
         return x if multiplier == 1 else x * jnp.asarray(multiplier, x.dtype)
 
-    def of_place(self, place: int) -> int:
-        """The slot that predicts the token at depth ``place``, 0 .. K-1."""
-        return place + (not self.from_root)
+    def slot_of(self, depth: int) -> int:
+        """The slot that predicts the token at ``depth``, 0 .. K-1."""
+        return depth + (not self.from_root)
 
-    def sights(self, roots: Int[Array, "B A"], segments: Any = None, places: Any = None) -> list[AttentionMask]:
-        """Injected keys that the slots of these blocks see, all before their roots, by layer. ``places``: positions of
+    def sights(self, roots: Int[Array, "B A"], segments: Any = None, positions: Any = None) -> list[AttentionMask]:
+        """Injected keys that the slots of these blocks see, all before their roots, by layer. ``positions``: those of
         the keys; None: their numbers."""
         slot = jnp.arange(self.slots, dtype=jnp.int32)[None, None]
         last = jnp.broadcast_to(roots[..., None] - 1, (*roots.shape, self.slots)).reshape(len(roots), -1)
         at = last if self.window_at_root else (roots[..., None] + slot).reshape(len(roots), -1)
         return [
-            AttentionMask(last, segments=segments).within(self.config.layer(i).window, at, places)
+            AttentionMask(last, segments=segments).within(self.config.layer(i).window, at, positions)
             for i in range(self.config.num_layers)
         ]
 

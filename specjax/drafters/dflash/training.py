@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specjax.drafters.dflash.drafting import DFlash, DFlash2, DSpark
 from specjax.drafters.features import TrainedFeatureDraft
 from specjax.interfaces import Batch, Output, Params, Prediction
 from specjax.models.attention.stored import Layer
@@ -43,7 +42,6 @@ class TrainedDFlash(TrainedFeatureDraft):
     gamma: float = 4.0
     depths: int | None = None
     confidence: float = 1.0
-    drafter: ClassVar[Any] = DFlash
     draws: ClassVar[bool] = True
 
     def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
@@ -55,18 +53,18 @@ class TrainedDFlash(TrainedFeatureDraft):
         final = self._slots(params, batch, target_out, roots)
         module, text = model.module(params), jnp.asarray(batch.tokens)
         state = model.before_first(module, jnp.take_along_axis(text, roots, axis=1), final)
-        places = model.most if self.depths is None else self.depths
-        shares = [math.exp(-place / self.gamma) for place in range(places)]
+        depths = model.most if self.depths is None else self.depths
+        shares = [math.exp(-depth / self.gamma) for depth in range(depths)]
         logits = functools.partial(self._logits, params)
         more: dict[str, Any] = {"kept": model.in_vocabulary}
         if model.candidates:
             more["loss_logits"] = functools.partial(self._logits, params, loss_logits=True)
         if model.confident:
             more |= {"confidence": functools.partial(self._confidence, params), "confidence_share": self.confidence}
-        for place, share in enumerate(shares):
-            rows = roots + place
+        for depth, share in enumerate(shares):
+            rows = roots + depth
             weight = counts * self._weight(batch, roots, rows)
-            hidden = final[:, :, model.of_place(place)]
+            hidden = final[:, :, model.slot_of(depth)]
             before = jnp.take_along_axis(text, rows, axis=1, mode="clip")
             state, read = model.read(module, state, before, hidden)
             made_of = jnp.concatenate([hidden, read], axis=-1)
@@ -151,17 +149,3 @@ class TrainedDFlash(TrainedFeatureDraft):
         blocks are shorter."""
         fewer = depths <= (self.model.most or depths)
         return dataclasses.replace(self, depths=depths, every=True) if fewer else None
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainedDSpark(TrainedDFlash):
-    """A DSpark draft in training."""
-
-    drafter: ClassVar[Any] = DSpark
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainedDFlash2(TrainedDFlash):
-    """A DFlash2 draft in training."""
-
-    drafter: ClassVar[Any] = DFlash2

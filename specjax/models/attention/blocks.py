@@ -2,7 +2,7 @@
 (2205.14135), forward and backward. A prompt of 32,000 tokens has 4 GB of scores a head.
 
 Dims: B rows, T tokens fed, S keys, H query heads, G key-value heads, C head features, ``heads`` BG (B * G) or B and G,
-D keys of each query's own, Q queries of a key-value head over all tokens fed, K keys at a time.
+Q queries of a key-value head over all tokens fed, K keys at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from specjax import backend
 from specjax.models import products
@@ -28,32 +28,16 @@ def attend(
     sight: AttentionMask,
     scale: float | None = None,
     soft_cap: float | None = None,
+    own: products.OwnKV | None = None,
 ) -> Float[Array, "B T H C"]:
-    """Grouped-query attention: all scores at once if they are few, else block by block."""
+    """Grouped-query attention, see `specjax.models.products.attend`: all scores at once if they are few, else block by
+    block."""
     batch, fed, heads, _ = q.shape
     if batch * heads * fed * k.shape[-2] <= backend.score_count():
-        return products.attend(q, k, v, sight.all(k.shape[-2]), scale, soft_cap)
-    return in_blocks(q, k, v, sight, scale, soft_cap)[0].astype(q.dtype)
-
-
-def attend_to_both(
-    q: Float[Array, "B T H C"],
-    others: tuple[Float[Array, "*heads S C"], Float[Array, "*heads C S"]],
-    sight: AttentionMask,
-    own: tuple[Float[Array, "B T D G C"], Float[Array, "B T D G C"]],
-    reached: Bool[Array, "#T D"] | Bool[Array, " D"],
-    scale: float | None = None,
-    soft_cap: float | None = None,
-) -> Float[Array, "B T H C"]:
-    """`attend` to S keys and values that all queries share and to D of each query's own, under one softmax.
-    ``reached``: mask of its own keys that a query sees, one for all queries or one for each."""
-    batch, fed, heads, _ = q.shape
-    count = others[0].shape[-2]
-    if batch * heads * fed * count <= backend.score_count():
-        return products.attend_to_both(q, others, sight.all(count), own, reached, scale, soft_cap)
-    k, v = (x.astype(q.dtype) for x in others)
-    of_own = products.attend_to_own(q, own, reached, scale, soft_cap)
-    return merged(in_blocks(q, k, v, sight, scale, soft_cap), of_own).astype(q.dtype)
+        return products.attend(q, k, v, sight.all(k.shape[-2]), scale, soft_cap, own)
+    shared = in_blocks(q, k.astype(q.dtype), v.astype(q.dtype), sight, scale, soft_cap)
+    out = shared[0] if own is None else merged(shared, products.attend_to_own(q, own, scale, soft_cap))
+    return out.astype(q.dtype)
 
 
 def in_blocks(

@@ -64,15 +64,8 @@ class Memory:
             sight = sight.within(sight.window, queries, _key_positions(cached.keys.shape[-2], queries, start))
         return dataclasses.replace(self, cached=cached, sight=sight, start=start)
 
-    def attend(
-        self,
-        q: Float[Array, "B T H C"],
-        k: Float[Array, "B T G C"],
-        v: Float[Array, "B T G C"],
-        scale: float | None = None,
-        soft_cap: float | None = None,
-    ) -> tuple[Float[Array, "B T H C"], Stored]:
-        """Output of attention, and the layer with the tokens' own keys and values."""
+    def attend(self, q, k, v, scale: float | None = None, soft_cap: float | None = None) -> tuple[Array, Stored]:
+        """Output of attention, and the layer with the tokens' own keys and values, see `Attended`."""
         own = Layer.of(k, v, folded=not self.spread)
         layer = own if self.cached is None else self.cached.write(self.start, own, self.spread)
         if not self.whole:

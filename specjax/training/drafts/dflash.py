@@ -11,10 +11,9 @@ from pydantic import Field
 
 from specjax.config import RunConfig
 from specjax.data.rows import Rows
-from specjax.drafters.dflash.drafting import DFlash, DFlash2, DSpark
 from specjax.drafters.dflash.heads import Sequential
 from specjax.drafters.dflash.model import DFlashModel
-from specjax.drafters.dflash.training import TrainedDFlash, TrainedDFlash2, TrainedDSpark
+from specjax.drafters.dflash.training import TrainedDFlash
 from specjax.drafters.features import ENDS, LoadedDraft, layers_like
 from specjax.errors import ConfigError
 from specjax.interfaces import Params, Target
@@ -45,9 +44,7 @@ class DFlashDraft(FeatureDraft):
     gamma: Annotated[float, Field(gt=0)] = 4.0
     """Number of depths over which the weight of a depth falls by a factor of e."""
     kind: Literal["dflash"] = "dflash"  # pyright: ignore[reportIncompatibleVariableOverride]
-    drafter_class: ClassVar[Any] = DFlash
     of_training: ClassVar[Any] = frozenset({"anchors", "gamma", "confidence"})
-    trained: ClassVar[Any] = TrainedDFlash
 
     def described(self, config: RunConfig, target: Target) -> TrainedDFlash:
         full = target.config
@@ -58,20 +55,16 @@ class DFlashDraft(FeatureDraft):
             layers,
             reads,
             full.hidden_size,
-            kept=first_ids(self.draft_vocab_size, full),
+            vocabulary=first_ids(self.draft_vocab_size, full),
             slots=self.block_size,
             mask_token=mask,
             from_root=self.sample_from_anchor is not False,
             **self.own(full),
         )
-        return self.trained(model, ENDS, anchors=self.anchors, gamma=self.gamma, **self.weighed())
+        return TrainedDFlash(model, ENDS, anchors=self.anchors, gamma=self.gamma)
 
     def own(self, full: Any) -> dict[str, Any]:
         """Fields of `DFlashModel` that its kind adds, for a target of these sizes."""
-        return {}
-
-    def weighed(self) -> dict[str, Any]:
-        """Fields of `TrainedDFlash` that its kind adds."""
         return {}
 
     def first(self, drafter: Any, params: Params, target: Target, rows: Rows) -> Params:
@@ -119,8 +112,9 @@ class DSparkDraft(DFlashDraft):
     confidence_with_markov: bool = True
     """True if the draft's prediction of its own acceptance also reads the token before."""
     kind: Literal["dspark"] = "dspark"  # pyright: ignore[reportIncompatibleVariableOverride]
-    drafter_class: ClassVar[Any] = DSpark
-    trained: ClassVar[Any] = TrainedDSpark
+
+    def described(self, config: RunConfig, target: Target) -> TrainedDFlash:
+        return dataclasses.replace(super().described(config, target), confidence=self.confidence)
 
     def own(self, full: Any) -> dict[str, Any]:
         heads = {
@@ -128,9 +122,6 @@ class DSparkDraft(DFlashDraft):
             "confident_of_markov": self.confidence > 0 and self.confidence_with_markov,
         }
         return {"markov_rank": self.markov_rank, "markov": self.markov_head_type, **heads}
-
-    def weighed(self) -> dict[str, Any]:
-        return {"confidence": self.confidence}
 
     def _stored(self, config: RunConfig, target: Target) -> LoadedDraft | None:
         found: Any = super()._stored(config, target)
@@ -152,8 +143,6 @@ class DFlash2Draft(DFlashDraft):
     selector_top_k: Annotated[int, Field(ge=1)] = 16
     """Number of candidates of a slot, which are all that it can propose."""
     kind: Literal["dflash2"] = "dflash2"  # pyright: ignore[reportIncompatibleVariableOverride]
-    drafter_class: ClassVar[Any] = DFlash2
-    trained: ClassVar[Any] = TrainedDFlash2
 
     def own(self, full: Any) -> dict[str, Any]:
         if self.draft_vocab_size is not None:

@@ -1,4 +1,4 @@
-"""The section `draft` of EAGLE-3 drafts, which begin as the best linear guess."""
+"""The section `draft` of EAGLE-3 and P-EAGLE drafts, which begin as the best linear guess."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from pydantic import Field
 
 from specjax.config import RunConfig
 from specjax.data.rows import Rows
-from specjax.drafters.eagle3 import Eagle3, Eagle3Model, Options, TrainedEagle3
+from specjax.drafters.eagle3 import Eagle3Model, Options
 from specjax.drafters.features import ENDS, layers_like
+from specjax.drafters.p_eagle import PEagleModel
 from specjax.drafters.token_rows import TrainedRows
 from specjax.interfaces import Batch, Output, Params, Target
 from specjax.models.config import ModelConfig
-from specjax.training.drafts.features import FeatureDraft, first_ids, streams
+from specjax.training.drafts.features import FeatureDraft, first_ids, mask_token, streams
 from specjax.training.init.least_squares import linear_guess, silent, unit
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Draft(FeatureDraft):
-    """The section `draft` of an EAGLE-3 draft: layers of the target's sizes, with its embedding and head, frozen."""
+class _Eagle(FeatureDraft):
+    """Fields that both kinds have."""
 
     reads: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Numbers of the target's streams that the draft captures, ascending; stream i leaves layer i - 1. None: 2, L / 2
     and L - 3 of L layers; for a target of few layers L / 3, 2 L / 3 and L."""
     layers: Annotated[int, Field(ge=1, le=8)] = 1
-    """Number of the draft's layers."""
+    """Number of the draft's layers; the paper of P-EAGLE has four."""
     depths: Annotated[int, Field(ge=1, le=16)] = 3
     """Number of a block's tokens that training unrolls."""
     depth_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
@@ -37,23 +38,57 @@ class Eagle3Draft(FeatureDraft):
     draft_vocab_size: Annotated[int, Field(ge=1)] | None = None
     """Size of the draft vocabulary, the most frequent ids of the training data; None: all ids."""
     norm_before_residual: bool = True
+    of_training: ClassVar[Any] = frozenset({"depths", "depth_decay"})
+    model: ClassVar[type[Eagle3Model]] = Eagle3Model
+
+    def described(self, config: RunConfig, target: Target) -> TrainedRows:
+        full: ModelConfig = target.config
+        reads, own = streams(self.reads, config, full), self.own(full)
+        names = {field.name for field in dataclasses.fields(Options)}
+        options = Options(**{name: value for name, value in vars(self).items() if name in names})
+        sizes = {"vocabulary": first_ids(self.draft_vocab_size, full), "options": options, **own}
+        model = self.model(layers_like(full, self.layers), reads, full.hidden_size, **sizes)
+        return TrainedRows(model, ENDS, depths=self.depths, decay=self.depth_decay)
+
+    def own(self, full: ModelConfig) -> dict[str, Any]:
+        """Fields of the model that its kind adds, for a target of these sizes."""
+        return {}
+
+    def first(self, drafter: Any, params: Params, target: Target, rows: Rows) -> Params:
+        return as_a_linear_guess(drafter, params, target, rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Draft(_Eagle):
+    """The section `draft` of an EAGLE-3 draft: layers of the target's sizes, with its embedding and head, frozen."""
+
     norm_output: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     kind: Literal["eagle3"] = "eagle3"  # pyright: ignore[reportIncompatibleVariableOverride]
-    drafter_class: ClassVar[Any] = Eagle3
-    of_training: ClassVar[Any] = frozenset({"depths", "depth_decay"})
 
-    def described(self, config: RunConfig, target: Target) -> TrainedEagle3:
-        full: ModelConfig = target.config
-        reads = streams(self.reads, config, full)
-        options = Options(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Options)})
-        kept, layers = first_ids(self.draft_vocab_size, full), layers_like(full, self.layers)
-        model = Eagle3Model(layers, reads, full.hidden_size, kept=kept, options=options)
-        return TrainedEagle3(model, ENDS, depths=self.depths, decay=self.depth_decay)
 
-    def first(self, drafter: Any, params: Params, target: Target, rows: Rows) -> Params:
-        return as_a_linear_guess(drafter, params, target, rows)
+@dataclasses.dataclass(frozen=True)
+class _MaskToken:
+    """A field that comes before the others."""
+
+    mask_token: Annotated[int, Field(ge=0)] | None = None
+    """Id that no text has, whose embedding mask rows have; None: the last of the vocabulary."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PEagleDraft(_Eagle, _MaskToken):
+    """The section `draft` of a P-EAGLE draft: layers of the target's sizes, with its embedding and head, frozen."""
+
+    depths: Annotated[int, Field(ge=1, le=16)] = 5
+    """Number of depths of a block that are trained."""
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    kind: Literal["p_eagle"] = "p_eagle"  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: ClassVar[type[Eagle3Model]] = PEagleModel
+
+    def own(self, full: ModelConfig) -> dict[str, Any]:
+        return {"mask_token": mask_token(self.mask_token, full)}
 
 
 def as_a_linear_guess(drafter: TrainedRows, params: Params, target: Target, rows: Rows) -> Params:

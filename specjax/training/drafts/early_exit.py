@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from specjax.config import RunConfig
 from specjax.data.rows import Rows
-from specjax.drafters.early_exit import EarlyExit, ExitModel, TrainedExit
+from specjax.drafters.early_exit import ExitModel, TrainedExit
 from specjax.drafters.features import layers_like
 from specjax.errors import ConfigError
 from specjax.interfaces import Params, Target
@@ -26,7 +26,6 @@ class EarlyExitDraft(FeatureDraft):
     adapter: Annotated[int, Field(ge=1)] | None = None
     """Number of neurons of the adapter; None: the target's hidden size."""
     kind: Literal["early_exit"] = "early_exit"  # pyright: ignore[reportIncompatibleVariableOverride]
-    drafter_class: ClassVar[Any] = EarlyExit
 
     def described(self, config: RunConfig, target: Target) -> TrainedExit:
         full = target.config

@@ -19,8 +19,8 @@ from specjax.data.rows import RowsToCount, spread
 from specjax.drafters.base import stored_start
 from specjax.drafters.features import (
     ENDS,
+    DraftVocabulary,
     FeatureDrafter,
-    Kept,
     LoadedDraft,
     check_readable,
     end_of,
@@ -36,10 +36,9 @@ from specjax.models.training import in_float32
 
 
 class FeatureDraft(DraftKind):
-    """Base of the sections `draft`. A subclass is a dataclass with ``kind`` and ``drafter_class``."""
+    """Base of the sections `draft`. A subclass is a dataclass with ``kind``."""
 
     kind: str
-    drafter_class: ClassVar[type[FeatureDrafter]]
     keeps_hidden: ClassVar[bool] = True
     of_training: ClassVar[Any] = frozenset()
 
@@ -62,9 +61,8 @@ class FeatureDraft(DraftKind):
             hf.refuse_quantised(target.params, f"draft.init: {init}")
             own = _without_the_targets(stored, target)
             return Initial(self._as(drafter, own), own.params)
-        if drafter.model.kept is not None:
-            kept = most_frequent(rows, len(drafter.model.kept.ids), drafter.model.kept.size)
-            drafter = drafter.with_ids(kept)
+        if (first := drafter.model.vocabulary) is not None:
+            drafter = drafter.with_vocabulary(most_frequent(rows, len(first.ids), first.size))
         _, key = jax.random.split(jax.random.key(config.seed))
         params = drafter.init_params(key, target)
         if init not in ("scratch", {"kind": "scratch"}):
@@ -91,7 +89,7 @@ class FeatureDraft(DraftKind):
         self, directory: str | os.PathLike, target: TargetInfo, k: int, check_finite: bool = True
     ) -> FeatureDrafter:
         found = formats.load(directory, self.kind, target, check_finite, asked=formats.asked_of(self))
-        return type(self).drafter_class(found, k)
+        return FeatureDrafter(found, k, self.kind)
 
 
 def _without_the_targets(draft: LoadedDraft, target: Target) -> LoadedDraft:
@@ -120,29 +118,29 @@ def streams(reads: tuple[int, ...] | None, config: RunConfig, full: ModelConfig)
     return reads
 
 
-def first_ids(count: int | None, full: ModelConfig) -> Kept | None:
+def first_ids(count: int | None, full: ModelConfig) -> DraftVocabulary | None:
     """Draft vocabulary of the first ``count`` ids, until a text says which are frequent (`most_frequent`); None: all
     ids. Raises `ConfigError`."""
     if count is None or count == full.vocab_size:
         return None
     if count > full.vocab_size:
         raise ConfigError(f"draft.draft_vocab_size: {count:,}, and the target has {full.vocab_size:,} ids; lower it")
-    return Kept(np.arange(count), full.vocab_size)
+    return DraftVocabulary(np.arange(count), full.vocab_size)
 
 
-def most_frequent(rows: TextRows, count: int, size: int) -> Kept:
+def most_frequent(rows: TextRows, count: int, size: int) -> DraftVocabulary:
     """Draft vocabulary of the ``count`` ids to predict most often, in a sample of the rows. Its coverage is logged."""
     often = _counted(rows, size)
-    kept = Kept(np.sort(np.argsort(-often, kind="stable")[:count]), size)
-    share = 100 * often[kept.ids].sum() / max(often.sum(), 1e-30)
+    vocabulary = DraftVocabulary(np.sort(np.argsort(-often, kind="stable")[:count]), size)
+    share = 100 * often[vocabulary.ids].sum() / max(often.sum(), 1e-30)
     _log.info("draft vocabulary: %s of %s ids, %.2f%% of what is predicted", f"{count:,}", f"{size:,}", share)
-    return kept
+    return vocabulary
 
 
-def coverage(kept: Kept, rows: TextRows) -> float:
-    """Share of the ids to predict that the draft vocabulary ``kept`` covers, in a sample of the rows."""
-    often = _counted(rows, kept.size)
-    return float(often[kept.ids].sum() / max(often.sum(), 1e-30))
+def coverage(vocabulary: DraftVocabulary, rows: TextRows) -> float:
+    """Share of the ids to predict that a draft vocabulary covers, in a sample of the rows."""
+    often = _counted(rows, vocabulary.size)
+    return float(often[vocabulary.ids].sum() / max(often.sum(), 1e-30))
 
 
 def _counted(rows: TextRows, size: int) -> Float[np.ndarray, " V"]:

@@ -12,9 +12,10 @@ from pydantic import Field
 from specjax.config import RunConfig
 from specjax.data.rows import Rows
 from specjax.drafters.base import stored_start
-from specjax.drafters.glide import Glide, GlideModel, LoadedGlide, TrainedGlide, check_readable, load_glide
+from specjax.drafters.glide import GlideModel, LoadedGlide, TrainedGlide, check_readable, load_glide
 from specjax.errors import ConfigError
-from specjax.interfaces import DraftKind, Initial, Target
+from specjax.formats.loading import load_drafter
+from specjax.interfaces import Drafter, DraftKind, Initial, Target
 from specjax.models.files import draft_of
 from specjax.models.transformer import Model
 from specjax.training.init.first_weights import calibration
@@ -74,5 +75,5 @@ class GlideDraft(DraftKind):
         check_readable(model, reads, full)
         return TrainedGlide(GlideModel(Model(model), reads), family, self.depths, self.depth_decay)
 
-    def load(self, directory: str | os.PathLike, target: Target, k: int, check_finite: bool = True) -> Glide:
-        return Glide.load(directory, target, k, check_finite)
+    def load(self, directory: str | os.PathLike, target: Target, k: int, check_finite: bool = True) -> Drafter:
+        return load_drafter(directory, target, k, self.kind, check_finite)

@@ -12,7 +12,7 @@ from pydantic import Field
 from specjax.config import RunConfig
 from specjax.data.rows import Rows
 from specjax.drafters.features import dense, layers_like
-from specjax.drafters.medusa import Medusa, MedusaModel, TrainedMedusa
+from specjax.drafters.medusa import MedusaModel, TrainedMedusa
 from specjax.interfaces import Params, Target
 from specjax.models.training import in_float32
 from specjax.training.drafts.features import FeatureDraft, refuse_architecture
@@ -32,7 +32,6 @@ class MedusaDraft(FeatureDraft):
     depth_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Weight of a head's loss over that of the head before."""
     kind: Literal["medusa"] = "medusa"  # pyright: ignore[reportIncompatibleVariableOverride]
-    drafter_class: ClassVar[Any] = Medusa
     of_training: ClassVar[Any] = frozenset({"depth_decay"})
 
     def described(self, config: RunConfig, target: Target) -> TrainedMedusa:

@@ -12,7 +12,8 @@ from pydantic import Field
 from specjax.config import RunConfig
 from specjax.data.rows import Rows
 from specjax.drafters.features import ENDS, layers_like
-from specjax.drafters.mtp import MTP, MTPModel, Norms, Options, TrainedMTP
+from specjax.drafters.mtp import MTPModel, Norms, Options
+from specjax.drafters.token_rows import TrainedRows
 from specjax.interfaces import Batch, Output, Params, Target
 from specjax.training.drafts.features import FeatureDraft, refuse_architecture
 from specjax.training.init.least_squares import linear_guess, silent, unit
@@ -33,15 +34,14 @@ class MTPDraft(FeatureDraft):
     """Point at which the draft's stand-in for that stream is taken, behind the root: before the draft's own last norm
     or after it; None: after, or as a stored head says."""
     kind: Literal["mtp"] = "mtp"  # pyright: ignore[reportIncompatibleVariableOverride]
-    drafter_class: ClassVar[Any] = MTP
     of_training: ClassVar[Any] = frozenset({"depths", "depth_decay", "state", "recycled"})
 
-    def described(self, config: RunConfig, target: Target) -> TrainedMTP:
+    def described(self, config: RunConfig, target: Target) -> TrainedRows:
         full = target.config
         refuse_architecture(config)
         options = dataclasses.replace(Options(), **self._named)
         model = MTPModel(layers_like(full), (full.num_layers,), full.hidden_size, options=options)
-        return TrainedMTP(model, ENDS, depths=self.depths, decay=self.depth_decay)
+        return TrainedRows(model, ENDS, depths=self.depths, decay=self.depth_decay)
 
     @property
     def _named(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from specjax import config as config_lib
 from specjax.data.rows import Rows
-from specjax.drafters.features import Kept, TrainedFeatureDraft
+from specjax.drafters.features import DraftVocabulary, TrainedFeatureDraft
 from specjax.interfaces import Initial, Params
 from specjax.models.hf import LoadedModel
 from specjax.runtime import artifact, fingerprint
@@ -104,18 +104,18 @@ def _planned(planned: Initial | None, file: Path) -> Initial | None:
     drafter: Any = planned.drafter
     if _chooses_ids(drafter):
         with safe_open(file, "numpy") as found:
-            drafter = drafter.with_ids(Kept(found.get_tensor(_IDS), drafter.model.kept.size))
+            drafter = drafter.with_vocabulary(DraftVocabulary(found.get_tensor(_IDS), drafter.model.vocabulary.size))
     return Initial(drafter, planned.params)
 
 
 def _chooses_ids(drafter: Any) -> bool:
-    return isinstance(drafter, TrainedFeatureDraft) and drafter.model.kept is not None
+    return isinstance(drafter, TrainedFeatureDraft) and drafter.model.vocabulary is not None
 
 
 def _named(drafter: Any, params: Params) -> dict[str, Any]:
     """Arrays of the file by their names there, or shapes if ``params`` are shapes."""
     named = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    return {**named, _IDS: drafter.model.kept.ids} if _chooses_ids(drafter) else named
+    return {**named, _IDS: drafter.model.vocabulary.ids} if _chooses_ids(drafter) else named
 
 
 def _holds(file: Path, planned: Initial) -> bool:

@@ -121,21 +121,16 @@ def test_keys_of_a_query_s_own_are_merged_with_those_of_all(fed, each):
     """Also where it sees none of the latter, and ``each`` query its own share of the former."""
     q, k, v = arrays(fed)
     one, other = (jax.random.normal(jax.random.key(i), (ROWS, fed, 3, KV_HEADS, FEATURES)) for i in (3, 4))
-    own = one, other
     sight, reached = AttentionMask(places(-1, 20, fed=fed)), jnp.arange(3) < 2
     if each:
         reached = jnp.arange(3)[None] <= jnp.arange(fed)[:, None] % 3
-    out = attention.attend_to_both(q, (k, v), sight, own, reached, soft_cap=4.0)
-    expected = products.attend_to_both(q, (k, v), sight.all(KEYS), own, reached, soft_cap=4.0)
+    own = products.OwnKV(one, other, reached)
+    out = attention.attend(q, k, v, sight, soft_cap=4.0, own=own)
+    expected = products.attend(q, k, v, sight.all(KEYS), soft_cap=4.0, own=own)
     np.testing.assert_allclose(out, expected, atol=1e-5)
     if each:  # one after the other
         for i in range(fed):
-            one_by_one = products.attend_to_both(
-                q[:, i : i + 1],
-                (k, v),
-                sight.all(KEYS)[:, i : i + 1],
-                (one[:, i : i + 1], other[:, i : i + 1]),
-                reached[i],
-                soft_cap=4.0,
-            )
+            of_one = products.OwnKV(one[:, i : i + 1], other[:, i : i + 1], reached[i])
+            seen = sight.all(KEYS)[:, i : i + 1]
+            one_by_one = products.attend(q[:, i : i + 1], k, v, seen, soft_cap=4.0, own=of_one)
             np.testing.assert_allclose(out[:, i : i + 1], one_by_one, atol=1e-5)
