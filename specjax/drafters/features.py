@@ -72,7 +72,8 @@ class DraftVocabulary:
 
     @property
     def digest(self) -> str:
-        return f"{self!r} {hashlib.sha256(self.ids.tobytes()).hexdigest()}"
+        """Text that tells the vocabulary from others in a run's fingerprint, with the class's name there."""
+        return f"Kept({len(self.ids)} of {self.size}) {hashlib.sha256(self.ids.tobytes()).hexdigest()}"
 
     @property
     def mask(self) -> Bool[np.ndarray, " V"]:

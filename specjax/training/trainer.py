@@ -396,10 +396,13 @@ def _may_differ(was: Any, now: Any) -> None:
 def _fingerprint(stage, drafter, target, data: StageData) -> dict[str, Any]:
     settings = {k: v for k, v in dataclasses.asdict(stage).items() if k not in _CHANGE_NO_WEIGHT}
     target_params, target_config = (None, None) if target is None else fingerprint.of_model(target)
+    # A value too large to be written out has a digest.
+    described = json.loads(json.dumps(dataclasses.asdict(drafter), default=lambda x: x.digest))
+    if "vocabulary" in (model := described.get("model") or {}):
+        model["kept"] = model.pop("vocabulary")  # the name in the directories of runs that have begun
     return {
         "stage": settings,
-        # A value too large to be written out has a digest.
-        "drafter": json.loads(json.dumps(dataclasses.asdict(drafter), default=lambda x: x.digest)),
+        "drafter": described,
         "seed": data.seed,
         "target_params": target_params,
         "target_config": target_config,

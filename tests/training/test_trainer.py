@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 from specjax import backend, config, registry
 from specjax.data.rows import Batches, take
 from specjax.drafters.draft_model import TrainedDraftModel
+from specjax.drafters.features import DraftVocabulary
 from specjax.errors import DataError, Stopped, TrainingError
 from specjax.runtime.checkpoint import Checkpoints
 from specjax.runtime.log import read_log
@@ -595,3 +597,22 @@ def test_what_a_stage_leaves_open_is_said_by_the_device(monkeypatch):
     ):
         found = trainer.settled(stage, drafter)
         assert (found.compute_dtype, found.remat) == expected
+
+
+@dataclasses.dataclass(frozen=True)
+class Restricted:
+    vocabulary: DraftVocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class RestrictedDraft:
+    model: Restricted
+
+
+def test_a_draft_vocabulary_is_named_as_runs_that_have_begun_name_it():
+    rows = toys.rows(4)
+    data = trainer.StageData(rows, rows, seed=0)
+    drafter = RestrictedDraft(Restricted(DraftVocabulary([1, 3], 5)))
+    told = trainer._fingerprint(config.Stage(steps=1), drafter, None, data)["drafter"]
+    assert list(told["model"]) == ["kept"]
+    assert told["model"]["kept"].startswith("Kept(2 of 5) ")
