@@ -17,13 +17,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from synthetic import TARGETS, successor
 
 from specjax import backend
 from specjax.costs.devices import this_device
 from specjax.costs.roofline import pass_work, storage_of
-from specjax.costs.timer import depending, looped
+from specjax.costs.timer import Turns, depending, looped
 from specjax.models.hf import LoadedModel
 from specjax.report import record
 
@@ -33,18 +32,17 @@ SHAPES = {"8B": ((1, 1024), (1, 8192), (16, 4096)), "1B": ((1, 1024), (1, 8192),
 _TURNS = 5
 
 
-class Passes:
+class Passes(Turns):
     """Loops of passes over a cache that is full but for a block, timed in turn."""
 
     def __init__(self, target: LoadedModel, batch: int, slots: int, tokens: tuple[int, ...] = TOKENS, many: int = 20):
         layout = target.layout()
-        self._params, self._many = layout.params, many
+        self._params = layout.params
         self.cache = layout.spec.init_cache(batch, slots).fold()
         self._first = jnp.full((batch,), slots - max(tokens), jnp.int32)
-        self._loops = {m: self._loop(layout.spec, batch, m) for m in tokens}
-        self.seconds: dict[int, list[float]] = {m: [] for m in tokens}
+        super().__init__({m: self._loop(layout.spec, batch, m, many) for m in tokens})
 
-    def _loop(self, spec: Any, batch: int, m: int) -> Any:
+    def _loop(self, spec: Any, batch: int, m: int, many: int) -> Any:
         def body(params: Any, lengths: jax.Array, cache: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
             at = lengths[:, None] + jnp.arange(m, dtype=jnp.int32)[None]
             out = spec(params, tokens, at, at, cache)
@@ -53,20 +51,13 @@ class Passes:
         loop, tokens = looped(body, 0), jnp.ones((batch, m), jnp.int32)
         room = jnp.int32(1)
 
-        def run(iterations: int) -> float:
+        def run(iterations: int = many) -> float:
             start = time.perf_counter()
             jax.block_until_ready(loop(0, iterations, self._params, self._first, room, (self.cache, tokens)))
-            return time.perf_counter() - start
+            return (time.perf_counter() - start) / iterations
 
         run(1)
         return run
-
-    def turn(self) -> None:
-        for m, run in self._loops.items():
-            self.seconds[m].append(run(self._many) / self._many)
-
-    def medians(self) -> dict[int, float]:
-        return {m: float(np.median(seconds)) for m, seconds in self.seconds.items()}
 
 
 def measure(target: LoadedModel, batch: int, slots: int, device: Any, many: int) -> dict[str, Any]:
