@@ -36,7 +36,7 @@ TRAININGS = {
         "draft.init={kind: layers, keep: [1]}",
     ],
 }
-TIMINGS = ("seconds", "tokens_per_s", "compile", "date", "machine", "eta")
+TIMINGS = ("seconds", "tokens_per_s", "compile", "date", "machine", "eta", "commit_times", "looks")
 VERIFIERS = ("speculative", "block", "coupled", "lenient", "typical", "top_k")
 SHOWN = 20
 

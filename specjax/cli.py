@@ -244,7 +244,7 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Each prompt is a user's message, in the target's chat template.")
     ] = False,
-    system: Annotated[str | None, typer.Option(help="System message before it.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message before each prompt.")] = None,
     defaults: Annotated[
         bool, typer.Option("--defaults", help="Sample as generation_config.json says, where no option does.")
     ] = False,
@@ -258,14 +258,15 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = False,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Of the weights.", show_default="float32 on CPU, bfloat16 on accelerators"),
+        typer.Option(help="Dtype of the weights.", show_default="float32 on CPU, bfloat16 on accelerators"),
     ] = None,
     quantize: Annotated[
         Literal["int8", "int4"] | None,
-        typer.Option(help="Store the target's kernels so: another model."),
+        typer.Option(help="Number format of the target's kernels; the result is another model."),
     ] = None,
     quantize_draft: Annotated[
-        Literal["int8", "int4"] | None, typer.Option(help="The same of --draft, which may be the target itself.")
+        Literal["int8", "int4"] | None,
+        typer.Option(help="Number format of the draft's kernels; the draft may be the target itself."),
     ] = None,
     kv_cache: Annotated[
         Literal["int8"] | None, typer.Option(help="Keep the target's keys and values so: another model, too.")
@@ -281,10 +282,12 @@ def generate(
         Path | None, typer.Option(metavar="FILE", help="Also write metrics, as JSON lines: of each request and in sum.")
     ] = None,
     price_per_hour: Annotated[
-        float | None, typer.Option(min=0, help="Of the machine, in any currency, for what a request costs.")
+        float | None,
+        typer.Option(min=0, help="Price of an hour of the machine, in any currency, for the cost of a request."),
     ] = None,
     logprobs: Annotated[
-        Literal["raw", "processed"] | None, typer.Option(help="Of the tokens, with --json: before or after sampling.")
+        Literal["raw", "processed"] | None,
+        typer.Option(help="Log-probabilities of the tokens, with --json: before or after sampling."),
     ] = None,
     no_color: Annotated[bool, typer.Option("--no-color")] = False,
     **sampling: Any,
@@ -332,7 +335,8 @@ def generate(
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Distill a draft for a target, as train_draft.py does. Resumable; leaves the draft in the config's `out`/draft.
 
-    Exit status: 2 for mendable errors, 130 after Ctrl-C, 143 after SIGTERM, which saves the step under way first."""
+    Exit status: 2 for errors that you can correct, 130 after Ctrl-C, 143 after SIGTERM, which saves the step under way
+    first."""
     from specjax.jobs.train import train
 
     train(config, overrides or [])
@@ -342,7 +346,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
     """Distill a draft, decode with it, and report: the whole job. Resumable; leaves everything in the config's `out`.
 
-    Exit status: 2 for what can be mended, 130 after Ctrl-C, 143 after SIGTERM."""
+    Exit status: 2 for errors that you can correct, 130 after Ctrl-C, 143 after SIGTERM."""
     from specjax.jobs.sweep import run_one
 
     run_one(_load(config, overrides))
@@ -352,7 +356,7 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 def sweep(config: ConfigPath, overrides: Overrides = None) -> int:
     """Run every point of a config's `sweep`, each into `out`/ID; `out`/results.jsonl has one line a run. Resumable.
 
-    Exit status: 1 if a run failed, 2 for what can be mended, 130 after Ctrl-C, 143 after SIGTERM."""
+    Exit status: 1 if a run failed, 2 for errors that you can correct, 130 after Ctrl-C, 143 after SIGTERM."""
     from specjax.jobs.sweep import run_or_sweep
 
     return run_or_sweep(config, overrides or [])
@@ -546,7 +550,8 @@ def export(
     source: Annotated[str, typer.Argument(help="Model directory, hub id, or run directory (its draft).")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write.")],
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the weights.", show_default="as stored")
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Dtype of the weights.", show_default="as stored"),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model directory that is there.")] = False,
@@ -555,7 +560,7 @@ def export(
     format: Annotated[
         str | None,
         typer.Option(
-            help="Of a draft that reads hidden states: speculators, sglang, z-lab, deepspec, medusa or specjax."
+            help="Form of a draft that reads hidden states: speculators, sglang, z-lab, deepspec, medusa or specjax."
         ),
     ] = None,
     target: Annotated[

@@ -82,12 +82,14 @@ INITS = {
 }
 
 
+LOAD_DRAFTER = "specjax.formats.loading:load_drafter"
+"""Reader of a drafter's directory, for kinds that are given a path."""
 RETIRED = {
     "budgeted": "{kind: adaptive, total: N}",
-    "ladder": "adaptive",
-    "survival": "{kind: adaptive, per: row}",
+    "ladder": "{kind: adaptive, corrects: false}",
+    "survival": "{kind: adaptive, per: row, corrects: false}",
 }
-"""Earlier names of kinds, and what says the same now."""
+"""Earlier names of kinds, and what stands for them now."""
 BASES = {
     "Controller": CONTROLLERS,
     "DraftKind": DRAFTS,
@@ -111,9 +113,15 @@ def resolve(table: Mapping[str, str], kind: str, what: str) -> type:
     if kind not in table:
         near = difflib.get_close_matches(str(kind), table, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        hint = f"; give {RETIRED[kind]}, which does the same" if kind in RETIRED else hint
+        hint = f"; give {RETIRED[kind]} in its place" if kind in RETIRED else hint
         raise _error(what, f"{kind!r} is unknown, known are {', '.join(sorted(table))}{hint}")
     module, _, name = table[kind].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def reader() -> Any:
+    """The function at `LOAD_DRAFTER`, which is above the rooms that ask for it."""
+    module, _, name = LOAD_DRAFTER.partition(":")
     return getattr(importlib.import_module(module), name)
 
 

@@ -336,9 +336,9 @@ class Draft:
     architecture: Architecture = Architecture()
     init: path_or(INITS) = None  # pyright: ignore[reportInvalidTypeForm]
     """First weights: `scratch` or None for random ones; `target` for a part of the target, cut to `architecture`
-    (specjax/training/prune.py); else a Hugging Face directory, whose shape replaces `architecture`. Or
+    (specjax/training/init/prune.py); else a Hugging Face directory, whose shape replaces `architecture`. Or
     `{kind: layers, keep: [0, 2, 5]}`: whole layers of the target between its embedding and head. Those two are copied,
-    or with `share: true` the target's own, frozen (specjax/training/init.py)."""
+    or with `share: true` the target's own, frozen (specjax/training/init/first_weights.py)."""
     kind: kind_in(DRAFTS) = "draft_model"  # pyright: ignore[reportInvalidTypeForm]
     """Kind of draft. `draft_model`: a separate model, with the fields above. `glide`: one that reads the target's keys
     and values, with `reads`, `depths` and `depth_decay` beside them (specjax/drafters/glide.py). `dflash`, `dflash2`,

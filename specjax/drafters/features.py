@@ -21,6 +21,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from specjax import registry
 from specjax.drafters.base import ModelDrafter
 from specjax.errors import ConfigError, ModelError
 from specjax.interfaces import (
@@ -269,7 +270,7 @@ class FeatureDrafter(ModelDrafter):
     DFlash2, or early exit (2404.16710)."""
 
     model: Any
-    """A `LoadedDraft`; `specjax.load_drafter` reads one from a directory."""
+    """A `LoadedDraft`, or the directory of one, or of the run that left one."""
     kind: str = ""
     """Name in the registry, in configs and in results; left out: that of ``model``."""
 
@@ -281,9 +282,12 @@ class FeatureDrafter(ModelDrafter):
     def longest(self) -> int | None:
         return self.model.spec.most if isinstance(self.model, LoadedDraft) else None
 
+    def _read(self, target: Target) -> LoadedDraft:
+        return registry.reader()(self.model, target, self.k, self.kind).model
+
     def _bound(self, draft: Any, target: Target) -> Bound:
         if not isinstance(draft, LoadedDraft):
-            raise ModelError(f"{self.kind}: model={draft!r}; give what specjax.load_drafter reads of a directory")
+            raise ModelError(f"{self.kind}: model={draft!r}; give specjax.load_drafter(PATH, target)")
         check_readable(self.kind, draft.spec, target.config)
         most = draft.spec.most
         if most is not None and self.k > most:

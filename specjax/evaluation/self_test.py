@@ -183,8 +183,8 @@ def _diagnosis(
         if trained.reads.kv_layers and _differences(trained, params, target, found, prompts, shift).max() <= close:
             return f"{what}: decoding reads {how} of the target's keys and values"
     if differences[:, 0].max() > close:
-        return f"{what}, from a block's first place on: a norm, a rotary table, positions or slots"
-    return f"{what}, from a block's second place on: its own keys and values, or their mask"
+        return f"{what}, from depth 1 of a block on: a norm, a rotary table, positions or slots"
+    return f"{what}, from depth 2 of a block on: its own keys and values, or their mask"
 
 
 def _differences(

@@ -34,6 +34,8 @@ def serving(drafter: Trainable) -> str:
     form, lost = formats.own_form(drafter.model, drafter.kind)
     if lost is not None:
         return f"Only specjax reads it (`specjax.load_drafter`): the library speculators has no words for {lost}."
+    if form == "specjax":
+        return "Only specjax reads it (`specjax.load_drafter`)."
     return f"A directory in the form of {form}: servers of that form read it too."
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from pathlib import Path
 
 from specjax import registry
@@ -13,7 +12,7 @@ from specjax.errors import DataError
 from specjax.evaluation import certify as certify_lib
 from specjax.formats.loading import asked_kind, load_drafter
 from specjax.jobs import inputs
-from specjax.jobs.bench import held_out_prompts
+from specjax.jobs.bench import counting, held_out_prompts
 from specjax.runtime.progress import Bars, no_bars
 
 
@@ -39,7 +38,5 @@ def run_certify(config: RunConfig, bars: Bars = no_bars) -> certify_lib.Certific
         refuse_longer(drafter, settings.k, "certify.k")
     prompts = held_out_prompts(prepared.corpus.held_out, prepared.target, settings.prompt_tokens, settings.prompts)
     with bars("certify", certify_lib.num_ticks(settings, verifier)) as progress:
-        done = itertools.count(1)
-        tick = (lambda: progress(next(done), {})) if progress else (lambda: None)
         args = (prepared.target, drafter, verifier, prompts, config.sampling.options(), settings, config.seed)
-        return certify_lib.certify(certify_lib.Subject(*args, tick))
+        return certify_lib.certify(certify_lib.Subject(*args, counting(progress)))

@@ -122,7 +122,7 @@ def acceptance_panels(rows: Sequence[DecodingRow]) -> list[Panel]:
         batch_size, k = min(cells, key=lambda cell: (-len(cells[cell]), cell[0], -cell[1]))
         title = f"{format_temperature(temperature).capitalize()}, k = {k}, batch {batch_size}"
         draw = functools.partial(_acceptance, rows=cells[batch_size, k])
-        panels.append(Panel(title, draw, "position in the draft", "share accepted"))
+        panels.append(Panel(title, draw, "depth in a block", "share accepted"))
     return panels
 
 

@@ -398,7 +398,8 @@ def _fingerprint(stage, drafter, target, data: StageData) -> dict[str, Any]:
     target_params, target_config = (None, None) if target is None else fingerprint.of_model(target)
     # A value too large to be written out has a digest.
     described = json.loads(json.dumps(dataclasses.asdict(drafter), default=lambda x: x.digest))
-    if "vocabulary" in (model := described.get("model") or {}):
+    model = described.get("model")
+    if isinstance(model, dict) and "vocabulary" in model:
         model["kept"] = model.pop("vocabulary")  # the name in the directories of runs that have begun
     return {
         "stage": settings,

@@ -308,6 +308,14 @@ def test_more_tokens_than_a_draft_has_places_for_are_refused(run, tmp_path):
     drafter = specjax.load_drafter(Path(tmp_path / "run" / "draft"), found.target, k=4)
     with pytest.raises(ModelError, match="medusa: k=4, and this draft proposes at most 3; lower k"):
         specjax.Decoder(found.target, drafter).generate(PROMPTS, max_new_tokens=4)
+    # A drafter of a config names a directory, since YAML has no drafts.
+    loaded = specjax.load_drafter(tmp_path / "run" / "draft", found.target, k=2)
+    decoders = (
+        specjax.Decoder(found.target, d) for d in ({"kind": "medusa", "model": str(tmp_path / "run"), "k": 2}, loaded)
+    )
+    by_path, by_draft = (decoder.generate(PROMPTS, max_new_tokens=4, temperature=0.0) for decoder in decoders)
+    assert by_path.tokens == by_draft.tokens
+    assert [stats.drafted for stats in by_path.stats] == [stats.drafted for stats in by_draft.stats]
     asked = dataclasses.replace(settings.selection, prompts=1, k=4)
     with pytest.raises(ConfigError, match=r"selection\.k: 4, and this draft proposes at most 3; lower it"):
         job.run(run(tmp_path / "other", "medusa", {"selection": asked}, steps=1))

@@ -189,7 +189,7 @@ def test_p_eagle(name, family, tmp_path):
     options = {"norm_before_residual": True, **EAGLES.get(name, {})}
     kept = options.pop("kept", None)
     ids_of_draft = np.arange(V) if kept is None else kept.ids
-    more: Any = {"kept": kept, "options": eagle3.Options(**options)}
+    more: Any = {"vocabulary": kept, "options": eagle3.Options(**options)}
     model = p_eagle.PEagleModel(layers(ROPE, ROPE, family=family), (1, 2, 3), H, mask_token=V - 1, **more)
     params, (batch, out, _) = weights(model), text()
     captured = dataclasses.replace(out, hidden=out.hidden[1:])
@@ -247,13 +247,13 @@ BLOCKS = {
     "dflash_from_anchor": ("dflash", (ROPE,), {"from_root": True}),
     "dflash_windows": ("dflash", (WINDOW, ROPE), {}),
     "dflash_windows_both_ways": ("dflash", (WINDOW,), {"causal_window": False}),
-    "dflash_fewer_ids": ("dflash", (ROPE,), {"kept": FEWER}),
+    "dflash_fewer_ids": ("dflash", (ROPE,), {"vocabulary": FEWER}),
     "dflash2": ("dflash2", (WINDOW, ROPE), SELECTOR),
     "dflash2_from_anchor": ("dflash2", (ROPE,), {**SELECTOR, "taps": 3, "from_root": True}),
     "dspark_vanilla": ("dspark", (ROPE,), MARKOV),
     "dspark_gated": ("dspark", (ROPE,), {**MARKOV, "markov": "gated", "confident": True}),
     "dspark_rnn": ("dspark", (ROPE,), {**MARKOV, "markov": "rnn", "confident": True, "confident_of_markov": True}),
-    "dspark_fewer_ids": ("dspark", (ROPE,), {**MARKOV, "kept": FEWER, "confident": True}),
+    "dspark_fewer_ids": ("dspark", (ROPE,), {**MARKOV, "vocabulary": FEWER, "confident": True}),
     "dspark_rnn_behind": ("dspark", (ROPE,), {"markov_rank": 8, "markov": "rnn"}),
 }
 CLASSES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
@@ -296,7 +296,7 @@ def test_blocks(name, tmp_path):
     captured = dataclasses.replace(out, hidden=out.hidden[1:])
     other = theirs(kind, model, params, tmp_path / "draft", kind, CLASSES[kind])
     loss, found = measured(kind, other, captured, batch)
-    ids = options["kept"].ids if "kept" in options else np.arange(V)
+    ids = options["vocabulary"].ids if "vocabulary" in options else np.arange(V)
     read = captured.hidden[0]
     of_target = (read * jax.lax.rsqrt(jnp.mean(read**2, -1, keepdims=True) + 1e-5)) @ params["head"]["kernel"]
     total = 0.0

@@ -75,7 +75,7 @@ class FeatureDraft(DraftKind):
         path = stored_start(config, self.of_training.union(formats.MAY_BE_UNSAID.get(self.kind, ())))
         if path is None:
             return None
-        drafter = self.load(draft_of(path), formats.TargetInfo(target.config, "float32"), 1)
+        drafter = self.load(draft_of(path), TargetInfo(target.config, "float32"), 1)
         check_readable(self.kind, drafter.model.spec, target.config)
         return drafter.model
 

@@ -20,7 +20,7 @@ from pydantic import Field
 from specjax import registry
 from specjax.data import shards
 from specjax.data.readers import BadRecordPolicy
-from specjax.data.rows import Batches, Rows, Sequences, WholeSequenceRows
+from specjax.data.rows import Rows, Sequences, WholeSequenceRows
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds
 from specjax.errors import ConfigError
@@ -65,11 +65,9 @@ class Generated(Sampled, Source):
         return WholeSequenceRows(sequences, context.text.length, self.weight_of_prompts(context))
 
     def vocabulary_rows(self, context: SourceContext) -> list[tuple[Rows, float]]:
-        """Rows to count ids in, see `Text.vocabulary_rows`: the stage's own, which are made without a draft's help."""
+        """Rows to count ids in, see `specjax.interfaces.Source.vocabulary_rows`: the stage's own, which are made
+        without a draft's help."""
         return [(self.rows(dataclasses.replace(context, draft=None)), 1.0)]
-
-    def batches(self, batches: Batches, directory: Path, sample: Any, steps: int) -> Batches:
-        return batches
 
     def prompts_from(self, context: SourceContext) -> Prompts:
         self.check_fits(context.text.length, context.name)

@@ -57,8 +57,8 @@ class OnPolicy(Sampled, Source):
         return Mixed(context.text, self.weight_of_prompts(context))
 
     def vocabulary_rows(self, context: SourceContext) -> list[tuple[Rows, float]]:
-        """Rows to count ids in, see `Text.vocabulary_rows`: text, and continuations by the target, which stand in for
-        those of a draft that learns from it."""
+        """Rows to count ids in, see `specjax.interfaces.Source.vocabulary_rows`: text, and continuations by the target,
+        which stand in for those of a draft that learns from it."""
         sampling = {field.name: getattr(self, field.name) for field in dataclasses.fields(Sampled)}
         written = generated.Generated(**sampling, sequences=_COUNTED, shard_size=_COUNTED, k=0)
         found = written.vocabulary_rows(context)
