@@ -169,7 +169,7 @@ def test_a_mask_of_the_block_is_named(glide, planted):
         return attended, BlockKV(own.keys.at[:, :, 0].set(0.0), own.values)
 
     planted.setattr(TargetAndBlockKV, "attend", mutated)
-    with pytest.raises(ModelError, match="from a block's second place on: its own keys and values, or their mask"):
+    with pytest.raises(ModelError, match="from depth 2 of a block on: its own keys and values, or their mask"):
         glide.test(changed(glide))
 
 
