@@ -17,7 +17,8 @@ from jaxtyping import Array, Bool, Float, Num
 
 from specjax import backend
 
-_LOWEST = float(jnp.finfo(jnp.float32).min)
+LOWEST = float(jnp.finfo(jnp.float32).min)
+"""Score of a key that is not seen."""
 SHORT_ROW = 512
 """Most features of a kernel's row that `few_rows_product` treats as short."""
 
@@ -84,7 +85,7 @@ def few_rows_product(x: Float[Array, "M I"], kernel: Num[Array, "O I"]) -> Float
     wanted = 4 if kernel.shape[1] > SHORT_ROW else 1 if len(x) in (7, 8) else 2
     parts = [part.astype(x.dtype) for part in jnp.split(kernel, math.gcd(wanted, len(kernel)))]
     terms = tuple(part * row for row in [row[None] for row in x] for part in parts)
-    columns = jax.lax.reduce(terms, (jnp.zeros((), x.dtype),) * len(terms), _add_all, (1,))
+    columns = jax.lax.reduce(terms, (jnp.zeros((), x.dtype),) * len(terms), add_all, (1,))
     return jnp.stack(columns).reshape(len(x), -1)
 
 
@@ -97,7 +98,8 @@ def several_rows_product(x: Float[Array, "M I"], kernel: Num[Array, "O I"], rows
     return found.reshape(blocks * rows, -1)[: len(x)]
 
 
-def _add_all(totals, values):
+def add_all(totals, values):
+    """Sums of the pairs of two tuples, for `jax.lax.reduce`."""
     return tuple(total + value for total, value in zip(totals, values, strict=True))
 
 
@@ -121,7 +123,7 @@ def few_queries_product(x: Float[Array, "BG Q I"], kernel: Float[Array, "BG O I"
     for first in range(0, queries, together):
         terms = [kernel * x[:, i, None] for i in range(first, min(first + together, queries))]
         zeros = (jnp.zeros((), x.dtype),) * len(terms)
-        found += jax.lax.reduce(tuple(terms), zeros, _add_all, (2,))
+        found += jax.lax.reduce(tuple(terms), zeros, add_all, (2,))
     return jnp.stack(found, axis=1)
 
 
@@ -165,7 +167,7 @@ def attend(
 
     def masked(products: Array, visible: Array) -> Array:
         scores = _scores(products, features, scale, soft_cap)
-        return jnp.where(visible, scores.reshape(batch, -1, group, fed, products.shape[-1]), _LOWEST)
+        return jnp.where(visible, scores.reshape(batch, -1, group, fed, products.shape[-1]), LOWEST)
 
     def read(weights: Array, values: Array) -> Array:
         found = _by_head(weights.reshape(*by_head, group * fed, -1), values)
@@ -197,7 +199,7 @@ def attend_to_own(
     apart = q.reshape(*q.shape[:2], own.keys.shape[3], -1, q.shape[3])
     scores = einsum_of(q)("btgnc,btdgc->btgnd", apart, own.keys.astype(q.dtype))
     scores = _scores(scores, q.shape[3], scale, soft_cap)
-    scores = jnp.where(jnp.atleast_2d(own.reached)[None, :, None, None], scores, _LOWEST)
+    scores = jnp.where(jnp.atleast_2d(own.reached)[None, :, None, None], scores, LOWEST)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     out = jnp.asarray(einsum_of(q)("btgnd,btdgc->btgnc", weights, own.values.astype(q.dtype)))
     return out.reshape(q.shape), jax.nn.logsumexp(scores, axis=-1).reshape(q.shape[:3])

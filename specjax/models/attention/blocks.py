@@ -79,7 +79,6 @@ QUERIES = 512
 sees, up to half."""
 LEAST_KEYS = 256
 """Fewest keys of a block."""
-_LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def _of_queries(walk: Walk, q: Float[Array, "B T H C"], k, v, sight: AttentionMask) -> tuple[Array, Array]:
@@ -152,7 +151,7 @@ def _walked(
 ) -> tuple[Float[Array, "*heads Q C"], Float[Array, "*heads Q"]]:
     def body(block: Block, carried: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         highest, total, out = carried
-        scores = block.where_seen(block.scores(q, block.of(k, -2))[0], _LOWEST)
+        scores = block.where_seen(block.scores(q, block.of(k, -2))[0], products.LOWEST)
         top = jnp.maximum(highest, jnp.max(scores, axis=-1))
         weights = block.where_seen(jnp.exp(scores - top[..., None]), 0.0)
         read = products.einsum_of(q)("...qk,...ck->...qc", weights.astype(q.dtype), block.of(v, -1))
@@ -160,7 +159,7 @@ def _walked(
         return top, total * fade + jnp.sum(weights, axis=-1), out * fade[..., None] + read
 
     nothing = jnp.zeros(q.shape[:-1], jnp.float32)
-    start = nothing + _LOWEST, nothing, jnp.zeros(q.shape, jnp.float32)
+    start = nothing + products.LOWEST, nothing, jnp.zeros(q.shape, jnp.float32)
     highest, total, out = walk.over(sight, k.shape[-2], body, start)
     sees = total != 0  # true for NaN, too
     divisor = jnp.where(sees, total, 1.0)

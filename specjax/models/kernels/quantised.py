@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import flax.struct
 import jax
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from specjax import backend
-from specjax.models.products import few_rows_product, precision_of, several_rows_product
+from specjax.models.products import add_all, few_rows_product, precision_of, several_rows_product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,11 +183,7 @@ def _few_packed(x: Float[Array, "M I"], packed: Array, scale: Float[Array, "N O"
     grouped = x.reshape(len(x), len(scale), -1)
     low, high = ((packed & 15).astype(jnp.int8), (packed >> 4).astype(jnp.int8))
     terms = [low.astype(x.dtype) * row[None, :, :half] + high.astype(x.dtype) * row[None, :, half:] for row in grouped]
-    sums = jax.lax.reduce(tuple(terms), (jnp.zeros((), x.dtype),) * len(terms), _add_all, (2,))
+    sums = jax.lax.reduce(tuple(terms), (jnp.zeros((), x.dtype),) * len(terms), add_all, (2,))
     # Numbers are stored with 8 added.
     added = 8.0 * jnp.sum(grouped, axis=-1)
     return jnp.stack([jnp.sum((total - more[None]) * scale.T, axis=1) for total, more in zip(sums, added, strict=True)])
-
-
-def _add_all(totals: Any, values: Any) -> Any:
-    return tuple(total + value for total, value in zip(totals, values, strict=True))
