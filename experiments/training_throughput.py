@@ -53,7 +53,7 @@ from specjax.training.layout import ONE_DEVICE
 from specjax.training.optimizer import make_optimizer
 from specjax.training.step import Update, microbatch_rows, start_state
 from specjax.training.teacher import target_output
-from specjax.training.trainer import LOG_EVERY, StageData, Trainer, form_of, settled
+from specjax.training.trainer import LOG_EVERY, StageData, Trainer, form_of, with_defaults
 
 CONFIG = Path("configs/demo.yaml")
 RECIPES = Path("configs/drafters")
@@ -164,7 +164,7 @@ def bare(initial: Initial, stage: Stage, target: Any, batches: Sequence[Batch]) 
     loss = registry.build(registry.LOSSES, stage.loss, "distill.loss")
     options = {
         "skip": stage.skip_non_finite > 0,
-        "form": form_of(settled(stage, initial.drafter)),
+        "form": form_of(with_defaults(stage, initial.drafter)),
         "ema": stage.optimizer.ema,
     }
     update = Update(initial.drafter, loss, optimizer, target.spec, rows, **options).jitted()

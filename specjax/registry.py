@@ -133,7 +133,8 @@ def _outside(table: Mapping[str, str], kind: str, what: str) -> type:
         raise _error(what, f"{kind!r}: no module {error.name!r}; install it, or put its folder on PYTHONPATH") from None
     except AttributeError:
         raise _error(what, f"{kind!r}: {module} has no {name}") from None
-    frozen = isinstance(found, type) and dataclasses.is_dataclass(found) and found.__dataclass_params__.frozen
+    is_dataclass = isinstance(found, type) and dataclasses.is_dataclass(found)
+    frozen = is_dataclass and found.__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
     if not frozen or not isinstance(kind_of(found), str):
         raise _error(what, f"{kind!r} is no frozen dataclass with a field `kind: Literal[...]`; see docs/extending.md")
     base = next((base for base, of in BASES.items() if of is table), None)

@@ -44,8 +44,8 @@ class Adaptive(Settings, Controller):
         chain = drafter.num_nodes == drafter.max_depth
         ks, reviews = lengths(self.ks, drafter.max_depth), chain and drafter.free
         if self.total is not None:
-            return Total(self, ks, drafter.grades, reviews, total=self.total)
-        return (Pooled if self.per == "batch" else Weighing)(self, ks, drafter.grades, reviews)
+            return Total(self, ks, drafter.match_classes, reviews, total=self.total)
+        return (Pooled if self.per == "batch" else Weighing)(self, ks, drafter.match_classes, reviews)
 
     def without_costs(self) -> Controller:
         return Fixed()

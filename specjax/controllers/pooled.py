@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.controllers.weighing import Weighed, Weighing, calibration_of, estimated, of_grade
+from specjax.controllers.weighing import Weighed, Weighing, calibration_of, estimated, of_match_class
 from specjax.interfaces import Context, Draft, Outcome
 
 _AHEAD = 4.0
@@ -22,17 +22,19 @@ class Pooled(Weighing):
 
     together: ClassVar[bool] = True
 
-    def chances(self, state: Weighed, context: Context, grade: Int[Array, " B"] | None = None) -> Float[Array, "B K"]:
+    def chances(
+        self, state: Weighed, context: Context, match_class: Int[Array, " B"] | None = None
+    ) -> Float[Array, "B K"]:
         """Chance of acceptance at each depth, from the row's own evidence and that of all rows that are not done. Old
         evidence fades row by row, so a batch has more of it."""
         counts, active = (state.reached, state.accepted), _active(state, context)[:, None, None]
         prior = calibration_of(context, self).acceptance[None]
         own, pooled = (
-            [of_grade(x, grade) for x in found]
+            [of_match_class(x, match_class) for x in found]
             for found in (counts, [jnp.sum(jnp.where(active, x, 0.0), axis=0, keepdims=True) for x in counts])
         )
         share, rows = active[:, 0, 0].astype(jnp.float32), len(active)
-        trusted = jnp.sum(share * of_grade(state.trusted[..., None], grade)[:, 0], keepdims=True)
+        trusted = jnp.sum(share * of_match_class(state.trusted[..., None], match_class)[:, 0], keepdims=True)
         trusted = trusted / jnp.maximum(jnp.sum(share), 1.0)
         of_all = estimated(pooled[0], pooled[1], prior, self.settings.trust * trusted)
         if rows == 1:  # its evidence must not count twice

@@ -30,7 +30,7 @@ class Total(Weighing):
         """Number of each row's proposed tokens that are among the best of the batch, once the draft is there."""
         if not self.reviews:
             return None
-        kept = jnp.cumprod(self.chances(state, context, draft.grade), axis=1)
+        kept = jnp.cumprod(self.chances(state, context, draft.match_class), axis=1)
         return self._allotted(state, context, jnp.where(draft.valid[:, : self.ks[-1]], kept, 0.0))
 
     def never_proposes(self, calibration: Calibration) -> bool:

@@ -9,7 +9,7 @@ neither at a drawn token's own probability nor at an unverified draft, so every 
 drafter whose proposals are deterministic and cost nothing is asked first, and the controller chooses with the proposal
 in view: no token of it is drawn at random, so the controller may drop any of them for any reason.
 
-Dims: B rows, R rows or 1 for all of them together, G grades of a proposal, K depths, K1 = K + 1, N lengths.
+Dims: B rows, R rows or 1 for all of them together, G match classes of a proposal, K depths, K1 = K + 1, N lengths.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class Weighing(Controller):
     settings: Settings
     ks: tuple[int, ...]
     """Lengths to choose from, ascending from 0."""
-    grades: int = 1
-    """Number of grades of proposals that are told apart, see `BoundDrafter.grades`."""
+    match_classes: int = 1
+    """Number of match classes, see `BoundDrafter.match_classes`."""
     reviews: bool = False
     """True if the length is chosen with the proposal in view, see `review`."""
     kind: str = "adaptive"
@@ -147,8 +147,8 @@ class Weighing(Controller):
 
     def init(self, batch: int) -> Weighed:
         """A state without evidence."""
-        zeros = jnp.zeros((batch, self.grades, self.ks[-1]), jnp.float32)
-        nothing, trusted = jnp.zeros((batch,), jnp.int32), jnp.ones((batch, self.grades), jnp.float32)
+        zeros = jnp.zeros((batch, self.match_classes, self.ks[-1]), jnp.float32)
+        nothing, trusted = jnp.zeros((batch,), jnp.int32), jnp.ones((batch, self.match_classes), jnp.float32)
         return Weighed(
             reached=zeros,
             accepted=zeros,
@@ -176,7 +176,7 @@ class Weighing(Controller):
         if not self.reviews:
             return None
         valid = draft.valid[:, : self.ks[-1]]
-        rates = self.rates(self.chances(state, context, draft.grade), context, valid)
+        rates = self.rates(self.chances(state, context, draft.match_class), context, valid)
         # A change of length costs nothing here, but any draft must beat none by the margin.
         best = self._lengths()[jnp.argmax(rates.at[:, 0].mul(1 + self.settings.margin), axis=1)]
         # A probe costs time too: only a draft that would pay if all of it were accepted is probed.
@@ -185,10 +185,13 @@ class Weighing(Controller):
         due = valid[:, 0] & hopeful & self.probes_now(state, state.waited, context)
         return jnp.where(due, jnp.maximum(best, self._probe_length(calibration_of(context, self))), best)
 
-    def chances(self, state: Weighed, context: Context, grade: Int[Array, " B"] | None = None) -> Float[Array, "B K"]:
-        """Chance that each depth is accepted if those before it are, from the row's own proposals of that grade."""
+    def chances(
+        self, state: Weighed, context: Context, match_class: Int[Array, " B"] | None = None
+    ) -> Float[Array, "B K"]:
+        """Chance that each depth is accepted if those before it are, from the row's own proposals of that match
+        class."""
         counts = (state.reached, state.accepted, state.trusted[..., None])
-        reached, accepted, trusted = (of_grade(x, grade) for x in counts)
+        reached, accepted, trusted = (of_match_class(x, match_class) for x in counts)
         prior = calibration_of(context, self).acceptance[None]
         return estimated(reached, accepted, prior, self.settings.trust * trusted[:, 0])
 
@@ -257,7 +260,7 @@ class Weighing(Controller):
 
     def _after_proposing(self, state: Weighed, outcome: Outcome, active: Bool[Array, " B"]) -> Weighed:
         context, probed = outcome.context, state.waited > 0
-        chances = self.chances(state, context, outcome.draft.grade)
+        chances = self.chances(state, context, outcome.draft.match_class)
         rates = jnp.broadcast_to(self.rates(chances, context), (len(probed), len(self.ks)))
         best, before = jnp.argmax(rates, axis=1), self._index_before(probed, context)
         of_before = jnp.take_along_axis(rates, before[:, None], axis=1)[:, 0]
@@ -306,10 +309,10 @@ class Weighing(Controller):
         proposal = Proposal.of(outcome.context, outcome.draft)
         proposed = active[:, None] & (proposal.offered(outcome.draft.valid)[:, None] >= depth)
         reached, kept = (proposed & (n >= least) for least in (depth - 1, depth))
-        grades = jnp.arange(state.reached.shape[1], dtype=jnp.int32)[None]
-        grade = outcome.draft.grade
-        concerned = grades == (jnp.zeros_like(grades) if grade is None else grade[:, None])
-        expected = self.chances(state, outcome.context, grade)
+        classes = jnp.arange(state.reached.shape[1], dtype=jnp.int32)[None]
+        match_class = outcome.draft.match_class
+        concerned = classes == (jnp.zeros_like(classes) if match_class is None else match_class[:, None])
+        expected = self.chances(state, outcome.context, match_class)
         beyond = jnp.sum(jnp.where(reached, kept.astype(jnp.float32) - expected, 0.0), axis=1)[:, None]
         varies = jnp.sum(jnp.where(reached, expected * (1 - expected), 0.0), axis=1)[:, None]
         surprise = _RECENT_DECAY * state.surprise + jnp.where(concerned, beyond, 0.0)
@@ -350,12 +353,12 @@ class Weighing(Controller):
         return jnp.asarray(self.ks, jnp.int32)
 
 
-def of_grade(counts: Float[Array, "R G K"], grade: Int[Array, " B"] | None) -> Float[Array, "B K"]:
-    """The counts of each row's grade; ``grade`` None: of the only one."""
-    if grade is None:
+def of_match_class(counts: Float[Array, "R G K"], match_class: Int[Array, " B"] | None) -> Float[Array, "B K"]:
+    """The counts of each row's match class; ``match_class`` None: of the only one."""
+    if match_class is None:
         return counts[:, 0]
-    counts = jnp.broadcast_to(counts, (len(grade), *counts.shape[1:]))
-    return jnp.take_along_axis(counts, grade[:, None, None], axis=1)[:, 0]
+    counts = jnp.broadcast_to(counts, (len(match_class), *counts.shape[1:]))
+    return jnp.take_along_axis(counts, match_class[:, None, None], axis=1)[:, 0]
 
 
 def estimated(

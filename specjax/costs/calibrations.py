@@ -36,7 +36,7 @@ class BlockCosts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class StoredCalibration:
     """A calibration, and the origin of its block costs."""
 
     calibration: Calibration
@@ -56,7 +56,9 @@ class Kept:
         return f"costs of blocks measured in {self.seconds:.1f} s, {place}"
 
 
-def calibrate(decoder: Decoder, prompts: Sequence[Any], again: bool = False, **sampling: Any) -> Kept | None:
+def calibrate(
+    decoder: Decoder, prompts: Sequence[Any], again: bool = False, **sampling: Any
+) -> StoredCalibration | None:
     """`Decoder.calibrate`, with the block costs that this program or another has stored, if there are any.
 
     Args:
@@ -86,7 +88,7 @@ def calibrate(decoder: Decoder, prompts: Sequence[Any], again: bool = False, **s
     if found is None:
         return None
     if costs is not None and found.seconds is costs.seconds:
-        return Kept(found, False, 0.0, store.file_of(key))
+        return StoredCalibration(found, False, 0.0, store.file_of(key))
     seconds = max(time.perf_counter() - start - count.seconds, 0.0)
     own = BlockCosts(tuple(map(float, found.seconds)), float(found.catch_up))
-    return Kept(found, True, seconds, store.write(key, own))
+    return StoredCalibration(found, True, seconds, store.write(key, own))

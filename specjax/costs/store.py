@@ -31,8 +31,8 @@ def shape_of(decoder: Decoder) -> str:
     engine, params = decoder.engine(False)  # the sampled engine, which has the decoder's own rule
     parts = [engine.target, engine.drafter, engine.verifier, decoder.controller]
     leaves = jax.tree_util.tree_leaves_with_path((params.target, params.drafter))
-    told = [f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}" for path, leaf in leaves]
-    return hashlib.sha256("\n".join([*map(repr, parts), *told]).encode()).hexdigest()
+    weights = [f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}" for path, leaf in leaves]
+    return hashlib.sha256("\n".join([*map(repr, parts), *weights]).encode()).hexdigest()
 
 
 def key_of(rows: int, dtype: str, decoders: Mapping[str, Decoder], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def counts(message: Mapping[str, Any]) -> bool:
     return message.get("weight", 1) != 0
 
 
-def for_template(messages: Messages, tools: Sequence[Any], template: str) -> list[dict[str, Any]]:
+def for_template(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], template: str) -> list[dict[str, Any]]:
     """The messages that a chat template gets. Raises `DataError` for a key that it would drop without a word."""
     for number, message in enumerate(messages, 1):
         dropped = next((key for key in _BY_TEMPLATE if message.get(key) and not _names(template, key)), None)

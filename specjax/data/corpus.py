@@ -197,7 +197,8 @@ def _turns(
         return render_all(messages[:count], asks)
 
     documents: list[tuple[tuple[Part, ...], str]] = []
-    written, after = None, ""
+    written: str | None = None
+    after = ""
     for i, message in enumerate(document.messages):
         if message["role"] != "assistant":
             continue
@@ -215,7 +216,7 @@ def _turns(
         else:
             documents.append(((Part(before, True), answered), asks))
         written = before + answered.text
-    if documents and after.startswith(written) and len(after) > len(written):
+    if written is not None and after.startswith(written) and len(after) > len(written):
         parts, asks = documents[-1]
         documents[-1] = ((*parts, Part(after[len(written) :], True)), asks)
     return [(parts, asks) for parts, asks in documents if not all(part.is_prompt for part in parts)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 _PROBE = "a"
 
 
@@ -26,7 +28,7 @@ def opening(tokenizer: Any) -> list[int]:
     return added(tokenizer)[0]
 
 
-def begins_with(ids: Sequence[int], opening: Sequence[int]) -> bool:
+def begins_with(ids: Sequence[int] | np.ndarray, opening: Sequence[int]) -> bool:
     """True if a text brings its opening itself: it is then not put there twice."""
     return list(ids[: len(opening)]) == list(opening)
 

@@ -91,8 +91,8 @@ def check_calibration(calibration: Any, where: tuple[bool, int], depth: int) -> 
     """Raise `ConfigError` for a calibration of the wrong type or shapes, or with numbers out of range."""
     name = f"decoder.calibrations[{where[0]}, {where[1]}]"
     if not isinstance(calibration, Calibration):
-        told = type(calibration).__name__
-        raise ConfigError(f"{name}: a {told}; give a specjax.interfaces.Calibration, or calibrate")
+        kind = type(calibration).__name__
+        raise ConfigError(f"{name}: a {kind}; give a specjax.interfaces.Calibration, or calibrate")
     seconds, acceptance = (np.asarray(x) for x in (calibration.seconds, calibration.acceptance))
     if seconds.shape != (depth + 1,) or acceptance.shape != (depth,):
         raise ConfigError(

@@ -179,8 +179,8 @@ def typical(turns: Sequence[np.ndarray]) -> np.ndarray:
 def agree(found: np.ndarray, known: Any) -> bool:
     """True if two measurements give the same ratios between lengths. Costs with a length that is never to be chosen
     (infinite) agree with all."""
-    told = np.asarray(known)
-    return not np.isfinite(told).all() or bool(np.ptp(np.log(found / told)) < np.log(_AGREES))
+    costs = np.asarray(known)
+    return not np.isfinite(costs).all() or bool(np.ptp(np.log(found / costs)) < np.log(_AGREES))
 
 
 def between(known: Any, found: np.ndarray) -> Any:

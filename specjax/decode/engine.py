@@ -241,7 +241,7 @@ def truncate_block(context: Context, draft: Draft, nodes: int) -> tuple[Context,
         return context, draft
     if context.noise is not None:
         context = dataclasses.replace(context, noise=context.noise.first(nodes))
-    # The grade belongs to the row. In a block without tokens, a verifier has no distributions to look at.
+    # The match class belongs to the row. In a block without tokens, a verifier has no distributions to look at.
     parts = {name: getattr(draft, name) for name in ("tokens", "valid", "logits", "finite")}
     parts |= {} if nodes else {"logits": None, "finite": None}
     return context, dataclasses.replace(draft, **{name: x if x is None else x[:, :nodes] for name, x in parts.items()})

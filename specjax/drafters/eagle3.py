@@ -20,7 +20,7 @@ from specjax.drafters.features import embedding_and_head, of_hidden
 from specjax.drafters.token_rows import RowModel
 from specjax.errors import ConfigError
 from specjax.interfaces import PLAIN, Output, Params, TrainingForm
-from specjax.models.attention.memory import Attended
+from specjax.models.attention.kv_source import KVSource
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.layers import MLP, Attention, Linear, make_norm
 from specjax.models.training import gathered
@@ -55,11 +55,11 @@ class FirstBlock(nnx.Module):
         self.mlp = MLP(config, rngs=rngs, dtype=dtype)
         self.normed_residual = options.norm_before_residual
 
-    def __call__(self, token, features, rotary, memory: Attended):
+    def __call__(self, token, features, rotary, kv: KVSource):
         """The layer's output, and its keys and values with those of the tokens fed."""
         normed = self.hidden_norm(features)
         read = jnp.concatenate([self.attention_norm(token), normed], axis=-1)
-        attended, layer, _ = self.attention(read, rotary, memory)
+        attended, layer, _ = self.attention(read, rotary, kv)
         x = (normed if self.normed_residual else features) + attended
         return x + self.mlp(self.mlp_norm(x)), layer
 
@@ -105,18 +105,18 @@ class Eagle3Model(RowModel):
         return module.input_norm(together) if self.options.norm_before_fc else together
 
     def __call__(
-        self, params, tokens, features, positions, memory: Sequence[Attended], form: TrainingForm = PLAIN
+        self, params, tokens, features, positions, kv: Sequence[KVSource], form: TrainingForm = PLAIN
     ) -> tuple[Array, Array, tuple[Any, ...]]:
         module = self.module(gathered(params, form.sharding))
         token, first = self.embedded(module, tokens), module.layers[0]
 
-        def block(x: Array, table: Any, memory: Any) -> tuple[Array, Any]:
-            return first(token, x, table, memory)
+        def block(x: Array, table: Any, kv: Any) -> tuple[Array, Any]:
+            return first(token, x, table, kv)
 
-        x, layer = self.run(block, 0, features.astype(self.dtype), positions, memory[0], form)
+        x, layer = self.run(block, 0, features.astype(self.dtype), positions, kv[0], form)
         layers = [layer]
         for i in range(1, self.config.num_layers):
-            x, layer = self.run_block(module.layers[i], i, x, positions, memory[i], form)
+            x, layer = self.run_block(module.layers[i], i, x, positions, kv[i], form)
             layers.append(layer)
         final = module.norm(x)
         return final, final if self.options.norm_output else x, tuple(layers)

@@ -35,7 +35,7 @@ from specjax.interfaces import (
     Trainable,
     TrainingForm,
 )
-from specjax.models.attention.memory import Attended
+from specjax.models.attention.kv_source import KVSource
 from specjax.models.config import LayerKind, ModelConfig, Norm
 from specjax.models.decode_layout import described, same_arrays, stored_kernels
 from specjax.models.kernels import Transposed
@@ -46,7 +46,7 @@ from specjax.models.sharding import sharding_of
 from specjax.models.training import placed
 from specjax.models.vocabulary import NEVER
 
-ENDS = ("embedding", "head")
+EMBEDDING_AND_HEAD = ("embedding", "head")
 """Parameters that a draft may take unchanged from its target; a tied head is the embedding, no parameter of its own."""
 
 
@@ -157,21 +157,21 @@ class FeatureModel:
     @property
     def in_vocabulary(self) -> Bool[Array, " V"] | None:
         """Mask over the target's vocabulary of the ids that it can propose, see
-        `specjax.interfaces.Prediction.kept`."""
+        `specjax.interfaces.Prediction.in_vocabulary`."""
         return None if self.vocabulary is None else jnp.asarray(self.vocabulary.mask)
 
-    def run(self, block: Callable[..., tuple[Array, Any]], i: int, x: Array, positions: Array, memory: Any, form: Any):
-        """Layer ``i`` as ``block(x, table, memory)``, which returns (x, what the memory returns); ``table``: its rotary
+    def run(self, block: Callable[..., tuple[Array, Any]], i: int, x: Array, positions: Array, kv: Any, form: Any):
+        """Layer ``i`` as ``block(x, table, kv)``, which returns (x, what ``kv.attend`` returns); ``table``: its rotary
         table."""
         rope = self.config.layer(i).rope
         table = None if rope is None else rotary_table(positions, rope, self.config.head_dim, self.dtype, None)
         through = jax.checkpoint(block) if form.remat else block
-        x, layer = through(placed(x, form.sharding), table, memory)
+        x, layer = through(placed(x, form.sharding), table, kv)
         return placed(x, form.sharding), layer
 
-    def run_block(self, block: Any, i: int, x: Array, positions: Array, memory: Attended, form: TrainingForm):
+    def run_block(self, block: Any, i: int, x: Array, positions: Array, kv: KVSource, form: TrainingForm):
         """Layer ``i`` as `run` does it, for a plain transformer block."""
-        return self.run(lambda x, table, memory: block(x, table, memory)[:2], i, x, positions, memory, form)
+        return self.run(lambda x, table, kv: block(x, table, kv)[:2], i, x, positions, kv, form)
 
 
 @functools.lru_cache(maxsize=64)
@@ -217,7 +217,7 @@ class BoundFeatures(BoundDrafter):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class LoadedDraft:
-    """A draft's spec and weights; of `ENDS` only those that are not the target's."""
+    """A draft's spec and weights; of `EMBEDDING_AND_HEAD` only those that are not the target's."""
 
     spec: FeatureModel
     params: Params
@@ -232,7 +232,7 @@ class LoadedDraft:
         layout = target.layout()
         (made_of, found), parts = self.__dict__.get("_beside", (None, None)), [layout, *jax.tree.leaves(self.params)]
         if not same_arrays(made_of, parts):
-            ends = {name: _laid_out(layout.params, name) for name in ENDS if name not in self.params}
+            ends = {name: _laid_out(layout.params, name) for name in EMBEDDING_AND_HEAD if name not in self.params}
             # Kernels of the target that are laid out already are no arrays: `stored_kernels` leaves them as they are.
             found = stored_kernels(self.spec, {**self.params, **self._wanted(ends)})
             self._beside = parts, found
@@ -256,7 +256,8 @@ def dense(params: Params, name: str, dtype: Any) -> Any:
 
 
 def end_of(spec: FeatureModel, params: Params, name: str, dtype: Any) -> Any:
-    """One of the target's `ENDS` as a draft of this spec has it: a head is cut to the draft vocabulary."""
+    """One of the target's `EMBEDDING_AND_HEAD` as a draft of this spec has it: a head is cut to the draft
+    vocabulary."""
     found = dense(params, name, dtype)
     if name != "head" or spec.vocabulary is None:
         return found

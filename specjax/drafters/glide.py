@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, Key
 
 from specjax.drafters.base import ModelDrafter, StatelessDrafter
-from specjax.drafters.block_memory import BlockKV, TargetAndBlockKV, by_depth
+from specjax.drafters.block_kv import BlockKV, TargetAndBlockKV, by_depth
 from specjax.drafters.one_by_one import one_by_one, root_of
 from specjax.errors import ConfigError, ModelError
 from specjax.interfaces import (
@@ -47,7 +47,7 @@ from specjax.interfaces import (
 )
 from specjax.models import hf
 from specjax.models.attention.sight import AttentionMask
-from specjax.models.attention.stored import Layer
+from specjax.models.attention.stored import LayerKV
 from specjax.models.config import ModelConfig
 from specjax.models.decode_layout import LaidOut
 from specjax.models.families import Settings, family_of
@@ -154,7 +154,7 @@ def blocks_of(
     assert target.lengths is not None
     root = (context.lengths - 1)[:, None]
     newest = root_of(context)
-    layers = [Layer(*layer) for layer in target.keys_values]
+    layers = [LayerKV(*layer) for layer in target.keys_values]
     verified = AttentionMask(target.lengths[:, None] - 1)
 
     def feed(blocks, newest, depth):
@@ -201,7 +201,7 @@ class TrainedGlide(Trainable):
         same document."""
         assert target_out is not None
         tokens, positions = jnp.asarray(batch.tokens), batch.token_positions
-        layers = [Layer.of(*layer) for layer in target_out.keys_values]
+        layers = [LayerKV.of(*layer) for layer in target_out.keys_values]
         documents = batch.documents
         segments = None if documents is None else (documents.segments, documents.segments)
         (rows, fed), head = tokens.shape, functools.partial(self.glide.model.head, params)

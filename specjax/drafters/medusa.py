@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from specjax.drafters.block_memory import by_depth
+from specjax.drafters.block_kv import by_depth
 from specjax.drafters.features import BoundFeatures, FeatureModel, TrainedFeatureDraft
 from specjax.drafters.one_by_one import all_at_once, root_of
 from specjax.drafters.token_rows import at, with_a_token_before

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from specjax.drafters.features import embedding_and_head
 from specjax.drafters.token_rows import RowModel
 from specjax.interfaces import PLAIN, Output, Params, TrainingForm
-from specjax.models.attention.memory import Attended
+from specjax.models.attention.kv_source import KVSource
 from specjax.models.layers import Linear, make_norm
 from specjax.models.training import gathered
 from specjax.models.transformer import Block
@@ -65,14 +65,14 @@ class MTPModel(RowModel):
         return chosen.astype(self.dtype)
 
     def __call__(
-        self, params, tokens, features, positions, memory: Sequence[Attended], form: TrainingForm = PLAIN
+        self, params, tokens, features, positions, kv: Sequence[KVSource], form: TrainingForm = PLAIN
     ) -> tuple[Array, Array, tuple[Any, ...]]:
         module = self.module(gathered(params, form.sharding))
         token = module.token_norm(self.embedded(module, tokens))
         x = module.fc(jnp.concatenate([token, module.hidden_norm(features.astype(self.dtype))], axis=-1))
         layers = []
         for i, block in enumerate(module.layers):
-            x, layer = self.run_block(block, i, x, positions, memory[i], form)
+            x, layer = self.run_block(block, i, x, positions, kv[i], form)
             layers.append(layer)
         final = module.norm(x)
         return final, final if self.options.recycled == "post" else x, tuple(layers)

@@ -41,8 +41,8 @@ class NGram(StatelessDrafter):
     seeing it."""
 
     @property
-    def grades(self) -> int:
-        """Number of grades of proposals that controllers tell apart: a longer match is accepted more often."""
+    def match_classes(self) -> int:
+        """Number of match classes that controllers tell apart: a longer match is accepted more often."""
         return self.max_n - self.min_n + 1
 
     def __post_init__(self):
@@ -76,5 +76,5 @@ class NGram(StatelessDrafter):
         source = best % tokens.shape[1] + 1 + jnp.arange(self.k, dtype=jnp.int32)[None]
         valid = found & (source < lengths)
         proposed = jnp.take_along_axis(tokens, jnp.minimum(source, tokens.shape[1] - 1), axis=1)
-        grade = jnp.maximum(longest - self.min_n, 0)
-        return Draft(tokens=jnp.where(valid, proposed, 0), valid=valid, grade=grade), state
+        match_class = jnp.maximum(longest - self.min_n, 0)
+        return Draft(tokens=jnp.where(valid, proposed, 0), valid=valid, match_class=match_class), state

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specjax.drafters.block_memory import BlockKV, TargetAndBlockKV, by_depth
+from specjax.drafters.block_kv import BlockKV, TargetAndBlockKV, by_depth
 from specjax.drafters.features import BoundFeatures, FeatureModel, TrainedFeatureDraft
 from specjax.drafters.one_by_one import one_by_one, root_of
 from specjax.interfaces import (
@@ -41,7 +41,7 @@ from specjax.interfaces import (
     TargetView,
     TrainingForm,
 )
-from specjax.models.attention.memory import Attended, Memory, memories
+from specjax.models.attention.kv_source import CacheKV, KVSource, kv_sources
 from specjax.models.attention.sight import AttentionMask
 from specjax.models.cache import KVCache
 
@@ -64,7 +64,7 @@ class RowModel(FeatureModel, abc.ABC):
         tokens: Int[Array, "B T"],
         features: Float[Array, "B T H"],
         positions: Int[Array, "B T"],
-        memory: Sequence[Attended],
+        kv: Sequence[KVSource],
         form: TrainingForm = PLAIN,
     ) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"], tuple[Any, ...]]:
         """Token rows of ``tokens`` with the ``features`` of the tokens before: (input of the head, stand-in for the
@@ -156,9 +156,9 @@ class BoundRows(BoundFeatures):
     ) -> tuple[Array, Array, KVCache]:
         """A pass over token rows at ``slots``: (input of the head, stand-in for features, the cache)."""
         windows = [self.model.config.layer(i).window for i in range(self.model.config.num_layers)]
-        attended = memories(cache, slots, slots, None, windows)
-        memory = [attended[window].over(layer) for window, layer in zip(windows, cache.fold().layers, strict=True)]
-        final, features, layers = self.model(params, tokens, features, slots + 1, memory)
+        attended = kv_sources(cache, slots, slots, None, windows)
+        kv = [attended[window].over(layer) for window, layer in zip(windows, cache.fold().layers, strict=True)]
+        final, features, layers = self.model(params, tokens, features, slots + 1, kv)
         return final, features, cache.written(layers)
 
 
@@ -195,8 +195,8 @@ class TrainedRows(TrainedFeatureDraft):
         true: Any = None
         head = functools.partial(model.head, params)
         for depth, weight, share in by_depth(batch, self.depths, self.decay, before=1):
-            memory = self._seen(batch, depth, true, own)
-            final, features, layers = model(params, tokens, features, positions, memory, self.form)
+            kv = self._seen(batch, depth, true, own)
+            final, features, layers = model(params, tokens, features, positions, kv, self.form)
             tokens, features = model.behind(params, tokens, features)
             yield Prediction(final, head, weight, None, share, model.in_vocabulary)
             if true is None:
@@ -205,7 +205,7 @@ class TrainedRows(TrainedFeatureDraft):
                 own = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), list(layers))
 
     def _seen(self, batch: Batch, depth: int, true: Any, own: Sequence[BlockKV]) -> list[Any]:
-        """Memory that the token rows of a depth attend to, one for each layer."""
+        """Keys and values that the token rows of a depth attend to, one for each layer."""
         positions, documents = batch.token_positions, batch.documents
         place = jnp.arange(positions.shape[1], dtype=jnp.int32)
         of_queries = jnp.zeros(positions.shape, jnp.int32) if documents is None else documents.segments
@@ -213,15 +213,15 @@ class TrainedRows(TrainedFeatureDraft):
         everything = AttentionMask(
             (place - depth)[None], segments=(of_queries, jnp.where(positions == 0, -1, of_queries))
         )
-        memory: list[Any] = []
+        kv: list[Any] = []
         starts = jnp.zeros(len(positions), jnp.int32)
         for i, block in enumerate(own):
             # A window ends at the token row itself, which is `depth` positions after its root.
             window = self.config.layer(i).window
             at = jnp.broadcast_to(place[None], positions.shape)
             sight = everything if window is None else everything.within(window, at, at)
-            memory.append(Memory(sight, starts) if true is None else TargetAndBlockKV(true[i], sight, block, depth - 1))
-        return memory
+            kv.append(CacheKV(sight, starts) if true is None else TargetAndBlockKV(true[i], sight, block, depth - 1))
+        return kv
 
     def unrolled(self, depths: int) -> Any:
         return dataclasses.replace(self, depths=depths)

@@ -204,11 +204,12 @@ class Bench:
         settings, cells = self._settings, self.cells(primary)
         runs: dict[Cell, list[Run]] = {cell: [] for cell in cells}
         for size in set(settings.batch_sizes) - {1}:
-            self._compile([cell for cell in cells if cell.batch_size == size], tick)
-            self._once(runs, size, tick)
             of_size = [cell for cell in cells if cell.batch_size == size]
+            self._compile(of_size, tick)
+            self._run_into(runs, of_size, tick)
             compared = [cell for cell in of_size if settings.adaptive and cell.drafter in (AUTOREGRESSIVE, ADAPTIVE)]
-            self._again(runs, compared, tick)
+            for _ in range(settings.repeats - 1 if compared else 0):
+                self._run_into(runs, compared, tick, again=True)
             programs.free_programs()
         # Batch 1 is always measured, even if it is no part of the grid.
         single = [cell for cell in cells if cell.batch_size == 1]
@@ -222,10 +223,8 @@ class Bench:
         runs |= {cell: [] for cell in (*pairs, *beside) if cell not in runs}
         timers = [self.timer(AUTOREGRESSIVE, 0), *(self.timer(primary, k, k in best.values()) for k in settings.ks)]
         for repeat in range(settings.repeats):
-            if repeat:
-                self._run_into(runs, repeated, tick, again=True)
-            else:
-                self._once(runs, 1, tick)
+            all_cells = [cell for cell in runs if cell.batch_size == 1]
+            self._run_into(runs, repeated if repeat else all_cells, tick, again=True)
             for timer in _TURNS * timers:
                 timer.turn()
         entries = {cell: self._entry(cell, runs) for cell in runs}
@@ -250,15 +249,6 @@ class Bench:
         t = self._settings.temperatures[0]
         pairs = zip(self.costs(Cell(primary, k, 1, t)), self.costs(_plain(t)), strict=True)
         return float(np.median([block.target / one.target for block, one in pairs]))
-
-    def _once(self, runs: dict[Cell, list[Run]], batch_size: int, tick: Tick) -> None:
-        """Run every cell of ``runs`` of that batch size once, and add the result there."""
-        self._run_into(runs, [cell for cell in runs if cell.batch_size == batch_size], tick, again=True)
-
-    def _again(self, runs: dict[Cell, list[Run]], cells: Sequence[Cell], tick: Tick) -> None:
-        """The other ``repeats`` of cells that were decoded once."""
-        for _ in range(self._settings.repeats - 1 if cells else 0):
-            self._run_into(runs, cells, tick)
 
     def _run_into(self, runs: dict[Cell, list[Run]], cells: Sequence[Cell], tick: Tick, *, again: bool = False) -> None:
         """Decode the cells once more. ``again``: True if block costs were measured a while ago, at another moment of

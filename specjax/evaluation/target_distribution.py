@@ -33,7 +33,7 @@ class TargetDistribution:
         """Logits of the target before each of ``generated``, float32 ``[len(generated), V]``, by one forward padded to
         ``new_tokens``."""
         padding = [0] * (self._new_tokens - len(generated))
-        found = np.asarray(self._target.logits([[*prompt, *generated, *padding]]))[0]
+        found = np.asarray(self._target.logits(np.asarray([[*prompt, *generated, *padding]])))[0]
         return found[len(prompt) - 1 :][: len(generated)]
 
     def transformed(

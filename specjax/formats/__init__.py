@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from specjax.drafters.features import ENDS, FeatureModel, LoadedDraft, check_readable, dense
+from specjax.drafters.features import EMBEDDING_AND_HEAD, FeatureModel, LoadedDraft, check_readable, dense
 from specjax.errors import ModelError
 from specjax.formats import medusa, speculators
 from specjax.formats.form import Format, TargetName
@@ -56,7 +56,7 @@ def own_form(spec: FeatureModel, kind: str) -> tuple[str, str | None]:
     if that is why it is another form)."""
     if kind not in speculators.KINDS:
         return next(name for name, form in FORMATS.items() if kind in form.KINDS), None
-    lost = speculators.FORMAT.unsaid(spec, kind)
+    lost = speculators.FORMAT.unsupported(spec, kind)
     return ("speculators", None) if lost is None else ("specjax", lost)
 
 
@@ -84,8 +84,8 @@ def convert(
     draft = load(found, kind, TargetInfo(target.config, dtype or _dtype_of(found)), check_finite, whole=True)
     check_readable(kind, draft.spec, target.config)
     stored = Settings(settings, found / "config.json").names(SHARED)
-    shared = (*stored, *(name for name in ENDS if name not in draft.params))
-    missing = [n for n in draft.spec.shapes if n in ENDS and n not in draft.params]
+    shared = (*stored, *(name for name in EMBEDDING_AND_HEAD if name not in draft.params))
+    missing = [n for n in draft.spec.shapes if n in EMBEDDING_AND_HEAD and n not in draft.params]
     # The dtype must hold the target's numbers as well.
     held = jnp.promote_types(draft.spec.dtype, target.dtype) if missing and dtype is None else draft.spec.dtype
     params = {**draft.params, **{name: dense(target.params, name, held) for name in missing}}

@@ -159,26 +159,26 @@ class Format:
             params = read_params(stored, *_table(form, spec, ends), dtype, check_finite=check_finite)
         return spec, params if form.finish is None else form.finish(params)
 
-    def unsaid(self, spec: FeatureModel, kind: str) -> str | None:
+    def unsupported(self, spec: FeatureModel, kind: str) -> str | None:
         """The part of a draft that this form cannot express; None: it expresses all."""
-        said = (text.format(spec) for text, has in self.KINDS[kind].limits.items() if has(spec))
-        return next(said, None)
+        lacking = (text.format(spec) for text, has in self.KINDS[kind].limits.items() if has(spec))
+        return next(lacking, None)
 
     def write(self, directory: Path, draft: LoadedDraft, kind: str, dtype: str, target: TargetName) -> dict[str, Any]:
         """Write the weights; returns config.json. Raises `ModelError` for a draft that this form cannot express."""
-        spec, form, lost = draft.spec, self.KINDS[kind], self.unsaid(draft.spec, kind)
+        spec, form, lost = draft.spec, self.KINDS[kind], self.unsupported(draft.spec, kind)
         if lost is not None:
             raise ModelError(self.refusal.format(lost))
-        told = {**_described(form, spec), **self.around(form, spec, dtype, target), **write_fields(form.fields, spec)}
-        told |= {"num_target_layers": target.layers} if form.target_layers else {}
-        told |= {"draft_vocab_size": head_rows(spec)} if form.says_rows else {}
+        fields = {**_described(form, spec), **self.around(form, spec, dtype, target), **write_fields(form.fields, spec)}
+        fields |= {"num_target_layers": target.layers} if form.target_layers else {}
+        fields |= {"draft_vocab_size": head_rows(spec)} if form.says_rows else {}
         written = dataclasses.replace(form, layer=form.written_layer or form.layer)
         family, shapes = _table(written, spec, form.left_out)
         tables = _written_tables(spec, form.tables)
         write_params(directory, draft.params, family, shapes, dtype, hf.MAX_SHARD_BYTES, form.weights, tables)
         if form.also is not None:
             form.also(directory, draft, dtype)
-        return told
+        return fields
 
 
 def named_by(key: str, kinds: Mapping[str, Form], strict: bool = False) -> Callable[[Mapping[str, Any]], Any]:
@@ -237,9 +237,11 @@ def _layers(form: Form, settings: Settings, target: ModelConfig) -> tuple[ModelC
     values = settings.value(form.layers)
     if not isinstance(values, dict):
         raise ModelError(f"{settings.where}: needs `{form.layers}`, what the draft's layers are")
-    told = settings.typed("speculators_config", dict, {}).get("algorithm")
-    if told not in (None, *form.names):
-        raise ModelError(f"{settings.where}: speculators_config.algorithm={told!r}, and the draft is {form.names[0]!r}")
+    algorithm = settings.typed("speculators_config", dict, {}).get("algorithm")
+    if algorithm not in (None, *form.names):
+        raise ModelError(
+            f"{settings.where}: speculators_config.algorithm={algorithm!r}, and the draft is {form.names[0]!r}"
+        )
     inner = Settings(values, settings.where)
     layers, known = read_layers(inner)
     refuse_unknown(inner, *known)
@@ -295,14 +297,14 @@ def read_layers(
     """(the layers that the settings describe, the keys that describe them). Where the class named in config.json
     decides the layers, ``family`` is their model family, whatever `model_type` says, and ``unread`` are keys that do
     not describe them. Raises `ModelError`."""
-    told, file = _of_text(settings.values), settings.where
+    fields, file = _of_text(settings.values), settings.where
     if family is not None:
-        told = {name: value for name, value in told.items() if name not in unread}
-        told |= {"tie_word_embeddings": False} if told.get("tie_word_embeddings") is True else {}
-    kind = family or told.get("model_type")
+        fields = {name: value for name, value in fields.items() if name not in unread}
+        fields |= {"tie_word_embeddings": False} if fields.get("tie_word_embeddings") is True else {}
+    kind = family or fields.get("model_type")
     found = _FAMILIES[kind] if kind in tuple(_FAMILIES) else family_of(kind, file)
     read: set[str] = set()
-    layers = found.read_config(Settings(told, file, read=read))
+    layers = found.read_config(Settings(fields, file, read=read))
     try:
         if found not in _FAMILIES.values():
             described(dataclasses.replace(layers, tie_embeddings=False))
@@ -336,8 +338,8 @@ def _described(form: Form, spec: FeatureModel) -> dict[str, Any]:
     if form.layers is None:
         return {}
     plain = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
-    said = [field.ours.removeprefix("config.") for field in form.fields if field.ours.startswith("config.")]
-    layers = dataclasses.replace(spec.config, **{name: plain[name] for name in said})
+    own = [field.ours.removeprefix("config.") for field in form.fields if field.ours.startswith("config.")]
+    layers = dataclasses.replace(spec.config, **{name: plain[name] for name in own})
     if form.of_target:
         layers = dataclasses.replace(layers, num_layers=spec.reads[0])
     return {form.layers: described(layers)} if form.layers else described(layers)

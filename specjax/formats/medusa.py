@@ -27,9 +27,9 @@ _SIZES = ("hidden_size", "vocab_size")
 def _of_the_target(reading: Reading) -> None:
     target, values = reading.target, reading.values
     for name in _SIZES:
-        told = reading.settings.count(name, getattr(target, name))
-        if told != getattr(target, name):
-            raise ModelError(f"medusa: reads a target of {name}={told}, and this one has {getattr(target, name)}")
+        expected = reading.settings.count(name, getattr(target, name))
+        if expected != getattr(target, name):
+            raise ModelError(f"medusa: reads a target of {name}={expected}, and this one has {getattr(target, name)}")
     # The heads are counted: published configs say two where there are five.
     values["heads"] = len({name.partition(".")[0] for name in reading.stored})
     values["own_heads"] = f"0.{values['blocks']}.weight" in reading.stored

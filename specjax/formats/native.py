@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from specjax.drafters.features import ENDS
+from specjax.drafters.features import EMBEDDING_AND_HEAD
 from specjax.drafters.mtp import MTPModel
 from specjax.formats.form import Form, Format, Reading
 from specjax.formats.keys import RECYCLED, STATE
@@ -39,7 +39,7 @@ _FORM = Form(
     MTPModel,
     (Field(STATE, "options.state", NORM_WORDS, "pre"), Field(RECYCLED, "options.recycled", NORM_WORDS, "post")),
     mtp_tensors(MTP_LAYERS.format(0)),
-    left_out=ENDS,
+    left_out=EMBEDDING_AND_HEAD,
     family=MIMO.model_type,
     unread=(),
     of_target=True,

@@ -12,7 +12,7 @@ from typing import Any
 
 from specjax.drafters.dflash.model import DFlashModel
 from specjax.drafters.eagle3 import Eagle3Model, Options
-from specjax.drafters.features import ENDS, FeatureModel
+from specjax.drafters.features import EMBEDDING_AND_HEAD, FeatureModel
 from specjax.drafters.p_eagle import PEagleModel
 from specjax.errors import ModelError
 from specjax.formats import own, speculators
@@ -173,7 +173,7 @@ _EAGLE_LIMITS: Limits = {
     "a window": _windowed,
 }
 _EAGLE: dict[str, Any] = {
-    "optional": ENDS,
+    "optional": EMBEDDING_AND_HEAD,
     "family": "llama",
     "own": "eagle_config",
     "own_needed": False,
@@ -293,7 +293,13 @@ _BARE_HEAD = {f"{name}.": f"markov_head.{name}." for name in ("markov_w1", "mark
 def _z_lab_form(names: tuple[str, ...], settle: Any, fields: tuple[Field, ...] = (), **more: Any) -> Form:
     # Keys that SpecForge and ModelOpt write, each with the value at which a draft is z-lab's.
     at = {"use_swa": False, "causal": False, "pure_draft_prefix_len": 0, "shift_label": "fixed" in more}
-    how: dict[str, Any] = {"left_out": ENDS, "optional": ENDS, "family": "qwen3", "target_layers": True, **more}
+    how: dict[str, Any] = {
+        "left_out": EMBEDDING_AND_HEAD,
+        "optional": EMBEDDING_AND_HEAD,
+        "family": "qwen3",
+        "target_layers": True,
+        **more,
+    }
     how |= {"own": "dflash_config", "own_known": ("projector_type", "attention_mode", "swa_window_size"), "own_at": at}
     fields = (*_Z_LAB_FIELDS, *_named_in("dflash_config", fields))
     return Form(names, DFlashModel, fields, BLOCK_TENSORS, settle=settle, limits=_Z_LAB_LIMITS, **how)

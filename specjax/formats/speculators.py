@@ -9,7 +9,7 @@ from typing import Any
 
 from specjax.drafters.dflash.model import DFlashModel
 from specjax.drafters.eagle3 import Eagle3Model
-from specjax.drafters.features import ENDS, FeatureModel, published_streams
+from specjax.drafters.features import EMBEDDING_AND_HEAD, FeatureModel, published_streams
 from specjax.drafters.mtp import MTPModel, Options
 from specjax.drafters.p_eagle import PEagleModel
 from specjax.errors import ModelError
@@ -199,7 +199,7 @@ def _eagle(name: str, architecture: str, spec: type, fields: Any) -> Form:
 
 
 def _blocks(name: str, architecture: str, fields: Any, settle: Any = None) -> Form:
-    how = {"left_out": ENDS, "settle": settle}
+    how = {"left_out": EMBEDDING_AND_HEAD, "settle": settle}
     return _form(name, architecture, DFlashModel, fields, BLOCK_TENSORS, _BLOCK_LIMITS, **how)
 
 
@@ -211,7 +211,7 @@ KINDS = {
     "dspark": _blocks("dspark", "DSparkSpeculator", _DSPARK_FIELDS, markov),
     "mtp": _form(
         *("mtp", "MTPDraftModel", MTPModel, _MTP_FIELDS, mtp_tensors("mtp_layers.0"), _MTP_LIMITS),
-        left_out=ENDS,
+        left_out=EMBEDDING_AND_HEAD,
         of_target=True,
         layer="mtp_layers.{}",
         settle=_one_head,

@@ -194,9 +194,9 @@ class Draft:
     without one on is accepted. None: judged by ``logits``."""
     max_depth: int | None = flax.struct.field(pytree_node=False, default=None)
     """Most tokens on one root-to-node path of a tree; None: a chain."""
-    grade: Int[Array, " B"] | None = None
-    """Grade of each row's deterministic proposal, below the drafter's ``grades``: a controller learns acceptance grade
-    by grade. None: all proposals have one grade."""
+    match_class: Int[Array, " B"] | None = None
+    """Match class of each row's deterministic proposal, 0 .. ``BoundDrafter.match_classes`` - 1: a controller learns
+    acceptance class by class. None: all proposals are of one class."""
 
 
 @flax.struct.dataclass
@@ -351,8 +351,8 @@ class BoundDrafter(abc.ABC):
     free: bool = False
     """True if a proposal costs nothing beside its verification and is deterministic: a controller may look at it before
     it sets the length, see `Controller.review`."""
-    grades: int = 1
-    """Number of grades that `Draft.grade` tells apart."""
+    match_classes: int = 1
+    """Number of match classes, see `Draft.match_class`."""
     max_positions: int | None = None
     """Longest row that it can draft for; None: any."""
     model_config: Any = None

@@ -60,8 +60,8 @@ class Batch:
     teacher: TopKLogits | None = None
     """The target's logits, cached; None: the target is asked."""
     number: Int[Array, " B"] | None = None
-    """Number of the step that the row is drawn for, if a drafter that ``draws`` is trained on it. Outside training,
-    number of the part of the drafter's predictions to make (None: all of them)."""
+    """Number of the step that the row is drawn for, if a drafter that ``samples_anchors`` is trained on it. Outside
+    training, number of the part of the drafter's predictions to make (None: all of them)."""
     streams: tuple[Float[Array, "B T D"], ...] | None = None
     """Residual streams that the draft's `Reads` name, cached, and behind them `Output.final`; None: the target is
     asked."""
@@ -102,7 +102,7 @@ class Prediction:
     weight: Float[Array, "B T"]
     rows: Int[Array, "B T"] | None = None
     share: float = 1.0
-    kept: Bool[Array, " V"] | None = None
+    in_vocabulary: Bool[Array, " V"] | None = None
     """Draft vocabulary: a loss compares with the target's distribution over these ids. None: all."""
     loss_logits: Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]] | None = None
     """Logits that a loss compares, if the drafter draws from fewer tokens; None: those of ``head``."""
@@ -150,7 +150,7 @@ class Trainable(abc.ABC):
     from cached logits."""
     shares_target: bool = False
     """True if some of its weights are the target's, frozen, see `complete`."""
-    draws: bool = False
+    samples_anchors: bool = False
     """True if it chooses at random what it trains on; its draws are a function of `Batch.number` and of the row."""
     samples_alone: bool = False
     """True if it decodes without the target, as a model of its own (`to_model`)."""

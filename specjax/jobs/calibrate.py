@@ -14,7 +14,7 @@ import jax
 from specjax.config import RunConfig
 from specjax.costs import calibrations, store
 from specjax.costs.acceptance import Acceptance
-from specjax.costs.calibrations import Kept
+from specjax.costs.calibrations import StoredCalibration
 from specjax.costs.cost_model import BatchCosts, CostModel
 from specjax.costs.measuring import CostTimer, Wanted, spread_lengths, temperatures_of
 from specjax.decode.request import bucket
@@ -118,7 +118,7 @@ class Calibrated:
     compile_seconds: float
     directory: Path | None
     """Directory that the costs are stored in; None: it cannot be written, and nothing is stored."""
-    lengths: Mapping[tuple[str, int, str], Kept] = dataclasses.field(default_factory=dict)
+    lengths: Mapping[tuple[str, int, str], StoredCalibration] = dataclasses.field(default_factory=dict)
     """(drafter, rows, kind of program) -> costs that the default controller uses; empty: not asked for."""
 
     @property

@@ -27,8 +27,8 @@ def doctor(console: Console) -> bool:
     for extra in sorted(distribution(PACKAGE).metadata.get_all("Provides-Extra") or ()):
         if extra not in NO_EXTRAS_OF_USERS:
             absent = [*missing(PACKAGE, extra)]
-            told = f"missing: {', '.join(absent)}; pip install '{PACKAGE}[{extra}]'" if absent else "there"
-            table.add_row(f"extra {extra}", told)
+            state = f"missing: {', '.join(absent)}; pip install '{PACKAGE}[{extra}]'" if absent else "there"
+            table.add_row(f"extra {extra}", state)
     console.print(table)
     return not needed
 

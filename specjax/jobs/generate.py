@@ -82,9 +82,9 @@ def defaults(own: Sequence[str], target: str) -> dict[str, Any]:
     found = generation_defaults(target)
     kept = [name for name in found.values if name in own]
     applied = {name: value for name, value in found.values.items() if name not in own}
-    told = ", ".join(f"{name} {_told(value)}" for name, value in applied.items()) or "nothing to apply"
+    applied_text = ", ".join(f"{name} {_told(value)}" for name, value in applied.items()) or "nothing to apply"
     kept = f" (as given on the command line: {', '.join(kept)})" if kept else ""
-    print(f"note: from {found.source}: {told}{kept}", file=sys.stderr)
+    print(f"note: from {found.source}: {applied_text}{kept}", file=sys.stderr)
     if found.unapplied:
         others = ", ".join(f"{name} {_told(value)}" for name, value in found.unapplied.items())
         greedy = "; without do_sample nothing is sampled" if "temperature" in found.unapplied else ""

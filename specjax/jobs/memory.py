@@ -30,7 +30,7 @@ from specjax.training.layout import Layout
 from specjax.training.optimizer import make_optimizer
 from specjax.training.step import microbatch_rows
 from specjax.training.teacher import needs_target, with_shared_params
-from specjax.training.trainer import settled
+from specjax.training.trainer import with_defaults
 
 STAGES, DECODING = ("target-train", "draft-pretrain", "draft-distill"), "decoding"
 JOBS = (*STAGES, DECODING)
@@ -205,7 +205,7 @@ def _stage(run: Run, name: str, stage: Stage) -> Footprint:
     assert trained is not None
     drafter, params = trained
     target = None if name == "target-train" else run.target
-    stage = settled(dataclasses.replace(stage, epochs=None, steps=stage.steps or 1), drafter)
+    stage = with_defaults(dataclasses.replace(stage, epochs=None, steps=stage.steps or 1), drafter)
     optimizer, averages = make_optimizer(stage), stage.optimizer.ema is not None
     state = jax.eval_shape(lambda p: (p, optimizer.init(p), p if averages else None), params)
     loss = run.loss(name, stage)

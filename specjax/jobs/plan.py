@@ -30,7 +30,7 @@ from specjax.runtime.progress import Bars, no_bars
 from specjax.training.layout import ONE_DEVICE
 from specjax.training.optimizer import make_optimizer
 from specjax.training.step import Update, microbatch_rows, start_state
-from specjax.training.trainer import form_of, settled
+from specjax.training.trainer import form_of, with_defaults
 
 _STEPS = 4
 """Number of timed training steps, after one that is not timed."""
@@ -161,7 +161,7 @@ def _measured(config: RunConfig, prepared: Prepared, initial: Initial, tokens: i
     optimizer, ema = make_optimizer(stage), stage.optimizer.ema
     state = start_state(initial.params, optimizer, ema is not None, ONE_DEVICE, initial.drafter)
     micro = microbatch_rows(stage.batch_size, batches[0].tokens.shape[1])
-    stage = settled(stage, initial.drafter)
+    stage = with_defaults(stage, initial.drafter)
     form = form_of(stage)
     update = Update(initial.drafter, loss, optimizer, target.spec, micro, form=form, ema=ema)
     compiled = update.jitted().lower(state, target.params, batches[0]).compile()

@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from specjax.models.attention.stored import Int8Layer, Layer, Sliding, Stored, moved, resized, sliding
+from specjax.models.attention.stored import Int8Layer, LayerKV, Sliding, Stored, moved, resized, sliding
 
 
 class Windows(NamedTuple):
@@ -79,7 +79,7 @@ class KVCache:
                 jnp.zeros((batch, kv_heads, *shape), dtype) for shape in ((held, features), (features, held))
             )
             scales = (jnp.zeros((batch, kv_heads, held), jnp.float32) for _ in range(2))
-            slots = Int8Layer(keys, values, *scales) if keys.dtype == jnp.int8 else Layer(keys, values)
+            slots = Int8Layer(keys, values, *scales) if keys.dtype == jnp.int8 else LayerKV(keys, values)
             return slots if held == num_slots else Sliding(slots, jnp.zeros((batch,), jnp.int32))
 
         return cls(tuple(map(layer, range(num_layers))), windows=windows)
@@ -89,7 +89,7 @@ class KVCache:
         return self.layers[0].keys.shape[-2] if self.windows is None else self.windows.slots
 
     def has_room(self, lengths: Int[Array, " B"], fed: int) -> Bool[Array, ""]:
-        """True if ``fed`` more tokens fit behind each of ``lengths``; otherwise `Layer.write` would overwrite valid
+        """True if ``fed`` more tokens fit behind each of ``lengths``; otherwise `LayerKV.write` would overwrite valid
         slots."""
         return fed <= self.room(lengths)
 

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from specjax.models import kernels
-from specjax.models.attention.memory import Attended
+from specjax.models.attention.kv_source import KVSource
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.products import isolate_nonfinite_kv, precision_of
 from specjax.models.rotary import rotate
@@ -119,7 +119,7 @@ class Attention(nnx.Module):
             }[config.qk_norm]
             self.q_norm, self.k_norm = (make_norm(config, *shape, dtype=dtype) for shape in shapes)
 
-    def __call__(self, x, rotary, memory: Attended):
+    def __call__(self, x, rotary, kv: KVSource):
         """``rotary``: the table of this layer, None without one. Returns (output, the layer's keys and values including
         those of the tokens fed, those of the tokens fed alone)."""
         batch, fed = x.shape[:2]
@@ -133,7 +133,7 @@ class Attention(nnx.Module):
         if self.rope is not None:
             q, k = (rotate(y, rotary, self.rope.interleaved) for y in (q, k))
         k, v = isolate_nonfinite_kv(k, v)
-        out, layer = memory.attend(q, k, v, config.attention_scale, config.attention_soft_cap)
+        out, layer = kv.attend(q, k, v, config.attention_scale, config.attention_soft_cap)
         return self.o_proj(out.reshape(batch, fed, -1)), layer, (k, v)
 
     def projections(self, x) -> tuple[Array, Array, Array]:

@@ -107,9 +107,9 @@ def spec_of(shape: Sequence[int], mesh: Mesh, *axes: str | tuple[str, ...] | Non
 
 def beside(params: Any, mesh: Mesh | None) -> Any:
     """``params`` with arrays of one device copied whole to every device of ``mesh``; arrays of several devices are
-    unchanged."""
+    unchanged. Without a mesh they are `committed`."""
     if mesh is None:
-        return params
+        return committed(params)
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def placed(x: Any) -> Any:
@@ -117,6 +117,17 @@ def beside(params: Any, mesh: Mesh | None) -> Any:
         return x if several else jax.device_put(x, everywhere)
 
     return jax.tree.map(placed, params)
+
+
+def committed(params: Any) -> Any:
+    """``params`` with every array committed to the device it lies on; nothing is copied. JAX compiles a program once
+    more for arguments that differ in this alone, so weights that were trained, loaded and made would have three."""
+
+    def commit(x: Any) -> Any:
+        free = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.committed
+        return jax.device_put(x, x.sharding) if free else x
+
+    return jax.tree.map(commit, params)
 
 
 def place(read: Callable[[Index], np.ndarray], shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax import interfaces
 from specjax.interfaces import NOTHING, Documents, Output, Params, Reads
-from specjax.models.attention.memory import Attended, memories
+from specjax.models.attention.kv_source import KVSource, kv_sources
 from specjax.models.cache import KVCache, Windows
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.kernels import Dense
@@ -52,10 +52,10 @@ class Block(nnx.Module):
     def feed_forward(self) -> MLP | ExpertMLP:
         return self.experts if self.mlp is None else self.mlp
 
-    def __call__(self, x, rotary, memory: Attended):
+    def __call__(self, x, rotary, kv: KVSource):
         """Returns (x, the layer's keys and values including those of the tokens fed, those of the tokens fed alone)."""
         read = normed(self.attention_norm, x)
-        attended, layer, fed = self.attention(read, rotary, memory)
+        attended, layer, fed = self.attention(read, rotary, kv)
         attended = normed(self.attention_post_norm, attended)
         if self.residual == "sequential":
             x = self.add(x, attended)
@@ -107,8 +107,8 @@ class Transformer(nnx.Module):
         cached = None if cache is None else cache.fold().layers
         streams, fed, written = [x], [], []
         for index, block in enumerate(self.layers):
-            rotary, memory = contexts[config.layer(index)]
-            x, layer, of_block = block(x, rotary, memory if cached is None else memory.over(cached[index]))
+            rotary, kv = contexts[config.layer(index)]
+            x, layer, of_block = block(x, rotary, kv if cached is None else kv.over(cached[index]))
             x = constrained(x, mesh, ROWS, None, None)
             streams.append(x)
             fed.append(of_block)
@@ -118,9 +118,10 @@ class Transformer(nnx.Module):
         return hidden, cache, keys_values, self.norm(x)
 
     def embed(self, tokens, positions, slots, cache, mask, mesh: Mesh | None = None):
-        """Input of the first layer, and for each kind of layer (its rotary table, the memory that it attends to)."""
+        """Input of the first layer, and for each kind of layer (its rotary table, the keys and values that it attends
+        to)."""
         tables = self.rotary(positions, tokens.shape[1] if cache is None else cache.total)
-        attended = memories(cache, positions, slots, mask, (kind.window for kind in self.config.layers), mesh)
+        attended = kv_sources(cache, positions, slots, mask, (kind.window for kind in self.config.layers), mesh)
         contexts = {kind: (table, attended[kind.window]) for kind, table in tables.items()}
         return self.embedded(tokens, positions), contexts
 

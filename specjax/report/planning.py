@@ -117,9 +117,9 @@ def predictions_table(predictions: Sequence[Prediction], measured: bool) -> Tabl
 def passes_table(passes: Sequence[Pass]) -> Table:
     """Table of the bound of each pass, and of the share of the roofline that the pass reaches."""
     device = passes[0].device
-    told = "measured" if device.measured else "datasheet"
+    source = "measured" if device.measured else "datasheet"
     title = (
-        f"Roofline of {device.name} ({told}): {device.bandwidth / 1e9:,.0f} GB/s,\n"
+        f"Roofline of {device.name} ({source}): {device.bandwidth / 1e9:,.0f} GB/s,\n"
         f"{device.flops / 1e12:,.2f} TFLOP/s in {device.dtype}, ridge {device.ridge:,.1f} FLOP/byte"
     )
     headers = ("batch", "GFLOP", "MB", "FLOP\n/byte", "bound\nby", "least\nms", "ms", "share")
@@ -184,8 +184,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(predictions_table(plan.predictions, plan.measured_here))
     errors = [abs(p.error) for p in plan.predictions if p.error is not None]
     if errors:
-        told = f"median {np.median(errors):.1%}, worst {max(errors):.1%}"
-        console.print(f"error of the prediction over {len(errors)} points: {told}", soft_wrap=True)
+        errors_text = f"median {np.median(errors):.1%}, worst {max(errors):.1%}"
+        console.print(f"error of the prediction over {len(errors)} points: {errors_text}", soft_wrap=True)
     console.print(passes_table(plan.passes))
     for group in plan.economics:
         for line in to_pay_lines(plan.to_pay(*group), plan.target_weights):

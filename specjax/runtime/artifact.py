@@ -59,10 +59,10 @@ class Changed(TrainingError):
     ):
         self.directory, self.settings, self.contents = directory, settings, contents
         names = [_CONTENTS[name] + places.get(name, "") for name in contents]
-        told = [f"was made with other settings: {settings}"] if settings else []
-        told += [f"changed since it was made: {' and '.join(names)}"] if names else []
+        problems = [f"was made with other settings: {settings}"] if settings else []
+        problems += [f"changed since it was made: {' and '.join(names)}"] if names else []
         super().__init__(
-            f"{directory}: {', and '.join(told)}; restore what it was made from, give another `out`, or move "
+            f"{directory}: {', and '.join(problems)}; restore what it was made from, give another `out`, or move "
             f"{directory} and what was made from it in {directory.parent} elsewhere"
         )
 

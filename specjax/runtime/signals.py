@@ -47,11 +47,11 @@ def ctrl_c_waits() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are handled in the main thread alone
         return
-    came: list[tuple[int, Any]] = []
+    came: list[tuple[signal.Signals, Any]] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     handled = {number: handler for number, handler in before.items() if callable(handler)}
     for number in handled:
-        signal.signal(number, lambda number, frame: came.append((number, frame)))
+        signal.signal(number, lambda number, frame: came.append((signal.Signals(number), frame)))
     try:
         yield
     finally:

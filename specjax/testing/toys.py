@@ -21,7 +21,7 @@ import numpy as np
 
 from specjax.evaluation import references
 from specjax.interfaces import NOTHING, Context, Model, Output, Params, SamplingParams, Target
-from specjax.models.attention.stored import Layer
+from specjax.models.attention.stored import LayerKV
 from specjax.models.cache import KVCache
 from specjax.models.decode_layout import LaidOut
 
@@ -52,7 +52,7 @@ class PrefixModel(Model):
     def init_cache(self, batch: int, num_slots: int, dtype=jnp.float32) -> KVCache:
         shape = (batch, 1, num_slots, self.config.vocab_size)
         poison = POISON * jnp.broadcast_to(jnp.arange(1.0, self.config.vocab_size + 1, dtype=dtype), shape)
-        return KVCache((Layer(poison, jnp.full((batch, 1, 1, num_slots), POISON, dtype)),))
+        return KVCache((LayerKV(poison, jnp.full((batch, 1, 1, num_slots), POISON, dtype)),))
 
     def __call__(
         self, params, tokens, positions, slots=None, cache=None, mask=None, reads=NOTHING, rows=None
@@ -61,7 +61,9 @@ class PrefixModel(Model):
         where = positions.astype(jnp.float32)[:, :, None, None]
         slots = positions if slots is None else slots
         layer = (
-            Layer.of(new, where) if cache is None else cache.fold().layers[0].write(slots[:, 0], Layer.of(new, where))
+            LayerKV.of(new, where)
+            if cache is None
+            else cache.fold().layers[0].write(slots[:, 0], LayerKV.of(new, where))
         )
         keys, values = layer.keys, layer.values[:, 0]
         visible, misplaced = seen(positions, slots, values, mask)

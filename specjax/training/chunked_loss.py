@@ -75,7 +75,7 @@ class Matched:
     tokens: Int[Array, "B C"]
     weight: Float[Array, "B C"]
     references: dict[str, Float[Array, "B C V"]] = dataclasses.field(default_factory=dict)
-    kept: Bool[Array, " V"] | None = None
+    in_vocabulary: Bool[Array, " V"] | None = None
     """True for the ids of the draft vocabulary; None: it has all ids."""
     loss_logits: Float[Array, "B C V"] | None = None
     """Logits that a loss compares in place of ``draft_logits``; None: it compares ``draft_logits``."""
@@ -83,24 +83,26 @@ class Matched:
     """Logit of the chance that the token is accepted, as the draft predicts it."""
 
     @property
-    def in_vocabulary(self) -> Bool[Array, "B C"] | None:
+    def label_in_vocabulary(self) -> Bool[Array, "B C"] | None:
         """True where the text's token is in the draft vocabulary; None: everywhere."""
-        return None if self.kept is None else self.kept[self.tokens]
+        return None if self.in_vocabulary is None else self.in_vocabulary[self.tokens]
 
-    def among_kept(self, labels: bool) -> Matched:
+    def over_draft_vocabulary(self, labels: bool) -> Matched:
         """Predictions as a loss compares them: with the teacher's distribution over the draft vocabulary. For a loss
         that compares with the text's tokens alone (``labels``), only tokens of the draft vocabulary have a weight."""
         if self.loss_logits is not None:
-            return dataclasses.replace(self, draft_logits=self.loss_logits, loss_logits=None).among_kept(labels)
-        if self.kept is None:
+            return dataclasses.replace(self, draft_logits=self.loss_logits, loss_logits=None).over_draft_vocabulary(
+                labels
+            )
+        if self.in_vocabulary is None:
             return self
         assert isinstance(self.teacher, FullLogits | None)  # a draft of fewer ids reads its target's forward pass
         teacher, weight = self.teacher, self.weight
         if teacher is not None:
-            seen = self.kept.reshape([1] * (teacher.logits.ndim - 1) + [-1])
+            seen = self.in_vocabulary.reshape([1] * (teacher.logits.ndim - 1) + [-1])
             teacher = FullLogits(jnp.where(seen, teacher.logits, NEVER))
         if labels:
-            weight = jnp.where(self.in_vocabulary, weight, 0.0)
+            weight = jnp.where(self.in_vocabulary[self.tokens], weight, 0.0)
         return dataclasses.replace(self, teacher=teacher, weight=weight)
 
 
@@ -156,17 +158,17 @@ class Matching:
         """Predictions and their logits at ``positions``, some or all of its own."""
         teacher = None if self.teacher is None else self.teacher.logits(positions.teacher)
         heads = {name: head(positions.references[name]) for name, head in self.reference_heads.items()}
-        own = {"draft_logits": self.head(positions.hidden), **self._said(positions.hidden)}
+        own = {"draft_logits": self.head(positions.hidden), **self._beside(positions.hidden)}
         if self.rows is not None and teacher is not None:
             over = self.rows.over
             own |= {name: over(own[name]) for name in ("draft_logits", "loss_logits") if name in own}
             heads = {name: over(of_other) for name, of_other in heads.items()}
             teacher = FullLogits(over(teacher.logits)) if isinstance(teacher, FullLogits) else teacher
-        if self.prediction is not None and self.prediction.kept is not None:
-            own["kept"] = self.prediction.kept[: own["draft_logits"].shape[-1]]
+        if self.prediction is not None and self.prediction.in_vocabulary is not None:
+            own["in_vocabulary"] = self.prediction.in_vocabulary[: own["draft_logits"].shape[-1]]
         return Matched(teacher=teacher, tokens=positions.tokens, weight=positions.weight, references=heads, **own)
 
-    def _said(self, hidden: Float[Array, "B C D"]) -> dict[str, Array]:
+    def _beside(self, hidden: Float[Array, "B C D"]) -> dict[str, Array]:
         """Outputs of the prediction beside its logits: ``loss_logits`` and ``confidence``, if it has them."""
         if self.prediction is None:
             return {}
@@ -184,10 +186,10 @@ class Matching:
         return chunk_of(self.head, self.positions.hidden)
 
     def weight(self, labels: bool) -> Float[Array, "B T"]:
-        """Weight of each position in a loss; for ``labels`` see `Matched.among_kept`."""
-        kept = None if self.prediction is None else self.prediction.kept
+        """Weight of each position in a loss; for ``labels`` see `Matched.over_draft_vocabulary`."""
+        included = None if self.prediction is None else self.prediction.in_vocabulary
         weight, tokens = self.positions.weight, self.positions.tokens
-        return weight if kept is None or not labels else jnp.where(kept[tokens], weight, 0.0)
+        return weight if included is None or not labels else jnp.where(included[tokens], weight, 0.0)
 
     def mapped(self, measure: Callable[[Matched, Positions], Any], more: Any = None) -> Any:
         """Results of ``measure`` at each position, ``[B, T, ...]``. ``more``: other values of each, see `Positions`."""

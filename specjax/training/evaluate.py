@@ -108,7 +108,7 @@ def evaluate_all(
     totals = jax.tree.map(lambda *x: np.sum(np.asarray(x, np.float64), axis=0), *jax.device_get(sums))
     return [
         Evaluation(
-            nll=_mean(t["nll"], t["said"]),
+            nll=_mean(t["nll"], t["scored"]),
             target_nll=_mean(t.get("target_nll", np.nan), t["count"]),
             alpha=_mean(t.get("alpha", np.nan), t["count"]),
             positions=int(t["count"]),
@@ -122,7 +122,7 @@ def evaluate_all(
 
 
 def _by_depth(at: Sequence[Mapping[str, Any]], name: str) -> tuple[float, ...]:
-    counted = "said" if name == "nll" else "count"
+    counted = "scored" if name == "nll" else "count"
     return tuple(_mean(sums[name], sums[counted]) for sums in at if name in sums and len(at) > 1)
 
 
@@ -179,7 +179,7 @@ def _sums(
 
 def _measured(m: Matched, some: Positions) -> tuple[Array, dict[str, Array]]:
     # As cross-entropy trains it: a draft that draws from a few candidates has an infinite loss of any other token.
-    own = m.among_kept(labels=True)
+    own = m.over_draft_vocabulary(labels=True)
     measured = {
         "nll": negative_log_likelihood(own.draft_logits, m.tokens),
         "count": jnp.ones(m.tokens.shape, jnp.float32),
@@ -189,7 +189,7 @@ def _measured(m: Matched, some: Positions) -> tuple[Array, dict[str, Array]]:
         measured["alpha"] = alpha_per_position(m.teacher.logits, m.draft_logits)
         measured["agreement"] = agreement_per_position(m.teacher.logits, m.draft_logits)
     # All predictions with a weight count alike here, whatever that weight is in training.
-    counts, said = m.weight > 0, own.weight > 0
-    sums = {n: jnp.sum(jnp.where(said if n == "nll" else counts, values, 0.0)) for n, values in measured.items()}
-    sums["said"] = jnp.sum(said.astype(jnp.float32))
+    counts, scored = m.weight > 0, own.weight > 0
+    sums = {n: jnp.sum(jnp.where(scored if n == "nll" else counts, values, 0.0)) for n, values in measured.items()}
+    sums["scored"] = jnp.sum(scored.astype(jnp.float32))
     return sums["nll"], sums

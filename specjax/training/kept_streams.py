@@ -22,7 +22,7 @@ from specjax.training.teacher import target_output
 @dataclasses.dataclass(frozen=True)
 class Streams:
     """Cache format of the streams ``reads.hidden_layers`` and the head's input. See
-    `specjax.training.teacher_cache.Kept`."""
+    `specjax.training.teacher_cache.RecordFormat`."""
 
     reads: Reads
     dtype: str
@@ -52,7 +52,7 @@ class Streams:
         return {}
 
     @staticmethod
-    def told(found: Mapping[str, Any]) -> str:
+    def summary(found: Mapping[str, Any]) -> str:
         count, dtype, size = found["shape"][-2], found["dtype_of_streams"], found["bytes_per_token"]
         return f"{count} hidden states in {dtype}, {size:,} bytes a token; nothing is lost"
 

@@ -180,16 +180,16 @@ class Update:
         labels, share = self.loss.labels_alone, prediction.share
 
         def given(m: Matched, chosen: Any) -> tuple[Any, ...]:
-            context = LossContext(alpha, share * m.weight, m.references, chosen, m.in_vocabulary)
+            context = LossContext(alpha, share * m.weight, m.references, chosen, m.label_in_vocabulary)
             return m.draft_logits, m.teacher, m.tokens, context
 
         chosen = None
         if self.loss.selects:
-            scores = matching.mapped(lambda m, _: self.loss.scores(*given(m.among_kept(labels), None)))
+            scores = matching.mapped(lambda m, _: self.loss.scores(*given(m.over_draft_vocabulary(labels), None)))
             chosen = self.loss.choose(jax.lax.stop_gradient(scores), share * matching.weight(labels))
 
         def measure(m: Matched, some: Positions) -> tuple[jax.Array, dict[str, jax.Array]]:
-            own = m.among_kept(labels)
+            own = m.over_draft_vocabulary(labels)
             weight, values = share * own.weight, self.loss(*given(own, some.more))
             measured = {} if m.teacher is None else acceptance(*jax.lax.stop_gradient((m.draft_logits, m.teacher)))
             if m.confidence is not None:

@@ -1,9 +1,9 @@
 """Cache of the frozen target's output for a stage's rows: computed once, stored on disk, read back by row number.
 
 A cache is a directory of numbered `.npy` shards of equally many rows. ``record[row, t]`` is the record of one position
-(`Kept`). Each shard has its SHA-256 and its sums beside it (`specjax.runtime.artifact`). `fingerprint.json` says what
-the cache was made from. `provenance.json` follows once the cache is whole: it says what the cache holds and what it
-costs in accuracy. If there are several processes, all compute, and the first one writes.
+(`RecordFormat`). Each shard has its SHA-256 and its sums beside it (`specjax.runtime.artifact`). `fingerprint.json`
+says what the cache was made from. `provenance.json` follows once the cache is whole: it says what the cache holds and
+what it costs in accuracy. If there are several processes, all compute, and the first one writes.
 
 `Logits` stores log p of the k best tokens and their ids, the probability of all other tokens together, and log p and
 ids of a few of those, drawn from p. `specjax.training.kept_streams.Streams` stores what a draft reads of the target's
@@ -98,7 +98,7 @@ def _ids(stored: np.ndarray) -> np.ndarray:
     return stored.astype(np.int32)
 
 
-class Kept(Protocol):
+class RecordFormat(Protocol):
     """Format of what a cache stores of a position. ``less``: advice on how to store less, for an error message."""
 
     less: ClassVar[str]
@@ -125,7 +125,7 @@ class Kept(Protocol):
         ...
 
     @staticmethod
-    def told(found: Mapping[str, Any]) -> str:
+    def summary(found: Mapping[str, Any]) -> str:
         """Figures of a whole cache in words."""
         ...
 
@@ -180,7 +180,7 @@ class Logits:
         }
 
     @staticmethod
-    def told(found: Mapping[str, Any]) -> str:
+    def summary(found: Mapping[str, Any]) -> str:
         return (
             f"{found['k']} of {found['shape'][-1]:,} logits, {found['bytes_per_token']} bytes a token (all in float32: "
             f"{found['full_bytes_per_token']:,}); mean tail {found['tail_mean']:.2g}, alpha off by at most "
@@ -190,14 +190,14 @@ class Logits:
 
 @dataclasses.dataclass(frozen=True)
 class CachedRows(RowsWithMore):
-    """Rows with the target's records beside each, in the format ``kept``. ``numbers``: numbers of the rows that have
+    """Rows with the target's records beside each, in `format`. ``numbers``: numbers of the rows that have
     records, in order; ``digests``: SHA-256 of each shard."""
 
     numbers: Int[np.ndarray, " rows"]
     directory: Path
     rows_per_shard: int
     digests: tuple[str, ...]
-    kept: Kept
+    format: RecordFormat
 
     def __getitem__(self, index: int) -> Batch:
         """One row with its records. Raises `KeyError` for a row that has none."""
@@ -206,7 +206,7 @@ class CachedRows(RowsWithMore):
             raise KeyError(f"{self.directory}: holds nothing of row {index}")
         number, offset = divmod(place, self.rows_per_shard)
         shard = _open(self.directory / _name(number), self.digests[number])
-        return self.kept.onto(self.rows[index], np.asarray(shard[offset]))
+        return self.format.onto(self.rows[index], np.asarray(shard[offset]))
 
 
 def numbers_of(batches: Batches, steps: int) -> Int[np.ndarray, " rows"]:
@@ -224,14 +224,14 @@ def _open(file: Path, digest: str) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TeacherCache:
-    """Cache of the target's records, in the format ``kept``, for the ``numbers`` of the rows (in order). Missing ones
+    """Cache of the target's records, in `format`, for the ``numbers`` of the rows (in order). Missing ones
     are computed, ``batch_size`` rows at a time; ``progress`` counts rows. A cache of more than ``most_bytes`` is
     refused."""
 
     target: Target
     rows: Rows
     numbers: Int[np.ndarray, " rows"]
-    kept: Kept
+    format: RecordFormat
     batch_size: int
     progress: StepProgress | None = None
     most_bytes: float = float("inf")
@@ -239,7 +239,7 @@ class TeacherCache:
     @functools.cached_property
     def made_from(self) -> dict[str, Any]:
         """All that the cache is made from, as its directory is claimed for."""
-        own = self.kept.made_from(self.target)
+        own = self.format.made_from(self.target)
         target_params, target_config = fingerprint.of_model(self.target)
         return {
             "target_params": target_params,
@@ -247,7 +247,7 @@ class TeacherCache:
             "rows": fingerprint.digest((np.frombuffer(self.rows.digest.encode(), np.uint8), self.numbers)),
             **own,
             "shape": [len(self.numbers), self.rows.length, *own["shape"]],
-            "rows_per_shard": max(1, SHARD_BYTES // (self.rows.length * self.kept.record(self.target).itemsize)),
+            "rows_per_shard": max(1, SHARD_BYTES // (self.rows.length * self.format.record(self.target).itemsize)),
         }
 
     def shared(self, root: Path) -> CachedRows:
@@ -265,7 +265,7 @@ class TeacherCache:
         `ConfigError` if the cache would take more than ``most_bytes``, or the target cannot give such records;
         `TrainingError` if the directory belongs to another target, other rows or another format, or cannot be written.
         """
-        made_from, record = self.made_from, self.kept.record(self.target)
+        made_from, record = self.made_from, self.format.record(self.target)
         per_shard, size = made_from["rows_per_shard"], len(self.numbers) * self.rows.length * record.itemsize
         if size > self.most_bytes and not on_main_process(lambda: (directory / artifact.PROVENANCE).exists()):
             raise ConfigError(
@@ -285,25 +285,25 @@ class TeacherCache:
                 self._tell(min(start + per_shard, len(self.numbers)))
                 shards.append(found)
         except TrainingError as error:
-            raise TrainingError(f"{error}; all of it takes {size:,} bytes, {self.kept.less}") from None
+            raise TrainingError(f"{error}; all of it takes {size:,} bytes, {self.format.less}") from None
         figures = {
             "dtype": str(record.descr),
             "bytes_per_token": record.itemsize,
             "positions": int(sum(shard["positions"] for shard in shards)),
-            **self.kept.figures(shards),
+            **self.format.figures(shards),
         }
-        figures["told"] = self.kept.told(made_from | figures)
+        figures["told"] = self.format.summary(made_from | figures)
         on_main_process(lambda: artifact.write_provenance(directory, figures))
         _log.info("%s", summary(directory))
         digests = tuple(shard["sha256"] for shard in shards)
-        return CachedRows(self.rows, self.numbers, directory, per_shard, digests, self.kept)
+        return CachedRows(self.rows, self.numbers, directory, per_shard, digests, self.format)
 
     def _make(self, file: Path, start: int) -> dict[str, Any]:
         """Write the shard that begins with the ``start``-th number, whole or not at all, and return its record."""
         made, sums = [], {"positions": 0.0}
         for numbers, real in self._batches(start):
             batch = take(self.rows, numbers)
-            records, found = self.kept.make(self.target, batch, numbers, real)
+            records, found = self.format.make(self.target, batch, numbers, real)
             made.append(records)
             self._tell(start + sum(map(len, made)))
             sums["positions"] += float(np.count_nonzero(batch.weight[:real] > 0))
@@ -318,9 +318,9 @@ class TeacherCache:
         """Estimated seconds to make the whole cache, from one batch, which runs once before, uncounted, to compile."""
         first, real = next(self._batches(0))
         batch = take(self.rows, first)
-        self.kept.make(self.target, batch, first, real)
+        self.format.make(self.target, batch, first, real)
         began = time.perf_counter()
-        self.kept.make(self.target, batch, first, real)
+        self.format.make(self.target, batch, first, real)
         return (time.perf_counter() - began) * -(-len(self.numbers) // len(first))
 
     def _batches(self, start: int) -> Iterator[tuple[np.ndarray, int]]:

@@ -95,7 +95,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         name, data = self.directory.name, self.data
-        self.stage = settled(self.stage.over(len(data.train)), self.drafter)
+        self.stage = with_defaults(self.stage.over(len(data.train)), self.drafter)
         self._steps = self.stage.num_steps
         self._first = FirstWeights.of(self.params)
         self._loss: Loss = registry.build(registry.LOSSES, self.stage.loss, f"{name}: loss")
@@ -319,11 +319,11 @@ class Trainer:
 
     def _batch(self, step: int) -> Batch:
         rows = self._batches.rows
-        rows = NumberedRows(rows, step) if self.drafter.draws else rows
+        rows = NumberedRows(rows, step) if self.drafter.samples_anchors else rows
         return self.layout.batch(rows, self._batches.indices(step))
 
 
-def settled(stage: config.Stage, drafter: Trainable) -> config.Stage:
+def with_defaults(stage: config.Stage, drafter: Trainable) -> config.Stage:
     """The stage with its open fields set for this device, so that it goes on as it began."""
     stage = dataclasses.replace(stage, compute_dtype=stage.compute_dtype or backend.default_dtype())
     if stage.remat is not None:
@@ -337,7 +337,7 @@ def settled(stage: config.Stage, drafter: Trainable) -> config.Stage:
 
 
 def form_of(stage: config.Stage) -> TrainingForm:
-    """Form of the draft's forward and backward pass in a stage that is `settled`."""
+    """Form of the draft's forward and backward pass in a stage that is `with_defaults`."""
     return TrainingForm(bool(stage.remat), stage.scan_layers, dtype=stage.compute_dtype)
 
 

@@ -326,5 +326,5 @@ def weighing(controller, waited: int, **calibration: Any):
 def test_a_batch_looks_at_what_would_pay_if_all_of_it_were_kept(rows, looks):
     controller, state, seen = weighing(of_batch(probe=4), waited=100)
     valid = jnp.broadcast_to(jnp.arange(4)[:, None] < rows, (4, 3))
-    draft = Draft(jnp.zeros((4, 3), jnp.int32), valid, grade=jnp.zeros((4,), jnp.int32))
+    draft = Draft(jnp.zeros((4, 3), jnp.int32), valid, match_class=jnp.zeros((4,), jnp.int32))
     assert controller.review(state, seen, draft).tolist() == [looks] * 4

@@ -23,7 +23,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import ModelError
 from specjax.interfaces import Reads
-from specjax.models.attention.stored import Layer, Sliding
+from specjax.models.attention.stored import LayerKV, Sliding
 from specjax.models.cache import KVCache
 from specjax.models.config import LayerKind
 from specjax.models.hf import LoadedModel, load_model, save_model
@@ -100,7 +100,7 @@ def test_layers_hold_what_they_see_and_room_for_some_tokens(monkeypatch):
     windowed_layer, whole = state.cache.layers
     assert isinstance(windowed_layer, Sliding)
     assert windowed_layer.keys.shape[2] == 24 + ROOM
-    assert isinstance(whole, Layer)
+    assert isinstance(whole, LayerKV)
     assert whole.keys.shape[2] == state.cache.num_slots == 512
     np.testing.assert_array_equal(windowed_layer.base, [0, 50 - 24, 120 - 24, 0])
     engine, params = decoder.engine(True, 4)
@@ -114,7 +114,7 @@ def test_layers_hold_what_they_see_and_room_for_some_tokens(monkeypatch):
 def test_a_layer_that_a_drafter_reads_is_kept_whole():
     reader: Any = types.SimpleNamespace(num_nodes=3, reads=Reads(kv_layers=(1,)))
     cache = programs.empty_cache(windowed(24, 24).spec, reader, 1, 1024, 16)
-    assert [type(layer) for layer in cache.layers] == [Sliding, Layer]
+    assert [type(layer) for layer in cache.layers] == [Sliding, LayerKV]
     assert cache.view((1,))[0][0].shape[2] == 1024
     with pytest.raises(ValueError, match="layer 0 of the cache slides"):
         cache.view((0,))
@@ -141,7 +141,7 @@ def test_a_cache_slides_row_by_row():
     layer = cache.layers[0]
     assert isinstance(layer, Sliding)
     numbers = jnp.broadcast_to(jnp.arange(12.0)[None, None, :, None], layer.keys.shape)
-    filled = layer._replace(slots=Layer(numbers, numbers.swapaxes(2, 3)))
+    filled = layer._replace(slots=LayerKV(numbers, numbers.swapaxes(2, 3)))
     cache = dataclasses.replace(cache, layers=(filled, cache.layers[1]))
     assert [int(cache.room(jnp.array(lengths))) for lengths in ([0, 12], [12, 3], [0, 3])] == [0, 0, 9]
     cache = cache.slid(jnp.array([3, 10]))
@@ -176,7 +176,7 @@ def test_a_cache_in_8_bits_is_a_quarter_and_reads_as_what_was_written():
     keys, values = (jnp.asarray(rng.normal(size=(2, 3, 2, 8)) * sizes, jnp.float32) for _ in range(2))
     keys = keys.at[0, 0, 0].set(0.0)
     start, empty = jnp.array([4, 0]), KVCache.zeros(1, 2, 16, 2, 8, "int8").layers[0]
-    read = empty.write(start, Layer.of(keys, values, folded=False)).read()
+    read = empty.write(start, LayerKV.of(keys, values, folded=False)).read()
     by_token = read[0].transpose(0, 2, 1, 3), read[1].transpose(0, 3, 1, 2)
     for found, new, alone in zip(by_token, (keys, values), empty.as_read(keys, values), strict=True):
         for row, first in enumerate((4, 0)):
@@ -194,9 +194,8 @@ def test_a_cache_in_8_bits_is_a_quarter_and_reads_as_what_was_written():
 def test_keys_of_a_token_that_overflowed_are_seen_as_such():
     """As in a plain cache: its keys read as NaN, so that who sees them knows."""
     keys = jnp.ones((1, 2, 1, 4)).at[0, 1].set(jnp.nan)
-    layer = (
-        KVCache.zeros(1, 1, 4, 1, 4, "int8").fold().layers[0].write(jnp.array([0]), Layer.of(keys, jnp.ones_like(keys)))
-    )
+    empty = KVCache.zeros(1, 1, 4, 1, 4, "int8").fold().layers[0]
+    layer = empty.write(jnp.array([0]), LayerKV.of(keys, jnp.ones_like(keys)))
     read = np.asarray(layer.read(jnp.float32)[0])[0]
     np.testing.assert_array_equal(np.isnan(read).all(-1), [False, True, False, False])
     assert np.isfinite(read[[0, 2, 3]]).all()

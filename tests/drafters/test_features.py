@@ -327,12 +327,12 @@ def test_a_loss_compares_with_the_ids_that_can_be_proposed_and_alpha_with_all():
     assert q[..., ids].sum(-1) == pytest.approx(1, abs=1e-6)
     alpha = alpha_per_position(teacher.logits, matched.draft_logits)
     np.testing.assert_allclose(alpha, np.minimum(p, q).sum(-1), rtol=1e-5)
-    among = matched.among_kept(labels=True)
+    among = matched.over_draft_vocabulary(labels=True)
     p = p[..., ids] / p[..., ids].sum(-1, keepdims=True)
     kl = (p * np.log(p / q[..., ids])).sum(-1)
     np.testing.assert_allclose(ForwardKL()(among.draft_logits, among.teacher, among.tokens), kl, rtol=1e-4)
     np.testing.assert_array_equal(among.weight > 0, (np.asarray(prediction.weight) > 0) & np.isin(batch.labels, ids))
-    np.testing.assert_array_equal(matched.among_kept(labels=False).weight, prediction.weight)
+    np.testing.assert_array_equal(matched.over_draft_vocabulary(labels=False).weight, prediction.weight)
 
 
 OTHER = {"kind": "adaspec", "reference": "other", "keep": 0.5, "of": "cross_entropy"}
@@ -449,7 +449,7 @@ def test_confidence_is_taught_what_the_distributions_share():
         expected, counted = 0.0, 0.0
         for prediction in trained.predictions(params, batch, out):
             matched = Matching.of(prediction, Teacher.of(target.spec, target.params, out), batch.labels).whole
-            among = matched.among_kept(labels=False)
+            among = matched.over_draft_vocabulary(labels=False)
             value = ForwardKL()(among.draft_logits, among.teacher, among.tokens)
             teacher: Any = matched.teacher
             alpha = alpha_per_position(teacher.logits, matched.draft_logits)

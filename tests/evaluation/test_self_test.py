@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import specjax
-from specjax.drafters.block_memory import BlockKV, TargetAndBlockKV
+from specjax.drafters.block_kv import BlockKV, TargetAndBlockKV
 from specjax.drafters.draft_model import DraftModel, TrainedDraftModel
 from specjax.drafters.glide import BoundGlide
 from specjax.errors import ModelError

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.attention.memory import memories
-from specjax.models.attention.stored import Layer
+from specjax.models.attention.kv_source import kv_sources
+from specjax.models.attention.stored import LayerKV
 from specjax.models.cache import KVCache, insert
 from specjax.models.products import attend
 
@@ -56,12 +56,12 @@ def test_there_is_room_up_to_the_last_slot(longest, fits):
 def test_a_block_attends_to_itself_as_it_does_at_the_start_of_a_cache(window):
     q, k, v = random_block(0)
     at = jnp.broadcast_to(jnp.arange(FED, dtype=jnp.int32)[None], (ROWS, FED))
-    alone = memories(None, at, None, None, (window,))[window]
+    alone = kv_sources(None, at, None, None, (window,))[window]
     cache = random_cache(1)
-    cached = memories(cache, at, at, None, (window,))[window].over(cache.fold().layers[0])
+    cached = kv_sources(cache, at, at, None, (window,))[window].over(cache.fold().layers[0])
     (out, layer), (other, written) = alone.attend(q, k, v), cached.attend(q, k, v)
     np.testing.assert_allclose(out, other, rtol=0, atol=1e-6)
-    jax.tree.map(np.testing.assert_array_equal, layer, Layer.of(k, v))
+    jax.tree.map(np.testing.assert_array_equal, layer, LayerKV.of(k, v))
     np.testing.assert_array_equal(written.keys[:, :FED], layer.keys)
     np.testing.assert_array_equal(written.keys[:, FED:], cache.fold().layers[0].keys[:, FED:])
 
@@ -70,15 +70,15 @@ def test_a_block_attends_to_its_slots_and_to_those_before_it():
     q, k, v = random_block(0)
     start, cache = np.array([4, 1, 5]), random_cache(1)
     at = jnp.asarray(start[:, None] + np.arange(FED), jnp.int32)
-    out, _ = memories(cache, at, at, None, (None,))[None].over(cache.fold().layers[1]).attend(q, k, v, scale=0.3)
+    out, _ = kv_sources(cache, at, at, None, (None,))[None].over(cache.fold().layers[1]).attend(q, k, v, scale=0.3)
     keys, values = cache.layers[1].keys.transpose(0, 2, 1, 3), cache.layers[1].values.transpose(0, 3, 1, 2)
     for row, first in enumerate(start):
         own = [jnp.concatenate([x[row, :first], y[row]])[None] for x, y in ((keys, k), (values, v))]
         visible = jnp.tril(jnp.ones((FED, first + FED), bool), int(first))[None]
-        expected = attend(q[row : row + 1], *Layer.of(own[0], own[1]), visible, 0.3)
+        expected = attend(q[row : row + 1], *LayerKV.of(own[0], own[1]), visible, 0.3)
         np.testing.assert_allclose(out[row : row + 1], expected, rtol=0, atol=1e-6)
 
 
 def test_masks_are_made_once_for_each_window():
     at = jnp.zeros((ROWS, FED), jnp.int32)
-    assert [*memories(None, at, None, None, (None, 3, None, 3))] == [None, 3]
+    assert [*kv_sources(None, at, None, None, (None, 3, None, 3))] == [None, 3]

@@ -13,7 +13,7 @@ from specjax.drafters import draft_model, one_by_one
 from specjax.drafters.draft_model import BoundDraftModel
 from specjax.drafters.ngram import NGram
 from specjax.interfaces import Draft
-from specjax.models.attention.stored import Layer
+from specjax.models.attention.stored import LayerKV
 from specjax.verifiers import chain
 from tests.controllers import test_anticipation
 from tests.decode import test_blocks, test_decoder, test_lossless, test_options
@@ -70,7 +70,7 @@ def draft_cache_keeps_rejected_drafts(patch):
             (keys, positions), (new_keys, new_positions) = state.cache.layers[0], new.cache.layers[0]
             written = positions < 1e5
             kept = jnp.where(written[..., 0, :, None], keys, new_keys), jnp.where(written, positions, new_positions)
-            return draft, new._replace(cache=dataclasses.replace(new.cache, layers=(Layer(*kept),)))
+            return draft, new._replace(cache=dataclasses.replace(new.cache, layers=(LayerKV(*kept),)))
 
         return mutated
 

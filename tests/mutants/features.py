@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.drafters import token_rows
-from specjax.drafters.block_memory import TargetAndBlockKV
+from specjax.drafters.block_kv import TargetAndBlockKV
 from specjax.drafters.dflash.convolution import Convolution
 from specjax.drafters.dflash.drafting import BoundDFlash
 from specjax.drafters.dflash.heads import Markov, Selector
@@ -20,7 +20,7 @@ from specjax.drafters.medusa import TrainedMedusa
 from specjax.drafters.p_eagle import PEagleModel
 from specjax.drafters.token_rows import BoundRows, TrainedRows
 from specjax.formats import form
-from specjax.models.attention.memory import Memory
+from specjax.models.attention.kv_source import CacheKV
 from specjax.models.families.settings import Settings
 from specjax.training.chunked_loss import Matched
 from tests.drafters import test_features, test_formats
@@ -129,7 +129,7 @@ def a_documents_first_token_is_seen_with_features_of_another(patch):
 
         return mutated
 
-    wrap(patch, Memory, "attend", make)
+    wrap(patch, CacheKV, "attend", make)
 
 
 @decoding
@@ -393,7 +393,7 @@ def offsets_are_taken_for_ids(patch):
 
 @restricted
 def a_draft_of_fewer_ids_is_taught_all_of_them(patch):
-    wrap(patch, Matched, "among_kept", lambda real: lambda self, labels: self)
+    wrap(patch, Matched, "over_draft_vocabulary", lambda real: lambda self, labels: self)
 
 
 @weighed

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.decode import engine
-from specjax.drafters import block_memory, glide
-from specjax.drafters.block_memory import BlockKV, TargetAndBlockKV
+from specjax.drafters import block_kv, glide
+from specjax.drafters.block_kv import BlockKV, TargetAndBlockKV
 from specjax.drafters.glide import BoundGlide, GlideModel, TrainedGlide
 from specjax.models.attention.sight import AttentionMask
 from tests.drafters import test_glide
@@ -89,7 +89,7 @@ def training_reads_the_root_from_the_target(patch):
 
         return mutated
 
-    wrap(patch, block_memory, "attend", make)
+    wrap(patch, block_kv, "attend", make)
 
 
 def _reached(patch: Patch, more: int) -> None:
@@ -101,7 +101,7 @@ def _reached(patch: Patch, more: int) -> None:
 
         return mutated
 
-    wrap(patch, block_memory, "attend", make)
+    wrap(patch, block_kv, "attend", make)
 
 
 @training
@@ -139,7 +139,7 @@ def a_block_begins_in_the_document_before(patch):
     def make(real):
         return lambda documents, root: real(None, root)
 
-    wrap(patch, block_memory, "inside_document", make)
+    wrap(patch, block_kv, "inside_document", make)
 
 
 @training

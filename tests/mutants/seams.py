@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.decode import engine, scheduler
-from specjax.models.attention.memory import Memory
+from specjax.models.attention.kv_source import CacheKV
 from specjax.models.attention.stored import Int8Layer, Sliding
 from specjax.models.cache import KVCache
 from specjax.proposal import Proposal
@@ -66,7 +66,7 @@ def a_layer_that_slid_is_seen_as_one_that_did_not(patch):
 
         return mutated
 
-    wrap(patch, Memory, "over", make)
+    wrap(patch, CacheKV, "over", make)
 
 
 @mutant("cache", IN_8_BITS, kind="ngram", piece=16)

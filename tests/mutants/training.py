@@ -421,7 +421,7 @@ def kept_layers_off_by_one(patch):
 
 @mutant("initial draft", test_init.test_a_shared_embedding_and_head_are_no_parameters_and_stay_the_targets)
 def shared_head_is_trained(patch):
-    patch.setattr(init, "ENDS", ("embedding",))
+    patch.setattr(init, "EMBEDDING_AND_HEAD", ("embedding",))
 
 
 BEST_STEP = test_selection.test_the_result_is_the_step_of_the_most_tokens_a_call_the_latest_of_equals

@@ -587,7 +587,7 @@ def test_what_a_stage_leaves_open_is_said_by_the_device(monkeypatch):
     trained, heads = TrainedDraftModel(transformer(0).spec), TrainedHeads(2, 4, 1)
     open_, said = config.Stage(), config.Stage(compute_dtype="bfloat16", remat=False)
     for stage, drafter, expected in ((open_, trained, ("float32", False)), (said, trained, ("bfloat16", False))):
-        found = trainer.settled(stage, drafter)
+        found = trainer.with_defaults(stage, drafter)
         assert (found.compute_dtype, found.remat) == expected
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     for stage, drafter, expected in (
@@ -595,7 +595,7 @@ def test_what_a_stage_leaves_open_is_said_by_the_device(monkeypatch):
         (open_, heads, ("bfloat16", False)),
         (said, trained, ("bfloat16", False)),
     ):
-        found = trainer.settled(stage, drafter)
+        found = trainer.with_defaults(stage, drafter)
         assert (found.compute_dtype, found.remat) == expected
 
 

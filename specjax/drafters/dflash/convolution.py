@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from specjax.models.attention.memory import Attended
+from specjax.models.attention.kv_source import KVSource
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.layers import Linear
 from specjax.models.transformer import Block, normed
@@ -57,12 +57,12 @@ class ConvolvedBlock(Block):
         self.attention_conv = Convolution(config.hidden_size, *sizes, rngs=rngs, dtype=dtype)
         self.mlp_conv = Convolution(config.hidden_size, *sizes, rngs=rngs, dtype=dtype)
 
-    def __call__(self, x, rotary, memory: Attended):
+    def __call__(self, x, rotary, kv: KVSource):
         """Output of the layer, as that of `Block`; its keys and values are those of blended slots."""
         layers = []
 
         def attention(read: Array) -> Array:
-            attended, *others = self.attention(read, rotary, memory)
+            attended, *others = self.attention(read, rotary, kv)
             layers.extend(others)
             return attended
 

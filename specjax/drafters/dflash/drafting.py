@@ -16,7 +16,7 @@ from specjax.drafters.features import BoundFeatures
 from specjax.drafters.one_by_one import one_by_one, root_of
 from specjax.drafters.token_rows import with_a_token_before
 from specjax.interfaces import Context, Draft, Outcome, Output, Params, TargetView
-from specjax.models.attention.memory import memories
+from specjax.models.attention.kv_source import kv_sources
 from specjax.models.cache import KVCache
 
 
@@ -64,6 +64,6 @@ class BoundDFlash(BoundFeatures):
         model = self.model
         injected = model.injected(params, target_out)
         slots = start[:, None] + jnp.arange(injected.shape[1], dtype=jnp.int32)[None]
-        memory = memories(cache, slots, slots, None, (None,))[None]
+        memory = kv_sources(cache, slots, slots, None, (None,))[None]
         over = [memory.over(layer) for layer in cache.fold().layers]
         return cache.written([layer for layer, _ in model.keys_values(params, injected, slots, over)])

@@ -21,9 +21,9 @@ from specjax.drafters.dflash.heads import Markov, Selector, Sequential
 from specjax.drafters.features import FeatureModel, embedding_and_head, head_rows, of_hidden
 from specjax.interfaces import PLAIN, Output, Params, TrainingForm
 from specjax.models.attention.blocks import attend
-from specjax.models.attention.memory import Attended
+from specjax.models.attention.kv_source import KVSource
 from specjax.models.attention.sight import AttentionMask
-from specjax.models.attention.stored import Layer
+from specjax.models.attention.stored import LayerKV
 from specjax.models.layers import Linear, make_norm
 from specjax.models.products import OwnKV
 from specjax.models.rotary import rotary_table
@@ -64,16 +64,16 @@ class Net(nnx.Module):
 
 @flax.struct.dataclass
 class Blocks:
-    """Memory of the slots of A blocks: each slot sees the injected keys and values that ``sight`` allows, and the slots
-    of its block, with ``causal`` none after itself."""
+    """Keys and values of the slots of A blocks: each slot sees the injected keys and values that ``sight`` allows, and
+    the slots of its block, with ``causal`` none after itself."""
 
-    injected: Layer
+    injected: LayerKV
     sight: AttentionMask
     slots: int = flax.struct.field(pytree_node=False)
     causal: bool = flax.struct.field(pytree_node=False, default=False)
 
     def attend(self, q, k, v, scale: float | None = None, soft_cap: float | None = None) -> tuple[Array, tuple[()]]:
-        """Attention output, and nothing to cache, see `specjax.models.attention.memory.Attended`."""
+        """Attention output, and nothing to cache, see `specjax.models.attention.kv_source.KVSource`."""
         batch, fed = k.shape[:2]
 
         def of_block(x: Float[Array, "B T G C"]) -> Float[Array, "B T N G C"]:
@@ -147,14 +147,14 @@ class DFlashModel(FeatureModel):
         return module.hidden_norm(module.fc(jnp.concatenate(of_hidden(target_out, self.dtype), axis=-1)))
 
     def keys_values(
-        self, params: Params, injected: Float[Array, "B T H"], positions: Int[Array, "B T"], memory: Sequence[Attended]
+        self, params: Params, injected: Float[Array, "B T H"], positions: Int[Array, "B T"], kv: Sequence[KVSource]
     ) -> list[tuple[Any, tuple[Array, Array]]]:
-        """Each layer's (result of its memory, keys and values) of the ``injected`` features."""
+        """Each layer's (result of ``kv.attend``, keys and values) of the ``injected`` features."""
         module, found = self.module(params), []
         for i, block in enumerate(module.layers):
             rope = self.config.layer(i).rope
             table = None if rope is None else rotary_table(positions, rope, self.config.head_dim, self.dtype, None)
-            found.append(block.attention(injected, table, memory[i])[1:])
+            found.append(block.attention(injected, table, kv[i])[1:])
         return found
 
     def __call__(
@@ -162,7 +162,7 @@ class DFlashModel(FeatureModel):
         params: Params,
         roots: Int[Array, "B A"],
         positions: Int[Array, "B A"],
-        memory: Sequence[Attended],
+        kv: Sequence[KVSource],
         form: TrainingForm = PLAIN,
     ) -> Float[Array, "B A N H"]:
         """Input of the head, at all slots of the blocks that begin with ``roots``."""
@@ -172,7 +172,7 @@ class DFlashModel(FeatureModel):
         x = self.embedded(module, tokens)
         positions = (positions[..., None] + slot).reshape(len(roots), -1)
         for i, block in enumerate(module.layers):
-            x, _ = self.run_block(block, i, x, positions, memory[i], form)
+            x, _ = self.run_block(block, i, x, positions, kv[i], form)
         return module.norm(x).reshape(*roots.shape, self.slots, -1)
 
     def embedded(self, module: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
@@ -195,7 +195,7 @@ class DFlashModel(FeatureModel):
         ]
 
     def blocks(self, layers: Sequence[Any], sights: Sequence[AttentionMask]) -> list[Blocks]:
-        """Memory that the slots attend to, one for each layer."""
+        """Keys and values that the slots attend to, one for each layer."""
         windows = [self.config.layer(i).window for i in range(self.config.num_layers)]
         each = zip(layers, sights, windows, strict=True)
         return [

@@ -19,12 +19,12 @@ from jaxtyping import Array, Float, Int
 
 from specjax.drafters.features import TrainedFeatureDraft
 from specjax.interfaces import Batch, Output, Params, Prediction
-from specjax.models.attention.stored import Layer
+from specjax.models.attention.stored import LayerKV
 
 
 @flax.struct.dataclass
 class _Nothing:
-    """Stand-in for a memory where only keys and values are asked for: attention gives zeros."""
+    """Stand-in for a `KVSource` where only keys and values are asked for: attention gives zeros."""
 
     def attend(self, q, k, v, scale: float | None = None, soft_cap: float | None = None) -> tuple[Array, tuple[()]]:
         return jnp.zeros_like(q), ()
@@ -42,7 +42,7 @@ class TrainedDFlash(TrainedFeatureDraft):
     gamma: float = 4.0
     depths: int | None = None
     confidence: float = 1.0
-    draws: ClassVar[bool] = True
+    samples_anchors: ClassVar[bool] = True
 
     def predictions(self, params: Params, batch: Batch, target_out: Output | None) -> Iterator[Prediction]:
         """One prediction a depth, at all anchors. It counts only if all that it reads and predicts lies in the anchor's
@@ -56,7 +56,7 @@ class TrainedDFlash(TrainedFeatureDraft):
         depths = model.most if self.depths is None else self.depths
         shares = [math.exp(-depth / self.gamma) for depth in range(depths)]
         logits = functools.partial(self._logits, params)
-        more: dict[str, Any] = {"kept": model.in_vocabulary}
+        more: dict[str, Any] = {"in_vocabulary": model.in_vocabulary}
         if model.candidates:
             more["loss_logits"] = functools.partial(self._logits, params, loss_logits=True)
         if model.confident:
@@ -127,15 +127,15 @@ class TrainedDFlash(TrainedFeatureDraft):
         model: Any = self.model
         injected, positions = model.injected(params, target_out), batch.token_positions
         nothing = [_Nothing()] * model.config.num_layers
-        layers = [Layer.of(*fed) for _, fed in model.keys_values(params, injected, positions, nothing)]
+        layers = [LayerKV.of(*fed) for _, fed in model.keys_values(params, injected, positions, nothing)]
         segments = None
         if batch.documents is not None:
             of_keys = batch.documents.segments
             of_queries = jnp.repeat(jnp.take_along_axis(of_keys, roots, axis=1), model.slots, axis=1)
             segments = of_queries, of_keys
-        memory = model.blocks(layers, model.sights(roots, segments))
+        kv = model.blocks(layers, model.sights(roots, segments))
         at = jnp.take_along_axis(positions, roots, axis=1)
-        return model(params, jnp.take_along_axis(jnp.asarray(batch.tokens), roots, axis=1), at, memory, self.form)
+        return model(params, jnp.take_along_axis(jnp.asarray(batch.tokens), roots, axis=1), at, kv, self.form)
 
     def passes(self, length: int) -> int:
         model: Any = self.model

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from specjax import backend
 
 
-class Layer(NamedTuple):
+class LayerKV(NamedTuple):
     """Keys and values of one layer, ``[B, G, ...]`` or folded, ``[BG, ...]``."""
 
     keys: Float[Array, "*heads S C"]
@@ -26,7 +26,7 @@ class Layer(NamedTuple):
     slot_axes = (-2, -1)
 
     @classmethod
-    def of(cls, keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"], folded: bool = True) -> Layer:
+    def of(cls, keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"], folded: bool = True) -> LayerKV:
         """Layer of T slots: a block of new keys and values."""
         batch, fed, kv_heads, features = keys.shape
         heads = (batch * kv_heads,) if folded else (batch, kv_heads)
@@ -35,7 +35,7 @@ class Layer(NamedTuple):
             values.transpose(0, 2, 3, 1).reshape(*heads, values.shape[3], fed),
         )
 
-    def write(self, start: Int[Array, " B"], new: Layer, together: bool = False) -> Layer:
+    def write(self, start: Int[Array, " B"], new: LayerKV, together: bool = False) -> LayerKV:
         """This layer with each row's T new entries, which have the same form, at the slots from ``start[b]`` on. The
         slots of a block are contiguous, those of a tree as well. ``together``: all rows at once.
 
@@ -63,20 +63,20 @@ class Int8Layer(NamedTuple):
     value_scales: Float[Array, "*heads S"]
     slot_axes = (-2, -1, -1, -1)
 
-    def write(self, start: Int[Array, " B"], new: Layer, together: bool = False) -> Int8Layer:
-        """Like `Layer.write`; ``new`` has the dtype that the model computes in."""
+    def write(self, start: Int[Array, " B"], new: LayerKV, together: bool = False) -> Int8Layer:
+        """Like `LayerKV.write`; ``new`` has the dtype that the model computes in."""
         (keys, key_scales), (values, value_scales) = _in_int8(new.keys, -1), _in_int8(new.values, -2)
         return _written(self, start, Int8Layer(keys, values, key_scales, value_scales), together)
 
     def read(self, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
-        """Like `Layer.read`; ``dtype`` None: float32."""
+        """Like `LayerKV.read`; ``dtype`` None: float32."""
         keys = self.keys.astype(jnp.float32) * self.key_scales[..., None]
         values = self.values.astype(jnp.float32) * self.value_scales[..., None, :]
         return (keys, values) if dtype is None else (keys.astype(dtype), values.astype(dtype))
 
     @staticmethod
     def as_read(keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> tuple[Array, Array]:
-        """Like `Layer.as_read`, rounded to 8 bits: the values that a token reads do not depend on how a prompt is
+        """Like `LayerKV.as_read`, rounded to 8 bits: the values that a token reads do not depend on how a prompt is
         cut."""
 
         def rounded(x: Array) -> Array:
@@ -100,7 +100,7 @@ _MOST_OF_INT8 = 127
 class Sliding(NamedTuple):
     """A layer with a window that holds no more than the window sees: slot s of row b is token ``base[b] + s``."""
 
-    slots: Layer | Int8Layer
+    slots: LayerKV | Int8Layer
     base: Int[Array, " B"]
 
     @property
@@ -112,15 +112,15 @@ class Sliding(NamedTuple):
         return self.slots.values
 
     def read(self, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
-        """Like `Layer.read`."""
+        """Like `LayerKV.read`."""
         return self.slots.read(dtype)
 
     def as_read(self, keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> tuple[Array, Array]:
-        """Like `Layer.as_read`."""
+        """Like `LayerKV.as_read`."""
         return self.slots.as_read(keys, values)
 
-    def write(self, start: Int[Array, " B"], new: Layer, together: bool = False) -> Sliding:
-        """Like `Layer.write`; ``start`` counts slots, not tokens."""
+    def write(self, start: Int[Array, " B"], new: LayerKV, together: bool = False) -> Sliding:
+        """Like `LayerKV.write`; ``start`` counts slots, not tokens."""
         return self._replace(slots=self.slots.write(start, new, together))
 
     def slid(self, lengths: Int[Array, " B"], window: int) -> Sliding:
@@ -131,8 +131,8 @@ class Sliding(NamedTuple):
         return Sliding(_taken(self.slots, sources), base)
 
 
-Stored = Layer | Int8Layer | Sliding
-_Slots = TypeVar("_Slots", bound=Layer | Int8Layer)
+Stored = LayerKV | Int8Layer | Sliding
+_Slots = TypeVar("_Slots", bound=LayerKV | Int8Layer)
 _Stored = TypeVar("_Stored", bound=Stored)
 
 

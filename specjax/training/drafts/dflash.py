@@ -14,7 +14,7 @@ from specjax.data.rows import Rows
 from specjax.drafters.dflash.heads import Sequential
 from specjax.drafters.dflash.model import DFlashModel
 from specjax.drafters.dflash.training import TrainedDFlash
-from specjax.drafters.features import ENDS, LoadedDraft, layers_like
+from specjax.drafters.features import EMBEDDING_AND_HEAD, LoadedDraft, layers_like
 from specjax.errors import ConfigError
 from specjax.interfaces import Params, Target
 from specjax.models.training import in_float32
@@ -61,7 +61,7 @@ class DFlashDraft(FeatureDraft):
             from_root=self.sample_from_anchor is not False,
             **self.own(full),
         )
-        return TrainedDFlash(model, ENDS, anchors=self.anchors, gamma=self.gamma)
+        return TrainedDFlash(model, EMBEDDING_AND_HEAD, anchors=self.anchors, gamma=self.gamma)
 
     def own(self, full: Any) -> dict[str, Any]:
         """Fields of `DFlashModel` that its kind adds, for a target of these sizes."""

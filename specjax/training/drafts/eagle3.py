@@ -13,7 +13,7 @@ from pydantic import Field
 from specjax.config import RunConfig
 from specjax.data.rows import Rows
 from specjax.drafters.eagle3 import Eagle3Model, Options
-from specjax.drafters.features import ENDS, layers_like
+from specjax.drafters.features import EMBEDDING_AND_HEAD, layers_like
 from specjax.drafters.p_eagle import PEagleModel
 from specjax.drafters.token_rows import TrainedRows
 from specjax.interfaces import Batch, Output, Params, Target
@@ -48,7 +48,7 @@ class _Eagle(FeatureDraft):
         options = Options(**{name: value for name, value in vars(self).items() if name in names})
         sizes = {"vocabulary": first_ids(self.draft_vocab_size, full), "options": options, **own}
         model = self.model(layers_like(full, self.layers), reads, full.hidden_size, **sizes)
-        return TrainedRows(model, ENDS, depths=self.depths, decay=self.depth_decay)
+        return TrainedRows(model, EMBEDDING_AND_HEAD, depths=self.depths, decay=self.depth_decay)
 
     def own(self, full: ModelConfig) -> dict[str, Any]:
         """Fields of the model that its kind adds, for a target of these sizes."""

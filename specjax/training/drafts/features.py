@@ -18,7 +18,7 @@ from specjax.data.rows import Rows as TextRows
 from specjax.data.rows import RowsToCount, spread
 from specjax.drafters.base import stored_start
 from specjax.drafters.features import (
-    ENDS,
+    EMBEDDING_AND_HEAD,
     DraftVocabulary,
     FeatureDrafter,
     LoadedDraft,
@@ -82,7 +82,7 @@ class FeatureDraft(DraftKind):
     def _as(self, described: Any, draft: LoadedDraft) -> Any:
         """The stored ``draft`` in training, trained as ``described`` says."""
         wanted = draft.spec.shapes
-        shared = tuple(name for name in ENDS if name in wanted and name not in draft.params)
+        shared = tuple(name for name in EMBEDDING_AND_HEAD if name in wanted and name not in draft.params)
         return dataclasses.replace(described, model=draft.spec, shared=shared)
 
     def load(
@@ -100,7 +100,7 @@ def _without_the_targets(draft: LoadedDraft, target: Target) -> LoadedDraft:
         found = jax.tree.leaves(draft.params[name]), jax.tree.leaves(of_target)
         return all(x.shape == y.shape and bool(jnp.array_equal(x, y)) for x, y in zip(*found, strict=True))
 
-    of_target = [name for name in ENDS if name in draft.params and same(name)]
+    of_target = [name for name in EMBEDDING_AND_HEAD if name in draft.params and same(name)]
     return dataclasses.replace(draft, params={n: x for n, x in draft.params.items() if n not in of_target})
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from specjax.config import RunConfig
 from specjax.data.rows import Rows
-from specjax.drafters.features import ENDS, layers_like
+from specjax.drafters.features import EMBEDDING_AND_HEAD, layers_like
 from specjax.drafters.mtp import MTPModel, Norms, Options
 from specjax.drafters.token_rows import TrainedRows
 from specjax.interfaces import Batch, Output, Params, Target
@@ -41,7 +41,7 @@ class MTPDraft(FeatureDraft):
         refuse_architecture(config)
         options = dataclasses.replace(Options(), **self._named)
         model = MTPModel(layers_like(full), (full.num_layers,), full.hidden_size, options=options)
-        return TrainedRows(model, ENDS, depths=self.depths, decay=self.depth_decay)
+        return TrainedRows(model, EMBEDDING_AND_HEAD, depths=self.depths, decay=self.depth_decay)
 
     @property
     def _named(self) -> dict[str, Any]:

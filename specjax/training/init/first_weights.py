@@ -21,7 +21,7 @@ from specjax import registry
 from specjax.config import RunConfig
 from specjax.data.rows import Rows, spread
 from specjax.drafters.draft_model import DraftModel, TrainedDraftModel
-from specjax.drafters.features import ENDS
+from specjax.drafters.features import EMBEDDING_AND_HEAD
 from specjax.errors import ConfigError, ModelError
 from specjax.interfaces import DraftKind, Init, Initial, Params, Target, Trainable
 from specjax.models.config import ModelConfig
@@ -152,7 +152,7 @@ class Layers(Init):
         # Trained in float32, whatever the target computes in.
         refuse_quantised(target.params, "draft.init: layers")
         kept = {new: target.params["layers"][old] for new, old in enumerate(self.keep)}
-        own = {name: value for name, value in target.params.items() if not (self.share and name in ENDS)}
+        own = {name: value for name, value in target.params.items() if not (self.share and name in EMBEDDING_AND_HEAD)}
         return Initial(drafter, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), {**own, "layers": kept}))
 
     def drafter(self, config: RunConfig, target: LoadedModel) -> TrainedDraftModel:
@@ -173,14 +173,14 @@ class Layers(Init):
             ) from None
         if not self.share:
             return TrainedDraftModel(model, target.family)
-        return SharedEnds(model, target.family, tuple(name for name in ENDS if name in target.params))
+        return SharedEnds(model, target.family, tuple(name for name in EMBEDDING_AND_HEAD if name in target.params))
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedEnds(TrainedDraftModel):
     """A draft model whose parameters ``shared`` are the target's: not its own, not trained, not in memory twice."""
 
-    shared: tuple[str, ...] = ENDS
+    shared: tuple[str, ...] = EMBEDDING_AND_HEAD
 
     @property
     def shares_target(self) -> bool:

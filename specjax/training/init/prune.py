@@ -229,16 +229,17 @@ def _through(
 ) -> tuple[Float[Array, "B T D"], _Seen]:
     """Output and statistics of one layer: `specjax.models.transformer.Block` part by part, because it does not return
     what its parts read and write."""
-    block, (rotary, memory) = block_of(config, kind, layer), context
+    block, (rotary, kv) = block_of(config, kind, layer), context
     read = normed(block.attention_norm, x)
-    streams, attended = [x], block.attention(read, rotary, memory)[0]
+    streams, attended = [x], block.attention(read, rotary, kv)[0]
     change = normed(block.attention_post_norm, attended)
     if config.residual == "sequential":
         x = block.add(x, change)
         streams.append(x)
         read = normed(block.mlp_norm, x)
-    neurons = block.mlp.neurons(read if config.residual != "parallel" else normed(block.mlp_norm, x))
-    fed = block.mlp.down_proj(neurons)
+    mlp: Any = block.mlp
+    neurons = mlp.neurons(read if config.residual != "parallel" else normed(block.mlp_norm, x))
+    fed = mlp.down_proj(neurons)
     forward = normed(block.mlp_post_norm, fed)
     after = block.add(x, forward if config.residual == "sequential" else change + forward)
     seen = _read(config.norm, streams, basis)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax.interfaces import Batch, Documents
 from specjax.models.attention.blocks import attend
 from specjax.models.attention.sight import AttentionMask
-from specjax.models.attention.stored import Layer
+from specjax.models.attention.stored import LayerKV
 from specjax.models.config import ModelConfig
 from specjax.models.products import OwnKV
 
@@ -34,17 +34,17 @@ class BlockKV(NamedTuple):
 
 @flax.struct.dataclass
 class TargetAndBlockKV:
-    """Memory that the tokens of one depth attend to in a layer: verified keys and values that ``sight`` allows, and the
-    tokens of their own block up to themselves."""
+    """Keys and values that the tokens of one depth attend to in a layer: verified keys and values that ``sight``
+    allows, and the tokens of their own block up to themselves."""
 
-    target: Layer
+    target: LayerKV
     sight: AttentionMask
     own: BlockKV
     depth: int | Int[Array, ""]
 
     def attend(self, q, k, v, scale: float | None = None, soft_cap: float | None = None) -> tuple[Array, BlockKV]:
         """Attention output, and the block with these tokens' own keys and values added, see
-        `specjax.models.attention.memory.Attended`."""
+        `specjax.models.attention.kv_source.KVSource`."""
         own = BlockKV(*(_put(old, new, self.depth) for old, new in zip(self.own, (k, v), strict=True)))
         reached = jnp.arange(own.keys.shape[2], dtype=jnp.int32) <= self.depth
         return attend(q, *self.target, self.sight, scale, soft_cap, OwnKV(*own, reached)), own

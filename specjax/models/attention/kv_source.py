@@ -18,14 +18,14 @@ from specjax.interfaces import Documents
 from specjax.models.attention import flash
 from specjax.models.attention.blocks import attend
 from specjax.models.attention.sight import AttentionMask, Tree
-from specjax.models.attention.stored import Layer, Sliding, Stored
+from specjax.models.attention.stored import LayerKV, Sliding, Stored
 from specjax.models.cache import KVCache
 
 
 @runtime_checkable
-class Attended(Protocol):
-    """Interface of the keys and values that the tokens of a pass attend to in a layer: a `Memory`, or that of a drafter
-    that reads another model's."""
+class KVSource(Protocol):
+    """Interface of the keys and values that the tokens of a pass attend to in a layer: a `CacheKV`, or the source of a
+    drafter that reads another model's."""
 
     def attend(
         self,
@@ -40,7 +40,7 @@ class Attended(Protocol):
 
 
 @flax.struct.dataclass
-class Memory:
+class CacheKV:
     """Keys and values that the tokens of a pass attend to in a layer: the slots of a cache, among which the tokens' own
     are written, or, without a cache, the tokens' own alone. ``sight`` says which of them each token sees; ``start`` is
     the slot where a row's block begins."""
@@ -54,8 +54,8 @@ class Memory:
     whole: bool = flax.struct.field(pytree_node=False, default=False)
     """True if the tokens of a pass are all that a row has so far, so that they attend to each other alone."""
 
-    def over(self, cached: Stored) -> Memory:
-        """This memory for another layer, whose folded cache is ``cached``."""
+    def over(self, cached: Stored) -> CacheKV:
+        """This source for another layer, whose folded cache is ``cached``."""
         if not isinstance(cached, Sliding) or self.whole:  # then its base is the row's first token
             return dataclasses.replace(self, cached=cached)
         sight, start = self.sight.lowered(cached.base), self.start - cached.base
@@ -65,28 +65,28 @@ class Memory:
         return dataclasses.replace(self, cached=cached, sight=sight, start=start)
 
     def attend(self, q, k, v, scale: float | None = None, soft_cap: float | None = None) -> tuple[Array, Stored]:
-        """Output of attention, and the layer with the tokens' own keys and values, see `Attended`."""
-        own = Layer.of(k, v, folded=not self.spread)
+        """Output of attention, and the layer with the tokens' own keys and values, see `KVSource`."""
+        own = LayerKV.of(k, v, folded=not self.spread)
         layer = own if self.cached is None else self.cached.write(self.start, own, self.spread)
         if not self.whole:
             return attend(q, *layer.read(q.dtype), self.sight, scale, soft_cap), layer
         k, v = layer.as_read(k, v)
         out = flash.whole_rows(q, k, v, self.sight, flash.Call.of(q, scale, soft_cap), self.mesh)
         if out is None:
-            own = Layer.of(k, v, folded=not self.spread)
+            own = LayerKV.of(k, v, folded=not self.spread)
             out = attend(q, *own.read(q.dtype), self.sight, scale, soft_cap)
         return out, layer
 
 
-def memories(
+def kv_sources(
     cache: KVCache | None,
     positions: Int[Array, "B T"],
     slots: Int[Array, "B T"] | None,
     mask: Bool[Array, "B T T"] | Documents | None,
     windows: Iterable[int | None],
     mesh: Mesh | None = None,
-) -> dict[int | None, Memory]:
-    """`Memory` of a pass for each window of its layers. Without ``slots``, the tokens of the pass are the first of
+) -> dict[int | None, CacheKV]:
+    """`CacheKV` of a pass for each window of its layers. Without ``slots``, the tokens of the pass are the first of
     their rows."""
     start = None if cache is None or slots is None else slots[:, 0]
     everything = _sight(positions, None if start is None else slots, start, mask)
@@ -96,7 +96,7 @@ def memories(
     where = jnp.zeros(len(positions), jnp.int32) if start is None else start
     spread = cache is not None and cache.spread
     return {
-        window: Memory(
+        window: CacheKV(
             everything.within(window, positions, of_keys), where, spread=spread, mesh=mesh, whole=start is None
         )
         for window in dict.fromkeys(windows)
