@@ -26,8 +26,8 @@ NAMES_NONE = {"decode": ("drafters", "verifiers", "controllers")}
 """Rooms that know what stands in others by their seams alone: no module of it but its ``base``."""
 LONGEST, MOST_PARAMETERS, MOST_FILES = 70, 8, 16
 EXCEPTIONS = {
-    "cli.generate": "each option of the command is a parameter: that is how typer declares them",
-    "cli.export": "likewise",
+    "cli.commands.generate": "each option of the command is a parameter: that is how typer declares them",
+    "cli.commands.export": "likewise",
     "evaluation.references.sampling_logits": "the parameters of a generation, each by its name",
     "models.families.settings.read_decoder": "what a family says of itself, each by its name",
     "formats.__init__.save": "what a directory says of a draft, each by its name",

@@ -10,7 +10,7 @@ import numpy as np
 
 from specjax import registry
 from specjax.errors import ConfigError, DataError
-from specjax.interfaces import Bound, BoundDrafter, Calibration, Controller, Drafter, Target, Verifier
+from specjax.interfaces import Bound, BoundDrafter, Controller, Drafter, Target, Verifier
 from specjax.models.files import named
 from specjax.models.sharding import beside
 
@@ -85,24 +85,6 @@ def weights_of(drafter: Drafter | None, target: Target) -> list[Any]:
     replaces one of them, the drafter must be bound again."""
     own = [] if drafter is None else drafter.replaceable
     return [target.layout(), *own]
-
-
-def check_calibration(calibration: Any, where: tuple[bool, int], depth: int) -> None:
-    """Raise `ConfigError` for a calibration of the wrong type or shapes, or with numbers out of range."""
-    name = f"decoder.calibrations[{where[0]}, {where[1]}]"
-    if not isinstance(calibration, Calibration):
-        kind = type(calibration).__name__
-        raise ConfigError(f"{name}: a {kind}; give a specjax.interfaces.Calibration, or calibrate")
-    seconds, acceptance = (np.asarray(x) for x in (calibration.seconds, calibration.acceptance))
-    if seconds.shape != (depth + 1,) or acceptance.shape != (depth,):
-        raise ConfigError(
-            f"{name}: seconds of {list(seconds.shape)} and acceptance of {list(acceptance.shape)}, and the drafter "
-            f"proposes up to {depth} tokens; give [{depth + 1}] and [{depth}]"
-        )
-    if not (np.all(seconds > 0) and np.isfinite(seconds).any()):  # infinite: a length never chosen
-        raise ConfigError(f"{name}: seconds={seconds.tolist()}; give what blocks take, above 0")
-    if not (np.all(acceptance >= 0) and np.all(acceptance <= 1)):
-        raise ConfigError(f"{name}: acceptance={acceptance.tolist()}; give chances from 0 to 1")
 
 
 def token_ids(prompt: Any, where: str) -> list[int]:

@@ -19,18 +19,10 @@ from specjax.decode.engine import Engine, EngineParams
 from specjax.decode.programs import NO_LIMIT, compiled_chunk
 from specjax.interfaces import Calibration, DecodeState
 
-_LEAST_TURNS = 3
+LEAST_TURNS = 3
 _ALIKE = 16
 """Number of blocks that the acceptance over all depths counts for at each depth. Depths differ little, and a depth that
 looks bad by a few blocks of one text would never be tried again."""
-_HANDED_IN = 64
-"""Number of blocks that are decoded with costs handed in before this process measures its own."""
-_BLOCKS = 3
-"""Number of blocks of the longest length in one turn of a correction."""
-_RARELY = 100
-"""Decoding time between two measurements, as a multiple of the time that one takes: measuring costs one percent."""
-_CHUNK = 512
-"""Number of blocks between two checks whether a measurement is due."""
 _AGREES = 1.3
 """Factor within which the costs of all lengths must have changed alike for two measurements to agree. A shared machine
 goes back and forth by as much as 1.25 within a minute, and costs that are right on average suit both of its states."""
@@ -158,7 +150,7 @@ def measured(
     turns: list[np.ndarray] = []
     late: list[float] = []
     begun = time.perf_counter()
-    while len(turns) < _LEAST_TURNS or time.perf_counter() - begun < budget:
+    while len(turns) < LEAST_TURNS or time.perf_counter() - begun < budget:
         found = timer.turn(blocks)
         assert found is not None  # `start` has room
         turns.append(found)
@@ -198,71 +190,6 @@ def at_each(seconds: np.ndarray, engine: Engine) -> Any:
     if engine.num_nodes != depth:
         depths = np.where(depths > 0, engine.num_nodes, 0)
     return np.interp(depths, engine.compiled_lengths, seconds).astype(np.float32)
-
-
-@dataclasses.dataclass
-class Correction:
-    """Check of the known block costs against the time that decoding takes. A `Decoder` consults it between two chunks.
-    It changes no token and no row's state, only the lengths that are chosen afterwards.
-
-    Costs that were handed in are measured after `_HANDED_IN` blocks. Costs that were measured are measured again after
-    `_RARELY` times as long as that took, so a wrong cost does not outlive that time.
-    """
-
-    known: Calibration
-    """Block costs in use."""
-    measured: bool
-    """True if this process measured them."""
-    shapes: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
-    """Shapes of the batches in which they were measured."""
-    origin: Calibration = dataclasses.field(init=False)
-    """Block costs at first, before any correction."""
-    blocks: int = 0
-    """Number of blocks decoded with these costs."""
-    seconds: float = 0.0
-    """Seconds of decoding with these costs."""
-    took: float = 0.1
-    """Seconds that the last measurement took."""
-
-    def __post_init__(self):
-        self.origin = self.known
-
-    def wants(self, shapes: tuple[int, ...]) -> bool:
-        """True if a batch of these shapes runs the program with drafts although no length pays, so that its costs can
-        be measured. Costs that were handed in always need that. Others need it only when a measurement is due, and only
-        in shapes measured before, for which that program is compiled."""
-        return not self.measured or (self.due and shapes in self.shapes)
-
-    @property
-    def due(self) -> bool:
-        """True if the costs must be measured before the next block."""
-        if not self.measured:
-            return self.blocks >= _HANDED_IN
-        return self.seconds > _RARELY * self.took
-
-    @property
-    def patience(self) -> int:
-        """Number of blocks until `due` is checked again."""
-        return _CHUNK if self.measured else max(_HANDED_IN - self.blocks, 1)
-
-    def decoded(self, seconds: float, blocks: int) -> None:
-        """Record a chunk: its seconds, and the blocks of the row with the most."""
-        self.blocks, self.seconds = self.blocks + blocks, self.seconds + seconds
-
-    def corrected(self, timer: BlockTimer, engine: Engine, shapes: tuple[int, ...]) -> Calibration:
-        """The corrected calibration. If a turn made now agrees with the known costs, it lies half way between the two;
-        otherwise it has the medians of `_LEAST_TURNS` turns."""
-        self.shapes.add(shapes)
-        first = timer.turn(_BLOCKS)
-        if first is not None:
-            seconds = between(self.known.seconds, at_each(first, engine))
-            if not agree(at_each(first, engine), self.known.seconds):
-                turns = [first, *(turn for _ in range(_LEAST_TURNS - 1) if (turn := timer.turn(_BLOCKS)) is not None)]
-                seconds = at_each(typical(turns), engine)
-            self.known = dataclasses.replace(self.known, seconds=seconds)
-        self.measured, self.took = True, max(timer.seconds, 1e-3)
-        self.blocks, self.seconds = 0, 0.0
-        return self.known
 
 
 def forced_length(length: int, depth: int) -> Calibration:

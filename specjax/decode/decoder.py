@@ -18,9 +18,10 @@ import numpy as np
 from specjax import backend, registry
 from specjax.decode import request as request_lib
 from specjax.decode import stops as stops_lib
-from specjax.decode.arguments import bound, check_calibration, controller_for, drafter_of, verifier_of, weights_of
-from specjax.decode.calibration import BlockTimer, Correction, forced_length, measured
+from specjax.decode.arguments import bound, controller_for, drafter_of, verifier_of, weights_of
+from specjax.decode.calibration import BlockTimer, forced_length, measured
 from specjax.decode.engine import Engine, EngineParams, Logprobs, NoDraft
+from specjax.decode.known_costs import Correction, KnownCosts
 from specjax.decode.options import SamplingOptions
 from specjax.decode.programs import NO_LIMIT, compiled_chunk, grow, prefilled, slide
 from specjax.decode.request import Batch, Prompt
@@ -92,16 +93,23 @@ class Decoder:
         if prefill_chunk is not None and not (request_lib.is_whole(prefill_chunk) and prefill_chunk >= 1):
             raise ConfigError(f"prefill_chunk: {prefill_chunk!r}; give at least 1 token, a whole number, or None")
         self._prefill_chunk = prefill_chunk
-        self.calibrations: dict[tuple[bool, int], Calibration] = {}
-        """Block costs by (True if all rows are greedy, number of rows of the padded batch). They come from `calibrate`,
-        or are set to those of another decoder, so that both choose the same lengths. `adaptive` corrects them as it
-        decodes."""
-        self._corrections: dict[tuple[bool, int], Correction] = {}
+        self._costs = KnownCosts(self._controller, self._drafter.max_depth)
         self._greedy_verifier: Verifier = registry.build(registry.VERIFIERS, "greedy", "verifier")
 
     def _bind(self) -> None:
         self._weights = weights_of(self._given, self.target)
         self._drafter, self._drafter_params = bound(self._given or NoDraft(), self.target)
+
+    @property
+    def calibrations(self) -> dict[tuple[bool, int], Calibration]:
+        """Block costs by (True if all rows are greedy, number of rows of the padded batch). They come from `calibrate`,
+        or are set to those of another decoder, so that both choose the same lengths. `adaptive` corrects them as it
+        decodes."""
+        return self._costs.calibrations
+
+    @calibrations.setter
+    def calibrations(self, known: dict[tuple[bool, int], Calibration]) -> None:
+        self._costs.calibrations = known
 
     @property
     def lossless(self) -> bool:
@@ -290,7 +298,7 @@ class Decoder:
         run = self._run(prompts, max_new_tokens, 0, True, None, logprobs, logits_processor, sampling)
         self._compile(run)
         where = run.batch.greedy, run.batch.rows
-        if run.params.calibration is not None and self._never_proposes(where):  # the program once costs are known
+        if run.params.calibration is not None and self._costs.never_propose(where):  # the program once costs are known
             engine, run.params = self._plain_program(*where, run.batch.extras)
             kept = {name: getattr(run.engine, name) for name in ("processor", "logprobs", "tokens")}
             run.engine = dataclasses.replace(engine, **kept)
@@ -316,7 +324,7 @@ class Decoder:
         Returns:
             The engine, static and hashable, and its parameters.
         """
-        return self._engine(greedy, rows, extras, self._known((greedy, rows)))
+        return self._engine(greedy, rows, extras, self._costs.of((greedy, rows)))
 
     def _engine(
         self, greedy: bool, rows: int, extras: tuple[str, ...] | None, calibration: Calibration | None
@@ -382,8 +390,7 @@ class Decoder:
         held = forced_length(depth, depth)
         run.engine, run.params = self._engine(*where, run.batch.extras, held)
         found = measured(run.engine, run.params, self._prefill(run, run.batch.slots[-1]), blocks, seconds, costs)
-        self.calibrations[where] = found
-        self._corrections[where] = Correction(found, measured=True, shapes={run.batch.shapes})
+        self._costs.record(where, found, run.batch.shapes)
         if self._program(run.batch)[0] != run.engine:  # another program will decode than was timed
             self.compile(prompts, max_new_tokens=new, **sampling)
         return found
@@ -454,41 +461,16 @@ class Decoder:
     def _program(self, batch: Batch) -> tuple[Engine, EngineParams]:
         """The program of a batch: that of plain decoding if its controller would never propose anything."""
         where, extras = (batch.greedy, batch.rows), batch.extras
-        correction = self._correction(where)
-        if self._never_proposes(where) and (correction is None or not correction.wants(batch.shapes)):
+        correction = self._costs.correction(where)
+        if self._costs.never_propose(where) and (correction is None or not correction.wants(batch.shapes)):
             return self._plain_program(*where, extras)
         return self.engine(*where, extras)
-
-    def _never_proposes(self, where: tuple[bool, int]) -> bool:
-        known, correction = self._known(where), self._correction(where)
-        if known is None:
-            return False
-        never = self._controller.never_proposes
-        return bool(never(known)) and (correction is None or bool(never(correction.origin)))
 
     def _plain_program(self, greedy: bool, rows: int, extras: tuple[str, ...]) -> tuple[Engine, EngineParams]:
         engine, params = self.engine(greedy, rows, extras)
         spec, nothing = bound(NoDraft(), self.target)
         engine = dataclasses.replace(engine, drafter=spec, controller=controller_for("fixed", spec))
         return engine, dataclasses.replace(params, drafter=nothing, calibration=None)
-
-    def _known(self, where: tuple[bool, int]) -> Calibration | None:
-        """The known block costs of such batches. Raises `ConfigError` for an entry that a user set and that cannot be
-        used."""
-        known = self.calibrations.get(where)
-        if known is not None:
-            check_calibration(known, where, self._drafter.max_depth)
-        return known
-
-    def _correction(self, where: tuple[bool, int]) -> Correction | None:
-        """The correction of such batches' block costs; None if nothing is known or the controller corrects nothing."""
-        known = self._known(where)
-        if known is None or not self._controller.corrects_costs:
-            return None
-        found = self._corrections.get(where)
-        if found is None or found.known is not known:
-            found = self._corrections[where] = Correction(known, measured=False)
-        return found
 
     def _correct(self, run: _Run, scheduler: Scheduler, correction: Correction, controller: Any) -> None:
         """Measure the block costs now, in the state that the generation goes on from. ``controller``: its controller's
@@ -511,7 +493,7 @@ class Decoder:
         """The host's part of the state at the end of each chunk; in the last one every row is done. ``first``: most
         blocks of the first chunk, if it differs."""
         scheduler = Scheduler(run.engine, run.params, run.batch.rows)
-        correction = self._correction((run.batch.greedy, run.batch.rows))
+        correction = self._costs.correction((run.batch.greedy, run.batch.rows))
         scheduler.insert(run.batch)
         # A copy, since the program consumes the state.
         fresh = None if correction is None else jax.device_put(scheduler.state.controller, may_alias=False)

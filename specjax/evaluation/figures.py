@@ -104,11 +104,11 @@ def card_facts(decoded: Sequence[Decoded], chose: bool) -> dict[str, str]:
     for d in decoded:
         temperature = "greedy" if d.temperature == 0 else f"temperature {d.temperature:g}"
         interval = f"95% {d.interval.low:.2f} to {d.interval.high:.2f}"
-        by_position = ", ".join(f"{s:.2f}" for s in d.stats.acceptance_at)
+        by_depth = ", ".join(f"{s:.2f}" for s in d.stats.acceptance_at)
         simulated = "" if d.simulated is None else f"; {d.simulated:.2f} by its training forward on the same texts"
         found[f"block efficiency, k={len(d.stats.acceptance_at)}, {temperature}"] = (
             f"{d.stats.block_efficiency:.2f} ({interval}, {len(d.by_prompt)} held-out prompts{by}){simulated}; "
-            f"accepted at position 1 .. k: {by_position}"
+            f"accepted at depth 1 .. k: {by_depth}"
         )
     return found
 

@@ -405,7 +405,7 @@ class Controller(abc.ABC):
     needs_costs: ClassVar[bool] = False
     """True if it chooses by the costs of blocks (`Context.calibration`)."""
     corrects_costs: bool = False
-    """True if the decoder measures the costs again now and then, see `specjax.decode.calibration.Correction`."""
+    """True if the decoder measures the costs again now and then, see `specjax.decode.known_costs.Correction`."""
     needs_confidence: bool = False
     """True if it asks the drafter for its estimate of the chance that a token is accepted, see
     `stop_by_confidence`."""

@@ -75,7 +75,7 @@ def run(config: RunConfig) -> dict[str, Any]:
             "figures": [figure.model_dump() for figure in check_figures(summary)],
             "training": _training(distilled.logs),
             "comparison": _with_alpha(decoding["comparison"], distilled.alphas),
-            "places": _places(distilled),
+            "places": _by_depth(distilled),
             "simulated": [dataclasses.asdict(row) for row in distilled.comparison if row.simulated is not None],
             "self_tests": {name: str(found) for name, found in distilled.self_tests.items()},
             "stage_seconds": stages.seconds,
@@ -199,7 +199,7 @@ def _tokens_a_call(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {keys[at]: row["block_efficiency"] for row in own if (at := (row["temperature"], row["k"])) in keys}
 
 
-def _places(distilled: job.Distilled) -> list[dict[str, Any]]:
+def _by_depth(distilled: job.Distilled) -> list[dict[str, Any]]:
     """Acceptance, loss and agreement at each depth of a block."""
     measures = distilled.measures
     after = measures.alpha_at_after, measures.nll_at_after, measures.agreement_at_after

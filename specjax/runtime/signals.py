@@ -43,7 +43,7 @@ def stop_requested() -> Iterator[Callable[[int], bool]]:
 @contextlib.contextmanager
 def ctrl_c_waits() -> Iterator[None]:
     """Delay a Ctrl-C until this block has ended, such as one in which a new state takes over the old one's arrays. A
-    SIGTERM whose handler raises (`specjax.cli`) is delayed too."""
+    SIGTERM whose handler raises (`specjax.cli.entry`) is delayed too."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are handled in the main thread alone
         return

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.decode import calibration as calibration_lib
+from specjax.decode import known_costs
 from specjax.decode.calibration import BlockTimer, agree, between, typical
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
@@ -188,7 +188,7 @@ def test_a_machine_that_is_slow_for_a_while_does_not_change_how_lengths_compare(
 
 
 def test_costs_that_are_not_to_be_corrected_are_kept(monkeypatch):
-    monkeypatch.setattr(calibration_lib, "_HANDED_IN", 1)
+    monkeypatch.setattr(known_costs, "_HANDED_IN", 1)
     turns = taking(monkeypatch, CHEAP)
     for controller in (of_batch(), of_rows(), of_total(4)):
         decoder = Decoder(TARGET, DraftModel(TARGET, 3), controller=controller)
@@ -199,7 +199,7 @@ def test_costs_that_are_not_to_be_corrected_are_kept(monkeypatch):
 
 def test_costs_are_measured_again_after_a_hundred_times_as_long_as_that_took():
     known: Any = Calibration(np.asarray(CHEAP), np.full(3, 0.7))  # type: ignore[arg-type]
-    correction = calibration_lib.Correction(known, measured=True, took=0.03)
+    correction = known_costs.Correction(known, measured=True, took=0.03)
     correction.decoded(2.9, blocks=500)
     assert not correction.due
     correction.decoded(0.2, blocks=50)

@@ -332,7 +332,7 @@ def test_a_shared_draft_is_chosen_by_decoding_and_exported_whole(settings, docum
     card = (tmp_path / "run" / "draft" / "README.md").read_text()
     assert f"| block efficiency, k=2, greedy | {after.block_efficiency:.2f} (95% " in card
     by_training = f"{after.block_efficiency:.2f} by its training forward on the same texts"
-    assert f"2 held-out prompts, which chose this draft); {by_training}; accepted at position 1 .. k: " in card
+    assert f"2 held-out prompts, which chose this draft); {by_training}; accepted at depth 1 .. k: " in card
     assert "which chose" not in (tmp_path / "run" / "draft-before" / "README.md").read_text()
     recorder = Recorder()
     assert job.run(run, recorder).comparison == result.comparison

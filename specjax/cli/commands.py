@@ -1,236 +1,30 @@
-"""The `specjax` command, and the error handling of every entry point: errors of the user in one line, exit status 2.
-
-Heavy imports wait until a command needs them, so that `--help` and mistakes in arguments answer at once.
-"""
+"""The commands of `specjax`. Heavy imports wait until a command needs them, so that `--help` and mistakes in arguments
+answer at once."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import functools
-import inspect
-import io
-import itertools
 import json
-import signal
-import sys
-import threading
-import traceback
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
 
-from specjax.decode.options import NUMBERS, SamplingOptions, meanings
-from specjax.errors import SpecjaxError, Stopped
+from specjax.cli.entry import ConfigPath, Overrides
+from specjax.cli.options import OPTION_NAMES, app, command, with_sampling_options
+from specjax.errors import SpecjaxError
 from specjax.models.files import plain_json, write_atomically
 from specjax.report.labels import counted
 from specjax.runtime import memory
 
-USER_ERROR, INTERRUPTED, TERMINATED = 2, 130, 143
-_RESUMES = "interrupted; the same command resumes"
 _SHARD_GB = 5.0
-# Errors of a wrong path, wherever it is opened first, and of a full or read-only disk, wherever it is written.
-_PATH_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-
-app = typer.Typer(
-    add_completion=True,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-
-
-class _Command(TyperCommand):
-    """Command that names the value that an option refuses; typer's own message leaves it out."""
-
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        given = list(args)
-        try:
-            return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            value = _value_of(getattr(error.param, "opts", ()), given)
-            if value is not None and value not in error.message:
-                error.message = f"{value!r}: {error.message}"
-            raise
-
-
-def _value_of(options: Sequence[str], args: Sequence[str]) -> str | None:
-    """The last value given for one of ``options``, None if there is none."""
-    found = None
-    for name, following in itertools.zip_longest(args, args[1:]):
-        if name in options:
-            found = following
-        elif name.partition("=")[0] in options:
-            found = name.partition("=")[2]
-    return found
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
-
-        print(f"specjax {version('specjax')}")
-        raise typer.Exit
-
-
-@app.callback()
-def _specjax(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
-    ] = False,
-) -> None:
-    """Speculative decoding in JAX: distill a draft, decode with it, and prove that nothing is lost."""
-
-
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 CheckFinite = Annotated[bool, typer.Option("--check-finite/--no-check-finite", help="Refuse NaN and infinite weights.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=v", help="Overrides of single fields.")]
 
 
-@contextlib.contextmanager
-def user_errors(debug: bool = False, interrupted: str = "interrupted") -> Iterator[None]:
-    """Turn errors of the user into messages on stderr and an exit status. A `SpecjaxError`, a path that cannot be
-    opened or a full disk gives `error: ...`, one line for each problem, and status 2; Ctrl-C gives ``interrupted`` and
-    130; SIGTERM gives its message and 143. Any other error is a defect of specjax and keeps its traceback. Characters
-    that the terminal's encoding lacks are printed as escapes: a model may write any, and its text must not be lost for
-    one."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="backslashreplace")
-    try:
-        yield
-    except (SpecjaxError, OSError) as error:
-        mendable = isinstance(error, (SpecjaxError, *_PATH_ERRORS)) or error.errno in _DISK_ERRORS
-        if not mendable:
-            raise
-        if debug:
-            traceback.print_exc()
-        else:
-            for line in _message(error).splitlines():
-                print(f"error: {line}", file=sys.stderr)
-        raise SystemExit(USER_ERROR) from None
-    except Stopped as stopped:
-        print(f"\n{stopped}", file=sys.stderr)
-        raise SystemExit(TERMINATED) from None
-    except KeyboardInterrupt:
-        print(f"\n{interrupted}", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
-
-
-def run_main(
-    main: Callable[[Path, list[str]], int | None],
-    description: str | None,
-    interrupted: str = _RESUMES,
-    argv: Sequence[str] | None = None,
-) -> None:
-    """Run a script with the command line `CONFIG [a.b=v]... [--debug]`: call ``main(config path, overrides)`` and exit
-    with the status that it returns, 0 for None."""
-
-    def command(config: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
-        with user_errors(debug, interrupted), _sigterm_like_ctrl_c():
-            status = main(config, overrides or [])
-        raise SystemExit(status or 0)
-
-    memory.one_heap()
-    script = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    script.command(help=description)(command)
-    script(args=argv)
-
-
-@contextlib.contextmanager
-def _sigterm_like_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM raise `Stopped`, so that half-written files are removed as after Ctrl-C. The training loop listens
-    itself and saves first."""
-    if threading.current_thread() is not threading.main_thread():  # only that one may listen
-        yield
-        return
-
-    def stop(number, frame) -> None:
-        raise Stopped("stopped by SIGTERM; what is finished is kept, the same command goes on")
-
-    before = signal.signal(signal.SIGTERM, stop) or signal.SIG_DFL
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _command(
-    name: str | None = None, resumes: bool = False, stops: bool = False
-) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
-    """Register a function as a command that also takes ``--debug``, with `user_errors` around it; it returns its exit
-    status. ``resumes``: the same command goes on after Ctrl-C. ``stops``: SIGTERM raises `Stopped` as well."""
-
-    def register(function: Callable[..., int | None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def run(*arguments: Any, debug: bool = False, **options: Any) -> None:
-            interrupted = _RESUMES if resumes else "interrupted"
-            with user_errors(debug, interrupted), _sigterm_like_ctrl_c() if stops else contextlib.nullcontext():
-                status = function(*arguments, **options)
-            if status:
-                raise SystemExit(status)
-
-        given = inspect.signature(function, eval_str=True).parameters.values()
-        _set_parameters(run, [*given, _parameter("debug", Debug, False)])
-        app.command(name, cls=_Command)(run)
-        return run
-
-    return register
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _set_parameters(function: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> None:
-    """Make ``parameters`` those that typer finds, each given by its name."""
-    named = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
-    function.__dict__["__signature__"] = inspect.Signature(named)
-
-
-_TYPED = {"banned_tokens": "ban"}
-"""Sampling parameter -> name of its option, if that is another."""
-_NOT_TYPED = ("allowed_tokens", "stop_token_ids")
-"""Sampling parameters without an option."""
-_KINDS: dict[Any, tuple[Any, str | None]] = {
-    float: (float, None),
-    int: (int, None),
-    Mapping: (list[str] | None, "ID=VALUE"),
-    Sequence: (list[int] | None, "ID"),
-}
-"""Type of a sampling parameter -> type and metavar of its option; a list is given element by element."""
-
-
-def _sampling_options() -> Iterator[inspect.Parameter]:
-    """The option of each sampling parameter, made of `SamplingOptions`."""
-    explained = meanings()
-    for name, hint in typing.get_type_hints(SamplingOptions).items():
-        if name not in _NOT_TYPED:
-            for_all_rows = typing.get_args(hint)[0]
-            kind, metavar = _KINDS[typing.get_origin(for_all_rows) or for_all_rows]
-            help = explained[name] if metavar is None else f"{explained[name].removesuffix('.')}; may be repeated."
-            option = typer.Option(help=help, metavar=metavar, min=0 if name == "temperature" else None)
-            default = NUMBERS[name].neutral if name in NUMBERS else None
-            yield _parameter(_TYPED.get(name, name), Annotated[kind, option], default)
-
-
-def _with_sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with the option of each sampling parameter in place of ``**sampling``, after max_new_tokens."""
-    parameters = [*inspect.signature(function, eval_str=True).parameters.values()][:-1]
-    at = [parameter.name for parameter in parameters].index("max_new_tokens") + 1
-    _set_parameters(function, [*parameters[:at], *_sampling_options(), *parameters[at:]])
-    return function
-
-
-@_command()
-@_with_sampling_options
+@command()
+@with_sampling_options
 def generate(
     context: typer.Context,
     target: Annotated[str, typer.Option(help="Target: a Hugging Face directory or hub id.")],
@@ -317,7 +111,7 @@ def generate(
         how = {"verifier": verifier, "controller": controller, "prefill_chunk": prefill_chunk}
         typed = {"max_new_tokens": max_new_tokens, **sampling, "stop": stop, "logprobs": logprobs, "seed": seed}
         typed |= {"ignore_eos": ignore_eos, "logit_bias": job.biases(sampling["logit_bias"] or [])}
-        names = {option: name for name, option in _TYPED.items()} | {"stop": "stop_strings"}
+        names = {option: name for name, option in OPTION_NAMES.items()} | {"stop": "stop_strings"}
         options = {names.get(option, option): value for option, value in typed.items()}
         if defaults:
             sources = {names.get(option, option): context.get_parameter_source(option) for option in typed}
@@ -331,7 +125,7 @@ def generate(
         job.generate(decoder, prompts, options, verifier, job.Shown(as_json, no_color, metrics, price_per_hour))
 
 
-@_command(resumes=True, stops=True)
+@command(resumes=True, stops=True)
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Distill a draft for a target, as train_draft.py does. Resumable; leaves the draft in the config's `out`/draft.
 
@@ -342,7 +136,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     train(config, overrides or [])
 
 
-@_command(resumes=True, stops=True)
+@command(resumes=True, stops=True)
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
     """Distill a draft, decode with it, and report: the whole job. Resumable; leaves everything in the config's `out`.
 
@@ -352,7 +146,7 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
     run_one(_load(config, overrides))
 
 
-@_command(resumes=True, stops=True)
+@command(resumes=True, stops=True)
 def sweep(config: ConfigPath, overrides: Overrides = None) -> int:
     """Run every point of a config's `sweep`, each into `out`/ID; `out`/results.jsonl has one line a run. Resumable.
 
@@ -362,7 +156,7 @@ def sweep(config: ConfigPath, overrides: Overrides = None) -> int:
     return run_or_sweep(config, overrides or [])
 
 
-@_command(resumes=True, stops=True)
+@command(resumes=True, stops=True)
 def demo(overrides: Overrides = None) -> None:
     """Distill a draft for the shipped target, decode with it, and report, as `make demo` does in a clone."""
     from specjax.jobs.demo import run_demo
@@ -370,7 +164,7 @@ def demo(overrides: Overrides = None) -> None:
     run_demo(overrides or [])
 
 
-@_command()
+@command()
 def bench(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -396,7 +190,7 @@ def bench(
         _write_json(out, results)
 
 
-@_command()
+@command()
 def calibrate(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -417,7 +211,7 @@ def calibrate(
     console.print(found.summary, soft_wrap=True)
 
 
-@_command()
+@command()
 def plan(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -467,7 +261,7 @@ def _print_memory(settings: Any, device: str | None, as_json: bool) -> None:
     found.check()
 
 
-@_command()
+@command()
 def numerics(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -487,7 +281,7 @@ def numerics(
         _write_json(out, results)
 
 
-@_command()
+@command()
 def certify(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -515,7 +309,7 @@ def certify(
     return int(certificate.verdict == "FAIL")
 
 
-@_command("generate-data", resumes=True)
+@command("generate-data", resumes=True)
 def generate_data(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -535,7 +329,7 @@ def generate_data(
     print(f"{made['directory']}: {counts}, block efficiency {made['block_efficiency']:.2f}")
 
 
-@_command()
+@command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a finished run.")],
 ) -> None:
@@ -545,7 +339,7 @@ def report(
     print(build(run_dir))
 
 
-@_command()
+@command()
 def export(
     source: Annotated[str, typer.Argument(help="Model directory, hub id, or run directory (its draft).")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write.")],
@@ -594,7 +388,7 @@ def export(
     print(f"{directory}: {model.parameter_count:,} parameters in {dtype or model.dtype}, weights in {files}")
 
 
-@_command()
+@command()
 def doctor() -> int:
     """Say what specjax runs on here: versions, devices, memory, the compile cache, and what is missing for which extra.
 
@@ -604,7 +398,7 @@ def doctor() -> int:
     return int(not doctor(Console(highlight=False, markup=False)))
 
 
-@_command()
+@command()
 def schema() -> None:
     """Print the JSON Schema of config files, for editors."""
     from specjax.config import json_schema
@@ -646,14 +440,6 @@ def _check_file(out: Path | None, option: str = "--out") -> None:
     """Refuse, before anything is measured, a file of an ``option`` that cannot be written."""
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise SpecjaxError(f"{option} {out}: not a file in an existing directory; nothing could be written there")
-
-
-def _message(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {(error.strerror or 'cannot be opened').lower()}"
-    if isinstance(error, OSError):
-        return f"{(error.strerror or str(error)).lower()}; make room, then run the same command again"
-    return str(error)
 
 
 @contextlib.contextmanager
