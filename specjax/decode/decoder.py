@@ -51,6 +51,7 @@ from specjax.interfaces import (
 )
 from specjax.models.decode_layout import same_arrays
 from specjax.models.files import check_model
+from specjax.models.sharding import beside
 from specjax.models.vocabulary import TokenRows
 
 _STOP_STRING_STEPS = 8
@@ -98,7 +99,8 @@ class Decoder:
 
     def _bind(self) -> None:
         self._weights = weights_of(self._given, self.target)
-        self._drafter, self._drafter_params = bound(self._given or NoDraft(), self.target)
+        self._drafter, drafter_params = bound(self._given or NoDraft(), self.target)
+        self._params = EngineParams(beside(self.target.layout().params, self.target.mesh), drafter_params)
 
     @property
     def calibrations(self) -> dict[tuple[bool, int], Calibration]:
@@ -345,7 +347,7 @@ class Decoder:
             extras=extras if backend.asks_the_host() else None,
             prefill_chunk=self._prefill_chunk,
         )
-        return engine, EngineParams(layout.params, self._drafter_params, calibration)
+        return engine, dataclasses.replace(self._params, calibration=calibration)
 
     def calibrate(
         self,

@@ -22,7 +22,7 @@ from specjax.models import kernels
 from specjax.models.kernels import Dense, Kernel, Narrow, Transposed
 from specjax.models.kernels.quantised import SCHEMES, Quantised, Scheme
 from specjax.models.layers import Linear
-from specjax.models.sharding import committed, mesh_of, sharding_of
+from specjax.models.sharding import mesh_of, sharding_of
 from specjax.models.transformer import Model, param_shapes
 from specjax.models.weights import is_bfloat16, quantised
 
@@ -45,7 +45,7 @@ class DecodeLayout:
     @classmethod
     def of(cls, spec: Any, params: Params, fused: bool = True, owned: bool = False) -> DecodeLayout:
         laid_out, laid_out_params = decode_layout(spec, params, fused, owned)
-        return cls(laid_out, committed(laid_out_params), spec)
+        return cls(laid_out, laid_out_params, spec)
 
     def originals(self) -> Params:
         """The original weights, bit for bit."""

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specjax.errors import ModelError
@@ -120,12 +121,13 @@ def beside(params: Any, mesh: Mesh | None) -> Any:
 
 
 def committed(params: Any) -> Any:
-    """``params`` with every array committed to the device it lies on; nothing is copied. JAX compiles a program once
+    """``params`` with every array of one device committed to it; nothing is copied. JAX compiles a program once
     more for arguments that differ in this alone, so weights that were trained, loaded and made would have three."""
 
     def commit(x: Any) -> Any:
-        free = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.committed
-        return jax.device_put(x, x.sharding) if free else x
+        alone = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+        alone = alone and isinstance(x.sharding, jax.sharding.SingleDeviceSharding)
+        return jax.device_put(x, x.sharding) if alone and not x.committed else x
 
     return jax.tree.map(commit, params)
 

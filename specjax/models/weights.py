@@ -29,7 +29,7 @@ from specjax.models.families import Family
 from specjax.models.families.base import Tensor
 from specjax.models.files import INDEX, NO_PICKLE, WEIGHTS, read_json, write_json
 from specjax.models.kernels.quantised import Quantised, Scheme
-from specjax.models.sharding import Index, committed, place, sharding_of
+from specjax.models.sharding import Index, place, sharding_of
 from specjax.models.transformer import Model, param_shapes
 
 AS_STORED = "auto"
@@ -40,9 +40,8 @@ _STORED_FLOATS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": 
 
 
 def rounded(params: Params, dtype: str) -> Params:
-    """``params`` with numbers that ``dtype`` holds, still in their own dtype; only bfloat16 rounds them. They are
-    `committed`, so that one compiled program evaluates trained and loaded weights."""
-    return committed(_to_bfloat16(params) if dtype == "bfloat16" else params)
+    """``params`` with numbers that ``dtype`` holds, still in their own dtype; only bfloat16 rounds them."""
+    return _to_bfloat16(params) if dtype == "bfloat16" else params
 
 
 @jax.jit

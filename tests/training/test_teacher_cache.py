@@ -51,7 +51,7 @@ def small_shards():
 def cache(**changes) -> TeacherCache:
     settings: dict[str, Any] = {"target": toys.target(), "rows": toys.rows(ROWS), "k": K, "batch_size": BATCH} | changes
     settings.setdefault("numbers", np.arange(len(settings["rows"])))
-    settings["kept"] = Logits.of(settings.pop("k"), settings["target"], settings["rows"])
+    settings["format"] = Logits.of(settings.pop("k"), settings["target"], settings["rows"])
     return TeacherCache(**settings)
 
 
