@@ -51,7 +51,6 @@ from specjax.interfaces import (
 )
 from specjax.models.decode_layout import same_arrays
 from specjax.models.files import check_model
-from specjax.models.sharding import beside
 from specjax.models.vocabulary import TokenRows
 
 _STOP_STRING_STEPS = 8
@@ -99,8 +98,7 @@ class Decoder:
 
     def _bind(self) -> None:
         self._weights = weights_of(self._given, self.target)
-        self._drafter, drafter_params = bound(self._given or NoDraft(), self.target)
-        self._params = EngineParams(beside(self.target.layout().params, self.target.mesh), drafter_params)
+        self._drafter, self._drafter_params = bound(self._given or NoDraft(), self.target)
 
     @property
     def calibrations(self) -> dict[tuple[bool, int], Calibration]:
@@ -347,7 +345,7 @@ class Decoder:
             extras=extras if backend.asks_the_host() else None,
             prefill_chunk=self._prefill_chunk,
         )
-        return engine, dataclasses.replace(self._params, calibration=calibration)
+        return engine, EngineParams(layout.params, self._drafter_params, calibration)
 
     def calibrate(
         self,

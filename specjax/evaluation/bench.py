@@ -206,10 +206,10 @@ class Bench:
         for size in set(settings.batch_sizes) - {1}:
             of_size = [cell for cell in cells if cell.batch_size == size]
             self._compile(of_size, tick)
-            self._run_into(runs, of_size, tick)
             compared = [cell for cell in of_size if settings.adaptive and cell.drafter in (AUTOREGRESSIVE, ADAPTIVE)]
+            self._run_into(runs, of_size, tick)
             for _ in range(settings.repeats - 1 if compared else 0):
-                self._run_into(runs, compared, tick, again=True)
+                self._run_into(runs, compared, tick)
             programs.free_programs()
         # Batch 1 is always measured, even if it is no part of the grid.
         single = [cell for cell in cells if cell.batch_size == 1]
@@ -224,7 +224,7 @@ class Bench:
         timers = [self.timer(AUTOREGRESSIVE, 0), *(self.timer(primary, k, k in best.values()) for k in settings.ks)]
         for repeat in range(settings.repeats):
             all_cells = [cell for cell in runs if cell.batch_size == 1]
-            self._run_into(runs, repeated if repeat else all_cells, tick, again=True)
+            self._run_into(runs, repeated if repeat else all_cells, tick)
             for timer in _TURNS * timers:
                 timer.turn()
         entries = {cell: self._entry(cell, runs) for cell in runs}
@@ -250,11 +250,11 @@ class Bench:
         pairs = zip(self.costs(Cell(primary, k, 1, t)), self.costs(_plain(t)), strict=True)
         return float(np.median([block.target / one.target for block, one in pairs]))
 
-    def _run_into(self, runs: dict[Cell, list[Run]], cells: Sequence[Cell], tick: Tick, *, again: bool = False) -> None:
-        """Decode the cells once more. ``again``: True if block costs were measured a while ago, at another moment of
-        the machine, and are measured again first. `Decoder` does so by itself when it decodes for longer."""
+    def _run_into(self, runs: dict[Cell, list[Run]], cells: Sequence[Cell], tick: Tick) -> None:
+        """Decode the cells once more. Block costs were measured at another moment of the machine, and are measured
+        again first. `Decoder` does so by itself when it decodes for longer."""
         for cell in cells:
-            if again and self.decoder(cell.drafter, cell.k).weighs:
+            if self.decoder(cell.drafter, cell.k).weighs:
                 self._calibrate(cell)
         for cell, run in self.run(cells, self._prompts, tick).items():
             runs[cell].append(run)

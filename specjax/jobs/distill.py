@@ -35,6 +35,7 @@ from specjax.runtime import artifact, fingerprint, sinks
 from specjax.runtime.distributed import is_first, on_main_process
 from specjax.runtime.log import note, read_log
 from specjax.runtime.progress import Bars, no_bars
+from specjax.training.assemble import Run
 from specjax.training.evaluate import Evaluation
 from specjax.training.exports import MADE_BY, WEIGHTS, card, export, parameter_count, refuse_foreign
 from specjax.training.init.cached import FirstWeights, cached_start
@@ -155,8 +156,8 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
         f"{rate:g}": train(f"control-{rate:g}", _control(config.distill, rate, steps), *start)[0]
         for rate in config.control.learning_rates
     }
-    before, after = rounded(before, config.draft.dtype), rounded(after, config.draft.dtype)
-    controls = {rate: rounded(params, config.draft.dtype) for rate, params in controls.items()}
+    before, after = _finished(run, drafter, before), _finished(run, drafter, after)
+    controls = {rate: _finished(run, drafter, params) for rate, params in controls.items()}
     evaluate = functools.partial(figures.evaluate, memory.evaluating(run), bars, drafter, target)
     first, last, *rivals = evaluate([before, after, *controls.values()], prepared.held_out_rows)
     control_alphas = {rate: control.alpha for rate, control in zip(controls, rivals, strict=True)}
@@ -197,6 +198,13 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
     comparison = [] if decoding is None else figures.comparison(decoding, both, alphas)
     both_drafts = (models["draft-before"], models["draft"])
     return Distilled(prepared, *both_drafts, measures, logs, alphas, comparison, tested)
+
+
+def _finished(run: Run, drafter: Trainable, params: Params) -> Params:
+    """The weights that a stage leaves, as they are evaluated and exported: rounded to the draft's dtype, and where the
+    layout places them."""
+    params = rounded(params, run.config.draft.dtype)
+    return run.layout.put(params, run.layout.of_draft(params, drafter))
 
 
 def _control(distill: Stage, learning_rate: float, steps: int) -> Stage:

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specjax.errors import ModelError
@@ -108,9 +107,9 @@ def spec_of(shape: Sequence[int], mesh: Mesh, *axes: str | tuple[str, ...] | Non
 
 def beside(params: Any, mesh: Mesh | None) -> Any:
     """``params`` with arrays of one device copied whole to every device of ``mesh``; arrays of several devices are
-    unchanged. Without a mesh they are `committed`."""
+    unchanged."""
     if mesh is None:
-        return committed(params)
+        return params
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def placed(x: Any) -> Any:
@@ -121,15 +120,12 @@ def beside(params: Any, mesh: Mesh | None) -> Any:
 
 
 def committed(params: Any) -> Any:
-    """``params`` with every array of one device committed to it; nothing is copied. JAX compiles a program once
-    more for arguments that differ in this alone, so weights that were trained, loaded and made would have three."""
-
-    def commit(x: Any) -> Any:
-        alone = isinstance(x, jax.Array) and not isinstance(x, Tracer)
-        alone = alone and isinstance(x.sharding, jax.sharding.SingleDeviceSharding)
-        return jax.device_put(x, x.sharding) if alone and not x.committed else x
-
-    return jax.tree.map(commit, params)
+    """Arrays of one device committed to it; nothing is copied. JAX compiles a program once more for arguments that
+    differ in this alone, so weights that were loaded and weights that were trained would each have their own. With
+    several processes they stay as they are: JAX moves no committed array to the devices of another process."""
+    if jax.process_count() > 1:
+        return params
+    return jax.tree.map(lambda x: x if getattr(x, "committed", True) else jax.device_put(x, x.sharding), params)
 
 
 def place(read: Callable[[Index], np.ndarray], shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:

@@ -29,7 +29,7 @@ from specjax.models.families import Family
 from specjax.models.families.base import Tensor
 from specjax.models.files import INDEX, NO_PICKLE, WEIGHTS, read_json, write_json
 from specjax.models.kernels.quantised import Quantised, Scheme
-from specjax.models.sharding import Index, place, sharding_of
+from specjax.models.sharding import Index, committed, place, sharding_of
 from specjax.models.transformer import Model, param_shapes
 
 AS_STORED = "auto"
@@ -213,9 +213,9 @@ def read_params(
 
 
 def whole(read: Callable[[Index], np.ndarray], shape: tuple[int, ...]) -> jax.Array:
-    """Array of ``shape`` on the default device, made of what ``read`` returns for all of it. The copy is JAX's own, see
-    `specjax.models.sharding.place`."""
-    return jnp.array(read(tuple(slice(0, size) for size in shape))).block_until_ready()
+    """Array of ``shape`` on the default device, `committed`, made of what ``read`` returns for all of it. The copy is
+    JAX's own, see `specjax.models.sharding.place`."""
+    return committed(jnp.array(read(tuple(slice(0, size) for size in shape))).block_until_ready())
 
 
 def quantised(path: tuple[Any, ...], value: jax.Array, scheme: Scheme | None) -> Any:

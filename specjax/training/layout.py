@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from specjax import config
 from specjax.errors import ConfigError
 from specjax.interfaces import Batch, Params, TrainingForm
-from specjax.models.sharding import AXES, place, sharding_of
+from specjax.models.sharding import AXES, committed, place, sharding_of
 from specjax.models.training import training_model
 from specjax.models.transformer import Model
 from specjax.runtime.distributed import whole
@@ -91,8 +91,9 @@ class Layout:
         return TrainingForm(sharding=self.rows())
 
     def put(self, tree: Any, shardings: Any) -> Any:
-        """The arrays of ``tree``, copied to ``shardings`` unless they are there already."""
-        return tree if self.mesh is None else jax.tree.map(_put, tree, shardings)
+        """The arrays of ``tree``, copied to ``shardings`` unless they are there already; without a mesh, `committed` to
+        the device they lie on."""
+        return committed(tree) if self.mesh is None else jax.tree.map(_put, tree, shardings)
 
     def batch(self, rows: Any, numbers: Sequence[int] | np.ndarray) -> Batch:
         """Batch of the ``rows`` (`specjax.data.rows.Rows`) with these numbers. This process reads only the rows of its
