@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import programs
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
@@ -21,6 +20,7 @@ from specjax.registry import VERIFIERS, resolve
 from specjax.runtime.compile_cache import count_compiles
 from specjax.testing.toys import ToyModel, prefix_model, related
 from tests.cases import in_proof
+from tests.decode import mixed_requests
 
 SIZE = 12
 TARGET = prefix_model(0, vocab_size=SIZE, scale=2.0, eos_ids=(3,))
@@ -318,11 +318,10 @@ def test_requests_of_any_size_share_a_bounded_number_of_programs():
     """Prompts, budgets and batches all vary: nothing but their buckets makes a program."""
     target = prefix_model(7, vocab_size=SIZE)
     decoder = Decoder(target, DraftModel(target, 3))
-    bound, formula = programs.most_programs(target, 3, rows=2, prompt=40, new=300)
+    bound, formula = mixed_requests.most_programs(target, 3, rows=2, prompt=40, new=300)
     assert bound == 20, formula
     with count_compiles() as count:
-        for request in programs.requests(40, seed=0, rows=2, prompt=40, new=300):
-            request["prompts"] = [[token % SIZE for token in prompt] for prompt in request["prompts"]]
+        for request in mixed_requests.requests(40, seed=0, vocabulary=SIZE, rows=2, prompt=40, new=300):
             decoder.generate(**request)
     assert 8 <= count.programs <= bound
 
