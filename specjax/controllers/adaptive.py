@@ -38,7 +38,7 @@ class Adaptive(Settings, Controller):
     def __post_init__(self):
         super().__post_init__()
         if self.total is not None and self.per == "row":
-            raise ConfigError("controller: total and per=row exclude each other; a total is one of the whole batch")
+            raise ConfigError("adaptive: total and per=row exclude each other; a total is one of the whole batch")
 
     def bind(self, drafter: BoundDrafter) -> Weighing:
         chain = drafter.num_nodes == drafter.max_depth

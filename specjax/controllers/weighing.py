@@ -113,7 +113,7 @@ class Settings:
 
     def __post_init__(self):
         if self.ks is not None and (len(self.ks) < 2 or self.ks[0] != 0 or list(self.ks) != sorted(set(self.ks))):
-            raise ConfigError(f"controller: ks={list(self.ks)}; give lengths in ascending order, 0 the first of them")
+            raise ConfigError(f"adaptive: ks={list(self.ks)}; give lengths in ascending order, 0 the first of them")
 
 
 @dataclasses.dataclass(frozen=True)

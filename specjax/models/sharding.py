@@ -119,15 +119,6 @@ def beside(params: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(placed, params)
 
 
-def committed(params: Any) -> Any:
-    """Arrays of one device committed to it; nothing is copied. JAX compiles a program once more for arguments that
-    differ in this alone, so weights that were loaded and weights that were trained would each have their own. With
-    several processes they stay as they are: JAX moves no committed array to the devices of another process."""
-    if jax.process_count() > 1:
-        return params
-    return jax.tree.map(lambda x: x if getattr(x, "committed", True) else jax.device_put(x, x.sharding), params)
-
-
 def place(read: Callable[[Index], np.ndarray], shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
     """Array of ``shape`` made of the pieces that ``read`` returns; each piece is read once, and only if a device of
     this process holds it."""

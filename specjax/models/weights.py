@@ -29,7 +29,7 @@ from specjax.models.families import Family
 from specjax.models.families.base import Tensor
 from specjax.models.files import INDEX, NO_PICKLE, WEIGHTS, read_json, write_json
 from specjax.models.kernels.quantised import Quantised, Scheme
-from specjax.models.sharding import Index, committed, place, sharding_of
+from specjax.models.sharding import Index, place, sharding_of
 from specjax.models.transformer import Model, param_shapes
 
 AS_STORED = "auto"
@@ -48,6 +48,15 @@ def rounded(params: Params, dtype: str) -> Params:
 def _to_bfloat16(params: Params) -> Params:
     # XLA may leave out a cast there and back.
     return jax.tree.map(lambda x: jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7), params)
+
+
+def committed(params: Any) -> Any:
+    """Arrays of one device committed to it; nothing is copied. JAX compiles a program once more for arguments that
+    differ in this alone, so weights that were loaded and weights that were trained would each have their own. With
+    several processes they stay as they are: JAX moves no committed array to the devices of another process."""
+    if jax.process_count() > 1:
+        return params
+    return jax.tree.map(lambda x: x if getattr(x, "committed", True) else jax.device_put(x, x.sharding), params)
 
 
 def narrowest(params: Params) -> str | None:
@@ -209,13 +218,13 @@ def read_params(
         node[parameter.path[-1]] = quantised(parameter.path, value, scheme)
     if check_finite:
         _refuse_non_finite(found, parameters, stored)
-    return params
+    return committed(params)
 
 
 def whole(read: Callable[[Index], np.ndarray], shape: tuple[int, ...]) -> jax.Array:
-    """Array of ``shape`` on the default device, `committed`, made of what ``read`` returns for all of it. The copy is
-    JAX's own, see `specjax.models.sharding.place`."""
-    return committed(jnp.array(read(tuple(slice(0, size) for size in shape))).block_until_ready())
+    """Array of ``shape`` on the default device, made of what ``read`` returns for all of it. The copy is JAX's own, see
+    `specjax.models.sharding.place`."""
+    return jnp.array(read(tuple(slice(0, size) for size in shape))).block_until_ready()
 
 
 def quantised(path: tuple[Any, ...], value: jax.Array, scheme: Scheme | None) -> Any:

@@ -18,9 +18,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from specjax import config
 from specjax.errors import ConfigError
 from specjax.interfaces import Batch, Params, TrainingForm
-from specjax.models.sharding import AXES, committed, place, sharding_of
+from specjax.models.sharding import AXES, place, sharding_of
 from specjax.models.training import training_model
 from specjax.models.transformer import Model
+from specjax.models.weights import committed
 from specjax.runtime.distributed import whole
 
 _ROW_AXES = ("data", "fsdp")
