@@ -146,21 +146,22 @@ class Bench:
             batch, new = [self._prompts[0]] * cell.batch_size, self._settings.new_tokens
             decoder = self.decoder(cell.drafter, cell.k)
             with count_compiles() as count:
-                if decoder.weighs:
-                    self._calibrate(cell)
+                if decoder.weighs:  # which program decodes follows from the costs
+                    self._calibrate(cell, record=False)
                 decoder.compile(batch, max_new_tokens=new, **options)
             self.compile_seconds += count.seconds
             for _ in range(_COMPILE_TICKS):
                 tick()
 
-    def _calibrate(self, cell: Cell) -> None:
-        """Measure block costs. If they were measured before, the median over all moments of the machine counts."""
+    def _calibrate(self, cell: Cell, record: bool = True) -> None:
+        """Measure block costs. If they were measured before, the median over all moments of the machine counts.
+        ``record``: False leaves this moment out. Right after compiling, a machine may not have its usual pace."""
         decoder, options = self.decoder(cell.drafter, cell.k), {"temperature": cell.temperature, **self._sampling}
         moments = self._moments.setdefault((cell.drafter, cell.temperature == 0, cell.batch_size), [])
         tuning = list(itertools.islice(itertools.cycle(self._tuning_prompts), cell.batch_size))
         measure = functools.partial(decoder.calibrate, tuning, **options)
-        found = measure(seconds=_AGAIN) if moments else measure()
-        if found is None:
+        found = measure(seconds=_AGAIN) if moments or not record else measure()
+        if found is None or not record:
             return
         moments.append(np.asarray(found.seconds))
         if len(moments) > 1:
