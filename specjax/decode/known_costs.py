@@ -97,7 +97,7 @@ class KnownCosts:
     controller: Controller
     depth: int
     calibrations: dict[tuple[bool, int], Calibration] = dataclasses.field(default_factory=dict)
-    _corrections: dict[tuple[bool, int], Correction] = dataclasses.field(default_factory=dict)
+    _corrections: dict[tuple[bool, int], Correction] = dataclasses.field(init=False, default_factory=dict)
 
     def of(self, where: tuple[bool, int]) -> Calibration | None:
         """The known costs of such batches; None: nothing is known. Raises `ConfigError` for an entry that a user set
