@@ -7,12 +7,14 @@ DEV_STAMP := $(VENV)/.installed-dev
 # Beside the other environment and on top of it, so that the tests never see torch.
 PARITY_VENV := .venv-parity
 PARITY_STAMP := $(PARITY_VENV)/.installed
+COMPILED_VENV := .venv-compiled
+COMPILED_STAMP := $(COMPILED_VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
 # Byte code is made once, and not by every process that tests start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup parity-setup test proof mutants faults parity demo docs lint clean distclean
+.PHONY: setup parity-setup compiled-setup test proof mutants faults parity compiled compiled-figures demo docs lint clean distclean
 
 setup: $(STAMP)
 
@@ -31,10 +33,15 @@ $(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-$(PARITY_STAMP): $(STAMP)
-	$(BIN)/python -m venv --clear $(PARITY_VENV)
+# An environment on top of $(VENV), whose packages it sees.
+define layered
+	$(BIN)/python -m venv --clear $(1)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> "$$($(PARITY_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+		> "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+endef
+
+$(PARITY_STAMP): $(STAMP)
+	$(call layered,$(PARITY_VENV))
 	$(PARITY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[parity]'
 	$(PARITY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
 		speculators hs-connectors
@@ -42,13 +49,20 @@ $(PARITY_STAMP): $(STAMP)
 
 parity-setup: $(PARITY_STAMP)
 
+$(COMPILED_STAMP): $(STAMP)
+	$(call layered,$(COMPILED_VENV))
+	$(COMPILED_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[compiled]'
+	@touch $@
+
+compiled-setup: $(COMPILED_STAMP)
+
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 # Compiled programs are kept for the next run, in the user's cache directory: an edit compiles what it changes.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "not proof and not more and not mutants" --ignore tests/parity
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "not proof and not more and not mutants and not compiled" --ignore tests/parity
 
 # Exactness, the long part: statistical laws through the jitted loop, and certificates, in the code that users run. Then
 # what `make test` leaves out of its tables, and what takes long, in unoptimised code as there.
@@ -69,6 +83,14 @@ faults: $(STAMP)
 parity: $(PARITY_STAMP)
 	$(PARITY_VENV)/bin/python -m pytest -n 2 -q tests/parity
 
+# Programs compiled for an H100 and a TPU v5e, without a device: what is written out, copied, launched.
+compiled: $(COMPILED_STAMP)
+	$(COMPILED_VENV)/bin/python -m pytest -n 2 --dist worksteal -q -m compiled tests/accelerators
+
+# The figures that `make compiled` compares with, after a change that is meant to move them.
+compiled-figures: $(COMPILED_STAMP)
+	$(COMPILED_VENV)/bin/python -m tests.accelerators.test_compiled
+
 demo: $(STAMP)
 	$(BIN)/specjax run configs/demo.yaml
 
@@ -83,7 +105,7 @@ lint: $(DEV_STAMP)
 
 # Leaves runs/ alone, which holds results, and the programs that tests have compiled.
 clean:
-	rm -rf $(VENV) $(PARITY_VENV) build dist site *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PARITY_VENV) $(COMPILED_VENV) build dist site *.egg-info .pytest_cache .ruff_cache
 	find specjax experiments tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # tests/conftest.py says where the programs are.

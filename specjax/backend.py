@@ -39,6 +39,9 @@ several arrays as large, and an accelerator reads the whole head for each piece.
 
 SCORE_BYTES_CPU, SCORE_BYTES = 2**26, 2**29
 """Most bytes of float32 attention scores that exist at a time, on CPU and on accelerators."""
+NEAR_SCORE_BYTES = 24 * 2**20
+"""Most bytes of float32 attention scores that stay in the second-level cache of a GPU (50 MB on an H100) until they
+have been read."""
 
 
 _lowered_for: contextvars.ContextVar[tuple[str, float | None] | None] = contextvars.ContextVar("lowered", default=None)
@@ -100,6 +103,14 @@ def transposes_kernels() -> bool:
     return _on_cpu()
 
 
+def doubles_single_rows() -> bool:
+    """True if a product of a single row is made of two equal rows. On a GPU or a TPU, XLA makes of a product of one row
+    with fewer than some 10 million weights no matrix product but products of single numbers and their sum: written to
+    memory as large as the weights, or added up on few of the cores (a draft's pass reads its weights at a quarter of
+    the bandwidth). Two rows keep the matrix units busy, and cost what one does."""
+    return platform() in ("cuda", "tpu")
+
+
 def keeps_copies() -> bool:
     """True if a model that is also trained, or that drafts are cut from, holds a second copy of its weights laid out
     for decoding: a CPU has memory to spare."""
@@ -130,6 +141,13 @@ def score_count() -> int:
     return (SCORE_BYTES_CPU if _on_cpu() else SCORE_BYTES) // 4
 
 
+def attended_rows(scores: int) -> int | None:
+    """Number of rows, of so many attention ``scores`` each, that attend together; None: all. On a GPU the scores of a
+    few rows stay near, where those of all rows would be written to memory and read again, beside the cache."""
+    fitting = NEAR_SCORE_BYTES // (4 * scores)
+    return None if platform() != "cuda" or not fitting else 1 << (fitting.bit_length() - 1)
+
+
 def flash_kernel() -> str | None:
     """Name of the library's kernel that attends to whole rows without an array of scores, None without one; see
     `specjax.models.attention.flash`."""
@@ -139,6 +157,12 @@ def flash_kernel() -> str | None:
 def unrolled_rows() -> int:
     """Most rows that are written into a cache one by one instead of by one scatter."""
     return UNROLLED_ROWS_CPU if _on_cpu() else 1
+
+
+def reduces_together() -> bool:
+    """True if the largest logit, its index and whether all are finite come of one reduction: an accelerator then reads
+    the logits once. On a CPU plain reductions, one after the other, are faster."""
+    return not _on_cpu()
 
 
 def asks_the_host() -> bool:

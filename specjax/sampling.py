@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from specjax import backend
 from specjax.interfaces import Context, CoupledNoise, LogitsContext, Noise, SamplingParams, TokenCounts
 from specjax.models.attention.stored import write_rows
 from specjax.proposal import Proposal
@@ -31,8 +32,12 @@ _STEPS = {
 
 
 def argmax(logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:
-    """Index of the largest logit, ties to the lowest. Two plain reductions are faster on CPU than one paired one."""
+    """Index of the largest logit, ties to the lowest; of a row with NaN, any."""
     size = logits.shape[-1]
+    if backend.reduces_together():
+        # The largest logit must be used: XLA on a TPU would otherwise keep it in bfloat16 while it compares.
+        top, index = _top(logits)
+        return jnp.where(jnp.isnan(top), 0, index)
     index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     at_top = logits == jnp.max(logits, axis=-1, keepdims=True)
     # A row of NaN has no top; keep the id in range.
@@ -41,8 +46,24 @@ def argmax(logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:
 
 def has_distribution(logits: Float[Array, "*B V"]) -> Bool[Array, "*B"]:
     """True if there is a distribution to draw from: no NaN, no +inf, and not all -inf."""
+    if backend.reduces_together():
+        return jnp.isfinite(_top(logits)[0])
     # No comparison holds for NaN. A maximum may lose it: XLA's on CPU (jax 0.10) does in all but small reductions.
     return jnp.all(logits < jnp.inf, axis=-1) & jnp.any(logits > -jnp.inf, axis=-1)
+
+
+def _top(logits: Float[Array, "*B V"]) -> tuple[Float[Array, "*B"], Int[Array, "*B"]]:
+    """The largest logit and its lowest index, in one reduction; NaN is larger than any other logit."""
+    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+
+    def larger(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        first = jnp.isnan(a[0]) | (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+        return jax.lax.select(first, a[0], b[0]), jax.lax.select(first, a[1], b[1])
+
+    # `jnp.where` in a reduction that nobody reads ends the process while JAX 0.10 compiles it.
+    none = jnp.asarray(-jnp.inf, logits.dtype), jnp.int32(logits.shape[-1] - 1)
+    top, index = jax.lax.reduce((logits, index), none, larger, (logits.ndim - 1,))
+    return top, index
 
 
 def transform(

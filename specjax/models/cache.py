@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from specjax.models.attention.stored import Int8Layer, LayerKV, Sliding, Stored, moved, resized, sliding
+from specjax.models.attention.stored import BlockKV, Int8Layer, LayerKV, Sliding, Stored, moved, resized, sliding
 
 
 class Windows(NamedTuple):
@@ -59,6 +59,8 @@ class KVCache:
     written together."""
     windows: Windows | None = flax.struct.field(pytree_node=False, default=None)
     """Sizes of the layers that slide; None: every layer holds everything."""
+    block: tuple[BlockKV, ...] | None = None
+    """Keys and values of the tokens of a tree that a pass has just written, by layer, for `keep`."""
 
     @classmethod
     def zeros(
@@ -115,9 +117,10 @@ class KVCache:
         ``start + n``; the entries of node ``path[b, j]`` move to slot ``start + j + 1``. Past the accepted nodes,
         ``path`` may name any node: the next block overwrites those slots."""
 
-        return dataclasses.replace(
-            self, layers=tuple(moved(layer, start, path, together=self.spread) for layer in self.layers)
-        )
+        of_layers = (None,) * len(self.layers) if self.block is None else self.block
+        each = zip(self.layers, of_layers, strict=True)
+        layers = tuple(moved(layer, start, path, block, together=self.spread) for layer, block in each)
+        return dataclasses.replace(self, layers=layers, block=None)
 
     def slid(self, lengths: Int[Array, " B"]) -> KVCache:
         """This cache without the entries that no token from ``lengths[b]`` on sees, so that its layers have room again.
@@ -186,9 +189,11 @@ class KVCache:
         stays = self.spread
         return self if stays else self._changed(lambda x: x if x.ndim == 1 else x.reshape(batch, -1, *x.shape[1:]))
 
-    def written(self, layers: Sequence[Stored]) -> KVCache:
-        """This cache with the folded ``layers`` of a pass in place of its own; it is folded only if it was before."""
-        return self._changed(lambda old, new: new.reshape(old.shape), tuple(layers))
+    def written(self, layers: Sequence[Stored], block: Sequence[BlockKV] | None = None) -> KVCache:
+        """This cache with the folded ``layers`` of a pass in place of its own; it is folded only if it was before.
+        ``block``: keys and values of the tokens of the pass in each layer, if they are a tree."""
+        cache = self._changed(lambda old, new: new.reshape(old.shape), tuple(layers))
+        return cache if block is None else dataclasses.replace(cache, block=tuple(block))
 
     def _changed(self, change: Callable[..., Array], *others: tuple[Stored, ...]) -> KVCache:
         return dataclasses.replace(self, layers=jax.tree.map(change, self.layers, *others))

@@ -43,8 +43,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T I"], wide: bool = False) -> Float[Array, "B T O"]:
         """``wide``: the product is in float32, whatever the dtype of x."""
-        kernel = kernels.of(self.kernel.get_value())
-        y = kernel(x.reshape(-1, x.shape[-1]), wide).reshape(*x.shape[:2], -1)
+        y = kernels.multiply(x, self.kernel.get_value(), wide)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)[None, None]
 
 

@@ -105,10 +105,10 @@ def add_all(totals, values):
 
 def isolate_nonfinite_kv(k: Float[Array, "B T G C"], v: Float[Array, "B T G C"]) -> tuple[Array, Array]:
     """Keys and values with which a token that overflowed gives NaN to the tokens that see it and to nobody else. A
-    masked slot has weight 0, and 0 times NaN is NaN. So its values become 0 and its keys NaN, because masked scores are
-    replaced."""
-    overflowed = ~jnp.all(jnp.isfinite(v), axis=-1, keepdims=True)
-    return jnp.where(overflowed, jnp.asarray(jnp.nan, k.dtype), k), jnp.where(overflowed, jnp.zeros((), v.dtype), v)
+    masked slot has weight 0, and 0 times NaN is NaN. So a value that is not finite becomes 0, and the key's feature of
+    the same number NaN, because masked scores are replaced."""
+    finite = jnp.isfinite(v)
+    return jnp.where(finite, k, jnp.asarray(jnp.nan, k.dtype)), jnp.where(finite, v, jnp.zeros((), v.dtype))
 
 
 def few_queries_product(x: Float[Array, "BG Q I"], kernel: Float[Array, "BG O I"]) -> Float[Array, "BG Q O"]:
@@ -147,18 +147,36 @@ class OwnKV(NamedTuple):
     reached: Bool[Array, "#T D"] | Bool[Array, " D"]
 
 
+class Scales(NamedTuple):
+    """Scales of keys and values that are stored as whole numbers, one for each vector of a slot and a head. Attention
+    multiplies scores and weights with them: keys and values that are multiplied first, XLA on a GPU writes to memory
+    before it reads them."""
+
+    keys: Float[Array, "*heads S"]
+    values: Float[Array, "*heads S"]
+
+    def applied(self, keys: Num[Array, "*heads S C"], values: Num[Array, "*heads C S"]) -> tuple[Array, Array]:
+        """Keys and values in float32."""
+        return (
+            keys.astype(jnp.float32) * self.keys[..., None],
+            values.astype(jnp.float32) * self.values[..., None, :],
+        )
+
+
 def attend(
     q: Float[Array, "B T H C"],
-    k: Float[Array, "*heads S C"],
-    v: Float[Array, "*heads C S"],
+    k: Num[Array, "*heads S C"],
+    v: Num[Array, "*heads C S"],
     visible: Bool[Array, "#B T S"],
     scale: float | None = None,
     soft_cap: float | None = None,
     own: OwnKV | None = None,
+    scales: Scales | None = None,
 ) -> Float[Array, "B T H C"]:
     """Grouped-query attention to S keys and values that all queries share and, with ``own``, to D of each query's own,
     under one softmax. The queries that share a key-value head are laid side by side, so that each product is one plain
-    matrix multiplication per key-value head (2-3x on CPU over a five-axis einsum). ``heads``: BG, or B and G."""
+    matrix multiplication per key-value head (2-3x on CPU over a five-axis einsum). ``heads``: BG, or B and G.
+    ``scales``: those of the shared keys and values; None: they are no whole numbers."""
     batch, fed, heads, features = q.shape
     by_head, count = k.shape[:-2], k.shape[-2]
     group = batch * heads // math.prod(by_head)
@@ -173,10 +191,15 @@ def attend(
         found = _by_head(weights.reshape(*by_head, group * fed, -1), values)
         return found.reshape(batch, -1, group, fed, features).transpose(0, 3, 1, 2, 4)
 
-    scores = masked(_by_head(folded, k.astype(q.dtype)), visible[:, None, None])
+    def read_shared(weights: Float[Array, "B G N T S"]) -> Array:
+        if scales is not None:
+            weights = weights * scales.values.reshape(batch, -1, 1, 1, count)
+        return read(weights.astype(q.dtype), v.astype(q.dtype))
+
+    products = _by_head(folded, k.astype(q.dtype))
+    scores = masked(products if scales is None else products * scales.keys[..., None, :], visible[:, None, None])
     if own is None:
-        out = read(jax.nn.softmax(scores, axis=-1).astype(q.dtype), v.astype(q.dtype))
-        return out.astype(q.dtype).reshape(q.shape)
+        return read_shared(jax.nn.softmax(scores, axis=-1)).astype(q.dtype).reshape(q.shape)
     own_k, own_v = own.keys.astype(q.dtype), own.values.astype(q.dtype)
     if fed == 1:  # all queries of a head share these keys, too
         own_k, own_v = own_k[:, 0].transpose(0, 2, 1, 3), own_v[:, 0].transpose(0, 2, 3, 1)
@@ -185,10 +208,10 @@ def attend(
     else:
         of_own = jnp.asarray(einsum_of(q)("btgnc,btdgc->bgntd", apart, own_k))
     of_own = masked(of_own, jnp.atleast_2d(own.reached)[None, None, None])
-    weights = jax.nn.softmax(jnp.concatenate([scores, of_own], axis=-1), axis=-1).astype(q.dtype)
-    shared, each = weights[..., :count], weights[..., count:]
+    weights = jax.nn.softmax(jnp.concatenate([scores, of_own], axis=-1), axis=-1)
+    shared, each = weights[..., :count], weights[..., count:].astype(q.dtype)
     out_of_own = read(each, own_v) if fed == 1 else jnp.asarray(einsum_of(q)("bgntd,btdgc->btgnc", each, own_v))
-    return (read(shared, v.astype(q.dtype)) + out_of_own).astype(q.dtype).reshape(q.shape)
+    return (read_shared(shared) + out_of_own).astype(q.dtype).reshape(q.shape)
 
 
 def attend_to_own(

@@ -23,10 +23,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax import interfaces
 from specjax.interfaces import NOTHING, Documents, Output, Params, Reads
+from specjax.models import kernels
 from specjax.models.attention.kv_source import KVSource, kv_sources
 from specjax.models.cache import KVCache, Windows
 from specjax.models.config import LayerKind, ModelConfig
-from specjax.models.kernels import Dense
 from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm
 from specjax.models.products import soft_capped
 from specjax.models.rotary import Total, rotary_table
@@ -113,7 +113,8 @@ class Transformer(nnx.Module):
             streams.append(x)
             fed.append(of_block)
             written.append(layer)
-        cache = None if cache is None else cache.written(written)
+        if cache is not None:
+            cache = cache.written(written, None if slots is None or mask is None else fed)
         hidden, keys_values = tuple(streams[i] for i in reads.hidden_layers), tuple(fed[i] for i in reads.kv_layers)
         return hidden, cache, keys_values, self.norm(x)
 
@@ -145,7 +146,7 @@ class Transformer(nnx.Module):
         """Logits in float32, whatever the dtype of the weights."""
         config = self.config
         if config.tie_embeddings:
-            logits = Dense(self.embedding[...].T)(x.reshape(-1, x.shape[-1]), wide=True).reshape(*x.shape[:2], -1)
+            logits = kernels.multiply(x, self.embedding[...].T, wide=True)
         else:
             logits = self.head(x, wide=True)
         if config.logit_multiplier != 1:

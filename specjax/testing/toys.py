@@ -73,7 +73,7 @@ class PrefixModel(Model):
         logits = params["bias"][None, None] + summed / scale
         if rows is not None:
             logits = jnp.take_along_axis(logits, rows[..., None], axis=1)
-        cache = KVCache((layer,)) if cache is None else cache.written([layer])
+        cache = KVCache((layer,)) if cache is None else cache.written([layer], None if mask is None else [(new, where)])
         hidden = tuple((new[:, :, 0], summed)[i] for i in reads.hidden_layers)
         return Output(logits, hidden, cache, tuple((new, where) for _ in reads.kv_layers))
 

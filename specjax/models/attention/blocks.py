@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from specjax import backend
 from specjax.models import products
@@ -23,21 +23,40 @@ from specjax.models.attention.sight import AttentionMask
 
 def attend(
     q: Float[Array, "B T H C"],
-    k: Float[Array, "*heads S C"],
-    v: Float[Array, "*heads C S"],
+    k: Num[Array, "*heads S C"],
+    v: Num[Array, "*heads C S"],
     sight: AttentionMask,
     scale: float | None = None,
     soft_cap: float | None = None,
     own: products.OwnKV | None = None,
+    scales: products.Scales | None = None,
 ) -> Float[Array, "B T H C"]:
     """Grouped-query attention, see `specjax.models.products.attend`: all scores at once if they are few, else block by
     block."""
     batch, fed, heads, _ = q.shape
-    if batch * heads * fed * k.shape[-2] <= backend.score_count():
-        return products.attend(q, k, v, sight.all(k.shape[-2]), scale, soft_cap, own)
+    of_row = heads * fed * k.shape[-2]
+    if batch * of_row <= backend.score_count():
+        # Of a tree XLA copies the parts of the cache that groups of rows read.
+        rows = None if own is not None or sight.tree is not None else backend.attended_rows(of_row)
+        if k.ndim == 3 and rows is not None and rows < batch:
+            return _in_groups(rows, q, k, v, sight.all(k.shape[-2]), scale, soft_cap, scales)
+        return products.attend(q, k, v, sight.all(k.shape[-2]), scale, soft_cap, own, scales)
+    k, v = (k, v) if scales is None else scales.applied(k, v)
     shared = in_blocks(q, k.astype(q.dtype), v.astype(q.dtype), sight, scale, soft_cap)
     out = shared[0] if own is None else merged(shared, products.attend_to_own(q, own, scale, soft_cap))
     return out.astype(q.dtype)
+
+
+def _in_groups(rows: int, q, k, v, visible, scale, soft_cap, scales) -> Float[Array, "B T H C"]:
+    """`products.attend` of so many ``rows`` at a time, over a folded cache."""
+    batch, found = len(q), []
+    heads = len(k) // batch
+    for i in range(0, batch, rows):
+        end = min(batch, i + rows)
+        seen = visible if len(visible) == 1 else visible[i:end]
+        k_part, v_part, scale_part = jax.tree.map(lambda x, i=i, end=end: x[i * heads : end * heads], (k, v, scales))
+        found.append(products.attend(q[i:end], k_part, v_part, seen, scale, soft_cap, scales=scale_part))
+    return jnp.concatenate(found)
 
 
 def in_blocks(

@@ -69,12 +69,12 @@ class CacheKV:
         own = LayerKV.of(k, v, folded=not self.spread)
         layer = own if self.cached is None else self.cached.write(self.start, own, self.spread)
         if not self.whole:
-            return attend(q, *layer.read(q.dtype), self.sight, scale, soft_cap), layer
+            return attend(q, layer.keys, layer.values, self.sight, scale, soft_cap, scales=layer.scales), layer
         k, v = layer.as_read(k, v)
         out = flash.whole_rows(q, k, v, self.sight, flash.Call.of(q, scale, soft_cap), self.mesh)
         if out is None:
             own = LayerKV.of(k, v, folded=not self.spread)
-            out = attend(q, *own.read(q.dtype), self.sight, scale, soft_cap)
+            out = attend(q, *own.read(), self.sight, scale, soft_cap)
         return out, layer
 
 

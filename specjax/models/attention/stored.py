@@ -12,10 +12,10 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from specjax import backend
+from specjax.models.products import Scales
 
 
 class LayerKV(NamedTuple):
@@ -44,9 +44,14 @@ class LayerKV(NamedTuple):
         """
         return _written(self, start, new, together)
 
-    def read(self, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
-        """Keys and values as attention multiplies with them, in ``dtype``; None: as stored."""
-        return (self.keys, self.values) if dtype is None else (self.keys.astype(dtype), self.values.astype(dtype))
+    @property
+    def scales(self) -> None:
+        """None: the numbers are the keys and values themselves."""
+        return None
+
+    def read(self) -> tuple[Array, Array]:
+        """Keys and values, as stored."""
+        return self.keys, self.values
 
     @staticmethod
     def as_read(keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> tuple[Array, Array]:
@@ -68,11 +73,14 @@ class Int8Layer(NamedTuple):
         (keys, key_scales), (values, value_scales) = _in_int8(new.keys, -1), _in_int8(new.values, -2)
         return _written(self, start, Int8Layer(keys, values, key_scales, value_scales), together)
 
-    def read(self, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
-        """Like `LayerKV.read`; ``dtype`` None: float32."""
-        keys = self.keys.astype(jnp.float32) * self.key_scales[..., None]
-        values = self.values.astype(jnp.float32) * self.value_scales[..., None, :]
-        return (keys, values) if dtype is None else (keys.astype(dtype), values.astype(dtype))
+    @property
+    def scales(self) -> Scales:
+        """Factors of the numbers, one for each vector."""
+        return Scales(self.key_scales, self.value_scales)
+
+    def read(self) -> tuple[Array, Array]:
+        """Keys and values in float32."""
+        return self.scales.applied(self.keys, self.values)
 
     @staticmethod
     def as_read(keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> tuple[Array, Array]:
@@ -91,7 +99,8 @@ def _in_int8(x: Float[Array, "..."], axis: int) -> tuple[Array, Array]:
     wide = x.astype(jnp.float32)
     scales = jnp.max(jnp.abs(wide), axis=axis) / _MOST_OF_INT8
     numbers = wide / jnp.expand_dims(jnp.where(scales == 0, 1.0, scales), axis)
-    return jnp.round(numbers).astype(jnp.int8), jnp.where(jnp.isfinite(scales), scales, jnp.nan)
+    finite = jnp.all(jnp.isfinite(wide), axis=axis)  # a maximum may lose NaN, see `specjax.sampling.has_distribution`
+    return jnp.round(numbers).astype(jnp.int8), jnp.where(finite, scales, jnp.nan)
 
 
 _MOST_OF_INT8 = 127
@@ -111,9 +120,13 @@ class Sliding(NamedTuple):
     def values(self) -> Array:
         return self.slots.values
 
-    def read(self, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
+    @property
+    def scales(self) -> Scales | None:
+        return self.slots.scales
+
+    def read(self) -> tuple[Array, Array]:
         """Like `LayerKV.read`."""
-        return self.slots.read(dtype)
+        return self.slots.read()
 
     def as_read(self, keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> tuple[Array, Array]:
         """Like `LayerKV.as_read`."""
@@ -132,6 +145,8 @@ class Sliding(NamedTuple):
 
 
 Stored = LayerKV | Int8Layer | Sliding
+BlockKV = tuple[Float[Array, "B T G C"], Float[Array, "B T G C"]]
+"""Keys and values of the tokens of a pass in one layer."""
 _Slots = TypeVar("_Slots", bound=LayerKV | Int8Layer)
 _Stored = TypeVar("_Stored", bound=Stored)
 
@@ -157,11 +172,18 @@ def _taken(layer: _Slots, sources: Int[Array, "B N"]) -> _Slots:
     return _by_array(of, layer)
 
 
-def moved(layer: Stored, start: Int[Array, " B"], path: Int[Array, "B N"], together: bool) -> Stored:
-    """This layer with the entries of the slots ``start + path`` copied to the slots from ``start + 1`` on."""
+def moved(
+    layer: Stored, start: Int[Array, " B"], path: Int[Array, "B N"], block: BlockKV | None, together: bool
+) -> Stored:
+    """This layer with the entries of the slots ``start + path`` copied to the slots from ``start + 1`` on. They come
+    from ``block``, the keys and values of the slots from ``start`` on; None: from the slots themselves, which XLA on a
+    TPU would all rearrange first."""
     if isinstance(layer, Sliding):
-        return layer._replace(slots=moved(layer.slots, start - layer.base, path, together))
-    return _written(layer, start + 1, _taken(layer, start[:, None] + path), together)
+        return layer._replace(slots=moved(layer.slots, start - layer.base, path, block, together))
+    if block is None:
+        return _written(layer, start + 1, _taken(layer, start[:, None] + path), together)
+    keys, values = (jnp.take_along_axis(x, path[:, :, None, None], axis=1, mode="clip") for x in block)
+    return layer.write(start + 1, LayerKV.of(keys, values, folded=layer.keys.ndim == 3), together)
 
 
 def resized(layer: _Stored, slots: int) -> _Stored:

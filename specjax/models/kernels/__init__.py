@@ -98,6 +98,17 @@ def of(value: Any) -> Kernel:
     return value if isinstance(value, Kernel) else Dense(value)
 
 
+def multiply(x: Float[Array, "B T I"], kernel: Any, wide: bool = False) -> Float[Array, "B T O"]:
+    """The features of each token times ``kernel``, a parameter of any stored form; ``wide``: in float32. Where
+    `backend.doubles_single_rows`, one token is multiplied as two equal ones."""
+    rows = x.reshape(-1, x.shape[-1])
+    if len(rows) == 1 and backend.doubles_single_rows():
+        product = of(kernel)(jnp.broadcast_to(rows, (2, x.shape[-1])), wide)[:1]
+    else:
+        product = of(kernel)(rows, wide)
+    return product.reshape(*x.shape[:-1], -1)
+
+
 def plain(value: Any) -> Any:
     """The array ``[I, O]`` that a kernel was laid out from; anything else unchanged."""
     return value.dense() if isinstance(value, Dense | Transposed) else value

@@ -49,8 +49,9 @@ bits."""
 
 @flax.struct.dataclass
 class Quantised:
-    """A quantised matrix ``[I, O]``. ``value``: int8 or int4 ``[N, C, O]``. Where the device reads kernels transposed:
-    int8 ``[O, I]``, or uint8 ``[O, N, C / 2]`` with two 4-bit numbers a byte."""
+    """A quantised matrix ``[I, O]``. ``value``: int8 or int4 ``[N, O, C]``, the order in which the products of GPUs and
+    TPUs read it: any other one of int4 they copy to it. Where the device reads kernels transposed: int8 ``[O, I]``, or
+    uint8 ``[O, N, C / 2]`` with two 4-bit numbers a byte."""
 
     value: Array
     scale: Float[Array, "N O"]
@@ -72,6 +73,11 @@ class Quantised:
         """Bytes of both arrays; two 4-bit numbers share a byte."""
         return self.value.size * (self.bits if self.value.dtype == jnp.int4 else 8) // 8 + 4 * self.scale.size
 
+    @property
+    def _outputs(self) -> int:
+        """Axis of the outputs in ``value``."""
+        return 0 if self.turned else 1
+
     def like(self, other: Quantised) -> bool:
         """True if two matrices of the same inputs also have the same groups and the same stored form."""
         same = self.scale.shape[0] == other.scale.shape[0] and self.value.dtype == other.value.dtype
@@ -80,13 +86,13 @@ class Quantised:
     @classmethod
     def joined(cls, parts: Sequence[Quantised]) -> Quantised:
         """One matrix with the outputs of all ``parts`` side by side."""
-        value = jnp.concatenate([part.value for part in parts], axis=0 if parts[0].turned else 2)
+        value = jnp.concatenate([part.value for part in parts], axis=parts[0]._outputs)
         return dataclasses.replace(parts[0], value=value, scale=jnp.concatenate([part.scale for part in parts], axis=1))
 
     def apart(self, sizes: Sequence[int]) -> list[Quantised]:
         """Matrices that were `joined`, with ``sizes`` outputs each."""
         ends = list(itertools.accumulate(sizes))[:-1]
-        values = jnp.split(self.value, ends, axis=0 if self.turned else 2)
+        values = jnp.split(self.value, ends, axis=self._outputs)
         scales = jnp.split(self.scale, ends, axis=1)
         return [dataclasses.replace(self, value=v, scale=s) for v, s in zip(values, scales, strict=True)]
 
@@ -95,9 +101,9 @@ class Quantised:
         if self.turned:
             product = self._turned_product(x)
         elif len(self.value) == 1:
-            product = _product("mi,io->mo", x, self.value[0]) * self.scale
+            product = _product("mi,oi->mo", x, self.value[0]) * self.scale
         elif len(x) <= backend.FEW_ROWS:
-            parts = _product("mng,ngo->nmo", x.reshape(len(x), len(self.value), -1), self.value)
+            parts = _product("mng,nog->nmo", x.reshape(len(x), len(self.value), -1), self.value)
             product = jnp.sum(parts * self.scale[:, None], axis=0)
         else:
             product = _product("mi,io->mo", x, self.dense().astype(x.dtype))
@@ -119,7 +125,7 @@ class Quantised:
         """The matrix that the numbers stand for, in float32."""
         groups, outputs = self.scale.shape
         if not self.turned:
-            values = self.value.astype(jnp.float32)
+            values = self.value.astype(jnp.float32).transpose(0, 2, 1)
         elif self.bits == 4:
             values = jnp.concatenate(_halves(self.value), axis=-1).transpose(1, 2, 0)
         else:
@@ -146,7 +152,7 @@ def _quantised(matrix: Float[Array, "I O"], scheme: Scheme, turned: bool) -> Qua
         best, scale = jnp.where(better, error, best), jnp.where(better, its_scale, scale)
         value = jnp.where(better[:, None], other, value)
     if not turned:
-        return Quantised(value.astype(jnp.int8 if scheme.bits == 8 else jnp.int4), scale, scheme.bits, False)
+        return Quantised(value.transpose(0, 2, 1).astype(f"int{scheme.bits}"), scale, scheme.bits, False)
     if scheme.bits == 8 or value.shape[1] % 2:
         return Quantised(value.reshape(inputs, outputs).T.astype(jnp.int8), scale, 8, True)
     low, high = jnp.split((value.transpose(2, 0, 1) + 8).astype(jnp.uint8), 2, axis=-1)

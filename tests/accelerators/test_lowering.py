@@ -1,4 +1,4 @@
-"""Programs for machines that are not here, see `tests.lowering`."""
+"""Programs for machines that are not here, see `tests.accelerators.lowering`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(*machines: tuple[str, int]) -> None:
     """What is lowered for each of them, a platform and a number of devices: on a TPU, whole rows go through its kernel,
     and nothing calls the host."""
     arguments = [str(part) for machine in machines for part in machine]
-    process = processes.run([sys.executable, "-m", "tests.lowering", *arguments], cwd=processes.ROOT)
+    process = processes.run([sys.executable, "-m", "tests.accelerators.lowering", *arguments], cwd=processes.ROOT)
     assert process.returncode == 0, process.output[-4000:]
     entries = [json.loads(line) for line in process.stdout.splitlines()]
     for platform, devices in machines:
