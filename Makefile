@@ -83,9 +83,10 @@ faults: $(STAMP)
 parity: $(PARITY_STAMP)
 	$(PARITY_VENV)/bin/python -m pytest -n 2 -q tests/parity
 
-# Programs compiled for an H100 and a TPU v5e, without a device: what is written out, copied, launched.
+# Programs compiled for an H100 and a TPU v5e, without a device: what is written out, copied, launched. COMPILED=h100-1
+# chooses a machine and its number of devices.
 compiled: $(COMPILED_STAMP)
-	$(COMPILED_VENV)/bin/python -m pytest -n 2 --dist worksteal -q -m compiled tests/accelerators
+	$(COMPILED_VENV)/bin/python -m pytest -n 2 --dist worksteal -q -m compiled -k "$(COMPILED)" tests/accelerators
 
 # The figures that `make compiled` compares with, after a change that is meant to move them.
 compiled-figures: $(COMPILED_STAMP)

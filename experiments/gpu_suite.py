@@ -1,16 +1,19 @@
-"""What is asked of specjax on an accelerator, in one command, a quarter of an hour on an H100, most of it compiling:
+"""What is asked of specjax on an accelerator, in one command; `device_queue.sh` runs what fits in eight minutes:
 
-    python experiments/gpu_suite.py [--size 8B|1B|tiny] [--only PART ...] [--results FILE]
+    python experiments/gpu_suite.py [--size 8B|1B|tiny] [--only PART ...] [--budget SECONDS] [--results FILE]
 
-Parts: `kernels` (the library's attention beside the plain one), `plain` (autoregressive decoding over the bytes it
-reads), `verification` (a block over a token), `step` (a block
-over its passes made in turn), `speculation` (a draft that agrees with probability .8, k = 5, about a twentieth of the
-target, over plain decoding), `quantised` (int8 and int4 over the dtype), `distillation` (a step with a draft of half a
+Parts, in order of worth: `step` (a block over its passes made in turn, a pass of the draft over one of the target),
+`speculation` (a draft that agrees with probability .8, k = 5, about a twentieth of the target, over plain decoding),
+`quantised` (int8 and int4 over the dtype), `verification` (a block over a token), `kv_cache` (a cache of 8 bits over
+one of the dtype), `plain` (autoregressive decoding over the bytes it reads), `graphs` (decoding whose loops are CUDA
+graphs), `kernels` (the library's attention beside the plain one), `distillation` (a step with a draft of half a
 billion, over the FLOP/s of this device), `long` (decoding at 32k in batch 8, a step over 32k tokens), `peer` (assisted
 generation of transformers on torch with the same saved weights, on the same device; needs torch, and on a GPU
-XLA_PYTHON_CLIENT_PREALLOCATE=false, so that both have memory). Random weights (`synthetic.py`), and greedy tokens are
-checked before anything is timed. Medians of loops in turn. What does not fit is said and passed over. On a CPU `--size
-tiny` runs all parts in two minutes, to see that they run.
+XLA_PYTHON_CLIENT_PREALLOCATE=false, so that both have memory).
+
+Random weights (`synthetic.py`), and tokens are checked before and while they are timed. A ratio is the median over
+turns, each with prompts of its own, with the least and the largest beside it. What does not fit, in memory or in the
+budget, is said and passed over. On a CPU `--size tiny` runs all parts in two minutes, to see that they run.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import functools
 import tempfile
 import time
 import traceback
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +42,7 @@ from specjax.costs import timer as costs
 from specjax.costs.devices import this_device
 from specjax.costs.roofline import pass_work, storage_of, work_of_weights
 from specjax.decode.decoder import Decoder
+from specjax.decode.programs import free_programs
 from specjax.drafters.draft_model import DraftModel, TrainedDraftModel
 from specjax.interfaces import Batch, TrainingForm
 from specjax.models import products
@@ -47,11 +52,12 @@ from specjax.models.hf import LoadedModel, save_model
 from specjax.models.kernels import counted
 from specjax.models.transformer import Model
 from specjax.report import record
+from specjax.runtime.compile_cache import count_compiles, programs_kept
 from specjax.training.losses import ForwardKL
 from specjax.training.optimizer import make_optimizer
 from specjax.training.step import TrainState, Update, microbatch_rows
 
-K, AGREEMENT, TURNS = 5, 0.8, 3
+K, AGREEMENT, TURNS = 5, 0.8, 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +102,16 @@ class Suite:
     def scale(self) -> Scale:
         return SCALES[self.size]
 
-    def prompts(self, batch: int, length: int | None = None) -> list[list[int]]:
+    def prompts(self, batch: int, length: int | None = None, turn: int = 0) -> list[list[int]]:
+        """Prompts of a turn; those of another turn begin with other tokens, and so a draft fails at other places."""
+        count, first = TARGETS[self.size].vocab_size, turn * batch
+        return [[((first + i) * 17 + j) % count for j in range(length or self.scale.prompt)] for i in range(batch)]
+
+    def continued(self, prompts: list[list[int]], found: Any) -> None:
+        """Raise `AssertionError` unless every t was continued with t + 1."""
         count = TARGETS[self.size].vocab_size
-        return [[(i * 17 + j) % count for j in range(length or self.scale.prompt)] for i in range(batch)]
+        for prompt, tokens in zip(prompts, found.tokens, strict=True):
+            assert list(tokens) == [(prompt[-1] + 1 + i) % count for i in range(len(tokens))], list(tokens)[:16]
 
     # --- decoding -------------------------------------------------------------------------------------------------
 
@@ -108,34 +121,35 @@ class Suite:
 
     def check(self) -> None:
         """Both continue t with t + 1, or nothing here is worth timing. Raises `AssertionError`."""
-        count = TARGETS[self.size].vocab_size
         for decoder in self.decoders(0.5).values():
-            found = decoder.generate(self.prompts(2), max_new_tokens=16, ignore_eos=True)
-            for prompt, tokens in zip(self.prompts(2), found.tokens, strict=True):
-                assert list(tokens) == [(prompt[-1] + 1 + i) % count for i in range(16)], tokens
+            self.continued(self.prompts(2), decoder.generate(self.prompts(2), max_new_tokens=16, ignore_eos=True))
 
-    def seconds_a_token(self, decoders: Mapping[str, Decoder], batch: int) -> tuple[dict[str, float], dict[str, Any]]:
-        """Of the blocks alone, as the generation of many tokens takes longer than that of one."""
-        prompts, found = self.prompts(batch), {name: [] for name in decoders}
-        results = {}
+    def seconds_a_token(self, decoders: Mapping[str, Decoder], batch: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Seconds of a token in each turn, of the blocks alone, as the generation of many tokens takes longer than that
+        of one; and the last results."""
+        seconds: dict[str, list[float]] = {name: [] for name in decoders}
+        results: dict[str, list[Any]] = {name: [] for name in decoders}
         for turn in range(TURNS + 1):
+            prompts = self.prompts(batch, turn=turn)
             for name, decoder in decoders.items():
                 times = []
                 for new in (1, self.scale.new):
                     start = time.perf_counter()
-                    results[name] = decoder.generate(prompts, max_new_tokens=new, ignore_eos=True)
+                    found = decoder.generate(prompts, max_new_tokens=new, ignore_eos=True)
                     times.append(time.perf_counter() - start)
+                    self.continued(prompts, found)
                 if turn:  # the first one compiles
-                    found[name].append((times[1] - times[0]) / (self.scale.new - 1))
-        return {name: float(np.median(times)) for name, times in found.items()}, results
+                    seconds[name].append((times[1] - times[0]) / (self.scale.new - 1))
+                    results[name].append(found)
+        return {name: np.array(times) for name, times in seconds.items()}, results
 
     def plain(self) -> Iterator[tuple[str, Any]]:
         seconds, _ = self.seconds_a_token({"plain": Decoder(self.target)}, 1)
         slots = 512 if self.scale.new + self.scale.prompt > 256 else 256
         storage = storage_of(self.target.layout().params, self.target.layout().spec.init_cache(1, 16))
         least = pass_work(self.target.config, 1, 1, slots, storage).num_bytes / self.device.bandwidth
-        yield "tokens/s, batch 1", 1 / seconds["plain"]
-        yield "bytes over measured bandwidth (asked: .85)", least / seconds["plain"]
+        yield "tokens/s, batch 1", spread(1 / seconds["plain"])
+        yield "bytes over measured bandwidth (asked: .85)", spread(least / seconds["plain"])
 
     def kernels(self) -> Iterator[tuple[str, Any]]:
         """Largest difference from plain attention in float32, over the largest value: bfloat16 holds 1/256."""
@@ -163,12 +177,24 @@ class Suite:
 
     def verification(self) -> Iterator[tuple[str, Any]]:
         for batch, slots in self.scale.contexts:
-            passes = Passes(self.target, batch, slots, (1, 8))
+            passes = Passes(self.target.layout(), batch, slots, (1, 8))
             for _ in range(TURNS):
                 passes.turn()
-            found = passes.medians()
-            asked = 1.2 if batch == 1 else 1.3
-            yield f"8 tokens over 1, batch {batch}, {slots:,} slots (asked: {asked})", found[8] / found[1]
+            ratio = np.divide(passes.seconds[8], passes.seconds[1])
+            asked = 1.2 if batch == 1 else 1.28
+            yield f"8 tokens over 1, batch {batch}, {slots:,} slots (asked: {asked})", spread(ratio)
+
+    def kv_cache(self) -> Iterator[tuple[str, Any]]:
+        (batch, slots), layout = self.scale.contexts[-1], self.target.layout()
+        small = dataclasses.replace(layout, spec=dataclasses.replace(layout.spec, cache_dtype="int8"))
+        both = [Passes(kind, batch, slots, (1, 8)) for kind in (layout, small)]
+        for _ in range(TURNS):
+            for passes in both:
+                passes.turn()
+        for tokens, asked in ((1, " (asked: 1.1)"), (8, "")):
+            ratio = np.divide(*(passes.seconds[tokens] for passes in both))
+            name = f"cache in int8 over {self.dtype}, {tokens} token(s), batch {batch}, {slots:,} slots{asked}"
+            yield name, spread(ratio)
 
     def step(self) -> Iterator[tuple[str, Any]]:
         decoder = self.decoders()["speculative"]
@@ -178,32 +204,45 @@ class Suite:
         timer = costs.StepTimer([engine], params, [state], iterations=20)
         for _ in range(TURNS):
             timer.turn()
-        found = costs.median(timer.costs()[0])
-        yield "block over its passes in turn (asked: 1.05)", found.overhead
-        yield "a draft pass over one of the target", found.draft / K / found.target
+        found = timer.costs()[0]
+        yield "block over its passes in turn (asked: 1.05)", spread([turn.overhead for turn in found])
+        passes = [turn.draft / K / turn.target for turn in found]
+        yield f"a draft pass over one of the target over {K + 1} tokens (asked: {1 / 12:.3f})", spread(passes)
 
     def speculation(self) -> Iterator[tuple[str, Any]]:
         decoders = self.decoders()
         for batch in self.scale.batches:
             seconds, results = self.seconds_a_token(decoders, batch)
-            stats = results["speculative"].stats
-            kept = sum(s.emitted for s in stats) / sum(s.blocks for s in stats)
-            yield f"tokens a call, batch {batch}", kept
-            asked = 2.4 if batch == 1 else 1.8
-            yield f"over plain, batch {batch} (asked: {asked})", seconds["plain"] / seconds["speculative"]
+            kept = [
+                sum(s.emitted for s in result.stats) / sum(s.blocks for s in result.stats)
+                for result in results["speculative"]
+            ]
+            expected = (1 - AGREEMENT ** (K + 1)) / (1 - AGREEMENT)
+            yield f"tokens a call, batch {batch} (expected: {expected:.2f})", spread(kept)
+            asked = 2.5 if batch == 1 else 1.9
+            yield f"over plain, batch {batch} (asked: {asked})", spread(seconds["plain"] / seconds["speculative"])
 
     def quantised(self) -> Iterator[tuple[str, Any]]:
-        seconds, _ = self.seconds_a_token({"plain": Decoder(self.target)}, 1)
-        for scheme, asked in (("int8", 1.6), ("int4", 2.0)):
+        for scheme, asked in (("int8", 1.5), ("int4", 1.7)):
             target = successor(TARGETS[self.size], self.dtype, scheme)
             target.free_originals()
-            own, _ = self.seconds_a_token({"plain": Decoder(target)}, 1)
-            ratio = seconds["plain"] / own["plain"]
-            yield f"{scheme} over {self.dtype}, batch 1 (asked: {asked})", ratio
-            yield (
-                f"{scheme}, bytes of all weights over {self.dtype}",
-                self.bytes_of(target) / self.bytes_of(self.target),
-            )
+            decoders = {"plain": Decoder(self.target), scheme: Decoder(target)}
+            seconds, _ = self.seconds_a_token(decoders, 1)
+            yield f"{scheme} over {self.dtype}, batch 1 (asked: {asked})", spread(seconds["plain"] / seconds[scheme])
+            share = self.bytes_of(target) / self.bytes_of(self.target)
+            yield f"{scheme}, bytes of all weights over {self.dtype}", share
+
+    def graphs(self) -> Iterator[tuple[str, Any]]:
+        """Loops as CUDA graphs, over loops that the host drives. A process has one kind: each is timed by itself, and
+        programs are made anew."""
+        found: dict[str, Any] = {}
+        for name, options in (("driven", {}), ("graphs", GRAPHS), ("driven again", {})):
+            free_programs()
+            with unittest.mock.patch.object(backend, "compiler_options", return_value=options):
+                found[name], _ = self.seconds_a_token(self.decoders(), 1)
+        for kind in ("plain", "speculative"):
+            driven = (found["driven"][kind] + found["driven again"][kind]) / 2
+            yield f"{kind}: loops as CUDA graphs over driven ones", spread(driven / found["graphs"][kind])
 
     @staticmethod
     def bytes_of(target: LoadedModel) -> int:
@@ -275,7 +314,21 @@ class Suite:
         yield "specjax over transformers, assisted (asked: 3)", slow / fast
 
 
-PARTS = ("kernels", "plain", "verification", "step", "speculation", "quantised", "distillation", "long", "peer")
+PARTS = (
+    *("step", "speculation", "quantised", "verification", "kv_cache", "plain", "graphs"),
+    *("kernels", "distillation", "long", "peer"),
+)
+GRAPHS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
+    "xla_gpu_command_buffer_unroll_loops": True,
+}
+"""Options of XLA that make one CUDA graph of a block, or of the whole loop of plain decoding."""
+
+
+def spread(values: Any) -> dict[str, float]:
+    """Median, least and largest of a figure's turns."""
+    found = np.asarray(values, float)
+    return {"median": float(np.median(found)), "low": float(found.min()), "high": float(found.max())}
 
 
 def measured(part: Callable[[], Iterator[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
@@ -292,27 +345,37 @@ def main() -> None:
     parser.add_argument("--size", default="tiny", choices=[*TARGETS])
     parser.add_argument("--dtype", default=backend.default_dtype())
     parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--budget", type=float, default=float("inf"), help="No part begins after so many seconds.")
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
-    suite, began = Suite(args.size, args.dtype), time.perf_counter()
-    suite.check()
-    device = suite.device
-    shown = f"{device.bandwidth / 1e9:.0f} GB/s, {device.flops / 1e12:.2f} TFLOP/s, measured in {device.dtype}"
-    print(f"{device.name}: {shown}; target {args.size}, {counted(suite.target.layout().params)[0] / 1e9:.2f}B weights")
-    found: dict[str, Any] = {"size": args.size, "dtype": args.dtype}
-    found["device"] = {"bandwidth": device.bandwidth, "flops": device.flops}
-    for part in args.only:
-        found[part], start = {}, time.perf_counter()
-        for name, value in measured(getattr(suite, part)):
-            found[part][name] = value
-            print(f"{part:<14}{name:<58}{value if isinstance(value, str) else metrics_text(value):>12}", flush=True)
-        found[part]["seconds in all"] = time.perf_counter() - start
-        if args.results is not None:  # what was measured is kept, whatever ends this
-            record.write(args.results, found)
-    print(f"{time.perf_counter() - began:.0f} s in all")
+    began = time.perf_counter()
+    with programs_kept(), count_compiles() as compiled:
+        suite = Suite(args.size, args.dtype)
+        suite.check()
+        device = suite.device
+        rates = f"{device.bandwidth / 1e9:.0f} GB/s, {device.flops / 1e12:.2f} TFLOP/s, measured in {device.dtype}"
+        weights = f"{counted(suite.target.layout().params)[0] / 1e9:.2f}B weights"
+        print(f"{device.name}: {rates}; target {args.size}, {weights}")
+        found: dict[str, Any] = {"size": args.size, "dtype": args.dtype}
+        found["device"] = {"bandwidth": device.bandwidth, "flops": device.flops}
+        for part in args.only:
+            found[part], start = {}, time.perf_counter()
+            late = start - began > args.budget
+            lines = iter([("not measured", "no time was left")]) if late else measured(getattr(suite, part))
+            for name, value in lines:
+                found[part][name] = value
+                print(f"{part:<14}{name:<72}{metrics_text(value)}", flush=True)
+                found["seconds"] = {"compiling": compiled.seconds, "all": time.perf_counter() - began}
+                if args.results is not None:  # what was measured is kept, whatever ends this
+                    record.write(args.results, found)
+    print(f"{time.perf_counter() - began:.0f} s in all, {compiled.seconds:.0f} s of them compiling")
 
 
-def metrics_text(value: float) -> str:
+def metrics_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        return f"{metrics_text(value['median'])} [{metrics_text(value['low'])}, {metrics_text(value['high'])}]"
     return f"{value:,.3f}" if value < 100 else f"{value:,.0f}"
 
 

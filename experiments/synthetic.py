@@ -64,8 +64,13 @@ class BoundAgreeing(BoundDraftModel):
         draft, state = super().draft(params, target, state, context)
         at = context.lengths[:, None] + jnp.arange(self.k, dtype=jnp.int32)[None]
         root = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
-        keys = jax.vmap(jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i)))(at)
-        agrees = jax.vmap(jax.vmap(lambda key: jax.random.uniform(key) < self.agreement))(keys)
+
+        def agrees_at(first: jax.Array, position: jax.Array) -> jax.Array:
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), first), position)
+            return jax.random.uniform(key) < self.agreement
+
+        # Chances of each row's own, by the first token of its prompt: otherwise all rows accept in lockstep.
+        agrees = jax.vmap(jax.vmap(agrees_at, (None, 0)))(context.tokens[:, 0], at)
         count = context.sampling.bias.shape[1]
         right = (root + 1 + jnp.arange(self.k, dtype=jnp.int32)[None]) % count
         told = jnp.where(agrees, right, (right + 1) % count)

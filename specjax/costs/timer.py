@@ -1,6 +1,7 @@
 """Timing on the device: passes of target and draft alone, a block and its parts, memory bandwidth.
 
-Passes are a `fori_loop` of many iterations of the same shapes inside one program, so launch and host time vanish.
+Passes are a `fori_loop` of many iterations of the same shapes inside one program. On a GPU, which asks the host before
+each iteration of a loop whose length it does not know, this hides launches but not the asking.
 Blocks are timed by `specjax.decode.calibration`, in the very program that decodes.
 """
 

@@ -116,7 +116,8 @@ class _Told(CompileCount):
     def _say(self) -> None:
         self._on_bar = wait_for("compiling")
         if not self._on_bar and not self._said:
-            print("compiling ...", file=sys.stderr, flush=True)
+            tuned = ", and timing products on the GPU, which takes minutes the first time"
+            print(f"compiling{tuned if jax.default_backend() == 'gpu' else ''} ...", file=sys.stderr, flush=True)
             self._said = True
 
 
@@ -158,10 +159,11 @@ def machine() -> str:
 
 
 def make_room(directory: Path, most_bytes: int) -> None:
-    """Create ``directory``, private to the user, and remove its files unused for longest beyond ``most_bytes``."""
+    """Create ``directory``, private to the user, and remove its files unused for longest beyond ``most_bytes``. Small
+    directories, in which XLA keeps what it found about products on a GPU, stay."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     files = []
-    for file in directory.iterdir():
+    for file in filter(Path.is_file, directory.iterdir()):
         with contextlib.suppress(FileNotFoundError):  # another process removed it
             files.append((file.stat().st_atime, file.stat().st_size, file))
     total = 0

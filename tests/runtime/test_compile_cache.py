@@ -140,10 +140,13 @@ def test_the_programs_unused_for_longest_are_removed(home, monkeypatch):
     for age, name in enumerate(("new", "middle", "old")):
         (directory / name).write_bytes(bytes(10))
         os.utime(directory / name, (1e9 - age, 1e9 - age))
+    tuned = directory / "xla_gpu_per_fusion_autotune_cache_dir"
+    tuned.mkdir()
+    os.utime(tuned, (1e8, 1e8))
     monkeypatch.setattr(compile_cache, "_MOST_BYTES", 25)
     jax.config.update("jax_compilation_cache_dir", None)
     keep_programs()
-    assert sorted(file.name for file in directory.iterdir()) == ["middle", "new"]
+    assert sorted(file.name for file in directory.iterdir()) == ["middle", "new", tuned.name]
 
 
 def test_what_compiles_is_told_at_the_end_with_what_came_from_the_cache(home, monkeypatch, capsys):
