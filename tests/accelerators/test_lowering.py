@@ -19,12 +19,13 @@ PROGRAMS = {
 }
 """Whole prompts and in pieces, loops of blocks with their rules and sampling, steps of training, what they are measured
 by."""
+CUDNN = "__cudnn$fmha"
 WHOLE_ROWS = {"prefill plain", "training step draft", "training step glide", "teacher's pass", "teacher's best"}
 
 
 def check(*machines: tuple[str, int]) -> None:
-    """What is lowered for each of them, a platform and a number of devices: on a TPU, whole rows go through its kernel,
-    and nothing calls the host."""
+    """What is lowered for each of them, a platform and a number of devices: whole rows go through the device's kernel,
+    in training forward and backward, and nothing calls the host."""
     arguments = [str(part) for machine in machines for part in machine]
     process = processes.run([sys.executable, "-m", "tests.accelerators.lowering", *arguments], cwd=processes.ROOT)
     assert process.returncode == 0, process.output[-4000:]
@@ -33,8 +34,13 @@ def check(*machines: tuple[str, int]) -> None:
         found = [entry for entry in entries if (entry["platform"], entry["devices"]) == (platform, devices)]
         assert {entry["name"] for entry in found} == PROGRAMS
         for entry in found:
-            kernel = ["tpu_custom_call"] if platform == "tpu" and entry["name"] in WHOLE_ROWS else []
-            assert entry["custom_calls"] == kernel, entry
+            # A glide draft attends to its target and to its block; the kernel is its frozen target's alone.
+            whole, trained = entry["name"] in WHOLE_ROWS, entry["name"] == "training step draft"
+            if platform == "tpu":
+                assert entry["custom_calls"] == ["tpu_custom_call"] * whole, entry
+            else:
+                assert all(name.startswith(CUDNN) for name in entry["custom_calls"]), entry
+                assert len(entry["custom_calls"]) == whole * (1 + trained), entry
 
 
 def test_every_entry_point_lowers_for_accelerators_from_here():
