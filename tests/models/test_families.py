@@ -285,6 +285,12 @@ def test_a_family_that_is_not_known_is_named_with_the_nearest():
         family_of("gpt_neo", "config.json")
 
 
+@pytest.mark.parametrize("model_type", sorted(families.MISSING))
+def test_what_others_have_that_no_family_has_is_named(model_type):
+    with pytest.raises(ModelError, match=rf"model_type='{model_type}' is not implemented: (its|most of its) \w+"):
+        family_of(model_type, "config.json")
+
+
 def test_a_family_of_ones_own_is_named_where_one_is_missing():
     with pytest.raises(ModelError, match=r"one of your own is added by specjax\.models\.families\.register"):
         family_of("mine", "config.json")
