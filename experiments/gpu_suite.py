@@ -126,7 +126,7 @@ class Suite:
 
     def seconds_a_token(self, decoders: Mapping[str, Decoder], batch: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Seconds of a token in each turn, of the blocks alone, as the generation of many tokens takes longer than that
-        of one; and the last results."""
+        of one; and the results of each turn."""
         seconds: dict[str, list[float]] = {name: [] for name in decoders}
         results: dict[str, list[Any]] = {name: [] for name in decoders}
         for turn in range(TURNS + 1):

@@ -144,8 +144,10 @@ def score_count() -> int:
 def attended_rows(scores: int) -> int | None:
     """Number of rows, of so many attention ``scores`` each, that attend together; None: all. On a GPU the scores of a
     few rows stay near, where those of all rows would be written to memory and read again, beside the cache."""
-    fitting = NEAR_SCORE_BYTES // (4 * scores)
-    return None if platform() != "cuda" or not fitting else 1 << (fitting.bit_length() - 1)
+    if platform() != "cuda":
+        return None
+    fitting = NEAR_SCORE_BYTES // (4 * max(1, scores))
+    return 1 << (fitting.bit_length() - 1) if fitting else None
 
 
 def flash_kernel() -> str | None:
