@@ -1,7 +1,7 @@
 """Decoding and training speed of this tree against that of another commit: the same work, in turns.
 
     python experiments/against.py HEAD~1 [--target DIR] [--draft DIR] [--pairs 160] [--k 5]     (6 minutes on 2 cores)
-    python experiments/against.py HEAD~1 --training [--pairs 40]                                (5 minutes)
+    python experiments/against.py HEAD~1 --training [--pairs 8] [--rounds 6]                   (18 minutes)
 
 Each commit decodes in a process of its own (the other one from a worktree that git makes and removes). A pair is one
 generation of each, the shortest that a slow spell of the machine can spoil. For plain and speculative decoding, greedy
@@ -9,7 +9,9 @@ and at temperature 1, batch 1: the median over pairs of (seconds a target call t
 faster, with a 95% interval (bootstrap over the pairs). Where the tokens are the same, so are the calls; a commit that
 draws others by the same seed has its luck taken out.
 
-``--training``: the distillation of configs/demo.yaml from its first step; a pair is ten steps of each.
+``--training``: the distillation of configs/demo.yaml from its first step; a pair is ten steps of each. Two processes of
+one commit differ by two percent for as long as they run, so each round has new ones, and the interval is that of the
+rounds.
 """
 
 from __future__ import annotations
@@ -129,18 +131,19 @@ def worktree(commit: str) -> Iterator[Path]:
 
 
 def interval(ratios: np.ndarray) -> tuple[float, float]:
-    """95%, of the median."""
+    """95%, of the median; ``ratios``: by round, if there are several, and pair."""
     rng = np.random.default_rng(0)
-    medians = np.median(rng.choice(ratios, (10_000, len(ratios))), axis=1)
+    each = np.median(ratios, axis=1) if len(ratios) > 1 else ratios[0]
+    medians = np.median(rng.choice(each, (10_000, len(each))), axis=1)
     return float(np.quantile(medians, 0.025)), float(np.quantile(medians, 0.975))
 
 
-def told(name: str, of_pair: int, pairs: list[tuple[dict, dict]]) -> str:
+def told(name: str, of_pair: int, rounds: int, pairs: list[tuple[dict, dict]]) -> str:
     """A line of the table; a pair is ``of_pair`` tokens of each."""
     seconds = np.asarray([[answer["seconds"] for answer in pair] for pair in pairs])
     of_call = np.asarray([[answer["seconds"] / answer["calls"] for answer in pair] for pair in pairs])
     ratios = of_call[:, 0] / of_call[:, 1]
-    low, high = interval(ratios)
+    low, high = interval(ratios.reshape(rounds, -1))
     speeds = of_pair / np.median(seconds, axis=0)
     same = "same" if all(a["tokens"] == b["tokens"] for a, b in pairs) else "others"
     half = (high - low) / 2
@@ -154,12 +157,13 @@ def main() -> None:
     parser.add_argument("--target", type=Path, default=ROOT / "models/demo-target")
     parser.add_argument("--draft", type=Path, default=ROOT / "models/demo-drafts/separate")
     parser.add_argument("--pairs", type=int)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--training", action="store_true")
     parser.add_argument("--out", help=argparse.SUPPRESS)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    count = args.pairs or (40 if args.training else 160)
+    count, rounds = args.pairs or (8 if args.training else 160), args.rounds or (6 if args.training else 1)
     if args.serve:
         serve_training(count, args.out) if args.training else serve(args.target, args.draft, args.k)
         return
@@ -168,28 +172,29 @@ def main() -> None:
     points: list[tuple] = [()] if args.training else POINTS
     found: dict[tuple, list[tuple[dict, dict]]] = {point: [] for point in points}
     with worktree(args.commit) as tree, tempfile.TemporaryDirectory() as scratch:
-        workers = []
-        for name, where in (("there", tree), ("here", ROOT)):
-            own = ["--training", "--pairs", str(count), "--out", f"{scratch}/{name}"]
-            decoding = ["--target", args.target.resolve(), "--draft", args.draft.resolve(), "--k", str(args.k)]
-            workers.append(Worker(where, own if args.training else decoding))
-        there, here = workers
-        try:
-            for pair in range(count):
-                for point in points:
-                    order = (there, here) if pair // PROMPTS % 2 else (here, there)
-                    what = (*point, pair % PROMPTS)
-                    answers = {worker: worker.work(*what) for worker in order}
-                    found[point].append((answers[there], answers[here]))
-        finally:
-            there.close()
-            here.close()
+        for turn in range(rounds):
+            workers = []
+            for name, where in (("there", tree), ("here", ROOT)):
+                own = ["--training", "--pairs", str(count), "--out", f"{scratch}/{name}{turn}"]
+                decoding = ["--target", args.target.resolve(), "--draft", args.draft.resolve(), "--k", str(args.k)]
+                workers.append(Worker(where, own if args.training else decoding))
+            there, here = workers
+            try:
+                for pair in range(count):
+                    for point in points:
+                        order = (there, here) if (turn + pair // PROMPTS) % 2 else (here, there)
+                        what = (*point, pair % PROMPTS)
+                        answers = {worker: worker.work(*what) for worker in order}
+                        found[point].append((answers[there], answers[here]))
+            finally:
+                there.close()
+                here.close()
     of_pair = _WINDOW * _STEP_TOKENS if args.training else NEW_TOKENS
-    print(f"against {args.commit}, {count} pairs of {of_pair} tokens, k = {args.k}, {PROMPTS} prompts")
+    print(f"against {args.commit}, {rounds} x {count} pairs of {of_pair} tokens, k = {args.k}, {PROMPTS} prompts")
     print(f"{'tokens a second':22}{'there':>7}{'here':>7}{'ratio':>9}   95%                           tokens or losses")
     for point, pairs in found.items():
         name = f"{'speculative' if point[0] else 'plain'}, T = {point[1]:g}" if point else "training"
-        print(told(name, of_pair, pairs))
+        print(told(name, of_pair, rounds, pairs))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # What still waits for a GPU, in order of worth, in at most eight minutes: bash experiments/device_queue.sh [OUT]
 #
-# Leaves in OUT (./device_queue unless named, or $OUT) gpu_suite.json, written after each line, and
-# autotune.tgz, what XLA found about products. The next run on the same kind of device begins with it: commit it as
-# experiments/results/autotune_DEVICE_jaxVERSION.tgz. SIZE=tiny tries it on a CPU.
+# Leaves in OUT (./device_queue unless named, or $OUT) gpu_suite.json and, where torch is installed,
+# gpu_suite_peer.json, both written after each line; and autotune.tgz, what XLA found about products. The next run on
+# the same kind of device begins with it: commit it as experiments/results/autotune_DEVICE_jaxVERSION.tgz.
+# SIZE=tiny tries it on a CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-${OUT:-device_queue}}
@@ -25,8 +26,17 @@ if [ -f "$kept" ]; then
 fi
 
 status=0
-PYTHONPATH=. timeout 480 "$python" experiments/gpu_suite.py --size "${SIZE:-8B}" --budget 360 \
-    --only step speculation quantised verification kv_cache plain graphs --results "$out/gpu_suite.json" || status=$?
+PYTHONPATH=. timeout 400 "$python" experiments/gpu_suite.py --size "${SIZE:-8B}" --budget 320 \
+    --only step speculation quantised verification kv_cache plain graphs long \
+    --results "$out/gpu_suite.json" || status=$?
+# A framework that people use, on the same device: torch, where the image has it. Two processes share the memory.
+left=$((470 - SECONDS))
+if [ "$left" -gt 60 ] && "$python" -c 'import torch' 2>/dev/null; then
+    size=1B
+    [ "${SIZE:-8B}" = tiny ] && size=tiny
+    XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=. timeout "$left" "$python" experiments/gpu_suite.py --size $size \
+        --only peer --results "$out/gpu_suite_peer.json" || status=$?
+fi
 if [ -d "$JAX_COMPILATION_CACHE_DIR/$tuned" ]; then
     tar czf "$out/autotune.tgz" -C "$JAX_COMPILATION_CACHE_DIR" "$tuned"
     echo "kept: $out/autotune.tgz; the next run reads it from $kept"

@@ -124,13 +124,15 @@ class Suite:
         for decoder in self.decoders(0.5).values():
             self.continued(self.prompts(2), decoder.generate(self.prompts(2), max_new_tokens=16, ignore_eos=True))
 
-    def seconds_a_token(self, decoders: Mapping[str, Decoder], batch: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    def seconds_a_token(
+        self, decoders: Mapping[str, Decoder], batch: int, length: int | None = None, turns: int = TURNS
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Seconds of a token in each turn, of the blocks alone, as the generation of many tokens takes longer than that
-        of one; and the results of each turn."""
+        of one; and the results of each turn. ``length``: tokens of a prompt."""
         seconds: dict[str, list[float]] = {name: [] for name in decoders}
         results: dict[str, list[Any]] = {name: [] for name in decoders}
-        for turn in range(TURNS + 1):
-            prompts = self.prompts(batch, turn=turn)
+        for turn in range(turns + 1):
+            prompts = self.prompts(batch, length, turn)
             for name, decoder in decoders.items():
                 times = []
                 for new in (1, self.scale.new):
@@ -192,7 +194,7 @@ class Suite:
             for passes in both:
                 passes.turn()
         for tokens, asked in ((1, " (asked: 1.1)"), (8, "")):
-            ratio = np.divide(*(passes.seconds[tokens] for passes in both))
+            ratio = np.divide(both[0].seconds[tokens], both[1].seconds[tokens])
             name = f"cache in int8 over {self.dtype}, {tokens} token(s), batch {batch}, {slots:,} slots{asked}"
             yield name, spread(ratio)
 
@@ -278,12 +280,13 @@ class Suite:
         return float(np.median(times[1:])), products * rows * length
 
     def long(self) -> Iterator[tuple[str, Any]]:
-        length, new = self.scale.long, 64
-        decoder = Decoder(self.target, controller="fixed")
-        start = time.perf_counter()
-        result = decoder.generate(self.prompts(8, length - new), max_new_tokens=new, ignore_eos=True)
-        yield f"decoded at {length:,} in batch 8, seconds with compiling", time.perf_counter() - start
-        assert all(len(tokens) == new for tokens in result.tokens)
+        """The longest rows: decoding behind prompts of 32k, over the bytes it reads, and a step of training."""
+        length, batch = self.scale.long, 8
+        found, _ = self.seconds_a_token({"plain": Decoder(self.target)}, batch, length - self.scale.new, turns=2)
+        yield f"tokens/s at {length:,}, batch {batch}", spread(batch / found["plain"])
+        storage = storage_of(self.target.layout().params, self.target.layout().spec.init_cache(1, 16))
+        least = pass_work(self.target.config, batch, 1, length, storage).num_bytes / self.device.bandwidth
+        yield f"bytes over measured bandwidth at {length:,}, batch {batch}", spread(least / found["plain"])
         seconds, _ = self.trained(1, length)
         yield f"seconds of a step over {length:,} tokens", seconds
 

@@ -108,6 +108,8 @@ def isolate_nonfinite_kv(k: Float[Array, "B T G C"], v: Float[Array, "B T G C"])
     masked slot has weight 0, and 0 times NaN is NaN. So a value that is not finite becomes 0, and the key's feature of
     the same number NaN, because masked scores are replaced."""
     finite = jnp.isfinite(v)
+    if backend.marks_whole_tokens():
+        finite = jnp.all(finite, axis=-1, keepdims=True)
     return jnp.where(finite, k, jnp.asarray(jnp.nan, k.dtype)), jnp.where(finite, v, jnp.zeros((), v.dtype))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specjax import backend, sampling
-from specjax.models import kernels
+from specjax.models import kernels, products
 from specjax.models.attention import blocks
 from specjax.models.attention.sight import AttentionMask
 from specjax.models.attention.stored import Int8Layer, LayerKV
@@ -62,10 +62,23 @@ def test_the_best_token_and_whether_there_is_one_come_of_one_reduction():
         assert ((np.asarray(best) >= 0) & (np.asarray(best) < 700)).all()
 
 
+@pytest.mark.parametrize("platform", ["cpu", *PLATFORMS])
+def test_a_token_that_overflowed_reaches_those_that_see_it_alone(platform):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (1, 4, 2, 8)) for key in keys)
+    with backend.lowering_for(platform):
+        k, v = products.isolate_nonfinite_kv(k, v.at[0, 2, 1, 3].set(jnp.inf))
+    causal = jnp.tril(jnp.ones((1, 4, 4), bool))
+    found = products.attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 3, 1), causal)
+    wrong = np.isnan(np.asarray(found)).any(axis=-1)
+    np.testing.assert_array_equal(wrong, [[[False, False]] * 2 + [[False, True]] * 2])
+
+
 def rows_of_a_cache(dtype: str = "float32", batch: int = 6, fed: int = 3, slots: int = 40):
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (batch, fed, 4, 8))
-    layer = LayerKV.of(*(jax.random.normal(key, (batch, slots, 2, 8)) for key in keys[1:]))
+    own_keys, own_values = (jax.random.normal(key, (batch, slots, 2, 8)) for key in keys[1:])
+    layer = LayerKV.of(own_keys, own_values)
     if dtype == "int8":
         layer = KVCache.zeros(1, batch, slots, 2, 8, "int8").fold().layers[0].write(jnp.zeros(batch, jnp.int32), layer)
     at = jnp.arange(slots - fed, slots, dtype=jnp.int32)[None] - 3 * jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -107,8 +120,9 @@ def test_the_accepted_path_of_a_tree_is_the_same_from_the_pass_as_from_the_slots
     batch, nodes, slots = 3, 7, 16
     start, path = jnp.array([2, 0, 8], jnp.int32), jnp.array([[1, 4, 6], [2, 2, 2], [3, 5, 0]], jnp.int32)
     keys = jax.random.split(jax.random.key(0), 4)
-    old = LayerKV.of(*(jax.random.normal(key, (batch, slots, 2, 8)) for key in keys[:2]))
-    block = tuple(jax.random.normal(key, (batch, nodes, 2, 8)) for key in keys[2:])
+    old_keys, old_values = (jax.random.normal(key, (batch, slots, 2, 8)) for key in keys[:2])
+    new_keys, new_values = (jax.random.normal(key, (batch, nodes, 2, 8)) for key in keys[2:])
+    old, block = LayerKV.of(old_keys, old_values), (new_keys, new_values)
     empty = KVCache.zeros(1, batch, slots, 2, 8, dtype).fold()
     layer = empty.layers[0].write(jnp.zeros(batch, jnp.int32), old).write(start, LayerKV.of(*block))
     from_pass = empty.written([layer], [block]).keep(start, path)
