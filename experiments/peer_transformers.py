@@ -40,7 +40,8 @@ from specjax.data import corpus
 from specjax.errors import DataError
 from specjax.jobs.bench import held_out_prompts
 from specjax.models.config import ModelConfig
-from specjax.models.hf import LoadedModel, import_transformers
+from specjax.models.files import import_transformers
+from specjax.models.hf import LoadedModel
 from specjax.models.transformer import Model
 from specjax.report import record
 from specjax.runtime.compile_cache import count_compiles

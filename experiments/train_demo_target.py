@@ -31,7 +31,8 @@ import orbax.checkpoint as ocp
 from specjax.data import corpus, rows
 from specjax.data.tokenizer import train_tokenizer
 from specjax.models.config import ModelConfig
-from specjax.models.hf import LoadedModel, import_transformers, save_model
+from specjax.models.files import import_transformers
+from specjax.models.hf import LoadedModel, save_model
 from specjax.models.transformer import Model
 
 VOCAB, HELD_OUT, SEED = 2048, 0.05, 0

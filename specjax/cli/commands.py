@@ -27,8 +27,10 @@ CheckFinite = Annotated[bool, typer.Option("--check-finite/--no-check-finite", h
 @with_sampling_options
 def generate(
     context: typer.Context,
-    target: Annotated[str, typer.Option(help="Target: a Hugging Face directory or hub id.")],
-    draft: Annotated[str | None, typer.Option(help="Draft: a Hugging Face directory, hub id or run directory.")] = None,
+    target: Annotated[str, typer.Option(help="Target: a Hugging Face directory, hub id or GGUF file.")],
+    draft: Annotated[
+        str | None, typer.Option(help="Draft: a Hugging Face directory, hub id, GGUF file or run directory.")
+    ] = None,
     ngram: Annotated[bool, typer.Option("--ngram", help="Draft by n-gram prompt lookup.")] = False,
     k: Annotated[
         int | None, typer.Option("-k", min=1, max=64, help="Draft length.", show_default="5, or what the draft can")
@@ -341,7 +343,7 @@ def report(
 
 @command()
 def export(
-    source: Annotated[str, typer.Argument(help="Model directory, hub id, or run directory (its draft).")],
+    source: Annotated[str, typer.Argument(help="Model directory, hub id, GGUF file, or run directory (its draft).")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write.")],
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,

@@ -185,7 +185,8 @@ class Target:
     """The model to accelerate: the ``path`` of a trained one, or the ``architecture`` of one to train from scratch."""
 
     path: Name | None = None
-    """A Hugging Face directory or hub id. None: train one from scratch on `data`, of the shape `architecture`."""
+    """A Hugging Face directory, hub id or GGUF file. None: train one from scratch on `data`, of the shape
+    `architecture`."""
     revision: str | None = None
     family: Annotated[str, Field(pattern=OUTSIDE)] | None = None
     """Model family of your own, as `package.module:NAME`; None: one of specjax/models/families."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specjax.errors import DataError, ModelError
-from specjax.models.files import read_json, resolve
+from specjax.models.checkpoint import checkpoint_of
 
 _WARPERS = ("temperature", "top_k", "top_p", "min_p")
 _NUMBERS = (*_WARPERS, "repetition_penalty", "max_new_tokens", "min_new_tokens")
@@ -100,8 +100,8 @@ def generation_defaults(model: str | os.PathLike) -> GenerationDefaults:
     """Sampling settings in generation_config.json of a directory or hub id. As in transformers, ``do_sample`` decides
     whether temperature and cuts count; unlike there, an absent top_k is none (not 50). Raises `ModelError` if the file
     cannot be read; without a file there are no values."""
-    file = resolve(model) / "generation_config.json"
-    found = read_json(file) if file.exists() else {}
+    checkpoint = checkpoint_of(model)
+    file, found = checkpoint.generation_file, checkpoint.generation
     for name in _NUMBERS:
         if isinstance(found.get(name), bool) or not isinstance(found.get(name), int | float | None):
             raise ModelError(f"{file}: {name}={found[name]!r} is no number; correct it, or leave --defaults out")

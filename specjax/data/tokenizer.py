@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from specjax.data.corpus import Document
-from specjax.models.hf import import_transformers
+from specjax.models.files import import_transformers
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -39,7 +39,7 @@ from specjax.models.attention.kv_source import KVSource
 from specjax.models.config import LayerKind, ModelConfig, Norm
 from specjax.models.decode_layout import described, same_arrays, stored_kernels
 from specjax.models.kernels import Transposed
-from specjax.models.layers import Linear
+from specjax.models.layers import InitKeys, Linear
 from specjax.models.products import soft_capped
 from specjax.models.rotary import Rope, rotary_table
 from specjax.models.sharding import sharding_of
@@ -114,7 +114,7 @@ class FeatureModel:
 
     def init(self, key: Array) -> Params:
         """Fresh parameters, a nested dict of arrays."""
-        return nnx.to_pure_dict(nnx.split(self.net(self, rngs=nnx.Rngs(params=key)))[1])
+        return nnx.to_pure_dict(nnx.split(self.net(self, rngs=InitKeys(key)))[1])
 
     def module(self, params: Params) -> Any:
         """The NNX module that holds ``params``."""
@@ -176,7 +176,7 @@ class FeatureModel:
 
 @functools.lru_cache(maxsize=64)
 def _abstract(spec: FeatureModel) -> tuple[Any, Any]:
-    return nnx.split(nnx.eval_shape(lambda: spec.net(spec, rngs=nnx.Rngs(0))))
+    return nnx.split(nnx.eval_shape(lambda: spec.net(spec, rngs=InitKeys(0))))
 
 
 def embedding_and_head(spec: FeatureModel, rngs: nnx.Rngs) -> tuple[nnx.Param, Linear]:

@@ -25,8 +25,8 @@ from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.interfaces import Source
 from specjax.jobs import memory
-from specjax.models.files import write_json, write_manifest
-from specjax.models.hf import LoadedModel, import_transformers, load_model
+from specjax.models.files import import_transformers, write_json, write_manifest
+from specjax.models.hf import LoadedModel, load_model
 from specjax.runtime import artifact, fingerprint
 from specjax.runtime.distributed import on_main_process
 from specjax.runtime.progress import Bars, no_bars

@@ -28,8 +28,8 @@ def export_model(
     check_finite: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> LoadedModel:
-    """Write ``source``, a model directory, a hub id or the draft of a run directory, to ``directory``; return the
-    model.
+    """Write ``source``, a model directory, a hub id, a GGUF file or the draft of a run directory, to ``directory``;
+    return the model.
 
     ``dtype``: dtype of the written weights (default: as they are stored). A model card in ``source`` is copied; without
     one, the default card is written. Raises `ModelError` as `load_model` and `save_model` do.
@@ -39,7 +39,8 @@ def export_model(
     model = load_model(found, dtype or AS_STORED, check_finite=check_finite)
     model = dataclasses.replace(model, name=Path(source).name or model.name)
     card = found / CARD
-    refuse_outside(card)
+    if found.is_dir():
+        refuse_outside(card)
     text = card.read_text(encoding="utf-8", errors="replace") if card.exists() else None
     save_model(model, directory, overwrite=overwrite, card=text, max_shard_bytes=max_shard_bytes)
     return model

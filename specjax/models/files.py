@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import os
 import re
 import reprlib
@@ -15,9 +16,10 @@ from typing import Any
 
 from specjax.errors import ModelError
 
-MANIFEST, GENERATION = "SHA256SUMS", "generation_config.json"
+MANIFEST, GENERATION, CARD = "SHA256SUMS", "generation_config.json", "README.md"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NO_PICKLE = "pickle formats (.bin, .pt, .pth, .ckpt) are never read, because unpickling runs code from the file"
+GGUF = ".gguf"
 DRAFT = "draft"
 """Name of the draft's directory in a run directory."""
 TOKENIZER_JSON = (
@@ -147,6 +149,22 @@ def _entries(manifest: Path) -> Iterator[tuple[str, str]]:
         yield name, digest
 
 
+def import_transformers() -> Any:
+    """The transformers package, imported late because that takes seconds, and without its notice that torch is
+    missing."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "PyTorch was not found" not in record.getMessage()
+
+    logger = logging.getLogger("transformers")
+    logger.addFilter(keep)
+    try:
+        import transformers
+    finally:
+        logger.removeFilter(keep)
+    return transformers
+
+
 # --- finding a directory ----------------------------------------------------------------------------------------------
 
 
@@ -165,13 +183,15 @@ def draft_of(source: str | os.PathLike) -> str | os.PathLike:
 
 
 def resolve(path_or_hub_id: str | os.PathLike, revision: str | None = None, files: Sequence[str] = HUB_FILES) -> Path:
-    """Directory of a model; for a hub id, its ``files`` are downloaded first."""
+    """Directory of a model, or its GGUF file; for a hub id, its ``files`` are downloaded first."""
     if not isinstance(path_or_hub_id, (str, os.PathLike)) or not str(path_or_hub_id):
         raise ModelError(f"{named(path_or_hub_id)} is no path; give a Hugging Face directory or a hub id")
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         if revision is not None:
             raise ModelError(f"{path}: revision={revision!r} needs a hub id, and this is a local directory; drop one")
+        return path
+    if path.is_file() and path.suffix == GGUF:
         return path
     if path.exists():
         raise ModelError(f"{path}: is a file; give the Hugging Face directory that holds it. {NO_PICKLE}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import os
 import secrets
 import shutil
@@ -30,21 +29,17 @@ from safetensors import SafetensorError
 from specjax import backend
 from specjax.errors import DataError, ModelError
 from specjax.interfaces import Params, Target
+from specjax.models.checkpoint import Checkpoint, checkpoint_of
 from specjax.models.config import ModelConfig
 from specjax.models.decode_layout import LaidOut
 from specjax.models.families import Family, Settings, family_of
 from specjax.models.files import (
-    DRAFT,
+    CARD,
     GENERATION,
-    HUB_FILES,
     MANIFEST,
-    TOKENIZER_JSON,
     check_model,
     flush,
     read_json,
-    refuse_outside,
-    resolve,
-    verify_manifest,
     write_json,
     write_manifest,
 )
@@ -52,10 +47,9 @@ from specjax.models.kernels import are_quantised, counted
 from specjax.models.kernels.quantised import SCHEMES, Scheme
 from specjax.models.sharding import usable
 from specjax.models.transformer import Model, param_shapes
-from specjax.models.weights import AS_STORED, opened, quantised, read_params, write_params
+from specjax.models.weights import AS_STORED, quantised, read_params, write_params
 
 DTYPES = ("float32", "bfloat16", "float16")
-CARD = "README.md"
 DRAFTER = "specjax_drafter"
 """Key of config.json for the kind of a drafter that is no model by itself."""
 _EOS = "eos_token_id"
@@ -63,7 +57,6 @@ OF_DRAFTS = {"speculators_model_type", "medusa_num_heads", "eagle_config", "dfla
 OF_DRAFTS |= {"draft_vocab_size", "markov_rank", "target_layer_ids", "ptd_token_id"}
 """Keys of config.json that drafts of other trainers have, and no model has."""
 MAX_SHARD_BYTES = 5 * 10**9
-_TOKENIZER_DATA = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -79,13 +72,13 @@ class LoadedModel(LaidOut, Target):
     eos_ids: tuple[int, ...] = ()
     """Token ids that end a generation."""
     name: str = "model"
-    """Last part of the directory or hub id, for messages and model cards."""
+    """Last part of the directory, file or hub id, for messages and model cards."""
     family: str = "llama"
     """The Hugging Face model type that it is saved as."""
     generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Settings of the generation_config.json it came with; saved again as they are, except for ``eos_ids``."""
     source: str | None = None
-    """The directory or hub id that it was loaded from, as the caller gave it."""
+    """The directory, file or hub id that it was loaded from, as the caller gave it."""
 
     @property
     def config(self) -> ModelConfig:
@@ -168,13 +161,14 @@ def load_model(
     quantize: str | None = None,
     kv_cache: str | None = None,
 ) -> LoadedModel:
-    """Load a Hugging Face directory, or a hub id (downloaded to the hub's cache; without a network, read from there).
+    """Load a Hugging Face directory, a hub id (downloaded to the hub's cache; without a network, read from there), or a
+    GGUF file.
 
     NaN and infinite weights are refused, in one pass over them where they lie. The host holds one parameter at a time
     beside those already on their devices. A directory with a ``SHA256SUMS`` is checked against it first.
 
     Args:
-        path_or_hub_id: a directory, or an id such as ``org/name``.
+        path_or_hub_id: a directory, a GGUF file, or an id such as ``org/name``.
         dtype: dtype that weights are cast to; None: float32 on CPU, bfloat16 on accelerators; "auto": as they are
             stored.
         revision: branch, tag or commit of a hub id.
@@ -194,25 +188,21 @@ def load_model(
     """
     dtype, scheme, kv_cache = _known_dtype(dtype), scheme_of(quantize), _known_cache(kv_cache)
     mesh = None if mesh is None else usable(mesh)
-    directory = resolve(path_or_hub_id, revision)
-    for pattern in HUB_FILES:
-        for file in directory.glob(pattern):
-            refuse_outside(file)
-    verify_manifest(directory, ignored=(CARD,))  # the card may be edited freely
-    settings, family, config = _described(directory)
+    checkpoint = checkpoint_of(path_or_hub_id, revision)
+    checkpoint.check()
+    settings, family, config = _described(checkpoint)
     # Quick checks come before the weights, which take long.
-    generation_file = directory / GENERATION
-    generation = read_json(generation_file) if generation_file.exists() else {}
-    eos_ids = _read_eos_ids(generation_file, generation, settings, family, config.vocab_size)
-    tokenizer = _read_tokenizer(directory)
-    with opened(directory) as stored:
+    generation = checkpoint.generation
+    eos_ids = _read_eos_ids(checkpoint.generation_file, generation, settings, family, config.vocab_size)
+    tokenizer = checkpoint.tokenizer()
+    with checkpoint.opened() as stored:
         params = read_params(stored, family, config, dtype, mesh, check_finite, scheme)
     return LoadedModel(
         spec=Model(config, str(params["embedding"].dtype), cache_dtype=kv_cache),
         params=params,
         tokenizer=tokenizer,
         eos_ids=eos_ids,
-        name=_named(Path(path_or_hub_id).name or directory.name, quantize, kv_cache),
+        name=_named(checkpoint.name, quantize, kv_cache),
         family=family.saved_as or family.model_type,
         generation=generation,
         source=str(path_or_hub_id),
@@ -240,14 +230,14 @@ def abstract_model(
         ModelError: as `load_model`, for what config.json holds.
     """
     dtype, kv_cache = _known_dtype(dtype), _known_cache(kv_cache)
-    settings, family, config = _described(resolve(path_or_hub_id, revision, ["config.json"]))
+    checkpoint = checkpoint_of(path_or_hub_id, revision, ["config.json"])
+    settings, family, config = _described(checkpoint)
     if dtype == AS_STORED:
         stored = settings.values.get("dtype") or settings.values.get("torch_dtype")
         dtype = stored if stored in DTYPES else backend.default_dtype()
     model = Model(config, dtype, cache_dtype=kv_cache)
     shapes = param_shapes(model)
-    name, saved_as = Path(path_or_hub_id).name, family.saved_as or family.model_type
-    return LoadedModel(model, shapes, name=name, family=saved_as)
+    return LoadedModel(model, shapes, name=checkpoint.name, family=family.saved_as or family.model_type)
 
 
 def _named(name: str, quantize: str | None, kv_cache: str | None) -> str:
@@ -268,21 +258,17 @@ def _known_dtype(dtype: str | None) -> str:
     return dtype
 
 
-def _described(directory: Path) -> tuple[Settings, Family, ModelConfig]:
-    """(settings, family, config) of config.json. Raises `ModelError` for a directory without one, and for one that is
-    no model."""
-    config_file = directory / "config.json"
-    if (directory / DRAFT / "config.json").exists() and not config_file.exists():
-        raise ModelError(f"{directory}: is a run, no model (no config.json); its draft is {directory / DRAFT}")
-    settings = Settings(read_json(config_file), config_file)
+def _described(checkpoint: Checkpoint) -> tuple[Settings, Family, ModelConfig]:
+    """(settings, family, config) of a checkpoint. Raises `ModelError` for one that is no model."""
+    settings = checkpoint.settings
     _refuse_stored_quantised(settings)
     kind = settings.values.get(DRAFTER)
     if kind is not None or any(settings.values.get(name) is not None for name in OF_DRAFTS):
         raise ModelError(
-            f"{directory}: is a {f'{kind!r} ' if kind else ''}draft, no model; specjax.load_drafter(DIRECTORY, target) "
-            "loads it"
+            f"{checkpoint.where}: is a {f'{kind!r} ' if kind else ''}draft, no model; "
+            "specjax.load_drafter(DIRECTORY, target) loads it"
         )
-    family = family_of(settings.values.get("model_type"), config_file)
+    family = family_of(settings.values.get("model_type"), settings.where)
     return settings, family, family.read_config(settings)
 
 
@@ -338,10 +324,8 @@ def _read_eos_ids(
 ) -> tuple[int, ...]:
     """Token ids that end a text: from generation_config.json if it names them, because transformers stops on them, else
     from config.json, else the family's default. Null means that nothing ends a text."""
-    where, said = next(
-        ((place, found) for place, found in ((file, generation), (settings.where, settings.values)) if _EOS in found),
-        (file, None),
-    )
+    both = ((file, generation), (settings.where, settings.values))
+    where, said = next(((place, found) for place, found in both if _EOS in found), (file, None))
     if said is None:
         return () if family.eos_id is None or family.eos_id >= vocab_size else (family.eos_id,)
     value = said[_EOS]
@@ -350,38 +334,6 @@ def _read_eos_ids(
         if type(token) is not int or not 0 <= token < vocab_size:
             raise ModelError(f"{where}: eos_token_id={value!r} should be token ids in 0 .. {vocab_size - 1}")
     return tuple(dict.fromkeys(ids))
-
-
-def _read_tokenizer(directory: Path) -> Any:
-    if not any((directory / file).exists() for file in _TOKENIZER_DATA):
-        return None
-    auto_tokenizer = import_transformers().AutoTokenizer
-    try:
-        tokenizer = auto_tokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises plain Exception
-        for file in filter(Path.exists, (directory / name for name in TOKENIZER_JSON)):
-            read_json(file)  # raises an error that names the damaged one
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{directory}: the tokenizer files cannot be read ({reason})") from error
-    for key in ("is_local", "local_files_only"):  # they say how it was loaded, and would bind the next reader
-        tokenizer.init_kwargs.pop(key, None)
-    return tokenizer
-
-
-def import_transformers() -> Any:
-    """The transformers package, imported late because that takes seconds, and without its notice that torch is
-    missing."""
-
-    def keep(record: logging.LogRecord) -> bool:
-        return "PyTorch was not found" not in record.getMessage()
-
-    logger = logging.getLogger("transformers")
-    logger.addFilter(keep)
-    try:
-        import transformers
-    finally:
-        logger.removeFilter(keep)
-    return transformers
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

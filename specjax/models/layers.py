@@ -31,6 +31,20 @@ ACTIVATIONS = {
 }
 
 
+class InitKeys(nnx.Rngs):
+    """The keys of ``nnx.Rngs(params=key)``, whose counter is an array: counted in a trace, it takes seconds a hundred
+    layers, every time that a model is loaded."""
+
+    def __init__(self, key: Array | int):
+        self._key = jax.random.key(key) if isinstance(key, int) else key
+        self._count = 0
+
+    def params(self) -> Array:
+        """The next key."""
+        self._count += 1
+        return jax.random.fold_in(self._key, self._count - 1)
+
+
 class Linear(nnx.Module):
     """``x @ kernel + bias``, where the kernel is an array ``[in, out]`` or one of `specjax.models.kernels`."""
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from specjax.errors import ConfigError
 from specjax.interfaces import NOTHING, Output, Params, Reads, TrainingForm
 from specjax.models.config import LayerKind, ModelConfig
+from specjax.models.layers import InitKeys
 from specjax.models.transformer import Block, Model
 
 
@@ -138,7 +139,7 @@ def block_of(config: ModelConfig, kind: LayerKind, layer: Params) -> Block:
 @functools.lru_cache(maxsize=64)
 def _block(config: ModelConfig, kind: LayerKind) -> nnx.GraphDef:
     make = functools.partial(Block, config, kind, dtype=jnp.float32)
-    return nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))[0]
+    return nnx.split(nnx.eval_shape(lambda: make(rngs=InitKeys(0))))[0]
 
 
 def same_norm(full: ModelConfig) -> bool:

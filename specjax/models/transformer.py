@@ -27,7 +27,7 @@ from specjax.models import kernels
 from specjax.models.attention.kv_source import KVSource, kv_sources
 from specjax.models.cache import KVCache, Windows
 from specjax.models.config import LayerKind, ModelConfig
-from specjax.models.layers import MLP, Attention, ExpertMLP, Linear, make_norm
+from specjax.models.layers import MLP, Attention, ExpertMLP, InitKeys, Linear, make_norm
 from specjax.models.products import soft_capped
 from specjax.models.rotary import Total, rotary_table
 from specjax.models.sharding import ROWS, constrained
@@ -156,7 +156,7 @@ class Transformer(nnx.Module):
 
 @functools.lru_cache(maxsize=64)
 def _graphdef(config: ModelConfig, dtype: str) -> nnx.GraphDef:
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype)))[0]
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=InitKeys(0), dtype=dtype)))[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Model(interfaces.Model):
 
     def init(self, key: Array, dtype: str | None = None) -> Params:
         """Fresh parameters, a nested dict of arrays; ``dtype`` None: the one it computes in."""
-        _, state = nnx.split(Transformer(self.config, rngs=nnx.Rngs(params=key), dtype=dtype or self.dtype))
+        _, state = nnx.split(Transformer(self.config, rngs=InitKeys(key), dtype=dtype or self.dtype))
         return nnx.to_pure_dict(state)
 
     def module(self, params: Params) -> Transformer:

@@ -236,8 +236,8 @@ def test_a_tokenizer_survives_the_round_trip(llama, tmp_path):
 
 def test_importing_transformers_hides_its_torch_notice_and_nothing_else():
     code = (
-        "import logging; from specjax.models import hf; import sys; assert 'transformers' not in sys.modules\n"
-        "hf.import_transformers(); logging.getLogger('transformers').warning('a real warning')"
+        "import logging; from specjax.models import files, hf; import sys; assert 'transformers' not in sys.modules\n"
+        "files.import_transformers(); logging.getLogger('transformers').warning('a real warning')"
     )
     done = processes.run([sys.executable, "-c", code])
     shown = done.stderr
