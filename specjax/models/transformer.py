@@ -97,7 +97,7 @@ class Transformer(nnx.Module):
         depth_scale = (2 * config.num_layers) ** -0.5
         for block in self.layers:
             for linear in (block.attention.o_proj, block.feed_forward.down_proj):
-                linear.kernel[...] = linear.kernel[...] * depth_scale
+                linear.kernel.set_value(linear.kernel.get_value() * depth_scale)
 
     def __call__(self, tokens, positions, slots, cache, mask, reads: Reads, mesh: Mesh | None = None):
         """Returns the fields hidden, cache, keys_values and final of `Output`."""
@@ -247,4 +247,9 @@ class Model(interfaces.Model):
 def param_shapes(spec: Any) -> Params:
     """Shapes and dtypes of the parameters that ``spec.init`` makes, without making an array: the key, too, is
     abstract."""
+    return jax.tree.map(lambda shape: shape, _shapes_of(spec))  # a dict of the caller's own
+
+
+@functools.lru_cache(maxsize=64)
+def _shapes_of(spec: Any) -> Params:
     return jax.eval_shape(lambda: spec.init(jax.random.key(0)))

@@ -338,7 +338,7 @@ def sentencepiece_like(prefix: bool) -> Tokenizer:
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_token_ids_of_sentencepiece_are_those_of_the_same_tokenizer_json(architecture, tmp_path):
     theirs = sentencepiece_like(prefix=architecture == "llama")
-    tokens = [theirs.id_to_token(i) for i in range(theirs.get_vocab_size())]
+    tokens = [theirs.id_to_token(i) or "" for i in range(theirs.get_vocab_size())]
     file = tmp_path / "tokens.gguf"
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_tokenizer_model("llama")
