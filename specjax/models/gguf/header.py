@@ -1,7 +1,7 @@
 """Header of a GGUF file: its settings, and where each tensor lies. The package ``gguf`` reads headers as well, but
 takes seconds where this takes a tenth of one: it makes arrays of each string of the vocabulary.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The format is specified in the repository ggml-org/ggml.
 """
 
 from __future__ import annotations

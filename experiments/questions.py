@@ -1,0 +1,218 @@
+"""Decoding with drafts over plain decoding, on questions that users bring, by category, in one run.
+
+    python experiments/questions.py FILE ... --target MODEL [--drafts NAME=DIR ...] [--ngram 3] [-k 3] [--limit 10]
+        [--new-tokens 128] [--temperatures 0 1] [--repeats 2] [--results FILE]
+
+Each question is asked in the target's chat template (`prompts.py`); of several turns each is a prompt, after the
+target's own greedy answers. Lengths are chosen by costs and acceptance measured on questions that are not asked. All
+decoders take a prompt in turn; its time is the least of the repeats, of which the first one may compile. A speedup is
+plain decoding's seconds over those of the same number of tokens with the draft, summed over the prompts of a category,
+with a 95% interval over prompts (bootstrap). `tokens_a_call`: tokens of all prompts over all target calls;
+`tokens_a_call_mean`: the mean of the prompts' own. `control`: plain decoding once more, which says what a ratio of one
+looks like here. `best`: the draft with the largest greedy speedup over all prompts. `all`: the mean of the categories.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prompts import Question, by_category, doubts, read_questions, tokens_of
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import specjax
+from specjax.drafters.ngram import NGram
+from specjax.metrics import DecodeStats
+from specjax.models.hf import LoadedModel
+from specjax.report import record
+from specjax.runtime import fingerprint
+from specjax.runtime.compile_cache import keep_programs
+
+PLAIN, CONTROL, BEST, ALL = "plain", "control", "best", "all"
+TUNING = 8
+"""Most questions of a category that lengths are tuned on."""
+_CONSOLE = Console(stderr=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    category: str
+    tokens: list[int]
+
+
+@dataclasses.dataclass
+class Answer:
+    """``seconds``: the least of the repeats."""
+
+    tokens: list[int]
+    stats: DecodeStats
+    seconds: float
+
+
+def asked(target: LoadedModel, questions: Sequence[Question], new_tokens: int) -> list[Prompt]:
+    """A prompt for every turn, after the target's own greedy answers to those before."""
+    plain, found = specjax.Decoder(target), []
+    for question in questions:
+        answers: list[str] = []
+        while len(answers) < len(question.turns):
+            found.append(Prompt(question.category, tokens_of(target.tokenizer, question, answers)))
+            if len(answers) + 1 == len(question.turns):
+                break
+            result = plain.generate([found[-1].tokens], max_new_tokens=new_tokens)
+            answers.append(target.tokenizer.decode(result.tokens[0], skip_special_tokens=True))
+    return found
+
+
+def measured(
+    decoders: Mapping[str, specjax.Decoder], prompts: Sequence[Prompt], repeats: int, options: Mapping[str, Any]
+) -> dict[str, list[Answer]]:
+    """Answers of each decoder to each prompt. All take a prompt in turn, the other way round in every second repeat."""
+    found: dict[str, list[Answer]] = {name: [] for name in decoders}
+    for i, prompt in enumerate(track(prompts, "asking", console=_CONSOLE)):
+        for repeat in range(repeats):
+            for name in [*decoders][:: -1 if repeat % 2 else 1]:
+                start = time.perf_counter()
+                result = decoders[name].generate([prompt.tokens], seed=i, **options)
+                answer = Answer(list(result.tokens[0]), result.stats[0], time.perf_counter() - start)
+                if repeat == 0:
+                    found[name].append(answer)
+                else:
+                    found[name][i].seconds = min(found[name][i].seconds, answer.seconds)
+    return found
+
+
+def speedup(plain: Sequence[Answer], drafted: Sequence[Answer]) -> tuple[float, float, float]:
+    """(seconds a token of plain decoding over those with a draft, and the ends of its 95% interval over prompts)."""
+    counts = np.array(
+        [(a.seconds, len(a.tokens), b.seconds, len(b.tokens)) for a, b in zip(plain, drafted, strict=True)]
+    )
+
+    def ratio(sums: np.ndarray) -> Any:
+        return sums[..., 0] / sums[..., 1] * sums[..., 3] / sums[..., 2]
+
+    drawn = np.random.default_rng(0).integers(0, len(counts), (5_000, len(counts)))
+    low, high = np.quantile(ratio(counts[drawn].sum(axis=1)), (0.025, 0.975))
+    return float(ratio(counts.sum(axis=0))), float(low), float(high)
+
+
+def row(name: str, category: str, temperature: float, plain: list[Answer], drafted: list[Answer]) -> dict[str, Any]:
+    stats = drafted[0].stats
+    for answer in drafted[1:]:
+        stats = stats + answer.stats
+    ratio, low, high = speedup(plain, drafted)
+    identical = sum(a.tokens == b.tokens for a, b in zip(plain, drafted, strict=True)) if temperature == 0 else None
+    return {
+        "drafter": name,
+        "category": category,
+        "temperature": temperature,
+        "prompts": len(drafted),
+        "tokens": sum(len(answer.tokens) for answer in drafted),
+        "tokens_a_call": stats.block_efficiency,
+        "tokens_a_call_mean": float(np.mean([answer.stats.block_efficiency for answer in drafted])),
+        "acceptance_at": stats.conditional_acceptance_at,
+        "speedup": ratio,
+        "low": low,
+        "high": high,
+        "identical": identical,
+    }
+
+
+def rows_of(answers: Mapping[str, list[Answer]], prompts: Sequence[Prompt], temperature: float) -> Iterator[dict]:
+    """Figures of each drafter in each category, and the mean of its categories."""
+    categories = sorted({prompt.category for prompt in prompts})
+    for name in answers.keys() - {PLAIN}:
+        found = []
+        for category in categories:
+            of_it = [i for i, prompt in enumerate(prompts) if prompt.category == category]
+            both = ([answers[side][i] for i in of_it] for side in (PLAIN, name))
+            found.append(row(name, category, temperature, *both))
+        yield from found
+        both = (answers[PLAIN], answers[name])
+        whole = row(name, ALL, temperature, *both)
+        # The interval of the mean is that of the pooled ratio, about the mean.
+        mean = float(np.mean([figures["speedup"] for figures in found]))
+        shift = mean - whole["speedup"]
+        yield whole | {"speedup": mean, "low": whole["low"] + shift, "high": whole["high"] + shift}
+
+
+def with_best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, and those of the best draft once more under that name."""
+    whole = [r for r in rows if r["category"] == ALL and r["drafter"] != CONTROL]
+    greedy = [r for r in whole if r["temperature"] == 0] or whole
+    best = max(greedy, key=lambda r: r["speedup"])["drafter"]
+    return [*rows, *({**r, "drafter": BEST, "of": best} for r in rows if r["drafter"] == best)]
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> Table:
+    names = ("drafter", "category", "T", "prompts", "tokens a call", "mean", "speedup", "low", "high", "identical")
+    table = Table(*names, box=None)
+    for r in rows:
+        same = "-" if r["identical"] is None else f"{r['identical']} of {r['prompts']}"
+        figures = [f"{r[name]:.2f}" for name in ("tokens_a_call", "tokens_a_call_mean")]
+        figures += [f"{r[name]:.3f}" for name in ("speedup", "low", "high")]
+        table.add_row(r["drafter"], r["category"], f"{r['temperature']:g}", str(r["prompts"]), *figures, same)
+    return table
+
+
+def decoders_of(args: argparse.Namespace, target: LoadedModel) -> dict[str, specjax.Decoder]:
+    drafters: dict[str, Any] = {"ngram": NGram(args.ngram)} if args.ngram else {}
+    for pair in args.drafts:
+        name, _, path = pair.partition("=")
+        drafters[name] = specjax.load_drafter(path, target, args.k)
+    made = {PLAIN: specjax.Decoder(target), CONTROL: specjax.Decoder(target)}
+    return made | {name: specjax.Decoder(target, drafter, args.verifier) for name, drafter in drafters.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--dtype")
+    parser.add_argument("--columns", nargs="+", default=[], metavar="OURS=THEIRS")
+    parser.add_argument("--drafts", nargs="+", default=[], metavar="NAME=DIR")
+    parser.add_argument("--ngram", type=int, default=3)
+    parser.add_argument("-k", type=int, default=3)
+    parser.add_argument("--verifier", default="block")
+    parser.add_argument("--limit", type=int, default=10)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--results", type=Path)
+    args = parser.parse_args()
+    keep_programs()
+    target = specjax.load_model(args.target, args.dtype)
+    columns = dict(pair.split("=", 1) for pair in args.columns)
+    everything = by_category([q for file in args.files for q in read_questions(file, columns)])
+    chosen = {name: by_category(of_it, args.limit)[name] for name, of_it in everything.items()}
+    left = [q for name, of_it in everything.items() for q in of_it if q not in chosen[name]][:: args.limit][:TUNING]
+    prompts = asked(target, [q for of_it in chosen.values() for q in of_it], args.new_tokens)
+    decoders, rows = decoders_of(args, target), []
+    for temperature in args.temperatures:
+        for decoder in decoders.values() if left else ():
+            decoder.calibrate([tokens_of(target.tokenizer, left[0])], temperature=temperature)
+        options = {"max_new_tokens": args.new_tokens, "temperature": temperature}
+        rows += rows_of(measured(decoders, prompts, args.repeats, options), prompts, temperature)
+    rows, said = with_best(rows), {name: doubts(of_it) for name, of_it in chosen.items()}
+    Console().print(table_of(rows))
+    for category, remarks in said.items():
+        if remarks:
+            print(f"{category}: {', '.join(remarks)}")
+    if args.results is not None:
+        sums = {PLAIN: fingerprint.of_model(target)[0]}
+        settings = {"new_tokens": args.new_tokens, "limit": args.limit, "repeats": args.repeats, "k": args.k}
+        record.write(args.results, {"rows": rows, "to_be_said": said, "sha256": sums, "settings": settings})
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except specjax.SpecjaxError as error:
+        sys.exit(str(error))

@@ -1,0 +1,58 @@
+"""Figures of drafts on questions (experiments/questions.py), from answers that are made up."""
+
+from __future__ import annotations
+
+import pytest
+import questions
+from questions import ALL, BEST, CONTROL, PLAIN, Answer, Prompt
+
+from specjax.metrics import DecodeStats
+
+
+def answer(seconds: float, tokens: int, blocks: int) -> Answer:
+    accepted = tokens - blocks
+    stats = DecodeStats(blocks, tokens, (blocks,), (blocks,), (accepted,))
+    return Answer(list(range(tokens)), stats, seconds)
+
+
+PROMPTS = [Prompt("code", [1]), Prompt("code", [2]), Prompt("prose", [3])]
+ANSWERS = {
+    PLAIN: [answer(2.0, 10, 10), answer(4.0, 20, 20), answer(2.0, 10, 10)],
+    CONTROL: [answer(2.0, 10, 10), answer(4.0, 20, 20), answer(2.0, 10, 10)],
+    "draft": [answer(1.0, 10, 5), answer(2.0, 20, 15), answer(4.0, 10, 10)],
+}
+
+
+def test_figures_of_categories_and_of_all():
+    rows = {(r["drafter"], r["category"]): r for r in questions.rows_of(ANSWERS, PROMPTS, 0.0)}
+    code, prose, whole = (rows["draft", name] for name in ("code", "prose", ALL))
+    assert code["tokens_a_call"] == 30 / 20
+    assert code["tokens_a_call_mean"] == pytest.approx((2 + 4 / 3) / 2)
+    assert (code["speedup"], prose["speedup"], whole["speedup"]) == (2.0, 0.5, 1.25)
+    assert code["low"] == code["high"] == 2.0
+    assert whole["low"] < 1.25 < whole["high"]
+    assert (code["identical"], code["prompts"], whole["tokens"]) == (2, 2, 40)
+    assert {rows[CONTROL, name]["speedup"] for name in ("code", "prose", ALL)} == {1.0}
+
+
+def test_a_speedup_is_that_of_equal_tokens():
+    ratio, _, _ = questions.speedup([answer(2.0, 10, 10)], [answer(2.0, 20, 20)])
+    assert ratio == 2.0
+
+
+def test_an_answer_that_differs_is_counted():
+    other = answer(1.0, 10, 5)
+    other.tokens[3] = 99
+    rows = list(questions.rows_of({**ANSWERS, "draft": [other, *ANSWERS["draft"][1:]]}, PROMPTS, 0.0))
+    assert {r["category"]: r["identical"] for r in rows if r["drafter"] == "draft"} == {"code": 1, "prose": 1, ALL: 2}
+
+
+def test_the_best_draft_is_the_fastest_greedy_one_and_not_the_control():
+    slow = [answer(9.0, 10, 10), answer(9.0, 20, 20), answer(9.0, 10, 10)]
+    answers = {PLAIN: ANSWERS[PLAIN], CONTROL: ANSWERS[CONTROL], "slow": slow, "draft": ANSWERS["draft"]}
+    rows = [*questions.rows_of(answers, PROMPTS, 0.0), *questions.rows_of(answers, PROMPTS, 1.0)]
+    best = [r for r in questions.with_best(rows) if r["drafter"] == BEST]
+    assert {r["of"] for r in best} == {"draft"}
+    assert sorted((r["category"], r["temperature"]) for r in best) == [
+        (name, t) for name in (ALL, "code", "prose") for t in (0.0, 1.0)
+    ]
