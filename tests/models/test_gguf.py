@@ -177,6 +177,17 @@ REFUSED = {
         lambda w: (w.add_tokenizer_model("t5"), w.add_token_list(["a"])),
         "tokenizer.ggml.model='t5' is not read",
     ),
+    "a list of sizes": (lambda w: w.add_head_count([4, 2]), "head_count is [4, 2], expected one positive number"),
+    "no heads": (lambda w: w.add_head_count(0), "llama.attention.head_count is 0, expected one positive number"),
+    "a merge of unknown tokens": (
+        lambda w: (
+            w.add_tokenizer_model("gpt2"),
+            w.add_tokenizer_pre("gpt-2"),
+            w.add_token_list(["a"]),
+            w.add_token_merges(["b c"]),
+        ),
+        "its tokenizer cannot be built (",
+    ),
     "a pre-tokenizer": (
         lambda w: (w.add_tokenizer_model("gpt2"), w.add_tokenizer_pre("new"), w.add_token_list(["a"])),
         "tokenizer.ggml.pre='new' is not read; known are gpt-2",
@@ -210,10 +221,11 @@ def test_a_damaged_file_is_refused(tmp_path):
         (tmp_path / "other.gguf").write_bytes(start + data[len(start) :])
         with pytest.raises(ModelError, match=message):
             load_model(tmp_path / "other.gguf")
-    renamed = data.replace(b"blk.1.attn_q.weight", b"blk.1.attn_p.weight")
-    (tmp_path / "missing.gguf").write_bytes(renamed)
-    with pytest.raises(ModelError, match=r"tensors are missing: blk.1.attn_q.weight; fetch"):
-        load_model(tmp_path / "missing.gguf")
+    for name in ("blk.1.attn_q.weight", "token_embd.weight"):
+        renamed = data.replace(name.encode(), name.replace("t", "q").encode())
+        (tmp_path / "missing.gguf").write_bytes(renamed)
+        with pytest.raises(ModelError, match=f"tensors are missing: {name}; fetch"):
+            load_model(tmp_path / "missing.gguf")
 
 
 # --- tokenizers -------------------------------------------------------------------------------------------------------

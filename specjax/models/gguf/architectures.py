@@ -62,12 +62,12 @@ class Values:
         return self.header.values.get(f"{self.architecture}.{name}", default)
 
     def number(self, name: str, default: Any = None) -> Any:
-        """One number. A list that says the same of every layer is one, too."""
+        """One positive number. A list that says the same of every layer is one, too."""
         value = self.get(name, default)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
-        if value is None or isinstance(value, (list, str)):
-            what = "is missing" if value is None else f"is {value!r}, which is not read: one number for all layers is"
+        if value is None or isinstance(value, (list, str)) or value <= 0:
+            what = "is missing" if value is None else f"is {value!r}, expected one positive number for all layers"
             raise ModelError(f"{self.header.file}: {self.architecture}.{name} {what}")
         return value
 
@@ -166,7 +166,7 @@ def settings_of(header: Header) -> dict[str, Any]:
         rope["partial_rotary_factor"] = rotated / head_dim
     return {
         "model_type": architecture.family,
-        "vocab_size": values.number("vocab_size", 0) if embedding is None else embedding.shape[0],
+        "vocab_size": values.get("vocab_size", 1) if embedding is None else embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": values.number("feed_forward_length"),
         "num_hidden_layers": values.number("block_count"),

@@ -122,11 +122,11 @@ class _Reader:
                 name = self.text()
                 values[name] = self.value(self.number("I"))
             found = [self.entry() for _ in range(tensor_count)]
-        except (struct.error, UnicodeDecodeError, OverflowError) as error:
+        except (struct.error, UnicodeDecodeError, OverflowError, RecursionError) as error:
             raise ModelError(
                 f"{self.file}: its header is damaged at byte {self.at} ({error}); fetch it again"
             ) from None
-        alignment = values.get("general.alignment", 32)
+        alignment = values.get("general.alignment") or 32
         base = -(-self.at // alignment) * alignment
         return values, {name: Entry(name, shape, kind, base + at, self.file) for name, shape, kind, at in found}
 

@@ -102,9 +102,15 @@ def tokenizer_of(header: Header) -> Any:
         return None
     if kind not in ("gpt2", "llama"):
         raise ModelError(f"{header.file}: tokenizer.ggml.model={kind!r} is not read; known are gpt2 and llama")
-    backend = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary)
-    backend.add_special_tokens(_added(vocabulary, _CONTROL))
-    backend.add_tokens(_added(vocabulary, _USER_DEFINED))
+    try:
+        backend = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary)
+        backend.add_special_tokens(_added(vocabulary, _CONTROL))
+        backend.add_tokens(_added(vocabulary, _USER_DEFINED))
+    except ModelError:
+        raise
+    except Exception as error:  # the tokenizers library raises plain Exception
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{header.file}: its tokenizer cannot be built ({reason}); convert the model again") from None
     if backend.get_vocab_size() != len(vocabulary.tokens):
         raise ModelError(
             f"{header.file}: the tokenizer has {backend.get_vocab_size()} tokens, the file {len(vocabulary.tokens)}"
