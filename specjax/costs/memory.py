@@ -23,8 +23,10 @@ from specjax import backend
 from specjax.decode import programs
 from specjax.decode.engine import Engine
 from specjax.decode.request import padded_sizes, request_shapes
+from specjax.errors import ConfigError
 from specjax.interfaces import Params
 from specjax.models.config import ModelConfig
+from specjax.runtime.log import note
 
 _WIDTHS_OF_LOGITS = 8
 """Number of arrays as large as a block's logits that sampling holds at a time."""
@@ -312,3 +314,39 @@ def over(footprints: Sequence[Footprint], limit: float | None) -> Footprint | No
     """The largest footprint, if it takes more than ``limit`` bytes; None: all fit, or no limit is known."""
     largest = max(footprints, key=lambda found: found.total, default=None)
     return None if largest is None or limit is None or largest.total <= limit else largest
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Memory that a config's jobs take, beside the memory of a device."""
+
+    footprints: list[Footprint]
+    limit: float | None
+    """Bytes of a device's memory; None: unknown."""
+    remedy: str | None = None
+    """Setting with which all jobs would fit. None: they fit as they are, or no setting that was tried is enough."""
+
+    @property
+    def exceeding(self) -> Footprint | None:
+        """Largest footprint above the limit; None: all fit."""
+        return over(self.footprints, self.limit)
+
+    def to_json(self) -> dict[str, Any]:
+        """The budget as a JSON object."""
+        found = [footprint.to_json() for footprint in self.footprints]
+        return {"memory": found, "limit": self.limit, "fits": self.exceeding is None, "remedy": self.remedy}
+
+    def check(self) -> None:
+        """Raise `ConfigError` if a job does not fit, with a setting that would."""
+        too_large = self.exceeding
+        if too_large is None:
+            return
+        assert self.limit is not None
+        remedy = f"it would with {self.remedy}" if self.remedy else "give more devices (mesh), or a smaller target"
+        raise ConfigError(f"memory: {too_large} does not fit {gib(self.limit)}; {remedy}")
+
+    def tell(self) -> None:
+        """Print the memory on each device, as a job's first line. Raises as `check`."""
+        if self.footprints:
+            note(f"memory: {max(self.footprints, key=lambda footprint: footprint.total)}")
+        self.check()

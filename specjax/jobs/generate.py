@@ -13,6 +13,9 @@ from specjax.data import encoding
 from specjax.errors import DataError, ModelError
 from specjax.models.files import plain_json, write_atomically
 
+_CHARACTERS = 4
+"""Characters of a typical token."""
+
 
 def read_prompt(path: Path) -> str:
     try:
@@ -65,13 +68,23 @@ def decoder(
 
 
 def tell_memory(target: str, draft: str | None, loading: Mapping[str, Any], prompts: Sequence[str], new: int) -> None:
-    """Print the memory that decoding takes, before the weights are loaded. Raises `ConfigError` if it cannot fit."""
-    from specjax.jobs.memory import tell_generation
-    from specjax.models.hf import abstract_model
+    """Print the memory that decoding takes, before the weights are loaded, estimated from the prompts' characters and
+    the draft's files. Raises `ConfigError` if the device has less."""
+    from specjax import backend, registry
+    from specjax.costs import memory
+    from specjax.decode.engine import Engine, NoDraft
+    from specjax.models.decode_layout import abstract_layout
+    from specjax.models.hf import abstract_model, scheme_of
 
-    directory = None if draft is None or not Path(draft).is_dir() else Path(draft)
     model = abstract_model(target, loading["dtype"], kv_cache=loading["kv_cache"])
-    tell_generation(model, loading["quantize"], directory, prompts, new)
+    spec, laid_out = abstract_layout(model.spec, scheme=scheme_of(loading["quantize"]))
+    weights = {"target": memory.bytes_on_device(laid_out)}
+    if draft is not None and (at := Path(draft)).exists():
+        weights["draft"] = sum(file.stat().st_size for file in ([at] if at.is_file() else at.glob("*.safetensors")))
+    engine = Engine(spec, NoDraft(), registry.build(registry.VERIFIERS, "greedy", "verifier"), greedy=True)
+    longest = min(max(map(len, prompts)) // _CHARACTERS + 1, model.config.max_positions)
+    found = memory.decoding(engine, weights, len(prompts), longest, new)
+    memory.Budget([found], backend.device_memory()).tell()
 
 
 def defaults(own: Sequence[str], target: str) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,15 +14,14 @@ from specjax import backend, registry
 from specjax.config import RunConfig, Stage
 from specjax.costs import memory
 from specjax.costs.devices import Device
-from specjax.costs.memory import Footprint, Split, TrainingShape, bytes_on_device
+from specjax.costs.memory import Budget, Footprint, Split, TrainingShape, bytes_on_device
 from specjax.decode.arguments import bound, controller_for
 from specjax.decode.engine import Engine, NoDraft
-from specjax.errors import ConfigError, SpecjaxError
+from specjax.errors import SpecjaxError
 from specjax.interfaces import Initial, Params, TrainingForm
 from specjax.models.decode_layout import abstract_layout
 from specjax.models.hf import LoadedModel, scheme_of
 from specjax.runtime.distributed import on_main_process
-from specjax.runtime.log import note
 from specjax.training.assemble import Run, assemble
 from specjax.training.evaluate import as_evaluated
 from specjax.training.layout import Layout
@@ -34,38 +32,6 @@ from specjax.training.trainer import with_defaults
 
 STAGES, DECODING = ("target-train", "draft-pretrain", "draft-distill"), "decoding"
 JOBS = (*STAGES, DECODING)
-_CHARACTERS = 4
-"""Characters of a typical token."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """Memory that a config's jobs take, beside the memory of a device."""
-
-    footprints: list[Footprint]
-    limit: float | None
-    """Bytes of a device's memory; None: unknown."""
-    remedy: str | None = None
-    """Setting with which all jobs would fit. None: they fit as they are, or no setting that was tried is enough."""
-
-    @property
-    def exceeding(self) -> Footprint | None:
-        """Largest footprint above the limit; None: all fit."""
-        return memory.over(self.footprints, self.limit)
-
-    def to_json(self) -> dict[str, Any]:
-        """The budget as a JSON object."""
-        found = [footprint.to_json() for footprint in self.footprints]
-        return {"memory": found, "limit": self.limit, "fits": self.exceeding is None, "remedy": self.remedy}
-
-    def check(self) -> None:
-        """Raise `ConfigError` if a job does not fit, with a setting that would."""
-        too_large = self.exceeding
-        if too_large is None:
-            return
-        assert self.limit is not None
-        remedy = f"it would with {self.remedy}" if self.remedy else "give more devices (mesh), or a smaller target"
-        raise ConfigError(f"memory: {too_large} does not fit {memory.gib(self.limit)}; {remedy}")
 
 
 def run_budget(config: RunConfig, device: Device | None = None, jobs: Sequence[str] = JOBS) -> Budget:
@@ -103,28 +69,7 @@ def budget(run: Run, limit: float | None, jobs: Sequence[str]) -> Budget:
 
 def tell(run: Run, *jobs: str) -> None:
     """Print, as a job's first line, its memory on each device. Raises `ConfigError` if the device has less."""
-    _told(budget(run, backend.device_memory(), jobs))
-
-
-def _told(found: Budget) -> None:
-    if found.footprints:
-        note(f"memory: {max(found.footprints, key=lambda footprint: footprint.total)}")
-    found.check()
-
-
-def tell_generation(
-    target: LoadedModel, quantize: str | None, draft: Path | None, prompts: Sequence[str], new: int
-) -> None:
-    """Print the memory that decoding prompts of text takes, estimated from their characters. Raises `ConfigError` if
-    the device has less. ``target``: with shapes in place of weights. ``draft``: directory of a draft, whose weight
-    files are counted."""
-    spec, laid_out = abstract_layout(target.spec, scheme=scheme_of(quantize))
-    weights = {"target": bytes_on_device(laid_out)}
-    if draft is not None:
-        weights["draft"] = sum(file.stat().st_size for file in draft.glob("*.safetensors"))
-    engine = Engine(spec, NoDraft(), registry.build(registry.VERIFIERS, "greedy", "verifier"), greedy=True)
-    longest = min(max(map(len, prompts)) // _CHARACTERS + 1, target.config.max_positions)
-    _told(Budget([memory.decoding(engine, weights, len(prompts), longest, new)], backend.device_memory()))
+    budget(run, backend.device_memory(), jobs).tell()
 
 
 def footprints(run: Run, jobs: Sequence[str], limit: float | None = None) -> list[Footprint]:
