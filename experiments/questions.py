@@ -4,7 +4,7 @@
         [--new-tokens 128] [--temperatures 0 1] [--repeats 2] [--results FILE]
 
 Each question is asked in the target's chat template (`prompts.py`); of several turns each is a prompt, after the
-target's own greedy answers. Lengths are chosen by costs and acceptance measured on questions that are not asked. All
+target's own greedy answers. Lengths are chosen by costs and acceptance measured on a question that is not asked. All
 decoders take a prompt in turn; its time is the least of the repeats, of which the first one may compile. A speedup is
 plain decoding's seconds over those of the same number of tokens with the draft, summed over the prompts of a category,
 with a 95% interval over prompts (bootstrap). `tokens_a_call`: tokens of all prompts over all target calls;
@@ -37,8 +37,6 @@ from specjax.runtime import fingerprint
 from specjax.runtime.compile_cache import keep_programs
 
 PLAIN, CONTROL, BEST, ALL = "plain", "control", "best", "all"
-TUNING = 8
-"""Most questions of a category that lengths are tuned on."""
 _CONSOLE = Console(stderr=True)
 
 
@@ -89,8 +87,8 @@ def measured(
     return found
 
 
-def speedup(plain: Sequence[Answer], drafted: Sequence[Answer]) -> tuple[float, float, float]:
-    """(seconds a token of plain decoding over those with a draft, and the ends of its 95% interval over prompts)."""
+def speedup(plain: Sequence[Answer], drafted: Sequence[Answer]) -> tuple[float, np.ndarray]:
+    """(seconds a token of plain decoding over those with a draft; the same of drawn sets of as many prompts)."""
     counts = np.array(
         [(a.seconds, len(a.tokens), b.seconds, len(b.tokens)) for a, b in zip(plain, drafted, strict=True)]
     )
@@ -99,15 +97,20 @@ def speedup(plain: Sequence[Answer], drafted: Sequence[Answer]) -> tuple[float, 
         return sums[..., 0] / sums[..., 1] * sums[..., 3] / sums[..., 2]
 
     drawn = np.random.default_rng(0).integers(0, len(counts), (5_000, len(counts)))
-    low, high = np.quantile(ratio(counts[drawn].sum(axis=1)), (0.025, 0.975))
-    return float(ratio(counts.sum(axis=0))), float(low), float(high)
+    return float(ratio(counts.sum(axis=0))), ratio(counts[drawn].sum(axis=1))
+
+
+def interval(drawn: np.ndarray) -> dict[str, float]:
+    """Ends of the 95% interval."""
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return {"low": float(low), "high": float(high)}
 
 
 def row(name: str, category: str, temperature: float, plain: list[Answer], drafted: list[Answer]) -> dict[str, Any]:
     stats = drafted[0].stats
     for answer in drafted[1:]:
         stats = stats + answer.stats
-    ratio, low, high = speedup(plain, drafted)
+    ratio, drawn = speedup(plain, drafted)
     identical = sum(a.tokens == b.tokens for a, b in zip(plain, drafted, strict=True)) if temperature == 0 else None
     return {
         "drafter": name,
@@ -119,8 +122,7 @@ def row(name: str, category: str, temperature: float, plain: list[Answer], draft
         "tokens_a_call_mean": float(np.mean([answer.stats.block_efficiency for answer in drafted])),
         "acceptance_at": stats.conditional_acceptance_at,
         "speedup": ratio,
-        "low": low,
-        "high": high,
+        **interval(drawn),
         "identical": identical,
     }
 
@@ -128,19 +130,18 @@ def row(name: str, category: str, temperature: float, plain: list[Answer], draft
 def rows_of(answers: Mapping[str, list[Answer]], prompts: Sequence[Prompt], temperature: float) -> Iterator[dict]:
     """Figures of each drafter in each category, and the mean of its categories."""
     categories = sorted({prompt.category for prompt in prompts})
-    for name in answers.keys() - {PLAIN}:
-        found = []
+    for name in answers:
+        if name == PLAIN:
+            continue
+        ratios = []
         for category in categories:
             of_it = [i for i, prompt in enumerate(prompts) if prompt.category == category]
-            both = ([answers[side][i] for i in of_it] for side in (PLAIN, name))
-            found.append(row(name, category, temperature, *both))
-        yield from found
-        both = (answers[PLAIN], answers[name])
-        whole = row(name, ALL, temperature, *both)
-        # The interval of the mean is that of the pooled ratio, about the mean.
-        mean = float(np.mean([figures["speedup"] for figures in found]))
-        shift = mean - whole["speedup"]
-        yield whole | {"speedup": mean, "low": whole["low"] + shift, "high": whole["high"] + shift}
+            plain, drafted = ([answers[side][i] for i in of_it] for side in (PLAIN, name))
+            yield row(name, category, temperature, plain, drafted)
+            ratios.append(speedup(plain, drafted))
+        mean, drawn = (np.mean(each, axis=0) for each in zip(*ratios, strict=True))
+        whole = row(name, ALL, temperature, answers[PLAIN], answers[name])
+        yield whole | {"speedup": float(mean), **interval(drawn)}
 
 
 def with_best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -192,7 +193,7 @@ def main() -> None:
     columns = dict(pair.split("=", 1) for pair in args.columns)
     everything = by_category([q for file in args.files for q in read_questions(file, columns)])
     chosen = {name: by_category(of_it, args.limit)[name] for name, of_it in everything.items()}
-    left = [q for name, of_it in everything.items() for q in of_it if q not in chosen[name]][:: args.limit][:TUNING]
+    left = [q for name, of_it in everything.items() for q in of_it if q not in chosen[name]]
     prompts = asked(target, [q for of_it in chosen.values() for q in of_it], args.new_tokens)
     decoders, rows = decoders_of(args, target), []
     for temperature in args.temperatures:

@@ -30,14 +30,26 @@ def test_figures_of_categories_and_of_all():
     assert code["tokens_a_call_mean"] == pytest.approx((2 + 4 / 3) / 2)
     assert (code["speedup"], prose["speedup"], whole["speedup"]) == (2.0, 0.5, 1.25)
     assert code["low"] == code["high"] == 2.0
-    assert whole["low"] < 1.25 < whole["high"]
+    assert whole["low"] == whole["high"] == 1.25  # prompts are drawn within their category
     assert (code["identical"], code["prompts"], whole["tokens"]) == (2, 2, 40)
     assert {rows[CONTROL, name]["speedup"] for name in ("code", "prose", ALL)} == {1.0}
 
 
 def test_a_speedup_is_that_of_equal_tokens():
-    ratio, _, _ = questions.speedup([answer(2.0, 10, 10)], [answer(2.0, 20, 20)])
+    ratio, _ = questions.speedup([answer(2.0, 10, 10)], [answer(2.0, 20, 20)])
     assert ratio == 2.0
+
+
+def test_the_interval_of_the_mean_is_that_of_its_categories():
+    uneven = [answer(0.5, 10, 5), answer(4.0, 20, 15), answer(4.0, 10, 10)]
+    rows = {
+        r["category"]: r
+        for r in questions.rows_of({**ANSWERS, "draft": uneven}, PROMPTS, 0.0)
+        if r["drafter"] == "draft"
+    }
+    assert rows["code"]["low"] < rows["code"]["speedup"] < rows["code"]["high"]
+    for end in ("low", "speedup", "high"):
+        assert rows[ALL][end] == pytest.approx((rows["code"][end] + rows["prose"][end]) / 2)
 
 
 def test_an_answer_that_differs_is_counted():

@@ -82,9 +82,14 @@ def write_gguf(
         kind = next((kind for part, kind in (kinds or {}).items() if part in name), "F32")
         of = gguf.GGMLQuantizationType[kind]
         writer.add_tensor(theirs, gguf.quants.quantize(tensor, of), raw_dtype=of)
+    finish(writer)
+    return file, model
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write what was added."""
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
-    return file, model
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, pre: str, control: set[str]) -> None:

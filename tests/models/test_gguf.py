@@ -26,7 +26,7 @@ from specjax.models.gguf.tensors import Place, opened
 from specjax.models.gguf.tokenizer import SPLITS, Vocabulary, tokenizer_of
 from specjax.models.hf import abstract_model, load_model
 from tests.models.directories import same_params
-from tests.models.gguf_files import add_tokenizer, write_gguf
+from tests.models.gguf_files import add_tokenizer, finish, write_gguf
 from tests.models.variants import VARIANTS
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
@@ -101,8 +101,7 @@ def test_values_of_types_that_the_package_only_reads(kind, tmp_path):
     rows = np.random.default_rng(0).integers(0, 60, (6, 512 // values * size), np.uint8)
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
     writer.add_tensor("some", rows, raw_dtype=of)
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-        step()
+    finish(writer)
     header = read_header(tmp_path / "x.gguf")
     with opened(header, {"ours": Place("some", heads=1)}) as stored:
         assert stored["ours"].header() == ((6, 512), "F32")
@@ -296,8 +295,7 @@ def test_token_ids_are_those_of_the_same_tokenizer_json(pre, tmp_path):
     writer = gguf.GGUFWriter(file, "llama")
     add_tokenizer(writer, theirs, pre, {"<|end|>", "<s>"})
     writer.add_add_bos_token(False)
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-        step()
+    finish(writer)
     ours = tokenizer_of(read_header(file))
     ignoring = SPLITS[pre].whole
     if ignoring:
@@ -313,8 +311,7 @@ def test_a_piece_that_is_a_token_is_taken_whole_where_the_model_does(pre, ids, t
     file = tmp_path / "tokens.gguf"
     writer = gguf.GGUFWriter(file, "llama")
     add_tokenizer(writer, Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[])), pre, set())
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-        step()
+    finish(writer)
     assert tokenizer_of(read_header(file))("ab")["input_ids"] == ids
 
 
@@ -363,8 +360,7 @@ def test_token_ids_of_sentencepiece_are_those_of_the_same_tokenizer_json(archite
     writer.add_eos_token_id(2)
     if architecture != "llama":
         writer.add_add_space_prefix(False)
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-        step()
+    finish(writer)
     ours = tokenizer_of(read_header(file))
     for line in mixed_lines():
         assert ours(line)["input_ids"] == [1, *theirs.encode(line).ids], line

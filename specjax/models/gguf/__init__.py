@@ -3,9 +3,8 @@ in a file, ``architectures`` what its names mean, ``tensors`` reads the weights,
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,6 @@ class GGUFFile:
     def check(self) -> None:
         """Nothing: the header is checked when it is read, and there is no manifest."""
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[StoredTensors]:
+    def opened(self) -> AbstractContextManager[StoredTensors]:
         """The tensors by their Hugging Face names."""
-        with opened(self.header, places_of(self.header), ROPE_TENSORS) as stored:
-            yield stored
+        return opened(self.header, places_of(self.header), ROPE_TENSORS)

@@ -210,8 +210,7 @@ def places_of(header: Header) -> dict[str, Place]:
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are settings: divisors of the rotary frequencies."""
-_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_LLAMA3 |= {"original_max_position_embeddings": 8192}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def _scaling(values: Values) -> dict[str, Any] | None:
@@ -244,9 +243,9 @@ def _of_divisors(values: Values, divisors: np.ndarray) -> dict[str, Any]:
     factor = float(divisors.max())
     theta, size = values.get("rope.freq_base", 10_000.0), 2 * len(divisors)
     wavelengths = 2 * np.pi * theta ** (np.arange(0, size, 2) / size)
-    low, high, original = 1.0, 4.0, _LLAMA3["original_max_position_embeddings"]
+    low, high, original = _LLAMA3.values()
     smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
     if not np.allclose(divisors, expected, rtol=1e-3):
         raise ModelError(f"{values.header.file}: rope_freqs.weight holds no scaling of Llama 3's, and no other is read")
-    return {**_LLAMA3, "factor": factor}
+    return {"rope_type": "llama3", "factor": factor, **_LLAMA3}

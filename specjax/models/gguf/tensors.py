@@ -104,11 +104,11 @@ def opened(header: Header, places: dict[str, Place], others: Collection[str] = (
     """The tensors by their Hugging Face names. ``places``: where each lies. ``others``: names that are no weights. Any
     other tensor of the file keeps its own name, and is refused by it. Raises `ModelError` for a file that lacks one, or
     is cut short."""
-    missing = sorted({place.name for place in places.values()} - header.tensors.keys())
+    used = {place.name for place in places.values()}
+    missing = sorted(used - header.tensors.keys())
     if missing:
         listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise ModelError(f"{header.file}: tensors are missing: {listed}; fetch it again, or convert the model again")
-    used = {place.name for place in places.values()}
     rest = {name: Place(name) for name in header.tensors.keys() - used - {*others}}
     found = {}
     for name, place in {**places, **rest}.items():
