@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from specjax.cli.entry import ConfigPath, Overrides
 from specjax.cli.options import OPTION_NAMES, app, command, with_sampling_options
-from specjax.errors import SpecjaxError
+from specjax.errors import ConfigError, SpecjaxError
 from specjax.models.files import plain_json, write_atomically
 from specjax.report.labels import counted
 from specjax.runtime import memory
@@ -321,14 +322,36 @@ def generate_data(
     draft: Annotated[
         str | None, typer.Option(help="Draft that helps: a directory or hub id.", show_default="the run's, if any")
     ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N", help="Of the target's chats, write only part I of N, counted from 1.", show_default="all"
+        ),
+    ] = None,
 ) -> None:
     """Let the target write the data that the config's distillation trains on. Resumable."""
-    from specjax.jobs.generate_data import make_data
+    from specjax.data.self_chat import summary
+    from specjax.jobs.generate_data import make_chats, make_data, writes_chats
 
-    made = _with_bars(_load(config, overrides), make_data, out, draft)
+    settings = _load(config, overrides)
+    if writes_chats(settings, shard):
+        made = _with_bars(settings, make_chats, out, _share(shard))
+        missing = ", ".join(map(str, made["missing"]))
+        told = f"shards that other parts write, or missing: {missing}" if missing else summary(made)
+        print(f"{made['directory']}: {told}")
+        return
+    made = _with_bars(settings, make_data, out, draft)
     shards = counted(len(made["shards"]), "shard")
     counts = f"{counted(made['sequences'], 'sequence')}, {made['emitted']:,} tokens in {shards}"
     print(f"{made['directory']}: {counts}, block efficiency {made['block_efficiency']:.2f}")
+
+
+def _share(shard: str | None) -> tuple[int, int]:
+    """(number of the part from 0, number of parts) of an option such as 2/8."""
+    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", shard or "1/1")
+    if found is None or int(found[1]) > int(found[2]):
+        raise ConfigError(f"--shard: {shard!r}; give the part and the number of parts, from 1/8 to 8/8")
+    return int(found[1]) - 1, int(found[2])
 
 
 @command()

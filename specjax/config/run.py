@@ -82,6 +82,14 @@ class RunConfig:
         return self
 
     @model_validator(mode="after")
+    def _target_can_chat(self) -> RunConfig:
+        if self.data.kind == "self_chat" and self.target.path is None:
+            raise ValueError(
+                "data.kind=self_chat with a target from scratch, which has learned no chat; give target.path"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _losses_take_the_cache(self) -> RunConfig:
         stages = [stage for stage in (self.draft.pretrain, self.distill) if stage.teacher == "cached"]
         # For a draft that reads hidden states the cache holds those, which give the whole distribution.

@@ -24,6 +24,7 @@ from specjax.config.fields import (
     kind_in,
     path_or,
 )
+from specjax.config.self_chat import SelfChat
 from specjax.errors import ConfigError
 from specjax.registry import DATA, DRAFTS, INITS, LOSSES, OUTSIDE, build
 
@@ -160,7 +161,14 @@ Column = Literal[
 class Data:
     """Text to train on and to measure on."""
 
-    path: Name
+    kind: Literal["text", "self_chat"] = "text"
+    """`text`: the documents of `path`. `self_chat`: chats that the target writes by itself, with those documents mixed
+    in if `path` is given."""
+    self_chat: SelfChat | None = None
+    """The chats of `kind: self_chat`; None: as many and such as by default."""
+    mixed: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of the text that the documents of `path` make beside the target's chats, counted in characters."""
+    path: Name | None = None
     """`python-stdlib`; a text, .jsonl or .parquet file, or a directory of them; or `hf:NAME`, for a data set on the hub
     or a directory that the `datasets` library loads. A record has `text`, or `prompt` and `completion`, or a chat
     (`messages`; ShareGPT's `conversations`; Alpaca's `instruction`, `input`, `output`), and perhaps a label,
@@ -178,6 +186,22 @@ class Data:
     on_bad: Literal["error", "skip"] = "error"
     """Response to malformed lines, text that is not UTF-8, empty shards and documents shorter than two tokens: stop, or
     count and skip them."""
+
+    @property
+    def chats(self) -> SelfChat:
+        """The settings of `self_chat`, filled in."""
+        return self.self_chat or SelfChat()
+
+    @model_validator(mode="after")
+    def _has_text(self) -> Data:
+        if self.kind == "text" and self.path is None:
+            raise ValueError(
+                "no path: give a file, a directory, hf:NAME or python-stdlib, or kind=self_chat, for chats that the "
+                "target writes"
+            )
+        if self.kind == "text" and self.self_chat is not None:
+            raise ValueError("self_chat without kind=self_chat, so that no chat is written; set it, or drop self_chat")
+        return self
 
 
 @dataclass(frozen=True, config=STRICT)

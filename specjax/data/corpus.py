@@ -216,10 +216,20 @@ def _turns(
         else:
             documents.append(((Part(before, True), answered), asks))
         written = before + answered.text
-    if written is not None and after.startswith(written) and len(after) > len(written):
+    if documents and document.cut:
+        documents[-1] = _broken_off(*documents[-1], document.messages[-1])
+    elif written is not None and after.startswith(written) and len(after) > len(written):
         parts, asks = documents[-1]
         documents[-1] = ((*parts, Part(after[len(written) :], True)), asks)
     return [(parts, asks) for parts, asks in documents if not all(part.is_prompt for part in parts)]
+
+
+def _broken_off(parts: tuple[Part, ...], asks: str, answer: Mapping[str, Any]) -> tuple[tuple[Part, ...], str]:
+    """The parts without what the template writes behind the words of the last ``answer``, which breaks off."""
+    *before, last = parts
+    at = last.text.rfind(answer["content"].strip())
+    end = at + len(answer["content"].strip())
+    return (*before, dataclasses.replace(last, text=last.text[: end if at >= 0 else None])), asks
 
 
 def _parted(text: str, other: str) -> tuple[str, str]:

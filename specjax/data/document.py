@@ -23,7 +23,7 @@ class Document:
     none, all of the text is to be predicted. ``messages``: a chat, whose ``text`` is its JSON until `corpus.rendered`;
     ``tools``: tools that its assistant may call; ``asks``: text that its template writes between a question and an
     answer to come, and leaves out once the answer is there (the opening of a thought). ``cut_from``: digest of the
-    longer document that this is a piece of."""
+    longer document that this is a piece of. ``cut``: True for a chat whose last answer breaks off."""
 
     name: str
     text: str
@@ -33,6 +33,7 @@ class Document:
     tools: tuple[Any, ...] = ()
     asks: str = ""
     cut_from: str = ""
+    cut: bool = False
 
     @property
     def digest(self) -> str:

@@ -2,9 +2,9 @@
 
 A record is a mapping with ``text``; or ``prompt`` and ``completion``, of text or of messages; or a chat: ``messages``,
 ShareGPT's ``conversations`` (from, value), or Alpaca's ``instruction``, ``input`` and ``output``
-(specjax.data.chats). ``source``, a string, labels its origin. ``columns`` maps these keys to a record's own names.
-Without it, a record with two of these shapes is refused, and so is one with a field that changes the meaning of its
-prompt and is not read.
+(specjax.data.chats). ``source``, a string, labels its origin; ``cut: true`` says that a chat's last answer breaks off.
+``columns`` maps these keys to a record's own names. Without it, a record with two of these shapes is refused, and so is
+one with a field that changes the meaning of its prompt and is not read.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def parse(record: Any, name: str, source: str, where: str, columns: Mapping[str,
         except ValueError as error:
             raise DataError(f"{where}{error}") from None
         text = json.dumps([*messages, {"tools": tools}] if tools else messages, sort_keys=True, ensure_ascii=False)
-        return Document(name, text, source, messages=messages, tools=tools)
+        return Document(name, text, source, messages=messages, tools=tools, cut=record.get("cut") is True)
     texts = [_string(record, key, where) for key in shape]
     if len(texts) == 1:
         return Document(name, texts[0], source)

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -272,6 +272,50 @@ class Decoder:
             reason = finish_reason(host.finish[0], run.cut(0)) if done else None
             stats, seconds = stats_by_row(host, self._drafter.max_depth)[0], run.looks[-1].seconds
             yield Event(tokens, text, pieces, stats, done, seconds, values, reason)
+
+    def generate_each(
+        self, requests: Iterable[Mapping[str, Any] | None], *, rows: int, most_tokens: int
+    ) -> Iterator[tuple[int, GenerationResult]]:
+        """Decode requests through ``rows`` rows of one program: whenever a row ends, the next request takes its place.
+        A request gets the tokens that it gets alone.
+
+        Args:
+            requests: arguments of `stream` each, with ``prompt``, but no ``stop_strings``, ``logprobs`` or
+                ``logits_processor``. They are drawn when a row is free, so an iterator may make them from earlier
+                results; it gives None where the next one needs a result that is still to come.
+            rows: number of rows that decode together.
+            most_tokens: most tokens of a request, prompt and budget together, which sets the size of the cache.
+
+        Returns:
+            Pairs (number of the request, its result), in the order in which the requests end.
+
+        Raises:
+            DataError: an argument cannot be used, or a request exceeds ``most_tokens``.
+        """
+        engine, params = self.engine(False, rows)
+        scheduler = Scheduler(engine, params, rows)
+        slots = request_lib.padded_sizes(self.target, self._drafter.num_nodes, rows, 1, most_tokens - 1)[-1][-1]
+        detokenize = self._detokenizer(True)
+        running: dict[int, _Run] = {}
+
+        def batches() -> Iterator[Batch | None]:
+            number = 0
+            for request in requests:
+                if request is None:
+                    yield None
+                    continue
+                given = {"max_new_tokens": 128, "seed": 0, "ignore_eos": False} | dict(request)
+                own = [given.pop(name) for name in ("prompt", "max_new_tokens", "seed", "ignore_eos")]
+                run = self._run([own[0]], own[1], [own[2]], own[3], sampling=given)
+                if run.batch.slots[-1] > slots:
+                    raise DataError(f"request {number}: its prompt and budget exceed most_tokens={most_tokens}")
+                running[number], number = run, number + 1
+                yield dataclasses.replace(run.batch, slots=(slots,))
+
+        for number, host in scheduler.run(batches()):
+            run = running.pop(number)
+            run.looks.append(HostSync(time.perf_counter() - run.start, np.asarray(host.lengths)))
+            yield number, self._result(dataclasses.replace(run, engine=engine), host, detokenize)
 
     def compile(
         self,

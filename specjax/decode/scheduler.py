@@ -23,6 +23,9 @@ from specjax.interfaces import STOP_STRING, UNFINISHED, Controller, DecodeState
 from specjax.models.cache import first, insert, num_slots
 from specjax.runtime.signals import ctrl_c_waits
 
+_END: Any = object()
+"""Mark of the end of the requests."""
+
 
 class Scheduler:
     """A host queue over ``rows`` rows of a decoder's program. ``state``: the state of the engine. ``done``, ``lengths``
@@ -127,20 +130,25 @@ class Scheduler:
         self.release([row])
         return jax.device_get(seen)
 
-    def run(self, batches: Iterable[Batch]) -> Iterator[tuple[int, DecodeState]]:
+    def run(self, batches: Iterable[Batch | None]) -> Iterator[tuple[int, DecodeState]]:
         """Results of requests, one a batch, served in the order of their arrival: (number of the request, state of its
-        row), in the order in which they finish."""
+        row), in the order in which they finish. None in place of a batch: no request before the next result. Raises
+        `DataError` if there is no row at work that could give one."""
         waiting, number, of_row = iter(batches), 0, {}
         more = True
         while more or of_row:
             while more and self.free:
-                batch = next(waiting, None)
-                more = batch is not None
-                if batch is not None:
+                batch = next(waiting, _END)
+                if batch is None:
+                    break
+                more = batch is not _END
+                if more:
                     (row,) = self.insert(batch)
                     of_row[row], number = number, number + 1
             if of_row:
                 self.chunk(stop_after=1)
+            elif more:
+                raise DataError("scheduler: no request and no row at work; end the requests, or give one")
             for row in [row for row in of_row if self.done[row]]:
                 yield of_row.pop(row), self.take(row)
 

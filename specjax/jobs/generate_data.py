@@ -14,10 +14,37 @@ from specjax.jobs import inputs
 from specjax.models.hf import LoadedModel
 from specjax.runtime import artifact
 from specjax.runtime.progress import Bars, no_bars
+from specjax.training.assemble import assemble
+from specjax.training.sources import self_chat
 from specjax.training.sources.generated import Generated
 from specjax.training.sources.text import DraftHandle
 
 _STAGE = "draft-distill"
+
+
+def writes_chats(config: RunConfig, shard: str | None) -> bool:
+    """True if the target's chats are all the data to write. Raises `ConfigError` for a ``shard`` of other data."""
+    source = registry.build(registry.DATA, config.distill.data, "distill.data")
+    chats = config.data.kind == "self_chat"
+    if shard is not None and not chats:
+        raise ConfigError(f"--shard: {shard!r} needs data.kind=self_chat; other data is written by one process")
+    return chats and (shard is not None or not isinstance(source, Generated))
+
+
+def make_chats(config: RunConfig, out: Path | None, share: tuple[int, int], bars: Bars = no_bars) -> dict[str, Any]:
+    """Write the chats of `data.kind: self_chat` in ``out`` (None: the directory where the run will look for them), or
+    the shards i, i + n, i + 2n, ... of them, ``share`` = (i, n). A run whose `data.self_chat.path` is ``out`` trains on
+    them. Returns the counts of the data set, if it is whole, the ``missing`` shards and ``directory``."""
+    run = assemble(config)
+    files = inputs.chat_files(run, inputs.load_target(run, str(config.target.path)))
+    files = files if out is None else dataclasses.replace(files, directory=out)
+    own = len(range(share[0], files.count, share[1]))
+    with inputs.naming_inputs(config), bars("self-chat", own * files.settings.shard_size) as progress:
+        missing = self_chat.write(files, share, progress)
+        if not missing:
+            self_chat.read(files)
+    facts = {} if missing else artifact.read_provenance(files.directory)
+    return {**facts, "missing": missing, "directory": str(files.directory)}
 
 
 def make_data(config: RunConfig, out: Path | None, draft: str | None, bars: Bars = no_bars) -> dict[str, Any]:

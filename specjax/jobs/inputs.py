@@ -20,6 +20,7 @@ from specjax.data import chat_template as chat
 from specjax.data import corpus
 from specjax.data.corpus import BadRecordPolicy, Document
 from specjax.data.rows import ConcatenatedRows, Rows, RowsToCount, pack
+from specjax.data.self_chat import summary
 from specjax.data.tokenizer import train_tokenizer
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
@@ -29,11 +30,14 @@ from specjax.models.files import import_transformers, write_json, write_manifest
 from specjax.models.hf import LoadedModel, load_model
 from specjax.runtime import artifact, fingerprint
 from specjax.runtime.distributed import on_main_process
+from specjax.runtime.log import note
 from specjax.runtime.progress import Bars, no_bars
 from specjax.training.assemble import Run, assemble
 from specjax.training.exports import WEIGHTS, card, export, parameter_count, set_aside_if_damaged
 from specjax.training.init.cached import FirstWeights
 from specjax.training.init.first_weights import check_length, target_model, target_stage
+from specjax.training.sources import self_chat
+from specjax.training.sources.self_chat import ChatFiles
 from specjax.training.sources.text import SourceContext
 from specjax.training.trainer import StageData, Trainer
 
@@ -72,18 +76,9 @@ def prepare(config: RunConfig, bars: Bars = no_bars, jobs: Sequence[str] = (memo
     memory that the following ``jobs`` take, or refuse them."""
     run = assemble(config)
     memory.tell(run, *jobs)
-    data, bad = config.data, BadRecordPolicy(config.data.on_bad)
-    documents = Corpus(
-        *corpus.split_held_out(corpus.read_documents(data.path, bad, data.hub, {**data.columns}), data.held_out)
-    )
-    for side, name in ((documents.train, "training"), (documents.held_out, "measuring")):
-        if not side:
-            raise DataError(
-                f"data.path: {data.path!r}: none of its documents ({len(documents.train + documents.held_out)}) "
-                f"is left for {name} at data.held_out={data.held_out:g}; give more, smaller documents "
-                "or another data.held_out"
-            )
+    bad = BadRecordPolicy(config.data.on_bad)
     if config.target.path is None:
+        documents = _split(config, _own_text(config, bad))
         tokenizer = _tokenizer(config, documents)
         documents, train, held_out = _rows(config, documents, tokenizer, (tokenizer.eos_token_id,), bad)
         target = _target_from_scratch(run, documents, tokenizer, (train, held_out), bars)
@@ -93,7 +88,69 @@ def prepare(config: RunConfig, bars: Bars = no_bars, jobs: Sequence[str] = (memo
         missing = "tokenizer" if target.tokenizer is None else "end-of-sequence id"
         raise ConfigError(f"target.path: {config.target.path!r} has no {missing}, which the corpus needs; add it there")
     check_length(config, target.config, "target")
+    documents = _split(config, _documents(run, target, bad, bars))
     return Prepared(run, target, *_rows(config, documents, target.tokenizer, target.eos_ids, bad), bad)
+
+
+def _own_text(config: RunConfig, bad: BadRecordPolicy) -> list[Document]:
+    data = config.data
+    return [] if data.path is None else corpus.read_documents(data.path, bad, data.hub, {**data.columns})
+
+
+def chat_files(run: Run, target: LoadedModel) -> ChatFiles:
+    """The chats of `data.kind: self_chat`, which this target writes."""
+    data = run.config.data
+    directory = run.directory("self-chat") if data.chats.path is None else Path(data.chats.path).expanduser()
+    return ChatFiles(directory, data.chats, target, data.seq_len - 1, run.config.seed)
+
+
+def _documents(run: Run, target: LoadedModel, bad: BadRecordPolicy, bars: Bars) -> list[Document]:
+    """The text of the run: its documents, or the target's chats, which are written if they are missing, and a share of
+    its documents."""
+    config, own = run.config, _own_text(run.config, bad)
+    if config.data.kind == "text":
+        return own
+    files = chat_files(run, target)
+
+    def written() -> None:
+        with naming_inputs(config), bars("self-chat", files.settings.chats) as progress:
+            self_chat.write(files, progress=progress)
+
+    on_main_process(written)
+    chats = self_chat.read(files)
+    note(f"{files.directory}: {summary(artifact.read_provenance(files.directory))}")
+    return [*chats, *_mixed(chats, own, config.data.mixed)]
+
+
+def _mixed(chats: Sequence[Document], own: Sequence[Document], share: float) -> list[Document]:
+    """The ``own`` documents, in the order of their hashes, up to this share of all characters."""
+    written = sum(len(document.text) for document in chats)
+    room, chosen = share / (1 - share) * written, []
+    for document in sorted(own, key=lambda document: document.digest):
+        if room <= 0:
+            break
+        chosen.append(document)
+        room -= len(document.text)
+    if own:
+        taken = sum(len(document.text) for document in chosen)
+        found, all_of = taken / (taken + written), "" if len(chosen) < len(own) else ", which are all"
+        documents = f"{len(chosen):,} of {len(own):,} documents{all_of}"
+        note(f"data.path: {documents}: {found:.0%} of the text, {share:.0%} asked for")
+    return chosen
+
+
+def _split(config: RunConfig, documents: Sequence[Document]) -> Corpus:
+    """The documents to train on and those to measure on."""
+    data = config.data
+    found = Corpus(*corpus.split_held_out(documents, data.held_out))
+    for side, name in ((found.train, "training"), (found.held_out, "measuring")):
+        if not side:
+            raise DataError(
+                f"data.path: {data.path!r}: none of its documents ({len(documents)}) "
+                f"is left for {name} at data.held_out={data.held_out:g}; give more, smaller documents "
+                "or another data.held_out"
+            )
+    return found
 
 
 def load_target(run: Run, path: str | Path) -> LoadedModel:

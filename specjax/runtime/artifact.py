@@ -228,7 +228,7 @@ def _read(file: Path) -> dict[str, Any] | None:
 def write(file: Path, content: bytes, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Write a file, and after it a record with its SHA-256 and ``facts`` about it; return the record. Raises
     `TrainingError` if they cannot be written; nothing half-written stays."""
-    record = {_OWN: hashlib.sha256(content).hexdigest(), **facts}
+    record = {**facts, _OWN: hashlib.sha256(content).hexdigest()}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, content, alone=True)

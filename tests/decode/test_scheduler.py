@@ -73,6 +73,47 @@ def test_a_row_of_the_queue_is_that_of_generate():
         assert row.tokens[0, len(prompt) : int(row.lengths[0])].tolist() == want.tokens[0]
 
 
+@pytest.mark.parametrize("kind", ["plain", "draft"])
+def test_requests_made_from_earlier_results_get_what_they_get_alone(kind):
+    """A second request goes on where the first one ended; while none has ended, there is none to give."""
+    decoder, asked = decoders(kind), []
+    firsts = [{"prompt": [i, 1, 2], "max_new_tokens": 5 + 7 * i, "seed": i, "temperature": 1.0} for i in range(4)]
+    waiting, given = [*firsts], []
+
+    def requests():
+        while len(given) < 8:
+            if waiting:
+                given.append(waiting.pop(0))
+                yield given[-1]
+            else:
+                asked.append(len(given))
+                yield None
+
+    found = {}
+    for number, result in decoder.generate_each(requests(), rows=6, most_tokens=60):
+        found[number] = result
+        own = given[number]
+        if len(own["prompt"]) == 3:
+            prompt = [*own["prompt"], *result.tokens[0]]
+            waiting.append({**own, "prompt": prompt, "max_new_tokens": 9, "temperature": 0.0, "ignore_eos": True})
+    assert sorted(found) == [*range(8)]
+    assert asked, "some rows waited"
+    for number, request in enumerate(given):
+        own = dict(request)
+        alone = decoder.generate([own.pop("prompt")], **{**own, "seed": [own["seed"]]})
+        assert found[number].tokens == alone.tokens
+        assert found[number].finish_reasons == alone.finish_reasons
+        assert found[number].stats == alone.stats
+
+
+def test_a_queue_of_requests_refuses_what_does_not_fit():
+    decoder = decoders("plain")
+    with pytest.raises(DataError, match="request 1: its prompt and budget exceed most_tokens=200"):
+        list(decoder.generate_each([{"prompt": [1], "max_new_tokens": n} for n in (5, 400)], rows=2, most_tokens=200))
+    with pytest.raises(DataError, match="no request and no row at work"):
+        list(decoder.generate_each([{"prompt": [1], "max_new_tokens": 2}, None, None], rows=2, most_tokens=9))
+
+
 def test_no_finished_row_sizes_a_bucket():
     """The first row has the room for a long text and is over after 213 tokens; the other goes on in 256 slots."""
     decoder = Decoder(prefix_model(0, vocab_size=7), DraftModel(prefix_model(0, vocab_size=7), 3))
