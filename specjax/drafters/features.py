@@ -28,6 +28,7 @@ from specjax.interfaces import (
     PLAIN,
     Bound,
     BoundDrafter,
+    NarrowHead,
     Output,
     Params,
     Reads,
@@ -153,6 +154,12 @@ class FeatureModel:
     def over_all(self, logits: Float[Array, "B T W"]) -> Float[Array, "B T V"]:
         """``logits`` of the draft vocabulary, extended to the target's vocabulary."""
         return logits if self.vocabulary is None else self.vocabulary.over_all(logits)
+
+    def narrow(self, params: Params) -> NarrowHead | None:
+        """The head over the draft vocabulary alone; None without one."""
+        if self.vocabulary is None:
+            return None
+        return NarrowHead(self.vocabulary.ids, lambda final: self.scaled(self.module(params).head(final, wide=True)))
 
     @property
     def in_vocabulary(self) -> Bool[Array, " V"] | None:

@@ -198,7 +198,7 @@ class TrainedRows(TrainedFeatureDraft):
             kv = self._seen(batch, depth, true, own)
             final, features, layers = model(params, tokens, features, positions, kv, self.form)
             tokens, features = model.behind(params, tokens, features)
-            yield Prediction(final, head, weight, None, share, model.in_vocabulary)
+            yield Prediction(final, head, weight, None, share, model.in_vocabulary, model.narrow(params))
             if true is None:
                 true = layers
             else:  # the block that ends at t continues the one that ends at t - 1

@@ -97,6 +97,10 @@ class Model(abc.ABC):
         """Numbers of the widest array of a layer, for each token of a prompt; 0: not known."""
         return 0
 
+    def narrowed(self, params: Params, ids: Int[np.ndarray, " W"]) -> Params | None:
+        """``params`` with which `head` makes the logits of ``ids`` alone; None: it cannot."""
+        return None
+
     @abc.abstractmethod
     def __call__(
         self,

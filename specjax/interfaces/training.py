@@ -65,6 +65,8 @@ class Batch:
     streams: tuple[Float[Array, "B T D"], ...] | None = None
     """Residual streams that the draft's `Reads` name, cached, and behind them `Output.final`; None: the target is
     asked."""
+    logsumexp: Float[Array, "B T"] | None = None
+    """Logsumexp of the target's logits, cached with the streams."""
 
     @staticmethod
     def of_rows(rows: Iterable[Batch]) -> Batch:
@@ -90,6 +92,14 @@ class Batch:
         return documents if documents is None or model.takes_documents else documents.mask
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class NarrowHead:
+    """A head over a draft vocabulary alone. ``head(hidden)[..., i]`` is the logit of ``ids[i]``; the ids ascend."""
+
+    ids: Int[np.ndarray, " W"]
+    head: Callable[[Float[Array, "B C D"]], Float[Array, "B C W"]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Prediction:
     """One prediction of every position, in a drafter's training forward. ``head(hidden[:, a:b])`` are the logits of
@@ -104,6 +114,8 @@ class Prediction:
     share: float = 1.0
     in_vocabulary: Bool[Array, " V"] | None = None
     """Draft vocabulary: a loss compares with the target's distribution over these ids. None: all."""
+    narrow: NarrowHead | None = None
+    """Head over the draft vocabulary alone, on which training costs less; None: there is none."""
     loss_logits: Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]] | None = None
     """Logits that a loss compares, if the drafter draws from fewer tokens; None: those of ``head``."""
     confidence: Callable[[Float[Array, "B C D"]], Float[Array, "B C"]] | None = None

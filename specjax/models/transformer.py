@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -222,6 +223,14 @@ class Model(interfaces.Model):
     def head(self, params: Params, final: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of the ``final`` output of a forward pass."""
         return self.module(params).logits(final)
+
+    def narrowed(self, params: Params, ids: Int[np.ndarray, " W"]) -> Params | None:
+        name = "embedding" if self.config.tie_embeddings else "head"
+        if any(isinstance(leaf, kernels.Kernel) for leaf in kernels.leaves_of(params[name])):
+            return None
+        if self.config.tie_embeddings:
+            return {**params, name: params[name][ids]}
+        return {**params, name: jax.tree.map(lambda x: x[..., ids], params[name])}
 
     def __call__(
         self,

@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import backend
-from specjax.interfaces import FullLogits, Output, Params, Prediction, TopKLogits
+from specjax.interfaces import FullLogits, NarrowHead, Output, Params, Prediction, TopKLogits
 from specjax.models.vocabulary import NEVER, TokenRows
 
 Head = Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]]
@@ -39,6 +39,20 @@ class Teacher:
         if out.final is None:
             return cls(FullLogits(out.logits))
         return cls(out.final, functools.partial(spec.head, params))
+
+    def narrowed(self, head: Head, logsumexp: Float[Array, "B T"]) -> Teacher:
+        """The teacher whose ``head`` makes logits of a draft vocabulary alone, and whose logits of all ids have this
+        ``logsumexp``."""
+        return Teacher((self.values, logsumexp), lambda values: head(values[0]))
+
+    def logsumexp(self, rows: TokenRows | None) -> Float[Array, "B T"]:
+        """Logsumexp of the logits at every position, a few positions at a time."""
+
+        def of(values: Any) -> Array:
+            logits = self.logits(values).logits
+            return jax.nn.logsumexp((logits if rows is None else rows.over(logits)).astype(jnp.float32), axis=-1)
+
+        return mapped(of, self.values, self.chunk)
 
     def logits(self, values: Any) -> Any:
         """`FullLogits` of ``values`` at some positions (cached logits as they are); no gradient goes through."""
@@ -67,6 +81,16 @@ class Positions:
 
 
 @flax.struct.dataclass
+class Narrowed:
+    """Facts about all ids, beside logits of a draft vocabulary alone."""
+
+    has_label: Bool[Array, "B C"]
+    """True where the text's token is in the draft vocabulary."""
+    logsumexp: Float[Array, "B C"]
+    """Logsumexp of the teacher's logits of all ids."""
+
+
+@flax.struct.dataclass
 class Matched:
     """Predictions at some positions beside teacher, text and other drafts."""
 
@@ -79,12 +103,16 @@ class Matched:
     """True for the ids of the draft vocabulary; None: it has all ids."""
     loss_logits: Float[Array, "B C V"] | None = None
     """Logits that a loss compares in place of ``draft_logits``; None: it compares ``draft_logits``."""
+    narrow: Narrowed | None = None
+    """Set if all logits here are those of a draft vocabulary alone, and ``tokens`` places in it."""
     confidence: Float[Array, "B C"] | None = None
     """Logit of the chance that the token is accepted, as the draft predicts it."""
 
     @property
     def label_in_vocabulary(self) -> Bool[Array, "B C"] | None:
         """True where the text's token is in the draft vocabulary; None: everywhere."""
+        if self.narrow is not None:
+            return self.narrow.has_label
         return None if self.in_vocabulary is None else self.in_vocabulary[self.tokens]
 
     def over_draft_vocabulary(self, labels: bool) -> Matched:
@@ -94,6 +122,8 @@ class Matched:
             return dataclasses.replace(self, draft_logits=self.loss_logits, loss_logits=None).over_draft_vocabulary(
                 labels
             )
+        if self.narrow is not None and labels:
+            return dataclasses.replace(self, weight=jnp.where(self.narrow.has_label, self.weight, 0.0))
         if self.in_vocabulary is None:
             return self
         assert isinstance(self.teacher, FullLogits | None)  # a draft of fewer ids reads its target's forward pass
@@ -120,7 +150,9 @@ class Matching:
     reference_heads: Mapping[str, Head] = dataclasses.field(default_factory=dict)
     rows: TokenRows | None = None
     prediction: Prediction | None = None
-    """Prediction that gives ``kept``, ``loss_logits`` and ``confidence``."""
+    """Prediction that gives ``in_vocabulary``, ``loss_logits`` and ``confidence``."""
+    narrow: NarrowHead | None = None
+    """Head to compare over the draft vocabulary alone, with a `Teacher.narrowed`; None: over all ids."""
 
     @classmethod
     def of(
@@ -156,9 +188,11 @@ class Matching:
 
     def at(self, positions: Positions) -> Matched:
         """Predictions and their logits at ``positions``, some or all of its own."""
+        if self.narrow is not None:
+            return self._narrow_at(positions, self.narrow)
         teacher = None if self.teacher is None else self.teacher.logits(positions.teacher)
         heads = {name: head(positions.references[name]) for name, head in self.reference_heads.items()}
-        own = {"draft_logits": self.head(positions.hidden), **self._beside(positions.hidden)}
+        own: dict[str, Any] = {"draft_logits": self.head(positions.hidden), **self._beside(positions.hidden)}
         if self.rows is not None and teacher is not None:
             over = self.rows.over
             own |= {name: over(own[name]) for name in ("draft_logits", "loss_logits") if name in own}
@@ -167,6 +201,15 @@ class Matching:
         if self.prediction is not None and self.prediction.in_vocabulary is not None:
             own["in_vocabulary"] = self.prediction.in_vocabulary[: own["draft_logits"].shape[-1]]
         return Matched(teacher=teacher, tokens=positions.tokens, weight=positions.weight, references=heads, **own)
+
+    def _narrow_at(self, positions: Positions, narrow: NarrowHead) -> Matched:
+        """`at` over the draft vocabulary alone."""
+        assert self.teacher is not None
+        ids, tokens = jnp.asarray(narrow.ids), positions.tokens
+        place = jnp.minimum(jnp.searchsorted(ids, tokens), len(narrow.ids) - 1)
+        facts = Narrowed(ids[place] == tokens, positions.teacher[1])
+        teacher, logits = self.teacher.logits(positions.teacher), narrow.head(positions.hidden)
+        return Matched(logits, teacher, place.astype(tokens.dtype), positions.weight, narrow=facts)
 
     def _beside(self, hidden: Float[Array, "B C D"]) -> dict[str, Array]:
         """Outputs of the prediction beside its logits: ``loss_logits`` and ``confidence``, if it has them."""
@@ -183,7 +226,7 @@ class Matching:
     @property
     def chunk(self) -> int:
         """Largest number of positions of a row whose logits are made at a time."""
-        return chunk_of(self.head, self.positions.hidden)
+        return chunk_of(self.head if self.narrow is None else self.narrow.head, self.positions.hidden)
 
     def weight(self, labels: bool) -> Float[Array, "B T"]:
         """Weight of each position in a loss; for ``labels`` see `Matched.over_draft_vocabulary`."""

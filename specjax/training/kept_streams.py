@@ -1,6 +1,7 @@
 """Cache of what a draft reads of its target's forward pass, for a stage's rows (`specjax.training.teacher_cache`): the
 streams that it names, and behind them the input of the target's head, which gives the whole distribution instead of its
-best logits. They are cached in the target's dtype: training equals training online, and nothing is lost."""
+best logits; with them the logsumexp of all logits, for a draft that compares few. They are cached in the target's
+dtype: training equals training online, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from specjax.interfaces import Batch, Params, Reads, Target
+from specjax.models.vocabulary import TokenRows
 from specjax.runtime.distributed import whole
+from specjax.training.chunked_loss import Teacher
 from specjax.training.teacher import target_output
 
 
@@ -32,21 +35,25 @@ class Streams:
         """Dtype of the record of one position, with numbers as integers of their width: numpy has no name for bfloat16
         on disk."""
         shape = len(self.reads.hidden_layers) + 1, target.config.hidden_size
-        return np.dtype([("streams", f"<u{jnp.dtype(self.dtype).itemsize}", shape)])
+        return np.dtype([("streams", f"<u{jnp.dtype(self.dtype).itemsize}", shape), ("logsumexp", "<f4")])
 
     def made_from(self, target: Target) -> dict[str, Any]:
         count, size = len(self.reads.hidden_layers) + 1, target.config.hidden_size
-        return {"streams": list(self.reads.hidden_layers), "dtype_of_streams": self.dtype, "shape": [count, size]}
+        streams = {"streams": list(self.reads.hidden_layers), "dtype_of_streams": self.dtype, "shape": [count, size]}
+        return {**streams, "logsumexp": True}
 
     def make(self, target: Target, batch: Batch, numbers: Int[np.ndarray, " B"], real: int) -> tuple[np.ndarray, Any]:
-        found = jax.device_get(whole(_streams(target.spec, target.params, batch, self.reads, self.dtype)))
+        made = _streams(target.spec, target.params, batch, self.reads, self.dtype, TokenRows.of(target))
+        found, logsumexp = jax.device_get(whole(made))
         records = np.empty(found.shape[:2], self.record(target))[:real]
         records["streams"] = found[:real].view(records["streams"].dtype)
+        records["logsumexp"] = logsumexp[:real]
         return records, {}
 
     def onto(self, row: Batch, records: np.ndarray) -> Batch:
         streams = np.ascontiguousarray(records["streams"]).view(jnp.dtype(self.dtype))
-        return dataclasses.replace(row, streams=tuple(np.moveaxis(streams, 1, 0)))
+        logsumexp: Any = np.ascontiguousarray(records["logsumexp"])
+        return dataclasses.replace(row, streams=tuple(np.moveaxis(streams, 1, 0)), logsumexp=logsumexp)
 
     def figures(self, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {}
@@ -57,9 +64,12 @@ class Streams:
         return f"{count} hidden states in {dtype}, {size:,} bytes a token; nothing is lost"
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def _streams(spec: Any, params: Params, batch: Batch, reads: Reads, dtype: str) -> Array:
-    """The streams and the head's input, ``[B, T, S, D]``."""
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
+def _streams(
+    spec: Any, params: Params, batch: Batch, reads: Reads, dtype: str, rows: TokenRows | None
+) -> tuple[Array, Array]:
+    """The streams and the head's input, ``[B, T, S, D]``, and the logsumexp of the logits, ``[B, T]``."""
     out = target_output(spec, params, batch, reads)
     assert out.final is not None
-    return jnp.stack([x.astype(dtype) for x in (*out.hidden, out.final)], axis=2)
+    streams = jnp.stack([x.astype(dtype) for x in (*out.hidden, out.final)], axis=2)
+    return streams, Teacher.of(spec, params, out).logsumexp(rows)

@@ -18,10 +18,10 @@ import optax
 from jaxtyping import Array, Int
 
 from specjax import backend
-from specjax.interfaces import PLAIN, Batch, Loss, LossContext, Params, Prediction, Trainable, TrainingForm
+from specjax.interfaces import PLAIN, Batch, FullLogits, Loss, LossContext, Params, Prediction, Trainable, TrainingForm
 from specjax.models.vocabulary import TokenRows
 from specjax.training.chunked_loss import Matched, Matching, Positions, Teacher
-from specjax.training.distributions import acceptance
+from specjax.training.distributions import acceptance, overlap
 from specjax.training.layout import ONE_DEVICE, Layout
 from specjax.training.optimizer import Average
 from specjax.training.teacher import target_output, with_shared_params
@@ -163,14 +163,33 @@ class Update:
             for n, other in self.references.items()
         }
         total, weights, overlaps, by_depth = jnp.float32(0), jnp.float32(0), {}, []
-        for prediction in self.drafter.predictions(whole, batch, target_out):
-            matching = Matching.of(prediction, teacher, batch.labels, self.tokens, others)
+        narrowed: Teacher | None = None
+        for number, prediction in enumerate(self.drafter.predictions(whole, batch, target_out)):
+            if number == 0 and not others:
+                narrowed = self._narrowed(prediction, teacher, given.target, batch)
+            matching = Matching.of(prediction, narrowed or teacher, batch.labels, self.tokens, others)
+            if narrowed is not None:
+                matching = dataclasses.replace(matching, narrow=prediction.narrow)
             loss, sums = self._compared(matching, prediction, given.alpha)
             total, weights = total + loss, weights + sums["weight"]
             overlaps |= {n: overlaps.get(n, 0.0) + x for n, x in sums.items() if n != "weight"}
             by_depth.append({"loss": loss, **sums})
         depths = {"by_depth": by_depth} if len(by_depth) > 1 else {}
         return total, (weights, {"loss": total, **overlaps, **depths})
+
+    def _narrowed(
+        self, prediction: Prediction, teacher: Teacher | None, target: Params, batch: Batch
+    ) -> Teacher | None:
+        """The teacher over the draft vocabulary alone, if prediction and target can be compared there. The logsumexp of
+        all its logits is cached, or made once for all depths."""
+        narrow = prediction.narrow
+        if narrow is None or prediction.loss_logits is not None or teacher is None or teacher.head is None:
+            return None
+        params = self.spec.narrowed(target, narrow.ids)
+        if params is None:
+            return None
+        logsumexp = teacher.logsumexp(self.tokens) if batch.logsumexp is None else batch.logsumexp
+        return teacher.narrowed(functools.partial(self.spec.head, params), logsumexp)
 
     def _compared(
         self, matching: Matching, prediction: Prediction, alpha: jax.Array
@@ -191,7 +210,7 @@ class Update:
         def measure(m: Matched, some: Positions) -> tuple[jax.Array, dict[str, jax.Array]]:
             own = m.over_draft_vocabulary(labels)
             weight, values = share * own.weight, self.loss(*given(own, some.more))
-            measured = {} if m.teacher is None else acceptance(*jax.lax.stop_gradient((m.draft_logits, m.teacher)))
+            measured = {} if m.teacher is None else jax.lax.stop_gradient(acceptance_of(m))
             if m.confidence is not None:
                 unsure = optax.sigmoid_binary_cross_entropy(m.confidence, measured["alpha"])
                 values = values + prediction.confidence_share * unsure
@@ -254,6 +273,16 @@ class Update:
         shards = self.layout.row_shards
         own = x.reshape(shards, -1, self.rows // shards, *x.shape[1:])
         return own.swapaxes(0, 1).reshape(-1, self.rows, *x.shape[1:])
+
+
+def acceptance_of(m: Matched) -> dict[str, jax.Array]:
+    """Acceptance at each position, among all ids even where only those of a draft vocabulary are compared."""
+    if m.narrow is None:
+        assert m.teacher is not None
+        return acceptance(m.draft_logits, m.teacher)
+    assert isinstance(m.teacher, FullLogits)
+    log_p = m.teacher.logits.astype(jnp.float32) - m.narrow.logsumexp[..., None]
+    return {"alpha": overlap(log_p, jax.nn.log_softmax(m.draft_logits.astype(jnp.float32), axis=-1))}
 
 
 @functools.lru_cache(maxsize=16)

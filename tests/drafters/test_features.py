@@ -29,7 +29,7 @@ from specjax.drafters.dflash.training import TrainedDFlash
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.drafters.eagle3 import Eagle3Model, Options
 from specjax.drafters.early_exit import ExitModel, TrainedExit
-from specjax.drafters.features import DraftVocabulary
+from specjax.drafters.features import DraftVocabulary, FeatureModel
 from specjax.drafters.medusa import MedusaModel, TrainedMedusa
 from specjax.drafters.p_eagle import PEagleModel
 from specjax.drafters.token_rows import TrainedRows
@@ -333,6 +333,35 @@ def test_a_loss_compares_with_the_ids_that_can_be_proposed_and_alpha_with_all():
     np.testing.assert_allclose(ForwardKL()(among.draft_logits, among.teacher, among.tokens), kl, rtol=1e-4)
     np.testing.assert_array_equal(among.weight > 0, (np.asarray(prediction.weight) > 0) & np.isin(batch.labels, ids))
     np.testing.assert_array_equal(matched.over_draft_vocabulary(labels=False).weight, prediction.weight)
+
+
+@pytest.mark.parametrize("loss", ["forward_kl", "lk_lambda", "cross_entropy", "reverse_kl"])
+def test_a_loss_over_the_draft_vocabulary_alone_is_that_over_all_ids(loss, monkeypatch):
+    """So are its gradients, and alpha, which counts all ids. The logsumexp may be cached or not."""
+    target = target_of()
+    trained, params = made("fewer_ids", target)
+    text = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 12)), jnp.int32)
+    batch = Batch(text, jnp.roll(text, -1, axis=1), jnp.ones(text.shape))
+
+    def measured(batch: Batch, narrow: bool = True):
+        update = Update(trained, registry.build(registry.LOSSES, loss, ""), optax.identity(), target.spec, rows=2)
+        given = step._Given(target.params, {}, jnp.float32(0.3))
+        with monkeypatch.context() as patch:
+            if not narrow:
+                patch.setattr(FeatureModel, "narrow", lambda self, params: None)
+            return jax.value_and_grad(update.summed_loss, has_aux=True)(params, given, batch)
+
+    (want, (weight, sums)), gradient = measured(batch, narrow=False)
+    out = target_output(target.spec, target.params, batch, trained.reads)
+    logsumexp = Teacher.of(target.spec, target.params, out).logsumexp(None)
+    np.testing.assert_allclose(logsumexp, jax.nn.logsumexp(out.logits, axis=-1), rtol=1e-6)
+    cached = dataclasses.replace(batch, streams=(*out.hidden, out.final), logsumexp=logsumexp)
+    for some in (batch, cached):
+        (found, (counted, of_narrow)), narrow_gradient = measured(some)
+        np.testing.assert_allclose(found, want, rtol=1e-5)
+        np.testing.assert_allclose(counted, weight)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), of_narrow, sums)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), narrow_gradient, gradient)
 
 
 OTHER = {"kind": "adaspec", "reference": "other", "keep": 0.5, "of": "cross_entropy"}

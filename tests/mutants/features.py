@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,8 @@ from specjax.drafters.token_rows import BoundRows, TrainedRows
 from specjax.formats import form
 from specjax.models.attention.kv_source import CacheKV
 from specjax.models.families.settings import Settings
-from specjax.training.chunked_loss import Matched
+from specjax.training import step
+from specjax.training.chunked_loss import Matched, Matching
 from tests.drafters import test_features, test_formats
 from tests.mutants.table import mutant, wrap
 
@@ -394,6 +396,29 @@ def offsets_are_taken_for_ids(patch):
 @restricted
 def a_draft_of_fewer_ids_is_taught_all_of_them(patch):
     wrap(patch, Matched, "over_draft_vocabulary", lambda real: lambda self, labels: self)
+
+
+narrow = functools.partial(
+    mutant, "features", test_features.test_a_loss_over_the_draft_vocabulary_alone_is_that_over_all_ids, lossless=True
+)
+
+
+@narrow(loss="lk_lambda")
+def alpha_is_counted_among_the_ids_of_the_draft_vocabulary(patch):
+    wrap(patch, step, "acceptance_of", lambda real: lambda m: step.acceptance(m.draft_logits, m.teacher))
+
+
+@narrow(loss="cross_entropy")
+def a_token_outside_the_draft_vocabulary_counts_as_the_next_one_in_it(patch):
+    def make(real):
+        def mutated(self, *args):
+            m = real(self, *args)
+            everywhere = dataclasses.replace(m.narrow, has_label=jnp.ones_like(m.narrow.has_label))
+            return dataclasses.replace(m, narrow=everywhere)
+
+        return mutated
+
+    wrap(patch, Matching, "_narrow_at", make)
 
 
 @weighed
