@@ -219,7 +219,7 @@ def pair(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]
     """(rows, what else is to be kept)."""
     target, draft = (specjax.load_model(path, "float32") for path in (args.target, args.draft))
     config = load_config(args.config, [])
-    _, held_out = corpus.split_held_out(corpus.read_documents(config.data.path), config.data.held_out)
+    _, held_out = corpus.split_held_out(corpus.read_documents(str(config.data.path)), config.data.held_out)
     prompts = held_out_prompts(held_out, target, PROMPT_TOKENS, args.prompts)
     sides: dict[Name, Side] = {
         "transformers": Transformers(args.target, args.draft, args.new_tokens),

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from specjax.cli.entry import ConfigPath, Overrides
 from specjax.cli.options import OPTION_NAMES, app, command, with_sampling_options
+from specjax.config.recipe import Kind
 from specjax.errors import ConfigError, SpecjaxError
 from specjax.models.files import plain_json, write_atomically
 from specjax.report.labels import counted
@@ -137,6 +138,23 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     from specjax.jobs.train import train
 
     train(config, overrides or [])
+
+
+@command(resumes=True, stops=True)
+def distill(
+    target: Annotated[str, typer.Argument(help="Chat model: directory, hub id or GGUF file.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory of all that the job leaves.")],
+    minutes: Annotated[float, typer.Option(min=1, help="Time to take on this machine.")] = 60,
+    kind: Annotated[Kind, typer.Option(help="Kind of draft.")] = "eagle3",
+    data: Annotated[str | None, typer.Option(metavar="PATH", help="Chats or text of your own to mix in.")] = None,
+    share: Annotated[float, typer.Option(min=0.01, max=0.99, help="Share of that text.")] = 0.5,
+) -> None:
+    """Make a draft for a chat model from nothing but the model: let it write chats, distill, decode, report. Resumable.
+
+    Exit status: 2 for errors that you can correct, 130 after Ctrl-C, 143 after SIGTERM."""
+    from specjax.jobs.recipe import distill_target
+
+    distill_target(target, str(out), minutes, kind, data, share)
 
 
 @command(resumes=True, stops=True)

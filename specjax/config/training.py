@@ -161,18 +161,11 @@ Column = Literal[
 class Data:
     """Text to train on and to measure on."""
 
-    kind: Literal["text", "self_chat"] = "text"
-    """`text`: the documents of `path`. `self_chat`: chats that the target writes by itself, with those documents mixed
-    in if `path` is given."""
-    self_chat: SelfChat | None = None
-    """The chats of `kind: self_chat`; None: as many and such as by default."""
-    mixed: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Share of the text that the documents of `path` make beside the target's chats, counted in characters."""
     path: Name | None = None
     """`python-stdlib`; a text, .jsonl or .parquet file, or a directory of them; or `hf:NAME`, for a data set on the hub
     or a directory that the `datasets` library loads. A record has `text`, or `prompt` and `completion`, or a chat
     (`messages`; ShareGPT's `conversations`; Alpaca's `instruction`, `input`, `output`), and perhaps a label,
-    `source`."""
+    `source`. None: the target's own chats are all the text (`kind`)."""
     hub: Hub = Hub()
     columns: dict[Column, Name] = dataclasses.field(default_factory=dict)
     """Names of these fields in the records, if they differ: `{prompt: question, completion: answer}`. Then only named
@@ -186,6 +179,14 @@ class Data:
     on_bad: Literal["error", "skip"] = "error"
     """Response to malformed lines, text that is not UTF-8, empty shards and documents shorter than two tokens: stop, or
     count and skip them."""
+
+    kind: Literal["text", "self_chat"] = "text"
+    """`text`: the documents of `path`. `self_chat`: chats that the target writes by itself, with those documents mixed
+    in if `path` is given."""
+    self_chat: SelfChat | None = None
+    """The chats of `kind: self_chat`; None: as many and such as by default."""
+    mixed: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of the text that the documents of `path` make beside the target's chats, counted in characters."""
 
     @property
     def chats(self) -> SelfChat:

@@ -193,12 +193,12 @@ class TrainedRows(TrainedFeatureDraft):
         rows, fed = tokens.shape
         own = [BlockKV.empty(config, rows, fed, max(1, self.depths - 1), self.model.dtype)] * config.num_layers
         true: Any = None
-        head = functools.partial(model.head, params)
+        head, narrow = functools.partial(model.head, params), model.narrow(params)
         for depth, weight, share in by_depth(batch, self.depths, self.decay, before=1):
             kv = self._seen(batch, depth, true, own)
             final, features, layers = model(params, tokens, features, positions, kv, self.form)
             tokens, features = model.behind(params, tokens, features)
-            yield Prediction(final, head, weight, None, share, model.in_vocabulary, model.narrow(params))
+            yield Prediction(final, head, weight, None, share, model.in_vocabulary, narrow=narrow)
             if true is None:
                 true = layers
             else:  # the block that ends at t continues the one that ends at t - 1

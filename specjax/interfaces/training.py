@@ -114,8 +114,6 @@ class Prediction:
     share: float = 1.0
     in_vocabulary: Bool[Array, " V"] | None = None
     """Draft vocabulary: a loss compares with the target's distribution over these ids. None: all."""
-    narrow: NarrowHead | None = None
-    """Head over the draft vocabulary alone, on which training costs less; None: there is none."""
     loss_logits: Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]] | None = None
     """Logits that a loss compares, if the drafter draws from fewer tokens; None: those of ``head``."""
     confidence: Callable[[Float[Array, "B C D"]], Float[Array, "B C"]] | None = None
@@ -123,6 +121,8 @@ class Prediction:
     trained towards the overlap of its distribution with the target's."""
     confidence_share: float = 1.0
     """Weight of the cross-entropy of that estimate, in nats, beside the loss."""
+    narrow: NarrowHead | None = None
+    """Head over the draft vocabulary alone, on which training costs less; None: there is none."""
 
     @property
     def logits(self) -> Float[Array, "B T V"]:

@@ -6,12 +6,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from specjax import registry
-from specjax.config import RunConfig
+from specjax.config import RunConfig, Stage
 from specjax.costs.cost_model import PLAIN, CostModel, mode_of
 from specjax.costs.devices import Device, device_of, this_device
 from specjax.costs.prediction import DraftEconomics, Known, KnownDraft, Plan, Prediction, Shape, computed, predict
@@ -20,12 +21,13 @@ from specjax.costs.training import TrainingCost, computed_training
 from specjax.data.rows import Batches
 from specjax.decode.request import LEAST_PROMPT, LEAST_SLOTS, bucket
 from specjax.evaluation.bench import Cell
-from specjax.interfaces import Initial
+from specjax.interfaces import Batch, Initial
 from specjax.jobs.bench import counting
 from specjax.jobs.calibrate import Subject, acceptances, cost_model
 from specjax.jobs.inputs import Prepared
 from specjax.jobs.memory import run_budget
 from specjax.metrics import tokens_per_s
+from specjax.models.hf import LoadedModel
 from specjax.runtime.progress import Bars, no_bars
 from specjax.training.layout import ONE_DEVICE
 from specjax.training.optimizer import make_optimizer
@@ -152,11 +154,22 @@ def training_cost(config: RunConfig, prepared: Prepared, device: Device, measure
 
 
 def _measured(config: RunConfig, prepared: Prepared, initial: Initial, tokens: int) -> TrainingCost:
-    """Time the trainer's compiled update, over batches that are on the device already. Data, log and saves add some
-    percent (`experiments/training_throughput.py`)."""
+    seconds, peak = _timed_steps(config, prepared, initial)
+    speed = config.distill.batch_size * prepared.train_rows.length / seconds
+    return TrainingCost(tokens, speed, peak, measured=True)
+
+
+def step_seconds(config: RunConfig, prepared: Prepared, initial: Initial) -> float:
+    """Seconds of a training step, measured."""
+    return _timed_steps(config, prepared, initial)[0]
+
+
+def _timed_steps(config: RunConfig, prepared: Prepared, initial: Initial) -> tuple[float, float]:
+    """Seconds of the trainer's compiled update, over batches that are on the device already, and its peak of memory in
+    bytes. Data, log and saves add some percent (`experiments/training_throughput.py`)."""
     rows, stage, target = prepared.train_rows, config.distill, prepared.target
     order = Batches(rows, stage.batch_size, config.seed)
-    batches = [jax.device_put(order[i]) for i in range(_STEPS + 1)]
+    batches = [jax.device_put(_with_streams(order[i], stage, initial.drafter, target)) for i in range(_STEPS + 1)]
     loss = registry.build(registry.LOSSES, stage.loss, "distill.loss")
     optimizer, ema = make_optimizer(stage), stage.optimizer.ema
     state = start_state(initial.params, optimizer, ema is not None, ONE_DEVICE, initial.drafter)
@@ -173,5 +186,14 @@ def _measured(config: RunConfig, prepared: Prepared, initial: Initial, tokens: i
         seconds.append(time.perf_counter() - start)
     # The state is donated: its outputs take the memory of its arguments.
     peak = 0 if memory is None else memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    speed = stage.batch_size * rows.length / float(np.median(seconds[1:]))
-    return TrainingCost(tokens, speed, float(peak), measured=True)
+    return float(np.median(seconds[1:])), float(peak)
+
+
+def _with_streams(batch: Batch, stage: Stage, drafter: Any, target: LoadedModel) -> Batch:
+    """The batch with zeros for the target's streams, where the stage caches them: they take as long as any numbers."""
+    if stage.teacher != "cached" or not drafter.reads.hidden_layers:
+        return batch
+    shape = (*batch.tokens.shape, target.config.hidden_size)
+    streams: Any = tuple(np.zeros(shape, np.float32) for _ in (*drafter.reads.hidden_layers, None))
+    logsumexp: Any = np.zeros(batch.tokens.shape, np.float32)
+    return dataclasses.replace(batch, streams=streams, logsumexp=logsumexp)

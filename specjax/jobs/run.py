@@ -23,17 +23,18 @@ from rich.console import Console
 import specjax
 from specjax import registry, report
 from specjax.config import RunConfig
+from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ConfigError
+from specjax.formats.loading import load_drafter
 from specjax.jobs import distill as job
 from specjax.jobs import inputs, memory
-from specjax.jobs.bench import check, decoding_figures, num_ticks
-from specjax.jobs.preview import preview
+from specjax.jobs.bench import check, decoding_figures, held_out_prompts, num_ticks
 from specjax.models.files import draft_of, resolve, write_json
 from specjax.report import record
 from specjax.report.figures import figures as check_figures
 from specjax.report.labels import format_duration
-from specjax.report.terminal import comparison_table
+from specjax.report.terminal import comparison_table, legend, render_pieces
 from specjax.runtime import artifact, fingerprint, sinks
 from specjax.runtime.compile_cache import programs_kept
 from specjax.runtime.progress import Bars, StepProgress, console_bars
@@ -57,7 +58,7 @@ def run(config: RunConfig) -> dict[str, Any]:
         stages.planned = plan(config, len(prepared.train_rows))
         check(config, prepared)
         if not (out / _DECODING).exists():
-            preview(config, prepared, console)
+            _preview(config, prepared, console)
         distilled = job.distill(config, stages.bars, prepared)
         decoding = _decoding(config, distilled, out / _DECODING, stages.bars)
         measures = dataclasses.asdict(distilled.measures)
@@ -86,6 +87,36 @@ def run(config: RunConfig) -> dict[str, Any]:
     console.print(comparison_table(results["comparison"]))
     console.print(f"report: {where / 'report.html'}")
     return summary
+
+
+def _preview(config: RunConfig, prepared: inputs.Prepared, console: Console) -> None:
+    """Print a greedy continuation of a held-out prompt, its tokens coloured by who chose them, and how fast the first
+    of `bench.drafts` makes it beside plain decoding. Nothing is printed for a config without finished drafts."""
+    settings = config.bench
+    if not settings.drafts or prepared.target.tokenizer is None:
+        return
+    name, directory = next(iter(settings.drafts.items()))
+    target = dataclasses.replace(prepared.target)  # whose layout for decoding goes with it
+    [prompt] = held_out_prompts(prepared.corpus.held_out, target, settings.prompt_tokens, 1)
+    drafter: Any = load_drafter(directory, target)
+    drafter = dataclasses.replace(drafter, k=min(max(settings.ks), drafter.longest or max(settings.ks)))
+    console.print(f"first, a look at {target.name} and the draft in {directory}:", highlight=False)
+    plain, _ = _decoded(Decoder(target), prompt, settings.new_tokens)
+    drafted, result = _decoded(Decoder(target, drafter, config.verifier, "fixed"), prompt, settings.new_tokens)
+    console.print(render_pieces(result.pieces(0)), soft_wrap=True)
+    console.print(legend())
+    speeds = f"{plain:,.0f} tokens/s without a draft, {drafted:,.0f} with {name}, {drafter.k} tokens a block"
+    per_call = result.stats[0].block_efficiency
+    console.print(f"{speeds}: {drafted / plain:.2f}x, {per_call:.1f} tokens a target call\n", highlight=False)
+
+
+def _decoded(decoder: Decoder, prompt: list[int], new_tokens: int) -> tuple[float, Any]:
+    """Tokens a second of a greedy generation that is compiled already, and its result."""
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
+    decoder.generate([prompt], **options)
+    began = time.perf_counter()
+    result = decoder.generate([prompt], **options)
+    return len(result.tokens[0]) / (time.perf_counter() - began), result
 
 
 def _decoding(config: RunConfig, distilled: job.Distilled, file: Path, bars: Bars) -> dict[str, Any]:

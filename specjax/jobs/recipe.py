@@ -1,0 +1,139 @@
+"""`specjax distill`: a draft for a chat model from nothing but the model, in a given time.
+
+The job writes one shard of the target's chats and measures its pace, then as many as the time allows; it measures a
+step of training, then takes as many; `specjax run` does the rest. What was decided stands in `OUT/config.yaml`, so that
+the same command goes on after an interruption, and `specjax run OUT/config.yaml` does it again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import yaml
+from pydantic import TypeAdapter
+from rich.console import Console
+
+from specjax.config import RunConfig, load_config
+from specjax.config.recipe import TRAINING, WRITING, Kind, recipe
+from specjax.errors import ConfigError, unwritable
+from specjax.interfaces import Initial
+from specjax.jobs import inputs, memory
+from specjax.jobs.plan import step_seconds
+from specjax.jobs.run import run
+from specjax.models.files import write_atomically
+from specjax.models.hf import abstract_model
+from specjax.report.labels import counted, format_duration
+from specjax.runtime import artifact
+from specjax.runtime.compile_cache import programs_kept
+from specjax.runtime.log import note
+from specjax.runtime.progress import Bars, console_bars
+from specjax.training.assemble import assemble
+from specjax.training.init.cached import cached_start
+from specjax.training.sources import self_chat
+from specjax.training.teacher_cache import pass_seconds
+
+FILE = "config.yaml"
+_LEAST_STEPS = 50
+_MOST_EPOCHS = 10
+"""Most times that training reads the chats: more of them teach it little else than these chats."""
+
+
+def distill_target(
+    target: str, out: str, minutes: float = 60, kind: Kind = "eagle3", own: str | None = None, share: float = 0.5
+) -> dict[str, Any]:
+    """Make a draft for ``target`` in ``out``, in about ``minutes`` on this machine; for the other arguments see
+    `specjax.config.recipe.recipe`. Returns the summary of `specjax.jobs.run.run`.
+
+    Raises `ConfigError` if ``out`` holds another job's config.
+    """
+    sections = recipe(target, out, kind, abstract_model(target).config, own, share)
+    file, console = Path(out) / FILE, Console()
+    bars = console_bars(console)
+    with programs_kept(), artifact.exclusive(out):
+        known = _known(file, sections)
+        if known is None:
+            seconds = 60 * minutes
+            sections = _with_chats(sections, seconds, bars, console)
+            sections = _with_steps(sections, seconds, bars, console)
+            _write(file, sections)
+        else:
+            note(f"{file}: goes on as decided there")
+    return run(load_config(file))
+
+
+def _validated(sections: dict[str, Any]) -> RunConfig:
+    return TypeAdapter(RunConfig).validate_python(sections)
+
+
+def _known(file: Path, sections: dict[str, Any]) -> dict[str, Any] | None:
+    """The sections that were decided on before; None if there are none. Raises `ConfigError` if they are of another
+    target, kind or text."""
+    if not file.exists():
+        return None
+    found = yaml.safe_load(file.read_text())
+    for name in ("target", "draft"):
+        if found.get(name) != json.loads(json.dumps(sections[name])):
+            raise ConfigError(f"{file}: of another job ({name}: {found.get(name)}); give another --out")
+    if {**found["data"], "self_chat": None} != {**sections["data"], "self_chat": None}:
+        raise ConfigError(f"{file}: of another job (data: {found['data']}); give another --out")
+    return found
+
+
+def _write(file: Path, sections: dict[str, Any]) -> None:
+    try:
+        write_atomically(file, yaml.safe_dump(json.loads(json.dumps(sections)), sort_keys=False), alone=True)
+    except OSError as error:
+        raise unwritable(file, error) from None
+
+
+def _with_chats(sections: dict[str, Any], seconds: float, bars: Bars, console: Console) -> dict[str, Any]:
+    """The sections with as many chats as their share of the time allows, which are written."""
+    run = assemble(_validated(sections))
+    memory.tell(run, *memory.STAGES)
+    target = inputs.load_target(run, str(run.config.target.path))
+    files = inputs.chat_files(run, target)
+    size, at = files.settings.shard_size, dict[int, float]()
+    with bars("first-chats", size) as shown:
+
+        def progress(count: int, figures: dict[str, float]) -> None:
+            at[count] = time.perf_counter()
+            if shown is not None:
+                shown(count, figures)
+
+        self_chat.write(files, progress=progress)
+    # From the first quarter on: before that, programs are compiled.
+    early = size // 4
+    record = files.record(0)
+    assert record is not None  # it was written
+    took = (at[size] - at[early]) * size / (size - early) if early in at else record["seconds"]
+    shards = max(1, int(WRITING * seconds / took))
+    chats = shards * size
+    console.print(f"chats: {chats:,} in about {format_duration(shards * took)}, by the pace of the first {size}")
+    own = {**sections["data"]["self_chat"], "chats": chats}
+    return {**sections, "data": {**sections["data"], "self_chat": own}}
+
+
+def _with_steps(sections: dict[str, Any], seconds: float, bars: Bars, console: Console) -> dict[str, Any]:
+    """The sections with as many steps of training as their share of the time allows."""
+    prepared = inputs.prepare(_validated(sections), bars, memory.STAGES)
+    config, rows = prepared.run.config, prepared.train_rows
+    drafter, weights = cached_start(prepared.run, prepared.target, inputs.rows_to_count(prepared, bars))
+    with bars("pace-of-training", 1):
+        of_step = step_seconds(config, prepared, Initial(drafter, weights.params))
+    cached = config.distill.teacher == "cached"
+    passes = len(rows) * pass_seconds(prepared.target, rows, drafter.reads) if cached else 0.0
+    steps = max(_LEAST_STEPS, int((TRAINING * seconds - passes) / of_step))
+    steps = min(steps, max(_LEAST_STEPS, int(_MOST_EPOCHS * len(rows) / config.distill.batch_size)))
+    epochs = steps * config.distill.batch_size / len(rows)
+    console.print(
+        f"training: {counted(steps, 'step')}, {epochs:.1f} times {len(rows):,} rows, in about "
+        f"{format_duration(passes + steps * of_step)}"
+    )
+    every = max(1, steps // 4)
+    distill = {**sections["distill"], "steps": steps, "eval_every": every, "save_every": every}
+    jax.clear_caches()
+    return {**sections, "distill": distill}
