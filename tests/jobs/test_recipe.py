@@ -83,6 +83,6 @@ def test_chats_and_steps_are_decided_by_pace_and_kept(chat_model, small, tmp_pat
 def test_a_chat_model_is_all_it_takes(chat_model, small, tmp_path):
     summary = job.distill_target(chat_model, str(tmp_path / "out"), minutes=0.05)
     assert summary["greedy_identical"]
-    assert (tmp_path / "out" / "report.html").is_file()
+    assert (tmp_path / "out" / "report" / "report.html").is_file()
     target = specjax.load_model(chat_model)
     assert specjax.load_drafter(tmp_path / "out" / "draft", target, k=2).kind == "eagle3"
