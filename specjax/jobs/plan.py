@@ -194,6 +194,6 @@ def _with_streams(batch: Batch, stage: Stage, drafter: Any, target: LoadedModel)
     if stage.teacher != "cached" or not drafter.reads.hidden_layers:
         return batch
     shape = (*batch.tokens.shape, target.config.hidden_size)
-    streams: Any = tuple(np.zeros(shape, np.float32) for _ in (*drafter.reads.hidden_layers, None))
+    streams: Any = tuple(np.zeros(shape, target.dtype) for _ in (*drafter.reads.hidden_layers, None))
     logsumexp: Any = np.zeros(batch.tokens.shape, np.float32)
     return dataclasses.replace(batch, streams=streams, logsumexp=logsumexp)

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import yaml
 from pydantic import TypeAdapter
 from rich.console import Console
 
 from specjax.config import RunConfig, load_config
 from specjax.config.recipe import TRAINING, WRITING, Kind, recipe
+from specjax.data.rows import take
 from specjax.errors import ConfigError, unwritable
-from specjax.interfaces import Initial
+from specjax.interfaces import Initial, Reads
 from specjax.jobs import inputs, memory
 from specjax.jobs.plan import step_seconds
 from specjax.jobs.run import run
@@ -33,8 +35,8 @@ from specjax.runtime.log import note
 from specjax.runtime.progress import Bars, console_bars
 from specjax.training.assemble import assemble
 from specjax.training.init.cached import cached_start
+from specjax.training.kept_streams import Streams
 from specjax.training.sources import self_chat
-from specjax.training.teacher_cache import pass_seconds
 
 FILE = "config.yaml"
 _LEAST_STEPS = 50
@@ -125,7 +127,7 @@ def _with_steps(sections: dict[str, Any], seconds: float, bars: Bars, console: C
     with bars("pace-of-training", 1):
         of_step = step_seconds(config, prepared, Initial(drafter, weights.params))
     cached = config.distill.teacher == "cached"
-    passes = len(rows) * pass_seconds(prepared.target, rows, drafter.reads) if cached else 0.0
+    passes = len(rows) * _pass_seconds(prepared, drafter.reads) if cached else 0.0
     steps = max(_LEAST_STEPS, int((TRAINING * seconds - passes) / of_step))
     steps = min(steps, max(_LEAST_STEPS, int(_MOST_EPOCHS * len(rows) / config.distill.batch_size)))
     epochs = steps * config.distill.batch_size / len(rows)
@@ -137,3 +139,12 @@ def _with_steps(sections: dict[str, Any], seconds: float, bars: Bars, console: C
     distill = {**sections["distill"], "steps": steps, "eval_every": every, "save_every": every}
     jax.clear_caches()
     return {**sections, "distill": distill}
+
+
+def _pass_seconds(prepared: inputs.Prepared, reads: Reads) -> float:
+    """Seconds in which the cache of a row's streams is made, by the program that will make it, once it is compiled."""
+    streams, row = Streams(reads, str(prepared.target.dtype)), take(prepared.train_rows, [0])
+    for _ in range(2):
+        began = time.perf_counter()
+        streams.make(prepared.target, row, np.zeros(1, np.int32), 1)
+    return time.perf_counter() - began

@@ -371,18 +371,3 @@ def _rounding(exact: TopKLogits, stored: TopKLogits) -> np.ndarray:
         for distribution in (exact, stored)
     )
     return 0.5 * np.abs(p - q).sum(-1)
-
-
-def pass_seconds(target: Target, rows: Rows, reads: Any) -> float:
-    """Seconds of the target's pass over a row, measured on one after the program is compiled."""
-    batch = take(rows, [0])
-    jax.block_until_ready(_final(target.spec, target.params, batch, reads))
-    begun = time.perf_counter()
-    jax.block_until_ready(_final(target.spec, target.params, batch, reads))
-    return time.perf_counter() - begun
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def _final(spec: Any, params: Params, batch: Batch, reads: Any) -> Any:
-    out = target_output(spec, params, batch, reads)
-    return out.hidden, out.final

@@ -215,7 +215,7 @@ def test_rows_shares_and_interruptions_change_no_chat(target, whole, tmp_path):
         if count == 15:
             raise Interrupt
 
-    killed = files_in(tmp_path / "killed", target)
+    killed = files_in(tmp_path / "killed", target, dataclasses.replace(SETTINGS, rows=None))
     with pytest.raises(Interrupt):
         self_chat.write(killed, progress=interrupt)
     left = killed.missing(range(3))

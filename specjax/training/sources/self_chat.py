@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from specjax import backend
 from specjax.config.self_chat import SelfChat
 from specjax.data import readers
@@ -37,7 +39,6 @@ _JUDGED = 64
 """Number of chats after which that is judged while they are written."""
 _BYTES_A_TOKEN = 8
 """Bytes that a token takes on disk, generously."""
-_ROWS_CPU, _ROWS = 64, 256
 _LEAST_ANSWER = 16
 """Least number of tokens that an answer has room for."""
 _SHOWN = 160
@@ -221,10 +222,8 @@ class _Writer:
     def _rows(self) -> int:
         if self._settings.rows is not None:
             return self._settings.rows
-        config, memory = self._files.target.config, backend.device_memory()
-        row = 8 * config.num_layers * config.num_kv_heads * config.head_dim * self._files.longest
-        most = _ROWS_CPU if backend.default_dtype() == "float32" else _ROWS
-        return most if memory is None else max(1, min(most, int(memory / 4 / row)))
+        cache = jax.eval_shape(lambda: self._files.target.spec.init_cache(1, self._files.longest))
+        return backend.queue_rows(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)))
 
     def _requests(self) -> Iterator[dict[str, Any] | None]:
         while any(self._left.values()):
@@ -237,18 +236,16 @@ class _Writer:
 
     def _request(self, chat: _Open) -> dict[str, Any]:
         asks, settings = chat.asks, self._settings
-        prompt = self._turns.before_question(chat.messages, chat.opening) if asks else self._answered(chat)
+        turns = self._turns
+        prompt = turns.before_question(chat.messages, chat.opening) if asks else turns.before_answer(chat.messages)
         room = self._files.longest - len(prompt)
         return {
             "prompt": prompt,
             "max_new_tokens": settings.question_tokens if asks else min(settings.answer_tokens, room),
             "seed": chat.plan.seeds[len(chat.messages)],
             "temperature": settings.question_temperature if asks else chat.plan.temperature,
-            "stop_token_ids": self._turns.ends if asks else (),
+            "stop_token_ids": turns.ends if asks else (),
         }
-
-    def _answered(self, chat: _Open) -> list[int]:
-        return self._turns.before_answer(chat.messages)
 
     def _heard(self, chat: _Open, result: GenerationResult) -> Chat | None:
         """The chat with its new message, if it ends there."""
