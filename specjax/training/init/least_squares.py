@@ -99,6 +99,19 @@ def _solved(gram: np.ndarray, cross: np.ndarray, power: float, count: float, nor
     return Fit(kernel.astype(np.float32), norm, products)
 
 
+def low_rank(
+    kernel: Float[np.ndarray, "I O"], products: Float[np.ndarray, "I I"]
+) -> tuple[Float[np.ndarray, "I R"], Float[np.ndarray, " R"], Float[np.ndarray, "R O"]]:
+    """(left, strength, right) with ``kernel = (left * strength) @ right``, of which the first r columns and rows give
+    the kernel of rank r whose outputs differ least, over inputs whose mean products are ``products``. Singular vectors
+    of the kernel alone would count a direction that no input has as much as any other."""
+    ridged = products.astype(np.float64)
+    ridged.flat[:: len(ridged) + 1] += RIDGE * np.diag(products) + 1e-12
+    root = np.linalg.cholesky(ridged)
+    left, strength, right = np.linalg.svd(root.T @ kernel, full_matrices=False)
+    return np.linalg.solve(root.T, left), strength, right
+
+
 def unit(x: Float[Array, "*B H"], eps: float = 1e-6) -> Float[Array, "*B H"]:
     """``x`` scaled to root mean square 1."""
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
