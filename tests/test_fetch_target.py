@@ -58,5 +58,7 @@ def test_without_the_package_there_is_one_line_that_says_what_to_do(tmp_path, mo
     with pytest.raises(ModelError) as refused:
         fetch_target.fetched(tmp_path / "cache")
     message = str(refused.value)
-    assert told in message and "make real TARGET=" in message and "\n" not in message
+    assert told in message
+    assert "make real TARGET=" in message
+    assert "\n" not in message
     assert not [*(tmp_path / "cache").iterdir()]
