@@ -1,7 +1,8 @@
 """Decoding with drafts over plain decoding, on questions that users bring, by category, in one run.
 
     python experiments/questions.py FILE ... --target MODEL [--drafts NAME=DIR ...] [--ngram 3] [-k 3] [--limit 10]
-        [--new-tokens 128] [--temperatures 0 1] [--repeats 2] [--results FILE]
+        [--new-tokens 128] [--temperatures 0 1] [--repeats 2] [--peers float32 bfloat16] [--peer-draft DIR]
+        [--results FILE]
 
 Each question is asked in the target's chat template (`prompts.py`); of several turns each is a prompt, after the
 target's own greedy answers. Lengths are chosen by costs and acceptance measured on a question that is not asked. All
@@ -10,12 +11,16 @@ plain decoding's seconds over those of the same number of tokens with the draft,
 with a 95% interval over prompts (bootstrap). `tokens_a_call`: tokens of all prompts over all target calls;
 `tokens_a_call_mean`: the mean of the prompts' own. `control`: plain decoding once more, which says what a ratio of one
 looks like here. `best`: the draft with the largest greedy speedup over all prompts. `all`: the mean of the categories.
+With --peers, transformers on torch decodes the same prompts in turn (`peers.py`); its rows have a `library`, and are
+never the best.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import operator
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peers import REST, transformers_of
 from prompts import Question, by_category, doubts, read_questions, tokens_of
 from rich.console import Console
 from rich.progress import track
@@ -48,10 +54,10 @@ class Prompt:
 
 @dataclasses.dataclass
 class Answer:
-    """``seconds``: the least of the repeats."""
+    """``stats``: None for another library's. ``seconds``: the least of the repeats."""
 
     tokens: list[int]
-    stats: DecodeStats
+    stats: DecodeStats | None
     seconds: float
 
 
@@ -70,13 +76,15 @@ def asked(target: LoadedModel, questions: Sequence[Question], new_tokens: int) -
 
 
 def measured(
-    decoders: Mapping[str, specjax.Decoder], prompts: Sequence[Prompt], repeats: int, options: Mapping[str, Any]
+    decoders: Mapping[str, Any], prompts: Sequence[Prompt], repeats: int, options: Mapping[str, Any], rest: float = 0.0
 ) -> dict[str, list[Answer]]:
-    """Answers of each decoder to each prompt. All take a prompt in turn, the other way round in every second repeat."""
+    """Answers of each decoder to each prompt. All take a prompt in turn, the other way round in every second repeat,
+    with ``rest`` seconds before each."""
     found: dict[str, list[Answer]] = {name: [] for name in decoders}
     for i, prompt in enumerate(track(prompts, "asking", console=_CONSOLE)):
         for repeat in range(repeats):
             for name in [*decoders][:: -1 if repeat % 2 else 1]:
+                time.sleep(rest)
                 start = time.perf_counter()
                 result = decoders[name].generate([prompt.tokens], seed=i, **options)
                 answer = Answer(list(result.tokens[0]), result.stats[0], time.perf_counter() - start)
@@ -107,9 +115,6 @@ def interval(drawn: np.ndarray) -> dict[str, float]:
 
 
 def row(name: str, category: str, temperature: float, plain: list[Answer], drafted: list[Answer]) -> dict[str, Any]:
-    stats = drafted[0].stats
-    for answer in drafted[1:]:
-        stats = stats + answer.stats
     ratio, drawn = speedup(plain, drafted)
     identical = sum(a.tokens == b.tokens for a, b in zip(plain, drafted, strict=True)) if temperature == 0 else None
     return {
@@ -118,12 +123,23 @@ def row(name: str, category: str, temperature: float, plain: list[Answer], draft
         "temperature": temperature,
         "prompts": len(drafted),
         "tokens": sum(len(answer.tokens) for answer in drafted),
-        "tokens_a_call": stats.block_efficiency,
-        "tokens_a_call_mean": float(np.mean([answer.stats.block_efficiency for answer in drafted])),
-        "acceptance_at": stats.conditional_acceptance_at,
+        **acceptance([answer.stats for answer in drafted if answer.stats is not None]),
         "speedup": ratio,
         **interval(drawn),
         "identical": identical,
+    }
+
+
+def acceptance(stats: Sequence[DecodeStats]) -> dict[str, Any]:
+    """Figures of accepted tokens, of all answers together; of another library's answers it is not known who accepted
+    them."""
+    if not stats:
+        return {"library": "transformers", "tokens_a_call": None, "tokens_a_call_mean": None, "acceptance_at": None}
+    pooled = functools.reduce(operator.add, stats)
+    return {
+        "tokens_a_call": pooled.block_efficiency,
+        "tokens_a_call_mean": float(np.mean([each.block_efficiency for each in stats])),
+        "acceptance_at": pooled.conditional_acceptance_at,
     }
 
 
@@ -146,7 +162,7 @@ def rows_of(answers: Mapping[str, list[Answer]], prompts: Sequence[Prompt], temp
 
 def with_best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows, and those of the best draft once more under that name."""
-    whole = [r for r in rows if r["category"] == ALL and r["drafter"] != CONTROL]
+    whole = [r for r in rows if r["category"] == ALL and r["drafter"] != CONTROL and "library" not in r]
     greedy = [r for r in whole if r["temperature"] == 0] or whole
     best = max(greedy, key=lambda r: r["speedup"])["drafter"]
     return [*rows, *({**r, "drafter": BEST, "of": best} for r in rows if r["drafter"] == best)]
@@ -157,7 +173,8 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(*names, box=None)
     for r in rows:
         same = "-" if r["identical"] is None else f"{r['identical']} of {r['prompts']}"
-        figures = [f"{r[name]:.2f}" for name in ("tokens_a_call", "tokens_a_call_mean")]
+        of_calls = [r[name] for name in ("tokens_a_call", "tokens_a_call_mean")]
+        figures = ["-" if value is None else f"{value:.2f}" for value in of_calls]
         figures += [f"{r[name]:.3f}" for name in ("speedup", "low", "high")]
         table.add_row(r["drafter"], r["category"], f"{r['temperature']:g}", str(r["prompts"]), *figures, same)
     return table
@@ -186,6 +203,8 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--peers", nargs="+", default=[], metavar="DTYPE")
+    parser.add_argument("--peer-draft", type=Path)
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     keep_programs()
@@ -195,12 +214,14 @@ def main() -> None:
     chosen = {name: by_category(of_it, args.limit)[name] for name, of_it in everything.items()}
     left = [q for name, of_it in everything.items() for q in of_it if q not in chosen[name]]
     prompts = asked(target, [q for of_it in chosen.values() for q in of_it], args.new_tokens)
-    decoders, rows = decoders_of(args, target), []
+    ours, rows = decoders_of(args, target), []
+    decoders = {**ours, **(dict(transformers_of(Path(args.target), args.peer_draft, args.peers)) if args.peers else {})}
     for temperature in args.temperatures:
-        for decoder in decoders.values() if left else ():
+        for decoder in ours.values() if left else ():
             decoder.calibrate([tokens_of(target.tokenizer, left[0])], temperature=temperature)
         options = {"max_new_tokens": args.new_tokens, "temperature": temperature}
-        rows += rows_of(measured(decoders, prompts, args.repeats, options), prompts, temperature)
+        rest = REST if args.peers else 0.0
+        rows += rows_of(measured(decoders, prompts, args.repeats, options, rest), prompts, temperature)
     rows, said = with_best(rows), {name: doubts(of_it) for name, of_it in chosen.items()}
     Console().print(table_of(rows))
     for category, remarks in said.items():

@@ -68,3 +68,13 @@ def test_the_best_draft_is_the_fastest_greedy_one_and_not_the_control():
     assert sorted((r["category"], r["temperature"]) for r in best) == [
         (name, t) for name in (ALL, "code", "prose") for t in (0.0, 1.0)
     ]
+
+
+def test_another_library_has_a_speedup_and_is_never_the_best():
+    fast = [Answer(a.tokens, None, a.seconds / 10) for a in ANSWERS[PLAIN]]
+    rows = questions.with_best([*questions.rows_of({**ANSWERS, "theirs": fast}, PROMPTS, 0.0)])
+    theirs = next(r for r in rows if (r["drafter"], r["category"]) == ("theirs", ALL))
+    assert theirs["speedup"] == pytest.approx(10)
+    assert (theirs["tokens_a_call"], theirs["identical"], theirs["library"]) == (None, 3, "transformers")
+    assert {r["of"] for r in rows if r["drafter"] == BEST} == {"draft"}
+    assert questions.table_of(rows).row_count == len(rows)

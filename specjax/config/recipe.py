@@ -43,7 +43,9 @@ def recipe(target: str, out: str, kind: Kind, sizes: Any, own: str | None = None
         "distill": {
             "loss": "forward_kl",
             "batch_size": 4,
-            "teacher": "cached" if cached else "online",
+            "epochs": 1,
+            # Shared with what the first weights are made from.
+            **({"teacher": "cached", "teacher_path": f"{out}/streams"} if cached else {}),
             "optimizer": {"learning_rate": 1e-3 if kind != "dspark" else 2e-3},
             "eval_every": 1_000_000,
         },

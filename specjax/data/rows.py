@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from specjax.data import encoding
 from specjax.data.corpus import BadRecordPolicy, Document
 from specjax.errors import DataError
-from specjax.interfaces import Batch, Params
+from specjax.interfaces import Batch, Params, Reads
 from specjax.runtime import fingerprint
 
 _TOKENIZED_AT_ONCE = 512
@@ -318,11 +318,14 @@ class NumberedRows(RowsWithMore):
 
 
 @dataclasses.dataclass(frozen=True)
-class RowsToCount(RowsWithMore):
-    """Rows of text, and beside them the rows in which ids are ``counted``: those that a draft is trained to predict, in
-    parts, each with its share of the training rows. They are made when they are asked for."""
+class StartRows(RowsWithMore):
+    """Rows of text that a draft's first weights are made from, and beside them what else these may need, made when it
+    is asked for. ``counted``: the rows in which ids are counted, those that the draft is trained to predict, in parts,
+    each with its share of the training rows. ``kept``: (the rows with the target's output beside them, numbers of the
+    rows that have it), a function of what the draft reads of it; None: training keeps none."""
 
     counted: Callable[[], Sequence[tuple[Rows, float]]]
+    kept: Callable[[Reads], tuple[Rows, Int[np.ndarray, " rows"]]] | None = None
 
     def __getitem__(self, index: int) -> Batch:
         return self.rows[index]
@@ -335,8 +338,13 @@ def take(rows: Rows, indices: Sequence[int] | np.ndarray) -> Batch:
 
 def spread(rows: Rows, positions: int) -> Batch:
     """A batch of rows, evenly spread, that hold ``positions`` tokens; all rows if they are fewer."""
+    return take(rows, spread_numbers(rows, positions))
+
+
+def spread_numbers(rows: Rows, positions: int) -> Int[np.ndarray, " rows"]:
+    """Numbers of the rows of `spread`."""
     count = min(len(rows), -(-positions // rows.length))
-    return take(rows, np.arange(count) * len(rows) // count)
+    return np.arange(count) * len(rows) // count
 
 
 def spread_predictions(rows: Rows, positions: int) -> Batch:

@@ -28,7 +28,7 @@ from specjax.formats import trained as stored
 from specjax.formats.loading import asked_kind, load_drafter
 from specjax.interfaces import Drafter, Initial, Params, Trainable
 from specjax.jobs import memory
-from specjax.jobs.inputs import Prepared, naming_inputs, prepare, rows_of, rows_to_count, source_of
+from specjax.jobs.inputs import Prepared, naming_inputs, prepare, rows_of, source_of, start_rows
 from specjax.models.hf import LoadedModel
 from specjax.models.weights import rounded
 from specjax.runtime import artifact, fingerprint, sinks
@@ -139,7 +139,7 @@ def distill(config: RunConfig, bars: Bars = no_bars, prepared: Prepared | None =
         on_main_process(functools.partial(refuse_foreign, Path(config.out) / name))
     prepared = prepare(config, bars, memory.STAGES) if prepared is None else prepared
     target = prepared.target
-    drafter, weights = cached_start(prepared.run, target, rows_to_count(prepared, bars))
+    drafter, weights = cached_start(prepared.run, target, start_rows(prepared, bars))
     run = dataclasses.replace(prepared.run, initial=Initial(drafter, weights.shapes))
     prepared = dataclasses.replace(prepared, run=run)
     if config.selection.prompts:

@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from specjax.config import RunConfig, Stage
 from specjax.data import chat_template as chat
 from specjax.data import corpus
 from specjax.data.corpus import BadRecordPolicy, Document
-from specjax.data.rows import ConcatenatedRows, Rows, RowsToCount, pack
+from specjax.data.rows import Batches, ConcatenatedRows, Rows, StartRows, pack
 from specjax.data.self_chat import summary
 from specjax.data.tokenizer import train_tokenizer
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
-from specjax.interfaces import Source
+from specjax.interfaces import Reads, Source
 from specjax.jobs import memory
 from specjax.models.files import import_transformers, write_json, write_manifest
 from specjax.models.hf import LoadedModel, load_model
@@ -36,10 +37,11 @@ from specjax.training.assemble import Run, assemble
 from specjax.training.exports import WEIGHTS, card, export, parameter_count, set_aside_if_damaged
 from specjax.training.init.cached import FirstWeights
 from specjax.training.init.first_weights import check_length, target_model, target_stage
+from specjax.training.kept_streams import Streams
 from specjax.training.sources import self_chat
 from specjax.training.sources.self_chat import ChatFiles
-from specjax.training.sources.text import SourceContext
-from specjax.training.trainer import StageData, Trainer
+from specjax.training.sources.text import SourceContext, Text
+from specjax.training.trainer import StageData, Trainer, cached_rows, rows_at_once
 
 _DATE = "chat_date.json"
 _log = logging.getLogger(__name__)
@@ -252,19 +254,31 @@ def rows_of(config: RunConfig, source: Any, context: SourceContext) -> Rows:
         return source.rows(context)
 
 
-def rows_to_count(prepared: Prepared, bars: Bars) -> RowsToCount:
+def start_rows(prepared: Prepared, bars: Bars) -> StartRows:
     """The training rows, with the rows in which token ids are counted for a draft vocabulary. Those belong to the
-    draft's last stage, which may train on another text, or weigh it otherwise."""
+    draft's last stage, which may train on another text, or weigh it otherwise. If that stage trains on these rows and
+    keeps the target's output in a directory that other stages and runs share, first weights are made from it too."""
     run, name = prepared.run, prepared.run.last_stage
+    rows, target = prepared.train_rows, prepared.target
 
     def counted() -> Sequence[tuple[Rows, float]]:
         if name is None:
-            return [(prepared.train_rows, 1.0)]
+            return [(rows, 1.0)]
         source, context = source_of(prepared, name, run.stages[name], bars)
         with naming_inputs(run.config, source.prompts, context.today):
             return source.vocabulary_rows(context)
 
-    return RowsToCount(prepared.train_rows, counted)
+    def kept(reads: Reads) -> tuple[Rows, np.ndarray]:
+        assert name is not None
+        stage = run.stages[name].over(len(rows))
+        at_once = rows_at_once(name, stage, rows.length, run.layout)
+        batches, streams = Batches(rows, stage.batch_size, run.seed(name)), Streams(reads, str(target.dtype))
+        found = cached_rows(stage, batches, target, streams, at_once, run.directory(name), bars)
+        return found, found.numbers
+
+    if name is None or run.stages[name].teacher != "cached" or run.stages[name].teacher_path is None:
+        return StartRows(rows, counted)
+    return StartRows(rows, counted, kept if isinstance(run.source(name, run.stages[name]), Text) else None)
 
 
 @contextlib.contextmanager

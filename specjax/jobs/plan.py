@@ -167,7 +167,8 @@ def step_seconds(config: RunConfig, prepared: Prepared, initial: Initial) -> flo
 def _timed_steps(config: RunConfig, prepared: Prepared, initial: Initial) -> tuple[float, float]:
     """Seconds of the trainer's compiled update, over batches that are on the device already, and its peak of memory in
     bytes. Data, log and saves add some percent (`experiments/training_throughput.py`)."""
-    rows, stage, target = prepared.train_rows, config.distill, prepared.target
+    rows, target = prepared.train_rows, prepared.target
+    stage = config.distill.over(len(rows))
     order = Batches(rows, stage.batch_size, config.seed)
     batches = [jax.device_put(_with_streams(order[i], stage, initial.drafter, target)) for i in range(_STEPS + 1)]
     loss = registry.build(registry.LOSSES, stage.loss, "distill.loss")

@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import yaml
 from pydantic import TypeAdapter
 from rich.console import Console
 
 from specjax.config import RunConfig, load_config
 from specjax.config.recipe import TRAINING, WRITING, Kind, recipe
-from specjax.data.rows import take
 from specjax.errors import ConfigError, unwritable
-from specjax.interfaces import Initial, Reads
+from specjax.interfaces import Initial
 from specjax.jobs import inputs, memory
 from specjax.jobs.plan import step_seconds
 from specjax.jobs.run import run
@@ -35,7 +33,6 @@ from specjax.runtime.log import note
 from specjax.runtime.progress import Bars, console_bars
 from specjax.training.assemble import assemble
 from specjax.training.init.cached import cached_start
-from specjax.training.kept_streams import Streams
 from specjax.training.sources import self_chat
 
 FILE = "config.yaml"
@@ -123,28 +120,22 @@ def _with_steps(sections: dict[str, Any], seconds: float, bars: Bars, console: C
     """The sections with as many steps of training as their share of the time allows."""
     prepared = inputs.prepare(_validated(sections), bars, memory.STAGES)
     config, rows = prepared.run.config, prepared.train_rows
-    drafter, weights = cached_start(prepared.run, prepared.target, inputs.rows_to_count(prepared, bars))
+    began, start = time.perf_counter(), inputs.start_rows(prepared, bars)
+    drafter, weights = cached_start(prepared.run, prepared.target, start)
+    if start.kept is not None:  # training reads this too
+        start.kept(drafter.reads)
+    begun = time.perf_counter() - began
     with bars("pace-of-training", 1):
         of_step = step_seconds(config, prepared, Initial(drafter, weights.params))
-    cached = config.distill.teacher == "cached"
-    passes = len(rows) * _pass_seconds(prepared, drafter.reads) if cached else 0.0
-    steps = max(_LEAST_STEPS, int((TRAINING * seconds - passes) / of_step))
-    steps = min(steps, max(_LEAST_STEPS, int(_MOST_EPOCHS * len(rows) / config.distill.batch_size)))
-    epochs = steps * config.distill.batch_size / len(rows)
+    least, size = max(_LEAST_STEPS, config.distill.over(len(rows)).num_steps), config.distill.batch_size
+    steps = max(least, int((TRAINING * seconds - begun) / of_step))
+    steps = min(steps, max(least, int(_MOST_EPOCHS * len(rows) / size)))
+    epochs = steps * size / len(rows)
     console.print(
         f"training: {counted(steps, 'step')}, {epochs:.1f} times {len(rows):,} rows, in about "
-        f"{format_duration(passes + steps * of_step)}"
+        f"{format_duration(steps * of_step)}"
     )
     every = max(1, steps // 4)
-    distill = {**sections["distill"], "steps": steps, "eval_every": every, "save_every": every}
+    distill = {**sections["distill"], "epochs": None, "steps": steps, "eval_every": every, "save_every": every}
     jax.clear_caches()
     return {**sections, "distill": distill}
-
-
-def _pass_seconds(prepared: inputs.Prepared, reads: Reads) -> float:
-    """Seconds in which the cache of a row's streams is made, by the program that will make it, once it is compiled."""
-    streams, row = Streams(reads, str(prepared.target.dtype)), take(prepared.train_rows, [0])
-    for _ in range(2):
-        began = time.perf_counter()
-        streams.make(prepared.target, row, np.zeros(1, np.int32), 1)
-    return time.perf_counter() - began

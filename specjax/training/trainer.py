@@ -36,7 +36,7 @@ from specjax.training.selection import DraftEvaluator, Selector, fingerprint_of
 from specjax.training.sources.on_policy import Sampler
 from specjax.training.step import Update, abstract_state, microbatch_rows, start_state
 from specjax.training.teacher import needs_target
-from specjax.training.teacher_cache import Logits, TeacherCache, numbers_of
+from specjax.training.teacher_cache import CachedRows, Logits, RecordFormat, TeacherCache, numbers_of
 
 LOG_EVERY = 10
 """Number of steps between two host syncs, at which the metrics are read; in between, the host never waits."""
@@ -104,7 +104,7 @@ class Trainer:
                 f"{name}: the loss {self._loss.kind!r} needs a target model; use cross_entropy or give one"
             )
         self._check_reads(name)
-        self._rows = _microbatch_rows(name, self.stage, data.train.length, self.layout)
+        self._rows = rows_at_once(name, self.stage, data.train.length, self.layout)
         self._form = form_of(self.stage)
         self.drafter.in_training(self._form)  # refuse before anything is made
         if backend.is_host(jax.devices()[0]):
@@ -307,20 +307,35 @@ class Trainer:
 
     def _cached_rows(self) -> Rows:
         """The training rows with the target's cached output, computed before the first step."""
-        stage, numbers, target = self.stage, numbers_of(self._batches, self._steps), self.target
+        stage, target, reads = self.stage, self.target, self.drafter.reads
         assert target is not None
-        reads, train = self.drafter.reads, self.data.train
-        kept = Streams(reads, str(target.dtype)) if reads else Logits.of(stage.teacher_top_k, target, train)
-        with self.bars(f"{self.directory.name}-teacher", len(numbers)) as shown:
-            cache = TeacherCache(target, train, numbers, kept, self._rows, shown, stage.teacher_gb * 1e9)
-            if stage.teacher_path is None:
-                return cache.at(self.directory / "teacher")
-            return cache.shared(Path(stage.teacher_path).expanduser())
+        kept = Streams(reads, str(target.dtype)) if reads else Logits.of(stage.teacher_top_k, target, self.data.train)
+        return cached_rows(stage, self._batches, target, kept, self._rows, self.directory, self.bars)
 
     def _batch(self, step: int) -> Batch:
         rows = self._batches.rows
         rows = NumberedRows(rows, step) if self.drafter.samples_anchors else rows
         return self.layout.batch(rows, self._batches.indices(step))
+
+
+def cached_rows(
+    stage: config.Stage,
+    batches: Batches,
+    target: Target,
+    kept: RecordFormat,
+    at_once: int,
+    directory: Path,
+    bars: Bars,
+) -> CachedRows:
+    """The rows that the steps of ``stage`` take, with the target's output beside them. What is not cached yet is
+    computed, ``at_once`` rows at a time. ``directory``: the stage's, in which the cache lies if it has no path of its
+    own."""
+    numbers = numbers_of(batches, stage.num_steps)
+    with bars(f"{directory.name}-teacher", len(numbers)) as shown:
+        cache = TeacherCache(target, batches.rows, numbers, kept, at_once, shown, stage.teacher_gb * 1e9)
+        if stage.teacher_path is None:
+            return cache.at(directory / "teacher")
+        return cache.shared(Path(stage.teacher_path).expanduser())
 
 
 def with_defaults(stage: config.Stage, drafter: Trainable) -> config.Stage:
@@ -381,7 +396,9 @@ def _refuse_to_start_over(directory: Path, checkpoints: Checkpoints) -> None:
     )
 
 
-def _microbatch_rows(name: str, stage: config.Stage, length: int, layout: Layout) -> int:
+def rows_at_once(name: str, stage: config.Stage, length: int, layout: Layout) -> int:
+    """Number of rows of a microbatch of the stage ``name``, over all devices. Raises `ConfigError` if batch or
+    microbatch cannot be split as ``layout`` says."""
     layout.check_rows(stage.batch_size, f"{name}: batch_size")
     if stage.micro_batch_size is None:
         return microbatch_rows(stage.batch_size, length, layout.row_shards)

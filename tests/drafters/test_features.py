@@ -18,7 +18,7 @@ import pytest
 import specjax
 from specjax import config, registry
 from specjax.controllers.confidence import Confidence
-from specjax.data.rows import ConcatenatedRows, NumberedRows, RowsToCount, take
+from specjax.data.rows import ConcatenatedRows, NumberedRows, StartRows, take
 from specjax.decode.decoder import Decoder
 from specjax.decode.engine import block_context, propose
 from specjax.decode.request import prepare
@@ -36,7 +36,7 @@ from specjax.drafters.token_rows import TrainedRows
 from specjax.errors import ConfigError, ModelError
 from specjax.evaluation.certify import Subject, certify
 from specjax.formats import trained as stored
-from specjax.interfaces import Batch
+from specjax.interfaces import Batch, Reads
 from specjax.metrics import alpha_per_position
 from specjax.models.cache import KVCache
 from specjax.models.config import LayerKind, ModelConfig, Norm
@@ -48,8 +48,10 @@ from specjax.training.chunked_loss import Matching, Teacher
 from specjax.training.drafts.features import coverage, most_frequent
 from specjax.training.init import least_squares
 from specjax.training.init.first_weights import initial_draft
+from specjax.training.kept_streams import Streams
 from specjax.training.losses import ForwardKL
 from specjax.training.step import Update
+from specjax.training.teacher_cache import TeacherCache
 from specjax.verifiers.block import Block
 from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.speculative import Speculative
@@ -585,6 +587,25 @@ def test_it_begins_as_the_best_linear_guess(kind, norm):
     assert errors[1] > 1.25 * least
 
 
+def test_the_guess_from_kept_streams_is_that_from_passes(tmp_path):
+    """The same numbers, from the rows that are kept, and from nothing else."""
+    target = target_of(num_layers=6)
+    run = config.RunConfig(config.Target(path="x"), config.Data(path="x", seq_len=8), config.Draft(kind="eagle3"))
+    text = np.random.default_rng(0).integers(0, 61, (64, 25)).astype(np.int32)
+    rows, asked = toys.Windows(text), []
+
+    def kept(reads: Reads) -> tuple[Any, np.ndarray]:
+        asked.append(reads)
+        numbers = np.arange(0, len(rows), 2)
+        found = TeacherCache(target, rows, numbers, Streams(reads, "float32"), 4).at(tmp_path)
+        return found, numbers
+
+    from_passes = initial_draft(run, target, toys.Windows(text[::2])).params
+    from_kept = initial_draft(run, target, StartRows(rows, list, kept)).params
+    assert [reads.hidden_layers for reads in asked] == [(2, 4, 6)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4), from_kept, from_passes)
+
+
 def test_a_low_rank_kernel_errs_least_over_the_inputs_that_come():
     """The optimum, found by gradient descent from elsewhere, is no better; singular vectors of the kernel alone are
     worse."""
@@ -667,7 +688,7 @@ def test_ids_are_counted_as_much_as_their_prediction_counts():
     assert coverage(DraftVocabulary([5], 12), rows(0.25)) == pytest.approx(5 * 0.25 / (5 * 0.25 + 3))
     others = toys.Windows(np.full((3, 5), 2, np.int32))
     for share, ids in ((0.1, {7, 8, 9}), (0.3, {2, 7, 8})):
-        parts = RowsToCount(rows(0.15), lambda share=share: [(rows(0.15), 1 - share), (others, share)])
+        parts = StartRows(rows(0.15), lambda share=share: [(rows(0.15), 1 - share), (others, share)])
         assert set(most_frequent(parts, 3, 12).ids) == ids
         assert coverage(DraftVocabulary([2], 12), parts) == pytest.approx(4 * share / (4 * share + (1 - share) * 3.75))
 

@@ -214,7 +214,7 @@ def test_a_draft_of_fewer_ids_proposes_those_that_training_asks_for_most(run, tm
     settings = run(tmp_path / "run", "eagle3", fields={"draft_vocab_size": 20})
     settings = on_data(settings, **data, prompt_weight=0.3)
     prepared = inputs.prepare(settings)
-    rows = inputs.rows_to_count(prepared, no_bars)
+    rows = inputs.start_rows(prepared, no_bars)
     found: Any = initial_draft(settings, prepared.target, rows).drafter
     files = sorted((tmp_path / "run" / "draft-distill-data").glob("shard*.safetensors"))
     sequences = Sequences.joined([shards.read(file) for file in files])

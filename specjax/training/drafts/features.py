@@ -15,7 +15,7 @@ from jaxtyping import Float
 from specjax import formats
 from specjax.config import RunConfig
 from specjax.data.rows import Rows as TextRows
-from specjax.data.rows import RowsToCount, spread
+from specjax.data.rows import StartRows, spread
 from specjax.drafters.base import stored_start
 from specjax.drafters.features import (
     EMBEDDING_AND_HEAD,
@@ -147,7 +147,7 @@ def _counted(rows: TextRows, size: int) -> Float[np.ndarray, " V"]:
     """Mean number of times that a row has each id to predict, each weighted as the prediction counts: that of a
     prompt's token less or not at all."""
     total = np.zeros(size)
-    for part, share in rows.counted() if isinstance(rows, RowsToCount) else [(rows, 1.0)]:
+    for part, share in rows.counted() if isinstance(rows, StartRows) else [(rows, 1.0)]:
         sample = spread(part, _SAMPLE)
         labels, weight = (np.asarray(x).reshape(-1) for x in (sample.labels, sample.weight))
         total += share / len(sample.labels) * np.bincount(labels, weight.astype(np.float64), minlength=size)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from specjax.data.rows import spread
+from specjax.data.rows import StartRows, spread, spread_numbers, take
 from specjax.interfaces import Batch, Output, Params, Reads, Target
 from specjax.models.training import in_float32, same_norm
 from specjax.runtime.distributed import whole
@@ -52,15 +52,19 @@ class Fit:
 
 
 def linear_guess(target: Target, rows: Rows, reads: tuple[int, ...], own: Params, inputs: Inputs) -> Fit:
-    """Fit the linear guess, see `Fit`. ``reads``: numbers of the target's streams; ``own``: the draft's parameters,
-    handed to ``inputs``. All processes call this. Memory holds, for a while, three float64 matrices of the inputs."""
-    like = same_norm(target.config)
-    squares = functools.partial(_squares, target.spec, (*reads, target.config.num_layers), inputs)
-    size = jax.eval_shape(squares, target.params, own, spread(rows, 1))[0].shape[0]
-    sample, at_once = spread(rows, TOKENS_AN_INPUT * size), max(1, TOKENS_AT_ONCE // rows.length)
-    total = None
-    for start in range(0, len(sample.tokens), at_once):
-        some = jax.tree.map(lambda x, start=start: x[start : start + at_once], sample)
+    """Fit the linear guess, see `Fit`, to a sample of the ``rows``, or to all for which the target's streams are kept.
+    ``reads``: numbers of the streams; ``own``: the draft's parameters, handed to ``inputs``. All processes call this.
+    Memory holds, for a while, three float64 matrices of the inputs."""
+    like, asked = same_norm(target.config), Reads(hidden_layers=reads)
+    squares = functools.partial(_squares, target.spec, asked, inputs)
+    if isinstance(rows, StartRows) and rows.kept is not None:
+        rows, numbers = rows.kept(asked)
+    else:
+        size = jax.eval_shape(squares, target.params, own, spread(rows, 1))[0].shape[0]
+        numbers = spread_numbers(rows, TOKENS_AN_INPUT * size)
+    total, at_once = None, max(1, TOKENS_AT_ONCE // rows.length)
+    for start in range(0, len(numbers), at_once):
+        some = take(rows, numbers[start : start + at_once])
         found = jax.tree.map(lambda x: np.asarray(x, np.float64), whole(squares(target.params, own, some)))
         total = found if total is None else jax.tree.map(np.add, total, found)
     assert total is not None
@@ -71,16 +75,18 @@ def linear_guess(target: Target, rows: Rows, reads: tuple[int, ...], own: Params
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _squares(
-    spec: Any, reads: tuple[int, ...], inputs: Inputs, params: Params, own: Params, batch: Batch
+    spec: Any, reads: Reads, inputs: Inputs, params: Params, own: Params, batch: Batch
 ) -> tuple[Array, Array, Array, Array]:
     """Sums over the rows' tokens: products of inputs, products of inputs and goal, squares of the goal, number of
-    tokens. ``reads``: numbers of the streams; the goal is made of the last, the deepest."""
+    tokens."""
     exact = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-    out = target_output(spec, params, batch, Reads(hidden_layers=reads))
-    *streams, deepest = (jnp.asarray(x, jnp.float32) for x in out.hidden)
+    out = target_output(spec, params, batch, reads)
+    streams = [jnp.asarray(x, jnp.float32) for x in out.hidden]
     assert out.final is not None
-    # A draft's norm of the target's form undoes the stream's length; only its scale is then the target's.
-    goal = unit(deepest) if same_norm(spec.config) else jnp.asarray(out.final, jnp.float32)
+    goal = jnp.asarray(out.final, jnp.float32)
+    if same_norm(spec.config):  # the draft's norm has the target's scale, and undoes any length
+        scale = in_float32(params["norm"])["scale"]
+        goal = unit(goal / jnp.where(scale == 0, 1.0, scale)[None, None])
     token = jnp.asarray(params["embedding"][batch.tokens], jnp.float32)
     read = inputs(own, token, batch, tuple(jnp.roll(x, 1, axis=1) for x in streams), out)
     counts = (batch.token_positions > 0) & (jnp.asarray(batch.weight) > 0)

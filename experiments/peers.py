@@ -1,0 +1,84 @@
+"""Other libraries' decoding of the same weights, in the form that `questions.py` asks: transformers on torch, plain,
+with prompt lookup, and assisted by a separate draft. Needs torch: `make parity-setup` installs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from specjax.errors import DataError
+from specjax.models.files import import_transformers
+
+REST = 0.3
+"""Seconds to leave before a timed run beside torch, whose threads spin for a while after their last work."""
+LOOKUP_TOKENS = 10
+"""Number of tokens that prompt lookup proposes, the library's own example."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """New tokens of each prompt. ``stats``: None, for no library tells how many passes it took."""
+
+    tokens: list[list[int]]
+    stats: tuple[None, ...] = (None,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformers:
+    """``options``: those of `generate` beside sampling and the number of tokens."""
+
+    torch: Any
+    library: Any
+    model: Any
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, seed: int, max_new_tokens: int, temperature: float
+    ) -> Found:
+        """The new tokens of the one prompt, up to the model's end of a turn."""
+        (prompt,) = prompts
+        # Its own default would be the 50 most likely tokens.
+        sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+        settings = self.library.GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=temperature > 0,
+            eos_token_id=self.model.generation_config.eos_token_id,
+            pad_token_id=0,
+            **sampling,
+        )
+        self.torch.manual_seed(seed)
+        ids = self.torch.tensor([list(prompt)])
+        given = {"attention_mask": self.torch.ones_like(ids), "generation_config": settings, **self.options}
+        with self.torch.inference_mode():
+            out = self.model.generate(ids, **given)
+        return Found([out[0, len(prompt) :].tolist()])
+
+
+def transformers_of(target: Path, draft: Path | None, dtypes: Sequence[str]) -> Iterator[tuple[str, Transformers]]:
+    """(name, decoder) of each way to decode, in each dtype. ``draft``: directory of a separate draft, None: not
+    assisted. Raises `DataError` without torch."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        raise DataError("torch is not installed, and transformers decodes on it; run `make parity-setup`") from error
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    library = import_transformers()
+    library.utils.logging.set_verbosity_error()
+    library.utils.logging.disable_progress_bar()
+
+    @functools.cache
+    def loaded(directory: Path, dtype: str) -> Any:
+        of = getattr(torch, dtype)
+        return library.AutoModelForCausalLM.from_pretrained(directory, dtype=of, local_files_only=True).eval()
+
+    for dtype in dtypes:
+        model = functools.partial(Transformers, torch, library, loaded(target, dtype))
+        yield f"transformers {dtype}", model()
+        yield f"transformers {dtype}, prompt lookup", model({"prompt_lookup_num_tokens": LOOKUP_TOKENS})
+        if draft is not None:
+            yield f"transformers {dtype}, assisted", model({"assistant_model": loaded(draft, dtype)})
