@@ -243,6 +243,16 @@ def test_a_data_set_grows_and_refuses_what_is_of_other_settings(target, whole, t
         self_chat.write(foreign)
 
 
+def test_chats_that_are_there_are_read_while_another_process_adds_to_them(target, whole, tmp_path):
+    files = files_in(tmp_path, target)
+    shutil.copytree(whole.directory, files.directory)
+    with artifact.exclusive(files.directory / ".share-0-of-1"):
+        assert self_chat.write(files) == []
+        more = files_in(tmp_path, target, dataclasses.replace(SETTINGS, chats=32))
+        with pytest.raises(SpecjaxError, match="in use by another run"):
+            self_chat.write(more)
+
+
 def test_a_target_that_only_repeats_itself_is_refused(target, tmp_path):
     word = target.tokenizer("a")["input_ids"][-1]
     again = target.params["bias"].at[word].add(100.0)

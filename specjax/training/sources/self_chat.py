@@ -109,11 +109,12 @@ def write(files: ChatFiles, share: tuple[int, int] = (0, 1), progress: StepProgr
     turns = Turns.of(files.target.tokenizer)
     with artifact.in_turn(files.directory.with_name(f".{files.directory.name}.lock")):
         artifact.claim(files.directory, files.made_from)
-    with artifact.exclusive(files.directory / f".share-{begun}-of-{of}"):
-        missing = files.missing(own)
-        if missing:
-            _check_room(files, len(missing))
-            _Writer(files, turns, missing, progress).run()
+    if files.missing(own):  # else another process may be adding to them
+        with artifact.exclusive(files.directory / f".share-{begun}-of-{of}"):
+            missing = files.missing(own)
+            if missing:
+                _check_room(files, len(missing))
+                _Writer(files, turns, missing, progress).run()
     return files.missing(range(files.count))
 
 
