@@ -1,11 +1,12 @@
 """Passes of a target beside the least time that its bytes and its arithmetic take on this device, both measured here.
 
-    python experiments/roofline.py [--size 8B|1B|tiny] [--dtype bfloat16] [--quantize int8 int4] [--results FILE]
+    python experiments/roofline.py [--size 8B|1B|tiny | --target MODEL] [--dtype bfloat16] [--quantize int8 int4]
+        [--results FILE]
 
-Random weights (`synthetic.py`). Of every batch and context a pass over 1, 2, 4, 8, 16 tokens: seconds, the share of the
-roofline that it reaches, and its time over that of a single token, which is what verification costs. Medians of five
-loops in turn. Asked of an 8B-shaped target in bfloat16 on a GPU: 85% at batch 1, a block of 8 within 1.2 of a token at
-a context of 8,192 and within 1.3 at batch 16 and 4,096. Half a minute for `tiny` on 2 cores.
+Random weights (`synthetic.py`), or those of a model. Of every batch and context a pass over 1, 2, 4, 8, 16 tokens:
+seconds, the share of the roofline that it reaches, and its time over that of a single token, which is what verification
+costs. Medians of five loops in turn. Asked of an 8B-shaped target in bfloat16 on a GPU: 85% at batch 1, a block of 8
+within 1.2 of a token at a context of 8,192 and within 1.3 at batch 16 and 4,096. Half a minute for `tiny` on 2 cores.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from synthetic import TARGETS, successor
 
+import specjax
 from specjax import backend
 from specjax.costs.devices import this_device
 from specjax.costs.roofline import pass_work, storage_of
@@ -30,6 +32,7 @@ from specjax.report import record
 TOKENS = (1, 2, 4, 8, 16)
 SHAPES = {"8B": ((1, 1024), (1, 8192), (16, 4096)), "1B": ((1, 1024), (1, 8192), (16, 4096)), "tiny": ((1, 256),)}
 """Rows and slots."""
+_OF_A_MODEL = ((1, 256), (1, 1024))
 _TURNS = 5
 
 
@@ -79,6 +82,7 @@ def measure(target: LoadedModel, batch: int, slots: int, device: Any, many: int)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="tiny", choices=[*TARGETS])
+    parser.add_argument("--target", help="Directory, hub id or GGUF file of a model, in place of random weights.")
     parser.add_argument("--dtype", default=backend.default_dtype())
     parser.add_argument("--quantize", nargs="*", default=[], choices=["int8", "int4"])
     parser.add_argument("--many", type=int, default=20, help="Passes of a loop.")
@@ -86,7 +90,12 @@ def main() -> None:
     args = parser.parse_args()
     found: dict[str, Any] = {}
     for scheme in (None, *args.quantize):
-        target = successor(TARGETS[args.size], args.dtype, scheme)
+        if args.target is None:
+            target, what, shapes = successor(TARGETS[args.size], args.dtype, scheme), args.size, SHAPES[args.size]
+        else:
+            target, shapes = specjax.load_model(args.target, args.dtype), _OF_A_MODEL
+            what = target.name
+            target = target if scheme is None else specjax.quantize_model(target, scheme)
         target.free_originals()
         device = this_device(target)
         if scheme is None:
@@ -94,8 +103,8 @@ def main() -> None:
                 f"{device.name}: {device.bandwidth / 1e9:.0f} GB/s, {device.flops / 1e12:.2f} TFLOP/s in {device.dtype}"
             )
             found["device"] = {"bandwidth": device.bandwidth, "flops": device.flops, "dtype": device.dtype}
-        for batch, slots in SHAPES[args.size]:
-            name = f"{args.size} {scheme or args.dtype}, batch {batch}, {slots:,} slots"
+        for batch, slots in shapes:
+            name = f"{what} {scheme or args.dtype}, batch {batch}, {slots:,} slots"
             found[name] = measure(target, batch, slots, device, args.many)
             shown = ", ".join(
                 f"{m}: {1e3 * x['seconds']:.3f} ms ({x['roofline']:.0%}, {x['over_a_token']:.2f}x)"
