@@ -33,7 +33,13 @@ def recipe(target: str, out: str, kind: Kind, sizes: Any, own: str | None = None
     cached = kind in ("eagle3", "dspark")
     return {
         "target": {"path": target},
-        "data": {"kind": "self_chat", "seq_len": 512, "self_chat": {"chats": _FIRST, "shard_size": _FIRST}, **mixed},
+        "data": {
+            "kind": "self_chat",
+            "seq_len": 512,
+            "prompt_weight": 1.0,  # the target wrote the questions too
+            "self_chat": {"chats": _FIRST, "shard_size": _FIRST},
+            **mixed,
+        },
         "draft": {
             "kind": kind,
             "init": "target",
@@ -42,11 +48,11 @@ def recipe(target: str, out: str, kind: Kind, sizes: Any, own: str | None = None
         },
         "distill": {
             "loss": "forward_kl",
-            "batch_size": 4,
+            "batch_size": 2 if kind == "eagle3" else 4,
             "epochs": 1,
             # Shared with what the first weights are made from.
             **({"teacher": "cached", "teacher_path": f"{out}/streams"} if cached else {}),
-            "optimizer": {"learning_rate": 1e-3 if kind != "dspark" else 2e-3},
+            "optimizer": {"learning_rate": {"eagle3": 3e-4, "dspark": 2e-3}.get(kind, 1e-3)},
             "eval_every": 1_000_000,
         },
         "control": {"learning_rates": []},
@@ -69,7 +75,7 @@ def _fields(kind: Kind, sizes: Any) -> dict[str, Any]:
     few = {"draft_vocab_size": _FEW_IDS // 2} if sizes.vocab_size > _FEW_IDS else {}
     if kind == "eagle3":
         # Through fewer key-value heads than these the token's part of a prediction does not pass.
-        return {"depths": 3, "num_kv_heads": sizes.num_heads, **few}
+        return {"depths": 2, "num_kv_heads": sizes.num_heads, **few}
     if kind == "dspark":
         return {"layers": 1, "block_size": 5, "anchors": 64, "markov_rank": 64, **few}
     layers = max(1, sizes.num_layers // (15 if kind == "glide" else 8))

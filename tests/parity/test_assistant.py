@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import peers
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -31,6 +32,7 @@ class Both:
     draft: specjax.LoadedModel
     their_target: Any
     their_draft: Any
+    saved: tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def both(tmp_path_factory) -> Both:
         specjax.save_model(model, saved[-1])
     ours = [specjax.load_model(directory) for directory in saved]
     theirs = [transformers.AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32).eval() for x in saved]
-    return Both(*ours, *theirs)
+    return Both(*ours, *theirs, (saved[0], saved[1]))
 
 
 def assisted(both: Both, prompt: list[int], k: int) -> tuple[list[int], list[int]]:
@@ -84,3 +86,14 @@ def test_a_saved_draft_assists_transformers_block_by_block_as_it_drafts_here(bot
         assert [len(block) - 1 for block in blocks][:-1] == accepted[:-1]
         seen += accepted[:-1]
     assert set(seen) >= {0, 1, k}, "blocks are accepted in part"
+
+
+def test_each_way_that_questions_are_asked_of_transformers_gives_the_same_greedy_tokens(both):
+    decoder = specjax.Decoder(both.target)
+    found = dict(peers.transformers_of(*both.saved, ["float32"]))
+    assert [*found] == [f"transformers float32{how}" for how in ("", ", prompt lookup", ", assisted")]
+    for text in PROMPTS:
+        prompt = both.target.tokenizer(text)["input_ids"]
+        expected = decoder.generate([prompt], max_new_tokens=NEW).tokens
+        for peer in found.values():
+            assert peer.generate([prompt], seed=0, max_new_tokens=NEW, temperature=0.0).tokens == expected
