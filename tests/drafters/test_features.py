@@ -43,6 +43,7 @@ from specjax.models.config import LayerKind, ModelConfig, Norm
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.models.rotary import Rope
 from specjax.models.vocabulary import NEVER
+from specjax.runtime import fingerprint
 from specjax.training import step
 from specjax.training.chunked_loss import Matching, Teacher
 from specjax.training.drafts.features import coverage, most_frequent
@@ -587,12 +588,13 @@ def test_it_begins_as_the_best_linear_guess(kind, norm):
     assert errors[1] > 1.25 * least
 
 
-def test_the_guess_from_kept_streams_is_that_from_passes(tmp_path):
-    """The same numbers, from the rows that are kept, and from nothing else."""
+def test_the_guess_from_kept_streams_is_that_from_passes(tmp_path, monkeypatch):
+    """The same numbers, from the rows that are kept, and from nothing else; but not from fewer than a sample has."""
     target = target_of(num_layers=6)
     run = config.RunConfig(config.Target(path="x"), config.Data(path="x", seq_len=8), config.Draft(kind="eagle3"))
     text = np.random.default_rng(0).integers(0, 61, (64, 25)).astype(np.int32)
     rows, asked = toys.Windows(text), []
+    monkeypatch.setattr(least_squares, "TOKENS_AN_INPUT", 5)
 
     def kept(reads: Reads) -> tuple[Any, np.ndarray]:
         asked.append(reads)
@@ -600,10 +602,13 @@ def test_the_guess_from_kept_streams_is_that_from_passes(tmp_path):
         found = TeacherCache(target, rows, numbers, Streams(reads, "float32"), 4).at(tmp_path)
         return found, numbers
 
-    from_passes = initial_draft(run, target, toys.Windows(text[::2])).params
     from_kept = initial_draft(run, target, StartRows(rows, list, kept)).params
     assert [reads.hidden_layers for reads in asked] == [(2, 4, 6)]
+    monkeypatch.setattr(least_squares, "TOKENS_AN_INPUT", 32)
+    from_passes = initial_draft(run, target, toys.Windows(text[::2])).params
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4), from_kept, from_passes)
+    of_all, of_fewer = (initial_draft(run, target, each).params for each in (rows, StartRows(rows, list, kept)))
+    assert fingerprint.digest(of_all) == fingerprint.digest(of_fewer) != fingerprint.digest(from_kept)
 
 
 def test_a_low_rank_kernel_errs_least_over_the_inputs_that_come():

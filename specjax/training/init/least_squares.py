@@ -52,16 +52,17 @@ class Fit:
 
 
 def linear_guess(target: Target, rows: Rows, reads: tuple[int, ...], own: Params, inputs: Inputs) -> Fit:
-    """Fit the linear guess, see `Fit`, to a sample of the ``rows``, or to all for which the target's streams are kept.
+    """Fit the linear guess, see `Fit`, to a sample of the ``rows``, or to all for which the target's streams are kept
+    if those are no fewer.
     ``reads``: numbers of the streams; ``own``: the draft's parameters, handed to ``inputs``. All processes call this.
     Memory holds, for a while, three float64 matrices of the inputs."""
     like, asked = same_norm(target.config), Reads(hidden_layers=reads)
     squares = functools.partial(_squares, target.spec, asked, inputs)
+    size = jax.eval_shape(squares, target.params, own, spread(rows, 1))[0].shape[0]
+    numbers = spread_numbers(rows, TOKENS_AN_INPUT * size)
     if isinstance(rows, StartRows) and rows.kept is not None:
-        rows, numbers = rows.kept(asked)
-    else:
-        size = jax.eval_shape(squares, target.params, own, spread(rows, 1))[0].shape[0]
-        numbers = spread_numbers(rows, TOKENS_AN_INPUT * size)
+        kept, of_kept = rows.kept(asked)
+        rows, numbers = (kept, of_kept) if len(of_kept) >= len(numbers) else (rows, numbers)
     total, at_once = None, max(1, TOKENS_AT_ONCE // rows.length)
     for start in range(0, len(numbers), at_once):
         some = take(rows, numbers[start : start + at_once])
