@@ -25,6 +25,7 @@ from specjax.models.attention.kv_source import CacheKV
 from specjax.models.families.settings import Settings
 from specjax.training import step
 from specjax.training.chunked_loss import Matched, Matching
+from specjax.training.init import least_squares
 from tests.drafters import test_features, test_formats
 from tests.mutants.table import mutant, wrap
 
@@ -430,3 +431,9 @@ def the_decay_of_depths_is_ignored(patch):
         return mutated
 
     wrap(patch, TrainedRows, "predictions", make)
+
+
+@mutant("features", test_features.test_a_low_rank_kernel_errs_least_over_the_inputs_that_come, lossless=True)
+def low_rank_as_if_all_inputs_were_as_frequent(patch):
+    real = least_squares.low_rank
+    patch.setattr(least_squares, "low_rank", lambda kernel, products: real(kernel, np.eye(len(products))))
