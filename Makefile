@@ -118,6 +118,6 @@ clean:
 	rm -rf $(VENV) $(PARITY_VENV) $(COMPILED_VENV) build dist site *.egg-info .pytest_cache .ruff_cache
 	find specjax experiments tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# tests/conftest.py says where the programs are.
+# The model of `make real` too; tests/conftest.py says where the programs are.
 distclean: clean
-	rm -rf "$${XDG_CACHE_HOME:-$$HOME/.cache}"/specjax/tests-*
+	rm -rf .real "$${XDG_CACHE_HOME:-$$HOME/.cache}"/specjax/tests-*

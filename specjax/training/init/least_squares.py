@@ -53,9 +53,8 @@ class Fit:
 
 def linear_guess(target: Target, rows: Rows, reads: tuple[int, ...], own: Params, inputs: Inputs) -> Fit:
     """Fit the linear guess, see `Fit`, to a sample of the ``rows``, or to all for which the target's streams are kept
-    if those are no fewer.
-    ``reads``: numbers of the streams; ``own``: the draft's parameters, handed to ``inputs``. All processes call this.
-    Memory holds, for a while, three float64 matrices of the inputs."""
+    if those are no fewer. ``reads``: numbers of the streams; ``own``: the draft's parameters, handed to ``inputs``. All
+    processes call this. Memory holds, for a while, three float64 matrices of the inputs."""
     like, asked = same_norm(target.config), Reads(hidden_layers=reads)
     squares = functools.partial(_squares, target.spec, asked, inputs)
     size = jax.eval_shape(squares, target.params, own, spread(rows, 1))[0].shape[0]
