@@ -1,6 +1,6 @@
 """Decoding with drafts over plain decoding, on questions that users bring, by category, in one run.
 
-    python experiments/questions.py FILE ... --target MODEL [--drafts NAME=DIR ...] [--ngram 3] [-k 3] [--limit 10]
+    python experiments/questions.py FILE ... --target MODEL [--drafts NAME=DIR ...] [--ngram 5] [-k 3] [--limit 10]
         [--new-tokens 128] [--temperatures 0 1] [--repeats 2] [--peers float32 bfloat16] [--peer-draft DIR]
         [--results FILE]
 
@@ -8,9 +8,11 @@ Each question is asked in the target's chat template (`prompts.py`); of several 
 target's own greedy answers. Lengths are chosen by costs and acceptance measured on a question that is not asked. All
 decoders take a prompt in turn; its time is the least of the repeats, of which the first one may compile. A speedup is
 plain decoding's seconds over those of the same number of tokens with the draft, summed over the prompts of a category,
-with a 95% interval over prompts (bootstrap). `tokens_a_call`: tokens of all prompts over all target calls;
+with a 95% interval over prompts (bootstrap); `speedup_after_first_token` leaves out the prompt, which no draft makes
+faster. `tokens_a_call`: tokens of all prompts over all target calls;
 `tokens_a_call_mean`: the mean of the prompts' own. `control`: plain decoding once more, which says what a ratio of one
 looks like here. `best`: the draft with the largest greedy speedup over all prompts. `all`: the mean of the categories.
+Each draft also decodes as a hybrid with n-gram lookup, named `NAME+ngram`, unless --ngram is 0.
 With --peers, transformers on torch decodes the same prompts in turn (`peers.py`); its rows have a `library`, and are
 never the best.
 """
@@ -54,11 +56,13 @@ class Prompt:
 
 @dataclasses.dataclass
 class Answer:
-    """``stats``: None for another library's. ``seconds``: the least of the repeats."""
+    """``stats``: None for another library's. ``seconds``: the least of the repeats; ``first``: those of them up to the
+    first token, None if no one tells."""
 
     tokens: list[int]
     stats: DecodeStats | None
     seconds: float
+    first: float | None = None
 
 
 def asked(target: LoadedModel, questions: Sequence[Question], new_tokens: int) -> list[Prompt]:
@@ -87,11 +91,10 @@ def measured(
                 time.sleep(rest)
                 start = time.perf_counter()
                 result = decoders[name].generate([prompt.tokens], seed=i, **options)
-                answer = Answer(list(result.tokens[0]), result.stats[0], time.perf_counter() - start)
-                if repeat == 0:
-                    found[name].append(answer)
-                else:
-                    found[name][i].seconds = min(found[name][i].seconds, answer.seconds)
+                seconds = time.perf_counter() - start
+                first = result.commit_times[0][0] if result.stats[0] is not None else None
+                answer = Answer(list(result.tokens[0]), result.stats[0], seconds, first)
+                found[name][i:] = [min([*found[name][i:], answer], key=lambda answer: answer.seconds)]
     return found
 
 
@@ -126,7 +129,25 @@ def row(name: str, category: str, temperature: float, plain: list[Answer], draft
         **acceptance([answer.stats for answer in drafted if answer.stats is not None]),
         "speedup": ratio,
         **interval(drawn),
+        **times(plain, drafted),
         "identical": identical,
+    }
+
+
+def times(plain: Sequence[Answer], drafted: Sequence[Answer]) -> dict[str, Any]:
+    """Mean seconds up to the first token, and the speedup of the tokens after it."""
+
+    def parts(answers: Sequence[Answer]) -> tuple[float, float] | None:
+        firsts = [answer.first for answer in answers if answer.first is not None]
+        behind = sum(len(answer.tokens) - 1 for answer in answers)
+        if len(firsts) < len(answers) or not behind:
+            return None
+        return sum(firsts) / len(firsts), (sum(answer.seconds for answer in answers) - sum(firsts)) / behind
+
+    own, of_plain = parts(drafted), parts(plain)
+    return {
+        "first_token_s": None if own is None else own[0],
+        "speedup_after_first_token": None if own is None or of_plain is None else of_plain[1] / own[1],
     }
 
 
@@ -149,15 +170,17 @@ def rows_of(answers: Mapping[str, list[Answer]], prompts: Sequence[Prompt], temp
     for name in answers:
         if name == PLAIN:
             continue
-        ratios = []
+        ratios, afterwards = [], []
         for category in categories:
             of_it = [i for i, prompt in enumerate(prompts) if prompt.category == category]
             plain, drafted = ([answers[side][i] for i in of_it] for side in (PLAIN, name))
             yield row(name, category, temperature, plain, drafted)
             ratios.append(speedup(plain, drafted))
+            afterwards.append(times(plain, drafted)["speedup_after_first_token"])
         mean, drawn = (np.mean(each, axis=0) for each in zip(*ratios, strict=True))
         whole = row(name, ALL, temperature, answers[PLAIN], answers[name])
-        yield whole | {"speedup": float(mean), **interval(drawn)}
+        after = None if None in afterwards else float(np.mean(afterwards))
+        yield whole | {"speedup": float(mean), **interval(drawn), "speedup_after_first_token": after}
 
 
 def with_best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -169,13 +192,15 @@ def with_best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    names = ("drafter", "category", "T", "prompts", "tokens a call", "mean", "speedup", "low", "high", "identical")
+    names = ("drafter", "category", "T", "prompts", "tokens a call", "mean", "speedup", "low", "high")
+    names += ("after first token", "first token, s", "identical")
     table = Table(*names, box=None)
     for r in rows:
         same = "-" if r["identical"] is None else f"{r['identical']} of {r['prompts']}"
         of_calls = [r[name] for name in ("tokens_a_call", "tokens_a_call_mean")]
         figures = ["-" if value is None else f"{value:.2f}" for value in of_calls]
-        figures += [f"{r[name]:.3f}" for name in ("speedup", "low", "high")]
+        values = [r[name] for name in ("speedup", "low", "high", "speedup_after_first_token", "first_token_s")]
+        figures += ["-" if value is None else f"{value:.3f}" for value in values]
         table.add_row(r["drafter"], r["category"], f"{r['temperature']:g}", str(r["prompts"]), *figures, same)
     return table
 
@@ -185,6 +210,8 @@ def decoders_of(args: argparse.Namespace, target: LoadedModel) -> dict[str, spec
     for pair in args.drafts:
         name, _, path = pair.partition("=")
         drafters[name] = specjax.load_drafter(path, target, args.k)
+        if args.ngram:
+            drafters[f"{name}+ngram"] = specjax.Hybrid(drafters[name], max(args.k, args.ngram))
     made = {PLAIN: specjax.Decoder(target), CONTROL: specjax.Decoder(target)}
     return made | {name: specjax.Decoder(target, drafter, args.verifier) for name, drafter in drafters.items()}
 
@@ -196,7 +223,7 @@ def main() -> None:
     parser.add_argument("--dtype")
     parser.add_argument("--columns", nargs="+", default=[], metavar="OURS=THEIRS")
     parser.add_argument("--drafts", nargs="+", default=[], metavar="NAME=DIR")
-    parser.add_argument("--ngram", type=int, default=3)
+    parser.add_argument("--ngram", type=int, default=5)
     parser.add_argument("-k", type=int, default=3)
     parser.add_argument("--verifier", default="block")
     parser.add_argument("--limit", type=int, default=10)

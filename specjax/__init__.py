@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from specjax.decode.decoder import Decoder
     from specjax.decode.result import Event, GenerationResult
     from specjax.drafters.draft_model import DraftModel
+    from specjax.drafters.hybrid import Hybrid
     from specjax.drafters.ngram import NGram
     from specjax.errors import SpecjaxError
     from specjax.formats.loading import load_drafter
@@ -21,6 +22,7 @@ __all__ = [
     "DraftModel",
     "Event",
     "GenerationResult",
+    "Hybrid",
     "LoadedModel",
     "NGram",
     "RunConfig",
@@ -37,6 +39,7 @@ _HOMES = {
     "DraftModel": "specjax.drafters.draft_model",
     "Event": "specjax.decode.result",
     "GenerationResult": "specjax.decode.result",
+    "Hybrid": "specjax.drafters.hybrid",
     "LoadedModel": "specjax.models.hf",
     "NGram": "specjax.drafters.ngram",
     "RunConfig": "specjax.config",

@@ -6,12 +6,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
+
+_T = TypeVar("_T")
 
 FEW_ROWS = 16
 """Most rows for which one reduction beats a matrix product on CPU (measured on 2 cores in float32: 12-16)."""
@@ -210,3 +212,13 @@ def compiler_options(*, decoding: bool = False) -> dict[str, str | bool | int]:
         return {}
     options: dict[str, str | bool | int] = {"xla_cpu_prefer_vector_width": 512}
     return options | ({"xla_cpu_enable_fast_math": True} if decoding else {})
+
+
+def run_if(condition: Bool[Array, ""], change: Callable[[_T], _T], state: _T) -> _T:
+    """``change(state)`` if the condition holds, else ``state``: a loop of at most one round, since a `cond` copies the
+    caches."""
+
+    def once(carry):
+        return jnp.bool_(False), change(carry[1])
+
+    return jax.lax.while_loop(lambda carry: carry[0], once, (condition, state))[1]

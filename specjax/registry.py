@@ -27,6 +27,7 @@ DRAFTERS = {
     "eagle3": "specjax.drafters.features:FeatureDrafter",
     "early_exit": "specjax.drafters.features:FeatureDrafter",
     "glide": "specjax.drafters.glide:Glide",
+    "hybrid": "specjax.drafters.hybrid:Hybrid",
     "medusa": "specjax.drafters.features:FeatureDrafter",
     "mtp": "specjax.drafters.features:FeatureDrafter",
     "ngram": "specjax.drafters.ngram:NGram",

@@ -205,7 +205,6 @@ def test_metrics_are_written_a_line_a_request_and_one_of_the_sum(decoders, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--prompt", "x", "--draft", "d", "--ngram"], "exclude each other"),
         (["--prompt", "x", "-k", "4"], "needs a drafter"),
         (["--prompt", "x", "--ngram", "-k", "0"], "greater than or equal to 1"),
         (["--prompt", "x", "--max-new-tokens", "0"], "greater than or equal to 1"),

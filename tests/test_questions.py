@@ -12,7 +12,7 @@ from specjax.metrics import DecodeStats
 def answer(seconds: float, tokens: int, blocks: int) -> Answer:
     accepted = tokens - blocks
     stats = DecodeStats(blocks, tokens, (blocks,), (blocks,), (accepted,))
-    return Answer(list(range(tokens)), stats, seconds)
+    return Answer(list(range(tokens)), stats, seconds, first=0.5)
 
 
 PROMPTS = [Prompt("code", [1]), Prompt("code", [2]), Prompt("prose", [3])]
@@ -33,6 +33,16 @@ def test_figures_of_categories_and_of_all():
     assert whole["low"] == whole["high"] == 1.25  # prompts are drawn within their category
     assert (code["identical"], code["prompts"], whole["tokens"]) == (2, 2, 40)
     assert {rows[CONTROL, name]["speedup"] for name in ("code", "prose", ALL)} == {1.0}
+
+
+def test_the_time_up_to_the_first_token_is_told_apart():
+    rows = {(r["drafter"], r["category"]): r for r in questions.rows_of(ANSWERS, PROMPTS, 0.0)}
+    code, prose, whole = (rows["draft", name] for name in ("code", "prose", ALL))
+    assert {r["first_token_s"] for r in rows.values()} == {0.5}
+    assert code["speedup_after_first_token"] == pytest.approx((6.0 - 1.0) / (3.0 - 1.0))
+    assert prose["speedup_after_first_token"] == pytest.approx(1.5 / 3.5)
+    mean = (code["speedup_after_first_token"] + prose["speedup_after_first_token"]) / 2
+    assert whole["speedup_after_first_token"] == pytest.approx(mean)
 
 
 def test_a_speedup_is_that_of_equal_tokens():
@@ -75,6 +85,7 @@ def test_another_library_has_a_speedup_and_is_never_the_best():
     rows = questions.with_best([*questions.rows_of({**ANSWERS, "theirs": fast}, PROMPTS, 0.0)])
     theirs = next(r for r in rows if (r["drafter"], r["category"]) == ("theirs", ALL))
     assert theirs["speedup"] == pytest.approx(10)
+    assert (theirs["first_token_s"], theirs["speedup_after_first_token"]) == (None, None)
     assert (theirs["tokens_a_call"], theirs["identical"], theirs["library"]) == (None, 3, "transformers")
     assert {r["of"] for r in rows if r["drafter"] == BEST} == {"draft"}
     assert questions.table_of(rows).row_count == len(rows)

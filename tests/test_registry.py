@@ -82,8 +82,8 @@ def test_a_decoder_takes_a_class_from_outside(theirs):
         ("{theirs}:Mutable", "is no frozen dataclass with a field `kind"),
         (
             "{theirs}.py:",
-            "is unknown, known are dflash, dflash2, draft_model, dspark, eagle3, early_exit, glide, medusa, mtp, ngram,"
-            " p_eagle",
+            "is unknown, known are dflash, dflash2, draft_model, dspark, eagle3, early_exit, glide, hybrid, medusa, "
+            "mtp, ngram, p_eagle",
         ),
     ],
 )

@@ -33,7 +33,12 @@ def generate(
     draft: Annotated[
         str | None, typer.Option(help="Draft: a Hugging Face directory, hub id, GGUF file or run directory.")
     ] = None,
-    ngram: Annotated[bool, typer.Option("--ngram", help="Draft by n-gram prompt lookup.")] = False,
+    ngram: Annotated[
+        bool,
+        typer.Option(
+            "--ngram", help="Draft by n-gram prompt lookup; with --draft, ask the draft only where it finds nothing."
+        ),
+    ] = False,
     k: Annotated[
         int | None, typer.Option("-k", min=1, max=64, help="Draft length.", show_default="5, or what the draft can")
     ] = None,
@@ -91,8 +96,6 @@ def generate(
     **sampling: Any,
 ) -> None:
     """Continue prompts. One prompt is streamed, with every token coloured by who chose it."""
-    if draft is not None and ngram:
-        raise typer.BadParameter("--draft and --ngram exclude each other; give one, or neither to decode plainly")
     if k is not None and draft is None and not ngram:
         raise typer.BadParameter(f"-k {k} needs a drafter; add --draft DIR or --ngram")
     if quantize_draft is not None and draft is None:

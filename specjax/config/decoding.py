@@ -21,7 +21,7 @@ def _is_no_other(name: str) -> str:
     return name
 
 
-_WEIGHTLESS = {kind: where for kind, where in DRAFTERS.items() if kind not in DRAFTS}
+_WEIGHTLESS = {kind: where for kind, where in DRAFTERS.items() if kind not in {*DRAFTS, "hybrid"}}
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -42,10 +42,12 @@ class Adaptive(Settings, Controller):
 
     def bind(self, drafter: BoundDrafter) -> Weighing:
         chain = drafter.num_nodes == drafter.max_depth
-        ks, reviews = lengths(self.ks, drafter.max_depth), chain and drafter.free
+        ks, reviews = lengths(self.ks, drafter.max_depth), chain and drafter.previews
         if self.total is not None:
-            return Total(self, ks, drafter.match_classes, reviews, total=self.total)
-        return (Pooled if self.per == "batch" else Weighing)(self, ks, drafter.match_classes, reviews)
+            return Total(self, ks, drafter.match_classes, reviews, drafter.model_class, total=self.total)
+        return (Pooled if self.per == "batch" else Weighing)(
+            self, ks, drafter.match_classes, reviews, drafter.model_class
+        )
 
     def without_costs(self) -> Controller:
         return Fixed()

@@ -42,19 +42,29 @@ class Pooled(Weighing):
         return estimated(own[0], own[1], of_all, jnp.full((rows,), self.settings.row_trust, jnp.float32))
 
     def rates(
-        self, chances: Float[Array, "B K"], context: Context, valid: Bool[Array, "B K"] | None = None
+        self,
+        chances: Float[Array, "B K"],
+        context: Context,
+        valid: Bool[Array, "B K"] | None = None,
+        match_class: Int[Array, " B"] | None = None,
     ) -> Float[Array, "1 N"]:
         """Speed of the batch towards its end at each of ``ks``, set by its slowest row. With a draft in view
         (``valid``), the tokens per second of the block, where tokens of rows ahead of the slowest count less."""
         emitted, left = self.emitted(chances, valid), jnp.ones((len(chances), 1), jnp.float32)
+        seconds = self.seconds(context, match_class)
         if context.remaining is not None:
             left = jnp.maximum(context.remaining, 0).astype(jnp.float32)[:, None]
         if context.active is not None:
             left = jnp.where(context.active[:, None], left, 0.0)
         if valid is None:
-            return 1.0 / (jnp.max(left / emitted, axis=0, keepdims=True) * self.seconds(context)[None] + 1e-9)
+            return 1.0 / (jnp.max(left / emitted, axis=0, keepdims=True) * seconds + 1e-9)
         weight = jnp.where(left > 0, jnp.exp((left - jnp.max(left)) / _AHEAD), 0.0)
-        return jnp.sum(weight * emitted, axis=0, keepdims=True) / self.seconds(context)[None]
+        return jnp.sum(weight * emitted, axis=0, keepdims=True) / seconds
+
+    def asks_model(self, match_class: Int[Array, " B"], context: Context) -> Bool[Array, "1"]:
+        """True if any row that is not done waits for the draft's model, since then all rows do."""
+        waits = super().asks_model(match_class, context)
+        return jnp.any(waits if context.active is None else waits & context.active, keepdims=True)
 
     def rows_of_a_probe(self, active: Bool[Array, " B"]) -> Int[Array, ""]:
         """Number of rows that are not done."""
@@ -91,11 +101,19 @@ class Pooled(Weighing):
         return jnp.broadcast_to(jnp.max(jnp.where(voters, chosen, 0)), chosen.shape)
 
     def review(self, state: Weighed, context: Context, draft: Draft) -> Int[Array, " B"] | None:
-        """One length for all rows, the longest that any of them decided on."""
+        """One length for all rows, the longest that any of them decided on. Rows that wait for the draft's model get 0
+        if the batch is faster without it."""
         decided = super().review(state, context, draft)
         if decided is None:
             return None
-        return jnp.broadcast_to(jnp.max(jnp.where(_active(state, context), decided, 0)), decided.shape)
+        longest = jnp.broadcast_to(jnp.max(jnp.where(_active(state, context), decided, 0)), draft.valid.shape[:1])
+        if self.model_class is None or draft.match_class is None:
+            return longest
+        waits = draft.match_class == self.model_class
+        views = draft.valid[:, : self.ks[-1]], draft.match_class
+        _, with_model = self.best(state, context, *views)
+        found, without = self.best(state, context, views[0] & ~waits[:, None], jnp.where(waits, 0, views[1]))
+        return jnp.where(without > with_model, jnp.where(waits, 0, found), longest)
 
 
 def _active(state: Weighed, context: Context) -> Bool[Array, " B"]:

@@ -132,6 +132,8 @@ class Weighing(Controller):
     """Number of match classes, see `BoundDrafter.match_classes`."""
     reviews: bool = False
     """True if the length is chosen with the proposal in view, see `review`."""
+    model_class: int | None = None
+    """Match class of proposals that a model makes, see `BoundDrafter.model_class`."""
     kind: str = "adaptive"
 
     @property
@@ -172,18 +174,25 @@ class Weighing(Controller):
         return jnp.where(state.blocks == 0, self._lengths()[first], state.next)
 
     def review(self, state: Weighed, context: Context, draft: Draft) -> Int[Array, " B"] | None:
-        """Number of tokens to verify of a deterministic draft that cost nothing, chosen with the draft in view."""
+        """Number of tokens of each row's proposal, chosen with its preview in view."""
         if not self.reviews:
             return None
-        valid = draft.valid[:, : self.ks[-1]]
-        rates = self.rates(self.chances(state, context, draft.match_class), context, valid)
-        # A change of length costs nothing here, but any draft must beat none by the margin.
-        best = self._lengths()[jnp.argmax(rates.at[:, 0].mul(1 + self.settings.margin), axis=1)]
+        valid, match_class = draft.valid[:, : self.ks[-1]], draft.match_class
+        best, _ = self.best(state, context, valid, match_class)
         # A probe costs time too: only a draft that would pay if all of it were accepted is probed.
-        hoped = self.rates(jnp.ones(valid.shape, jnp.float32), context, valid)
+        hoped = self.rates(jnp.ones(valid.shape, jnp.float32), context, valid, match_class)
         hopeful = jnp.max(hoped, axis=1) > (1 + self.settings.margin) * hoped[:, 0]
         due = valid[:, 0] & hopeful & self.probes_now(state, state.waited, context)
         return jnp.where(due, jnp.maximum(best, self._probe_length(calibration_of(context, self))), best)
+
+    def best(
+        self, state: Weighed, context: Context, valid: Bool[Array, "B K"], match_class: Int[Array, " B"] | None
+    ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
+        """The best length with the proposals in view, and its expected tokens per second. A change of length costs
+        nothing here, but any draft must beat none by the margin."""
+        rates = self.rates(self.chances(state, context, match_class), context, valid, match_class)
+        rates = rates.at[:, 0].mul(1 + self.settings.margin)
+        return self._lengths()[jnp.argmax(rates, axis=1)], jnp.max(rates, axis=1)
 
     def chances(
         self, state: Weighed, context: Context, match_class: Int[Array, " B"] | None = None
@@ -196,10 +205,14 @@ class Weighing(Controller):
         return estimated(reached, accepted, prior, self.settings.trust * trusted[:, 0])
 
     def rates(
-        self, chances: Float[Array, "B K"], context: Context, valid: Bool[Array, "B K"] | None = None
+        self,
+        chances: Float[Array, "B K"],
+        context: Context,
+        valid: Bool[Array, "B K"] | None = None,
+        match_class: Int[Array, " B"] | None = None,
     ) -> Float[Array, "R N"]:
         """Expected tokens per second of a block at each of ``ks``."""
-        return self.emitted(chances, valid) / self.seconds(context)[None]
+        return self.emitted(chances, valid) / self.seconds(context, match_class)
 
     def emitted(self, chances: Float[Array, "B K"], valid: Bool[Array, "B K"] | None) -> Float[Array, "B N"]:
         """Expected tokens of a block at each of ``ks``."""
@@ -210,9 +223,17 @@ class Weighing(Controller):
         kept = kept if valid is None else jnp.where(valid, kept, 0.0)
         return 1.0 + jnp.sum(jnp.where((depths < self._lengths()[:, None])[None], kept[:, None], 0.0), axis=2)
 
-    def seconds(self, context: Context) -> Float[Array, " N"]:
-        """Seconds of a block at each of ``ks``."""
-        return calibration_of(context, self).seconds[jnp.asarray(self.ks)]
+    def seconds(self, context: Context, match_class: Int[Array, " B"] | None = None) -> Float[Array, "R N"]:
+        """Seconds of a block at each of ``ks``, for proposals of each row's match class."""
+        known, ks = calibration_of(context, self), jnp.asarray(self.ks)
+        seconds = known.seconds[ks][None]
+        if known.found is None or match_class is None:
+            return seconds
+        return jnp.where(self.asks_model(match_class, context)[:, None], seconds, known.found[ks][None])
+
+    def asks_model(self, match_class: Int[Array, " B"], context: Context) -> Bool[Array, " R"]:
+        """True for rows whose block waits for the draft's model."""
+        return match_class == self.model_class
 
     def adapt(self, state: Weighed, outcome: Outcome) -> Weighed:
         """The state after one more block, with the choice for the next one."""
@@ -244,24 +265,27 @@ class Weighing(Controller):
         """Index in ``ks`` of the best length before there is evidence."""
         ks, kept = np.asarray(self.ks), calibration.acceptance.cumprod().cumsum()
         tokens = np.float32(ks > 0) * kept[ks - 1] + np.where(ks > 0, 1.0, _FAVOUR_OF_PLAIN)
-        return (tokens / calibration.seconds[ks]).argmax()
+        return (tokens / _least(calibration)[ks]).argmax()
 
     def _probe_length(self, calibration: Calibration) -> Int[Array, ""]:
         """The shortest length that pays if all of it is accepted; a shorter probe says less than it costs."""
         ks = np.asarray(self.ks)
-        pays = np.float32(1 + ks) * calibration.seconds[0] > (1 + self.settings.margin) * calibration.seconds[ks]
+        seconds = _least(calibration)
+        pays = np.float32(1 + ks) * seconds[0] > (1 + self.settings.margin) * seconds[ks]
         return jnp.asarray(ks, jnp.int32)[jnp.argmax(jnp.asarray(pays) & jnp.asarray(ks > 0))]
 
     def _could_pay(self, calibration: Calibration) -> Bool[Array, ""]:
         """True if a draft that is always accepted would pay."""
-        ks, plain = np.asarray(self.ks), calibration.seconds[0]
-        gain = (np.float32(1 + ks) / calibration.seconds[ks]).max() * plain - 1.0
+        ks, seconds = np.asarray(self.ks), _least(calibration)
+        plain = seconds[0]
+        gain = (np.float32(1 + ks) / seconds[ks]).max() * plain - 1.0
         return (gain > max(self.settings.margin, _LEAST_GAIN)) & (gain > _LEAST_HOPE * calibration.catch_up / plain)
 
     def _after_proposing(self, state: Weighed, outcome: Outcome, active: Bool[Array, " B"]) -> Weighed:
         context, probed = outcome.context, state.waited > 0
         chances = self.chances(state, context, outcome.draft.match_class)
-        rates = jnp.broadcast_to(self.rates(chances, context), (len(probed), len(self.ks)))
+        rates = self.rates(chances, context, match_class=outcome.draft.match_class)
+        rates = jnp.broadcast_to(rates, (len(probed), len(self.ks)))
         best, before = jnp.argmax(rates, axis=1), self._index_before(probed, context)
         of_before = jnp.take_along_axis(rates, before[:, None], axis=1)[:, 0]
         better = jnp.max(rates, axis=1) > (1 + self.settings.margin) * of_before
@@ -270,9 +294,10 @@ class Weighing(Controller):
         length = self._probe_length(calibration_of(context, self))
         worth_it = self.kept_enough(outcome, length)
         again = (chosen == 0) & probed & worth_it & ((state.run + 1) * self.rows_of_a_probe(active) < _MOST_PROBES)
-        seconds = self.seconds(context)
+        seconds = self.seconds(context, outcome.draft.match_class)
         at = jnp.sum(self._lengths() < length)
-        lost = (seconds[at] / seconds[0] - 1 - self.gained(outcome, chances, length)) / self.settings.looks_cost
+        lost = seconds[:, at] / seconds[:, 0] - 1 - self.gained(outcome, chances, length)
+        lost = lost / self.settings.looks_cost
         lost = lost * (state.run + 1).astype(jnp.float32)
         longest = max(self.settings.probe, self.settings.longest_wait)
         interval = jnp.clip(lost, self.settings.probe, longest).astype(jnp.int32)
@@ -391,6 +416,11 @@ def lengths(ks: tuple[int, ...] | None, depth: int) -> tuple[int, ...]:
     while ks is None and found[-1] < depth:
         found.append(found[-2] + found[-1])
     return tuple(sorted({min(k, depth) for k in (ks or found)}))
+
+
+def _least(calibration: Calibration) -> Any:
+    """Seconds of a block at each length, of the proposals that cost less."""
+    return calibration.seconds if calibration.found is None else calibration.found
 
 
 def calibration_of(context: Context, controller: Any) -> Calibration:

@@ -17,7 +17,7 @@ import numpy as np
 
 from specjax.decode.engine import Engine, EngineParams
 from specjax.decode.programs import NO_LIMIT, compiled_chunk
-from specjax.interfaces import Calibration, DecodeState
+from specjax.interfaces import BoundDrafter, Calibration, DecodeState
 
 LEAST_TURNS = 3
 _ALIKE = 16
@@ -71,12 +71,13 @@ class BlockTimer:
             since, tokens=_like(since.tokens, 0), sampling=dataclasses.replace(sampling, bias=bias)
         )
 
-    def run(self, length: int | None, blocks: int, since: DecodeState) -> tuple[float, DecodeState]:
+    def run(self, length: int | None, blocks: int, since: DecodeState, found: bool = True) -> tuple[float, DecodeState]:
         """Seconds of ``blocks`` blocks of one length, and the state after them; both states lack the target's cache.
-        ``length`` None: the lengths are those that the program chooses."""
+        ``length`` None: the lengths are those that the program chooses. ``found``: False if proposals are not to be
+        found without the draft's model."""
         params = self._params
         if length is not None:
-            params = dataclasses.replace(params, calibration=forced_length(length, self._engine.max_depth))
+            params = dataclasses.replace(params, calibration=forced_length(length, self._engine.drafter, found))
         copied = jax.block_until_ready(jax.device_put(since, may_alias=False))  # the chunk consumes it
         state = dataclasses.replace(copied, cache=self._cache)
         begun = time.perf_counter()
@@ -92,24 +93,31 @@ class BlockTimer:
 
     def turn(self, blocks: int) -> np.ndarray | None:
         """Seconds of a block at each of the engine's lengths, from ``blocks`` blocks of the longest length and more of
-        the others; None if the cache has no room for a block."""
+        the others; behind them those of blocks whose proposals were found without the draft's model, if there are such
+        blocks. None if the cache has no room for a block."""
         begun, since, lengths = time.perf_counter(), self.certain, self._engine.compiled_lengths
         call, most = self._call(lengths[0], since), self._engine.max_depth
         # The first blocks of a run are slower, so short lengths run more blocks.
         wanted = [blocks * (most + 1) // (min(length, most) + 1) for length in lengths]
-        found = np.asarray([self._mean(*which, since, call) for which in zip(lengths, wanted, strict=True)])
-        if np.isnan(found).any():
+        seconds = np.asarray(
+            [
+                self._mean(length, count, since, call, found)
+                for found in ((False, True) if finds(self._engine.drafter) else (True,))
+                for length, count in zip(lengths, wanted, strict=True)
+            ]
+        )
+        if np.isnan(seconds).any():
             return None
         self.seconds += time.perf_counter() - begun
-        return found
+        return seconds
 
     def _call(self, length: int | None, since: DecodeState) -> float:
         """Seconds of a call without a block. The smaller of two counts, since noise only adds."""
         return min(self.run(length, 0, since)[0] for _ in range(2))
 
-    def _mean(self, length: int | None, blocks: int, since: DecodeState, call: float) -> float:
+    def _mean(self, length: int | None, blocks: int, since: DecodeState, call: float, found: bool = True) -> float:
         """Seconds of one of ``blocks`` blocks, without those of the call; NaN if the cache has no room for any."""
-        seconds, state = self.run(length, blocks, since)
+        seconds, state = self.run(length, blocks, since, found)
         before, after = (int(jax.device_get(x.counters.blocks).max()) for x in (since, state))
         return max(seconds - call, seconds / 2) / (after - before) if after > before else np.nan
 
@@ -140,7 +148,7 @@ def measured(
     overall = (accepted.sum() + 1) / (reached.sum() + 2)
     chances: Any = ((accepted + _ALIKE * overall) / (reached + _ALIKE)).astype(np.float32)
     turn = None if costs is None else timer.turn(blocks)
-    if costs is not None and turn is not None and agree(at_each(turn, engine), costs.seconds):
+    if costs is not None and turn is not None and agree(at_each(turn, engine), side_by_side(costs)):
         return dataclasses.replace(costs, acceptance=chances)
     paused, missed = None, blocks * depth
     if lengths[0] == 0 and engine.drafter.reads_late:
@@ -157,7 +165,8 @@ def measured(
         if paused is not None:
             late.append(timer.run(lengths[1], 1, paused)[0] - timer.run(lengths[1], 1, timer.start)[0])
     catch_up: Any = np.float32(max(np.median(late), 0) / missed if late else 0)
-    return Calibration(at_each(typical(turns), engine), chances, catch_up)
+    known = Calibration(np.ones(depth + 1, np.float32), chances, catch_up)  # type: ignore[arg-type]
+    return with_costs(known, at_each(typical(turns), engine))
 
 
 def typical(turns: Sequence[np.ndarray]) -> np.ndarray:
@@ -166,6 +175,23 @@ def typical(turns: Sequence[np.ndarray]) -> np.ndarray:
     logs = np.log(np.asarray(turns))
     pace = logs.mean(axis=1, keepdims=True)
     return np.exp(np.median(logs - pace, axis=0) + np.median(pace))
+
+
+def finds(drafter: BoundDrafter) -> bool:
+    """True if some of its proposals are found without its model, and cost less than the others."""
+    return drafter.model_class is not None
+
+
+def side_by_side(known: Calibration) -> Any:
+    """The costs of a calibration as `BlockTimer.turn` has them."""
+    return known.seconds if known.found is None else np.concatenate([known.seconds, known.found])
+
+
+def with_costs(known: Calibration, seconds: Any) -> Calibration:
+    """The calibration with other costs, which are side by side."""
+    count = len(known.acceptance) + 1
+    found = seconds[count:] if len(seconds) > count else None
+    return dataclasses.replace(known, seconds=seconds[:count], found=found)
 
 
 def agree(found: np.ndarray, known: Any) -> bool:
@@ -184,16 +210,21 @@ def between(known: Any, found: np.ndarray) -> Any:
 
 
 def at_each(seconds: np.ndarray, engine: Engine) -> Any:
-    """Seconds of a block of 0 .. K proposed tokens, interpolated from those at the engine's lengths. A tree costs the
-    same at every depth above 0."""
+    """Seconds of a block of 0 .. K proposed tokens, interpolated from those of a turn at the engine's lengths; see
+    `BlockTimer.turn`. A tree costs the same at every depth above 0."""
     depths, depth = np.arange(engine.max_depth + 1), engine.max_depth
     if engine.num_nodes != depth:
         depths = np.where(depths > 0, engine.num_nodes, 0)
-    return np.interp(depths, engine.compiled_lengths, seconds).astype(np.float32)
+    lengths = engine.compiled_lengths
+    parts = [np.interp(depths, lengths, part) for part in np.split(np.asarray(seconds), len(seconds) // len(lengths))]
+    return np.concatenate(parts).astype(np.float32)
 
 
-def forced_length(length: int, depth: int) -> Calibration:
-    """A calibration that holds a program to one length; ``length``: of a tree, all of its nodes or none."""
+def forced_length(length: int, drafter: BoundDrafter, found: bool = True) -> Calibration:
+    """A calibration that holds a program to one length; ``length``: of a tree, all of its nodes or none. ``found``:
+    False if proposals are not to be found without the draft's model."""
+    depth = drafter.max_depth
     seconds: Any = np.where(np.arange(depth + 1) == min(length, depth), 1.0, np.inf).astype(np.float32)
     acceptance: Any = np.full((depth,), 0.5, np.float32)
-    return Calibration(seconds, acceptance)
+    of_found = seconds if found else np.full_like(seconds, np.inf)
+    return Calibration(seconds, acceptance, found=of_found if finds(drafter) else None)

@@ -431,7 +431,7 @@ class Decoder:
         run = self._run(prompts, new, 0, True, sampling=sampling)
         where = run.batch.greedy, run.batch.rows
         # With any calibration, the program is the one that chooses lengths, and the draft reads the prompts.
-        held = forced_length(depth, depth)
+        held = forced_length(depth, self._drafter)
         run.engine, run.params = self._engine(*where, run.batch.extras, held)
         found = measured(run.engine, run.params, self._prefill(run, run.batch.slots[-1]), blocks, seconds, costs)
         self._costs.record(where, found, run.batch.shapes)

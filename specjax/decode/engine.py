@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import flax.struct
 import jax
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import sampling
+from specjax.backend import run_if
 from specjax.drafters.base import StatelessDrafter
 from specjax.errors import ConfigError
 from specjax.interfaces import (
@@ -62,7 +62,6 @@ from specjax.models.vocabulary import TokenRows
 from specjax.proposal import Followed, Proposal
 
 Logprobs = Literal["raw", "processed"]
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,9 +187,8 @@ def drafted_block(
     """A block with proposed tokens, at the smallest of the engine's compiled lengths that holds the longest
     proposal."""
     context = block_context(engine, params, state, limit)
+    context = reviewed(engine, params, state, context)
     draft, state = propose(engine, params, state, context)
-    if engine.drafter.free and engine.controller is not None:
-        context, draft = reviewed(engine.controller, state, context, draft)
     lengths = engine.compiled_lengths
 
     def verified(state: DecodeState, length: int) -> DecodeState:
@@ -202,16 +200,6 @@ def drafted_block(
     for below, length in zip((-1, *lengths), lengths, strict=False):
         state = run_if((below < wanted) & (wanted <= length), functools.partial(verified, length=length), state)
     return state
-
-
-def run_if(condition: Bool[Array, ""], change: Callable[[_T], _T], state: _T) -> _T:
-    """``change(state)`` if the condition holds, else ``state``: a loop of at most one round, since a `cond` copies the
-    caches."""
-
-    def once(carry):
-        return jnp.bool_(False), change(carry[1])
-
-    return jax.lax.while_loop(lambda carry: carry[0], once, (condition, state))[1]
 
 
 def plain_block(
@@ -261,15 +249,15 @@ def chosen(engine: Engine, params: EngineParams, state: DecodeState) -> Int[Arra
     return jnp.where(state.done, 0, jnp.minimum(limit, most))
 
 
-def reviewed(controller: Controller, state: DecodeState, context: Context, draft: Draft) -> tuple[Context, Draft]:
-    """The context, and the part of a free draft that the controller wants verified after seeing it."""
-    limit = controller.review(state.controller, context, draft)
+def reviewed(engine: Engine, params: EngineParams, state: DecodeState, context: Context) -> Context:
+    """The context with the lengths that the controller sets with what it may see of the proposals before they are
+    made."""
+    controller, preview = engine.controller, engine.drafter.preview(context)
+    limit = None if controller is None or preview is None else controller.review(state.controller, context, preview)
     if limit is None:
-        return context, draft
+        return context
     limit = jnp.where(state.done, 0, jnp.minimum(limit, state.budget - state.lengths - 1))
-    depth = jnp.arange(1, draft.valid.shape[1] + 1, dtype=jnp.int32)[None]
-    draft = dataclasses.replace(draft, valid=draft.valid & (depth <= limit[:, None]))
-    return dataclasses.replace(context, limit=limit), draft
+    return dataclasses.replace(context, limit=limit)
 
 
 def block_context(

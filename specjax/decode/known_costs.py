@@ -10,7 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from specjax.decode.calibration import LEAST_TURNS, BlockTimer, agree, at_each, between, typical
+from specjax.decode.calibration import (
+    LEAST_TURNS,
+    BlockTimer,
+    agree,
+    at_each,
+    between,
+    side_by_side,
+    typical,
+    with_costs,
+)
 from specjax.decode.engine import Engine
 from specjax.errors import ConfigError
 from specjax.interfaces import Calibration, Controller
@@ -80,11 +89,12 @@ class Correction:
         self.shapes.add(shapes)
         first = timer.turn(_BLOCKS)
         if first is not None:
-            seconds = between(self.known.seconds, at_each(first, engine))
-            if not agree(at_each(first, engine), self.known.seconds):
+            known = side_by_side(self.known)
+            seconds = between(known, at_each(first, engine))
+            if not agree(at_each(first, engine), known):
                 turns = [first, *(turn for _ in range(LEAST_TURNS - 1) if (turn := timer.turn(_BLOCKS)) is not None)]
                 seconds = at_each(typical(turns), engine)
-            self.known = dataclasses.replace(self.known, seconds=seconds)
+            self.known = with_costs(self.known, seconds)
         self.measured, self.took = True, max(timer.seconds, 1e-3)
         self.blocks, self.seconds = 0, 0.0
         return self.known

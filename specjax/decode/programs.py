@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from specjax import backend, sampling
+from specjax.backend import run_if
 from specjax.decode.engine import (
     Engine,
     EngineParams,
@@ -26,7 +27,6 @@ from specjax.decode.engine import (
     context_of,
     drafted_block,
     plain_block,
-    run_if,
     step,
 )
 from specjax.interfaces import BoundDrafter, Controller, Counters, DecodeState, Model, SamplingParams, TokenCounts
@@ -242,7 +242,7 @@ def compiled_chunk(engine: Engine):
             return chosen(engine, params, state)
 
         lengths = engine.compiled_lengths
-        loop = body if len(lengths) == 1 or lengths[0] or engine.drafter.free else body_of_runs
+        loop = body if len(lengths) == 1 or lengths[0] or engine.drafter.previews else body_of_runs
         start = _by_row(engine.target, cache_lib.fold(state))
         final = jax.lax.while_loop(unfinished, loop, (jnp.int32(0), start))[1]
         return _readable(engine.target, cache_lib.unfold(final, len(state.lengths)))

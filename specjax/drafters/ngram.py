@@ -22,7 +22,8 @@ class NGram(StatelessDrafter):
     """Prompt lookup (prompt lookup decoding, Saxena 2023; 2304.04487): propose the tokens that followed the latest
     earlier occurrence of the newest tokens. The longest match of ``min_n`` to ``max_n`` tokens wins, the most recent
     among equals; without a match nothing is proposed. Only committed tokens are proposed, and the suffix never matches
-    itself.
+    itself. Where fewer than ``k`` tokens followed, they are proposed again and again: the text repeats itself with that
+    period.
 
     Raises:
         ConfigError: ``min_n`` is above ``max_n``.
@@ -36,9 +37,9 @@ class NGram(StatelessDrafter):
     """Tokens of the shortest match, 1 to ``max_n``."""
     kind: Literal["ngram"] = "ngram"
     """Name in the registry, in configs and in results."""
-    free: ClassVar[bool] = True
-    """True: a proposal costs nothing beside its verification and is deterministic, so a controller may drop it after
-    seeing it."""
+    previews: ClassVar[bool] = True
+    """True: a proposal costs nothing beside its verification and is deterministic, so a controller may see it before it
+    sets the length."""
 
     @property
     def match_classes(self) -> int:
@@ -61,6 +62,17 @@ class NGram(StatelessDrafter):
         Returns:
             A deterministic proposal of ``k`` tokens (``logits`` None), and ``state``.
         """
+        return self.preview(context), state
+
+    def preview(self, context: Context) -> Draft:
+        """The whole proposal, which costs nothing.
+
+        Args:
+            context: only its committed tokens and their lengths are read.
+
+        Returns:
+            A deterministic proposal of ``k`` tokens (``logits`` None).
+        """
         tokens, lengths = context.tokens, context.lengths[:, None]
         end = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         # matched[b, e]: number of tokens, backwards from position e, that equal the suffix, up to max_n.
@@ -73,8 +85,11 @@ class NGram(StatelessDrafter):
         # One number orders matches by length, then by position: its maximum is the latest of the longest.
         best = jnp.max(jnp.where(matched >= self.min_n, matched * tokens.shape[1] + end, -1), axis=1, keepdims=True)
         found, longest = best >= 0, best[:, 0] // tokens.shape[1]
-        source = best % tokens.shape[1] + 1 + jnp.arange(self.k, dtype=jnp.int32)[None]
-        valid = found & (source < lengths)
+        behind = best % tokens.shape[1] + 1
+        # What repeats with a period shorter than the block goes on with it.
+        period = jnp.maximum(lengths - behind, 1)
+        source = behind + jnp.arange(self.k, dtype=jnp.int32)[None] % period
+        valid = jnp.broadcast_to(found, source.shape)
         proposed = jnp.take_along_axis(tokens, jnp.minimum(source, tokens.shape[1] - 1), axis=1)
         match_class = jnp.maximum(longest - self.min_n, 0)
-        return Draft(tokens=jnp.where(valid, proposed, 0), valid=valid, match_class=match_class), state
+        return Draft(tokens=jnp.where(valid, proposed, 0), valid=valid, match_class=match_class)

@@ -114,6 +114,9 @@ class Calibration:
     """Chance that the proposed token at depth 1 .. K is accepted if those before it are."""
     catch_up: Float[Array, ""] = np.float32(0)  # pyright: ignore[reportAssignmentType]
     """Seconds that a draft takes after a pause to read what it missed, for each block of the pause."""
+    found: Float[Array, " K1"] | None = None
+    """``seconds`` of blocks whose proposals were all found without a pass of the draft's model, infinite if they are
+    never to be looked for; None: there are no such blocks, see `BoundDrafter.model_class`."""
 
 
 @flax.struct.dataclass
@@ -195,8 +198,8 @@ class Draft:
     max_depth: int | None = flax.struct.field(pytree_node=False, default=None)
     """Most tokens on one root-to-node path of a tree; None: a chain."""
     match_class: Int[Array, " B"] | None = None
-    """Match class of each row's deterministic proposal, 0 .. ``BoundDrafter.match_classes`` - 1: a controller learns
-    acceptance class by class. None: all proposals are of one class."""
+    """Match class of each row's proposal, 0 .. ``BoundDrafter.match_classes`` - 1: a controller learns acceptance class
+    by class. None: all proposals are of one class."""
 
 
 @flax.struct.dataclass
@@ -348,11 +351,14 @@ class BoundDrafter(abc.ABC):
     """The parts of the target's forward pass that it reads."""
     reads_late: bool = False
     """True if it reads what it missed when it is asked again, so that no prompt is fed to it before it is asked."""
-    free: bool = False
-    """True if a proposal costs nothing beside its verification and is deterministic: a controller may look at it before
-    it sets the length, see `Controller.review`."""
+    previews: bool = False
+    """True if `preview` tells of proposals before they are made; a controller may then look before it sets the length,
+    see `Controller.review`."""
     match_classes: int = 1
     """Number of match classes, see `Draft.match_class`."""
+    model_class: int | None = None
+    """The match class of proposals that a model makes, if the others are found without one and cost nothing but their
+    verification (`Calibration.found`); None: all cost alike."""
     max_positions: int | None = None
     """Longest row that it can draft for; None: any."""
     model_config: Any = None
@@ -385,6 +391,12 @@ class BoundDrafter(abc.ABC):
         """The state after the next piece of the prompts, or of the tokens committed without the drafter: ``tokens[b]``
         begin at position ``start[b]`` (None: 0) of their row. The first ``lengths[b]`` of them, maybe none, are before
         the root; the rest is padding. ``target_out``: the target's forward pass over them."""
+
+    def preview(self, context: Context) -> Draft | None:
+        """The proposal as far as it is known before anything is spent on it: tokens that are drawn from no
+        distribution, the depths that can have one, the match class. It may depend on committed tokens alone. None:
+        nothing is known."""
+        return None
 
     @abc.abstractmethod
     def draft(self, params: Params, target: TargetView, state: Any, context: Context) -> tuple[Draft, Any]:
@@ -448,7 +460,7 @@ class Controller(abc.ABC):
         return None
 
     def review(self, state: Any, context: Context, draft: Draft) -> Int[Array, " B"] | None:
-        """Draft length of each row, once the proposal of a `BoundDrafter.free` drafter is in view; None: all of it."""
+        """Draft length of each row, with the `BoundDrafter.preview` of its proposal in view; None: all of it."""
         return None
 
     @abc.abstractmethod

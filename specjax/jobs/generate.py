@@ -63,7 +63,8 @@ def decoder(
     drafter: Any = specjax.NGram(k=k or DEFAULT_K) if ngram else None
     if draft is not None:
         options = {"check_finite": loading["check_finite"], "quantize": quantize_draft}
-        drafter = specjax.load_drafter(draft, model, k, **options)
+        model_drafter = specjax.load_drafter(draft, model, k, **options)
+        drafter = specjax.Hybrid(model_drafter, max(drafter.k, model_drafter.k)) if ngram else model_drafter
     return specjax.Decoder(model, drafter=drafter, **how)
 
 

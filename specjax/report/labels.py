@@ -16,6 +16,7 @@ DRAFTERS: Mapping[str, str] = {
     "draft_after": "draft after distillation",
     "adaptive": "draft, adaptive length",
     "ngram": "n-gram lookup",
+    "hybrid": "n-gram lookup, else a draft",
 }
 
 FIGURES: Mapping[str, str] = {

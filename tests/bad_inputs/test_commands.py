@@ -54,7 +54,6 @@ ROWS = {
         "iconv",
         before=lambda w: w.file("p.bin", b"\xff\xfe"),
     ),
-    "two drafters": command(f"{GENERATE} --prompt x --ngram --draft d", "--draft", "--ngram", "exclude"),
     "k without a drafter": command(f"{GENERATE} --prompt x -k 3", "-k 3", "--draft DIR", "--ngram"),
     "k of 0": command(f"{GENERATE} --prompt x --ngram -k 0", "-k", "'0'", "greater than or equal to 1"),
     "k of a fraction": command(f"{GENERATE} --prompt x --ngram -k 2.5", "-k", "'2.5'", "integer"),

@@ -11,6 +11,7 @@ import pytest
 from specjax import registry
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.hybrid import Hybrid
 from specjax.drafters.ngram import NGram
 from specjax.testing.inhabitants import HiddenReader, Tree
 from specjax.testing.toys import prefix_model, related
@@ -21,6 +22,7 @@ TOY = prefix_model(0)
 TOYS: dict[str, Any] = {
     "toy": DraftModel(related(TOY, 1), 5),
     "ngram": NGram(5),
+    "hybrid": Hybrid(DraftModel(related(TOY, 1), 3), 5),
     "tree": Tree(related(TOY, 1), width=2, depth=2),
     "tree_of_three": Tree(TOY, width=2, depth=3),
     "hidden": HiddenReader(3),
@@ -34,6 +36,8 @@ QUICK = [
     ("ngram", "adaptive", True, (0, 1, 2), 0.0),
     ("tree", "adaptive", True, None, 1.0),
     ("tree_of_three", "rows", True, (0, 1, 2), 0.0),
+    ("hybrid", "adaptive", True, None, 0.0),
+    ("hybrid", "rows", True, (0, 1, 2), 1.0),
     *CASES[::61],
 ]
 
@@ -84,4 +88,4 @@ def test_a_kind_that_is_trained_is_decoded_with(kind, controller, calibrated, ks
 
 
 def test_every_registered_drafter_is_one_of_these():
-    assert {*registry.DRAFTERS} == {*FEATURES, "ngram", "draft_model", "glide"}
+    assert {*registry.DRAFTERS} == {*FEATURES, "ngram", "draft_model", "glide", "hybrid"}

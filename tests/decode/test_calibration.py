@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from specjax.decode import known_costs
 from specjax.decode.calibration import BlockTimer, agree, between, typical
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.hybrid import Hybrid
+from specjax.drafters.ngram import NGram
 from specjax.interfaces import Calibration
 from specjax.runtime.compile_cache import count_compiles
 from specjax.testing.toys import prefix_model, related
@@ -38,6 +41,33 @@ def taking(monkeypatch, seconds: list[float]) -> list[int]:
 
     monkeypatch.setattr(BlockTimer, "turn", turn)
     return turns
+
+
+FINDING = {
+    "draft_model": (DraftModel(related(TARGET, 1), 4), (True,)),
+    "ngram": (NGram(4), (True,)),
+    "hybrid": (Hybrid(DraftModel(related(TARGET, 1), 4), 4), (True, False)),
+}
+
+
+@pytest.mark.parametrize("drafter", FINDING)
+def test_a_timed_block_has_the_length_that_it_is_held_to(drafter, monkeypatch):
+    """Whatever the drafter reads; else all lengths seem to cost the same."""
+    made, told = FINDING[drafter]
+    run, seen = BlockTimer.run, set()
+
+    def counted(self, length, blocks, since, found=True):
+        seconds, state = run(self, length, blocks, since, found)
+        if blocks and length is not None and self.certain.tokens[0, 0] == since.tokens[0, 0]:
+            new = np.asarray(state.counters.drafted_at - since.counters.drafted_at)[0]
+            count = int(state.counters.blocks[0] - since.counters.blocks[0])
+            assert new.tolist() == [count] * length + [0] * (4 - length)
+            seen.add((length, found))
+        return seconds, state
+
+    monkeypatch.setattr(BlockTimer, "run", counted)
+    Decoder(TARGET, made).calibrate([[1, 2, 3]], blocks=3, seconds=0, temperature=0.0)
+    assert seen >= {*itertools.product((0, 1, 2, 3, 4), told)}
 
 
 @pytest.mark.parametrize("length", [40, 61, 63])
@@ -145,8 +175,8 @@ def test_in_the_middle_of_a_generation_blocks_of_every_length_are_timed(temperat
     """Whatever the controller has chosen by then."""
     decoder, run, seen = Decoder(TARGET, DraftModel(related(TARGET, 1), 3)), BlockTimer.run, []
 
-    def counted(self, rung, blocks, since):
-        found = run(self, rung, blocks, since)
+    def counted(self, rung, blocks, since, found=True):
+        found = run(self, rung, blocks, since, found)
         after, before = (np.asarray(state.counters.drafted_at[0]) for state in (found[1], since))
         seen.append((rung, blocks, (after - before).tolist()))
         return found

@@ -367,7 +367,8 @@ def test_ngram_proposes_what_followed_the_longest_then_latest_match():
     assert ngram_draft([1, 2, 7, 5, 1, 2, 8, 5, 1, 2], k=2, min_n=2, max_n=3) == [8, 5]
     assert ngram_draft([4, 1, 2, 7, 5, 1, 2, 8, 4, 1, 2], k=1, min_n=1, max_n=3) == [7]
     assert ngram_draft([1, 2, 3, 4], k=3, min_n=2, max_n=3) == []
-    assert ngram_draft([6, 6], k=3, min_n=1, max_n=3) == [6], "the suffix does not match itself; only committed tokens"
+    assert ngram_draft([6, 6], k=3, min_n=1, max_n=3) == [6, 6, 6], "the suffix does not match itself"
+    assert ngram_draft([6, 1, 2, 3, 1, 2], k=5, min_n=2, max_n=3) == [3, 1, 2, 3, 1], "a period goes on"
     assert ngram_draft([5], k=3, min_n=1, max_n=3) == []
 
 

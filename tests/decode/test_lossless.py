@@ -14,6 +14,7 @@ import pytest
 from specjax.decode.decoder import Decoder
 from specjax.decode.options import SamplingOptions
 from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.hybrid import Hybrid
 from specjax.drafters.ngram import NGram
 from specjax.testing.toys import ToyModel, exact_distribution, prefix_model, related
 from specjax.verifiers.block import Block
@@ -43,6 +44,7 @@ DRAFTERS = {
     "k4": DraftModel(DRAFT, 4),
     "self": DraftModel(TARGET, 2),
     "ngram": NGram(2, 3, 1),
+    "hybrid": Hybrid(DraftModel(DRAFT, 2), 2, 3, 1),
 }
 
 
@@ -98,7 +100,7 @@ SETTINGS = PARAMETERS | COMBINATIONS
 proof = pytest.mark.proof
 by_verifier = pytest.mark.parametrize("verifier", VERIFIERS)
 # A rule has nothing to judge where nothing is drafted.
-JOINT = [("block", "autoregressive"), *itertools.product(VERIFIERS, ("k1", "k4", "self", "ngram"))]
+JOINT = [("block", "autoregressive"), *itertools.product(VERIFIERS, ("k1", "k4", "self", "ngram", "hybrid"))]
 
 
 def distribution_of(settings: dict[str, Any]) -> dict[tuple[int, ...], float]:

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 from specjax import sampling
 from specjax.drafters import draft_model, one_by_one
 from specjax.drafters.draft_model import BoundDraftModel
+from specjax.drafters.hybrid import BoundHybrid
 from specjax.drafters.ngram import NGram
 from specjax.interfaces import Draft
 from specjax.models.attention.stored import LayerKV
 from specjax.verifiers import chain
 from tests.controllers import test_anticipation
 from tests.decode import test_blocks, test_decoder, test_lossless, test_options
+from tests.drafters import test_hybrid
 from tests.mutants.table import Patch, mutant, replaced, wrap
 
 SELF = test_lossless.test_draft_equal_to_target_is_always_accepted
@@ -179,12 +181,36 @@ def penalties_of_the_draft_do_not_see_its_own_tokens(patch):
 
 
 @mutant("drafter", test_decoder.test_ngram_proposes_what_followed_the_longest_then_latest_match)
-def ngram_proposes_past_the_end(patch):
+def ngram_skips_the_first_token_that_followed(patch):
     def make(real):
-        def mutated(self, params, target, state, context):
-            draft, state = real(self, params, target, state, context)
-            return dataclasses.replace(draft, valid=jnp.broadcast_to(draft.valid[:, :1], draft.valid.shape)), state
+        def mutated(self, context):
+            draft = real(self, context)
+            return dataclasses.replace(draft, tokens=jnp.roll(draft.tokens, -1, axis=1))
 
         return mutated
 
-    wrap(patch, NGram, "draft", make)
+    wrap(patch, NGram, "preview", make)
+
+
+@mutant(
+    "drafter",
+    test_hybrid.test_a_model_that_is_its_target_is_right_wherever_the_text_has_nothing,
+    model="draft_model",
+    temperature=1.0,
+    controller="fixed",
+    lossless=True,
+)
+def a_hybrids_model_takes_the_texts_tokens_for_read(patch):
+    """After a block of the text, its cache holds what it would have proposed itself."""
+    patch.setattr(BoundHybrid, "reads_late", False)
+
+
+@mutant("drafter", test_hybrid.test_rows_of_both_kinds_have_exactly_the_targets_joint_distribution)
+def a_hybrid_reports_the_models_distribution_for_tokens_of_the_text(patch):
+    def make(real):
+        def mutated(self, text, found, draft):
+            return dataclasses.replace(real(self, text, found, draft), logits=draft.logits)
+
+        return mutated
+
+    wrap(patch, BoundHybrid, "_merged", make)
