@@ -21,7 +21,7 @@ def _is_no_other(name: str) -> str:
     return name
 
 
-_WEIGHTLESS = {kind: where for kind, where in DRAFTERS.items() if kind not in {*DRAFTS, "hybrid"}}
+_BESIDE = {kind: where for kind, where in DRAFTERS.items() if kind not in DRAFTS}
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -50,8 +50,9 @@ class Bench:
     ks: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], *Grid] = (1, 2, 3, 5, 7)
     batch_ks: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], *Grid] | None = None
     """Draft lengths of batches larger than 1; None: ``ks``."""
-    drafters: Annotated[tuple[kind_in(_WEIGHTLESS), ...], AfterValidator(distinct)] = ("ngram",)  # pyright: ignore
-    """Registered drafters without weights, measured beside the trained draft at their default settings."""
+    drafters: Annotated[tuple[kind_in(_BESIDE), ...], AfterValidator(distinct)] = ("ngram",)  # pyright: ignore
+    """Registered drafters without weights of their own, measured beside the trained draft at their default settings;
+    `hybrid`: n-gram lookup, and the trained draft where that finds nothing."""
     drafts: Mapping[Annotated[str, AfterValidator(_is_no_other)], str] = Field(default_factory=dict)
     """Name in the results -> directory of another draft, decoded at batch 1 and the best k of the trained draft."""
     controller: buildable(CONTROLLERS) = "fixed"  # pyright: ignore[reportInvalidTypeForm]

@@ -65,6 +65,7 @@ def recipe(target: str, out: str, kind: Kind, sizes: Any, own: str | None = None
             "batch_sizes": [1],
             "ks": [1, 2, 3, 5],
             "repeats": 1,
+            "drafters": ["ngram", "hybrid"],
         },
         "verifier": "block",
         "out": out,

@@ -22,7 +22,8 @@ from specjax.decode import request
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import LEAST_SLOTS, bucket
 from specjax.drafters.base import refuse_longer
-from specjax.errors import DataError
+from specjax.drafters.hybrid import Hybrid
+from specjax.errors import ConfigError, DataError
 from specjax.evaluation import bench as bench_lib
 from specjax.evaluation import certify as certify_lib
 from specjax.evaluation import figures as figures_lib
@@ -98,7 +99,7 @@ def bench_of(
     for draft in loaded.values():
         refuse_longer(draft, settings.max_k, "bench.ks, bench.batch_ks")
     factories = {name: _of_length(draft) for name, draft in loaded.items()}
-    factories |= {kind: registered(kind) for kind in settings.drafters}
+    factories |= {kind: registered(kind, [*(drafts or loaded).values()]) for kind in settings.drafters}
     verifier = registry.build(registry.VERIFIERS, config.verifier, "verifier")
     rest = (verifier, config.sampling.options(), config.seed)
     timed, tuning = prompts[: settings.prompts], prompts[settings.prompts :]
@@ -190,10 +191,16 @@ def _of_length(drafter: Any) -> bench_lib.DrafterFactory:
     return lambda k: dataclasses.replace(drafter, k=k)
 
 
-def registered(kind: str) -> bench_lib.DrafterFactory:
-    """Factory, k -> drafter, of a registered kind. Raises `ConfigError` for an unknown kind."""
+def registered(kind: str, drafts: Sequence[Drafter] = ()) -> bench_lib.DrafterFactory:
+    """Factory, k -> drafter, of a registered kind; a hybrid asks the last of ``drafts``. Raises `ConfigError` for an
+    unknown kind, and for a hybrid without a draft."""
     drafter = registry.resolve(registry.DRAFTERS, kind, "bench.drafters")
-    return lambda k: drafter(k=k)
+    if not issubclass(drafter, Hybrid):
+        return lambda k: drafter(k=k)
+    if not drafts:
+        raise ConfigError("bench.drafters: a hybrid needs a draft; train one, or give bench.drafts={name: DIRECTORY}")
+    of_length = _of_length(drafts[-1])
+    return lambda k: drafter(of_length(k), k)
 
 
 def _figures(measured: Mapping[str, Any], target: LoadedModel) -> dict[str, Any]:

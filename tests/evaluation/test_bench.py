@@ -20,6 +20,7 @@ from specjax.data.corpus import Document
 from specjax.decode import programs
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.hybrid import Hybrid
 from specjax.drafters.ngram import NGram
 from specjax.errors import ConfigError, DataError
 from specjax.evaluation import bench as bench_lib
@@ -392,6 +393,10 @@ def test_figures_of_a_lossy_rule_say_so_and_how_far_it_is(tiny_target, tiny_draf
 def test_a_registered_drafter_takes_part_by_its_name(monkeypatch):
     assert config.Bench(drafters=()).drafters == ()
     assert measure.registered("ngram")(4) == NGram(k=4)
+    first, last = DraftModel(TARGET, 2), DraftModel(DRAFT, 2)
+    assert measure.registered("hybrid", [first, last])(4) == Hybrid(DraftModel(DRAFT, 4), 4)
+    with pytest.raises(ConfigError, match="a hybrid needs a draft"):
+        measure.registered("hybrid")
     with pytest.raises(ConfigError, match="min_n=5"):
         NGram(min_n=5, max_n=2)
     with pytest.raises(ConfigError, match="greater than or equal to 1"):
