@@ -151,13 +151,16 @@ def distill(
     kind: Annotated[Kind, typer.Option(help="Kind of draft.")] = "eagle3",
     data: Annotated[str | None, typer.Option(metavar="PATH", help="Chats or text of your own to mix in.")] = None,
     share: Annotated[float, typer.Option(min=0.01, max=0.99, help="Share of that text.")] = 0.5,
+    chats: Annotated[
+        str | None, typer.Option(metavar="DIR", help="The target's chats, which several jobs may share.")
+    ] = None,
 ) -> None:
     """Make a draft for a chat model from nothing but the model: let it write chats, distill, decode, report. Resumable.
 
     Exit status: 2 for errors that you can correct, 130 after Ctrl-C, 143 after SIGTERM."""
     from specjax.jobs.recipe import distill_target
 
-    distill_target(target, str(out), minutes, kind, data, share)
+    distill_target(target, str(out), minutes, kind, data, share, chats)
 
 
 @command(resumes=True, stops=True)

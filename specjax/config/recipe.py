@@ -15,7 +15,15 @@ _FEW_IDS = 16_384
 """Size of a vocabulary that a draft proposes whole; of a larger one it proposes the most frequent half as many ids."""
 
 
-def recipe(target: str, out: str, kind: Kind, sizes: Any, own: str | None = None, share: float = 0.5) -> dict[str, Any]:
+def recipe(
+    target: str,
+    out: str,
+    kind: Kind,
+    sizes: Any,
+    own: str | None = None,
+    share: float = 0.5,
+    chats: str | None = None,
+) -> dict[str, Any]:
     """Sections of a config, all that is not by default.
 
     Args:
@@ -25,6 +33,7 @@ def recipe(target: str, out: str, kind: Kind, sizes: Any, own: str | None = None
         sizes: the target's `ModelConfig`.
         own: text of the user's own to mix in, as `data.path`; None: there is none.
         share: share of that text, as `data.mixed`.
+        chats: directory of the target's chats, which several jobs may share; None: in ``out``.
 
     Returns:
         The sections, as a YAML file has them. How many chats and steps there are is filled in as time allows.
@@ -37,7 +46,7 @@ def recipe(target: str, out: str, kind: Kind, sizes: Any, own: str | None = None
             "kind": "self_chat",
             "seq_len": 512,
             "prompt_weight": 1.0,  # the target wrote the questions too
-            "self_chat": {"chats": _FIRST, "shard_size": _FIRST},
+            "self_chat": {"chats": _FIRST, "shard_size": _FIRST, **({} if chats is None else {"path": chats})},
             **mixed,
         },
         "draft": {

@@ -42,14 +42,20 @@ _MOST_EPOCHS = 10
 
 
 def distill_target(
-    target: str, out: str, minutes: float = 60, kind: Kind = "eagle3", own: str | None = None, share: float = 0.5
+    target: str,
+    out: str,
+    minutes: float = 60,
+    kind: Kind = "eagle3",
+    own: str | None = None,
+    share: float = 0.5,
+    chats: str | None = None,
 ) -> dict[str, Any]:
     """Make a draft for ``target`` in ``out``, in about ``minutes`` on this machine; for the other arguments see
     `specjax.config.recipe.recipe`. Returns the summary of `specjax.jobs.run.run`.
 
     Raises `ConfigError` if ``out`` holds another job's config.
     """
-    sections = recipe(target, out, kind, abstract_model(target).config, own, share)
+    sections = recipe(target, out, kind, abstract_model(target).config, own, share, chats)
     file, console = Path(out) / FILE, Console()
     bars = console_bars(console)
     with programs_kept(), artifact.exclusive(out):

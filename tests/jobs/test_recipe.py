@@ -36,7 +36,7 @@ def small(monkeypatch):
     def made(*arguments):
         sections = recipe(*arguments)
         own = {"chats": 48, "shard_size": 48, "question_tokens": 24, "answer_tokens": 24, "rows": 4, "repeated": 0.95}
-        sections["data"] |= {"seq_len": 128, "self_chat": own, "held_out": 0.2}
+        sections["data"] |= {"seq_len": 128, "self_chat": sections["data"]["self_chat"] | own, "held_out": 0.2}
         sections["draft"] |= {"depths": 2, "draft_vocab_size": 100}
         sections["eval"] = {"positions": 64}
         sections["bench"] = {
@@ -77,6 +77,12 @@ def test_chats_and_steps_are_decided_by_pace_and_kept(chat_model, small, tmp_pat
     assert "goes on as decided there" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"config.yaml: of another job \(target: .*; give another --out"):
         job.distill_target(f"{chat_model}/", str(out))
+    shared = out / "self-chat"
+    written = {file: file.stat().st_mtime_ns for file in shared.glob("*.jsonl")}
+    other = job.distill_target(chat_model, str(tmp_path / "other"), minutes=0.05, chats=str(shared))
+    assert other.data.chats.path == str(shared)
+    assert not (tmp_path / "other" / "self-chat").exists()
+    assert {file: file.stat().st_mtime_ns for file in written} == written
 
 
 @pytest.mark.more
