@@ -16,7 +16,7 @@ from pydantic import Field
 
 from specjax.costs import store
 from specjax.decode.decoder import Decoder
-from specjax.interfaces import Calibration
+from specjax.interfaces import BoundDrafter, Calibration
 from specjax.runtime.compile_cache import count_compiles
 
 
@@ -28,11 +28,26 @@ class BlockCosts:
     """Seconds of a block of 0 .. K proposed tokens."""
     catch_up: float
     """`Calibration.catch_up`."""
+    found: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] | None = None
+    """`Calibration.found`."""
+
+    @classmethod
+    def of(cls, known: Calibration) -> BlockCosts:
+        seconds, found = (None if x is None else tuple(map(float, x)) for x in (known.seconds, known.found))
+        assert seconds is not None
+        return cls(seconds, float(known.catch_up), found)
 
     def calibration(self) -> Calibration:
         """The costs for a decoder, whose acceptance is all zeros."""
-        seconds, chances = np.asarray(self.seconds, np.float32), np.zeros(len(self.seconds) - 1, np.float32)
-        return Calibration(seconds, chances, np.float32(self.catch_up))  # type: ignore[arg-type]
+        seconds, found = (None if x is None else np.asarray(x, np.float32) for x in (self.seconds, self.found))
+        chances = np.zeros(len(self.seconds) - 1, np.float32)
+        return Calibration(seconds, chances, np.float32(self.catch_up), found)  # type: ignore[arg-type]
+
+    def fits(self, drafter: BoundDrafter) -> bool:
+        """True if these are costs of blocks of ``drafter``."""
+        apart = drafter.model_class is not None
+        counts = [len(self.seconds), *([] if self.found is None else [len(self.found)])]
+        return counts == [drafter.max_depth + 1] * (1 + apart)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +95,8 @@ def calibrate(
     dtype = jax.tree.leaves(decoder.target.layout().params)[0].dtype
     key = store.key_of(rows, str(dtype), {"decoder": decoder}, {"greedy": greedy})
     known = None if again else store.read(key, BlockCosts)
-    depth = decoder.engine(greedy, rows)[0].max_depth
-    costs = known.calibration() if known is not None and len(known.seconds) == depth + 1 else None
+    drafter = decoder.engine(greedy, rows)[0].drafter
+    costs = known.calibration() if known is not None and known.fits(drafter) else None
     start = time.perf_counter()
     with count_compiles() as count:
         found = decoder.calibrate(prompts, costs=costs, **sampling)
@@ -90,5 +105,4 @@ def calibrate(
     if costs is not None and found.seconds is costs.seconds:
         return StoredCalibration(found, False, 0.0, store.file_of(key))
     seconds = max(time.perf_counter() - start - count.seconds, 0.0)
-    own = BlockCosts(tuple(map(float, found.seconds)), float(found.catch_up))
-    return StoredCalibration(found, True, seconds, store.write(key, own))
+    return StoredCalibration(found, True, seconds, store.write(key, BlockCosts.of(found)))

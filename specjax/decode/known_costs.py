@@ -102,10 +102,12 @@ class Correction:
 
 @dataclasses.dataclass
 class KnownCosts:
-    """Block costs by batch, and their corrections. ``depth``: the largest depth of the drafter."""
+    """Block costs by batch, and their corrections. ``depth``: the largest depth of the drafter; ``apart``: True if it
+    finds some proposals without its model."""
 
     controller: Controller
     depth: int
+    apart: bool = False
     calibrations: dict[tuple[bool, int], Calibration] = dataclasses.field(default_factory=dict)
     _corrections: dict[tuple[bool, int], Correction] = dataclasses.field(init=False, default_factory=dict)
 
@@ -114,7 +116,7 @@ class KnownCosts:
         and that does not fit the drafter."""
         known = self.calibrations.get(where)
         if known is not None:
-            check_calibration(known, where, self.depth)
+            check_calibration(known, where, self.depth, self.apart)
         return known
 
     def record(self, where: tuple[bool, int], found: Calibration, shapes: tuple[int, ...]) -> None:
@@ -141,7 +143,7 @@ class KnownCosts:
         return bool(never(known)) and (correction is None or bool(never(correction.origin)))
 
 
-def check_calibration(calibration: Any, where: tuple[bool, int], depth: int) -> None:
+def check_calibration(calibration: Any, where: tuple[bool, int], depth: int, apart: bool) -> None:
     """Raise `ConfigError` for a calibration of the wrong type or shapes, or with numbers out of range."""
     name = f"decoder.calibrations[{where[0]}, {where[1]}]"
     if not isinstance(calibration, Calibration):
@@ -153,6 +155,10 @@ def check_calibration(calibration: Any, where: tuple[bool, int], depth: int) -> 
             f"{name}: seconds of {list(seconds.shape)} and acceptance of {list(acceptance.shape)}, and the drafter "
             f"proposes up to {depth} tokens; give [{depth + 1}] and [{depth}]"
         )
+    found = None if calibration.found is None else [*np.shape(calibration.found)]
+    if found != ([depth + 1] if apart else None):
+        wanted = f"seconds of the {depth + 1} lengths" if apart else "None"
+        raise ConfigError(f"{name}: found={calibration.found}; this drafter takes {wanted}")
     if not (np.all(seconds > 0) and np.isfinite(seconds).any()):  # infinite: a length never chosen
         raise ConfigError(f"{name}: seconds={seconds.tolist()}; give what blocks take, above 0")
     if not (np.all(acceptance >= 0) and np.all(acceptance <= 1)):

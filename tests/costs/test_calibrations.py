@@ -12,6 +12,7 @@ from specjax.costs.calibrations import calibrate
 from specjax.decode import calibration
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.hybrid import Hybrid
 from specjax.testing.toys import prefix_model, related
 
 TARGET = prefix_model(0)
@@ -28,7 +29,12 @@ def decoder(seed=1, **changes):
     return Decoder(TARGET, DraftModel(related(TARGET, seed), k=2), **changes)
 
 
-def test_it_is_measured_once_and_read_by_the_next_program(monkeypatch):
+def hybrid(seed=1):
+    return Decoder(TARGET, Hybrid(DraftModel(related(TARGET, seed), k=2), k=2))
+
+
+@pytest.mark.parametrize("decoder", [decoder, hybrid])
+def test_it_is_measured_once_and_read_by_the_next_program(decoder, monkeypatch):
     first = decoder()
     found = calibrate(first, PROMPTS, temperature=0.0)
     assert found is not None
@@ -40,7 +46,7 @@ def test_it_is_measured_once_and_read_by_the_next_program(monkeypatch):
         again = calibrate(program, PROMPTS, temperature=0.0)
         assert again is not None
         assert (again.measured, again.summary) == (False, f"costs of blocks read from {found.file}")
-        for name in ("seconds", "catch_up"):
+        for name in ("seconds", "catch_up", "found"):
             np.testing.assert_array_equal(getattr(again.calibration, name), getattr(found.calibration, name))
     assert decoder().calibrations == {}
     assert list(program.calibrations) == [(True, 2)]

@@ -476,6 +476,7 @@ def test_a_model_and_a_drafter_are_printed_in_a_line(pair):
         (([1.0, 2.0, 0.0, 3.0], [0.5] * 3), "above 0"),
         (([np.nan] * 4, [0.5] * 3), "above 0"),
         (([1.0] * 4, [0.5, 0.5, 1.5]), "chances from 0 to 1"),
+        (([1.0] * 4, [0.5] * 3, 0.0, [1.0] * 4), r"found=.*; this drafter takes None"),
     ],
 )
 def test_a_calibration_that_cannot_be_weighed_with_is_refused(given, message):
