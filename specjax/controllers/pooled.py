@@ -109,7 +109,7 @@ class Pooled(Weighing):
         longest = jnp.broadcast_to(jnp.max(jnp.where(_active(state, context), decided, 0)), draft.valid.shape[:1])
         if self.model_class is None or draft.match_class is None:
             return longest
-        waits = draft.match_class == self.model_class
+        waits = super().asks_model(draft.match_class, context)
         views = draft.valid[:, : self.ks[-1]], draft.match_class
         _, with_model = self.best(state, context, *views)
         found, without = self.best(state, context, views[0] & ~waits[:, None], jnp.where(waits, 0, views[1]))

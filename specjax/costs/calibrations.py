@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import Field
 
 from specjax.costs import store
+from specjax.decode.calibration import finds
 from specjax.decode.decoder import Decoder
 from specjax.interfaces import BoundDrafter, Calibration
 from specjax.runtime.compile_cache import count_compiles
@@ -45,9 +46,8 @@ class BlockCosts:
 
     def fits(self, drafter: BoundDrafter) -> bool:
         """True if these are costs of blocks of ``drafter``."""
-        apart = drafter.model_class is not None
         counts = [len(self.seconds), *([] if self.found is None else [len(self.found)])]
-        return counts == [drafter.max_depth + 1] * (1 + apart)
+        return counts == [drafter.max_depth + 1] * (1 + finds(drafter))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from specjax import backend, registry
 from specjax.decode import request as request_lib
 from specjax.decode import stops as stops_lib
 from specjax.decode.arguments import bound, controller_for, drafter_of, verifier_of, weights_of
-from specjax.decode.calibration import BlockTimer, forced_length, measured
+from specjax.decode.calibration import BlockTimer, finds, forced_length, measured
 from specjax.decode.engine import Engine, EngineParams, Logprobs, NoDraft
 from specjax.decode.known_costs import Correction, KnownCosts
 from specjax.decode.options import SamplingOptions
@@ -93,7 +93,7 @@ class Decoder:
         if prefill_chunk is not None and not (request_lib.is_whole(prefill_chunk) and prefill_chunk >= 1):
             raise ConfigError(f"prefill_chunk: {prefill_chunk!r}; give at least 1 token, a whole number, or None")
         self._prefill_chunk = prefill_chunk
-        self._costs = KnownCosts(self._controller, self._drafter.max_depth, self._drafter.model_class is not None)
+        self._costs = KnownCosts(self._controller, self._drafter.max_depth, finds(self._drafter))
         self._greedy_verifier: Verifier = registry.build(registry.VERIFIERS, "greedy", "verifier")
 
     def _bind(self) -> None:

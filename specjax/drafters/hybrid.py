@@ -56,10 +56,10 @@ class Hybrid(Drafter):
             raise ConfigError(f"hybrid: model={self.model!r}; give a drafter with weights, or the directory of one")
         if isinstance(self.model, Drafter) and self.model.k > self.k:
             raise ConfigError(f"hybrid: k={self.k}, and its model proposes k={self.model.k} tokens; raise the first")
-        self._text  # noqa: B018  (its own check of the sizes)
+        self._lookup()  # which checks its own sizes
 
-    @property
-    def _text(self) -> NGram:
+    def _lookup(self) -> NGram:
+        """The drafter of rows that the text has something for."""
         return NGram(self.k, self.max_n, self.min_n)
 
     @property
@@ -89,7 +89,7 @@ class Hybrid(Drafter):
         model, params = drafter.bind(target)
         if model.num_nodes != model.max_depth:
             raise ConfigError(f"hybrid: its model, {drafter.kind!r}, proposes trees; give one that proposes chains")
-        return Bound(BoundHybrid(model, self._text), params)
+        return Bound(BoundHybrid(model, self._lookup()), params)
 
 
 @dataclasses.dataclass(frozen=True)
