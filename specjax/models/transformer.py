@@ -76,6 +76,13 @@ def normed(norm, x):
     return x if norm is None else norm(x)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _through(graph: Any, weights: Any, x, rotary, kv):
+    """A block's output. As a function of its own it is traced and lowered once for all layers alike; the compiler puts
+    it in line again."""
+    return nnx.merge(graph, weights)(x, rotary, kv)
+
+
 class Transformer(nnx.Module):
     """Modules that hold the weights. They compute in ``dtype`` and are initialised in it: at variance 1/fan_in,
     residual outputs scaled down by depth (GPT-2)."""
@@ -109,7 +116,10 @@ class Transformer(nnx.Module):
         streams, fed, written = [x], [], []
         for index, block in enumerate(self.layers):
             rotary, kv = contexts[config.layer(index)]
-            x, layer, of_block = block(x, rotary, kv if cached is None else kv.over(cached[index]))
+            if cached is None:
+                x, layer, of_block = block(x, rotary, kv)
+            else:
+                x, layer, of_block = _through(*nnx.split(block), x, rotary, kv.over(cached[index]))
             x = constrained(x, mesh, ROWS, None, None)
             streams.append(x)
             fed.append(of_block)
