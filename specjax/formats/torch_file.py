@@ -143,13 +143,17 @@ def write_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Write a file that `read_tensors` and torch.load read, in any of the dtypes above. An array that has several names
     is stored once."""
     storages = {id(array): (str(i), array) for i, array in enumerate({id(x): x for x in tensors.values()}.values())}
+    parts = {
+        "data.pkl": _pickled({name: storages[id(x)] for name, x in tensors.items()}),
+        "byteorder": b"little",
+        **{f"data/{key}": array for key, array in storages.values()},
+        "version": b"3\n",
+    }
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(f"{_ROOT}/data.pkl", _pickled({n: storages[id(x)] for n, x in tensors.items()}))
-        archive.writestr(f"{_ROOT}/byteorder", b"little")
-        for key, array in storages.values():
-            with archive.open(f"{_ROOT}/data/{key}", "w", force_zip64=True) as stream:
-                stream.write(np.ascontiguousarray(array).tobytes())
-        archive.writestr(f"{_ROOT}/version", b"3\n")
+        for name, part in parts.items():
+            # A `ZipInfo` has a fixed date: the same tensors are the same bytes.
+            with archive.open(zipfile.ZipInfo(f"{_ROOT}/{name}"), "w", force_zip64=True) as stream:
+                stream.write(part if isinstance(part, bytes) else np.ascontiguousarray(part).tobytes())
 
 
 _ROOT = "archive"
