@@ -1,8 +1,8 @@
 """Decoding with drafts over plain decoding, on questions that users bring, by category, in one run.
 
     python experiments/questions.py FILE ... --target MODEL [--drafts NAME=DIR ...] [--ngram 5] [-k 3] [--limit 10]
-        [--new-tokens 128] [--temperatures 0 1] [--repeats 2] [--peers float32 bfloat16] [--peer-draft DIR]
-        [--results FILE]
+        [--new-tokens 128] [--temperatures 0 1] [--repeats 3] [--peers float32 bfloat16] [--peer-draft DIR]
+        [--llama-cpp FILE.gguf ...] [--results FILE]
 
 Each question is asked in the target's chat template (`prompts.py`); of several turns each is a prompt, after the
 target's own greedy answers. Lengths are chosen by costs and acceptance measured on a question that is not asked. All
@@ -13,8 +13,8 @@ faster. `tokens_a_call`: tokens of all prompts over all target calls;
 `tokens_a_call_mean`: the mean of the prompts' own. `control`: plain decoding once more, which says what a ratio of one
 looks like here. `best`: the draft with the largest greedy speedup over all prompts. `all`: the mean of the categories.
 Each draft also decodes as a hybrid with n-gram lookup, named `NAME+ngram`, unless --ngram is 0.
-With --peers, transformers on torch decodes the same prompts in turn (`peers.py`); its rows have a `library`, and are
-never the best.
+With --peers, transformers on torch decodes the same prompts in turn, and with --llama-cpp that library (`peers.py`).
+Their rows have a `library`, and are never the best.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peers import REST, transformers_of
+from peers import REST, llama_cpp_of, transformers_of
 from prompts import Question, by_category, doubts, read_questions, tokens_of
 from rich.console import Console
 from rich.progress import track
@@ -126,6 +126,7 @@ def row(name: str, category: str, temperature: float, plain: list[Answer], draft
         "temperature": temperature,
         "prompts": len(drafted),
         "tokens": sum(len(answer.tokens) for answer in drafted),
+        **({} if drafted[0].stats else {"library": name.split()[0]}),
         **acceptance([answer.stats for answer in drafted if answer.stats is not None]),
         "speedup": ratio,
         **interval(drawn),
@@ -155,7 +156,7 @@ def acceptance(stats: Sequence[DecodeStats]) -> dict[str, Any]:
     """Figures of accepted tokens, of all answers together; of another library's answers it is not known who accepted
     them."""
     if not stats:
-        return {"library": "transformers", "tokens_a_call": None, "tokens_a_call_mean": None, "acceptance_at": None}
+        return {"tokens_a_call": None, "tokens_a_call_mean": None, "acceptance_at": None}
     pooled = functools.reduce(operator.add, stats)
     return {
         "tokens_a_call": pooled.block_efficiency,
@@ -229,9 +230,10 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=10)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peers", nargs="+", default=[], metavar="DTYPE")
     parser.add_argument("--peer-draft", type=Path)
+    parser.add_argument("--llama-cpp", nargs="+", type=Path, default=[], metavar="FILE")
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     keep_programs()
@@ -242,13 +244,17 @@ def main() -> None:
     left = [q for name, of_it in everything.items() for q in of_it if q not in chosen[name]]
     prompts = asked(target, [q for of_it in chosen.values() for q in of_it], args.new_tokens)
     ours, rows = decoders_of(args, target), []
-    decoders = {**ours, **(dict(transformers_of(Path(args.target), args.peer_draft, args.peers)) if args.peers else {})}
+    others: dict[str, Any] = {}
+    if args.peers:
+        others |= dict(transformers_of(Path(args.target), args.peer_draft, args.peers))
+    if args.llama_cpp:
+        others |= dict(llama_cpp_of(args.llama_cpp, target.eos_ids))
     for temperature in args.temperatures:
         for decoder in ours.values() if left else ():
             decoder.calibrate([tokens_of(target.tokenizer, left[0])], temperature=temperature)
         options = {"max_new_tokens": args.new_tokens, "temperature": temperature}
-        rest = REST if args.peers else 0.0
-        rows += rows_of(measured(decoders, prompts, args.repeats, options, rest), prompts, temperature)
+        rest = REST if others else 0.0
+        rows += rows_of(measured({**ours, **others}, prompts, args.repeats, options, rest), prompts, temperature)
     rows, said = with_best(rows), {name: doubts(of_it) for name, of_it in chosen.items()}
     Console().print(table_of(rows))
     for category, remarks in said.items():

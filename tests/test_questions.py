@@ -82,10 +82,10 @@ def test_the_best_draft_is_the_fastest_greedy_one_and_not_the_control():
 
 def test_another_library_has_a_speedup_and_is_never_the_best():
     fast = [Answer(a.tokens, None, a.seconds / 10) for a in ANSWERS[PLAIN]]
-    rows = questions.with_best([*questions.rows_of({**ANSWERS, "theirs": fast}, PROMPTS, 0.0)])
-    theirs = next(r for r in rows if (r["drafter"], r["category"]) == ("theirs", ALL))
+    rows = questions.with_best([*questions.rows_of({**ANSWERS, "llama.cpp F16": fast}, PROMPTS, 0.0)])
+    theirs = next(r for r in rows if (r["drafter"], r["category"]) == ("llama.cpp F16", ALL))
     assert theirs["speedup"] == pytest.approx(10)
     assert (theirs["first_token_s"], theirs["speedup_after_first_token"]) == (None, None)
-    assert (theirs["tokens_a_call"], theirs["identical"], theirs["library"]) == (None, 3, "transformers")
+    assert (theirs["tokens_a_call"], theirs["identical"], theirs["library"]) == (None, 3, "llama.cpp")
     assert {r["of"] for r in rows if r["drafter"] == BEST} == {"draft"}
     assert questions.table_of(rows).row_count == len(rows)
