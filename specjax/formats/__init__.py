@@ -133,12 +133,15 @@ def save(
     that the draft reads. ``form_name``: one of `FORMATS`; None: `own_form`. ``dtype``: dtype of the weights; None: the
     narrowest that holds them. Raises `ModelError`."""
     form = form_of(kind, form_name or own_form(draft.spec, kind)[0])
+    stored = form.KINDS[kind]
+    if stored.shared:
+        draft = dataclasses.replace(draft, params={n: x for n, x in draft.params.items() if n not in shared})
     stored_as = dtype or narrowest(draft.params) or str(jnp.dtype(draft.spec.dtype))
     of = TargetName(target, max(draft.spec.reads) if target_layers is None else target_layers)
 
     def write(partial: Path) -> None:
         settings = form.write(partial, draft, kind, stored_as, of)
-        settings |= {hf.DRAFTER: kind, SHARED: [name for name in shared if name not in form.KINDS[kind].left_out]}
+        settings |= {hf.DRAFTER: kind, SHARED: [n for n in shared if n in draft.params and n not in stored.left_out]}
         write_json(partial / "config.json", settings, published=True)
         (partial / hf.CARD).write_text(card or f"# {draft.name}\n\nA draft of kind {kind}.\n", encoding="utf-8")
 

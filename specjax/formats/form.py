@@ -80,6 +80,8 @@ class Form:
     """Parameters that are the target's, and not written."""
     optional: tuple[str, ...] = ()
     """Parameters that a file may hold, or leave to the target; without any, it lacks those ``left_out``."""
+    shared: bool = False
+    """True: those ``optional`` ones that are the target's are not written."""
     layers: str | None = ""
     """Key with the draft's layers; empty: they are at the top; None: they have the target's sizes."""
     family: str | None = None
@@ -173,7 +175,8 @@ class Format:
         fields |= {"num_target_layers": target.layers} if form.target_layers else {}
         fields |= {"draft_vocab_size": head_rows(spec)} if form.says_rows else {}
         written = dataclasses.replace(form, layer=form.written_layer or form.layer)
-        family, shapes = _table(written, spec, form.left_out)
+        absent = [name for name in form.optional if name not in draft.params] if form.shared else form.left_out
+        family, shapes = _table(written, spec, absent)
         tables = _written_tables(spec, form.tables)
         write_params(directory, draft.params, family, shapes, dtype, hf.MAX_SHARD_BYTES, form.weights, tables)
         if form.also is not None:

@@ -1,5 +1,6 @@
 """The form of drafts that no other library can express: config.json names our kind and its settings. It holds early
-exit, and drafts that `specjax.formats.speculators` cannot express, stored as there with keys of ours added."""
+exit, and drafts that `specjax.formats.speculators` cannot express, stored as there with keys of ours added. An embedding
+or a head that is the target's is not stored."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 from specjax.drafters.dflash.model import DFlashModel
 from specjax.drafters.early_exit import ExitModel
-from specjax.drafters.features import FeatureModel
+from specjax.drafters.features import EMBEDDING_AND_HEAD, FeatureModel
 from specjax.formats import speculators
 from specjax.formats.form import Form, Format, Reading, TargetName, named_by
 from specjax.models.families.base import linear, norm
@@ -26,7 +27,15 @@ _AT_ROOT = Field("window_at_root", "window_at_root", bool, True, sparse=True)
 def _with_more(kind: str, form: Form) -> Form:
     more = (*SCALES, _AT_ROOT) if form.spec is DFlashModel else SCALES
     names = (PREFIX + kind, *form.names)
-    return dataclasses.replace(form, names=names, fields=(*form.fields, *more), limits={}, known=("target",))
+    return dataclasses.replace(
+        form,
+        names=names,
+        fields=(*form.fields, *more),
+        limits={},
+        known=("target",),
+        optional=EMBEDDING_AND_HEAD,
+        shared=True,
+    )
 
 
 def _one_stream(reading: Reading) -> None:
