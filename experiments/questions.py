@@ -39,6 +39,7 @@ from rich.table import Table
 import specjax
 from specjax.drafters.ngram import NGram
 from specjax.metrics import DecodeStats
+from specjax.models.files import sha256
 from specjax.models.hf import LoadedModel
 from specjax.report import record
 from specjax.runtime import fingerprint
@@ -206,6 +207,14 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def checksums(target: LoadedModel, drafts: Sequence[str]) -> dict[str, Any]:
+    """SHA-256 of the target's weights, and of each file of weights of each ``NAME=DIR``."""
+    pairs = [pair.partition("=")[::2] for pair in drafts]
+    files = {name: sorted(Path(path).glob("*.safetensors")) for name, path in pairs}
+    of_drafts = {name: {file.name: sha256(file) for file in found} for name, found in files.items()}
+    return {PLAIN: fingerprint.of_model(target)[0], **of_drafts}
+
+
 def decoders_of(args: argparse.Namespace, target: LoadedModel) -> dict[str, specjax.Decoder]:
     drafters: dict[str, Any] = {"ngram": NGram(args.ngram)} if args.ngram else {}
     for pair in args.drafts:
@@ -261,7 +270,7 @@ def main() -> None:
         if remarks:
             print(f"{category}: {', '.join(remarks)}")
     if args.results is not None:
-        sums = {PLAIN: fingerprint.of_model(target)[0]}
+        sums = checksums(target, args.drafts)
         settings = {"new_tokens": args.new_tokens, "limit": args.limit, "repeats": args.repeats, "k": args.k}
         record.write(args.results, {"rows": rows, "to_be_said": said, "sha256": sums, "settings": settings})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 import questions
 from questions import ALL, BEST, CONTROL, PLAIN, Answer, Prompt
@@ -89,3 +91,11 @@ def test_another_library_has_a_speedup_and_is_never_the_best():
     assert (theirs["tokens_a_call"], theirs["identical"], theirs["library"]) == (None, 3, "llama.cpp")
     assert {r["of"] for r in rows if r["drafter"] == BEST} == {"draft"}
     assert questions.table_of(rows).row_count == len(rows)
+
+
+def test_results_name_the_weights_of_the_target_and_of_every_draft(tiny_target, tmp_path):
+    for part in ("a", "b"):
+        (tmp_path / f"{part}.safetensors").write_bytes(part.encode())
+    sums = questions.checksums(tiny_target, [f"mine={tmp_path}"])
+    assert sums["mine"] == {f"{x}.safetensors": hashlib.sha256(x.encode()).hexdigest() for x in "ab"}
+    assert len(sums[PLAIN]) == 64

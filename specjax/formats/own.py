@@ -1,6 +1,6 @@
 """The form of drafts that no other library can express: config.json names our kind and its settings. It holds early
-exit, and drafts that `specjax.formats.speculators` cannot express, stored as there with keys of ours added. An embedding
-or a head that is the target's is not stored."""
+exit, and drafts that `specjax.formats.speculators` cannot express, stored as there with keys of ours added. Embedding
+and head are not stored if they are the target's."""
 
 from __future__ import annotations
 
