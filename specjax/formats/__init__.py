@@ -141,7 +141,7 @@ def save(
 
     def write(partial: Path) -> None:
         settings = form.write(partial, draft, kind, stored_as, of)
-        settings |= {hf.DRAFTER: kind, SHARED: [n for n in shared if n in draft.params and n not in stored.left_out]}
+        settings |= {hf.DRAFTER: kind, SHARED: [name for name in shared if name not in stored.left_out]}
         write_json(partial / "config.json", settings, published=True)
         (partial / hf.CARD).write_text(card or f"# {draft.name}\n\nA draft of kind {kind}.\n", encoding="utf-8")
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from specjax import registry
 from specjax.drafters.draft_model import DraftModel
-from specjax.drafters.features import FeatureDrafter, LoadedDraft
+from specjax.drafters.features import EMBEDDING_AND_HEAD, FeatureDrafter, LoadedDraft
 from specjax.drafters.glide import Glide, load_glide
 from specjax.errors import ConfigError, ModelError
 from specjax.formats import medusa, native, own, serving, speculators
@@ -142,6 +142,12 @@ def load(
     shared = Settings(settings, file).names(SHARED)
     others = {name: value for name, value in settings.items() if name != SHARED}
     spec, params = form.read(found, others, kind, target, check_finite)
+    if kind in form.KINDS and form.KINDS[kind].shared:
+        lost = [name for name in spec.shapes if name in EMBEDDING_AND_HEAD and name not in (*params, *shared)]
+        if lost:
+            raise ModelError(
+                f"{found}: lacks {lost[0]}, and {SHARED} does not name it as the target's; export it again"
+            )
     left_out = () if whole else shared
     return LoadedDraft(spec, {n: value for n, value in params.items() if n not in left_out}, Path(directory).name)
 

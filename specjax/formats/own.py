@@ -33,6 +33,7 @@ def _with_more(kind: str, form: Form) -> Form:
         fields=(*form.fields, *more),
         limits={},
         known=("target",),
+        left_out=(),
         optional=EMBEDDING_AND_HEAD,
         shared=True,
     )

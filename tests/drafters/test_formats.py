@@ -444,6 +444,13 @@ def test_a_draft_is_exported_in_another_form_and_back(other, tiny_target, tmp_pa
     )
     assert one.keys() == two.keys() != small.keys()
     assert "embed_tokens.weight" not in small
+    if other == "specjax":
+        lost = tmp_path / "other"
+        settings = json.loads((lost / "config.json").read_text())
+        (lost / "config.json").write_text(json.dumps({**settings, "specjax_shared": []}))
+        (lost / "SHA256SUMS").unlink()
+        with pytest.raises(ModelError, match="lacks embedding, and specjax_shared does not name it"):
+            specjax.load_drafter(lost, tiny_target, k=2)
     for name, value in one.items():
         np.testing.assert_array_equal(value, two[name])
 
