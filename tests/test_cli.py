@@ -21,6 +21,7 @@ from specjax import cli
 from specjax.config import shipped
 from specjax.costs import calibrations
 from specjax.decode.request import derive_seeds
+from specjax.drafters import draft_model
 from specjax.errors import ConfigError, ModelError, Stopped
 from specjax.formats import loading
 from specjax.interfaces import TargetInfo
@@ -101,6 +102,7 @@ def decoders(monkeypatch):
 
     monkeypatch.setattr(specjax, "load_model", lambda path, **options: Model(path))
     monkeypatch.setattr(hf, "load_model", lambda path, *args, **options: Model(path))
+    monkeypatch.setattr(draft_model, "with_its_vocabulary", lambda model, directory: model)
     monkeypatch.setattr(loading, "described", lambda path: ("draft_model", {}))
     monkeypatch.setattr(specjax, "Decoder", decoder)
     monkeypatch.setattr(generate, "tell_memory", lambda *arguments: None)

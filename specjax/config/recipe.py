@@ -91,4 +91,4 @@ def _fields(kind: Kind, sizes: Any) -> dict[str, Any]:
     layers = max(1, sizes.num_layers // (15 if kind == "glide" else 8))
     width = sizes.hidden_size if kind == "glide" else max(sizes.head_dim, sizes.hidden_size // 2)
     inside = sizes.intermediate_size * width // sizes.hidden_size // 8 * 8
-    return {"architecture": {"num_layers": layers, "hidden_size": width, "intermediate_size": inside}}
+    return {"architecture": {"num_layers": layers, "hidden_size": width, "intermediate_size": inside}, **few}

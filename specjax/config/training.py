@@ -348,9 +348,14 @@ class Stage:
         return self
 
 
+_OF_SEPARATE = ("draft_vocab_size",)
+"""Fields of the kind `draft_model` beside those of every draft."""
+
+
 def _open_to_kinds(schema: dict[str, Any]) -> None:
     """Allow fields beyond those of the schema for every kind of draft but `draft_model`."""
-    closed = {"properties": {"kind": {"const": "draft_model"}}}, {"propertyNames": {"enum": [*schema["properties"]]}}
+    names = [*schema["properties"], *_OF_SEPARATE]
+    closed = {"properties": {"kind": {"const": "draft_model"}}}, {"propertyNames": {"enum": names}}
     schema |= dict(zip(("if", "then"), closed, strict=True))
     del schema["additionalProperties"]
 
@@ -366,10 +371,11 @@ class Draft:
     `{kind: layers, keep: [0, 2, 5]}`: whole layers of the target between its embedding and head. Those two are copied,
     or with `share: true` the target's own, frozen (specjax/training/init/first_weights.py)."""
     kind: kind_in(DRAFTS) = "draft_model"  # pyright: ignore[reportInvalidTypeForm]
-    """Kind of draft. `draft_model`: a separate model, with the fields above. `glide`: one that reads the target's keys
-    and values, with `reads`, `depths` and `depth_decay` beside them (specjax/drafters/glide.py). `dflash`, `dflash2`,
-    `dspark`, `eagle3`, `early_exit`, `medusa`, `mtp`, `p_eagle`: drafts that read its hidden states; docs/drafters.md
-    lists their fields. A kind of your own, `package.module:Class`, has fields of its own beside `pretrain`."""
+    """Kind of draft. `draft_model`: a separate model, with the fields above and `draft_vocab_size`. `glide`: one that
+    reads the target's keys and values, with `reads`, `depths`, `depth_decay` and `draft_vocab_size` beside them.
+    `dflash`, `dflash2`, `dspark`, `eagle3`, `early_exit`, `medusa`, `mtp`, `p_eagle`: drafts that read its hidden
+    states; docs/drafters.md lists their fields. A kind of your own, `package.module:Class`, has fields beside
+    `pretrain`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the weights that are measured, decoded with and exported: training ends by rounding to it. Decoding
     reads bfloat16 in half the time, and the output is exact for any draft."""
@@ -381,14 +387,16 @@ class Draft:
     """Stage before distillation: 300 steps of cross-entropy on the data, or none if `init` names trained weights or the
     kind reads its target."""
     settings: Mapping[str, Any] = Field(default_factory=dict)
-    """Fields of a kind other than `draft_model`; in a file they stand beside `kind`."""
+    """Fields of the kind; in a file they stand beside `kind`."""
 
     @model_validator(mode="before")
     @classmethod
     def _fields_of_a_kind(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or given.get("kind", "draft_model") == "draft_model":
+        if not isinstance(given, Mapping):
             return given
-        others = {name: value for name, value in given.items() if name not in cls.__dataclass_fields__}
+        separate = given.get("kind", "draft_model") == "draft_model"
+        of_kind = {*_OF_SEPARATE} if separate else {*given} - {*cls.__dataclass_fields__}
+        others = {name: value for name, value in given.items() if name in of_kind}
         known = {name: value for name, value in given.items() if name not in others}
         return {**known, "settings": {**others, **known.get("settings", {})}}
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import jax
+import jax.numpy as jnp
 from pydantic import Field
 
 from specjax.errors import ConfigError
-from specjax.interfaces import Bound, BoundDrafter, Drafter, Outcome, Params, Target, Trainable
+from specjax.interfaces import Bound, BoundDrafter, Drafter, NarrowHead, Outcome, Params, Target, Trainable
 
 
 def stored_start(config: Any, of_training: frozenset[str]) -> str | None:
@@ -37,6 +39,16 @@ def stored_start(config: Any, of_training: frozenset[str]) -> str | None:
     if described:
         raise ConfigError(f"draft.{described[0]}: the draft in {path} has its own; leave it out")
     return path
+
+
+def heads_of(model: Any, params: Params) -> dict[str, Any]:
+    """Fields of a `Prediction` whose logits are those of a model's head: ``head`` and, of a draft vocabulary,
+    ``in_vocabulary`` and ``narrow``."""
+    head, vocabulary = functools.partial(model.head, params), model.vocabulary
+    if vocabulary is None:
+        return {"head": head}
+    narrow = NarrowHead(vocabulary.ids, functools.partial(model.logits_of_few, params))
+    return {"head": head, "in_vocabulary": jnp.asarray(vocabulary.mask), "narrow": narrow}
 
 
 def refuse_longer(drafter: Drafter | Trainable, k: int, field: str) -> None:

@@ -6,7 +6,6 @@ Dims: B rows, P prompt, T tokens fed, K draft length, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Bool, Int, Key
 
-from specjax.drafters.base import ModelDrafter
+from specjax.drafters.base import ModelDrafter, heads_of
 from specjax.drafters.one_by_one import one_by_one
 from specjax.interfaces import (
     Batch,
@@ -37,9 +36,11 @@ from specjax.interfaces import (
 )
 from specjax.models import cache as cache_lib
 from specjax.models.config import ModelConfig
+from specjax.models.files import resolve
 from specjax.models.sharding import sharding_of
 from specjax.models.training import training_model
 from specjax.models.transformer import Model
+from specjax.models.vocabulary import DraftVocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,7 @@ class DraftModel(ModelDrafter):
         from specjax.models import hf
 
         model = hf.load_model(directory, str(target.dtype), check_finite=check_finite, quantize=quantize)
+        model = with_its_vocabulary(model, directory)
         model.free_originals()
         return cls(model, k)
 
@@ -94,7 +96,8 @@ class DraftModel(ModelDrafter):
         from specjax.models import hf
         from specjax.models.files import draft_of
 
-        return hf.load_model(draft_of(self.model), str(target.dtype), quantize=self.quantize)
+        directory = draft_of(self.model)
+        return with_its_vocabulary(hf.load_model(directory, str(target.dtype), quantize=self.quantize), directory)
 
     def _bound(self, draft: Any, target: Target) -> Bound:
         """The draft model over the target's token ids (`specjax.models.vocabulary`)."""
@@ -105,6 +108,14 @@ class DraftModel(ModelDrafter):
         layout = draft.layout()
         spec = vocabulary.known_to(draft, target, layout.spec)
         return Bound(BoundDraftModel(spec, self.k), layout.params)
+
+
+def with_its_vocabulary(model: Any, directory: str | os.PathLike) -> Any:
+    """A model that was loaded from ``directory``, with the draft vocabulary that is stored there."""
+    vocabulary = DraftVocabulary.read(resolve(directory), model)
+    if vocabulary is None:
+        return model
+    return dataclasses.replace(model, spec=dataclasses.replace(model.spec, vocabulary=vocabulary))
 
 
 _PIECE = 32
@@ -211,6 +222,13 @@ class TrainedDraftModel(Trainable):
         """Configuration of the model that is trained."""
         return self.model.config
 
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        return self.model.vocabulary
+
+    def with_vocabulary(self, vocabulary: DraftVocabulary) -> Trainable:
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, vocabulary=vocabulary))
+
     def init_params(self, key: Key[Array, ""], target: Target | None) -> Params:
         return self.model.init(key)
 
@@ -218,7 +236,7 @@ class TrainedDraftModel(Trainable):
         """One prediction a position, without a shift: position t predicts what the target predicts at t."""
         out = self.model(params, batch.tokens, batch.token_positions, mask=batch.mask_for(self.model))
         assert out.final is not None
-        yield Prediction(out.final, functools.partial(self.model.head, params), batch.weight)
+        yield Prediction(out.final, weight=batch.weight, **heads_of(self.model, params))
 
     def unrolled(self, depths: int) -> Trainable:
         """The drafter itself: its prediction of a token does not depend on the root of the block."""

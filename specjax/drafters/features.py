@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -45,46 +43,10 @@ from specjax.models.products import soft_capped
 from specjax.models.rotary import Rope, rotary_table
 from specjax.models.sharding import sharding_of
 from specjax.models.training import placed
-from specjax.models.vocabulary import NEVER
+from specjax.models.vocabulary import DraftVocabulary
 
 EMBEDDING_AND_HEAD = ("embedding", "head")
 """Parameters that a draft may take unchanged from its target; a tied head is the embedding, no parameter of its own."""
-
-
-class DraftVocabulary:
-    """A draft vocabulary: the ids, ascending, that a draft can propose of a vocabulary of ``size``. Static and
-    hashable."""
-
-    def __init__(self, ids: Any, size: int):
-        found = np.asarray(ids)
-        if found.ndim != 1 or not len(found) or found.min() < 0 or found.max() >= size:
-            raise ValueError(f"ids of 0 .. {size - 1} are to be named")
-        if (np.diff(found) <= 0).any():
-            raise ValueError("the ids do not ascend")
-        self.ids, self.size = found.astype(np.int32), size
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DraftVocabulary) and self.size == other.size and np.array_equal(self.ids, other.ids)
-
-    def __hash__(self) -> int:
-        return hash((self.size, self.ids.tobytes()))
-
-    def __repr__(self) -> str:
-        return f"DraftVocabulary({len(self.ids)} of {self.size})"
-
-    @property
-    def digest(self) -> str:
-        """Text that tells the vocabulary from others in a run's fingerprint, with the class's name there."""
-        return f"Kept({len(self.ids)} of {self.size}) {hashlib.sha256(self.ids.tobytes()).hexdigest()}"
-
-    @property
-    def mask(self) -> Bool[np.ndarray, " V"]:
-        return np.isin(np.arange(self.size), self.ids)
-
-    def over_all(self, logits: Float[Array, "*B W"]) -> Float[Array, "*B V"]:
-        """Logits over the whole vocabulary; ids outside the draft vocabulary are never drawn."""
-        everything = jnp.full((*logits.shape[:-1], self.size), NEVER, logits.dtype)
-        return everything.at[..., self.ids].set(logits)
 
 
 # --- the forward pass -----------------------------------------------------------------------------------------------
@@ -355,6 +317,10 @@ class TrainedFeatureDraft(Trainable):
     @property
     def reads(self) -> Reads:
         return Reads(hidden_layers=self.model.reads)
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        return self.model.vocabulary
 
     def with_vocabulary(self, vocabulary: DraftVocabulary) -> Any:
         """This draft with another draft vocabulary."""

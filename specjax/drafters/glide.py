@@ -15,7 +15,6 @@ features.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, Key
 
-from specjax.drafters.base import ModelDrafter, StatelessDrafter
+from specjax.drafters.base import ModelDrafter, StatelessDrafter, heads_of
 from specjax.drafters.block_kv import BlockKV, TargetAndBlockKV, by_depth
 from specjax.drafters.one_by_one import one_by_one, root_of
 from specjax.errors import ConfigError, ModelError
@@ -55,6 +54,7 @@ from specjax.models.files import draft_of, read_json, resolve, verify_manifest, 
 from specjax.models.sharding import sharding_of
 from specjax.models.training import block_of, gathered, placed
 from specjax.models.transformer import Model
+from specjax.models.vocabulary import DraftVocabulary
 from specjax.models.weights import narrowest, opened, read_params, write_params
 
 MODEL_TYPE = "specjax_glide"
@@ -193,6 +193,14 @@ class TrainedGlide(Trainable):
     def reads(self) -> Reads:
         return Reads(kv_layers=self.glide.reads)
 
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        return self.glide.model.vocabulary
+
+    def with_vocabulary(self, vocabulary: DraftVocabulary) -> TrainedGlide:
+        model = dataclasses.replace(self.glide.model, vocabulary=vocabulary)
+        return dataclasses.replace(self, glide=dataclasses.replace(self.glide, model=model))
+
     def init_params(self, key: Key[Array, ""], target: Target | None) -> Params:
         return self.glide.model.init(key)
 
@@ -204,7 +212,7 @@ class TrainedGlide(Trainable):
         layers = [LayerKV.of(*layer) for layer in target_out.keys_values]
         documents = batch.documents
         segments = None if documents is None else (documents.segments, documents.segments)
-        (rows, fed), head = tokens.shape, functools.partial(self.glide.model.head, params)
+        (rows, fed), heads = tokens.shape, heads_of(self.glide.model, params)
         blocks, last = self.glide.blocks(rows, fed, self.depths), jnp.arange(fed, dtype=jnp.int32) - 1
         for depth, weight, share in by_depth(batch, self.depths, self.decay, before=0):
             verified = AttentionMask((last - depth)[None], segments=segments)
@@ -214,7 +222,7 @@ class TrainedGlide(Trainable):
                 for layer, window, own in each
             ]
             final, blocks = self.glide(params, tokens, positions, readings, self.form)
-            yield Prediction(final, head, weight, None, share)
+            yield Prediction(final, weight=weight, share=share, **heads)
             # The block that ends at t continues the one that ends at t - 1.
             blocks = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), blocks)
 
@@ -311,6 +319,8 @@ def save_glide(glide: LoadedGlide, directory: str | os.PathLike, card: str | Non
 
     def write(partial: Path) -> None:
         write_params(partial, glide.params, family, glide.spec.config, dtype, hf.MAX_SHARD_BYTES)
+        if glide.spec.vocabulary is not None:
+            glide.spec.vocabulary.write(partial)
         settings = {"model_type": MODEL_TYPE, hf.DRAFTER: "glide", "reads": list(glide.reads), "layers": described}
         write_json(partial / "config.json", settings, published=True)
         (partial / hf.CARD).write_text(card or f"# {glide.name}\n\nA draft that reads its target.\n", encoding="utf-8")
@@ -336,4 +346,5 @@ def load_glide(directory: str | os.PathLike, dtype: str = "float32", check_finit
     with opened(found) as stored:
         params = read_params(stored, family, config, dtype, check_finite=check_finite)
     spec = Model(config, str(params["embedding"].dtype))
+    spec = dataclasses.replace(spec, vocabulary=DraftVocabulary.read(found, spec))
     return LoadedGlide(spec, params, tuple(reads), Path(directory).name, family.model_type)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.drafters.features import DraftVocabulary, FeatureModel, LoadedDraft, head_rows, layers_like
+from specjax.drafters.features import FeatureModel, LoadedDraft, head_rows, layers_like
 from specjax.errors import ModelError
 from specjax.formats import torch_file
 from specjax.formats.keys import ASKED, AT, EXPERTS, INERT
@@ -32,6 +32,7 @@ from specjax.models.families.settings import (
     write_layers,
 )
 from specjax.models.files import INDEX, WEIGHTS
+from specjax.models.vocabulary import DraftVocabulary
 from specjax.models.weights import Shapes, StoredTensors, opened, read_params, write_params
 
 LAYERS = "transformer_layer_config"

@@ -79,6 +79,8 @@ class Model(abc.ABC):
     """Type of the cached keys and values; None: ``dtype``."""
     mesh: Any = None
     """Devices that its weights are spread over; None: they are on one."""
+    vocabulary: Any = None
+    """Ids that it proposes as a draft, a `DraftVocabulary`; None: all."""
     takes_documents: ClassVar[bool] = False
     """True if the attention mask of rows of several documents is given as `Documents`."""
 

@@ -178,6 +178,12 @@ class Trainable(abc.ABC):
         """Largest draft length of the drafter that it becomes; None: any."""
         return None
 
+    @property
+    def vocabulary(self) -> Any:
+        """The ids that it can propose, a `DraftVocabulary`; None: all. A kind that has one gives ``with_vocabulary``
+        too, which returns this draft with another."""
+        return None
+
     @abc.abstractmethod
     def init_params(self, key: Key[Array, ""], target: Target | None) -> Params:
         """Random first weights for a draft of ``target``, without those of the target."""

@@ -94,6 +94,8 @@ class ModelConfig:
     out."""
     fused_shards: int = 1
     """Number of equal parts of the fused outputs, one a device; each part holds its share of every fused projection."""
+    narrow_head: int = 0
+    """Rows of a head for a draft vocabulary alone, as `specjax.models.decode_layout` makes it; 0: there is none."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

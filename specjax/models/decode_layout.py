@@ -54,7 +54,8 @@ class DecodeLayout:
         params = jax.tree.map(kernels.plain, self.params, is_leaf=_is_kernel)
         shards = self.spec.config.fused_shards
         params = {**params, "layers": {i: _split(self.plain, layer, shards) for i, layer in params["layers"].items()}}
-        return {name: value for name, value in params.items() if name != "head" or not self.plain.config.tie_embeddings}
+        made = {"narrow_head", "head"} if self.plain.config.tie_embeddings else {"narrow_head"}
+        return {name: value for name, value in params.items() if name not in made}
 
 
 class LaidOut:
@@ -127,7 +128,8 @@ def decode_layout(spec: Any, params: Params, fused: bool = True, owned: bool = F
     ``fused``: projections that read the same input become one kernel. ``owned``: the dict of layers is emptied on the
     way, so that they are not in memory twice. Where `backend.transposes_kernels`, a tied head gets a copy of its own,
     laid out as the other kernels are, and float32 kernels become `Transposed`, or `Narrow` if bfloat16 holds all their
-    numbers, as in most checkpoints. Beside kernels in few bits, the copy of the head has 8."""
+    numbers, as in most checkpoints. Beside kernels in few bits, the copy of the head has 8. A draft vocabulary gets a
+    head of its own."""
     if not isinstance(spec, Model):
         return spec, params
     mesh = mesh_of(params)
@@ -135,7 +137,9 @@ def decode_layout(spec: Any, params: Params, fused: bool = True, owned: bool = F
         spec = dataclasses.replace(spec, mesh=mesh)
         return _over(mesh, spec, params, owned) if fused else (spec, params)
     in_few_bits = kernels.are_quantised(params)
-    if spec.config.tie_embeddings and (in_few_bits or backend.transposes_kernels()):
+    if spec.vocabulary is not None:
+        spec, params = _with_narrow_head(spec, params, in_few_bits)
+    elif spec.config.tie_embeddings and (in_few_bits or backend.transposes_kernels()):
         spec = dataclasses.replace(spec, config=dataclasses.replace(spec.config, tie_embeddings=False))
         table = params["embedding"]
         head = Quantised.of(table.T, SCHEMES["int8"]) if in_few_bits else _transposed([table], str(table.dtype))[0]
@@ -143,6 +147,19 @@ def decode_layout(spec: Any, params: Params, fused: bool = True, owned: bool = F
     if fused:
         spec, params = _fused(spec, params, owned=owned)
     return spec, stored_kernels(spec, params)
+
+
+def _with_narrow_head(spec: Model, params: Params, in_few_bits: bool) -> tuple[Model, Params]:
+    """The spec and parameters with a head for the draft vocabulary alone, unless the whole head is stored in few
+    bits."""
+    assert spec.vocabulary is not None
+    narrowed = None if spec.config.narrow_head else spec.narrowed(params, spec.vocabulary.ids)
+    if narrowed is None:
+        return spec, params
+    kernel = narrowed["embedding"].T if spec.config.tie_embeddings else narrowed["head"]["kernel"]
+    head = Quantised.of(kernel, SCHEMES["int8"]) if in_few_bits else kernel
+    config = dataclasses.replace(spec.config, narrow_head=len(spec.vocabulary.ids))
+    return dataclasses.replace(spec, config=config), {**params, "narrow_head": {"kernel": head}}
 
 
 def abstract_layout(spec: Model, mesh: Mesh | None = None, scheme: Scheme | None = None) -> tuple[Model, Params]:

@@ -428,6 +428,8 @@ def _write_files(model: LoadedModel, directory: Path, dtype: str, card: str | No
     family, config, tokenizer = family_of(model.family, directory), model.config, model.tokenizer
     settings = described(family, config)
     write_params(directory, model.params, family, config, dtype, max_shard_bytes)
+    if model.spec.vocabulary is not None:
+        model.spec.vocabulary.write(directory)
     special = {
         # Written even when null: in config.json an absent id means the family's default, not none.
         "bos_token_id": getattr(tokenizer, "bos_token_id", None),

@@ -62,7 +62,8 @@ class TrainingModel(Model):
         final = module.norm(x)
         hidden = tuple(streams[i] for i in reads.hidden_layers)
         keys_values = tuple(fed[i] for i in reads.kv_layers)
-        return Output(module.logits(final), hidden, None, keys_values, final)
+        logits = module.logits(final) if self.vocabulary is None else self.head(params, final)
+        return Output(logits, hidden, None, keys_values, final)
 
     def _through(self, layers: Params, x: Float[Array, "B T D"], contexts, reads: Reads) -> tuple[Array, dict, dict]:
         """Run all layers. Returns the output of the last layer, the streams that enter the layers (and leave the last

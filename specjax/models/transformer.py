@@ -32,6 +32,7 @@ from specjax.models.layers import MLP, Attention, ExpertMLP, InitKeys, Linear, m
 from specjax.models.products import soft_capped
 from specjax.models.rotary import Total, rotary_table
 from specjax.models.sharding import ROWS, constrained
+from specjax.models.vocabulary import DraftVocabulary
 
 
 class Block(nnx.Module):
@@ -102,6 +103,8 @@ class Transformer(nnx.Module):
         self.norm = make_norm(config, config.hidden_size, dtype=dtype)
         if not config.tie_embeddings:
             self.head = Linear(config.hidden_size, config.vocab_size, rngs=rngs, dtype=dtype)
+        if config.narrow_head:
+            self.narrow_head = Linear(config.hidden_size, config.narrow_head, rngs=rngs, dtype=dtype)
         depth_scale = (2 * config.num_layers) ** -0.5
         for block in self.layers:
             for linear in (block.attention.o_proj, block.feed_forward.down_proj):
@@ -154,9 +157,11 @@ class Transformer(nnx.Module):
         return {kind: None if kind.rope is None else tables[kind.rope] for kind in config.layers}
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits in float32, whatever the dtype of the weights."""
+        """Logits in float32, whatever the dtype of the weights: of all ids, or of those of a narrow head."""
         config = self.config
-        if config.tie_embeddings:
+        if config.narrow_head:
+            logits = self.narrow_head(x, wide=True)
+        elif config.tie_embeddings:
             logits = kernels.multiply(x, self.embedding[...].T, wide=True)
         else:
             logits = self.head(x, wide=True)
@@ -183,6 +188,8 @@ class Model(interfaces.Model):
     mesh: Mesh | None = dataclasses.field(default=None, kw_only=True)
     cache_dtype: str | None = dataclasses.field(default=None, kw_only=True)
     """Dtype of its KV cache; int8: with a scale for each vector; None: the dtype that it computes in."""
+    vocabulary: DraftVocabulary | None = dataclasses.field(default=None, kw_only=True)
+    """Ids that it proposes as a draft; only their logits are computed. None: all ids."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -232,7 +239,19 @@ class Model(interfaces.Model):
 
     def head(self, params: Params, final: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of the ``final`` output of a forward pass."""
-        return self.module(params).logits(final)
+        if self.vocabulary is None:
+            return self.module(params).logits(final)
+        return self.vocabulary.over_all(self.logits_of_few(params, final))
+
+    def logits_of_few(self, params: Params, final: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
+        """Logits of the ids of its ``vocabulary`` alone, ascending."""
+        assert self.vocabulary is not None
+        if self.config.narrow_head:
+            return self.module(params).logits(final)
+        narrowed = self.narrowed(params, self.vocabulary.ids)
+        if narrowed is None:
+            return self.module(params).logits(final)[..., self.vocabulary.ids]
+        return self.module(narrowed).logits(final)
 
     def narrowed(self, params: Params, ids: Int[np.ndarray, " W"]) -> Params | None:
         name = "embedding" if self.config.tie_embeddings else "head"
@@ -259,7 +278,8 @@ class Model(interfaces.Model):
         module = self.module(params)
         hidden, cache, keys_values, final = module(tokens, positions, slots, cache, mask, reads, self.mesh)
         wanted = final if rows is None else jnp.take_along_axis(final, rows[..., None], axis=1)
-        logits = constrained(module.logits(wanted), self.mesh, ROWS, None, None)
+        logits = module.logits(wanted) if self.vocabulary is None else self.head(params, wanted)
+        logits = constrained(logits, self.mesh, ROWS, None, None)
         return Output(logits, hidden, cache, keys_values, final)
 
 

@@ -1,4 +1,5 @@
-"""Rows of a model's embedding that are tokens, and the check that a token id means the same in two models.
+"""Rows of a model's embedding that are tokens, the ids that a draft proposes, and the check that a token id means the
+same in two models.
 
 Checkpoints of one family pad their embeddings differently (151,936 rows against 152,064), though they have the same
 tokenizer. Rows that no token has hold arbitrary weights: they are never proposed, never emitted, and do not count when
@@ -13,14 +14,16 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax.errors import ModelError
 from specjax.interfaces import Model, Output, Params, Target
+from specjax.models.files import read_json
 
 if TYPE_CHECKING:
     from specjax.models.hf import LoadedModel
@@ -31,7 +34,61 @@ _NONE = np.zeros(0, np.int64)
 _SHOWN = 3
 NEVER = -1e30
 """Logit of a token with probability 0: finite, because a loss would subtract -inf from -inf."""
+_FILE = "draft_vocabulary.json"
 _found: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+class DraftVocabulary:
+    """A draft vocabulary: the ids, ascending, that a draft can propose of a vocabulary of ``size``. Static and
+    hashable."""
+
+    def __init__(self, ids: Any, size: int):
+        found = np.asarray(ids)
+        if found.ndim != 1 or not len(found) or found.min() < 0 or found.max() >= size:
+            raise ValueError(f"ids of 0 .. {size - 1} are to be named")
+        if (np.diff(found) <= 0).any():
+            raise ValueError("the ids do not ascend")
+        self.ids, self.size = found.astype(np.int32), size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DraftVocabulary) and self.size == other.size and np.array_equal(self.ids, other.ids)
+
+    def __hash__(self) -> int:
+        return hash((self.size, self.ids.tobytes()))
+
+    def __repr__(self) -> str:
+        return f"DraftVocabulary({len(self.ids)} of {self.size})"
+
+    @property
+    def digest(self) -> str:
+        """Text that tells the vocabulary from others in a run's fingerprint, with the class's name there."""
+        return f"Kept({len(self.ids)} of {self.size}) {hashlib.sha256(self.ids.tobytes()).hexdigest()}"
+
+    @property
+    def mask(self) -> Bool[np.ndarray, " V"]:
+        return np.isin(np.arange(self.size), self.ids)
+
+    def over_all(self, logits: Float[Array, "*B W"]) -> Float[Array, "*B V"]:
+        """Logits over the whole vocabulary; ids outside the draft vocabulary are never drawn."""
+        everything = jnp.full((*logits.shape[:-1], self.size), NEVER, logits.dtype)
+        return everything.at[..., self.ids].set(logits)
+
+    @classmethod
+    def read(cls, directory: Path, model: Any) -> DraftVocabulary | None:
+        """The draft vocabulary of ``model``, which is stored in ``directory``; None: it proposes all ids. Raises
+        `ModelError`."""
+        file = directory / _FILE
+        if not file.exists():
+            return None
+        size = model.config.vocab_size
+        try:
+            return cls(read_json(file)["ids"], size)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelError(f"{file}: holds no ascending ids of 0 .. {size - 1} ({error}); distill it again") from None
+
+    def write(self, directory: Path) -> None:
+        """Write the file that `read` reads."""
+        (directory / _FILE).write_text(json.dumps({"ids": self.ids.tolist()}) + "\n")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from specjax.drafters.dflash.training import TrainedDFlash
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.drafters.eagle3 import Eagle3Model, Options
 from specjax.drafters.early_exit import ExitModel, TrainedExit
-from specjax.drafters.features import DraftVocabulary, FeatureModel
+from specjax.drafters.features import FeatureModel
 from specjax.drafters.medusa import MedusaModel, TrainedMedusa
 from specjax.drafters.p_eagle import PEagleModel
 from specjax.drafters.token_rows import TrainedRows
@@ -42,12 +42,12 @@ from specjax.models.cache import KVCache
 from specjax.models.config import LayerKind, ModelConfig, Norm
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.models.rotary import Rope
-from specjax.models.vocabulary import NEVER
+from specjax.models.vocabulary import NEVER, DraftVocabulary
 from specjax.runtime import fingerprint
 from specjax.training import step
 from specjax.training.chunked_loss import Matching, Teacher
-from specjax.training.drafts.features import coverage, most_frequent
 from specjax.training.init import least_squares
+from specjax.training.init.draft_vocabulary import coverage, most_frequent
 from specjax.training.init.first_weights import initial_draft
 from specjax.training.kept_streams import Streams
 from specjax.training.losses import ForwardKL

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax import sampling
 from specjax.drafters import draft_model, one_by_one
@@ -14,11 +15,13 @@ from specjax.drafters.draft_model import BoundDraftModel
 from specjax.drafters.hybrid import BoundHybrid
 from specjax.drafters.ngram import NGram
 from specjax.interfaces import Draft
+from specjax.models import decode_layout
 from specjax.models.attention.stored import LayerKV
+from specjax.models.transformer import Model
 from specjax.verifiers import chain
 from tests.controllers import test_anticipation
 from tests.decode import test_blocks, test_decoder, test_lossless, test_options
-from tests.drafters import test_hybrid
+from tests.drafters import test_draft_vocabulary, test_hybrid
 from tests.mutants.table import Patch, mutant, replaced, wrap
 
 SELF = test_lossless.test_draft_equal_to_target_is_always_accepted
@@ -214,3 +217,21 @@ def a_hybrid_reports_the_models_distribution_for_tokens_of_the_text(patch):
         return mutated
 
     wrap(patch, BoundHybrid, "_merged", make)
+
+
+@mutant(
+    "drafter",
+    test_draft_vocabulary.test_a_narrow_head_gives_the_logits_of_the_whole_one,
+    lossless=True,
+    tied=True,
+    quantize=None,
+)
+def a_narrow_head_has_the_first_rows(patch):
+    """As many rows of the head as the draft vocabulary has ids, from the first on."""
+    wrap(patch, Model, "narrowed", lambda real: lambda self, params, ids: real(self, params, np.arange(len(ids))))
+
+
+@mutant("drafter", test_draft_vocabulary.test_the_whole_weights_come_back_from_the_layout, lossless=True, tied=True)
+def a_narrow_head_is_not_laid_out(patch):
+    """Its rows are gathered in every pass."""
+    wrap(patch, decode_layout, "_with_narrow_head", lambda real: lambda spec, params, few: (spec, params))

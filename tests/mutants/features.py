@@ -15,7 +15,6 @@ from specjax.drafters.dflash.drafting import BoundDFlash
 from specjax.drafters.dflash.heads import Markov, Selector
 from specjax.drafters.dflash.model import Blocks, DFlashModel
 from specjax.drafters.eagle3 import FirstBlock
-from specjax.drafters.features import DraftVocabulary
 from specjax.drafters.glide import GlideModel
 from specjax.drafters.medusa import TrainedMedusa
 from specjax.drafters.p_eagle import PEagleModel
@@ -23,6 +22,7 @@ from specjax.drafters.token_rows import BoundRows, TrainedRows
 from specjax.formats import form
 from specjax.models.attention.kv_source import CacheKV
 from specjax.models.families.settings import Settings
+from specjax.models.vocabulary import DraftVocabulary
 from specjax.training import step
 from specjax.training.chunked_loss import Matched, Matching
 from specjax.training.init import least_squares

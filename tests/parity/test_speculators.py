@@ -25,7 +25,7 @@ from specjax import formats
 from specjax.drafters import eagle3, mtp, p_eagle
 from specjax.drafters.dflash.model import DFlashModel
 from specjax.drafters.dflash.training import TrainedDFlash
-from specjax.drafters.features import DraftVocabulary, LoadedDraft
+from specjax.drafters.features import LoadedDraft
 from specjax.drafters.token_rows import TrainedRows
 from specjax.errors import ModelError
 from specjax.formats import torch_file
@@ -33,7 +33,7 @@ from specjax.interfaces import Batch, FullLogits, Output
 from specjax.metrics import alpha_per_position
 from specjax.models.config import LayerKind, ModelConfig, Norm
 from specjax.models.rotary import Rope
-from specjax.models.vocabulary import NEVER
+from specjax.models.vocabulary import NEVER, DraftVocabulary
 from specjax.training.losses import CrossEntropy, ForwardKL
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"

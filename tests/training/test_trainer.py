@@ -18,8 +18,8 @@ import pytest
 from specjax import backend, config, registry
 from specjax.data.rows import Batches, take
 from specjax.drafters.draft_model import TrainedDraftModel
-from specjax.drafters.features import DraftVocabulary
 from specjax.errors import DataError, Stopped, TrainingError
+from specjax.models.vocabulary import DraftVocabulary
 from specjax.runtime.checkpoint import Checkpoints
 from specjax.runtime.log import read_log
 from specjax.runtime.signals import stop_requested

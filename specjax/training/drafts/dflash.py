@@ -18,7 +18,8 @@ from specjax.drafters.features import EMBEDDING_AND_HEAD, LoadedDraft, layers_li
 from specjax.errors import ConfigError
 from specjax.interfaces import Params, Target
 from specjax.models.training import in_float32
-from specjax.training.drafts.features import FeatureDraft, first_ids, last_layer, mask_token, streams
+from specjax.training.drafts.features import FeatureDraft, last_layer, mask_token, streams
+from specjax.training.init.draft_vocabulary import first_ids
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,8 @@ from specjax.drafters.token_rows import TrainedRows
 from specjax.errors import ConfigError
 from specjax.interfaces import Batch, Output, Params, Target
 from specjax.models.config import ModelConfig
-from specjax.training.drafts.features import FeatureDraft, first_ids, mask_token, streams
+from specjax.training.drafts.features import FeatureDraft, mask_token, streams
+from specjax.training.init.draft_vocabulary import first_ids
 from specjax.training.init.least_squares import linear_guess, low_rank, silent, unit
 
 

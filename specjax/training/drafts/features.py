@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Float
 
 from specjax import formats
 from specjax.config import RunConfig
 from specjax.data.rows import Rows as TextRows
-from specjax.data.rows import StartRows, spread
 from specjax.drafters.base import stored_start
 from specjax.drafters.features import (
     EMBEDDING_AND_HEAD,
-    DraftVocabulary,
     FeatureDrafter,
     LoadedDraft,
     check_readable,
@@ -33,6 +28,7 @@ from specjax.models import hf
 from specjax.models.config import ModelConfig
 from specjax.models.files import draft_of
 from specjax.models.training import in_float32
+from specjax.training.init.draft_vocabulary import choosing_ids
 
 
 class FeatureDraft(DraftKind):
@@ -61,8 +57,7 @@ class FeatureDraft(DraftKind):
             hf.refuse_quantised(target.params, f"draft.init: {init}")
             own = _without_the_targets(stored, target)
             return Initial(self._as(drafter, own), own.params)
-        if (first := drafter.model.vocabulary) is not None:
-            drafter = drafter.with_vocabulary(most_frequent(rows, len(first.ids), first.size))
+        drafter = choosing_ids(drafter, rows)
         _, key = jax.random.split(jax.random.key(config.seed))
         params = drafter.init_params(key, target)
         if init not in ("scratch", {"kind": "scratch"}):
@@ -116,48 +111,6 @@ def streams(reads: tuple[int, ...] | None, config: RunConfig, full: ModelConfig)
     if list(reads) != sorted(set(reads)) or not reads or reads[-1] > count:
         raise ConfigError(f"draft.reads: {list(reads)}; name some of the target's streams 0 .. {count}, ascending")
     return reads
-
-
-def first_ids(count: int | None, full: ModelConfig) -> DraftVocabulary | None:
-    """Draft vocabulary of the first ``count`` ids, until a text says which are frequent (`most_frequent`); None: all
-    ids. Raises `ConfigError`."""
-    if count is None or count == full.vocab_size:
-        return None
-    if count > full.vocab_size:
-        raise ConfigError(f"draft.draft_vocab_size: {count:,}, and the target has {full.vocab_size:,} ids; lower it")
-    return DraftVocabulary(np.arange(count), full.vocab_size)
-
-
-def most_frequent(rows: TextRows, count: int, size: int) -> DraftVocabulary:
-    """Draft vocabulary of the ``count`` ids to predict most often, in a sample of the rows. Its coverage is logged."""
-    often = _counted(rows, size)
-    vocabulary = DraftVocabulary(np.sort(np.argsort(-often, kind="stable")[:count]), size)
-    share = 100 * often[vocabulary.ids].sum() / max(often.sum(), 1e-30)
-    _log.info("draft vocabulary: %s of %s ids, %.2f%% of what is predicted", f"{count:,}", f"{size:,}", share)
-    return vocabulary
-
-
-def coverage(vocabulary: DraftVocabulary, rows: TextRows) -> float:
-    """Share of the ids to predict that a draft vocabulary covers, in a sample of the rows."""
-    often = _counted(rows, vocabulary.size)
-    return float(often[vocabulary.ids].sum() / max(often.sum(), 1e-30))
-
-
-def _counted(rows: TextRows, size: int) -> Float[np.ndarray, " V"]:
-    """Mean number of times that a row has each id to predict, each weighted as the prediction counts: that of a
-    prompt's token less or not at all."""
-    total = np.zeros(size)
-    for part, share in rows.counted() if isinstance(rows, StartRows) else [(rows, 1.0)]:
-        sample = spread(part, _SAMPLE)
-        labels, weight = (np.asarray(x).reshape(-1) for x in (sample.labels, sample.weight))
-        total += share / len(sample.labels) * np.bincount(labels, weight.astype(np.float64), minlength=size)
-    return total
-
-
-_SAMPLE = 2**20
-"""Number of tokens, in each part of the training rows, in which ids are counted."""
-
-_log = logging.getLogger(__name__)
 
 
 def refuse_architecture(config: RunConfig) -> None:

@@ -18,6 +18,7 @@ from specjax.formats.loading import load_drafter
 from specjax.interfaces import Drafter, DraftKind, Initial, Target
 from specjax.models.files import draft_of
 from specjax.models.transformer import Model
+from specjax.training.init.draft_vocabulary import choosing_ids, first_ids
 from specjax.training.init.first_weights import calibration
 from specjax.training.init.prune import check_cuttable, prune
 from specjax.training.init.shape import resized, spread
@@ -35,13 +36,15 @@ class GlideDraft(DraftKind):
     """Number of a block's tokens that training unrolls."""
     depth_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Weight of a depth's loss over that of the depth before."""
+    draft_vocab_size: Annotated[int, Field(ge=1)] | None = None
+    """Number of ids that it proposes, the most frequent of the training text: a smaller head costs less. None: all."""
     kind: Literal["glide"] = "glide"
 
     def draft(self, config: RunConfig, target: Target, rows: Rows) -> Initial:
         stored = self._stored(config, target)
         if stored is not None:
             return Initial(self._of(stored), stored.params)
-        drafter = self._described(config, target)
+        drafter = choosing_ids(self._described(config, target), rows)
         if config.draft.init in ("scratch", {"kind": "scratch"}):
             return Initial(drafter, drafter.init_params(jax.random.split(jax.random.key(config.seed))[1], target))
         check_cuttable(target.config, "set it to scratch, or train a separate draft (kind: draft_model)")
@@ -73,7 +76,8 @@ class GlideDraft(DraftKind):
             )
         model, family = resized(target, shape, cut=True, layers=reads)
         check_readable(model, reads, full)
-        return TrainedGlide(GlideModel(Model(model), reads), family, self.depths, self.depth_decay)
+        spec = Model(model, vocabulary=first_ids(self.draft_vocab_size, full))
+        return TrainedGlide(GlideModel(spec, reads), family, self.depths, self.depth_decay)
 
     def load(self, directory: str | os.PathLike, target: Target, k: int, check_finite: bool = True) -> Drafter:
         return load_drafter(directory, target, k, self.kind, check_finite)

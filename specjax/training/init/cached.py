@@ -18,9 +18,9 @@ from safetensors import safe_open
 
 from specjax import config as config_lib
 from specjax.data.rows import Rows
-from specjax.drafters.features import DraftVocabulary, TrainedFeatureDraft
 from specjax.interfaces import Initial, Params
 from specjax.models.hf import LoadedModel
+from specjax.models.vocabulary import DraftVocabulary
 from specjax.runtime import artifact, fingerprint
 from specjax.runtime.distributed import on_main_process, whole
 from specjax.training.assemble import Run
@@ -102,20 +102,16 @@ def _planned(planned: Initial | None, file: Path) -> Initial | None:
     if planned is None or not _holds(file, planned):
         return None
     drafter: Any = planned.drafter
-    if _chooses_ids(drafter):
+    if drafter.vocabulary is not None:
         with safe_open(file, "numpy") as found:
-            drafter = drafter.with_vocabulary(DraftVocabulary(found.get_tensor(_IDS), drafter.model.vocabulary.size))
+            drafter = drafter.with_vocabulary(DraftVocabulary(found.get_tensor(_IDS), drafter.vocabulary.size))
     return Initial(drafter, planned.params)
-
-
-def _chooses_ids(drafter: Any) -> bool:
-    return isinstance(drafter, TrainedFeatureDraft) and drafter.model.vocabulary is not None
 
 
 def _named(drafter: Any, params: Params) -> dict[str, Any]:
     """Arrays of the file by their names there, or shapes if ``params`` are shapes."""
     named = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    return {**named, _IDS: drafter.model.vocabulary.ids} if _chooses_ids(drafter) else named
+    return named if drafter.vocabulary is None else {**named, _IDS: drafter.vocabulary.ids}
 
 
 def _holds(file: Path, planned: Initial) -> bool:

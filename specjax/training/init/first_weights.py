@@ -20,7 +20,7 @@ from specjax import config as config_lib
 from specjax import registry
 from specjax.config import RunConfig
 from specjax.data.rows import Rows, spread
-from specjax.drafters.draft_model import DraftModel, TrainedDraftModel
+from specjax.drafters.draft_model import DraftModel, TrainedDraftModel, with_its_vocabulary
 from specjax.drafters.features import EMBEDDING_AND_HEAD
 from specjax.errors import ConfigError, ModelError
 from specjax.interfaces import DraftKind, Init, Initial, Params, Target, Trainable
@@ -31,6 +31,7 @@ from specjax.models.hf import LoadedModel, abstract_model, check_saveable, load_
 from specjax.models.kernels import Kernel
 from specjax.models.transformer import Model
 from specjax.models.vocabulary import check_same_vocabulary
+from specjax.training.init.draft_vocabulary import choosing_ids, first_ids
 from specjax.training.init.prune import check_cuttable, prune
 from specjax.training.init.shape import resized, sizes_of
 
@@ -53,14 +54,23 @@ class SeparateModel(DraftKind):
     """A separate draft model with the target's vocabulary. `draft.init` names its first weights."""
 
     kind: Literal["draft_model"] = "draft_model"
+    draft_vocab_size: Annotated[int, Field(ge=1)] | None = None
+    """Number of ids that it proposes, the most frequent of the training text: a smaller head costs less. None: all, or
+    those of the draft that `draft.init` names."""
 
     def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
         init: Init = self._init(config)
-        return init.draft(config, target, rows)
+        drafter, params = init.draft(config, target, rows)
+        return Initial(choosing_ids(self._narrow(drafter, target), rows), params)
 
     def drafter(self, config: RunConfig, target: LoadedModel) -> Trainable | None:
         """The draft in training; None if the source of its first weights does not say."""
-        return self._init(config).drafter(config, target)
+        return self._narrow(self._init(config).drafter(config, target), target)
+
+    def _narrow(self, drafter: Any, target: LoadedModel) -> Any:
+        """``drafter`` with a draft vocabulary of the size that is asked for; its ids are chosen later."""
+        ids = first_ids(self.draft_vocab_size, target.config)
+        return drafter if ids is None else drafter.with_vocabulary(ids)
 
     def _init(self, config: RunConfig) -> Any:
         spec = config.draft.init
@@ -100,13 +110,16 @@ class Checkpoint(Init):
     kind: Literal["checkpoint"] = "checkpoint"
 
     def draft(self, config: RunConfig, target: LoadedModel, rows: Rows) -> Initial:
-        draft = load_model(draft_of(self.path), "float32")  # for training, whatever the target computes in
+        path = draft_of(self.path)
+        # For training, whatever the target computes in.
+        draft = with_its_vocabulary(load_model(path, "float32"), path)
         check_same_vocabulary(target, draft)
         check_length(config, draft.config, "draft")
         return Initial(TrainedDraftModel(draft.spec, draft.family), draft.params)
 
     def drafter(self, config: RunConfig, target: LoadedModel) -> TrainedDraftModel:
-        draft = abstract_model(draft_of(self.path), "float32")
+        path = draft_of(self.path)
+        draft = with_its_vocabulary(abstract_model(path, "float32"), path)
         return TrainedDraftModel(draft.spec, draft.family)
 
 
