@@ -45,8 +45,8 @@ from specjax.report import record
 from specjax.runtime import artifact, memory
 from specjax.runtime.compile_cache import keep_programs
 from specjax.runtime.progress import console_bars
-from specjax.training.drafts.features import coverage
 from specjax.training.exports import parameter_count
+from specjax.training.init.draft_vocabulary import coverage
 
 
 def bootstrap(base: np.ndarray, found: np.ndarray, resamples: int = 10_000) -> tuple[float, float, float]:
