@@ -113,7 +113,7 @@ def prefill_piece(target: Model, batch: int, width: int, most: int | None) -> in
     """Number of tokens of each prompt that one pass feeds: ``most``, if that is given, or fewer if prompts are
     shorter."""
     if most is None:
-        most = max(1, backend.prefill_tokens(target.widest() * jnp.dtype(target.dtype).itemsize) // batch)
+        most = backend.prefill_tokens(target.widest() * jnp.dtype(target.dtype).itemsize, batch)
     return min(width, most)
 
 

@@ -57,7 +57,7 @@ def test_a_prompt_is_fed_as_far_as_it_goes():
 def test_a_large_batch_is_fed_in_smaller_pieces_by_itself(monkeypatch):
     """Of as many tokens as are worth a pass, all rows together."""
     programs.compiled_prefill.cache_clear()
-    monkeypatch.setattr(backend, "prefill_tokens", lambda token_bytes: 32)
+    monkeypatch.setattr(backend, "prefill_tokens", lambda token_bytes, rows: 32 // rows)
     target, fed = transformer(5), []
     real = type(target.spec).__call__
 
@@ -69,6 +69,14 @@ def test_a_large_batch_is_fed_in_smaller_pieces_by_itself(monkeypatch):
     Decoder(target).prefilled(PROMPTS, max_new_tokens=4, temperature=0.0)
     assert fed == [(4, 8)]
     programs.compiled_prefill.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("platform", "rows", "tokens"), [("cpu", 1, 256), ("cpu", 32, 64), ("cpu", 5000, 1), ("tpu", 4, 2048)]
+)
+def test_a_cpu_feeds_short_pieces_since_it_computes_the_padding_too(platform, rows, tokens):
+    with backend.lowering_for(platform, 2**34):
+        assert backend.prefill_tokens(10**5, rows) == tokens
 
 
 def test_no_piece_is_refused():

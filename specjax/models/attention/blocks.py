@@ -35,7 +35,7 @@ def attend(
     block."""
     batch, fed, heads, _ = q.shape
     of_row = heads * fed * k.shape[-2]
-    if batch * of_row <= backend.score_count():
+    if backend.all_scores_at_once(batch, of_row):
         # Of a tree XLA copies the parts of the cache that groups of rows read.
         rows = None if own is not None or sight.tree is not None else backend.attended_rows(of_row)
         if k.ndim == 3 and rows is not None and rows < batch:
@@ -71,10 +71,9 @@ def in_blocks(
     with which `merged` joins two parts of the keys: 0 and -inf for a query that sees no key."""
     batch, fed, heads, features = q.shape
     scale = float(features**-0.5) if scale is None else scale
-    count = -(-fed // QUERIES)
+    count = -(-fed // backend.block_queries())
     some = -(-fed // count)  # blocks of nearly equal size
-    keys = max(LEAST_KEYS, backend.score_count() // (batch * heads * some))
-    walk = Walk(min(k.shape[-2], keys), batch, scale, soft_cap)
+    walk = Walk(min(k.shape[-2], backend.block_keys(batch * heads * some)), batch, scale, soft_cap)
 
     def block(start: Int[Array, ""]) -> tuple[Array, Array]:
         own = jax.lax.dynamic_slice_in_dim(q, start, some, axis=1)
@@ -91,13 +90,6 @@ def in_blocks(
         return jnp.concatenate([*x[:-1], x[-1, :, left:]], axis=1)
 
     return together(out), together(logsumexp)
-
-
-QUERIES = 512
-"""Most tokens of a block of queries. With more blocks, causal attention skips more of the keys that no query of a block
-sees, up to half."""
-LEAST_KEYS = 256
-"""Fewest keys of a block."""
 
 
 def _of_queries(walk: Walk, q: Float[Array, "B T H C"], k, v, sight: AttentionMask) -> tuple[Array, Array]:

@@ -24,8 +24,8 @@ def small_blocks(monkeypatch):
 
 def make_small(monkeypatch):
     """Blocks of 5 queries and 6 keys."""
-    monkeypatch.setattr(attention, "QUERIES", 5)
-    monkeypatch.setattr(attention, "LEAST_KEYS", 6)
+    monkeypatch.setattr(backend, "block_queries", lambda: 5)
+    monkeypatch.setattr(backend, "block_keys", lambda queries: 6)
     monkeypatch.setattr(backend, "score_count", lambda: 1)
 
 
