@@ -60,6 +60,18 @@ def own_form(spec: FeatureModel, kind: str) -> tuple[str, str | None]:
     return ("speculators", None) if lost is None else ("specjax", lost)
 
 
+def readers_of(form_name: str) -> str:
+    """Sentence for a draft's card: the software that decodes with a directory of this form."""
+    if form_name == "specjax":
+        return "Only specjax reads it (`specjax.load_drafter`)."
+    return f"A directory in the form of {form_name}: servers of that form read it too."
+
+
+def library_of(form_name: str) -> str:
+    """The library that loads a directory of this form, for hubs that read cards."""
+    return form_name if form_name == "speculators" else "specjax"
+
+
 def convert(
     source: str | os.PathLike,
     directory: str | os.PathLike,
@@ -91,6 +103,10 @@ def convert(
     params = {**draft.params, **{name: dense(target.params, name, held) for name in missing}}
     card = found / hf.CARD
     text = card.read_text(encoding="utf-8", errors="replace") if card.exists() else None
+    if text is not None:
+        for other in FORMATS:
+            text = text.replace(readers_of(other), readers_of(form_name))
+            text = text.replace(f"library_name: {library_of(other)}\n", f"library_name: {library_of(form_name)}\n")
     save(
         LoadedDraft(dataclasses.replace(draft.spec, dtype=str(held)), params, draft.name),
         kind,

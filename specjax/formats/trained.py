@@ -34,13 +34,11 @@ def serving(drafter: Trainable) -> str:
     form, lost = formats.own_form(drafter.model, drafter.kind)
     if lost is not None:
         return f"Only specjax reads it (`specjax.load_drafter`): the library speculators has no words for {lost}."
-    if form == "specjax":
-        return "Only specjax reads it (`specjax.load_drafter`)."
-    return f"A directory in the form of {form}: servers of that form read it too."
+    return formats.readers_of(form)
 
 
 def library(drafter: Trainable) -> str:
     """The library that loads what `save` writes, for hubs that read cards."""
     if not isinstance(drafter, TrainedFeatureDraft):
         return drafter.library
-    return "speculators" if formats.own_form(drafter.model, drafter.kind)[0] == "speculators" else "specjax"
+    return formats.library_of(formats.own_form(drafter.model, drafter.kind)[0])

@@ -431,7 +431,8 @@ def test_a_draft_is_exported_in_another_form_and_back(other, tiny_target, tmp_pa
     spec = Eagle3Model(sizes, (1, 2), config.hidden_size, options=Options(norm_before_residual=False))
     params = {**test_features.random_params(spec), "embedding": tiny_target.params["embedding"]}
     made = LoadedDraft(spec, params)
-    formats.save(made, "eagle3", tmp_path / "draft", target="t", shared=("embedding",))
+    card = f"---\nlibrary_name: speculators\n---\n\n# draft\n\n{formats.readers_of('speculators')}\n"
+    formats.save(made, "eagle3", tmp_path / "draft", target="t", shared=("embedding",), card=card)
     for form, source, out in ((other, "draft", "other"), ("speculators", "other", "back")):
         cli_args = ["export", str(tmp_path / source), str(tmp_path / out), "--format", form]
         monkeypatch.setattr("sys.argv", ["specjax", *cli_args, "--target", str(tmp_path / "target")])
@@ -444,6 +445,10 @@ def test_a_draft_is_exported_in_another_form_and_back(other, tiny_target, tmp_pa
     )
     assert one.keys() == two.keys() != small.keys()
     assert "embed_tokens.weight" not in small
+    told = (tmp_path / "other/README.md").read_text()
+    assert "library_name: specjax\n" in told
+    assert formats.readers_of(other) in told
+    assert (tmp_path / "back/README.md").read_text() == card
     if other == "specjax":
         lost = tmp_path / "other"
         settings = json.loads((lost / "config.json").read_text())
