@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.controllers.weighing import Weighed, Weighing, calibration_of, estimated, of_match_class
+from specjax.controllers.weighing import Pause, Weighed, Weighing, estimated, of_match_class
 from specjax.interfaces import Context, Draft, Outcome
 
 _AHEAD = 4.0
@@ -28,7 +28,7 @@ class Pooled(Weighing):
         """Chance of acceptance at each depth, from the row's own evidence and that of all rows that are not done. Old
         evidence fades row by row, so a batch has more of it."""
         counts, active = (state.reached, state.accepted), _active(state, context)[:, None, None]
-        prior = calibration_of(context, self).acceptance[None]
+        prior = self.expected(context, match_class)
         own, pooled = (
             [of_match_class(x, match_class) for x in found]
             for found in (counts, [jnp.sum(jnp.where(active, x, 0.0), axis=0, keepdims=True) for x in counts])
@@ -85,12 +85,11 @@ class Pooled(Weighing):
         of_all = jnp.sum(active * super().gained(outcome, chances, length), keepdims=True)
         return of_all / jnp.maximum(jnp.sum(active), 1.0)
 
-    def probes_now(self, state: Weighed, waited: Int[Array, " B"], context: Context) -> Bool[Array, " B"]:
+    def probes_now(self, pause: Pause, context: Context) -> Bool[Array, " B"]:
         """True for rows that have waited for the longest interval of all rows, so that all probe at once."""
-        longest = jnp.max(jnp.where(_active(state, context), state.interval, 0))
-        return super().probes_now(
-            dataclasses.replace(state, interval=jnp.broadcast_to(longest, waited.shape)), waited, context
-        )
+        interval = pause.interval if context.active is None else jnp.where(context.active, pause.interval, 0)
+        longest = jnp.broadcast_to(jnp.max(interval), pause.waited.shape)
+        return super().probes_now(dataclasses.replace(pause, interval=longest), context)
 
     def choose(self, state: Weighed, context: Context) -> Int[Array, " B"]:
         """One length for all rows, the longest that any of them chose. New rows, which have decoded no block, have no

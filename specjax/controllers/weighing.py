@@ -9,7 +9,8 @@ neither at a drawn token's own probability nor at an unverified draft, so every 
 drafter whose proposals are deterministic and cost nothing is asked first, and the controller chooses with the proposal
 in view: no token of it is drawn at random, so the controller may drop any of them for any reason.
 
-Dims: B rows, R rows or 1 for all of them together, G match classes of a proposal, K depths, K1 = K + 1, N lengths.
+Dims: B rows, R rows or 1 for all of them together, G match classes of a proposal, S sources of a proposal (2 where the
+text and a model propose in turn, else 1), K depths, K1 = K + 1, N lengths.
 """
 
 from __future__ import annotations
@@ -57,6 +58,18 @@ shares of the time of plain blocks."""
 
 
 @flax.struct.dataclass
+class Pause:
+    """Blocks of one source without proposals, and when it is probed again; of all sources with a last axis S."""
+
+    waited: Int[Array, "B ..."]
+    """Number of blocks without proposals since the last one with; unchanged during a run of probes."""
+    interval: Int[Array, "B ..."]
+    """Number of blocks without proposals before the next probe."""
+    run: Int[Array, "B ..."]
+    """Number of probes so far in the current run of probes."""
+
+
+@flax.struct.dataclass
 class Weighed:
     """The state of a weighing controller, row by row."""
 
@@ -73,12 +86,8 @@ class Weighed:
     blocks: Int[Array, " B"]
     next: Int[Array, " B"]
     """Length chosen for the next block; before the first one it means nothing."""
-    waited: Int[Array, " B"]
-    """Number of blocks without proposals since the last one with; unchanged during a run of probes."""
-    interval: Int[Array, " B"]
-    """Number of blocks without proposals before the next probe."""
-    run: Int[Array, " B"]
-    """Number of probes so far in the current run of probes."""
+    pauses: Pause
+    """What each source has waited for, ``[B, S]``."""
     probes: Int[Array, " B"]
     """Number of probes in all."""
 
@@ -151,6 +160,7 @@ class Weighing(Controller):
         """A state without evidence."""
         zeros = jnp.zeros((batch, self.match_classes, self.ks[-1]), jnp.float32)
         nothing, trusted = jnp.zeros((batch,), jnp.int32), jnp.ones((batch, self.match_classes), jnp.float32)
+        of_sources = jnp.zeros((batch, 1 if self.model_class is None else 2), jnp.int32)
         return Weighed(
             reached=zeros,
             accepted=zeros,
@@ -159,9 +169,7 @@ class Weighing(Controller):
             spread=jnp.zeros_like(trusted),
             blocks=nothing,
             next=nothing,
-            waited=nothing,
-            interval=nothing + min(_FIRST_WAIT, self.settings.probe),
-            run=nothing,
+            pauses=Pause(of_sources, of_sources + min(_FIRST_WAIT, self.settings.probe), of_sources),
             probes=nothing,
         )
 
@@ -182,7 +190,7 @@ class Weighing(Controller):
         # A probe costs time too: only a draft that would pay if all of it were accepted is probed.
         hoped = self.rates(jnp.ones(valid.shape, jnp.float32), context, valid, match_class)
         hopeful = jnp.max(hoped, axis=1) > (1 + self.settings.margin) * hoped[:, 0]
-        due = valid[:, 0] & hopeful & self.probes_now(state, state.waited, context)
+        due = valid[:, 0] & hopeful & self.probes_now(self.pause_of(state, match_class), context)
         return jnp.where(due, jnp.maximum(best, self._probe_length(calibration_of(context, self))), best)
 
     def best(
@@ -201,8 +209,20 @@ class Weighing(Controller):
         class."""
         counts = (state.reached, state.accepted, state.trusted[..., None])
         reached, accepted, trusted = (of_match_class(x, match_class) for x in counts)
-        prior = calibration_of(context, self).acceptance[None]
+        prior = self.expected(context, match_class)
         return estimated(reached, accepted, prior, self.settings.trust * trusted[:, 0])
+
+    def expected(self, context: Context, match_class: Int[Array, " B"] | None) -> Float[Array, "S K"]:
+        """Chance of acceptance at each depth by the calibration alone, of each row's match class if it tells them
+        apart."""
+        known = calibration_of(context, self)
+        if known.by_class is None or match_class is None:
+            return known.acceptance[None]
+        return known.by_class[match_class]
+
+    def counted(self, state: Weighed) -> tuple[Float[Array, "B G K"], Float[Array, "B G K"]]:
+        """Decayed counts of blocks that reached a depth, and that accepted it."""
+        return state.reached, state.accepted
 
     def rates(
         self,
@@ -240,21 +260,40 @@ class Weighing(Controller):
         active, limit = outcome.emitted > 0, outcome.context.limit
         assert limit is not None
         state = dataclasses.replace(state, blocks=state.blocks + active.astype(jnp.int32))
-        waited = state.waited + active.astype(jnp.int32)
+        pause, of = self.pause_of(state, outcome.draft.match_class), outcome.draft.match_class
+        longer = dataclasses.replace(pause, waited=pause.waited + active.astype(jnp.int32))
         length = self._probe_length(calibration_of(outcome.context, self))
-        due = self.probes_now(state, waited, outcome.context)
-        waiting = dataclasses.replace(state, waited=waited, next=jnp.where(due, length, 0))
+        due = self.probes_now(longer, outcome.context)
+        waiting = dataclasses.replace(self._with_pause(state, longer, of), next=jnp.where(due, length, 0))
         # A row whose drafter found nothing learns nothing. If all rows share a length, they share a probe too.
-        found = dataclasses.replace(state, next=limit, waited=jnp.zeros_like(waited) if self.together else state.waited)
+        ended = dataclasses.replace(pause, waited=jnp.zeros_like(pause.waited)) if self.together else pause
+        found = dataclasses.replace(self._with_pause(state, ended, of), next=limit)
         if outcome.draft.tokens.shape[1]:
             proposed = self._after_proposing(self._with_evidence(state, outcome, active), outcome, active)
             found = _chosen(jnp.any(outcome.draft.valid, axis=1), proposed, found)
         return _chosen(limit == 0, waiting, found)
 
-    def probes_now(self, state: Weighed, waited: Int[Array, " B"], context: Context) -> Bool[Array, " B"]:
+    def pause_of(self, state: Weighed, match_class: Int[Array, " B"] | None) -> Pause:
+        """The pause of each row's source: text and model wait apart, since one that pays must not end the waiting of
+        one that does not. ``match_class`` None: of the only source, or of the text."""
+        of_model = 0 if self.model_class is None or match_class is None else match_class == self.model_class
+        source = jnp.broadcast_to(jnp.asarray(of_model, jnp.int32), state.blocks.shape)[:, None]
+        if state.pauses.waited.shape[1] == 1:
+            return jax.tree.map(lambda x: x[:, 0], state.pauses)
+        return jax.tree.map(lambda x: jnp.take_along_axis(x, source, axis=1)[:, 0], state.pauses)
+
+    def _with_pause(self, state: Weighed, pause: Pause, match_class: Int[Array, " B"] | None) -> Weighed:
+        """The state with another pause of each row's source."""
+        own = jnp.ones((1, 1), bool)
+        if state.pauses.waited.shape[1] > 1 and match_class is not None:
+            own = jnp.stack([match_class != self.model_class, match_class == self.model_class], axis=1)
+        pauses = jax.tree.map(lambda old, new: jnp.where(own, new[:, None], old), state.pauses, pause)
+        return dataclasses.replace(state, pauses=pauses)
+
+    def probes_now(self, pause: Pause, context: Context) -> Bool[Array, " B"]:
         """True for rows that are to probe. None is, if not even a draft that is always accepted would pay for its
         blocks and for what it reads after each pause."""
-        return (waited >= state.interval) & self._could_pay(calibration_of(context, self))
+        return (pause.waited >= pause.interval) & self._could_pay(calibration_of(context, self))
 
     def never_proposes(self, calibration: Calibration) -> bool:
         """True if no block will ever have proposals: neither the first one, nor a probe."""
@@ -263,7 +302,8 @@ class Weighing(Controller):
     # Functions of the calibration alone: XLA takes them out of the loop, and NumPy arrays give them at once.
     def _first(self, calibration: Calibration) -> Int[Array, ""]:
         """Index in ``ks`` of the best length before there is evidence."""
-        ks, kept = np.asarray(self.ks), calibration.acceptance.cumprod().cumsum()
+        by_class = calibration.acceptance[None] if calibration.by_class is None else calibration.by_class
+        ks, kept = np.asarray(self.ks), by_class.cumprod(axis=1).cumsum(axis=1).max(axis=0)
         tokens = np.float32(ks > 0) * kept[ks - 1] + np.where(ks > 0, 1.0, _FAVOUR_OF_PLAIN)
         return (tokens / _least(calibration)[ks]).argmax()
 
@@ -282,9 +322,9 @@ class Weighing(Controller):
         return (gain > max(self.settings.margin, _LEAST_GAIN)) & (gain > _LEAST_HOPE * calibration.catch_up / plain)
 
     def _after_proposing(self, state: Weighed, outcome: Outcome, active: Bool[Array, " B"]) -> Weighed:
-        context, probed = outcome.context, state.waited > 0
-        chances = self.chances(state, context, outcome.draft.match_class)
-        rates = self.rates(chances, context, match_class=outcome.draft.match_class)
+        context, of = outcome.context, outcome.draft.match_class
+        pause, chances = self.pause_of(state, of), self.chances(state, context, of)
+        probed, rates = pause.waited > 0, self.rates(chances, context, match_class=of)
         rates = jnp.broadcast_to(rates, (len(probed), len(self.ks)))
         best, before = jnp.argmax(rates, axis=1), self._index_before(probed, context)
         of_before = jnp.take_along_axis(rates, before[:, None], axis=1)[:, 0]
@@ -293,22 +333,24 @@ class Weighing(Controller):
         # A probe that was worth it is repeated at once: the evidence is old, and one block says little.
         length = self._probe_length(calibration_of(context, self))
         worth_it = self.kept_enough(outcome, length)
-        again = (chosen == 0) & probed & worth_it & ((state.run + 1) * self.rows_of_a_probe(active) < _MOST_PROBES)
-        seconds = self.seconds(context, outcome.draft.match_class)
+        again = (chosen == 0) & probed & worth_it & ((pause.run + 1) * self.rows_of_a_probe(active) < _MOST_PROBES)
+        seconds = self.seconds(context, of)
         at = jnp.sum(self._lengths() < length)
         lost = seconds[:, at] / seconds[:, 0] - 1 - self.gained(outcome, chances, length)
         lost = lost / self.settings.looks_cost
-        lost = lost * (state.run + 1).astype(jnp.float32)
+        lost = lost * (pause.run + 1).astype(jnp.float32)
         longest = max(self.settings.probe, self.settings.longest_wait)
         interval = jnp.clip(lost, self.settings.probe, longest).astype(jnp.int32)
         soon = min(_FIRST_WAIT, self.settings.probe)
-        interval = jnp.where(probed & (chosen == 0), jnp.minimum(2 * state.interval, interval), soon)
+        interval = jnp.where(probed & (chosen == 0), jnp.minimum(2 * pause.interval, interval), soon)
+        after = Pause(
+            waited=jnp.where(again, pause.waited, 0),
+            interval=jnp.where(again, pause.interval, interval),
+            run=jnp.where(again, pause.run + 1, 0),
+        )
         return dataclasses.replace(
-            state,
+            self._with_pause(state, after, of),
             next=jnp.where(again, length, chosen),
-            waited=jnp.where(again, state.waited, 0),
-            interval=jnp.where(again, state.interval, interval),
-            run=jnp.where(again, state.run + 1, 0),
             probes=state.probes + (probed & active).astype(jnp.int32),
         )
 
@@ -342,7 +384,7 @@ class Weighing(Controller):
         varies = jnp.sum(jnp.where(reached, expected * (1 - expected), 0.0), axis=1)[:, None]
         surprise = _RECENT_DECAY * state.surprise + jnp.where(concerned, beyond, 0.0)
         spread = _RECENT_DECAY**2 * state.spread + jnp.where(concerned, varies, 0.0)
-        paused = (state.waited >= self.settings.probe)[:, None]
+        paused = (self.pause_of(state, match_class).waited >= self.settings.probe)[:, None]
         changed = self.of_all(surprise, active) ** 2 > _SUDDEN**2 * (self.of_all(spread, active) + _LEAST_VARIANCE)
         # Evidence ages only by proposed tokens, and by a pause or a change much faster.
         known = jnp.maximum(jnp.max(state.reached, axis=2), self.settings.trust * state.trusted)

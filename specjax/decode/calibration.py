@@ -23,6 +23,8 @@ LEAST_TURNS = 3
 _ALIKE = 16
 """Number of blocks that the acceptance over all depths counts for at each depth. Depths differ little, and a depth that
 looks bad by a few blocks of one text would never be tried again."""
+_CLASSES_ALIKE = 4
+"""Number of proposed tokens that the acceptance over all match classes counts for in each of them."""
 _AGREES = 1.3
 """Factor within which the costs of all lengths must have changed alike for two measurements to agree. A shared machine
 goes back and forth by as much as 1.25 within a minute, and costs that are right on average suit both of its states."""
@@ -143,13 +145,10 @@ def measured(
     for length in lengths[:-1]:  # warm-up: the first run compiles, and reads cold memory
         timer.run(length, 2, timer.start)
     # As many blocks as the cache has room for, since few say little about acceptance.
-    counters = jax.device_get(timer.run(lengths[-1], NO_LIMIT, timer.start)[1].counters)
-    reached, accepted = counters.reached_at.sum(0), counters.accepted_at.sum(0)
-    overall = (accepted.sum() + 1) / (reached.sum() + 2)
-    chances: Any = ((accepted + _ALIKE * overall) / (reached + _ALIKE)).astype(np.float32)
+    chances = chances_of(engine, timer.run(lengths[-1], NO_LIMIT, timer.start)[1])
     turn = None if costs is None else timer.turn(blocks)
     if costs is not None and turn is not None and agree(at_each(turn, engine), side_by_side(costs)):
-        return dataclasses.replace(costs, acceptance=chances)
+        return dataclasses.replace(costs, **chances)
     paused, missed = None, blocks * depth
     if lengths[0] == 0 and engine.drafter.reads_late:
         # The controller is reset, so that it chooses by the length that the next run is held to.
@@ -165,8 +164,31 @@ def measured(
         if paused is not None:
             late.append(timer.run(lengths[1], 1, paused)[0] - timer.run(lengths[1], 1, timer.start)[0])
     catch_up: Any = np.float32(max(np.median(late), 0) / missed if late else 0)
-    known = Calibration(np.ones(depth + 1, np.float32), chances, catch_up)  # type: ignore[arg-type]
+    known = Calibration(np.ones(depth + 1, np.float32), catch_up=catch_up, **chances)  # type: ignore[arg-type]
     return with_costs(known, at_each(typical(turns), engine))
+
+
+def chances_of(engine: Engine, state: DecodeState) -> dict[str, Any]:
+    """The fields of `Calibration` that tell how often proposed tokens were accepted in the blocks of ``state``."""
+    assert engine.controller is not None
+    counters, controller = jax.device_get((state.counters, state.controller))
+    reached, accepted = counters.reached_at.sum(0), counters.accepted_at.sum(0)
+    overall = (accepted.sum() + 1) / (reached.sum() + 2)
+    chances = {"acceptance": _smoothed(reached, accepted, overall)}
+    if (classes := engine.drafter.match_classes) == 1:
+        return chances
+    counts = engine.controller.counted(controller)
+    if counts is None:
+        return chances | {"by_class": np.broadcast_to(chances["acceptance"], (classes, len(reached)))}
+    # The controller knows the depths of its lengths alone.
+    pairs = list(zip(*(np.pad(x.sum(0), ((0, 0), (0, len(reached) - x.shape[2]))) for x in counts), strict=True))
+    of_class = [(kept.sum() + _CLASSES_ALIKE * overall) / (had.sum() + _CLASSES_ALIKE) for had, kept in pairs]
+    by_class = [_smoothed(had, kept, share) for (had, kept), share in zip(pairs, of_class, strict=True)]
+    return chances | {"by_class": np.stack(by_class)}
+
+
+def _smoothed(reached: np.ndarray, accepted: np.ndarray, overall: float) -> np.ndarray:
+    return ((accepted + _ALIKE * overall) / (reached + _ALIKE)).astype(np.float32)
 
 
 def typical(turns: Sequence[np.ndarray]) -> np.ndarray:
@@ -227,4 +249,5 @@ def forced_length(length: int, drafter: BoundDrafter, found: bool = True) -> Cal
     seconds: Any = np.where(np.arange(depth + 1) == min(length, depth), 1.0, np.inf).astype(np.float32)
     acceptance: Any = np.full((depth,), 0.5, np.float32)
     of_found = seconds if found else np.full_like(seconds, np.inf)
-    return Calibration(seconds, acceptance, found=of_found if finds(drafter) else None)
+    by_class: Any = None if drafter.match_classes == 1 else np.full((drafter.match_classes, depth), 0.5, np.float32)
+    return Calibration(seconds, acceptance, found=of_found if finds(drafter) else None, by_class=by_class)

@@ -93,7 +93,9 @@ class Decoder:
         if prefill_chunk is not None and not (request_lib.is_whole(prefill_chunk) and prefill_chunk >= 1):
             raise ConfigError(f"prefill_chunk: {prefill_chunk!r}; give at least 1 token, a whole number, or None")
         self._prefill_chunk = prefill_chunk
-        self._costs = KnownCosts(self._controller, self._drafter.max_depth, finds(self._drafter))
+        self._costs = KnownCosts(
+            self._controller, self._drafter.max_depth, finds(self._drafter), self._drafter.match_classes
+        )
         self._greedy_verifier: Verifier = registry.build(registry.VERIFIERS, "greedy", "verifier")
 
     def _bind(self) -> None:

@@ -103,11 +103,12 @@ class Correction:
 @dataclasses.dataclass
 class KnownCosts:
     """Block costs by batch, and their corrections. ``depth``: the largest depth of the drafter; ``apart``: True if it
-    finds some proposals without its model."""
+    finds some proposals without its model; ``classes``: the number of its match classes."""
 
     controller: Controller
     depth: int
     apart: bool = False
+    classes: int = 1
     calibrations: dict[tuple[bool, int], Calibration] = dataclasses.field(default_factory=dict)
     _corrections: dict[tuple[bool, int], Correction] = dataclasses.field(init=False, default_factory=dict)
 
@@ -116,7 +117,7 @@ class KnownCosts:
         and that does not fit the drafter."""
         known = self.calibrations.get(where)
         if known is not None:
-            check_calibration(known, where, self.depth, self.apart)
+            check_calibration(known, where, self.depth, self.apart, self.classes)
         return known
 
     def record(self, where: tuple[bool, int], found: Calibration, shapes: tuple[int, ...]) -> None:
@@ -143,7 +144,7 @@ class KnownCosts:
         return bool(never(known)) and (correction is None or bool(never(correction.origin)))
 
 
-def check_calibration(calibration: Any, where: tuple[bool, int], depth: int, apart: bool) -> None:
+def check_calibration(calibration: Any, where: tuple[bool, int], depth: int, apart: bool, classes: int) -> None:
     """Raise `ConfigError` for a calibration of the wrong type or shapes, or with numbers out of range."""
     name = f"decoder.calibrations[{where[0]}, {where[1]}]"
     if not isinstance(calibration, Calibration):
@@ -161,5 +162,9 @@ def check_calibration(calibration: Any, where: tuple[bool, int], depth: int, apa
         raise ConfigError(f"{name}: found={calibration.found}; this drafter takes {wanted}")
     if not (np.all(seconds > 0) and np.isfinite(seconds).any()):  # infinite: a length never chosen
         raise ConfigError(f"{name}: seconds={seconds.tolist()}; give what blocks take, above 0")
-    if not (np.all(acceptance >= 0) and np.all(acceptance <= 1)):
-        raise ConfigError(f"{name}: acceptance={acceptance.tolist()}; give chances from 0 to 1")
+    by_class = acceptance[None] if calibration.by_class is None else np.asarray(calibration.by_class)
+    if calibration.by_class is not None and by_class.shape != (classes, depth):
+        raise ConfigError(f"{name}: by_class of {list(by_class.shape)}; this drafter takes {[classes, depth]}, or None")
+    for what, chances in (("acceptance", acceptance), ("by_class", by_class)):
+        if not (np.all(chances >= 0) and np.all(chances <= 1)):
+            raise ConfigError(f"{name}: {what}={chances.tolist()}; give chances from 0 to 1")

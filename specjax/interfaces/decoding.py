@@ -117,6 +117,8 @@ class Calibration:
     found: Float[Array, " K1"] | None = None
     """``seconds`` of blocks whose proposals were all found without a pass of the draft's model, infinite if they are
     never to be looked for; None: there are no such blocks, see `BoundDrafter.model_class`."""
+    by_class: Float[Array, "G K"] | None = None
+    """``acceptance`` of the proposals of each match class, see `Draft.match_class`; None: all classes are alike."""
 
 
 @flax.struct.dataclass
@@ -466,6 +468,11 @@ class Controller(abc.ABC):
     @abc.abstractmethod
     def adapt(self, state: Any, outcome: Outcome) -> Any:
         """The state after a block. If no row proposed a token, `Outcome.draft` has none."""
+
+    def counted(self, state: Any) -> tuple[Float[Array, "B G K"], Float[Array, "B G K"]] | None:
+        """Number of blocks of each match class whose verification reached depth j, and of those that accepted it, as
+        far back as the controller remembers; None: it does not count them."""
+        return None
 
     def probes(self, state: Any) -> Int[Array, " B"] | None:
         """Number of blocks of each row that probed whether drafting pays; None: it never probes."""

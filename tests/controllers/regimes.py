@@ -112,3 +112,34 @@ def after_blocks(controller: Any, kept: list[int], seconds: np.ndarray, expected
         )
         state = controller.adapt(state, outcome)
     return found
+
+
+def after_blocks_of(controller: Any, drafter: Any, kept: list[tuple[int, int]], told: Calibration) -> list[int]:
+    """The lengths of one row's blocks with their proposals in view. Each has a proposal of a match class, of which so
+    many tokens would be kept."""
+    with jax.numpy_dtype_promotion("standard"):
+        return _reviewed(controller.bind(drafter), jnp.asarray(kept, jnp.int32), told).tolist()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _reviewed(controller: Any, kept: jax.Array, told: Calibration) -> jax.Array:
+    seen = context([[1]], [1], neutral_sampling(1, 2))
+    seen = dataclasses.replace(seen, controller=controller, calibration=told, active=jnp.ones((1,), bool))
+    none = jnp.zeros((1, DEPTH + 1), jnp.int32)
+
+    def block(state, of):
+        draft = Draft(none[:, 1:], jnp.ones((1, DEPTH), bool), match_class=of[:1])
+        limit = controller.review(state, seen, draft)
+        valid = jnp.arange(1, DEPTH + 1, dtype=jnp.int32)[None] <= limit[:, None]
+        n = jnp.minimum(limit, of[1:])
+        outcome = Outcome(
+            dataclasses.replace(seen, limit=limit),
+            dataclasses.replace(draft, valid=valid),
+            Output(jnp.zeros((1, DEPTH + 1, 2))),
+            Verdict(n, none[:, 0]),
+            n + 1,
+            none,
+        )
+        return controller.adapt(state, outcome), limit[0]
+
+    return jax.lax.scan(block, controller.init(1), kept)[1]

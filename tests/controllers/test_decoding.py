@@ -319,7 +319,8 @@ def weighing(controller, waited: int, **calibration: Any):
         context([[1, 2]] * 4, [2] * 4, neutral_sampling(4, 5)), controller=controller, calibration=found
     )
     state = controller.init(4)
-    return controller, dataclasses.replace(state, waited=state.waited + waited, blocks=state.blocks + waited), seen
+    pauses = dataclasses.replace(state.pauses, waited=state.pauses.waited + waited)
+    return controller, dataclasses.replace(state, pauses=pauses, blocks=state.blocks + waited), seen
 
 
 @pytest.mark.parametrize(("rows", "looks"), [(1, 0), (2, 0), (3, 1), (4, 1)])

@@ -7,9 +7,13 @@ import itertools
 import numpy as np
 import pytest
 
+from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.hybrid import Hybrid
+from specjax.interfaces import Calibration
+from specjax.testing.toys import prefix_model, related
 from tests.cases import in_proof
 from tests.controllers.choices import of_batch, of_rows
-from tests.controllers.regimes import after_blocks, costs, rows_of, shares_of_the_best
+from tests.controllers.regimes import DEPTH, after_blocks, after_blocks_of, costs, rows_of, shares_of_the_best
 
 COSTS = {"1.1": costs(1.1), "1.5": costs(1.5), "2": costs(2.0), "2, the first .5": costs(2.0, 0.5), "3": costs(3.0)}
 REGIMES = {
@@ -96,3 +100,32 @@ def test_nobody_looks_where_even_a_draft_that_is_always_kept_gains_little():
     """A look takes more than its block in a row does, and there are many of them."""
     assert set(after_blocks(of_batch(), [0] * 100, costs(5.8), 0.3)) == {0}
     assert len(set(after_blocks(of_batch(), [0] * 100, costs(5.6), 0.3))) > 1
+
+
+TOY = prefix_model(0)
+TEXT_OR_MODEL = Hybrid(DraftModel(related(TOY, 1), DEPTH), DEPTH).bind(TOY).spec
+TEXT, MODEL = 0, TEXT_OR_MODEL.model_class
+
+
+def told(**known) -> Calibration:
+    """Blocks whose proposals a model makes cost more than those of the text."""
+    return Calibration(costs(2.4, 0.3), np.full(DEPTH, 0.3, np.float32), found=costs(1.8), **known)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("controller", [of_batch(), of_rows()])
+def test_a_text_that_is_right_does_not_keep_a_model_that_was_wrong_waiting(controller):
+    """Every other block is of the text, which is always right; the model is wrong at first, and right from then on."""
+    blocks = [(TEXT, 5), (MODEL, 0)] * 12 + [(TEXT, 5), (MODEL, 5)] * 24
+    found = after_blocks_of(controller, TEXT_OR_MODEL, blocks, told())
+    of_text, of_model = found[::2], found[1::2]
+    assert min(of_text) >= 1
+    assert of_model[6:12].count(0) >= 4, "a model that is wrong rests"
+    assert min(of_model[-6:]) > 1, "and is asked again"
+
+
+def test_each_match_class_begins_with_its_own_expected_acceptance():
+    by_class = np.full((TEXT_OR_MODEL.match_classes, DEPTH), 0.1, np.float32)
+    by_class[MODEL] = 0.9
+    blocks = [(TEXT, 5), (MODEL, 5)]
+    assert after_blocks_of(of_batch(), TEXT_OR_MODEL, blocks, told(by_class=by_class)) == [0, DEPTH]
+    assert after_blocks_of(of_batch(), TEXT_OR_MODEL, blocks, told(by_class=by_class[::-1])) == [DEPTH, 0]

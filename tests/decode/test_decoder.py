@@ -477,11 +477,15 @@ def test_a_model_and_a_drafter_are_printed_in_a_line(pair):
         (([np.nan] * 4, [0.5] * 3), "above 0"),
         (([1.0] * 4, [0.5, 0.5, 1.5]), "chances from 0 to 1"),
         (([1.0] * 4, [0.5] * 3, 0.0, [1.0] * 4), r"found=.*; this drafter takes None"),
+        (([1.0] * 4, [0.5] * 3, 0.0, None, [[0.5] * 3] * 2), r"by_class of \[2, 3\]; this drafter takes \[1, 3\], or"),
+        (([1.0] * 4, [0.5] * 3, 0.0, None, [[0.5, 0.5, 1.5]]), "by_class=.*give chances from 0 to 1"),
     ],
 )
 def test_a_calibration_that_cannot_be_weighed_with_is_refused(given, message):
     decoder = Decoder(prefix_model(0), DraftModel(prefix_model(1), 3))
-    arrays: Any = [np.asarray(x, np.float32) for x in given] if isinstance(given, tuple) else None
+    arrays: Any = None
+    if isinstance(given, tuple):
+        arrays = [None if x is None else np.asarray(x, np.float32) for x in given]
     decoder.calibrations[True, 1] = given if arrays is None else Calibration(*arrays)
     with pytest.raises(SpecjaxError, match=message):
         decoder.generate([[1]], max_new_tokens=4, temperature=0.0)

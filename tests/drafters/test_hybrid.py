@@ -104,6 +104,18 @@ def test_costs_of_blocks_with_and_without_the_model_are_measured_apart():
     assert np.isfinite(known.found).all()
 
 
+def test_acceptance_of_text_and_model_is_counted_apart():
+    """The model is its target; the text is a random one's, and seldom right."""
+    decoder = Decoder(TARGET, Hybrid(DraftModel(TARGET, 3), k=5, min_n=1), "block")
+    known = decoder.calibrate([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]], blocks=12, seconds=0, temperature=0)
+    assert known is not None
+    assert known.by_class is not None
+    assert known.by_class.shape == (5, 5)
+    of_model, of_text = known.by_class[-1, :3], known.by_class[:-1]
+    assert of_model.min() > of_text[0, 0]
+    assert of_model.min() > known.acceptance[:3].max()
+
+
 def chosen(with_model: float, kept: float = 0.9, per: str = "batch") -> list[int]:
     """Lengths of four rows of which the last two ask the model, if that makes a block cost so many times as much."""
     drafter = Hybrid(DraftModel(TARGET, 3), k=3).bind(TARGET).spec

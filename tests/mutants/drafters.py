@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import sampling
+from specjax.controllers.weighing import Weighing
 from specjax.drafters import draft_model, one_by_one
 from specjax.drafters.draft_model import BoundDraftModel
 from specjax.drafters.hybrid import BoundHybrid
@@ -19,7 +20,8 @@ from specjax.models import decode_layout
 from specjax.models.attention.stored import LayerKV
 from specjax.models.transformer import Model
 from specjax.verifiers import chain
-from tests.controllers import test_anticipation
+from tests.controllers import test_anticipation, test_regimes
+from tests.controllers.choices import of_batch
 from tests.decode import test_blocks, test_decoder, test_lossless, test_options
 from tests.drafters import test_draft_vocabulary, test_hybrid
 from tests.mutants.table import Patch, mutant, replaced, wrap
@@ -206,6 +208,26 @@ def ngram_skips_the_first_token_that_followed(patch):
 def a_hybrids_model_takes_the_texts_tokens_for_read(patch):
     """After a block of the text, its cache holds what it would have proposed itself."""
     patch.setattr(BoundHybrid, "reads_late", False)
+
+
+@mutant(
+    "drafter",
+    test_regimes.test_a_text_that_is_right_does_not_keep_a_model_that_was_wrong_waiting,
+    controller=of_batch(),
+)
+def a_block_of_the_text_ends_the_waiting_of_the_model(patch):
+    patch.setattr(
+        Weighing,
+        "_with_pause",
+        lambda self, state, pause, of: dataclasses.replace(
+            state, pauses=jax.tree.map(lambda old, new: jnp.broadcast_to(new[:, None], old.shape), state.pauses, pause)
+        ),
+    )
+
+
+@mutant("drafter", test_regimes.test_each_match_class_begins_with_its_own_expected_acceptance)
+def the_calibration_tells_no_match_classes_apart(patch):
+    patch.setattr(Weighing, "expected", lambda self, context, of: context.calibration.acceptance[None])
 
 
 @mutant("drafter", test_hybrid.test_rows_of_both_kinds_have_exactly_the_targets_joint_distribution)
