@@ -45,6 +45,7 @@ def recipe(
         "data": {
             "kind": "self_chat",
             "seq_len": 512,
+            "held_out": 0.04,
             "prompt_weight": 1.0,  # the target wrote the questions too
             "self_chat": {"chats": _FIRST, "shard_size": _FIRST, **({} if chats is None else {"path": chats})},
             **mixed,

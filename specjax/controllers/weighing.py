@@ -275,20 +275,22 @@ class Weighing(Controller):
 
     def pause_of(self, state: Weighed, match_class: Int[Array, " B"] | None) -> Pause:
         """The pause of each row's source: text and model wait apart, since one that pays must not end the waiting of
-        one that does not. ``match_class`` None: of the only source, or of the text."""
-        of_model = 0 if self.model_class is None or match_class is None else match_class == self.model_class
-        source = jnp.broadcast_to(jnp.asarray(of_model, jnp.int32), state.blocks.shape)[:, None]
-        if state.pauses.waited.shape[1] == 1:
-            return jax.tree.map(lambda x: x[:, 0], state.pauses)
-        return jax.tree.map(lambda x: jnp.take_along_axis(x, source, axis=1)[:, 0], state.pauses)
+        one that does not. ``match_class`` None: of the text, which is the only source or the one that is looked at."""
+        own = self._sources(match_class)
+        return jax.tree.map(lambda x: jnp.sum(jnp.where(own, x, 0), axis=1, dtype=jnp.int32), state.pauses)
 
     def _with_pause(self, state: Weighed, pause: Pause, match_class: Int[Array, " B"] | None) -> Weighed:
         """The state with another pause of each row's source."""
-        own = jnp.ones((1, 1), bool)
-        if state.pauses.waited.shape[1] > 1 and match_class is not None:
-            own = jnp.stack([match_class != self.model_class, match_class == self.model_class], axis=1)
+        own = self._sources(match_class)
         pauses = jax.tree.map(lambda old, new: jnp.where(own, new[:, None], old), state.pauses, pause)
         return dataclasses.replace(state, pauses=pauses)
+
+    def _sources(self, match_class: Int[Array, " B"] | None) -> Bool[Array, "R S"]:
+        """True at each row's source."""
+        if self.model_class is None:
+            return jnp.ones((1, 1), bool)
+        of_model = jnp.zeros((1,), bool) if match_class is None else match_class == self.model_class
+        return jnp.stack([~of_model, of_model], axis=1)
 
     def probes_now(self, pause: Pause, context: Context) -> Bool[Array, " B"]:
         """True for rows that are to probe. None is, if not even a draft that is always accepted would pay for its

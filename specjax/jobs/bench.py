@@ -173,6 +173,12 @@ def held_out_prompts(documents: Sequence[Document], target: LoadedModel, length:
     return [prompt.tokens for prompt in _prompts(documents, target, length, count)]
 
 
+def most_prompts(documents: Sequence[Document], target: LoadedModel, length: int, most: int) -> int:
+    """Number of prompts, up to ``most``, that a benchmark on these documents can time beside those that tune."""
+    found = cut_prompts(for_benchmark(documents), target.tokenizer, length, (1 + _TUNING) * most)
+    return len(found) // (1 + _TUNING)
+
+
 def _prompts(documents: Sequence[Document], target: LoadedModel, length: int, count: int) -> list[HeldOutPrompt]:
     found = cut_prompts(for_benchmark(documents), target.tokenizer, length, count)
     if len(found) < count:

@@ -22,6 +22,7 @@ from specjax.config.recipe import TRAINING, WRITING, Kind, recipe
 from specjax.errors import ConfigError, unwritable
 from specjax.interfaces import Initial
 from specjax.jobs import inputs, memory
+from specjax.jobs.bench import most_prompts
 from specjax.jobs.plan import step_seconds
 from specjax.jobs.run import run
 from specjax.models.files import write_atomically
@@ -37,6 +38,8 @@ from specjax.training.sources import self_chat
 
 FILE = "config.yaml"
 _LEAST_STEPS = 50
+_HELD_OUT = 20
+"""Fewest chats that are held out, of which the figures and the benchmark take their prompts."""
 _MOST_EPOCHS = 10
 """Most times that training reads the chats: more of them teach it little else than these chats."""
 
@@ -83,7 +86,8 @@ def _known(file: Path, sections: dict[str, Any]) -> dict[str, Any] | None:
     for name in ("target", "draft"):
         if found.get(name) != json.loads(json.dumps(sections[name])):
             raise ConfigError(f"{file}: of another job ({name}: {found.get(name)}); give another --out")
-    if {**found["data"], "self_chat": None} != {**sections["data"], "self_chat": None}:
+    decided = {"self_chat": None, "held_out": None}
+    if {**found["data"], **decided} != {**sections["data"], **decided}:
         raise ConfigError(f"{file}: of another job (data: {found['data']}); give another --out")
     return found
 
@@ -118,8 +122,9 @@ def _with_chats(sections: dict[str, Any], seconds: float, bars: Bars, console: C
     shards = max(1, int(WRITING * seconds / took))
     chats = shards * size
     console.print(f"chats: {chats:,} in about {format_duration(shards * took)}, by the pace of the first {size}")
-    own = {**sections["data"]["self_chat"], "chats": chats}
-    return {**sections, "data": {**sections["data"], "self_chat": own}}
+    data, own = sections["data"], {**sections["data"]["self_chat"], "chats": chats}
+    held_out = max(data["held_out"], _HELD_OUT / chats)
+    return {**sections, "data": {**data, "held_out": held_out, "self_chat": own}}
 
 
 def _with_steps(sections: dict[str, Any], seconds: float, bars: Bars, console: Console) -> dict[str, Any]:
@@ -143,5 +148,7 @@ def _with_steps(sections: dict[str, Any], seconds: float, bars: Bars, console: C
     )
     every = max(1, steps // 4)
     distill = {**sections["distill"], "epochs": None, "steps": steps, "eval_every": every, "save_every": every}
+    bench, held_out = sections["bench"], prepared.corpus.held_out
+    prompts = most_prompts(held_out, prepared.target, bench["prompt_tokens"], bench["prompts"])
     jax.clear_caches()
-    return {**sections, "distill": distill}
+    return {**sections, "distill": distill, "bench": {**bench, "prompts": max(1, prompts)}}

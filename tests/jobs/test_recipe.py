@@ -40,7 +40,7 @@ def small(monkeypatch):
         sections["draft"] |= {"depths": 2, "draft_vocab_size": 100}
         sections["eval"] = {"positions": 64}
         sections["bench"] = {
-            "prompts": 1, "prompt_tokens": 48, "new_tokens": 8, "batch_sizes": [1], "ks": [1, 2], "repeats": 1,
+            "prompts": 64, "prompt_tokens": 48, "new_tokens": 8, "batch_sizes": [1], "ks": [1, 2], "repeats": 1,
             "adaptive": False, "drafters": [],
         }  # fmt: skip
         return sections
@@ -67,6 +67,8 @@ def test_chats_and_steps_are_decided_by_pace_and_kept(chat_model, small, tmp_pat
     assert load_config(out / "config.yaml") == config
     chats, steps = config.data.chats.chats, config.distill.num_steps
     assert chats % 48 == 0
+    assert config.data.held_out == max(0.2, 20 / chats)
+    assert 1 <= config.bench.prompts < 64, "as many as the chats that are held out give"
     assert steps >= 4
     assert json.loads((out / "self-chat" / "provenance.json").read_text())["chats"] == chats
     said = capsys.readouterr()
