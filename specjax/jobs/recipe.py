@@ -40,6 +40,8 @@ FILE = "config.yaml"
 _LEAST_STEPS = 50
 _HELD_OUT = 20
 """Fewest chats that are held out, of which the figures and the benchmark take their prompts."""
+_SECONDS_A_PROMPT = 450
+"""Seconds of the whole time for each prompt of the benchmark, which compiles and decodes for about a fifth of it."""
 _MOST_EPOCHS = 10
 """Most times that training reads the chats: more of them teach it little else than these chats."""
 
@@ -149,6 +151,7 @@ def _with_steps(sections: dict[str, Any], seconds: float, bars: Bars, console: C
     every = max(1, steps // 4)
     distill = {**sections["distill"], "epochs": None, "steps": steps, "eval_every": every, "save_every": every}
     bench, held_out = sections["bench"], prepared.corpus.held_out
-    prompts = most_prompts(held_out, prepared.target, bench["prompt_tokens"], bench["prompts"])
+    most = min(bench["prompts"], max(2, int(seconds / _SECONDS_A_PROMPT)))
+    prompts = most_prompts(held_out, prepared.target, bench["prompt_tokens"], most)
     jax.clear_caches()
     return {**sections, "distill": distill, "bench": {**bench, "prompts": max(1, prompts)}}

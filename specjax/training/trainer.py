@@ -170,6 +170,8 @@ class Trainer:
             if logs:
                 self._timed, self._began = step, time.perf_counter()
             if progress is not None:
+                # Steps are enqueued sooner than they run: one may be shown before it ends, and no more.
+                jax.block_until_ready(self._pending[:-1][-1:])
                 progress(step, record)
             if ends:
                 self._checkpoints.wait()

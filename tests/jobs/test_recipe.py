@@ -68,7 +68,7 @@ def test_chats_and_steps_are_decided_by_pace_and_kept(chat_model, small, tmp_pat
     chats, steps = config.data.chats.chats, config.distill.num_steps
     assert chats % 48 == 0
     assert config.data.held_out == max(0.2, 20 / chats)
-    assert 1 <= config.bench.prompts < 64, "as many as the chats that are held out give"
+    assert config.bench.prompts == 2, "of 64, as many as the time is for"
     assert steps >= 4
     assert json.loads((out / "self-chat" / "provenance.json").read_text())["chats"] == chats
     said = capsys.readouterr()
@@ -81,7 +81,9 @@ def test_chats_and_steps_are_decided_by_pace_and_kept(chat_model, small, tmp_pat
         job.distill_target(f"{chat_model}/", str(out))
     shared = out / "self-chat"
     written = {file: file.stat().st_mtime_ns for file in shared.glob("*.jsonl")}
+    monkeypatch.setattr(job, "_SECONDS_A_PROMPT", 0.01)
     other = job.distill_target(chat_model, str(tmp_path / "other"), minutes=0.05, chats=str(shared))
+    assert 2 < other.bench.prompts < 64, "as many as the chats that are held out give"
     assert other.data.chats.path == str(shared)
     assert not (tmp_path / "other" / "self-chat").exists()
     assert {file: file.stat().st_mtime_ns for file in written} == written
