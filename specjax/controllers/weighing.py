@@ -87,7 +87,7 @@ class Weighed:
     next: Int[Array, " B"]
     """Length chosen for the next block; before the first one it means nothing."""
     pauses: Pause
-    """What each source has waited for, ``[B, S]``."""
+    """Waits of each source, ``[B, S]``."""
     probes: Int[Array, " B"]
     """Number of probes in all."""
 
