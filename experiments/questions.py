@@ -46,6 +46,8 @@ from specjax.runtime import fingerprint
 from specjax.runtime.compile_cache import keep_programs
 
 PLAIN, CONTROL, BEST, ALL = "plain", "control", "best", "all"
+CALIBRATION_SECONDS = 12.0
+"""Four times the default, so that a slow spell of the machine falls on few of the turns."""
 _CONSOLE = Console(stderr=True)
 
 
@@ -260,7 +262,8 @@ def main() -> None:
         others |= dict(llama_cpp_of(args.llama_cpp, target.eos_ids))
     for temperature in args.temperatures:
         for decoder in ours.values() if left else ():
-            decoder.calibrate([tokens_of(target.tokenizer, left[0])], temperature=temperature)
+            asked_before = [tokens_of(target.tokenizer, left[0])]
+            decoder.calibrate(asked_before, seconds=CALIBRATION_SECONDS, temperature=temperature)
         options = {"max_new_tokens": args.new_tokens, "temperature": temperature}
         rest = REST if others else 0.0
         rows += rows_of(measured({**ours, **others}, prompts, args.repeats, options, rest), prompts, temperature)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -21,6 +23,9 @@ FEW_NARROW_ROWS, SEVERAL_NARROW_ROWS = 8, 192
 """Row limits of a kernel stored in bfloat16. Up to the first, one reduction takes all rows. Up to the second,
 reductions of a few rows at a time beat the library's matrix product, which needs a widened kernel (the two are as fast
 at 256)."""
+SHORT_ROW = 512
+"""Most features of a kernel's row that is short: sums of single vectors end every row, so that fewer rows at a time are
+faster."""
 FEW_QUERIES = 16
 """Most queries of a key-value head, counted over all tokens fed, for which attention on CPU is made of reductions."""
 UNROLLED_ROWS_CPU = 16
@@ -117,6 +122,34 @@ def transposes_kernels() -> bool:
     transposed kernel does not (2-3x for 2 to 8 tokens; for one token it is as fast as the best matrix-vector product).
     bfloat16 halves the bytes to read, and gives the same numbers in float32 products (1.4-2x for 1 to 8 tokens)."""
     return _on_cpu()
+
+
+@functools.cache
+def has_wide_vectors() -> bool:
+    """True if this machine's processor has AVX-512: vectors of 64 bytes, and 32 registers of them where others have
+    16. Read where Linux tells it; elsewhere False, which is slower and never wrong."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return " avx512f " in next(line for line in lines if line.startswith("flags")) + " "
+    return False
+
+
+def product_parts(rows: int, features: int) -> int:
+    """Number of parts of a kernel, one row of each at a time, that a product of few ``rows`` with kernel rows of
+    ``features`` weights reads together. Many parts keep memory and adders busy; each takes one register for each row of
+    the product, and more sums than registers go through memory. Measured on 2 cores. With 16 registers: two parts over
+    four 1.3-1.7x for 3 to 6 rows, one over four 1.7x for 8. With 32: four over two 1.0-1.25x for 4 and 6 rows, four
+    over one 1.2-1.5x for 7 and 8."""
+    wide = has_wide_vectors()
+    if rows in (7, 8) and not wide:
+        return 1
+    return 4 if features > SHORT_ROW and rows <= (8 if wide else 2) else 2
+
+
+def product_rows() -> int:
+    """Most rows that a product of several rows takes at a time: as many as have room in registers with their parts
+    (with 32 registers 8 over 6: 1.05-1.28x for 16 to 64 rows)."""
+    return 8 if has_wide_vectors() else 6
 
 
 def doubles_single_rows() -> bool:

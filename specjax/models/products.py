@@ -19,10 +19,6 @@ from specjax import backend
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 """Score of a key that is not seen."""
-SHORT_ROW = 512
-"""Most features of a kernel's row that `few_rows_product` treats as short."""
-ROWS_AT_ONCE = 6
-"""Most rows of x that `several_rows_product` takes at a time."""
 
 
 @jax.custom_vjp
@@ -81,9 +77,7 @@ def few_rows_product(x: Float[Array, "M I"], kernel: Num[Array, "O I"]) -> Float
     if kernel.dtype != x.dtype:
         # The barrier keeps XLA from converting the kernel before the loop over tokens, and reading a wide copy in it.
         x, kernel = jax.lax.optimization_barrier((x, kernel))
-    # As few parts as keep the adders busy: sums of single vectors end every row, and more of them than there are
-    # registers go through memory (two parts over four: 1.3-1.7x for 3 to 6 tokens, one over four 1.7x for 8).
-    wanted = 1 if len(x) in (7, 8) else 4 if len(x) <= 2 and kernel.shape[1] > SHORT_ROW else 2
+    wanted = backend.product_parts(len(x), kernel.shape[1])
     parts = [part.astype(x.dtype) for part in jnp.split(kernel, math.gcd(wanted, len(kernel)))]
     terms = tuple(part * row for row in [row[None] for row in x] for part in parts)
     columns = jax.lax.reduce(terms, (jnp.zeros((), x.dtype),) * len(terms), add_all, (1,))
@@ -92,9 +86,8 @@ def few_rows_product(x: Float[Array, "M I"], kernel: Num[Array, "O I"]) -> Float
 
 def several_rows_product(x: Float[Array, "M I"], kernel: Num[Array, "O I"]) -> Float[Array, "M O"]:
     """`few_rows_product` of a few rows of x at a time, equally many each time. Compared with widening the kernel for
-    the library's matrix product: 2x and more for up to 64 tokens, as fast for 128 (8 and 16 rows at a time are
-    slower)."""
-    blocks = -(-len(x) // ROWS_AT_ONCE)
+    the library's matrix product: 2x and more for up to 64 tokens, as fast for 128."""
+    blocks = -(-len(x) // backend.product_rows())
     rows = -(-len(x) // blocks)
     padded = jnp.pad(x, ((0, blocks * rows - len(x)), (0, 0))).reshape(blocks, rows, -1)
     found = jax.lax.map(lambda block: few_rows_product(block, kernel), padded)

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from specjax import backend
 from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
 from specjax.models import kernels
 from specjax.models.kernels import Dense, Joined, Narrow, Transposed
 from specjax.models.layers import Linear
-from specjax.models.products import few_queries_product
+from specjax.models.products import few_queries_product, few_rows_product, several_rows_product
 from specjax.testing.toys import ToyModel
 from tests.cases import in_proof, transformer
 
@@ -64,6 +65,18 @@ def test_a_product_head_by_head_is_the_librarys(queries):
     found = few_queries_product(jnp.asarray(x), jnp.asarray(kernel))
     np.testing.assert_allclose(found, np.einsum("hqi,hoi->hqo", x, kernel), rtol=1e-5, atol=1e-5)
     assert not np.isfinite(found[0, 0]).any()
+
+
+@pytest.mark.parametrize("features", [24, backend.SHORT_ROW + 8])
+@pytest.mark.parametrize("wide_vectors", [False, True])
+def test_products_of_few_rows_are_the_librarys_on_either_kind_of_processor(monkeypatch, wide_vectors, features):
+    monkeypatch.setattr(backend, "has_wide_vectors", lambda: wide_vectors)
+    rng = np.random.default_rng(0)
+    for rows, outputs in ((1, 12), (4, 10), (8, 12), (9, 7), (16, 12)):
+        x, kernel = (rng.normal(size=(n, features)).astype(np.float32) for n in (rows, outputs))
+        for product in (few_rows_product, several_rows_product):
+            found = product(jnp.asarray(x), jnp.asarray(kernel))
+            np.testing.assert_allclose(found, x @ kernel.T, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16, 17, 192, 193])
