@@ -7,7 +7,8 @@ Every job begins from nothing but the model, and takes what it is given: chats, 
 chats are written once, as many as the longest job may have, and each job reads as many of them as its own time would
 have allowed at their pace; so a job takes less time here than it is given. Speedups are those of the job's own bench:
 held-out chats, batch 1, over plain decoding in turn; of each drafter the best draft length. Finished jobs are read, so
-the same command goes on after an interruption.
+the same command goes on after an interruption. Jobs whose rows stand in --results are not run again, not even without
+their files, so that several machines may share the work; each row says which one ran it.
 """
 
 from __future__ import annotations
@@ -51,8 +52,14 @@ def rows_of(run: Path, kind: str, minutes: float) -> Iterator[dict[str, Any]]:
             "alpha": results["summary"]["alpha_after"],
             "drafter": drafter,
             "temperature": temperature,
+            "cpu": record.machine()["cpu"],
             **{name: row[name] for name in ("k", "speedup")},
         }
+
+
+def known_rows(results: Path | None) -> list[dict[str, Any]]:
+    """Rows of the jobs that an earlier call finished, here or elsewhere."""
+    return json.loads(results.read_text())["rows"] if results is not None and results.exists() else []
 
 
 def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
@@ -83,9 +90,12 @@ def main() -> None:
     parser.add_argument("--results", type=Path)
     parser.add_argument("--figure", type=Path)
     args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    rows = known_rows(args.results)
+    done = {(row["kind"], row["minutes"]) for row in rows}
     for minutes in sorted(args.minutes):
         for kind in args.kinds:
+            if (kind, minutes) in done:
+                continue
             run = args.out / f"{kind}-{minutes:g}"
             distill_target(args.target, str(run), minutes, kind, chats=str(args.out / "self-chat"))
             rows += rows_of(run, kind, minutes)

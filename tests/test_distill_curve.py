@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import distill_curve
 import yaml
@@ -39,3 +41,21 @@ def test_the_curve_is_drawn_and_replaced(tmp_path):
         distill_curve.draw(rows[:count], tmp_path / "curve.png")
         assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert [*tmp_path.glob(".curve*")] == []
+
+
+def test_a_job_that_stands_in_the_results_is_not_run_again(tmp_path, monkeypatch):
+    results, asked = tmp_path / "curve.json", []
+    results.write_text(json.dumps({"rows": finished(tmp_path / "a", 15, [("draft_after", 1, 1.1)])}))
+
+    def job(target, run, minutes, kind, chats):
+        asked.append((kind, minutes))
+        shutil.rmtree(run, ignore_errors=True)
+        finished(Path(run), 15, [("draft_after", 1, 1.2)])
+
+    monkeypatch.setattr(distill_curve, "distill_target", job)
+    options = ["--out", str(tmp_path), "--kinds", "eagle3", "glide", "--minutes", "15", "--results", str(results)]
+    monkeypatch.setattr("sys.argv", ["distill_curve.py", "target", *options])
+    distill_curve.main()
+    assert asked == [("glide", 15.0)]
+    kept = json.loads(results.read_text())["rows"]
+    assert [(row["kind"], row["speedup"]) for row in kept] == [("eagle3", 1.1), ("glide", 1.2)]

@@ -409,7 +409,8 @@ class Decoder:
         Args:
             prompts: texts, or lists of token ids; not those that the decoder is judged by. If the target has too few
                 positions for the blocks behind them, they lose their first tokens.
-            blocks: number of blocks of the longest length in a turn; shorter lengths run more.
+            blocks: most blocks of the longest length in a turn; shorter lengths run more, and long blocks fewer. As
+                many tell how often proposed tokens are accepted.
             seconds: seconds of turns, of which there are at least three.
             costs: costs of programs of the same shapes, measured on this machine before. One turn checks them; if it
                 agrees, there are no more.

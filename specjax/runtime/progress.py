@@ -26,6 +26,26 @@ _open: list[list[tuple[str, float]]] = []
 """Waits of each open bar, and since when; innermost and newest last. Waits nest: an evaluation compiles."""
 
 
+class _Pace:
+    """Pace of a stage since its first step, which also compiles: minutes that would be taken for every step's."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self._first: tuple[int, float] | None = None
+        self._last = 0, 0.0
+
+    def reached(self, step: int) -> None:
+        self._last = step, self._clock()
+        self._first = self._first or self._last
+
+    def left(self, steps: int) -> float | None:
+        """Seconds until ``steps`` steps are done; None: not known yet."""
+        (step, at), (first, began) = self._last, self._first or self._last
+        if step == first:
+            return None
+        return max(0.0, (at - began) / (step - first) * (steps - step) - (self._clock() - at))
+
+
 @contextlib.contextmanager
 def no_bars(name: str, steps: int) -> Iterator[None]:
     """Bars that show nothing."""
@@ -70,11 +90,13 @@ def console_bars(console: Console, clock: Callable[[], float] = time.monotonic) 
         figures: dict[str, float] = {}
         waits: list[tuple[str, float]] = []
         with Progress(*columns, console=console, expand=True) as display:
-            task = display.add_task(name, total=steps, figures="", waits=waits)
+            pace = _Pace(clock)
+            task = display.add_task(name, total=steps, figures="", waits=waits, pace=pace)
 
             def show(step: int, record: dict[str, float]) -> None:
                 # Acceptance is not measured at every record: its last value stays.
                 figures.update(record)
+                pace.reached(step)
                 display.update(task, completed=step, figures=_figures(figures))
 
             _open.append(waits)
@@ -98,9 +120,10 @@ class _Time(ProgressColumn):
             return Text(f"took {_clock(task.finished_time)}", style="progress.elapsed")
         for what, since in task.fields["waits"][-1:]:
             return Text(f"{what} {_clock(time.monotonic() - since)}", style="yellow")
-        if task.time_remaining is None:
+        left = task.fields["pace"].left(task.total)
+        if left is None:
             return Text(f"{_clock(task.elapsed)} so far", style="progress.elapsed")
-        return Text(f"{_clock(task.time_remaining)} left", style="progress.remaining")
+        return Text(f"{_clock(left)} left", style="progress.remaining")
 
 
 def _lines(console: Console, clock: Callable[[], float]) -> Bars:
@@ -112,22 +135,22 @@ def _lines(console: Console, clock: Callable[[], float]) -> Bars:
             console.print("  ".join(filter(None, parts)), soft_wrap=True, highlight=False, markup=False)
 
         began = told = clock()
+        pace = _Pace(clock)
         tell(f"{name}: {steps:,} to do")
-        first: tuple[int, float] | None = None
         told_step = 0
         known: dict[str, float] = {}
 
         def show(step: int, record: dict[str, float]) -> None:
-            nonlocal first, told, told_step
+            nonlocal told, told_step
             known.update(record)
             now = clock()
-            first = first or (step, now)
+            pace.reached(step)
             due = now - told >= SECONDS or step - told_step >= SHARE * steps or step == steps
             if not due or step == told_step:
                 return
-            done, since = step - first[0], now - first[1]
-            left = f"ETA {_clock(round(since / done * (steps - step)), hours=True)}" if done and step < steps else ""
-            tell(f"{name}: {step:,}/{steps:,}", _figures(known), left)
+            left = pace.left(steps) if step < steps else None
+            eta = "" if left is None else f"ETA {_clock(round(left), hours=True)}"
+            tell(f"{name}: {step:,}/{steps:,}", _figures(known), eta)
             told, told_step = now, step
 
         yield show

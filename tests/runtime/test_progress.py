@@ -53,6 +53,19 @@ def test_a_bar_that_stands_says_what_it_waits_for():
     assert "evaluating" not in lines(screen)[-1]
 
 
+def test_the_time_left_is_that_of_the_steps_after_the_first_which_compiles():
+    now, screen = 0.0, io.StringIO()
+    bars = console_bars(Console(file=screen, force_terminal=True, width=80), lambda: now)
+    with bars("evaluation", 10) as show:
+        assert show is not None
+        now = 100.0
+        show(1, {})
+        now = 110.0
+        show(2, {})
+        time.sleep(0.6)
+    assert any("2/10 1:20 left" in line for line in lines(screen)), lines(screen)
+
+
 def test_without_a_bar_nothing_waits_aloud():
     with no_bars("x", 1), waiting("evaluating"):
         assert not wait_for("compiling")
