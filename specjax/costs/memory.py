@@ -77,14 +77,15 @@ def gib(size: float) -> str:
 
 
 def bytes_on_device(tree: Any) -> int:
-    """Bytes of arrays or shapes on each device: its part of those that a mesh splits, and all of the others."""
+    """Bytes of arrays or shapes on each device: its part of those that a mesh splits, and all of the others. One that
+    stands in several places counts once."""
 
     def of(leaf: Any) -> int:
         sharding = getattr(leaf, "sharding", None)
         shape = sharding.shard_shape(leaf.shape) if isinstance(sharding, NamedSharding) else leaf.shape
         return math.ceil(math.prod(shape) * _bits(leaf.dtype) / 8)
 
-    return sum(map(of, jax.tree.leaves(tree)))
+    return sum(map(of, {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()))
 
 
 def _bits(dtype: Any) -> int:

@@ -53,13 +53,12 @@ def decoder(
     import specjax
     from specjax.formats.loading import DEFAULT_K
 
-    model = specjax.load_model(target, **loading)
+    model = specjax.load_model(target, **loading, decoding_only=True)
     if model.tokenizer is None:
         raise ModelError(
             f"{target}: holds no tokenizer, which a prompt of text needs; put its tokenizer.json and "
             "tokenizer_config.json there"
         )
-    model.free_originals()
     drafter: Any = specjax.NGram(k=k or DEFAULT_K) if ngram else None
     if draft is not None:
         options = {"check_finite": loading["check_finite"], "quantize": quantize_draft}
@@ -75,10 +74,12 @@ def tell_memory(target: str, draft: str | None, loading: Mapping[str, Any], prom
     from specjax.costs import memory
     from specjax.decode.engine import Engine, NoDraft
     from specjax.models.decode_layout import abstract_layout
-    from specjax.models.hf import abstract_model, scheme_of
+    from specjax.models.hf import AS_STORED, abstract_model, keeps_bfloat16, scheme_of
 
     model = abstract_model(target, loading["dtype"], kv_cache=loading["kv_cache"])
-    spec, laid_out = abstract_layout(model.spec, scheme=scheme_of(loading["quantize"]))
+    scheme, stored = scheme_of(loading["quantize"]), abstract_model(target, AS_STORED).spec.dtype
+    narrow = stored == "bfloat16" and keeps_bfloat16(model.spec.dtype, scheme)
+    spec, laid_out = abstract_layout(model.spec, scheme=scheme, stored=stored if narrow else None)
     weights = {"target": memory.bytes_on_device(laid_out)}
     if draft is not None and (at := Path(draft)).exists():
         weights["draft"] = sum(file.stat().st_size for file in ([at] if at.is_file() else at.glob("*.safetensors")))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,11 +51,16 @@ class DecodeLayout:
         """The original weights, bit for bit."""
         if not isinstance(self.plain, Model):
             return self.params
-        params = jax.tree.map(kernels.plain, self.params, is_leaf=_is_kernel)
+        params = jax.tree.map(self._original, self.params, is_leaf=_is_kernel)
         shards = self.spec.config.fused_shards
         params = {**params, "layers": {i: _split(self.plain, layer, shards) for i, layer in params["layers"].items()}}
         made = {"narrow_head", "head"} if self.plain.config.tie_embeddings else {"narrow_head"}
         return {name: value for name, value in params.items() if name not in made}
+
+    def _original(self, leaf: Any) -> Any:
+        value = kernels.plain(leaf)
+        narrowed = isinstance(value, jax.Array) and value.dtype == jnp.bfloat16
+        return value.astype(self.plain.dtype) if narrowed else value
 
 
 class LaidOut:
@@ -79,7 +84,7 @@ class LaidOut:
         """Free the original weights of a model that only decodes, and leave its `layout`. All weights are in memory
         once, except for one layer while the layout is made. From then on each use of ``params`` makes them from the
         layout, bit for bit, and does not store them."""
-        if self.holds_originals and not backend.keeps_copies():
+        if self.holds_originals and not (backend.keeps_copies() and "_layout" in self.__dict__):
             params = self.params
             if isinstance(params, dict) and "layers" in params:
                 params = {**params, "layers": {**params["layers"]}}
@@ -126,10 +131,10 @@ def decode_layout(spec: Any, params: Params, fused: bool = True, owned: bool = F
     """(spec, params) laid out for decoding; a spec that is no `Model`, and a kernel that is no array, stay as they are.
 
     ``fused``: projections that read the same input become one kernel. ``owned``: the dict of layers is emptied on the
-    way, so that they are not in memory twice. Where `backend.transposes_kernels`, a tied head gets a copy of its own,
-    laid out as the other kernels are, and float32 kernels become `Transposed`, or `Narrow` if bfloat16 holds all their
-    numbers, as in most checkpoints. Beside kernels in few bits, the copy of the head has 8. A draft vocabulary gets a
-    head of its own."""
+    way, so that they are not in memory twice. Where `backend.transposes_kernels`, kernels that multiply in float32
+    become `Transposed`, or `Narrow` if bfloat16 holds all their numbers, as in most checkpoints, and so does a tied
+    head, which is one array with the embedding. Beside kernels in few bits it is a copy of 8. A draft vocabulary gets
+    a head of its own."""
     if not isinstance(spec, Model):
         return spec, params
     mesh = mesh_of(params)
@@ -139,14 +144,20 @@ def decode_layout(spec: Any, params: Params, fused: bool = True, owned: bool = F
     in_few_bits = kernels.are_quantised(params)
     if spec.vocabulary is not None:
         spec, params = _with_narrow_head(spec, params, in_few_bits)
-    elif spec.config.tie_embeddings and (in_few_bits or backend.transposes_kernels()):
-        spec = dataclasses.replace(spec, config=dataclasses.replace(spec.config, tie_embeddings=False))
-        table = params["embedding"]
-        head = Quantised.of(table.T, SCHEMES["int8"]) if in_few_bits else _transposed([table], str(table.dtype))[0]
-        params = {**params, "head": {"kernel": head}}
+    elif spec.config.tie_embeddings and in_few_bits:
+        spec = _untied(spec)
+        params = {**params, "head": {"kernel": Quantised.of(params["embedding"].T, SCHEMES["int8"])}}
     if fused:
         spec, params = _fused(spec, params, owned=owned)
-    return spec, stored_kernels(spec, params)
+    owned |= fused  # fused layers are a dict of our own
+    shared = spec.vocabulary is None and spec.config.tie_embeddings and _turns(spec, params["embedding"])
+    if not shared:
+        return spec, stored_kernels(spec, params, owned)
+    return _untied(spec), stored_kernels(spec, params, owned, params["embedding"])
+
+
+def _untied(spec: Model) -> Model:
+    return dataclasses.replace(spec, config=dataclasses.replace(spec.config, tie_embeddings=False))
 
 
 def _with_narrow_head(spec: Model, params: Params, in_few_bits: bool) -> tuple[Model, Params]:
@@ -162,10 +173,12 @@ def _with_narrow_head(spec: Model, params: Params, in_few_bits: bool) -> tuple[M
     return dataclasses.replace(spec, config=config), {**params, "narrow_head": {"kernel": head}}
 
 
-def abstract_layout(spec: Model, mesh: Mesh | None = None, scheme: Scheme | None = None) -> tuple[Model, Params]:
+def abstract_layout(
+    spec: Model, mesh: Mesh | None = None, scheme: Scheme | None = None, stored: str | None = None
+) -> tuple[Model, Params]:
     """(spec, shapes) of the layout of a model whose weights are not loaded, to compile programs and to count memory.
-    ``scheme``: how kernels are quantised."""
-    params = param_shapes(spec)
+    ``scheme``: how kernels are quantised. ``stored``: dtype of the weights in memory; None: the one of the spec."""
+    params = param_shapes(spec if stored is None else dataclasses.replace(spec, dtype=stored))
     if mesh is not None:
 
         def placed(path: Any, leaf: Any) -> Any:
@@ -184,6 +197,8 @@ def abstract_layout(spec: Model, mesh: Mesh | None = None, scheme: Scheme | None
         return own
 
     params = jax.eval_shape(laid_out, params)
+    if isinstance(params.get("head", {}).get("kernel"), Transposed) and spec.config.tie_embeddings:
+        params = {**params, "embedding": params["head"]["kernel"].value}  # one array, see `stored_kernels`
     return found[0], params
 
 
@@ -240,35 +255,54 @@ def _split(plain: Model, layer: Params, shards: int) -> Params:
     return layer
 
 
-def stored_kernels(spec: Any, params: Params) -> Params:
+def stored_kernels(spec: Any, params: Params, owned: bool = False, table: Array | None = None) -> Params:
     """``params`` with an object that multiplies in place of every array that a `Linear` of ``spec.module(params)``
-    has."""
-    linears = {path for path, part in nnx.iter_modules(spec.module(params)) if isinstance(part, Linear)}
+    has.
 
-    def is_ours(path, leaf) -> bool:
-        *module, name = (key.key for key in path)
-        return tuple(module) in linears and name == "kernel" and not _is_kernel(leaf)
+    ``owned``: the dict of layers is emptied on the way, so that they are not in memory twice. ``table``: an embedding
+    that is the head, too; both are one array then."""
+    linears = {(*path, "kernel") for path, part in nnx.iter_modules(spec.module(params)) if isinstance(part, Linear)}
 
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_kernel)
-    turning = {path: leaf for path, leaf in leaves if is_ours(path, leaf) and _turns(leaf)}
+    def arrays(part: Any, within: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
+        leaves = jax.tree_util.tree_leaves_with_path(part, is_leaf=_is_kernel)
+        named = ((_names(path, within), leaf) for path, leaf in leaves)
+        return {path: leaf for path, leaf in named if path in linears and not _is_kernel(leaf)}
+
+    def turning(found: Mapping[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:
+        return {path: leaf for path, leaf in found.items() if _turns(spec, leaf)}
+
     # All kernels are narrow, or none: all drafts of one training then have at most two programs.
-    known = not any(isinstance(leaf, Tracer) for leaf in turning.values())
-    narrow = known and all(map(is_bfloat16, turning.values()))
+    narrow = all(map(_is_narrow, [*turning(arrays(params)).values(), *([] if table is None else [table])]))
+    kind, dtype = (Narrow, "bfloat16") if narrow else (Transposed, "float32")
+
+    def stored(part: Any, within: tuple[Any, ...] = ()) -> Any:
+        own = arrays(part, within)
+        turned = turning(own)
+        made = {path: Dense(leaf) for path, leaf in own.items() if path not in turned}
+        made |= zip(turned, map(kind, _transposed([*turned.values()], dtype)), strict=True)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: made.get(_names(path, within), leaf), part, is_leaf=_is_kernel
+        )
+
     # A layer at a time: one program transposes all layers that are equal.
-    parts: dict[Any, list[Any]] = {}
-    for path in turning:
-        parts.setdefault(path[:2] if path[0].key == "layers" else None, []).append(path)
-    turned = {}
-    for paths in parts.values():
-        found = _transposed([turning[path] for path in paths], "bfloat16" if narrow else "float32")
-        turned |= zip(paths, map(Narrow if narrow else Transposed, found), strict=True)
+    layers = params.get("layers", {})
+    found = stored({name: part for name, part in params.items() if name != "layers"})
+    if layers:
+        numbers = list(layers)
+        found["layers"] = {i: stored(layers.pop(i) if owned else layers[i], ("layers", i)) for i in numbers}
+    if table is None:
+        return found
+    table = table.astype(jnp.bfloat16) if narrow else table
+    return {**found, "embedding": table, "head": {"kernel": kind(table)}}
 
-    def stored(path, leaf):
-        if not is_ours(path, leaf):
-            return leaf
-        return turned[path] if path in turned else Dense(leaf)
 
-    return jax.tree_util.tree_map_with_path(stored, params, is_leaf=_is_kernel)
+def _names(path: Sequence[Any], within: tuple[Any, ...]) -> tuple[Any, ...]:
+    return *within, *(key.key for key in path)
+
+
+def _is_narrow(leaf: Any) -> Any:
+    """True if bfloat16 is known to hold all numbers of an array, of which a trace knows the type alone."""
+    return leaf.dtype == jnp.bfloat16 if isinstance(leaf, Tracer) else is_bfloat16(leaf)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -276,8 +310,10 @@ def _transposed(matrices: list[Array], dtype: str) -> list[Array]:
     return [matrix.T.astype(dtype) for matrix in matrices]
 
 
-def _turns(leaf: Any) -> bool:
-    return backend.transposes_kernels() and leaf.dtype == jnp.float32
+def _turns(spec: Any, leaf: Any) -> bool:
+    """True if decoding reads a kernel transposed: one that is multiplied in float32, whatever it is stored in."""
+    computed = jnp.dtype(spec.dtype) if leaf.dtype == jnp.bfloat16 else leaf.dtype
+    return backend.transposes_kernels() and computed == jnp.float32
 
 
 def _is_kernel(x: Any) -> bool:

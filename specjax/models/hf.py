@@ -160,6 +160,7 @@ def load_model(
     check_finite: bool = True,
     quantize: str | None = None,
     kv_cache: str | None = None,
+    decoding_only: bool = False,
 ) -> LoadedModel:
     """Load a Hugging Face directory, a hub id (downloaded to the hub's cache; without a network, read from there), or a
     GGUF file.
@@ -179,6 +180,8 @@ def load_model(
             ``dtype``. A quantised target is another model, a quantised draft only another draft.
         kv_cache: "int8": keys and values of decoding in 8 bits, each vector with a scale, which makes another model,
             too. None: in ``dtype``.
+        decoding_only: True holds the weights once, as decoding reads them: on a CPU in bfloat16 where the file does,
+            though float32 is computed. ``params`` is then made of them at each use, which costs time and memory.
 
     Returns:
         The model, with its tokenizer if it has one.
@@ -195,10 +198,12 @@ def load_model(
     generation = checkpoint.generation
     eos_ids = _read_eos_ids(checkpoint.generation_file, generation, settings, family, config.vocab_size)
     tokenizer = checkpoint.tokenizer()
+    narrow = decoding_only and mesh is None and keeps_bfloat16(dtype, scheme)
     with checkpoint.opened() as stored:
-        params = read_params(stored, family, config, dtype, mesh, check_finite, scheme)
-    return LoadedModel(
-        spec=Model(config, str(params["embedding"].dtype), cache_dtype=kv_cache),
+        params = read_params(stored, family, config, dtype, mesh, check_finite, scheme, narrow)
+    computed = str(params["embedding"].dtype) if dtype == AS_STORED else dtype
+    model = LoadedModel(
+        spec=Model(config, computed, cache_dtype=kv_cache),
         params=params,
         tokenizer=tokenizer,
         eos_ids=eos_ids,
@@ -207,6 +212,15 @@ def load_model(
         generation=generation,
         source=str(path_or_hub_id),
     )
+    del params  # of which the layout is made
+    if decoding_only:
+        model.free_originals()
+    return model
+
+
+def keeps_bfloat16(dtype: str, scheme: Scheme | None = None) -> bool:
+    """True if weights that only decode in ``dtype`` stay in bfloat16 where they are stored so."""
+    return dtype == "float32" and scheme is None and backend.transposes_kernels()
 
 
 def abstract_model(

@@ -188,18 +188,20 @@ def read_params(
     mesh: Mesh | None = None,
     check_finite: bool = True,
     scheme: Scheme | None = None,
+    keep_bfloat16: bool = False,
 ) -> Params:
     """The parameters of ``of``, cast to ``dtype`` and placed as `specjax.models.sharding` says. ``stored``: all tensors
     of a directory, see `opened`. ``dtype`` `AS_STORED`: the one they are stored in; float32 if there are several.
     ``check_finite``: NaN and infinities are refused. ``scheme``: kernels are quantised one by one, so that only one is
-    in memory unquantised."""
+    in memory unquantised. ``keep_bfloat16``: what is stored in bfloat16 stays so, whatever ``dtype`` is."""
     parameters, config = parameters_of(family, of), of if isinstance(of, ModelConfig) else of.config
     stored = StoredTensors(stored.directory, _named(family, stored))
     _check_names(family, config, stored, {slot.name for p in parameters for slot in p.slots})
     # Every tensor is checked before the first is read: a mistake shows at once.
-    dtypes = {_checked_dtype(stored[slot.name], slot) for p in parameters for slot in p.slots}
+    dtypes = {slot.name: _checked_dtype(stored[slot.name], slot) for p in parameters for slot in p.slots}
     if dtype == AS_STORED:
-        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+        one = set(dtypes.values())
+        dtype = one.pop() if len(one) == 1 else "float32"
     params: Params = {}
     found: list[Any] = []
     finite = None
@@ -207,7 +209,8 @@ def read_params(
         node = params
         for part in parameter.path[:-1]:
             node = node.setdefault(part, {})
-        read = functools.partial(_read_piece, stored, parameter, dtype)
+        narrow = keep_bfloat16 and {dtypes[slot.name] for slot in parameter.slots} == {"bfloat16"}
+        read = functools.partial(_read_piece, stored, parameter, "bfloat16" if narrow else dtype)
         if mesh is None:
             value = whole(read, parameter.shape)
         else:

@@ -136,7 +136,7 @@ class Decoder:
 
 @pytest.fixture
 def run(monkeypatch, tokenizer):
-    model = types.SimpleNamespace(tokenizer=tokenizer, free_originals=lambda: None)
+    model = types.SimpleNamespace(tokenizer=tokenizer)
     monkeypatch.setattr(specjax, "load_model", lambda path, **_: model)
     monkeypatch.setattr(specjax, "Decoder", Decoder)
     monkeypatch.setattr(generate, "tell_memory", lambda *arguments: None)

@@ -11,10 +11,11 @@ import pytest
 
 from specjax import backend
 from specjax.backend import FEW_ROWS, compiler_options
+from specjax.costs.memory import bytes_on_device
 from specjax.decode.decoder import Decoder
 from specjax.models import kernels
 from specjax.models.config import Experts, ModelConfig
-from specjax.models.decode_layout import DecodeLayout, decode_layout
+from specjax.models.decode_layout import DecodeLayout, abstract_layout, decode_layout
 from specjax.models.kernels import Dense, Kernel, Narrow, Transposed
 from specjax.models.transformer import Model
 from tests.cases import in_proof, transformer
@@ -57,7 +58,7 @@ def test_weights_that_are_bfloat16_numbers_are_read_as_such_and_lose_nothing(tok
     assert {type(x) for x in kernels_of(laid_out)} == {Narrow if on_cpu else Dense}
     narrow = jnp.dtype(jnp.bfloat16 if on_cpu else jnp.float32)
     assert {x.dtype for x in jax.tree.leaves(kernels_of(laid_out))} == {narrow}
-    assert laid_out["embedding"].dtype == jnp.float32
+    assert laid_out["embedding"].dtype == narrow
     fed = jnp.arange(tokens, dtype=jnp.int32)[None]
     logits = jax.jit(spec.__call__, compiler_options=compiler_options(decoding=True))(laid_out, fed, fed).logits
     assert logits.dtype == jnp.float32
@@ -141,3 +142,35 @@ def test_where_memory_is_dear_no_weight_is_there_twice(monkeypatch):
     assert model.layout().spec.config.fused_projections
     assert Decoder(model).generate(prompts, max_new_tokens=12).tokens == tokens
     jax.tree.map(np.testing.assert_array_equal, model.params, before)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_tied_embedding_and_its_head_are_one_array(rounded):
+    if not backend.transposes_kernels():
+        pytest.skip("kernels are not turned on this device")
+    model = Model(dataclasses.replace(CONFIG, tie_embeddings=True))
+    params = model.init(jax.random.key(0))
+    if rounded:
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
+    _, laid_out = decode_layout(model, params)
+    assert laid_out["embedding"] is laid_out["head"]["kernel"].value
+    assert laid_out["embedding"].dtype == (jnp.bfloat16 if rounded else jnp.float32)
+    # Norms and biases stay in the dtype of the parameters.
+    kernels_and_table = [x for x in jax.tree.leaves(params) if x.ndim > 1]
+    others = sum(x.nbytes for x in jax.tree.leaves(params) if x.ndim < 2)
+    assert bytes_on_device(laid_out) - others == sum(x.nbytes for x in kernels_and_table) // (2 if rounded else 1)
+
+
+def test_the_shapes_of_a_layout_are_those_of_the_weights_that_are_kept_in_bfloat16():
+    if not backend.transposes_kernels():
+        pytest.skip("kernels are not turned on this device")
+    model = Model(dataclasses.replace(CONFIG, tie_embeddings=True))
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.init(jax.random.key(0)))
+    _, laid_out = decode_layout(model, narrow)
+    _, shapes = abstract_layout(model, stored="bfloat16")
+    assert {x.dtype for x in jax.tree.leaves(laid_out)} == {jnp.dtype(jnp.bfloat16)}
+    assert jax.tree.structure(shapes) == jax.tree.structure(laid_out)
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(shapes)] == [
+        (x.shape, x.dtype) for x in jax.tree.leaves(laid_out)
+    ]
+    assert bytes_on_device(shapes) == bytes_on_device(laid_out) == sum(x.nbytes for x in jax.tree.leaves(narrow))

@@ -18,9 +18,12 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from specjax import cli
+from specjax.costs.memory import bytes_on_device
+from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import ModelError
-from specjax.models.hf import load_model, save_model
+from specjax.models.hf import LoadedModel, load_model, save_model
+from tests.cases import transformer
 from tests.models.directories import make_tokenizer, rewrite, same_params
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -245,3 +248,17 @@ def test_generate_checks_weights_when_asked_to(llama):
     result = generate(llama.path, "--check-finite")
     assert result.exit_code == 2
     assert "tensor model.norm.weight has 16 of 16 values that are NaN" in result.stderr
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_model_that_only_decodes_is_held_once_and_in_the_bytes_of_its_file(tmp_path, tie):
+    toy = transformer(0, tie_embeddings=tie)
+    save_model(LoadedModel(toy.spec, toy.params), tmp_path / "model", dtype="bfloat16")
+    whole, once = load_model(tmp_path / "model"), load_model(tmp_path / "model", decoding_only=True)
+    assert (whole.holds_originals, once.holds_originals) == (True, False)
+    assert once.dtype == whole.dtype
+    assert bytes_on_device(once.layout().params) == 2 * whole.parameter_count
+    assert same_params(once.params, whole.params)
+    assert {x.dtype for x in jax.tree.leaves(once.params)} == {jnp.dtype(jnp.float32)}
+    tokens = [Decoder(each).generate([[1, 2, 3]], max_new_tokens=12).tokens for each in (whole, once)]
+    assert tokens[0] == tokens[1]
