@@ -278,8 +278,9 @@ def stored_kernels(spec: Any, params: Params, owned: bool = False, table: Array 
     def stored(part: Any, within: tuple[Any, ...] = ()) -> Any:
         own = arrays(part, within)
         turned = turning(own)
-        made = {path: Dense(leaf) for path, leaf in own.items() if path not in turned}
-        made |= zip(turned, map(kind, _transposed([*turned.values()], dtype)), strict=True)
+        made: dict[tuple[Any, ...], Any] = {path: Dense(leaf) for path, leaf in own.items() if path not in turned}
+        if turned:
+            made |= zip(turned, map(kind, _transposed([*turned.values()], dtype)), strict=True)
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: made.get(_names(path, within), leaf), part, is_leaf=_is_kernel
         )
