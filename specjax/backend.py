@@ -125,13 +125,18 @@ def transposes_kernels() -> bool:
 
 
 @functools.cache
-def has_wide_vectors() -> bool:
-    """True if this machine's processor has AVX-512: vectors of 64 bytes, and 32 registers of them where others have
-    16. Read where Linux tells it; elsewhere False, which is slower and never wrong."""
+def processor_features() -> str:
+    """Line of the kernel that names this machine's instruction sets; empty where Linux does not tell it."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return " avx512f " in next(line for line in lines if line.startswith("flags")) + " "
-    return False
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    return ""
+
+
+def has_wide_vectors() -> bool:
+    """True if this machine's processor is known to have AVX-512: vectors of 64 bytes, and 32 registers of them where
+    others have 16. False is slower there, and never wrong."""
+    return "avx512f" in processor_features().split()
 
 
 def product_parts(rows: int, features: int) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax
 
+from specjax import backend
 from specjax.runtime.progress import wait_for
 
 SWITCH = "SPECJAX_COMPILE_CACHE"
@@ -151,10 +152,7 @@ def user_cache() -> Path:
 def machine() -> str:
     """Digest of the kind of processor. Different machines may share a home, and XLA compiles programs for CPU for one
     kind of processor."""
-    features = platform.machine()
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        features += next(line for line in lines if line.startswith(("flags", "Features")))
+    features = platform.machine() + backend.processor_features()
     return hashlib.sha256(features.encode()).hexdigest()[:8]
 
 
