@@ -39,7 +39,7 @@ from specjax.models.config import LayerKind, ModelConfig, Norm
 from specjax.models.decode_layout import described, same_arrays, stored_kernels
 from specjax.models.kernels import Transposed
 from specjax.models.layers import InitKeys, Linear
-from specjax.models.products import soft_capped
+from specjax.models.products import rows_of, soft_capped
 from specjax.models.rotary import Rope, rotary_table
 from specjax.models.sharding import sharding_of
 from specjax.models.training import placed
@@ -103,7 +103,7 @@ class FeatureModel:
         raise NotImplementedError(f"{type(self).__name__} does not say how it decodes: define decoding")
 
     def embedded(self, module: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
-        return module.embedding[...][tokens].astype(self.dtype)
+        return rows_of(module.embedding[...], tokens, self.dtype)
 
     def head(self, params: Params, final: Float[Array, "B T H"]) -> Float[Array, "B T V"]:
         """Logits over the target's vocabulary, in float32."""

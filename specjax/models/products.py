@@ -2,7 +2,7 @@
 float32 on every device, and a lower precision is added up in float32 where its digits count.
 
 Dims: B rows, T tokens fed, S cache slots, H query heads, G key-value heads, C head features, BG = B * G heads, D keys
-of each query's own, I/O features in and out, M tokens of all rows.
+of each query's own, I/O features in and out, M tokens of all rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Num
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from specjax import backend
 
@@ -65,6 +66,15 @@ def _wide_product_backward(subscripts, saved, dz):
 
 
 wide_product.defvjp(_wide_product_forward, _wide_product_backward)
+
+
+def rows_of(table: Float[Array, "V I"], tokens: Int[Array, "*at"], dtype: DTypeLike) -> Float[Array, "*at I"]:
+    """Rows of an embedding in ``dtype``, which the table itself need not have."""
+    if table.dtype != dtype:
+        # XLA on CPU converts all of a table to read a few rows. The barrier keeps that from being done before a loop
+        # over tokens; the fusion that reads the rows then converts no more than these.
+        tokens, table = jax.lax.optimization_barrier((tokens, table))
+    return table[tokens].astype(dtype)
 
 
 def few_rows_product(x: Float[Array, "M I"], kernel: Num[Array, "O I"]) -> Float[Array, "M O"]:

@@ -29,7 +29,7 @@ from specjax.models.attention.kv_source import KVSource, kv_sources
 from specjax.models.cache import KVCache, Windows
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.layers import MLP, Attention, ExpertMLP, InitKeys, Linear, make_norm
-from specjax.models.products import soft_capped
+from specjax.models.products import rows_of, soft_capped
 from specjax.models.rotary import Total, rotary_table
 from specjax.models.sharding import ROWS, constrained
 from specjax.models.vocabulary import DraftVocabulary
@@ -143,9 +143,9 @@ class Transformer(nnx.Module):
     def embedded(self, tokens, positions):
         """Input of the first layer."""
         config = self.config
-        x = self.embedding[...][tokens].astype(self.dtype)
+        x = rows_of(self.embedding[...], tokens, self.dtype)
         if config.learned_positions:
-            x = x + self.position_embedding[...][positions].astype(x.dtype)
+            x = x + rows_of(self.position_embedding[...], positions, x.dtype)
         if config.embedding_multiplier != 1:
             x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
         return x

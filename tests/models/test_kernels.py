@@ -17,7 +17,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.models import kernels
 from specjax.models.kernels import Dense, Joined, Narrow, Transposed
 from specjax.models.layers import Linear
-from specjax.models.products import few_queries_product, few_rows_product, several_rows_product
+from specjax.models.products import few_queries_product, few_rows_product, rows_of, several_rows_product
 from specjax.testing.toys import ToyModel
 from tests.cases import in_proof, transformer
 
@@ -77,6 +77,26 @@ def test_products_of_few_rows_are_the_librarys_on_either_kind_of_processor(monke
         for product in (few_rows_product, several_rows_product):
             found = product(jnp.asarray(x), jnp.asarray(kernel))
             np.testing.assert_allclose(found, x @ kernel.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 64])
+def test_a_loop_that_embeds_tokens_holds_no_wide_copy_of_the_table(tokens):
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(4096, 64)), jnp.bfloat16)
+
+    @jax.jit
+    def looped(table, tokens, rounds):
+        def step(carry):
+            left, tokens, total = carry
+            return left - 1, (tokens * 7 + 1) % len(table), total + rows_of(table, tokens, jnp.float32)
+
+        start = rounds, tokens, jnp.zeros((len(tokens), table.shape[1]))
+        return jax.lax.while_loop(lambda carry: carry[0] > 0, step, start)[2]
+
+    ids = jnp.arange(tokens, dtype=jnp.int32)
+    temporaries = looped.lower(table, ids, jnp.int32(3)).compile().memory_analysis().temp_size_in_bytes
+    assert temporaries < table.nbytes / 2
+    expected = sum(np.asarray(table, np.float32)[i] for i in (ids, ids * 7 + 1, (ids * 49 + 8) % 4096))
+    np.testing.assert_allclose(looped(table, ids, 3), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16, 17, 192, 193])
