@@ -1,5 +1,5 @@
 """Block costs and acceptance for the controller of a decoder. Seconds per block are stored beside the costs of plans,
-for each device, pair of models, kind of program and bucket of rows; one turn tells whether they still hold. The share
+for each device, pair of models, kind of program and bucket of rows; a few turns tell whether they still hold. The share
 of accepted proposals depends on weights, text and sampling, and is measured each time."""
 
 from __future__ import annotations

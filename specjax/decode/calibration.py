@@ -25,6 +25,8 @@ _LEAST_BLOCKS, _LEAST_SECONDS = 2, 0.05
 """Fewest blocks of the longest length in a turn, and fewest seconds, unless fewer blocks are asked for. Short turns
 follow the pace of a machine that others use: of SmolLM2-135M on 2 cores, turns of 2 blocks for 12 s gave costs within
 3% of each other, turns of 12 blocks for 22 s within 6%."""
+_LEAST_SEEN, _SECONDS_KNOWN = 32, 1.0
+"""Fewest blocks that tell how often proposed tokens are accepted, and most seconds of them beside known costs."""
 _ALIKE = 16
 """Number of blocks that the acceptance over all depths counts for at each depth. Depths differ little, and a depth that
 looks bad by a few blocks of one text would never be tried again."""
@@ -150,23 +152,28 @@ def measured(
 ) -> Calibration:
     """Costs of the engine's lengths, and the acceptance of the draft. The lengths take turns for ``budget`` seconds,
     from ``start``, a state with room for ``blocks`` of the longest blocks, which a turn has at most; costs between two
-    lengths are interpolated. ``costs``: earlier measurements, which one turn may confirm."""
+    lengths are interpolated. ``costs``: earlier measurements, which a few turns may confirm."""
     timer, depth, lengths = BlockTimer(engine, params, start), engine.max_depth, engine.compiled_lengths
     for length in lengths[:-1]:  # warm-up: the first run compiles, and reads cold memory
         timer.run(length, 2, timer.start)
-    # As many blocks as the cache has room for, since few say little about acceptance.
-    took, ended = timer.run(lengths[-1], NO_LIMIT, timer.start)
+    # As many blocks as the time and the cache have room for, since few say little about acceptance.
+    took, ended = timer.run(lengths[-1], _LEAST_SEEN, timer.start)
+    of_block = took / max(1, _blocks_of(ended))
+    left = (budget if costs is None else min(budget, _SECONDS_KNOWN)) - took
+    if left > of_block:
+        ended = timer.run(lengths[-1], math.ceil(left / of_block), ended)[1]
     chances = chances_of(engine, ended)
-    turn = None if costs is None else timer.turn(blocks)
-    if costs is not None and turn is not None and agree(at_each(turn, engine), side_by_side(costs)):
-        return dataclasses.replace(costs, **chances)
+    blocks = min(blocks, max(_LEAST_BLOCKS, math.ceil(_LEAST_SECONDS / of_block)))
+    checks: list[np.ndarray] = []
+    while costs is not None and len(checks) < LEAST_TURNS and (turn := timer.turn(blocks)) is not None:
+        checks.append(turn)
+        if agree(at_each(typical(checks), engine), side_by_side(costs)):
+            return dataclasses.replace(costs, **chances)
     paused, missed = None, blocks * depth
     if lengths[0] == 0 and engine.drafter.reads_late:
         # The controller is reset, so that it chooses by the length that the next run is held to.
         after = timer.run(0, missed, timer.start)[1]
         paused = dataclasses.replace(after, controller=timer.start.controller)
-    of_block = took / max(1, _blocks_of(ended))
-    blocks = min(blocks, max(_LEAST_BLOCKS, math.ceil(_LEAST_SECONDS / of_block)))
     turns: list[np.ndarray] = []
     late: list[float] = []
     begun = time.perf_counter()

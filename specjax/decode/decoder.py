@@ -53,6 +53,7 @@ from specjax.models.decode_layout import same_arrays
 from specjax.models.files import check_model
 from specjax.models.vocabulary import TokenRows
 
+_EVENT_SECONDS = 0.05
 _STOP_STRING_STEPS = 8
 """Number of blocks between two searches for stop strings."""
 
@@ -221,7 +222,7 @@ class Decoder:
         skip_special_tokens: bool = True,
         logprobs: Logprobs | bool | None = None,
         logits_processor: LogitsProcessor | None = None,
-        steps_per_event: int = 1,
+        steps_per_event: int | None = 1,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[Event]:
         """Decode one prompt and hand out tokens as they are committed. Tokens and text equal those of `generate` with
@@ -237,7 +238,8 @@ class Decoder:
             skip_special_tokens: as in `generate`.
             logprobs: as in `generate`.
             logits_processor: as in `generate`.
-            steps_per_event: blocks between two events.
+            steps_per_event: blocks between two events; None: as many as take a twentieth of a second, which looks as
+                smooth. Each event costs the host time, with a draft of a small target as much as a block.
             sampling: `SamplingOptions`.
 
         Returns:
@@ -247,7 +249,7 @@ class Decoder:
             DataError: an argument cannot be used; the message names argument and value.
             TypeError: a keyword is none of `SamplingOptions`.
         """
-        if not request_lib.is_whole(steps_per_event) or steps_per_event < 1:
+        if steps_per_event is not None and (not request_lib.is_whole(steps_per_event) or steps_per_event < 1):
             raise DataError(
                 f"steps_per_event: {steps_per_event!r}; an event takes a whole number of blocks, at least one"
             )
@@ -255,9 +257,9 @@ class Decoder:
         detokenize = self._detokenizer(skip_special_tokens)
         if detokenize is not None:
             run.texts = [RowText(detokenize, run.stops[0])]
-        return self._events(run, min(int(steps_per_event), NO_LIMIT))
+        return self._events(run, None if steps_per_event is None else min(int(steps_per_event), NO_LIMIT))
 
-    def _events(self, run: _Run, steps_per_event: int) -> Iterator[Event]:
+    def _events(self, run: _Run, steps_per_event: int | None) -> Iterator[Event]:
         sent = start = int(run.batch.request.lengths[0])
         for state in self._chunks(run, steps_per_event):
             host = jax.device_get(state)
@@ -409,11 +411,11 @@ class Decoder:
         Args:
             prompts: texts, or lists of token ids; not those that the decoder is judged by. If the target has too few
                 positions for the blocks behind them, they lose their first tokens.
-            blocks: most blocks of the longest length in a turn; shorter lengths run more, and long blocks fewer. As
-                many tell how often proposed tokens are accepted.
-            seconds: seconds of turns, of which there are at least three.
-            costs: costs of programs of the same shapes, measured on this machine before. One turn checks them; if it
-                agrees, there are no more.
+            blocks: most blocks of the longest length in a turn; shorter lengths run more, and long blocks fewer.
+            seconds: seconds of turns, of which there are at least three. Before them, blocks for about as long, at
+                least 32, tell how often proposed tokens are accepted.
+            costs: costs of programs of the same shapes, measured on this machine before. Up to three turns check
+                them; as soon as these agree, there are no more.
             sampling: `SamplingOptions`.
 
         Returns:
@@ -536,23 +538,24 @@ class Decoder:
     def _detokenizer(self, skip_special_tokens: bool) -> Detokenizer | None:
         return None if self.target.tokenizer is None else Detokenizer(self.target.tokenizer, skip_special_tokens)
 
-    def _chunks(self, run: _Run, max_steps: int, first: int | None = None) -> Iterator[DecodeState]:
-        """The host's part of the state at the end of each chunk; in the last one every row is done. ``first``: most
-        blocks of the first chunk, if it differs."""
+    def _chunks(self, run: _Run, max_steps: int | None, first: int | None = None) -> Iterator[DecodeState]:
+        """The host's part of the state at the end of each chunk; in the last one every row is done. ``max_steps``: most
+        blocks of a chunk; None: see `stream`. ``first``: most blocks of the first chunk, if it differs."""
         scheduler = Scheduler(run.engine, run.params, run.batch.rows)
         correction = self._costs.correction((run.batch.greedy, run.batch.rows))
         scheduler.insert(run.batch)
         # A copy, since the program consumes the state.
         fresh = None if correction is None else jax.device_put(scheduler.state.controller, may_alias=False)
+        steps = 1 if max_steps is None else max_steps if first is None else first
         while True:
-            steps = max_steps if run.looks or first is None else first
             if correction is None:
                 scheduler.chunk(steps)
             else:
                 if correction.due and run.params.calibration is not None:
                     self._correct(run, scheduler, correction, fresh)
                 begun, before = time.perf_counter(), scheduler.blocks
-                scheduler.chunk(min(steps, correction.patience))
+                steps = min(steps, correction.patience)
+                scheduler.chunk(steps)
                 correction.decoded(time.perf_counter() - begun, int((scheduler.blocks - before).max()))
             run.looks.append(HostSync(time.perf_counter() - run.start, scheduler.lengths))
             if run.texts:
@@ -560,6 +563,7 @@ class Decoder:
             yield without_caches(scheduler.state, run.engine.controller)
             if scheduler.done.all():
                 return
+            steps = _smooth(run.looks, steps) if max_steps is None else max_steps
 
     def _result(self, run: _Run, host: DecodeState, detokenize: Detokenizer | None) -> GenerationResult:
         rows = range(len(run.batch.seeds))
@@ -607,6 +611,14 @@ class _Run:
 
     def cut(self, row: int) -> Cut | None:
         return self.texts[row].cut if self.texts else None
+
+
+def _smooth(looks: Sequence[HostSync], last: int) -> int:
+    """Number of blocks of the next chunk that takes about `_EVENT_SECONDS`, after one of ``last`` blocks."""
+    if len(looks) < 2:
+        return 1
+    of_block = max(looks[-1].seconds - looks[-2].seconds, 1e-6) / last
+    return max(1, min(round(_EVENT_SECONDS / of_block), 2 * last))
 
 
 def _ended(run: _Run, scheduler: Scheduler) -> list[int]:

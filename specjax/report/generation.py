@@ -42,10 +42,10 @@ class Answer:
 def streamed(
     decoder: Any, prompt: str, given: Any, options: dict[str, Any], price: float | None, show: Any = None
 ) -> Answer:
-    """Answer to one prompt, decoded from ``given`` (text or ids) as a stream that times every block. ``show`` gets each
-    event. ``price``: price of an hour of the machine."""
+    """Answer to one prompt, decoded from ``given`` (text or ids) as a stream. ``show`` gets each event. ``price``:
+    price of an hour of the machine."""
     events = []
-    for event in decoder.stream(given, **options):
+    for event in decoder.stream(given, steps_per_event=None, **options):
         events.append(event)
         if show is not None:
             show(event)

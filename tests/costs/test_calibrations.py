@@ -66,13 +66,24 @@ def test_acceptance_is_that_of_the_draft_the_prompts_and_the_temperature(monkeyp
 
 
 def test_costs_of_a_bad_moment_are_measured_again(monkeypatch):
-    """They were read, and the first turn does not confirm them."""
+    """They were read, and no turn confirms them."""
     found = calibrate(decoder(), PROMPTS, temperature=0.0)
     assert found is not None
     monkeypatch.setattr(calibration, "agree", lambda found, known: False)
     again = calibrate(decoder(), PROMPTS, temperature=0.0)
     assert again is not None
     assert (again.measured, again.file) == (True, found.file)
+
+
+def test_one_slow_moment_does_not_make_a_program_measure_again(monkeypatch):
+    """The second turn confirms what the first did not."""
+    found, verdicts = calibrate(decoder(), PROMPTS, temperature=0.0), [False, True]
+    monkeypatch.setattr(calibration, "agree", lambda found, known: verdicts.pop(0))
+    again = calibrate(decoder(), PROMPTS, temperature=0.0)
+    assert found is not None
+    assert again is not None
+    assert not again.measured
+    assert verdicts == []
 
 
 @pytest.mark.parametrize(

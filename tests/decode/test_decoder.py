@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from specjax import sampling
+from specjax.decode import decoder as decoder_lib
 from specjax.decode import programs
 from specjax.decode import scheduler as scheduler_lib
 from specjax.decode.decoder import Decoder
 from specjax.decode.request import derive_seeds, prepare
+from specjax.decode.result import HostSync
 from specjax.drafters.draft_model import BoundDraftModel, DraftModel, TrainedDraftModel
 from specjax.drafters.ngram import NGram
 from specjax.errors import DataError, SpecjaxError
@@ -166,6 +168,27 @@ def test_the_stream_hands_out_the_tokens_of_generate_as_they_are_committed():
     assert events[-1].done
     assert not events[0].done
     assert events[-1].stats == want.stats[0]
+
+
+def test_a_stream_for_the_eye_takes_blocks_together_and_hands_out_the_same_tokens(monkeypatch):
+    decoder, options = Decoder(TARGET, DraftModel(DRAFT, 3)), {"max_new_tokens": 150, "temperature": 0.9, "seed": 4}
+    want = decoder.generate([[1, 2]], **options)
+    monkeypatch.setattr(decoder_lib, "_EVENT_SECONDS", 3600.0)
+    events = list(decoder.stream([1, 2], steps_per_event=None, **options))
+    assert [t for event in events for t in event.tokens] == want.tokens[0]
+    # 1, then twice as many each time, since no chunk takes an hour.
+    taken = np.diff([0, *(event.stats.blocks for event in events)]).tolist()
+    assert taken[:-1] == [1, 1, *(2 ** (i + 1) for i in range(len(taken) - 3))]
+    assert events[-1].done
+
+
+@pytest.mark.parametrize(
+    ("last", "took", "want"), [(1, 0.02, 2), (4, 0.1, 2), (3, 0.15, 1), (2, 9.0, 1), (8, 0.01, 16)]
+)
+def test_blocks_of_an_event_follow_their_seconds(last, took, want):
+    looks = [HostSync(seconds, np.zeros(1, np.int32)) for seconds in (1.0, 1.0 + took)]
+    assert decoder_lib._smooth(looks, last) == want
+    assert decoder_lib._smooth(looks[:1], last) == 1
 
 
 def test_origins_and_counters_tell_the_same_story():
