@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -114,6 +115,32 @@ def remat() -> bool:
     """True if training stores no activations unless asked to: memory is an accelerator's scarcest resource, and a
     draft's forward pass costs little beside its target's."""
     return not _on_cpu()
+
+
+@functools.cache
+def _malloc_trim() -> Any:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # the C library is not glibc
+        return None
+
+
+def return_memory() -> None:
+    """Give freed memory of the host back to the system. glibc keeps arrays of up to 32 MB for later ones, and of a
+    model's layers that are copied one by one it would keep them all."""
+    if (trim := _malloc_trim()) is not None:
+        trim(0)
+
+
+LEAST_SCANNED = 16
+"""Fewest equal layers that decoding runs as one loop."""
+
+
+def scans_layers(count: int) -> bool:
+    """True if decoding holds ``count`` equal layers as one array for each parameter, and runs them as a loop, which is
+    compiled once. On a CPU each product reads its layer where it lies; an accelerator's libraries would copy it
+    first."""
+    return _on_cpu() and count >= LEAST_SCANNED
 
 
 def transposes_kernels() -> bool:

@@ -20,7 +20,7 @@ from specjax.decode.programs import NO_LIMIT, compiled_chunk, grow, prefilled, s
 from specjax.decode.request import Batch
 from specjax.errors import DataError
 from specjax.interfaces import STOP_STRING, UNFINISHED, Controller, DecodeState
-from specjax.models.cache import first, insert, num_slots
+from specjax.models.cache import first, insert, num_slots, of_first_row
 from specjax.runtime.signals import ctrl_c_waits
 
 _END: Any = object()
@@ -163,7 +163,7 @@ def without_caches(state: DecodeState, controller: Controller | None) -> DecodeS
 @functools.partial(jax.jit, static_argnames="rows")
 def _vacant(state: DecodeState, rows: int) -> DecodeState:
     """A state of ``rows`` rows in the shape of the given state's, all done."""
-    state = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], (rows, *x.shape[1:])), state)
+    state = of_first_row(state, rows)
     return dataclasses.replace(state, done=jnp.ones((rows,), bool))
 
 

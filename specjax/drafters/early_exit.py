@@ -60,7 +60,8 @@ class ExitModel(FeatureModel):
             many = target.config.num_layers
             raise ModelError(f"early_exit: leaves the target behind {self.layers} layers, and it has {many}")
         layout, numbers = target.layout(), tuple(range(self.layers))
-        layers = {**layout.params, "layers": {i: layout.params["layers"][i] for i in numbers}}
+        shared = layout.params["layers"]
+        layers = {**layout.params, "layers": shared if layout.spec.looped else {i: shared[i] for i in numbers}}
         config: ModelConfig = layout.spec.config
         first = dataclasses.replace(config, num_layers=self.layers, layers=tuple(map(config.layer, numbers)))
         run = GlideModel(dataclasses.replace(layout.spec, config=first), numbers)

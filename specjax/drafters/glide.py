@@ -108,7 +108,7 @@ class GlideModel:
                 return placed(x, form.sharding), own
 
             run = jax.checkpoint(block) if form.remat else block
-            x, own = run(placed(x, form.sharding), params["layers"][i], tables[kind], reading)
+            x, own = run(placed(x, form.sharding), self.model.layer(params, i), tables[kind], reading)
             blocks.append(own)
         return x, tuple(blocks)
 

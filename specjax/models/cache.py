@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from specjax.models.attention.stored import BlockKV, Int8Layer, LayerKV, Sliding, Stored, moved, resized, sliding
+from specjax.models.attention.stored import BlockKV, Int8Layer, LayerKV, OneOf, Sliding, Stored, moved, resized, sliding
 
 
 class Windows(NamedTuple):
@@ -61,6 +61,9 @@ class KVCache:
     """Sizes of the layers that slide; None: every layer holds everything."""
     block: tuple[BlockKV, ...] | None = None
     """Keys and values of the tokens of a tree that a pass has just written, by layer, for `keep`."""
+    together: bool = flax.struct.field(pytree_node=False, default=False)
+    """True if ``layers`` is a single entry whose arrays have the layers in a first axis, and ``block`` alike, for a
+    model that runs its layers as a loop."""
 
     @classmethod
     def zeros(
@@ -72,19 +75,21 @@ class KVCache:
         features: int,
         dtype: DTypeLike,
         windows: Windows | None = None,
+        together: bool = False,
     ) -> KVCache:
         """Empty cache; ``dtype`` int8: with scales."""
+        many = (num_layers,) if together else ()
 
         def layer(i: int) -> Stored:
             held = num_slots if windows is None else windows.held(i)
             keys, values = (
-                jnp.zeros((batch, kv_heads, *shape), dtype) for shape in ((held, features), (features, held))
+                jnp.zeros((*many, batch, kv_heads, *shape), dtype) for shape in ((held, features), (features, held))
             )
-            scales = (jnp.zeros((batch, kv_heads, held), jnp.float32) for _ in range(2))
+            scales = (jnp.zeros((*many, batch, kv_heads, held), jnp.float32) for _ in range(2))
             slots = Int8Layer(keys, values, *scales) if keys.dtype == jnp.int8 else LayerKV(keys, values)
             return slots if held == num_slots else Sliding(slots, jnp.zeros((batch,), jnp.int32))
 
-        return cls(tuple(map(layer, range(num_layers))), windows=windows)
+        return cls(tuple(map(layer, range(1 if together else num_layers))), windows=windows, together=together)
 
     @property
     def num_slots(self) -> int:
@@ -107,10 +112,17 @@ class KVCache:
         """Keys and values of single layers, to be read; only layers in few bits are copied. Raises `ValueError` for a
         layer that holds no more than it sees: `specjax.models.transformer.Model.init_cache` must be told which layers
         are read whole."""
-        for i in layers:
-            if isinstance(self.layers[i], Sliding):
+        found = [self._layer(i) for i in layers]
+        for i, layer in zip(layers, found, strict=True):
+            if isinstance(layer, Sliding):
                 raise ValueError(f"layer {i} of the cache slides, so that it cannot be read whole")
-        return tuple(self.layers[i].read() for i in layers)
+        return tuple(layer.read() for layer in found)
+
+    def _layer(self, number: int) -> Stored | OneOf:
+        if not self.together:
+            return self.layers[number]
+        assert not isinstance(self.layers[0], Sliding)
+        return OneOf(self.layers[0], number)
 
     def keep(self, start: Int[Array, " B"], path: Int[Array, "B D"]) -> KVCache:
         """This cache with the accepted path of a tree in the slots of a chain. Node n of the tree has slot
@@ -118,8 +130,11 @@ class KVCache:
         ``path`` may name any node: the next block overwrites those slots."""
 
         of_layers = (None,) * len(self.layers) if self.block is None else self.block
+        move = functools.partial(moved, together=self.spread)
+        if self.together:
+            move = jax.vmap(move, in_axes=(0, None, None, 0))
         each = zip(self.layers, of_layers, strict=True)
-        layers = tuple(moved(layer, start, path, block, together=self.spread) for layer, block in each)
+        layers = tuple(move(layer, start, path, block) for layer, block in each)
         return dataclasses.replace(self, layers=layers, block=None)
 
     def slid(self, lengths: Int[Array, " B"]) -> KVCache:
@@ -173,21 +188,37 @@ class KVCache:
 
     def insert(self, rows: Int[Array, " R"], other: KVCache) -> KVCache:
         """This cache with ``other``'s rows in place of its ``rows``, neither folded; rows out of range are dropped."""
-        return jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), self, other)
+
+        def put(old: Array, new: Array) -> Array:
+            at = old.at[:, rows] if self.together else old.at[rows]
+            return at.set(new, mode="drop")
+
+        layers = jax.tree.map(put, self.layers, other.layers)
+        if self.total is None or other.total is None:
+            return dataclasses.replace(self, layers=layers)
+        return dataclasses.replace(self, layers=layers, total=self.total.at[rows].set(other.total, mode="drop"))
 
     @property
     def is_folded(self) -> bool:
-        return self.layers[0].keys.ndim == 3
+        return self.layers[0].keys.ndim == 3 + self.together
 
     def fold(self) -> KVCache:
         """This cache with rows and heads on one axis, ``[BG, ...]``: the form that a pass writes and a loop of passes
         carries."""
-        stays = self.is_folded or self.spread
-        return self if stays else self._changed(lambda x: x if x.ndim == 1 else x.reshape(-1, *x.shape[2:]))
+        stays, many = self.is_folded or self.spread, int(self.together)
+
+        def folded(x: Array) -> Array:
+            return x if x.ndim == 1 else x.reshape(*x.shape[:many], -1, *x.shape[many + 2 :])
+
+        return self if stays else self._changed(folded)
 
     def unfold(self, batch: int) -> KVCache:
-        stays = self.spread
-        return self if stays else self._changed(lambda x: x if x.ndim == 1 else x.reshape(batch, -1, *x.shape[1:]))
+        stays, many = self.spread, int(self.together)
+
+        def unfolded(x: Array) -> Array:
+            return x if x.ndim == 1 else x.reshape(*x.shape[:many], batch, -1, *x.shape[many + 1 :])
+
+        return self if stays else self._changed(unfolded)
 
     def written(self, layers: Sequence[Stored], block: Sequence[BlockKV] | None = None) -> KVCache:
         """This cache with the folded ``layers`` of a pass in place of its own; it is folded only if it was before.
@@ -243,12 +274,25 @@ def narrowed(tree: KVCache | Any, lengths: Int[Array, " B"], room: int) -> Any:
 
 
 def insert(tree: Any, rows: Int[Array, " R"], other: Any) -> Any:
-    """The pytree with ``other``'s rows in place of its ``rows``; all arrays have the row first, caches are included."""
+    """The pytree with ``other``'s rows in place of its ``rows``; all arrays but those of caches have the row first."""
 
     def put(old: Any, new: Any) -> Any:
         return old.insert(rows, new) if is_cache(old) else old.at[rows].set(new, mode="drop")
 
     return jax.tree.map(put, tree, other, is_leaf=is_cache)
+
+
+def of_first_row(tree: Any, rows: int) -> Any:
+    """The pytree with ``rows`` copies of its first row; caches are included, not folded."""
+    first = jnp.zeros((rows,), jnp.int32)
+
+    def copied(x: Any) -> Any:
+        if not is_cache(x):
+            return x[first]
+        layers = jax.tree.map(lambda array: jnp.take(array, first, axis=int(x.together)), x.layers)
+        return dataclasses.replace(x, layers=layers, total=None if x.total is None else x.total[first])
+
+    return jax.tree.map(copied, tree, is_leaf=is_cache)
 
 
 def free_programs() -> None:

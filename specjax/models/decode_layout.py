@@ -51,7 +51,9 @@ class DecodeLayout:
         """The original weights, bit for bit."""
         if not isinstance(self.plain, Model):
             return self.params
-        params = jax.tree.map(self._original, self.params, is_leaf=_is_kernel)
+        numbers = range(self.plain.config.num_layers)
+        params = {**self.params, "layers": {i: self.spec.layer(self.params, i) for i in numbers}}
+        params = jax.tree.map(self._original, params, is_leaf=_is_kernel)
         shards = self.spec.config.fused_shards
         params = {**params, "layers": {i: _split(self.plain, layer, shards) for i, layer in params["layers"].items()}}
         made = {"narrow_head", "head"} if self.plain.config.tie_embeddings else {"narrow_head"}
@@ -152,8 +154,27 @@ def decode_layout(spec: Any, params: Params, fused: bool = True, owned: bool = F
     owned |= fused  # fused layers are a dict of our own
     shared = spec.vocabulary is None and spec.config.tie_embeddings and _turns(spec, params["embedding"])
     if not shared:
-        return spec, stored_kernels(spec, params, owned)
-    return _untied(spec), stored_kernels(spec, params, owned, params["embedding"])
+        return _looped(spec, stored_kernels(spec, params, owned))
+    return _looped(_untied(spec), stored_kernels(spec, params, owned, params["embedding"]))
+
+
+def _looped(spec: Model, params: Params) -> tuple[Model, Params]:
+    """The spec and parameters of a model that runs its layers as a loop, where they allow it: equal layers without a
+    window, whose matrices are all `Transposed` or `Narrow`."""
+    config = spec.config
+    layers = [params["layers"][i] for i in range(config.num_layers)]
+    uniform = len(set(map(config.layer, range(config.num_layers)))) == 1 and not any(spec.windows)
+    if not (uniform and backend.scans_layers(len(layers))):
+        return spec, params
+    forms = [jax.tree.map(lambda x: (x.shape, x.dtype), layer) for layer in layers]
+    leaves = jax.tree.leaves(layers[0], is_leaf=_is_kernel)
+    # Experts, and kernels of other forms, would be copied before they are read.
+    read_in_place = all(isinstance(x, Transposed) or (not _is_kernel(x) and x.ndim == 1) for x in leaves)
+    if not read_in_place or any(form != forms[0] for form in forms):
+        return spec, params
+    del leaves  # no array may outlive its turn in `kernels.together`
+    params["layers"].clear()
+    return dataclasses.replace(spec, looped=True), {**params, "layers": {0: kernels.together(layers)}}
 
 
 def _untied(spec: Model) -> Model:
@@ -261,7 +282,9 @@ def stored_kernels(spec: Any, params: Params, owned: bool = False, table: Array 
 
     ``owned``: the dict of layers is emptied on the way, so that they are not in memory twice. ``table``: an embedding
     that is the head, too; both are one array then."""
-    linears = {(*path, "kernel") for path, part in nnx.iter_modules(spec.module(params)) if isinstance(part, Linear)}
+    # Modules refer to each other, and would keep arrays until Python looks for such cycles.
+    shapes = jax.tree.map(lambda x: x if _is_kernel(x) else jax.typeof(x), params, is_leaf=_is_kernel)
+    linears = {(*path, "kernel") for path, part in nnx.iter_modules(spec.module(shapes)) if isinstance(part, Linear)}
 
     def arrays(part: Any, within: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
         leaves = jax.tree_util.tree_leaves_with_path(part, is_leaf=_is_kernel)
@@ -280,7 +303,9 @@ def stored_kernels(spec: Any, params: Params, owned: bool = False, table: Array 
         turned = turning(own)
         made: dict[tuple[Any, ...], Any] = {path: Dense(leaf) for path, leaf in own.items() if path not in turned}
         if turned:
-            made |= zip(turned, map(kind, _transposed([*turned.values()], dtype)), strict=True)
+            # What is still to be computed would hold on to what it is computed from.
+            transposed = jax.block_until_ready(_transposed([*turned.values()], dtype))
+            made |= zip(turned, map(kind, transposed), strict=True)
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: made.get(_names(path, within), leaf), part, is_leaf=_is_kernel
         )
@@ -289,8 +314,10 @@ def stored_kernels(spec: Any, params: Params, owned: bool = False, table: Array 
     layers = params.get("layers", {})
     found = stored({name: part for name, part in params.items() if name != "layers"})
     if layers:
-        numbers = list(layers)
-        found["layers"] = {i: stored(layers.pop(i) if owned else layers[i], ("layers", i)) for i in numbers}
+        found["layers"] = {}
+        for i in list(layers):
+            found["layers"][i] = stored(layers.pop(i) if owned else layers[i], ("layers", i))
+            backend.return_memory()
     if table is None:
         return found
     table = table.astype(jnp.bfloat16) if narrow else table

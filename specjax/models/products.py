@@ -77,30 +77,51 @@ def rows_of(table: Float[Array, "V I"], tokens: Int[Array, "*at"], dtype: DTypeL
     return table[tokens].astype(dtype)
 
 
-def few_rows_product(x: Float[Array, "M I"], kernel: Num[Array, "O I"]) -> Float[Array, "M O"]:
+def few_rows_product(
+    x: Float[Array, "M I"], kernel: Num[Array, "*layers O I"], layer: Int[Array, ""] | int | None = None
+) -> Float[Array, "M O"]:
     """``x @ kernel.T`` for few rows, as one reduction that reads each row of the kernel once. Each step takes one row
     from each of several distant parts of the kernel: one read of x serves them all, and several streams from memory are
-    under way at once."""
+    under way at once. ``layer``: see `widened`."""
     # The division keeps XLA from computing x again for every row of the kernel: it takes a division to be too expensive
     # to repeat. It must be element by element: one by a scalar would become a product, which XLA would fuse.
     x = x / jnp.where(jnp.isinf(x), 2.0, 1.0).astype(x.dtype)
     if kernel.dtype != x.dtype:
         # The barrier keeps XLA from converting the kernel before the loop over tokens, and reading a wide copy in it.
         x, kernel = jax.lax.optimization_barrier((x, kernel))
-    wanted = backend.product_parts(len(x), kernel.shape[1])
-    parts = [part.astype(x.dtype) for part in jnp.split(kernel, math.gcd(wanted, len(kernel)))]
+    outputs, inputs = kernel.shape[-2:]
+    count = math.gcd(backend.product_parts(len(x), inputs), outputs)
+    parts = [widened(kernel, x.dtype, layer, i, count) for i in range(count)]
     terms = tuple(part * row for row in [row[None] for row in x] for part in parts)
     columns = jax.lax.reduce(terms, (jnp.zeros((), x.dtype),) * len(terms), add_all, (1,))
     return jnp.stack(columns).reshape(len(x), -1)
 
 
-def several_rows_product(x: Float[Array, "M I"], kernel: Num[Array, "O I"]) -> Float[Array, "M O"]:
+def widened(
+    kernel: Num[Array, "*layers O I"], dtype: DTypeLike, layer: Int[Array, ""] | int | None, part: int = 0, of: int = 1
+) -> Float[Array, "P I"]:
+    """Rows of a kernel in ``dtype``: part ``part`` of ``of`` equal ones. ``layer``: the one that is meant among the
+    kernels of several layers, in which whole numbers of 16 bits stand for the bfloat16 of the same bits, since XLA on
+    CPU would convert a slice of bfloat16 three times; None: the kernel is of a single layer."""
+    rows = kernel.shape[-2] // of
+    if layer is None:
+        return jax.lax.slice_in_dim(kernel, part * rows, (part + 1) * rows).astype(dtype)
+    start = (jnp.asarray(layer, jnp.int32), jnp.int32(part * rows), jnp.int32(0))
+    found = jax.lax.dynamic_slice(kernel, start, (1, rows, kernel.shape[-1]))[0]
+    if kernel.dtype == jnp.uint16:
+        found = jax.lax.bitcast_convert_type(found.astype(jnp.uint32) << 16, jnp.float32)
+    return found.astype(dtype)
+
+
+def several_rows_product(
+    x: Float[Array, "M I"], kernel: Num[Array, "*layers O I"], layer: Int[Array, ""] | int | None = None
+) -> Float[Array, "M O"]:
     """`few_rows_product` of a few rows of x at a time, equally many each time. Compared with widening the kernel for
     the library's matrix product: 2x and more for up to 64 tokens, as fast for 128."""
     blocks = -(-len(x) // backend.product_rows())
     rows = -(-len(x) // blocks)
     padded = jnp.pad(x, ((0, blocks * rows - len(x)), (0, 0))).reshape(blocks, rows, -1)
-    found = jax.lax.map(lambda block: few_rows_product(block, kernel), padded)
+    found = jax.lax.map(lambda block: few_rows_product(block, kernel, layer), padded)
     return found.reshape(blocks * rows, -1)[: len(x)]
 
 

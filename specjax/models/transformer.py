@@ -26,6 +26,7 @@ from specjax import interfaces
 from specjax.interfaces import NOTHING, Documents, Output, Params, Reads
 from specjax.models import kernels
 from specjax.models.attention.kv_source import KVSource, kv_sources
+from specjax.models.attention.stored import OneOf
 from specjax.models.cache import KVCache, Windows
 from specjax.models.config import LayerKind, ModelConfig
 from specjax.models.layers import MLP, Attention, ExpertMLP, InitKeys, Linear, make_norm
@@ -88,8 +89,8 @@ class Transformer(nnx.Module):
     """Modules that hold the weights. They compute in ``dtype`` and are initialised in it: at variance 1/fan_in,
     residual outputs scaled down by depth (GPT-2)."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: str = "float32"):
-        self.config, self.dtype = config, dtype
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: str = "float32", looped: bool = False):
+        self.config, self.dtype, self.looped = config, dtype, looped
 
         def embedding(count: int) -> nnx.Param:
             return nnx.Param(jax.random.normal(rngs.params(), (count, config.hidden_size), dtype) * 0.02)
@@ -97,9 +98,9 @@ class Transformer(nnx.Module):
         self.embedding = embedding(config.vocab_size)
         if config.learned_positions:
             self.position_embedding = embedding(config.max_positions)
-        self.layers = nnx.List(
-            [Block(config, config.layer(i), rngs=rngs, dtype=dtype) for i in range(config.num_layers)]
-        )
+        # In a loop, one block has the parameters of all layers side by side.
+        count = 1 if looped else config.num_layers
+        self.layers = nnx.List([Block(config, config.layer(i), rngs=rngs, dtype=dtype) for i in range(count)])
         self.norm = make_norm(config, config.hidden_size, dtype=dtype)
         if not config.tie_embeddings:
             self.head = Linear(config.hidden_size, config.vocab_size, rngs=rngs, dtype=dtype)
@@ -114,6 +115,8 @@ class Transformer(nnx.Module):
         """Returns the fields hidden, cache, keys_values and final of `Output`."""
         config = self.config
         x, contexts = self.embed(tokens, positions, slots, cache, mask, mesh)
+        if self.looped:
+            return self._looped(x, contexts, cache, slots is not None and mask is not None, reads)
         x = constrained(x, mesh, ROWS, None, None)
         cached = None if cache is None else cache.fold().layers
         streams, fed, written = [x], [], []
@@ -131,6 +134,29 @@ class Transformer(nnx.Module):
             cache = cache.written(written, None if slots is None or mask is None else fed)
         hidden, keys_values = tuple(streams[i] for i in reads.hidden_layers), tuple(fed[i] for i in reads.kv_layers)
         return hidden, cache, keys_values, self.norm(x)
+
+    def _looped(self, x, contexts, cache: KVCache | None, is_tree: bool, reads: Reads):
+        """What `__call__` returns, by a loop over equal layers. The loop carries the caches of all of them."""
+        rotary, kv = contexts[self.config.layer(0)]
+        graph, state = nnx.split(self.layers[0])
+        weights, keeps_block = nnx.to_pure_dict(state), is_tree and cache is not None
+
+        def through(carry: Any, number: Int[Array, ""]) -> tuple[Any, Any]:
+            x, cached = carry
+            source = kv if cached is None else kv.over(OneOf(cached, number))
+            own = nnx.State(kernels.layer_of(weights, number))
+            x, layer, fed = _through(graph, own, x, rotary, source)
+            left = (x if reads.hidden_layers else None, fed if reads.kv_layers or keeps_block else None)
+            return (x, None if cached is None else layer.layers), left
+
+        start: Any = x, None if cache is None else cache.fold().layers[0]
+        found: Any = jax.lax.scan(through, start, jnp.arange(self.config.num_layers, dtype=jnp.int32))
+        (final, cached), (streams, fed) = found
+        if cache is not None:
+            cache = cache.written((cached,), (fed,) if keeps_block else None)
+        hidden = tuple(x if i == 0 else streams[i - 1] for i in reads.hidden_layers)
+        keys_values = tuple((fed[0][i], fed[1][i]) for i in reads.kv_layers)
+        return hidden, cache, keys_values, self.norm(final)
 
     def embed(self, tokens, positions, slots, cache, mask, mesh: Mesh | None = None):
         """Input of the first layer, and for each kind of layer (its rotary table, the keys and values that it attends
@@ -171,8 +197,8 @@ class Transformer(nnx.Module):
 
 
 @functools.lru_cache(maxsize=64)
-def _graphdef(config: ModelConfig, dtype: str) -> nnx.GraphDef:
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=InitKeys(0), dtype=dtype)))[0]
+def _graphdef(config: ModelConfig, dtype: str, looped: bool) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=InitKeys(0), dtype=dtype, looped=looped)))[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +216,9 @@ class Model(interfaces.Model):
     """Dtype of its KV cache; int8: with a scale for each vector; None: the dtype that it computes in."""
     vocabulary: DraftVocabulary | None = dataclasses.field(default=None, kw_only=True)
     """Ids that it proposes as a draft; only their logits are computed. None: all ids."""
+    looped: bool = dataclasses.field(default=False, kw_only=True)
+    """True if its layers, which are equal and without a window, run as a loop; their parameters are side by side in one
+    array each, in place of those of layer 0."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -209,7 +238,11 @@ class Model(interfaces.Model):
 
     def module(self, params: Params) -> Transformer:
         """The NNX module that holds ``params``."""
-        return nnx.merge(_graphdef(self.config, self.dtype), nnx.State(params))
+        return nnx.merge(_graphdef(self.config, self.dtype, self.looped), nnx.State(params))
+
+    def layer(self, params: Params, number: int) -> Any:
+        """Parameters of one of its layers."""
+        return kernels.layer_of(params["layers"][0], number) if self.looped else params["layers"][number]
 
     def init_cache(
         self,
@@ -228,7 +261,7 @@ class Model(interfaces.Model):
         of_layers = tuple(None if i in whole else window for i, window in enumerate(config.windows))
         windows = None if room is None or not any(of_layers) else Windows(of_layers, room, num_slots)
         sizes = batch, num_slots, config.num_kv_heads, config.head_dim
-        cache = KVCache.zeros(config.num_layers, *sizes, dtype, windows)
+        cache = KVCache.zeros(config.num_layers, *sizes, dtype, windows, self.looped)
         total = jnp.zeros((batch,), jnp.int32) if config.rows_choose_frequencies else None
 
         def placed(x: Array) -> Array:

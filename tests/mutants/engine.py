@@ -13,15 +13,15 @@ from specjax import sampling
 from specjax.decode import engine, programs
 from specjax.drafters.draft_model import BoundDraftModel
 from specjax.interfaces import Verdict
-from specjax.models import cache, decode_layout, layers
-from specjax.models.attention import blocks
+from specjax.models import cache, decode_layout, kernels, layers
+from specjax.models.attention import blocks, stored
 from specjax.models.kernels.quantised import Quantised
 from specjax.proposal import Proposal
 from specjax.verifiers import greedy, matching
 from specjax.verifiers.chain import row
 from tests import test_sampling
 from tests.decode import test_blocks, test_decoder, test_extras, test_invalid, test_options, test_prefill
-from tests.models import test_decode_layout, test_quantised
+from tests.models import test_decode_layout, test_looped, test_quantised
 from tests.models.attention import test_blocks as test_blocks_of_attention
 from tests.mutants.table import Patch, mutant, wrap
 
@@ -332,3 +332,19 @@ def a_product_has_the_scale_of_another_output(patch):
         return mutated
 
     wrap(patch, Quantised, "__call__", make)
+
+
+@mutant("layout", test_looped.test_the_layers_of_a_loop_keep_their_order)
+def the_last_two_layers_of_a_loop_change_places(patch):
+    wrap(patch, kernels, "together", lambda real: lambda layers: real([*layers[:-2], layers[-1], layers[-2]]))
+
+
+@mutant("cache", test_looped.test_rows_that_come_and_go_get_the_same)
+def all_layers_of_a_loop_write_the_cache_of_the_first(patch):
+    def make(real):
+        def mutated(buffer, start, new, axis, together=False, layer=None):
+            return real(buffer, start, new, axis, together, None if layer is None else 0)
+
+        return mutated
+
+    wrap(patch, stored, "_write", make)

@@ -18,7 +18,7 @@ from specjax.interfaces import Documents
 from specjax.models.attention import flash
 from specjax.models.attention.blocks import attend
 from specjax.models.attention.sight import AttentionMask, Tree
-from specjax.models.attention.stored import LayerKV, Sliding, Stored
+from specjax.models.attention.stored import LayerKV, OneOf, Sliding, Stored
 from specjax.models.cache import KVCache
 
 
@@ -47,14 +47,14 @@ class CacheKV:
 
     sight: AttentionMask
     start: Int[Array, " B"]
-    cached: Stored | None = None
+    cached: Stored | OneOf | None = None
     spread: bool = flax.struct.field(pytree_node=False, default=False)
     mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
     """Mesh of the devices that a pass computes on, if there are several."""
     whole: bool = flax.struct.field(pytree_node=False, default=False)
     """True if the tokens of a pass are all that a row has so far, so that they attend to each other alone."""
 
-    def over(self, cached: Stored) -> CacheKV:
+    def over(self, cached: Stored | OneOf) -> CacheKV:
         """This source for another layer, whose folded cache is ``cached``."""
         if not isinstance(cached, Sliding) or self.whole:  # then its base is the row's first token
             return dataclasses.replace(self, cached=cached)
@@ -64,7 +64,9 @@ class CacheKV:
             sight = sight.within(sight.window, queries, _key_positions(cached.keys.shape[-2], queries, start))
         return dataclasses.replace(self, cached=cached, sight=sight, start=start)
 
-    def attend(self, q, k, v, scale: float | None = None, soft_cap: float | None = None) -> tuple[Array, Stored]:
+    def attend(
+        self, q, k, v, scale: float | None = None, soft_cap: float | None = None
+    ) -> tuple[Array, Stored | OneOf]:
         """Output of attention, and the layer with the tokens' own keys and values, see `KVSource`."""
         own = LayerKV.of(k, v, folded=not self.spread)
         layer = own if self.cached is None else self.cached.write(self.start, own, self.spread)

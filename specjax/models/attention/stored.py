@@ -35,14 +35,17 @@ class LayerKV(NamedTuple):
             values.transpose(0, 2, 3, 1).reshape(*heads, values.shape[3], fed),
         )
 
-    def write(self, start: Int[Array, " B"], new: LayerKV, together: bool = False) -> LayerKV:
+    def write(
+        self, start: Int[Array, " B"], new: LayerKV, together: bool = False, number: Int[Array, ""] | int | None = None
+    ) -> LayerKV:
         """This layer with each row's T new entries, which have the same form, at the slots from ``start[b]`` on. The
-        slots of a block are contiguous, those of a tree as well. ``together``: all rows at once.
+        slots of a block are contiguous, those of a tree as well. ``together``: all rows at once. ``number``: number of
+        the layer to be changed, if these are all of a model, see `OneOf`.
 
         The engine keeps ``S >= start[b] + T``; otherwise `dynamic_update_slice` would clamp its start and overwrite
         valid slots.
         """
-        return _written(self, start, new, together)
+        return _written(self, start, new, together, number)
 
     @property
     def scales(self) -> None:
@@ -68,10 +71,12 @@ class Int8Layer(NamedTuple):
     value_scales: Float[Array, "*heads S"]
     slot_axes = (-2, -1, -1, -1)
 
-    def write(self, start: Int[Array, " B"], new: LayerKV, together: bool = False) -> Int8Layer:
+    def write(
+        self, start: Int[Array, " B"], new: LayerKV, together: bool = False, number: Int[Array, ""] | int | None = None
+    ) -> Int8Layer:
         """Like `LayerKV.write`; ``new`` has the dtype that the model computes in."""
         (keys, key_scales), (values, value_scales) = _in_int8(new.keys, -1), _in_int8(new.values, -2)
-        return _written(self, start, Int8Layer(keys, values, key_scales, value_scales), together)
+        return _written(self, start, Int8Layer(keys, values, key_scales, value_scales), together, number)
 
     @property
     def scales(self) -> Scales:
@@ -144,6 +149,42 @@ class Sliding(NamedTuple):
         return Sliding(_taken(self.slots, sources), base)
 
 
+class OneOf(NamedTuple):
+    """A layer among those of one array each: ``layers`` has an axis of layers before all others."""
+
+    layers: LayerKV | Int8Layer
+    number: Int[Array, ""] | int
+
+    @property
+    def slots(self) -> LayerKV | Int8Layer:
+        """This layer by itself. No array is copied that a reduction reads."""
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, self.number, keepdims=False), self.layers)
+
+    @property
+    def keys(self) -> Array:
+        return self.slots.keys
+
+    @property
+    def values(self) -> Array:
+        return self.slots.values
+
+    @property
+    def scales(self) -> Scales | None:
+        return self.slots.scales
+
+    def read(self) -> tuple[Array, Array]:
+        """Like `LayerKV.read`."""
+        return self.slots.read()
+
+    def as_read(self, keys: Float[Array, "B T G C"], values: Float[Array, "B T G C"]) -> tuple[Array, Array]:
+        """Like `LayerKV.as_read`."""
+        return self.layers.as_read(keys, values)
+
+    def write(self, start: Int[Array, " B"], new: LayerKV, together: bool = False) -> OneOf:
+        """Like `LayerKV.write`; the result has all layers, of which this one is changed."""
+        return self._replace(layers=self.layers.write(start, new, together, self.number))
+
+
 Stored = LayerKV | Int8Layer | Sliding
 BlockKV = tuple[Float[Array, "B T G C"], Float[Array, "B T G C"]]
 """Keys and values of the tokens of a pass in one layer."""
@@ -156,8 +197,10 @@ def _by_array(change: Callable[..., Array], layer: _Slots, *others: _Slots) -> _
     return type(layer)(*map(change, layer.slot_axes, layer, *others))
 
 
-def _written(layer: _Slots, start: Int[Array, " B"], new: _Slots, together: bool) -> _Slots:
-    return _by_array(lambda axis, old, x: _write(old, start, x, axis % old.ndim, together), layer, new)
+def _written(
+    layer: _Slots, start: Int[Array, " B"], new: _Slots, together: bool, number: Int[Array, ""] | int | None = None
+) -> _Slots:
+    return _by_array(lambda axis, old, x: _write(old, start, x, axis % x.ndim, together, number), layer, new)
 
 
 def _taken(layer: _Slots, sources: Int[Array, "B N"]) -> _Slots:
@@ -214,20 +257,34 @@ def write_rows(
     return _write(buffer, start, new, 1, together)
 
 
-def _write(buffer: Array, start: Int[Array, " B"], new: Array, axis: int, together: bool = False) -> Array:
-    """Write at ``start[b]`` of ``axis``: one row after the other, or all together if asked to or if they are many."""
-    rows, heads = len(start), len(buffer) // len(start)
+def _write(
+    buffer: Array,
+    start: Int[Array, " B"],
+    new: Array,
+    axis: int,
+    together: bool = False,
+    layer: Int[Array, ""] | int | None = None,
+) -> Array:
+    """Write at ``start[b]`` of ``axis``: one row after the other, or all together if asked to or if they are many.
+    ``layer``: the layer that is written, if ``buffer`` has an axis of layers before those of ``new``."""
+    rows, heads, axes = len(start), len(new) // len(start), new.ndim
     new = new.astype(buffer.dtype)
 
     def at(row, slot):
-        index = (row, *(slot if i == axis else 0 for i in range(1, buffer.ndim)))
+        index = (row, *(slot if i == axis else 0 for i in range(1, axes)))
+        index = index if layer is None else (layer, *index)
         return tuple(jnp.asarray(i, jnp.int32) for i in index)  # one type for all, under JAX_ENABLE_X64 as well
 
     if together or rows > backend.unrolled_rows():
+        if layer is not None:
+            own = jax.lax.dynamic_index_in_dim(buffer, layer, keepdims=False)
+            own = _write(own, start, new, axis, together)
+            return jax.lax.dynamic_update_index_in_dim(buffer, own, layer, 0)
         old, new = (x.reshape(rows, heads, *x.shape[1:]) for x in (buffer, new))
         written = jax.vmap(lambda b, n, s: jax.lax.dynamic_update_slice(b, n, at(0, s)))(old, new, start)
         return written.reshape(buffer.shape)
     for row in range(rows):
         theirs = new[row * heads : (row + 1) * heads]
+        theirs = theirs if layer is None else theirs[None]
         buffer = jax.lax.dynamic_update_slice(buffer, theirs, at(row * heads, start[row]))
     return buffer

@@ -7,6 +7,8 @@ Dims: I/O features in and out, M tokens of all rows.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, Float, Int, Num
 
 from specjax import backend
 from specjax.models.kernels.quantised import Quantised
@@ -24,6 +26,7 @@ from specjax.models.products import (
     precision_of,
     several_rows_product,
     wide_matrix_product,
+    widened,
 )
 
 
@@ -54,32 +57,33 @@ class Transposed:
     """A matrix whose rows are its outputs: a product with few tokens reads each row once, without packing the matrix
     first."""
 
-    value: Float[Array, "O I"]
+    value: Num[Array, "*layers O I"]
+    layer: Int[Array, ""] | int | None = None
+    """Number of the layer among the matrices of several; None: there is only one, or none is chosen yet."""
 
     def __call__(self, rows: Float[Array, "M I"], wide: bool = False) -> Float[Array, "M O"]:
         rows = rows.astype(jnp.float32) if wide else rows
         if len(rows) <= backend.FEW_ROWS:
-            return few_rows_product(rows, self.value)
-        return jnp.einsum("mi,oi->mo", rows, self.value.astype(rows.dtype), precision=precision_of(rows))
+            return few_rows_product(rows, self.value, self.layer)
+        kernel = widened(self.value, rows.dtype, self.layer)
+        return jnp.einsum("mi,oi->mo", rows, kernel, precision=precision_of(rows))
 
     def dense(self) -> Float[Array, "I O"]:
-        return self.value.T
+        return (self.value if self.layer is None else widened(self.value, jnp.float32, self.layer)).T
 
 
 @flax.struct.dataclass
 class Narrow(Transposed):
     """A float32 matrix stored in bfloat16, which holds all its numbers: half the bytes to read, multiplied in the dtype
-    of the rows."""
-
-    value: BFloat16[Array, "O I"]
+    of the rows. Those of several layers are stored as the bits, see `specjax.models.products.widened`."""
 
     def __call__(self, rows: Float[Array, "M I"], wide: bool = False) -> Float[Array, "M O"]:
         if backend.FEW_NARROW_ROWS < len(rows) <= backend.SEVERAL_NARROW_ROWS:
-            return several_rows_product(rows.astype(jnp.float32) if wide else rows, self.value)
+            return several_rows_product(rows.astype(jnp.float32) if wide else rows, self.value, self.layer)
         return super().__call__(rows, wide)
 
     def dense(self) -> Float[Array, "I O"]:
-        return self.value.T.astype(jnp.float32)
+        return widened(self.value, jnp.float32, self.layer).T
 
 
 @flax.struct.dataclass
@@ -122,6 +126,47 @@ def are_quantised(params: Any) -> bool:
 def leaves_of(params: Any) -> list[Any]:
     """Leaves of ``params``: arrays, and whole objects that multiply."""
     return jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Kernel))
+
+
+def together(layers: list[Any]) -> Any:
+    """One tree for equal trees of arrays, `Transposed` and `Narrow`, with those of all layers side by side in a first
+    axis, see `layer_of`. The list is emptied on the way, so that no more than one parameter of all layers is in memory
+    twice."""
+    flat, tree = [], None
+    while layers:
+        leaves, tree = jax.tree.flatten(layers.pop(0), is_leaf=lambda x: isinstance(x, Kernel))
+        flat.append(leaves)
+    assert tree is not None
+    found: list[Any] = []
+    for i, first in enumerate(flat[0]):
+        is_kernel = isinstance(first, Transposed)
+        arrays = [leaves[i].value if is_kernel else leaves[i] for leaves in flat]
+        for leaves in flat:
+            leaves[i] = None
+        stacked = jax.block_until_ready(_side_by_side(arrays, is_kernel))  # it would hold on to the arrays until then
+        found.append(type(first)(stacked) if is_kernel else stacked)
+        del arrays, first
+        backend.return_memory()
+    return jax.tree.unflatten(tree, found)
+
+
+@functools.partial(jax.jit, static_argnames="bits")
+def _side_by_side(arrays: list[Array], bits: bool) -> Array:
+    """The arrays in a first axis; ``bits``: those of bfloat16 as whole numbers, see `widened`."""
+    if bits and arrays[0].dtype == jnp.bfloat16:
+        arrays = [jax.lax.bitcast_convert_type(x, jnp.uint16) for x in arrays]
+    return jnp.stack(arrays)
+
+
+def layer_of(layers: Any, layer: Int[Array, ""] | int) -> Any:
+    """The parameters of one layer among those that `together` made. No array is copied that a kernel reads."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Transposed):
+            return dataclasses.replace(leaf, layer=layer)
+        return jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+
+    return jax.tree.map(one, layers, is_leaf=lambda x: isinstance(x, Kernel))
 
 
 def counted(params: Any) -> tuple[int, int]:
