@@ -317,7 +317,8 @@ def stored_kernels(spec: Any, params: Params, owned: bool = False, table: Array 
         found["layers"] = {}
         for i in list(layers):
             found["layers"][i] = stored(layers.pop(i) if owned else layers[i], ("layers", i))
-            backend.return_memory()
+            if owned:
+                backend.return_memory()
     if table is None:
         return found
     table = table.astype(jnp.bfloat16) if narrow else table
