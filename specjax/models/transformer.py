@@ -136,7 +136,7 @@ class Transformer(nnx.Module):
         return hidden, cache, keys_values, self.norm(x)
 
     def _looped(self, x, contexts, cache: KVCache | None, is_tree: bool, reads: Reads):
-        """The fields that `__call__` returns, by a loop over equal layers. The loop carries the caches of all of them."""
+        """The fields that `__call__` returns, by a loop over equal layers, which carries the caches of all of them."""
         rotary, kv = contexts[self.config.layer(0)]
         graph, state = nnx.split(self.layers[0])
         weights, keeps_block = nnx.to_pure_dict(state), is_tree and cache is not None
