@@ -61,7 +61,7 @@ class KVCache:
     """Sizes of the layers that slide; None: every layer holds everything."""
     block: tuple[BlockKV, ...] | None = None
     """Keys and values of the tokens of a tree that a pass has just written, by layer, for `keep`."""
-    together: bool = flax.struct.field(pytree_node=False, default=False)
+    looped: bool = flax.struct.field(pytree_node=False, default=False)
     """True if ``layers`` is a single entry whose arrays have the layers in a first axis, and ``block`` alike, for a
     model that runs its layers as a loop."""
 
@@ -75,10 +75,10 @@ class KVCache:
         features: int,
         dtype: DTypeLike,
         windows: Windows | None = None,
-        together: bool = False,
+        looped: bool = False,
     ) -> KVCache:
         """Empty cache; ``dtype`` int8: with scales."""
-        many = (num_layers,) if together else ()
+        many = (num_layers,) if looped else ()
 
         def layer(i: int) -> Stored:
             held = num_slots if windows is None else windows.held(i)
@@ -89,7 +89,7 @@ class KVCache:
             slots = Int8Layer(keys, values, *scales) if keys.dtype == jnp.int8 else LayerKV(keys, values)
             return slots if held == num_slots else Sliding(slots, jnp.zeros((batch,), jnp.int32))
 
-        return cls(tuple(map(layer, range(1 if together else num_layers))), windows=windows, together=together)
+        return cls(tuple(map(layer, range(1 if looped else num_layers))), windows=windows, looped=looped)
 
     @property
     def num_slots(self) -> int:
@@ -119,7 +119,7 @@ class KVCache:
         return tuple(layer.read() for layer in found)
 
     def _layer(self, number: int) -> Stored | OneOf:
-        if not self.together:
+        if not self.looped:
             return self.layers[number]
         assert not isinstance(self.layers[0], Sliding)
         return OneOf(self.layers[0], number)
@@ -131,7 +131,7 @@ class KVCache:
 
         of_layers = (None,) * len(self.layers) if self.block is None else self.block
         move = functools.partial(moved, together=self.spread)
-        if self.together:
+        if self.looped:
             move = jax.vmap(move, in_axes=(0, None, None, 0))
         each = zip(self.layers, of_layers, strict=True)
         layers = tuple(move(layer, start, path, block) for layer, block in each)
@@ -190,7 +190,7 @@ class KVCache:
         """This cache with ``other``'s rows in place of its ``rows``, neither folded; rows out of range are dropped."""
 
         def put(old: Array, new: Array) -> Array:
-            at = old.at[:, rows] if self.together else old.at[rows]
+            at = old.at[:, rows] if self.looped else old.at[rows]
             return at.set(new, mode="drop")
 
         layers = jax.tree.map(put, self.layers, other.layers)
@@ -200,12 +200,12 @@ class KVCache:
 
     @property
     def is_folded(self) -> bool:
-        return self.layers[0].keys.ndim == 3 + self.together
+        return self.layers[0].keys.ndim == 3 + self.looped
 
     def fold(self) -> KVCache:
         """This cache with rows and heads on one axis, ``[BG, ...]``: the form that a pass writes and a loop of passes
         carries."""
-        stays, many = self.is_folded or self.spread, int(self.together)
+        stays, many = self.is_folded or self.spread, int(self.looped)
 
         def folded(x: Array) -> Array:
             return x if x.ndim == 1 else x.reshape(*x.shape[:many], -1, *x.shape[many + 2 :])
@@ -213,7 +213,7 @@ class KVCache:
         return self if stays else self._changed(folded)
 
     def unfold(self, batch: int) -> KVCache:
-        stays, many = self.spread, int(self.together)
+        stays, many = self.spread, int(self.looped)
 
         def unfolded(x: Array) -> Array:
             return x if x.ndim == 1 else x.reshape(*x.shape[:many], batch, -1, *x.shape[many + 1 :])
@@ -289,7 +289,7 @@ def of_first_row(tree: Any, rows: int) -> Any:
     def copied(x: Any) -> Any:
         if not is_cache(x):
             return x[first]
-        layers = jax.tree.map(lambda array: jnp.take(array, first, axis=int(x.together)), x.layers)
+        layers = jax.tree.map(lambda array: jnp.take(array, first, axis=int(x.looped)), x.layers)
         return dataclasses.replace(x, layers=layers, total=None if x.total is None else x.total[first])
 
     return jax.tree.map(copied, tree, is_leaf=is_cache)
