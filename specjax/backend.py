@@ -30,8 +30,10 @@ faster."""
 FEW_QUERIES = 16
 """Most queries of a key-value head, counted over all tokens fed, for which attention on CPU is made of reductions."""
 UNROLLED_ROWS_CPU = 16
-"""Most rows that are written into a cache one by one. Each write is then an update in place; the scatter over rows that
-`vmap` makes becomes a loop over single elements on CPU. An accelerator would launch as many kernels."""
+"""Most rows whose writes into a cache are written out one by one on a CPU; those of more rows are a loop. The scatter
+over rows that `vmap` makes becomes a loop over single elements there. An accelerator would launch as many kernels."""
+MATRIX_UNIT_ROWS = 32
+"""Fewest rows for which three products of bfloat16 beat reductions in float32, on a processor with matrix units."""
 MICRO_TOKENS_CPU = 512
 """Tokens of a microbatch of training on CPU: its activations stay in the processor's cache, 1.35x over the whole batch
 at once on 2 cores."""
@@ -166,6 +168,12 @@ def has_wide_vectors() -> bool:
     return "avx512f" in processor_features().split()
 
 
+def multiplies_bfloat16() -> bool:
+    """True on a processor that is known to have units for products of bfloat16 matrices, added up in float32 (AMX).
+    XLA's library uses them for a product whose operands are bfloat16 and whose result is float32."""
+    return _on_cpu() and "amx_bf16" in processor_features().split()
+
+
 def product_parts(rows: int, features: int) -> int:
     """Number of parts of a kernel, one row of each at a time, that a product of few ``rows`` with kernel rows of
     ``features`` weights reads together. Many parts keep memory and adders busy; each takes one register for each row of
@@ -261,9 +269,9 @@ def flash_kernel() -> str | None:
     return {"cuda": "cudnn", "tpu": "splash"}.get(platform())
 
 
-def unrolled_rows() -> int:
-    """Most rows that are written into a cache one by one instead of by one scatter."""
-    return UNROLLED_ROWS_CPU if _on_cpu() else 1
+def writes_row_by_row(rows: int) -> bool:
+    """True if ``rows`` rows are written into a cache one after the other, each in place, instead of by one scatter."""
+    return rows == 1 or _on_cpu()
 
 
 def reduces_together() -> bool:

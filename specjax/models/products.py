@@ -113,6 +113,13 @@ def widened(
     return found.astype(dtype)
 
 
+def bfloat16_of(kernel: Num[Array, "*layers O I"], layer: Int[Array, ""] | int | None) -> Float[Array, "O I"]:
+    """A kernel that is stored in bfloat16. ``layer``: see `widened`."""
+    if layer is not None:
+        kernel = jax.lax.dynamic_index_in_dim(kernel, layer, keepdims=False)
+    return jax.lax.bitcast_convert_type(kernel, jnp.bfloat16) if kernel.dtype == jnp.uint16 else kernel
+
+
 def several_rows_product(
     x: Float[Array, "M I"], kernel: Num[Array, "*layers O I"], layer: Int[Array, ""] | int | None = None
 ) -> Float[Array, "M O"]:
@@ -123,6 +130,31 @@ def several_rows_product(
     padded = jnp.pad(x, ((0, blocks * rows - len(x)), (0, 0))).reshape(blocks, rows, -1)
     found = jax.lax.map(lambda block: few_rows_product(block, kernel, layer), padded)
     return found.reshape(blocks * rows, -1)[: len(x)]
+
+
+def split_product(x: Float[Array, "M I"], kernel: Float[Array, "O I"]) -> Float[Array, "M O"]:
+    """``x @ kernel.T`` of float32 rows and a bfloat16 kernel. Each row is the sum of three of bfloat16, 8 digits each,
+    so that no digit is lost, and the three products are added up in float32 (1904.06376)."""
+    found = jax.lax.dot_general(_in_parts(x), kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    first, second, third = jnp.split(found, 3)
+    return first + (second + third)
+
+
+def _in_parts(x: Float[Array, "M I"]) -> Float[Array, "M3 I"]:
+    """Three rows of bfloat16 for each of float32, whose sum it is: all first parts, all second ones, all third ones."""
+
+    def cut(x: Array) -> Array:  # not by conversion: XLA may remove one to bfloat16 and back
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+    first = cut(x)
+    second = cut(x - first)
+    third = x - first - second
+    # A selection is vectorised, a concatenation is not.
+    part = jnp.arange(3, dtype=jnp.int32)[:, None, None]
+    chosen = jnp.where(part == 0, first, jnp.where(part == 1, second, third))
+    bits = (jax.lax.bitcast_convert_type(chosen, jnp.uint32) >> 16).astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(bits, jnp.bfloat16).reshape(-1, x.shape[-1])
 
 
 def add_all(totals, values):

@@ -17,7 +17,14 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.models import kernels
 from specjax.models.kernels import Dense, Joined, Narrow, Transposed
 from specjax.models.layers import Linear
-from specjax.models.products import few_queries_product, few_rows_product, rows_of, several_rows_product
+from specjax.models.products import (
+    bfloat16_of,
+    few_queries_product,
+    few_rows_product,
+    rows_of,
+    several_rows_product,
+    split_product,
+)
 from specjax.testing.toys import ToyModel
 from tests.cases import in_proof, transformer
 
@@ -99,9 +106,30 @@ def test_a_loop_that_embeds_tokens_holds_no_wide_copy_of_the_table(tokens):
     np.testing.assert_allclose(looped(table, ids, 3), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("layer", [None, 1])
+def test_a_product_in_parts_of_bfloat16_is_as_exact_as_one_in_float32(layer):
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(40, 6)) * 10.0 ** rng.integers(-6, 7, size=(40, 6))).astype(np.float32)
+    kernels_of_all = jnp.asarray(rng.normal(size=(2, 12, 6)), jnp.bfloat16)
+    kernel = kernels_of_all[1]
+    stored = kernel if layer is None else jax.lax.bitcast_convert_type(kernels_of_all, jnp.uint16)
+    found = jax.jit(lambda x, stored: split_product(x, bfloat16_of(stored, layer)))(x, stored)
+    exact, size = (f(x.astype(np.float64)) @ f(np.asarray(kernel, np.float64)).T for f in (np.asarray, np.abs))
+    assert np.max(np.abs(found - exact) / size) < 3e-7
+
+
+def test_a_row_that_overflowed_spoils_no_other_row_of_a_product_in_parts():
+    x, kernel = jnp.ones((40, 6)).at[3, 2].set(jnp.inf), jnp.ones((12, 6), jnp.bfloat16)
+    found = np.asarray(split_product(x, kernel))
+    assert not np.isfinite(found[3]).any()
+    np.testing.assert_array_equal(np.delete(found, 3, axis=0), 6.0)
+
+
 @pytest.mark.parametrize("rows", [1, 7, 16, 17, 192, 193])
 @pytest.mark.parametrize("wide", [False, True])
-def test_every_kernel_is_its_dense_matrix(rows, wide):
+@pytest.mark.parametrize("matrix_units", [False, True])
+def test_every_kernel_is_its_dense_matrix(rows, wide, matrix_units, monkeypatch):
+    monkeypatch.setattr(backend, "multiplies_bfloat16", lambda: matrix_units)
     rng = np.random.default_rng(0)
     matrix = jnp.asarray(rng.normal(size=(24, 10)), jnp.bfloat16).astype(jnp.float32)
     x = jnp.asarray(rng.normal(size=(rows, 24)), jnp.float32)

@@ -17,6 +17,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.glide import GlideModel, TrainedGlide
 from specjax.models import kernels
 from specjax.models.config import Experts, LayerKind
+from specjax.models.attention.stored import LayerKV
 from specjax.models.decode_layout import DecodeLayout
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.models.kernels import Narrow, Transposed
@@ -54,6 +55,24 @@ def test_the_layers_of_a_loop_keep_their_order(monkeypatch):
     found = model.logits(tokens)
     monkeypatch.setattr(backend, "LEAST_SCANNED", 100)
     np.testing.assert_array_equal(found, transformer(0, num_layers=12).logits(tokens))
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("layer", [None, 1])
+@pytest.mark.parametrize("rows", [1, 3, len(MANY)])
+def test_each_row_is_written_where_it_ends(rows, layer, together):
+    old = LayerKV(jnp.zeros((2, 2 * rows, 9, 4)), jnp.zeros((2, 2 * rows, 4, 9)))
+    start = jnp.arange(rows, dtype=jnp.int32) * 5 % 7
+    keys = jax.random.normal(jax.random.key(0), (rows, 2, 2, 4))
+    given = old if layer is not None else jax.tree.map(lambda x: x[0], old)
+    found = given.write(start, LayerKV.of(keys, -keys), together, layer)
+    expected = np.zeros((2, 2 * rows, 9, 4), np.float32)
+    for row in range(rows):
+        for head in range(2):
+            expected[1, 2 * row + head, start[row] : start[row] + 2] = keys[row, :, head]
+    expected = expected if layer is not None else expected[1]
+    np.testing.assert_array_equal(found.keys, expected)
+    np.testing.assert_array_equal(found.values, -expected.swapaxes(-1, -2))
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS, in_proof(MANY)], ids=["one", "few", "many"])

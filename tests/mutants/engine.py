@@ -13,7 +13,7 @@ from specjax import sampling
 from specjax.decode import engine, programs
 from specjax.drafters.draft_model import BoundDraftModel
 from specjax.interfaces import Verdict
-from specjax.models import cache, decode_layout, kernels, layers
+from specjax.models import cache, decode_layout, kernels, layers, products
 from specjax.models.attention import blocks, stored
 from specjax.models.kernels.quantised import Quantised
 from specjax.proposal import Proposal
@@ -21,7 +21,7 @@ from specjax.verifiers import greedy, matching
 from specjax.verifiers.chain import row
 from tests import test_sampling
 from tests.decode import test_blocks, test_decoder, test_extras, test_invalid, test_options, test_prefill
-from tests.models import test_decode_layout, test_looped, test_quantised
+from tests.models import test_decode_layout, test_kernels, test_looped, test_quantised
 from tests.models.attention import test_blocks as test_blocks_of_attention
 from tests.mutants.table import Patch, mutant, wrap
 
@@ -332,6 +332,11 @@ def a_product_has_the_scale_of_another_output(patch):
         return mutated
 
     wrap(patch, Quantised, "__call__", make)
+
+
+@mutant("layout", test_kernels.test_a_product_in_parts_of_bfloat16_is_as_exact_as_one_in_float32, layer=None)
+def the_last_digits_of_a_product_in_parts_are_lost(patch):
+    wrap(patch, products, "_in_parts", lambda real: lambda x: real(x).at[2 * len(x) :].set(0))
 
 
 @mutant("layout", test_looped.test_the_layers_of_a_loop_keep_their_order)

@@ -275,7 +275,7 @@ def _write(
         index = index if layer is None else (layer, *index)
         return tuple(jnp.asarray(i, jnp.int32) for i in index)  # one type for all, under JAX_ENABLE_X64 as well
 
-    if together or rows > backend.unrolled_rows():
+    if together or not backend.writes_row_by_row(rows):
         if layer is not None:
             own = jax.lax.dynamic_index_in_dim(buffer, layer, keepdims=False)
             own = _write(own, start, new, axis, together)
@@ -283,8 +283,14 @@ def _write(
         old, new = (x.reshape(rows, heads, *x.shape[1:]) for x in (buffer, new))
         written = jax.vmap(lambda b, n, s: jax.lax.dynamic_update_slice(b, n, at(0, s)))(old, new, start)
         return written.reshape(buffer.shape)
-    for row in range(rows):
-        theirs = new[row * heads : (row + 1) * heads]
+
+    def write(row: Array | int, buffer: Array) -> Array:
+        theirs = jax.lax.dynamic_slice_in_dim(new, row * heads, heads)
         theirs = theirs if layer is None else theirs[None]
-        buffer = jax.lax.dynamic_update_slice(buffer, theirs, at(row * heads, start[row]))
+        return jax.lax.dynamic_update_slice(buffer, theirs, at(row * heads, start[row]))
+
+    if rows > backend.UNROLLED_ROWS_CPU:
+        return jax.lax.fori_loop(0, rows, write, buffer)
+    for row in range(rows):
+        buffer = write(row, buffer)
     return buffer

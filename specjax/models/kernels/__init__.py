@@ -21,10 +21,12 @@ from jaxtyping import Array, Float, Int, Num
 from specjax import backend
 from specjax.models.kernels.quantised import Quantised
 from specjax.models.products import (
+    bfloat16_of,
     few_rows_product,
     matrix_product,
     precision_of,
     several_rows_product,
+    split_product,
     wide_matrix_product,
     widened,
 )
@@ -78,8 +80,11 @@ class Narrow(Transposed):
     of the rows. Those of several layers are stored as the bits, see `specjax.models.products.widened`."""
 
     def __call__(self, rows: Float[Array, "M I"], wide: bool = False) -> Float[Array, "M O"]:
+        rows = rows.astype(jnp.float32) if wide else rows
+        if len(rows) >= backend.MATRIX_UNIT_ROWS and backend.multiplies_bfloat16() and rows.dtype == jnp.float32:
+            return split_product(rows, bfloat16_of(self.value, self.layer))
         if backend.FEW_NARROW_ROWS < len(rows) <= backend.SEVERAL_NARROW_ROWS:
-            return several_rows_product(rows.astype(jnp.float32) if wide else rows, self.value, self.layer)
+            return several_rows_product(rows, self.value, self.layer)
         return super().__call__(rows, wide)
 
     def dense(self) -> Float[Array, "I O"]:
