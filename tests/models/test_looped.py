@@ -16,8 +16,8 @@ from specjax.decode.decoder import Decoder
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.glide import GlideModel, TrainedGlide
 from specjax.models import kernels
-from specjax.models.config import Experts, LayerKind
 from specjax.models.attention.stored import LayerKV
+from specjax.models.config import Experts, LayerKind
 from specjax.models.decode_layout import DecodeLayout
 from specjax.models.hf import LoadedModel, load_model, save_model
 from specjax.models.kernels import Narrow, Transposed
