@@ -298,7 +298,7 @@ class Decoder:
         """
         engine, params = self.engine(False, rows)
         scheduler = Scheduler(engine, params, rows)
-        slots = request_lib.padded_sizes(self.target, self._drafter.num_nodes, rows, 1, most_tokens - 1)[-1][-1]
+        slots = request_lib.slots_for(self.target, self._drafter.num_nodes, most_tokens)
         detokenize = self._detokenizer(True)
         running: dict[int, _Run] = {}
 
@@ -311,10 +311,10 @@ class Decoder:
                 given = {"max_new_tokens": 128, "seed": 0, "ignore_eos": False} | dict(request)
                 own = [given.pop(name) for name in ("prompt", "max_new_tokens", "seed", "ignore_eos")]
                 run = self._run([own[0]], own[1], [own[2]], own[3], sampling=given)
-                if run.batch.slots[-1] > slots:
+                if int((run.batch.request.lengths + run.batch.request.budget).max()) > most_tokens:
                     raise DataError(f"request {number}: its prompt and budget exceed most_tokens={most_tokens}")
                 running[number], number = run, number + 1
-                yield dataclasses.replace(run.batch, slots=(slots,))
+                yield run.batch.within(slots)
 
         for number, host in scheduler.run(batches()):
             run = running.pop(number)

@@ -47,6 +47,11 @@ class Batch:
         """Sizes of the padded batch: rows, width of the prompts, slots of its first cache."""
         return (*self.request.prompt.shape, self.slots[0])
 
+    def within(self, slots: int) -> Batch:
+        """The batch in a cache of ``slots`` slots, which has room for it."""
+        request = dataclasses.replace(self.request, prompt=self.request.prompt[:, :slots])
+        return dataclasses.replace(self, request=request, slots=(slots,))
+
 
 @dataclasses.dataclass(frozen=True)
 class _Checked:
@@ -206,10 +211,20 @@ def padded_sizes(target: Target | Model, k: int, rows: int, prompt: int, new: in
     return bucket(rows), width, slot_buckets(width, min(prompt + new + k + 1, most), most)
 
 
+def slots_for(target: Target | Model, k: int, tokens: int) -> int:
+    """Cache slots for rows of so many ``tokens`` at most, with a block of ``k`` proposed tokens behind them."""
+    return min(_rounded_up(tokens + k + 1), most_slots(target, k))
+
+
 def most_slots(target: Target | Model, k: int) -> int:
     """Cache slots of the target's longest generation, with a block of ``k`` proposed tokens that begins at its last
     position."""
-    return -(-(target.config.max_positions + k + 1) // 32) * 32
+    return _rounded_up(target.config.max_positions + k + 1)
+
+
+def _rounded_up(slots: int) -> int:
+    """``slots``, rounded up to a size that vectors divide."""
+    return -(-slots // 32) * 32
 
 
 def slot_buckets(width: int, needed: int, most: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specjax.decode.decoder import Decoder
-from specjax.decode.request import prepare
+from specjax.decode.request import bucket, prepare, slots_for
 from specjax.decode.scheduler import Scheduler
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
@@ -106,10 +106,20 @@ def test_requests_made_from_earlier_results_get_what_they_get_alone(kind):
         assert found[number].stats == alone.stats
 
 
+@pytest.mark.parametrize("kind", ["plain", "draft"])
+def test_a_cache_of_a_queue_is_no_larger_than_its_requests(kind):
+    """And smaller than a prompt that is padded for a batch of its own."""
+    decoder, prompt = decoders(kind), [1, 2, 3, 4, 5] * 14
+    assert slots_for(TARGET, 3, 75) < bucket(len(prompt))
+    requests = [{"prompt": prompt[i:], "max_new_tokens": 5} for i in range(3)]
+    for number, found in decoder.generate_each(requests, rows=2, most_tokens=75):
+        assert found.tokens == decoder.generate([prompt[number:]], max_new_tokens=5).tokens
+
+
 def test_a_queue_of_requests_refuses_what_does_not_fit():
     decoder = decoders("plain")
     with pytest.raises(DataError, match="request 1: its prompt and budget exceed most_tokens=200"):
-        list(decoder.generate_each([{"prompt": [1], "max_new_tokens": n} for n in (5, 400)], rows=2, most_tokens=200))
+        list(decoder.generate_each([{"prompt": [1], "max_new_tokens": n} for n in (5, 200)], rows=2, most_tokens=200))
     with pytest.raises(DataError, match="no request and no row at work"):
         list(decoder.generate_each([{"prompt": [1], "max_new_tokens": 2}, None, None], rows=2, most_tokens=9))
 
