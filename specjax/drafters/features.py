@@ -38,12 +38,14 @@ from specjax.models.attention.kv_source import KVSource
 from specjax.models.config import LayerKind, ModelConfig, Norm
 from specjax.models.decode_layout import described, same_arrays, stored_kernels
 from specjax.models.kernels import Transposed
+from specjax.models.kernels.quantised import Scheme
 from specjax.models.layers import InitKeys, Linear
 from specjax.models.products import rows_of, soft_capped
 from specjax.models.rotary import Rope, rotary_table
 from specjax.models.sharding import sharding_of
 from specjax.models.training import placed
 from specjax.models.vocabulary import DraftVocabulary
+from specjax.models.weights import quantised
 
 EMBEDDING_AND_HEAD = ("embedding", "head")
 """Parameters that a draft may take unchanged from its target; a tied head is the embedding, no parameter of its own."""
@@ -206,6 +208,13 @@ class LoadedDraft:
             found = stored_kernels(self.spec, {**self.params, **self._wanted(ends)})
             self._beside = parts, found
         return found
+
+    def quantised(self, scheme: Scheme) -> LoadedDraft:
+        """This draft with its own kernels in few bits. What it shares with its target stays as it is there."""
+        params = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: quantised(tuple(key.key for key in path), leaf, scheme), self.params
+        )
+        return LoadedDraft(self.spec, params, f"{self.name}-int{scheme.bits}")
 
     def _wanted(self, ends: Mapping[str, Any]) -> Params:
         wanted = self.spec.shapes

@@ -20,7 +20,7 @@ from specjax.formats.unread import refuse_by_weights, refuse_unread
 from specjax.interfaces import Drafter, TargetInfo
 from specjax.models.families import Settings
 from specjax.models.files import HUB_FILES, draft_of, read_json, refuse_outside, resolve, verify_manifest
-from specjax.models.hf import CARD, DRAFTER
+from specjax.models.hf import CARD, DRAFTER, scheme_of
 
 DEFAULT_K = 5
 """Proposed tokens of a block, unless something says how many."""
@@ -61,8 +61,8 @@ def load_drafter(
             change nothing, and fields that the draft says itself are refused. None: the kind that the directory names,
             or else a separate model.
         check_finite: refuse NaN and infinite weights.
-        quantize: number format of a separate model's kernels, see `specjax.load_model`; with it, the target's own
-            directory can be the draft.
+        quantize: number format of the draft's own kernels, see `specjax.load_model`: of a separate model, where the
+            target's own directory can be the draft, and of drafts that read hidden states.
 
     Returns:
         A frozen drafter; `dataclasses.replace` gives it another ``k``.
@@ -70,7 +70,7 @@ def load_drafter(
     Raises:
         ModelError: for a directory that cannot be read, or, once it is bound, a vocabulary that is not the target's.
         ConfigError: for an unknown kind, a field of ``kind`` that the draft says itself, or ``quantize`` for a draft
-            that is no separate model.
+            that is neither a separate model nor reads hidden states.
     """
     section: Any = None if kind is None else registry.build(registry.DRAFTS, kind, "load_drafter: kind")
     found, settings = draft_of(path_or_hub_id), None
@@ -81,14 +81,18 @@ def load_drafter(
         kind = said
     if kind == DraftModel.kind:
         return DraftModel.load(found, target, DEFAULT_K if k is None else k, check_finite, quantize)
-    if quantize is not None:
-        raise ConfigError(f"quantize={quantize!r}: is for separate models, and this draft is a {kind!r}; leave it out")
+    scheme, name = scheme_of(quantize), kind if isinstance(kind, str) else kind["kind"]
+    if scheme is not None and name not in _READ_HIDDEN_STATES:
+        raise ConfigError(
+            f"quantize={quantize!r}: is for separate models and drafts that read hidden states, and this draft is a "
+            f"{name!r}; leave it out"
+        )
     if section is not None:
         _refuse_what_it_says(kind, section, found)
     length = DEFAULT_K if k is None else k
-    name = kind if isinstance(kind, str) else kind["kind"]
     if name in _READ_HIDDEN_STATES:
         draft = load(found, name, target, check_finite, asked=asked_of(section), settings=settings)
+        draft = draft if scheme is None else draft.quantised(scheme)
         drafter: Any = FeatureDrafter(draft, length, name)
     elif name == Glide.kind:
         glide = load_glide(found, str(target.dtype), check_finite)

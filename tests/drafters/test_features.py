@@ -41,6 +41,7 @@ from specjax.metrics import alpha_per_position
 from specjax.models.cache import KVCache
 from specjax.models.config import LayerKind, ModelConfig, Norm
 from specjax.models.hf import LoadedModel, load_model, save_model
+from specjax.models.kernels import are_quantised
 from specjax.models.rotary import Rope
 from specjax.models.vocabulary import NEVER, DraftVocabulary
 from specjax.runtime import fingerprint
@@ -427,6 +428,27 @@ def test_greedy_output_is_the_targets(name):
     found = Decoder(ending, drafter, "block").generate(PROMPTS, max_new_tokens=100, temperature=0.0)
     assert found.tokens == Decoder(ending).generate(PROMPTS, max_new_tokens=100, temperature=0.0).tokens
     assert len({len(row) for row in found.tokens}) > 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fewer_ids", *map(in_proof, ("medusa_own_heads", "mtp", "p_eagle", "early_exit", "dflash2"))],
+)
+def test_a_draft_in_8_bits_is_nearly_the_draft(name, tmp_path):
+    target = target_of()
+    trained, params = made(name, target)
+    stored.save(trained, params, target, tmp_path)
+    few = specjax.load_drafter(tmp_path, target, 3, trained.kind, quantize="int8")
+    assert are_quantised(few.model.params)
+    decoders = [Decoder(target, drafter) for drafter in (specjax.load_drafter(tmp_path, target, 3, trained.kind), few)]
+    whole, rounded = (np.asarray(drafted(decoder, PROMPTS).logits[:, 0]) for decoder in decoders)
+    can_be = np.minimum(whole, rounded) > NEVER / 2
+    off = np.abs(whole - rounded)[can_be].max() / whole[can_be].std()
+    assert 0 < off < 0.2
+    plain, sped = (
+        Decoder(target, drafter).generate(PROMPTS, max_new_tokens=30, temperature=0.0).tokens for drafter in (None, few)
+    )
+    assert plain == sped
 
 
 @pytest.mark.parametrize("name", ["dspark_confident", in_proof("dspark_confident_gated")])

@@ -174,7 +174,7 @@ def test_what_needs_the_weights_as_stored_refuses(directory, tmp_path):
         quantize_model(model, "int4")
     with pytest.raises(ModelError, match="quantize='int3' is unknown; use one of int8, int4, or None"):
         load_model(directory, quantize="int3")
-    with pytest.raises(ConfigError, match="quantize='int8': is for separate models"):
+    with pytest.raises(ConfigError, match="quantize='int8': is for separate models and drafts"):
         load_drafter(directory, model, kind={"kind": "glide"}, quantize="int8")
 
 
