@@ -148,6 +148,7 @@ def save(
     names of those that are the target's. ``target_layers``: the target's number of layers; None: the highest stream
     that the draft reads. ``form_name``: one of `FORMATS`; None: `own_form`. ``dtype``: dtype of the weights; None: the
     narrowest that holds them. Raises `ModelError`."""
+    hf.refuse_quantised(draft.params, "save")
     form = form_of(kind, form_name or own_form(draft.spec, kind)[0])
     stored = form.KINDS[kind]
     if stored.shared:

@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import specjax
-from specjax import config, registry
+from specjax import config, formats, registry
 from specjax.controllers.confidence import Confidence
 from specjax.data.rows import ConcatenatedRows, NumberedRows, StartRows, take
 from specjax.decode.decoder import Decoder
@@ -449,6 +449,8 @@ def test_a_draft_in_8_bits_is_nearly_the_draft(name, tmp_path):
         Decoder(target, drafter).generate(PROMPTS, max_new_tokens=30, temperature=0.0).tokens for drafter in (None, few)
     )
     assert plain == sped
+    with pytest.raises(ModelError, match="save: needs the model's weights as they are stored"):
+        formats.save(few.model, trained.kind, tmp_path / "again", target="it")
 
 
 @pytest.mark.parametrize("name", ["dspark_confident", in_proof("dspark_confident_gated")])
