@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
+from specjax import backend
+
 Kind = Literal["eagle3", "dspark", "glide", "draft_model"]
 KINDS = get_args(Kind)
-WRITING, TRAINING = 0.35, 0.45
+WRITING, TRAINING = 0.4, 0.42
 """Shares of the time for the target's chats, and for training with the target's passes before it. The rest is for
 compiling, for the figures and for the export."""
 _FIRST = 128
@@ -62,6 +64,7 @@ def recipe(
             "epochs": 1,
             # Shared with what the first weights are made from.
             **({"teacher": "cached", "teacher_path": f"{out}/streams"} if cached else {}),
+            **({"matmul_dtype": "bfloat16"} if backend.multiplies_bfloat16() else {}),
             "optimizer": {"learning_rate": {"eagle3": 3e-4, "dspark": 2e-3}.get(kind, 1e-3)},
             "eval_every": 1_000_000,
         },

@@ -21,8 +21,12 @@ OPENINGS = (
     "Calculate",
     "Solve the equation",
     "Summarize the following article in three sentences:\n",
+    "Write a short summary of this news report.\n\n",
+    "What are the main points of this text?\n\n",
     "Read the text and answer the question.\n\nText:",
+    "Answer the question with the help of these passages.\n\nPassage 1:",
     "Translate the following sentence into English:\n",
+    "Translate this German sentence into English:\n",
     "Translate into German:",
     "Schreibe",
     "Écris",
@@ -56,8 +60,8 @@ class SelfChat:
     question_temperature: Annotated[float, Field(gt=0)] = 0.8
     answer_temperatures: Annotated[tuple[Temperature, ...], *Grid] = (0.0, 0.7, 1.0)
     """Temperatures of the answers; each chat has one of them."""
-    question_tokens: Positive = 160
-    """Most tokens of a question. A longer one is cut, and its chat dropped."""
+    question_tokens: Positive = 320
+    """Most tokens of a question, which may carry a text with it. A longer one is cut, and its chat dropped."""
     answer_tokens: Positive = 256
     """Most tokens of an answer. A longer one is cut, and its chat ends there."""
     another_turn: Share = 0.25

@@ -266,6 +266,10 @@ class Stage:
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the draft's forward and backward pass. None: bfloat16 on accelerators, float32 on CPU. Weights,
     optimizer and loss are float32 in any case."""
+    matmul_dtype: Literal["bfloat16"] | None = None
+    """Dtype to which operands of matrix products are rounded in a float32 computation, those of the gradient and of the
+    target's cached pass among them; sums stay float32. Processors with units for it (Intel's AMX) take half the time.
+    None: operands stay float32."""
     remat: bool | None = None
     """Compute each layer's activations again in the backward pass instead of storing them. None: on accelerators, if
     the draft can."""

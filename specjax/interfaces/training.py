@@ -142,12 +142,14 @@ class TrainingForm:
     """Form of a forward pass in training, which changes its cost and not its numbers. ``remat``: activations are
     computed again in the backward pass. ``scan_layers``: equal layers are one compiled loop. ``sharding``: that of
     ``[B, T, D]`` between layers, over a mesh; None: on one device. ``dtype``: type of the computation; None: its
-    own."""
+    own. ``matmul_dtype``: type to which operands of matrix products are rounded in a float32 computation; None: they
+    are not."""
 
     remat: bool = False
     scan_layers: bool = False
     sharding: NamedSharding | None = None
     dtype: str | None = None
+    matmul_dtype: str | None = None
 
 
 PLAIN = TrainingForm()

@@ -272,7 +272,7 @@ def start_rows(prepared: Prepared, bars: Bars) -> StartRows:
         assert name is not None
         stage = run.stages[name].over(len(rows))
         at_once = rows_at_once(name, stage, rows.length, run.layout)
-        batches, streams = Batches(rows, stage.batch_size, run.seed(name)), Streams(reads, str(target.dtype))
+        batches, streams = Batches(rows, stage.batch_size, run.seed(name)), Streams.of(reads, target, stage)
         found = cached_rows(stage, batches, target, streams, at_once, run.directory(name), bars)
         return found, found.numbers
 

@@ -45,6 +45,49 @@ def _matrix_product_backward(saved, dy):
 matrix_product.defvjp(_matrix_product_forward, _matrix_product_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rounded_matrix_product(
+    x: Float[Array, "M I"], kernel: Float[Array, "I O"] | Float[Array, "O I"], by_row: bool = False
+) -> Float[Array, "M O"]:
+    """``x @ kernel`` of numbers rounded to bfloat16, added up in float32; its gradients are made likewise. ``by_row``:
+    the rows of the kernel are its outputs."""
+    return _rounded_dot(x, kernel, by_row)
+
+
+def _rounded_dot(x: Array, y: Array, by_row: bool) -> Array:
+    x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+    return jax.lax.dot_general(x, y, (((1,), (int(by_row),)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _rounded_matrix_product_forward(x, kernel, by_row):
+    x, kernel = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
+    return _rounded_dot(x, kernel, by_row), (x, kernel)
+
+
+def _rounded_matrix_product_backward(by_row, saved, dy):
+    (x, kernel), dy = saved, dy.astype(jnp.bfloat16)
+    of_kernel = _product_over_rows(dy, x) if by_row else _product_over_rows(x, dy)
+    return _rounded_dot(dy, kernel, not by_row), of_kernel
+
+
+rounded_matrix_product.defvjp(_rounded_matrix_product_forward, _rounded_matrix_product_backward)
+
+
+def _product_over_rows(x: Float[Array, "M I"], y: Float[Array, "M O"]) -> Float[Array, "I O"]:
+    """``x.T @ y`` of bfloat16, in float32."""
+    features = x.shape[1]
+    if features % 2 or not backend.multiplies_bfloat16():
+        return jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    # XLA on CPU hands no product of a transposed x to its library, and computes it in float32. Operands of a loop it
+    # takes as they lie, so x is transposed before one of two rounds, as bits: a transposed bfloat16 would be converted.
+    halves = jax.lax.bitcast_convert_type(x, jnp.uint16).T.reshape(2, features // 2, -1)
+
+    def of_half(carry, half):
+        return carry, _rounded_dot(jax.lax.bitcast_convert_type(carry[0][half], jnp.bfloat16), carry[1], by_row=False)
+
+    return jax.lax.scan(of_half, (halves, y), jnp.arange(2))[1].reshape(features, -1)
+
+
 def wide_matrix_product(x: Float[Array, "M I"], kernel: Float[Array, "I O"]) -> Float[Array, "M O"]:
     """`matrix_product` in float32: bfloat16 cannot tell two logits near 16 apart that differ by less than 1/16."""
     return matrix_product(x, kernel) if is_float32(x) else wide_product("mi,io->mo", x, kernel)

@@ -188,7 +188,7 @@ class Transformer(nnx.Module):
         if config.narrow_head:
             logits = self.narrow_head(x, wide=True)
         elif config.tie_embeddings:
-            logits = kernels.multiply(x, self.embedding[...].T, wide=True)
+            logits = kernels.multiply(x, kernels.Dense(self.embedding[...], by_row=True), wide=True)
         else:
             logits = self.head(x, wide=True)
         if config.logit_multiplier != 1:

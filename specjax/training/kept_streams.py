@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from specjax.config import Stage
 from specjax.interfaces import Batch, Params, Reads, Target
+from specjax.models import kernels
 from specjax.models.vocabulary import TokenRows
 from specjax.runtime.distributed import whole
 from specjax.training.chunked_loss import Teacher
@@ -29,7 +31,12 @@ class Streams:
 
     reads: Reads
     dtype: str
+    matmul_dtype: str | None = None
     less: ClassVar[str] = "less of fewer streams or rows"
+
+    @classmethod
+    def of(cls, reads: Reads, target: Target, stage: Stage) -> Streams:
+        return cls(reads, str(target.dtype), stage.matmul_dtype)
 
     def record(self, target: Target) -> np.dtype:
         """Dtype of the record of one position, with numbers as integers of their width: numpy has no name for bfloat16
@@ -40,10 +47,11 @@ class Streams:
     def made_from(self, target: Target) -> dict[str, Any]:
         count, size = len(self.reads.hidden_layers) + 1, target.config.hidden_size
         streams = {"streams": list(self.reads.hidden_layers), "dtype_of_streams": self.dtype, "shape": [count, size]}
-        return {**streams, "logsumexp": True}
+        rounded = {} if self.matmul_dtype is None else {"matmul_dtype": self.matmul_dtype}
+        return {**streams, "logsumexp": True, **rounded}
 
     def make(self, target: Target, batch: Batch, numbers: Int[np.ndarray, " B"], real: int) -> tuple[np.ndarray, Any]:
-        made = _streams(target.spec, target.params, batch, self.reads, self.dtype, TokenRows.of(target))
+        made = _streams(target.spec, target.params, batch, self, TokenRows.of(target))
         found, logsumexp = jax.device_get(whole(made))
         records = np.empty(found.shape[:2], self.record(target))[:real]
         records["streams"] = found[:real].view(records["streams"].dtype)
@@ -64,12 +72,11 @@ class Streams:
         return f"{count} hidden states in {dtype}, {size:,} bytes a token; nothing is lost"
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
-def _streams(
-    spec: Any, params: Params, batch: Batch, reads: Reads, dtype: str, rows: TokenRows | None
-) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _streams(spec: Any, params: Params, batch: Batch, kept: Streams, rows: TokenRows | None) -> tuple[Array, Array]:
     """The streams and the head's input, ``[B, T, S, D]``, and the logsumexp of the logits, ``[B, T]``."""
-    out = target_output(spec, params, batch, reads)
-    assert out.final is not None
-    streams = jnp.stack([x.astype(dtype) for x in (*out.hidden, out.final)], axis=2)
-    return streams, Teacher.of(spec, params, out).logsumexp(rows)
+    with kernels.operands_in(kept.matmul_dtype):
+        out = target_output(spec, params, batch, kept.reads)
+        assert out.final is not None
+        streams = jnp.stack([x.astype(kept.dtype) for x in (*out.hidden, out.final)], axis=2)
+        return streams, Teacher.of(spec, params, out).logsumexp(rows)

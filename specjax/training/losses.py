@@ -44,8 +44,9 @@ LOG_TINY = math.log(np.finfo(np.float32).tiny)
 
 def expectation(probs: Float[Array, "B T W"], values: Float[Array, "B T W"]) -> Float[Array, "B T"]:
     """The expectation sum probs * values. An outcome of probability 0 adds nothing, nor anything to the gradient."""
-    possible = probs > 0
-    return jnp.sum(probs * jnp.where(possible, values, 0.0), axis=-1)
+    impossible = probs == 0
+    # The outer selection keeps XLA on CPU from making one library call of product and sum: 20 times as long.
+    return jnp.sum(jnp.where(impossible, 0.0, probs * jnp.where(impossible, 0.0, values)), axis=-1)
 
 
 def kl(log_p: Float[Array, "B T W"], log_q: Float[Array, "B T W"]) -> Float[Array, "B T"]:

@@ -19,6 +19,7 @@ from jaxtyping import Array, Int
 
 from specjax import backend
 from specjax.interfaces import PLAIN, Batch, FullLogits, Loss, LossContext, Params, Prediction, Trainable, TrainingForm
+from specjax.models import kernels
 from specjax.models.vocabulary import TokenRows
 from specjax.training.chunked_loss import Matched, Matching, Positions, Teacher
 from specjax.training.distributions import acceptance, overlap
@@ -263,7 +264,8 @@ class Update:
         return x.astype(self.form.dtype or x.dtype) if x.dtype == jnp.float32 else x
 
     def _sums(self, params: Params, given: _Given, batch: Batch) -> _Sums:
-        (_, (weight, metrics)), grads = jax.value_and_grad(self.summed_loss, has_aux=True)(params, given, batch)
+        with kernels.operands_in(self.form.matmul_dtype):
+            (_, (weight, metrics)), grads = jax.value_and_grad(self.summed_loss, has_aux=True)(params, given, batch)
         if self.layout.mesh is not None:  # summed where they are needed: a reduce-scatter under fsdp
             grads = jax.lax.with_sharding_constraint(grads, self.layout.of_draft(grads, self.drafter))
         return _Sums(weight, grads, metrics)

@@ -311,7 +311,7 @@ class Trainer:
         """The training rows with the target's cached output, computed before the first step."""
         stage, target, reads = self.stage, self.target, self.drafter.reads
         assert target is not None
-        kept = Streams(reads, str(target.dtype)) if reads else Logits.of(stage.teacher_top_k, target, self.data.train)
+        kept = Streams.of(reads, target, stage) if reads else Logits.of(stage.teacher_top_k, target, self.data.train)
         return cached_rows(stage, self._batches, target, kept, self._rows, self.directory, self.bars)
 
     def _batch(self, step: int) -> Batch:
@@ -355,7 +355,9 @@ def with_defaults(stage: config.Stage, drafter: Trainable) -> config.Stage:
 
 def form_of(stage: config.Stage) -> TrainingForm:
     """Form of the draft's forward and backward pass in a stage that is `with_defaults`."""
-    return TrainingForm(bool(stage.remat), stage.scan_layers, dtype=stage.compute_dtype)
+    return TrainingForm(
+        bool(stage.remat), stage.scan_layers, dtype=stage.compute_dtype, matmul_dtype=stage.matmul_dtype
+    )
 
 
 def _why_not_steps(

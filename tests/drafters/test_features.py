@@ -635,6 +635,19 @@ def test_the_guess_from_kept_streams_is_that_from_passes(tmp_path, monkeypatch):
     assert fingerprint.digest(of_all) == fingerprint.digest(of_fewer) != fingerprint.digest(from_kept)
 
 
+def test_streams_of_rounded_products_are_kept_apart(tmp_path):
+    target = target_of(num_layers=6)
+    rows, reads = toys.Windows(np.random.default_rng(0).integers(0, 61, (8, 25)).astype(np.int32)), Reads((2, 4, 6))
+    records = {}
+    for dtype in (None, "bfloat16"):
+        kept = Streams(reads, "float32", dtype)
+        found = TeacherCache(target, rows, np.arange(8), kept, 4).at(tmp_path / str(dtype))
+        records[dtype] = np.stack([np.stack(found[i].streams) for i in range(8)])
+        assert ("matmul_dtype" in kept.made_from(target)) == (dtype is not None)
+    size = np.linalg.norm(records[None])
+    assert 1e-4 * size < np.linalg.norm(records["bfloat16"] - records[None]) < 0.2 * size
+
+
 def test_a_low_rank_kernel_errs_least_over_the_inputs_that_come():
     """The optimum, found by gradient descent from elsewhere, is no better; singular vectors of the kernel alone are
     worse."""

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import specjax
@@ -16,6 +18,7 @@ from specjax import config, registry
 from specjax.data import shards
 from specjax.data.rows import Sequences, WholeSequenceRows, take
 from specjax.errors import ConfigError, ModelError
+from specjax.interfaces import TrainingForm
 from specjax.jobs import distill as job
 from specjax.jobs import inputs, memory
 from specjax.jobs.bench import run_bench
@@ -27,7 +30,10 @@ from specjax.training import teacher_cache
 from specjax.training.assemble import Run, assemble
 from specjax.training.init.cached import cached_start
 from specjax.training.init.first_weights import initial_draft
+from specjax.training.layout import ONE_DEVICE
+from specjax.training.losses import ForwardKL
 from specjax.training.sources import on_policy
+from specjax.training.step import Update, start_state
 from tests.cases import in_proof
 from tests.jobs.test_distill import Recorder, on_data
 from tests.training.toys import Interrupt
@@ -120,6 +126,24 @@ def test_a_run_that_goes_on_reads_what_it_began_with(run, settings, prepared, ki
         assert again == drafter
         assert read.digest({"initial_made_from": read.made_from, "initial_params": "known"}) == "known"
         assert fingerprint.digest(read.params) == began
+
+
+@pytest.mark.parametrize("kind", ["eagle3", *(in_proof(kind) for kind in (*KINDS, "draft_model") if kind != "eagle3")])
+def test_a_step_of_rounded_products_is_near_an_exact_one(run, settings, prepared, kind, tmp_path):
+    begins = settings(tmp_path) if kind == "draft_model" else run(tmp_path, kind)
+    target, batch = prepared.target, take(prepared.train_rows, range(4))
+    drafter, first = cached_start(assemble(begins).with_target(target), target, prepared.train_rows)
+    optimizer, moved = optax.sgd(1.0), {}
+    for dtype in (None, "bfloat16"):
+        form = TrainingForm(matmul_dtype=dtype)
+        update = Update(drafter, ForwardKL(), optimizer, target.spec, 4, form=form).jitted()
+        state, metrics = update(start_state(first.params, optimizer, False, ONE_DEVICE, drafter), target.params, batch)
+        assert metrics["sound"]
+        moved[dtype] = np.concatenate(
+            [np.ravel(x) for x in jax.tree.leaves(jax.tree.map(jnp.subtract, state.params, first.params))]
+        )
+    off = np.linalg.norm(moved["bfloat16"] - moved[None])
+    assert 0 < off < 0.1 * np.linalg.norm(moved[None])
 
 
 @pytest.mark.parametrize("kind", ["p_eagle", *map(in_proof, ("glide", "medusa", "dspark"))])

@@ -10,6 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 import specjax
+from specjax import backend
 from specjax.config import RunConfig, load_config
 from specjax.config.recipe import KINDS, recipe
 from specjax.errors import ConfigError
@@ -57,6 +58,13 @@ def test_a_recipe_is_a_config(kind, tiny_config):
     assert (made.data.kind, made.data.path, made.data.mixed) == ("self_chat", "own.jsonl", 0.25)
     assert made.draft.kind == kind
     assert "draft_vocab_size" in made.draft.settings if kind in ("eagle3", "dspark") else made.draft.architecture
+
+
+def test_products_are_rounded_where_the_processor_multiplies_such_numbers(tiny_config, monkeypatch):
+    for able, expected in ((False, None), (True, "bfloat16")):
+        monkeypatch.setattr(backend, "multiplies_bfloat16", lambda able=able: able)
+        sections = json.loads(json.dumps(recipe("x", "runs/x", "eagle3", tiny_config)))
+        assert TypeAdapter(RunConfig).validate_python(sections).distill.matmul_dtype == expected
 
 
 def test_chats_and_steps_are_decided_by_pace_and_kept(chat_model, small, tmp_path, monkeypatch, capsys):

@@ -21,6 +21,7 @@ from specjax.models.products import (
     bfloat16_of,
     few_queries_product,
     few_rows_product,
+    rounded_matrix_product,
     rows_of,
     several_rows_product,
     split_product,
@@ -125,6 +126,45 @@ def test_a_row_that_overflowed_spoils_no_other_row_of_a_product_in_parts():
     np.testing.assert_array_equal(np.delete(found, 3, axis=0), 6.0)
 
 
+def rounded(x) -> np.ndarray:
+    return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("features", [24, 7])
+@pytest.mark.parametrize("matrix_units", [False, True])
+def test_a_rounded_product_and_its_gradients_are_those_of_rounded_operands(by_row, features, matrix_units, monkeypatch):
+    monkeypatch.setattr(backend, "multiplies_bfloat16", lambda: matrix_units)
+    rng = np.random.default_rng(0)
+    x, kernel, dy = (rng.normal(size=size).astype(np.float32) for size in ((40, features), (features, 10), (40, 10)))
+    stored = kernel.T if by_row else kernel
+    found, backward = jax.vjp(jax.jit(lambda x, stored: rounded_matrix_product(x, stored, by_row)), x, stored)
+    of_x, of_kernel = backward(jnp.asarray(dy))
+    assert {found.dtype, of_x.dtype, of_kernel.dtype} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(found, rounded(x) @ rounded(kernel), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(of_x, rounded(dy) @ rounded(kernel).T, rtol=1e-5, atol=1e-5)
+    of_kernel = of_kernel.T if by_row else of_kernel
+    np.testing.assert_allclose(of_kernel, rounded(x).T @ rounded(dy), rtol=1e-5, atol=1e-5)
+
+
+def test_operands_are_rounded_where_it_is_asked_for_and_nowhere_else():
+    rng = np.random.default_rng(0)
+    matrix = jnp.asarray(rng.normal(size=(24, 10)), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(2, 3, 24)), jnp.float32)
+    exact = np.asarray(kernels.multiply(x, matrix))
+    np.testing.assert_allclose(exact, np.asarray(x, np.float64) @ np.asarray(matrix, np.float64), rtol=1e-5, atol=1e-5)
+    for dtype, expected in (("bfloat16", rounded(x) @ rounded(matrix)), (None, exact)):
+        with kernels.operands_in(dtype):
+            for kernel in (matrix, Dense(matrix.T, by_row=True)):
+                np.testing.assert_allclose(kernels.multiply(x, kernel), expected, rtol=1e-5, atol=1e-5)
+            of_others = kernels.multiply(x, Transposed(matrix.T))
+            np.testing.assert_allclose(of_others, exact, rtol=1e-5, atol=1e-5)
+            half = kernels.multiply(x.astype(jnp.bfloat16), matrix)
+            assert half.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(kernels.multiply(x, matrix), exact)
+    assert np.max(np.abs(exact - rounded(x) @ rounded(matrix))) > 1e-3
+
+
 @pytest.mark.parametrize("rows", [1, 7, 16, 17, 192, 193])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("matrix_units", [False, True])
@@ -133,7 +173,12 @@ def test_every_kernel_is_its_dense_matrix(rows, wide, matrix_units, monkeypatch)
     rng = np.random.default_rng(0)
     matrix = jnp.asarray(rng.normal(size=(24, 10)), jnp.bfloat16).astype(jnp.float32)
     x = jnp.asarray(rng.normal(size=(rows, 24)), jnp.float32)
-    ours = Dense(matrix), Transposed(matrix.T), Narrow(matrix.T.astype(jnp.bfloat16))
+    ours = (
+        Dense(matrix),
+        Dense(matrix.T, by_row=True),
+        Transposed(matrix.T),
+        Narrow(matrix.T.astype(jnp.bfloat16)),
+    )
     for kernel in (*ours, Joined((Dense(matrix[:, :3]), Transposed(matrix[:, 3:].T)))):
         np.testing.assert_allclose(kernel(x, wide), x @ matrix, rtol=1e-5, atol=1e-5)
         assert kernel(x.astype(jnp.bfloat16), wide).dtype == (jnp.float32 if wide else jnp.bfloat16)

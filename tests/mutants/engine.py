@@ -339,6 +339,17 @@ def the_last_digits_of_a_product_in_parts_are_lost(patch):
     wrap(patch, products, "_in_parts", lambda real: lambda x: real(x).at[2 * len(x) :].set(0))
 
 
+@mutant(
+    "layout",
+    test_kernels.test_a_rounded_product_and_its_gradients_are_those_of_rounded_operands,
+    by_row=False,
+    features=24,
+    matrix_units=True,
+)
+def the_halves_of_a_rounded_gradient_change_places(patch):
+    wrap(patch, products, "_product_over_rows", lambda real: lambda x, y: jnp.roll(real(x, y), x.shape[1] // 2, axis=0))
+
+
 @mutant("layout", test_looped.test_the_layers_of_a_loop_keep_their_order)
 def the_last_two_layers_of_a_loop_change_places(patch):
     wrap(patch, kernels, "together", lambda real: lambda layers: real([*layers[:-2], layers[-1], layers[-2]]))

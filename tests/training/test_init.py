@@ -4,6 +4,7 @@ target's. The draft cut by principal directions is tested in test_prune.py."""
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +125,7 @@ def test_a_shared_draft_is_measured_as_its_copy_is():
     assert found[0].alpha == pytest.approx(1, abs=1e-5)
 
 
-def test_a_shared_draft_trains_alike_on_cached_logits_and_in_bfloat16(tmp_path):
+def test_a_shared_draft_trains_alike_on_cached_logits_in_bfloat16_and_with_rounded_products(tmp_path):
     target = model(num_layers=2, tie_embeddings=False)
     initial = drafted(target, keep=[1], share=True)
     optimizer, held_out = config.Optimizer(learning_rate=0.01, warmup_steps=1), toys.rows(8)
@@ -133,7 +134,13 @@ def test_a_shared_draft_trains_alike_on_cached_logits_and_in_bfloat16(tmp_path):
         return evaluate(initial.drafter, params, target, held_out, 32, 4).nll
 
     found = []
-    for i, changes in enumerate(({}, {"teacher": "cached"}, {"compute_dtype": "bfloat16"})):
+    ways: tuple[dict[str, Any], ...] = (
+        {},
+        {"teacher": "cached"},
+        {"compute_dtype": "bfloat16"},
+        {"matmul_dtype": "bfloat16"},
+    )
+    for i, changes in enumerate(ways):
         stage = toys.stage(steps=2, optimizer=optimizer, teacher_top_k=target.vocab_size, **changes)
         rows = (toys.rows(40), held_out)
         params = train_stage(tmp_path / str(i), stage, initial.drafter, initial.params, target, *rows, 0)

@@ -27,6 +27,7 @@ from specjax.training.losses import (
     LKLambda,
     ReverseKL,
     TotalVariation,
+    expectation,
     first_of_each_row,
 )
 
@@ -161,6 +162,14 @@ def test_equal_distributions_cost_nothing_and_pull_nowhere(loss):
     values, grads = values_and_grads(loss, draft, full(draft))
     np.testing.assert_allclose(values, 0, atol=1e-6)
     np.testing.assert_allclose(grads, 0, atol=1e-6)
+
+
+def test_an_expectation_leaves_out_what_cannot_be_and_nothing_else():
+    probs = jnp.asarray([[[0.5, 0.0, 0.5], [0.5, jnp.nan, 0.5], [0.0, 0.0, 1.0]]])
+    values = jnp.asarray([[[2.0, -jnp.inf, 4.0], [1.0, 1.0, 1.0], [jnp.inf, jnp.nan, 3.0]]])
+    np.testing.assert_array_equal(expectation(probs, values), [[3.0, np.nan, 3.0]])
+    of_values = jax.grad(lambda values: jnp.sum(expectation(probs[:, ::2], values[:, ::2])))(values)
+    np.testing.assert_array_equal(of_values, [[[0.5, 0, 0.5], [0, 0, 0], [0, 0, 1]]])
 
 
 def test_gradient_of_forward_kl_is_q_minus_p():

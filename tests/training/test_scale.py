@@ -22,6 +22,7 @@ from specjax.data.rows import take
 from specjax.drafters.draft_model import TrainedDraftModel
 from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.interfaces import Reads, TrainingForm
+from specjax.models import kernels
 from specjax.models.config import LayerKind
 from specjax.models.hf import load_model
 from specjax.models.training import TrainingModel
@@ -478,6 +479,18 @@ def test_bfloat16_computes_in_it_and_keeps_float32_weights():
         losses[dtype] = float(metrics["loss"])
     assert losses["bfloat16"] != losses["float32"]
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=1e-2)
+
+
+@pytest.mark.parametrize(("remat", "scan"), [(False, False), in_proof(True, True)], ids=["plain", "both"])
+def test_a_gradient_of_rounded_products_is_near_that_of_exact_ones(remat, scan):
+    model = TrainingModel(PATTERN, remat=remat, scan_layers=scan)
+    expected_loss, expected = loss_and_gradient(Model(PATTERN))
+    with kernels.operands_in("bfloat16"):
+        loss, gradient = inspect.unwrap(loss_and_gradient)(model)
+    assert float(loss) != float(expected_loss)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-2)
+    for found, exact in zip(*map(jax.tree.leaves, (gradient, expected)), strict=True):
+        assert np.linalg.norm(found - exact) < 0.05 * np.linalg.norm(exact)
 
 
 def test_the_transformer_of_a_drafter_computes_in_the_dtype_of_the_step():

@@ -7,10 +7,12 @@ Dims: I/O features in and out, M tokens of all rows.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import flax.struct
@@ -25,6 +27,7 @@ from specjax.models.products import (
     few_rows_product,
     matrix_product,
     precision_of,
+    rounded_matrix_product,
     several_rows_product,
     split_product,
     wide_matrix_product,
@@ -41,17 +44,35 @@ class Kernel(Protocol):
         ...
 
 
+_rounds: contextvars.ContextVar[bool] = contextvars.ContextVar("rounds", default=False)
+
+
+@contextlib.contextmanager
+def operands_in(dtype: str | None) -> Iterator[None]:
+    """While a program is traced, products of float32 rows and a `Dense` matrix, and the products of their gradients,
+    take operands rounded to ``dtype``; None: of float32."""
+    before = _rounds.set(dtype == "bfloat16")
+    try:
+        yield
+    finally:
+        _rounds.reset(before)
+
+
 @flax.struct.dataclass
 class Dense:
-    """A matrix as it is trained and saved."""
+    """A matrix as it is trained and saved. ``by_row``: its rows are its outputs, as those of an embedding that is the
+    head too."""
 
-    value: Float[Array, "I O"]
+    value: Float[Array, "I O"] | Float[Array, "O I"]
+    by_row: bool = flax.struct.field(pytree_node=False, default=False)
 
     def __call__(self, rows: Float[Array, "M I"], wide: bool = False) -> Float[Array, "M O"]:
-        return (wide_matrix_product if wide else matrix_product)(rows, self.value.astype(rows.dtype))
+        if _rounds.get() and rows.dtype == jnp.float32:
+            return rounded_matrix_product(rows, self.value, self.by_row)
+        return (wide_matrix_product if wide else matrix_product)(rows, self.dense().astype(rows.dtype))
 
     def dense(self) -> Float[Array, "I O"]:
-        return self.value
+        return self.value.T if self.by_row else self.value
 
 
 @flax.struct.dataclass
