@@ -254,8 +254,12 @@ def _fused(spec: Model, params: Params, shards: int = 1, owned: bool = False) ->
         return {**layer, **fused}
 
     layers = params["layers"]
-    # An owned layer is freed before the next one is made.
-    params = {**params, "layers": {i: block(layers.pop(i) if owned else layers[i]) for i in list(layers)}}
+    fused = {}
+    for i in list(layers):  # an owned layer is freed before the next one is made
+        fused[i] = block(layers.pop(i) if owned else layers[i])
+        if owned:
+            backend.return_memory()
+    params = {**params, "layers": fused}
     config = dataclasses.replace(spec.config, fused_projections=True, fused_shards=shards)
     return dataclasses.replace(spec, config=config), params
 

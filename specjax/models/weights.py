@@ -328,7 +328,9 @@ class StoredTensor:
 
     def value(self, index: Index | None = None) -> np.ndarray:
         """The whole tensor or a piece of it, in memory of its own."""
-        return self.handle.get_tensor(self.name) if index is None else self.handle.get_slice(self.name)[index]
+        # The pages that were read count as the process's memory until their file is closed.
+        with _open_safetensors(self.file) as handle:
+            return handle.get_tensor(self.name) if index is None else handle.get_slice(self.name)[index]
 
 
 class StoredTensors(dict[str, StoredTensor]):

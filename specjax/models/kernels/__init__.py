@@ -164,24 +164,36 @@ def together(layers: list[Any]) -> Any:
         flat.append(leaves)
     assert tree is not None
     found: list[Any] = []
-    for i, first in enumerate(flat[0]):
+    for i in range(len(flat[0])):
+        first = flat[0][i]
         is_kernel = isinstance(first, Transposed)
         arrays = [leaves[i].value if is_kernel else leaves[i] for leaves in flat]
         for leaves in flat:
             leaves[i] = None
-        stacked = jax.block_until_ready(_side_by_side(arrays, is_kernel))  # it would hold on to the arrays until then
-        found.append(type(first)(stacked) if is_kernel else stacked)
-        del arrays, first
+        kind = type(first)
+        del first  # it would hold on to its array
+        stacked = _side_by_side(arrays, is_kernel)
+        found.append(kind(stacked) if is_kernel else stacked)
         backend.return_memory()
     return jax.tree.unflatten(tree, found)
 
 
-@functools.partial(jax.jit, static_argnames="bits")
 def _side_by_side(arrays: list[Array], bits: bool) -> Array:
-    """The arrays in a first axis; ``bits``: those of bfloat16 as whole numbers, see `widened`."""
-    if bits and arrays[0].dtype == jnp.bfloat16:
-        arrays = [jax.lax.bitcast_convert_type(x, jnp.uint16) for x in arrays]
-    return jnp.stack(arrays)
+    """The arrays in a first axis; ``bits``: those of bfloat16 as whole numbers, see `widened`. The list is emptied on
+    the way: each array is freed before the next one is copied."""
+    first = jax.typeof(arrays[0])
+    dtype = jnp.uint16 if bits and first.dtype == jnp.bfloat16 else first.dtype
+    found = jnp.zeros((len(arrays), *first.shape), dtype)
+    for place in range(len(arrays)):
+        found = jax.block_until_ready(_put(found, arrays.pop(0), place))
+    return found
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(found: Array, array: Array, place: Int[Array, ""] | int) -> Array:
+    if found.dtype != array.dtype:
+        array = jax.lax.bitcast_convert_type(array, found.dtype)
+    return jax.lax.dynamic_update_index_in_dim(found, array, place, axis=0)
 
 
 def layer_of(layers: Any, layer: Int[Array, ""] | int) -> Any:
