@@ -15,6 +15,10 @@ looks like here. `best`: the draft with the largest greedy speedup over all prom
 Each draft also decodes as a hybrid with n-gram lookup, named `NAME+ngram`, unless --ngram is 0.
 With --peers, transformers on torch decodes the same prompts in turn, and with --llama-cpp that library (`peers.py`).
 Their rows have a `library`, and are never the best.
+`differences`: the first token of each greedy answer of ours that is not plain decoding's, and how far its logit, the
+largest, was above the second.
+`marks` are what makes a category say less than it seems to: fewer than 20 prompts, repeated ones, filler
+(`prompts.py`), a target without an end of sequence, whose answers are all as long as they may be, and no control.
 """
 
 from __future__ import annotations
@@ -22,10 +26,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import operator
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,7 @@ from rich.table import Table
 
 import specjax
 from specjax.drafters.ngram import NGram
+from specjax.evaluation.target_distribution import TargetDistribution
 from specjax.metrics import DecodeStats
 from specjax.models.files import sha256
 from specjax.models.hf import LoadedModel
@@ -168,8 +174,24 @@ def acceptance(stats: Sequence[DecodeStats]) -> dict[str, Any]:
     }
 
 
-def rows_of(answers: Mapping[str, list[Answer]], prompts: Sequence[Prompt], temperature: float) -> Iterator[dict]:
-    """Figures of each drafter in each category, and the mean of its categories."""
+def marks_of(
+    chosen: Mapping[str, Sequence[Question]], decoders: Collection[str], eos_ids: Collection[int]
+) -> dict[str, list[str]]:
+    """What makes the figures of each category say less than they seem to."""
+    of_all = [*([] if CONTROL in decoders else ["no control"]), *([] if eos_ids else ["no end of sequence"])]
+    return {category: [*doubts(questions), *of_all] for category, questions in chosen.items()}
+
+
+def rows_of(
+    answers: Mapping[str, list[Answer]],
+    prompts: Sequence[Prompt],
+    temperature: float,
+    marks: Mapping[str, Sequence[str]] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Figures of each drafter in each category, and the mean of its categories. ``marks``: see `marks_of`; the mean has
+    those of all its categories."""
+    marks = marks or {}
+    of_all = list(dict.fromkeys(mark for category in sorted(marks) for mark in marks[category]))
     categories = sorted({prompt.category for prompt in prompts})
     for name in answers:
         if name == PLAIN:
@@ -178,13 +200,32 @@ def rows_of(answers: Mapping[str, list[Answer]], prompts: Sequence[Prompt], temp
         for category in categories:
             of_it = [i for i, prompt in enumerate(prompts) if prompt.category == category]
             plain, drafted = ([answers[side][i] for i in of_it] for side in (PLAIN, name))
-            yield row(name, category, temperature, plain, drafted)
+            yield row(name, category, temperature, plain, drafted) | {"marks": list(marks.get(category, ()))}
             ratios.append(speedup(plain, drafted))
             afterwards.append(times(plain, drafted)["speedup_after_first_token"])
         mean, drawn = (np.mean(each, axis=0) for each in zip(*ratios, strict=True))
         whole = row(name, ALL, temperature, answers[PLAIN], answers[name])
         after = None if None in afterwards else float(np.mean(afterwards))
-        yield whole | {"speedup": float(mean), **interval(drawn), "speedup_after_first_token": after}
+        means = {"speedup": float(mean), **interval(drawn), "speedup_after_first_token": after}
+        yield whole | means | {"marks": of_all}
+
+
+def differences(
+    answers: Mapping[str, list[Answer]],
+    prompts: Sequence[Prompt],
+    margin_of: Callable[[Sequence[int], list[int], int], float],
+) -> list[dict[str, Any]]:
+    """The first token of each of our answers that is not plain decoding's. ``margin_of``: margin of the choice of a
+    token, given the prompt, the answer and the token's place in it."""
+    found = []
+    for name, of_it in answers.items():
+        for prompt, plain, answer in zip(prompts, answers[PLAIN], of_it, strict=True):
+            pairs = itertools.zip_longest(plain.tokens, answer.tokens)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+            if answer.stats is not None and at is not None and at < len(plain.tokens):
+                margin = margin_of(prompt.tokens, plain.tokens, at)
+                found.append({"drafter": name, "category": prompt.category, "position": at, "margin": margin})
+    return found
 
 
 def with_best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -197,7 +238,7 @@ def with_best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     names = ("drafter", "category", "T", "prompts", "tokens a call", "mean", "speedup", "low", "high")
-    names += ("after first token", "first token, s", "identical")
+    names += ("after first token", "first token, s", "identical", "marks")
     table = Table(*names, box=None)
     for r in rows:
         same = "-" if r["identical"] is None else f"{r['identical']} of {r['prompts']}"
@@ -205,16 +246,25 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
         figures = ["-" if value is None else f"{value:.2f}" for value in of_calls]
         values = [r[name] for name in ("speedup", "low", "high", "speedup_after_first_token", "first_token_s")]
         figures += ["-" if value is None else f"{value:.3f}" for value in values]
-        table.add_row(r["drafter"], r["category"], f"{r['temperature']:g}", str(r["prompts"]), *figures, same)
+        first = (r["drafter"], r["category"], f"{r['temperature']:g}", str(r["prompts"]))
+        table.add_row(*first, *figures, same, ", ".join(r["marks"]))
     return table
 
 
-def checksums(target: LoadedModel, drafts: Sequence[str]) -> dict[str, Any]:
-    """SHA-256 of the target's weights, and of each file of weights of each ``NAME=DIR``."""
-    pairs = [pair.partition("=")[::2] for pair in drafts]
-    files = {name: sorted(Path(path).glob("*.safetensors")) for name, path in pairs}
-    of_drafts = {name: {file.name: sha256(file) for file in found} for name, found in files.items()}
-    return {PLAIN: fingerprint.of_model(target)[0], **of_drafts}
+def checksums(target: LoadedModel, models: Mapping[str, Path]) -> dict[str, Any]:
+    """SHA-256 of the target's weights as they are loaded, and of the files of weights of each of ``models``, a
+    directory or a file."""
+    files = {name: [path] if path.is_file() else sorted(path.glob("*.safetensors")) for name, path in models.items()}
+    of_files = {name: {file.name: sha256(file) for file in found} for name, found in files.items()}
+    return {PLAIN: fingerprint.of_model(target)[0], **of_files}
+
+
+def models_of(args: argparse.Namespace) -> dict[str, Path]:
+    """Directories and files of all weights that take part: the target's, the drafts', other libraries'."""
+    drafts = (pair.partition("=")[::2] for pair in args.drafts)
+    named = {"target": Path(args.target), **{name: Path(path) for name, path in drafts}}
+    named |= {} if args.peer_draft is None else {"transformers' draft": args.peer_draft}
+    return named | {f"llama.cpp {file.stem}": file for file in args.llama_cpp}
 
 
 def decoders_of(args: argparse.Namespace, target: LoadedModel) -> dict[str, specjax.Decoder]:
@@ -254,7 +304,7 @@ def main() -> None:
     chosen = {name: by_category(of_it, args.limit)[name] for name, of_it in everything.items()}
     left = [q for name, of_it in everything.items() for q in of_it if q not in chosen[name]]
     prompts = asked(target, [q for of_it in chosen.values() for q in of_it], args.new_tokens)
-    ours, rows = decoders_of(args, target), []
+    ours, rows, differ = decoders_of(args, target), [], []
     others: dict[str, Any] = {}
     if args.peers:
         others |= dict(transformers_of(Path(args.target), args.peer_draft, args.peers))
@@ -266,16 +316,20 @@ def main() -> None:
             decoder.calibrate(asked_before, seconds=CALIBRATION_SECONDS, temperature=temperature)
         options = {"max_new_tokens": args.new_tokens, "temperature": temperature}
         rest = REST if others else 0.0
-        rows += rows_of(measured({**ours, **others}, prompts, args.repeats, options, rest), prompts, temperature)
-    rows, said = with_best(rows), {name: doubts(of_it) for name, of_it in chosen.items()}
+        answers = measured({**ours, **others}, prompts, args.repeats, options, rest)
+        rows += rows_of(answers, prompts, temperature, marks_of(chosen, answers, target.eos_ids))
+        if temperature == 0:
+            distribution = TargetDistribution(target, {}, args.new_tokens)
+            differ += differences(answers, prompts, distribution.greedy_margin)
+    rows = with_best(rows)
     Console().print(table_of(rows))
-    for category, remarks in said.items():
-        if remarks:
-            print(f"{category}: {', '.join(remarks)}")
+    for found in differ:
+        print("{drafter}, {category}: token {position} is another one, at a margin of {margin:.2g}".format(**found))
     if args.results is not None:
-        sums = checksums(target, args.drafts)
-        settings = {"new_tokens": args.new_tokens, "limit": args.limit, "repeats": args.repeats, "k": args.k}
-        record.write(args.results, {"rows": rows, "to_be_said": said, "sha256": sums, "settings": settings})
+        names = ("new_tokens", "limit", "repeats", "k", "ngram", "verifier")
+        settings = {name: getattr(args, name) for name in names} | {"dtype": str(target.dtype)}
+        sums = checksums(target, models_of(args))
+        record.write(args.results, {"rows": rows, "differences": differ, "sha256": sums, "settings": settings})
 
 
 if __name__ == "__main__":

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import io
+from pathlib import Path
 
 import pytest
 import questions
+from prompts import Question
 from questions import ALL, BEST, CONTROL, PLAIN, Answer, Prompt
+from rich.console import Console
 
 from specjax.metrics import DecodeStats
 
@@ -71,6 +76,18 @@ def test_an_answer_that_differs_is_counted():
     assert {r["category"]: r["identical"] for r in rows if r["drafter"] == "draft"} == {"code": 1, "prose": 1, ALL: 2}
 
 
+def test_an_answer_that_differs_is_told_with_the_margin_of_its_first_other_token():
+    other, shorter = answer(1.0, 10, 5), answer(2.0, 18, 15)
+    other.tokens[3] = other.tokens[5] = 99
+    theirs = Answer([99] * 10, None, 1.0)
+    answers = {**ANSWERS, "draft": [other, shorter, ANSWERS["draft"][2]], "llama.cpp": [theirs] * 3}
+    found = questions.differences(answers, PROMPTS, lambda prompt, tokens, at: prompt[0] + tokens[at] / 100)
+    assert found == [
+        {"drafter": "draft", "category": "code", "position": 3, "margin": 1.03},
+        {"drafter": "draft", "category": "code", "position": 18, "margin": 2.18},
+    ]
+
+
 def test_the_best_draft_is_the_fastest_greedy_one_and_not_the_control():
     slow = [answer(9.0, 10, 10), answer(9.0, 20, 20), answer(9.0, 10, 10)]
     answers = {PLAIN: ANSWERS[PLAIN], CONTROL: ANSWERS[CONTROL], "slow": slow, "draft": ANSWERS["draft"]}
@@ -96,6 +113,30 @@ def test_another_library_has_a_speedup_and_is_never_the_best():
 def test_results_name_the_weights_of_the_target_and_of_every_draft(tiny_target, tmp_path):
     for part in ("a", "b"):
         (tmp_path / f"{part}.safetensors").write_bytes(part.encode())
-    sums = questions.checksums(tiny_target, [f"mine={tmp_path}"])
-    assert sums["mine"] == {f"{x}.safetensors": hashlib.sha256(x.encode()).hexdigest() for x in "ab"}
+    (tmp_path / "x.gguf").write_bytes(b"x")
+    given = argparse.Namespace(
+        target="models/x", drafts=[f"mine={tmp_path}"], peer_draft=tmp_path, llama_cpp=[tmp_path / "x.gguf"]
+    )
+    models = questions.models_of(given)
+    assert models.pop("target") == Path("models/x")
+    sums = questions.checksums(tiny_target, models)
+    expected = {f"{x}.safetensors": hashlib.sha256(x.encode()).hexdigest() for x in "ab"}
+    assert sums["mine"] == sums["transformers' draft"] == expected
+    assert sums["llama.cpp x"] == {"x.gguf": hashlib.sha256(b"x").hexdigest()}
     assert len(sums[PLAIN]) == 64
+
+
+def test_what_makes_a_category_say_less_is_marked_in_its_rows():
+    chosen = {
+        "code": [Question(str(i), "code", (f"question {i}",)) for i in range(20)],
+        "prose": [Question("1", "prose", ("the same",)), Question("2", "prose", ("the same",))],
+    }
+    marks = questions.marks_of(chosen, ANSWERS, [2])
+    assert marks == {"code": [], "prose": ["fewer than 20 prompts", "1 repeated"]}
+    rows = [r for r in questions.rows_of(ANSWERS, PROMPTS, 0.0, marks) if r["drafter"] == "draft"]
+    assert {r["category"]: r["marks"] for r in rows} == {**marks, ALL: marks["prose"]}
+    drawn = io.StringIO()
+    Console(file=drawn, width=300).print(questions.table_of(rows))
+    assert drawn.getvalue().count("fewer than 20 prompts, 1 repeated") == 2
+    alone = {name: found for name, found in ANSWERS.items() if name != CONTROL}
+    assert questions.marks_of(chosen, alone, [])["code"] == ["no control", "no end of sequence"]

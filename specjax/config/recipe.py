@@ -77,7 +77,7 @@ def recipe(
             "new_tokens": 128,
             "batch_sizes": [1],
             "ks": [1, 3],  # a deep target takes long to compile for each
-            "repeats": 1,
+            "repeats": 3,
             "drafters": ["ngram", "hybrid"],
         },
         "verifier": "block",

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.config import RunConfig, Stage
+from specjax.config import Data, RunConfig, Stage
 from specjax.data import chat_template as chat
 from specjax.data import corpus
 from specjax.data.corpus import BadRecordPolicy, Document
@@ -141,6 +141,11 @@ def _mixed(chats: Sequence[Document], own: Sequence[Document], share: float) -> 
     return chosen
 
 
+def _named(data: Data) -> str:
+    """The field that says where the text comes from, for messages."""
+    return "data.self_chat" if data.path is None else f"data.path: {data.path!r}"
+
+
 def _split(config: RunConfig, documents: Sequence[Document]) -> Corpus:
     """The documents to train on and those to measure on."""
     data = config.data
@@ -148,7 +153,7 @@ def _split(config: RunConfig, documents: Sequence[Document]) -> Corpus:
     for side, name in ((found.train, "training"), (found.held_out, "measuring")):
         if not side:
             raise DataError(
-                f"data.path: {data.path!r}: none of its documents ({len(documents)}) "
+                f"{_named(data)}: none of its documents ({len(documents)}) "
                 f"is left for {name} at data.held_out={data.held_out:g}; give more, smaller documents "
                 "or another data.held_out"
             )
@@ -176,9 +181,9 @@ def _rows(
         try:
             sides.append(pack(tokenizer, side, eos_ids[0], data.seq_len, data.prompt_weight, bad))
         except DataError as error:
-            raise DataError(f"data.path: {data.path!r}: its {name} part: {error}") from None
+            raise DataError(f"{_named(data)}: its {name} part: {error}") from None
     if bad.counts:
-        _log.warning("data.path: %r: %s", data.path, bad)
+        _log.warning("%s: %s", _named(data), bad)
     return documents, sides[0], sides[1]
 
 
@@ -289,7 +294,7 @@ def naming_inputs(config: RunConfig, prompts: str | None = None, today: datetime
     try:
         yield
     except artifact.Changed as error:
-        text, target = f"data.path: {config.data.path!r}", f" (target.path: {config.target.path!r})"
+        text, target = _named(config.data), f" (target.path: {config.target.path!r})"
         asked = text if prompts is None else f"data.prompts: {prompts!r}"
         if today is not None:
             file = Path(config.out) / _DATE

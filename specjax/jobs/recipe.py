@@ -67,12 +67,21 @@ def distill_target(
         known = _known(file, sections)
         if known is None:
             seconds = 60 * minutes
+            console.print(_plan(seconds))
             sections = _with_chats(sections, seconds, bars, console)
             sections = _with_steps(sections, seconds, bars, console)
             _write(file, sections)
         else:
             note(f"{file}: goes on as decided there")
     return run(load_config(file))
+
+
+def _plan(seconds: float) -> str:
+    """The time that each part of the job may take, in one line."""
+    shares = {"chats": WRITING, "training with the target's passes": TRAINING}
+    parts = [f"{format_duration(share * seconds)} for {name}" for name, share in shares.items()]
+    rest = format_duration((1 - WRITING - TRAINING) * seconds)
+    return f"plan: {', '.join(parts)}, {rest} for compiling, figures, export and benchmark"
 
 
 def _validated(sections: dict[str, Any]) -> RunConfig:

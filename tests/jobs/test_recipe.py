@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from typing import Any
 
 import pytest
+import yaml
 from pydantic import TypeAdapter
 
 import specjax
-from specjax import backend
+from specjax import backend, cli
 from specjax.config import RunConfig, load_config
 from specjax.config.recipe import KINDS, recipe
 from specjax.errors import ConfigError
@@ -80,6 +82,7 @@ def test_chats_and_steps_are_decided_by_pace_and_kept(chat_model, small, tmp_pat
     assert steps >= 4
     assert json.loads((out / "self-chat" / "provenance.json").read_text())["chats"] == chats
     said = capsys.readouterr()
+    assert said.out.startswith("plan: 1.2 s for chats, 1.3 s for training with the target's passes, 0.5 s for")
     assert f"chats: {chats} in about" in said.out
     assert f"training: {steps} steps, " in said.out
     assert job.distill_target(chat_model, str(out), minutes=5) == config
@@ -104,3 +107,38 @@ def test_a_chat_model_is_all_it_takes(chat_model, small, tmp_path):
     assert (tmp_path / "out" / "report" / "report.html").is_file()
     target = specjax.load_model(chat_model)
     assert specjax.load_drafter(tmp_path / "out" / "draft", target, k=2).kind == "eagle3"
+
+
+def test_parts_of_a_data_set_are_trained_on_from_yaml(chat_model, tmp_path, capsys):
+    """Two processes write it, `train` reads it; a part of other settings does not belong to it."""
+    own = {"chats": 48, "shard_size": 24, "question_tokens": 24, "answer_tokens": 24, "rows": 4, "repeated": 0.95}
+    sections: dict[str, Any] = {
+        "target": {"path": chat_model},
+        "data": {"kind": "self_chat", "seq_len": 128, "held_out": 0.4, "self_chat": own},
+        "draft": {"architecture": {"num_layers": 1}, "pretrain": {"steps": 0, "batch_size": 2}},
+        "distill": {"steps": 2, "batch_size": 2, "eval_every": 2},
+        "control": {"learning_rates": []},
+        "selection": {"prompts": 0},
+        "eval": {"positions": 64},
+        "out": str(tmp_path / "run"),
+    }
+    file, chats = tmp_path / "run.yaml", tmp_path / "chats"
+
+    def command(name: str, *more: str, code: int = 0) -> str:
+        file.write_text(yaml.safe_dump(sections))
+        with pytest.raises(SystemExit) as exit_:
+            cli.app([name, str(file), *more])
+        said = capsys.readouterr()
+        assert exit_.value.code == code, said.err
+        return said.err if code else said.out
+
+    part = ("generate-data", "--out", str(chats), "--shard")
+    assert f"{chats}: shards that other parts write, or missing: 1" in command(*part, "1/2")
+    sections["data"]["self_chat"] = {**own, "answer_tokens": 20}
+    assert "was made with other settings: self_chat.answer_tokens (24 then, 20 now)" in command(*part, "2/2", code=2)
+    sections["data"]["self_chat"] = own
+    assert "of 48 chats kept" in command(*part, "2/2")
+    sections["data"]["self_chat"] = {**own, "path": str(chats)}
+    command("train")
+    assert specjax.load_model(tmp_path / "run" / "draft").config.num_layers == 1
+    assert not (tmp_path / "run" / "self-chat").exists()

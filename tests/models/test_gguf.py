@@ -208,6 +208,19 @@ def test_what_is_not_known_is_refused_by_name(what, tmp_path):
     assert str(file) in str(error.value)
 
 
+@pytest.mark.parametrize(("kind", "message"), [(999, "has type 999, which is not known"), (26, "is stored as I32")])
+def test_a_type_of_tensor_that_is_not_read_is_refused_by_name(kind, message, tmp_path):
+    config, type_ = config_of("llama")
+    file, _ = write_gguf(tmp_path, config, type_)
+    data, name = bytearray(file.read_bytes()), b"blk.0.attn_q.weight"
+    place = data.index(name) + len(name)
+    place += 4 + 8 * int.from_bytes(data[place : place + 4], "little")  # behind the number of its sizes, and those
+    data[place : place + 4] = kind.to_bytes(4, "little")
+    file.write_bytes(data)
+    with pytest.raises(ModelError, match=f"tensor blk.0.attn_q.weight {message}"):
+        load_model(file)
+
+
 def test_a_damaged_file_is_refused(tmp_path):
     config, type_ = config_of("llama")
     file, _ = write_gguf(tmp_path, config, type_)
