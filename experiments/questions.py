@@ -1,11 +1,12 @@
 """Decoding with drafts over plain decoding, on questions that users bring, by category, in one run.
 
-    python experiments/questions.py FILE ... --target MODEL [--drafts NAME=DIR ...] [--ngram 5] [-k 3] [--limit 10]
-        [--new-tokens 128] [--temperatures 0 1] [--repeats 3] [--peers float32 bfloat16] [--peer-draft DIR]
+    python experiments/questions.py FILE ... --target MODEL [--drafts NAME=DIR ...] [--ngram 5] [-k 3] [--fixed]
+        [--limit 10] [--new-tokens 128] [--temperatures 0 1] [--repeats 3] [--peers float32 bfloat16] [--peer-draft DIR]
         [--llama-cpp FILE.gguf ...] [--results FILE]
 
 Each question is asked in the target's chat template (`prompts.py`); of several turns each is a prompt, after the
-target's own greedy answers. Lengths are chosen by costs and acceptance measured on a question that is not asked. All
+target's own greedy answers. Lengths are chosen by costs and acceptance measured on a question that is not asked; with --fixed every block
+proposes k tokens, which compares drafts and not their speed. All
 decoders take a prompt in turn; its time is the least of the repeats, of which the first one may compile. A speedup is
 plain decoding's seconds over those of the same number of tokens with the draft, summed over the prompts of a category,
 with a 95% interval over prompts (bootstrap); `speedup_after_first_token` leaves out the prompt, which no draft makes
@@ -287,6 +288,7 @@ def main() -> None:
     parser.add_argument("--drafts", nargs="+", default=[], metavar="NAME=DIR")
     parser.add_argument("--ngram", type=int, default=5)
     parser.add_argument("-k", type=int, default=3)
+    parser.add_argument("--fixed", action="store_true")
     parser.add_argument("--verifier", default="block")
     parser.add_argument("--limit", type=int, default=10)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -311,7 +313,7 @@ def main() -> None:
     if args.llama_cpp:
         others |= dict(llama_cpp_of(args.llama_cpp, target.eos_ids))
     for temperature in args.temperatures:
-        for decoder in ours.values() if left else ():
+        for decoder in ours.values() if left and not args.fixed else ():
             asked_before = [tokens_of(target.tokenizer, left[0])]
             decoder.calibrate(asked_before, seconds=CALIBRATION_SECONDS, temperature=temperature)
         options = {"max_new_tokens": args.new_tokens, "temperature": temperature}
@@ -326,7 +328,7 @@ def main() -> None:
     for found in differ:
         print("{drafter}, {category}: token {position} is another one, at a margin of {margin:.2g}".format(**found))
     if args.results is not None:
-        names = ("new_tokens", "limit", "repeats", "k", "ngram", "verifier")
+        names = ("new_tokens", "limit", "repeats", "k", "fixed", "ngram", "verifier")
         settings = {name: getattr(args, name) for name in names} | {"dtype": str(target.dtype)}
         sums = checksums(target, models_of(args))
         record.write(args.results, {"rows": rows, "differences": differ, "sha256": sums, "settings": settings})
