@@ -5,17 +5,16 @@
         [--llama-cpp FILE.gguf ...] [--results FILE]
 
 Each question is asked in the target's chat template (`prompts.py`); of several turns each is a prompt, after the
-target's own greedy answers. Lengths are chosen by costs and acceptance measured on a question that is not asked; with --fixed every block
-proposes k tokens, which compares drafts and not their speed. All
-decoders take a prompt in turn; its time is the least of the repeats, of which the first one may compile. A speedup is
-plain decoding's seconds over those of the same number of tokens with the draft, summed over the prompts of a category,
-with a 95% interval over prompts (bootstrap); `speedup_after_first_token` leaves out the prompt, which no draft makes
-faster. `tokens_a_call`: tokens of all prompts over all target calls;
-`tokens_a_call_mean`: the mean of the prompts' own. `control`: plain decoding once more, which says what a ratio of one
-looks like here. `best`: the draft with the largest greedy speedup over all prompts. `all`: the mean of the categories.
-Each draft also decodes as a hybrid with n-gram lookup, named `NAME+ngram`, unless --ngram is 0.
-With --peers, transformers on torch decodes the same prompts in turn, and with --llama-cpp that library (`peers.py`).
-Their rows have a `library`, and are never the best.
+target's own greedy answers. Lengths are chosen by costs and acceptance measured on a question that is not asked; with
+--fixed every block proposes k tokens, which compares drafts and not their speed. All decoders take a prompt in turn;
+its time is the least of the repeats, of which the first one may compile. A speedup is plain decoding's seconds over
+those of the same number of tokens with the draft, summed over the prompts of a category, with a 95% interval over
+prompts (bootstrap); `speedup_after_first_token` leaves out the prompt, which no draft makes faster. `tokens_a_call`:
+tokens of all prompts over all target calls; `tokens_a_call_mean`: the mean of the prompts' own. `control`: plain
+decoding once more, which says what a ratio of one looks like here. `best`: the draft with the largest greedy speedup
+over all prompts. `all`: the mean of the categories. Each draft also decodes as a hybrid with n-gram lookup, named
+`NAME+ngram`, unless --ngram is 0. With --peers, transformers on torch decodes the same prompts in turn, and with
+--llama-cpp that library (`peers.py`). Their rows have a `library`, and are never the best.
 `differences`: the first token of each greedy answer of ours that is not plain decoding's, and how far its logit, the
 largest, was above the second.
 `marks` are what makes a category say less than it seems to: fewer than 20 prompts, repeated ones, filler
