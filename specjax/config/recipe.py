@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from specjax import backend
-
 Kind = Literal["eagle3", "dspark", "glide", "draft_model"]
 KINDS = get_args(Kind)
 WRITING, TRAINING = 0.4, 0.42
@@ -25,6 +23,7 @@ def recipe(
     own: str | None = None,
     share: float = 0.5,
     chats: str | None = None,
+    rounds: bool = False,
 ) -> dict[str, Any]:
     """Sections of a config, all that is not by default.
 
@@ -36,6 +35,7 @@ def recipe(
         own: text of the user's own to mix in, as `data.path`; None: there is none.
         share: share of that text, as `data.mixed`.
         chats: directory of the target's chats, which several jobs may share; None: in ``out``.
+        rounds: True for a processor that multiplies matrices of bfloat16 faster, see `distill.matmul_dtype`.
 
     Returns:
         The sections, as a YAML file has them. How many chats and steps there are is filled in as time allows.
@@ -64,7 +64,7 @@ def recipe(
             "epochs": 1,
             # Shared with what the first weights are made from.
             **({"teacher": "cached", "teacher_path": f"{out}/streams"} if cached else {}),
-            **({"matmul_dtype": "bfloat16"} if backend.multiplies_bfloat16() else {}),
+            **({"matmul_dtype": "bfloat16"} if rounds else {}),
             "optimizer": {"learning_rate": {"eagle3": 3e-4, "dspark": 2e-3}.get(kind, 1e-3)},
             "eval_every": 1_000_000,
         },

@@ -17,6 +17,7 @@ import yaml
 from pydantic import TypeAdapter
 from rich.console import Console
 
+from specjax import backend
 from specjax.config import RunConfig, load_config
 from specjax.config.recipe import TRAINING, WRITING, Kind, recipe
 from specjax.errors import ConfigError, unwritable
@@ -60,7 +61,8 @@ def distill_target(
 
     Raises `ConfigError` if ``out`` holds another job's config.
     """
-    sections = recipe(target, out, kind, abstract_model(target).config, own, share, chats)
+    sizes, rounds = abstract_model(target).config, backend.multiplies_bfloat16()
+    sections = recipe(target, out, kind, sizes, own, share, chats, rounds)
     file, console = Path(out) / FILE, Console()
     bars = console_bars(console)
     with programs_kept(), artifact.exclusive(out):

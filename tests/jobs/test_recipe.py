@@ -62,11 +62,14 @@ def test_a_recipe_is_a_config(kind, tiny_config):
     assert "draft_vocab_size" in made.draft.settings if kind in ("eagle3", "dspark") else made.draft.architecture
 
 
-def test_products_are_rounded_where_the_processor_multiplies_such_numbers(tiny_config, monkeypatch):
-    for able, expected in ((False, None), (True, "bfloat16")):
-        monkeypatch.setattr(backend, "multiplies_bfloat16", lambda able=able: able)
-        sections = json.loads(json.dumps(recipe("x", "runs/x", "eagle3", tiny_config)))
-        assert TypeAdapter(RunConfig).validate_python(sections).distill.matmul_dtype == expected
+@pytest.mark.parametrize("able", [False, True])
+def test_products_are_rounded_where_the_processor_multiplies_such_numbers(chat_model, tmp_path, monkeypatch, able):
+    monkeypatch.setattr(backend, "multiplies_bfloat16", lambda: able)
+    monkeypatch.setattr(job, "run", lambda config: config)
+    for name in ("_with_chats", "_with_steps"):
+        monkeypatch.setattr(job, name, lambda sections, *_: sections)
+    made = job.distill_target(chat_model, str(tmp_path))
+    assert made.distill.matmul_dtype == ("bfloat16" if able else None)
 
 
 def test_chats_and_steps_are_decided_by_pace_and_kept(chat_model, small, tmp_path, monkeypatch, capsys):
