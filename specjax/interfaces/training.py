@@ -139,11 +139,11 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingForm:
-    """Form of a forward pass in training, which changes its cost and not its numbers. ``remat``: activations are
-    computed again in the backward pass. ``scan_layers``: equal layers are one compiled loop. ``sharding``: that of
-    ``[B, T, D]`` between layers, over a mesh; None: on one device. ``dtype``: type of the computation; None: its
-    own. ``matmul_dtype``: type to which operands of matrix products are rounded in a float32 computation; None: they
-    are not."""
+    """Form of a forward pass in training, which changes its cost, and of its numbers no more than their rounding.
+    ``remat``: activations are computed again in the backward pass. ``scan_layers``: equal layers are one compiled loop.
+    ``sharding``: that of ``[B, T, D]`` between layers, over a mesh; None: on one device. ``dtype``: type of the
+    computation; None: its own. ``matmul_dtype``: type to which operands of matrix products are rounded in a float32
+    computation; None: they are not."""
 
     remat: bool = False
     scan_layers: bool = False

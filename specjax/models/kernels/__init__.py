@@ -165,13 +165,11 @@ def together(layers: list[Any]) -> Any:
     assert tree is not None
     found: list[Any] = []
     for i in range(len(flat[0])):
-        first = flat[0][i]
-        is_kernel = isinstance(first, Transposed)
+        kind = type(flat[0][i])
+        is_kernel = issubclass(kind, Transposed)
         arrays = [leaves[i].value if is_kernel else leaves[i] for leaves in flat]
         for leaves in flat:
             leaves[i] = None
-        kind = type(first)
-        del first  # it would hold on to its array
         stacked = _side_by_side(arrays, is_kernel)
         found.append(kind(stacked) if is_kernel else stacked)
         backend.return_memory()
