@@ -1,8 +1,8 @@
 """Decoding with drafts over plain decoding, on questions that users bring, by category, in one run.
 
     python experiments/questions.py FILE ... --target MODEL [--drafts NAME=DIR ...] [--ngram 5] [-k 3] [--fixed]
-        [--limit 10] [--new-tokens 128] [--temperatures 0 1] [--repeats 3] [--peers float32 bfloat16] [--peer-draft DIR]
-        [--llama-cpp FILE.gguf ...] [--results FILE]
+        [--quantize-draft int8] [--limit 10] [--new-tokens 128] [--temperatures 0 1] [--repeats 3]
+        [--peers float32 bfloat16] [--peer-draft DIR] [--llama-cpp FILE.gguf ...] [--results FILE]
 
 Each question is asked in the target's chat template (`prompts.py`); of several turns each is a prompt, after the
 target's own greedy answers. Lengths are chosen by costs and acceptance measured on a question that is not asked; with
@@ -15,6 +15,7 @@ decoding once more, which says what a ratio of one looks like here. `best`: the 
 over all prompts. `all`: the mean of the categories. Each draft also decodes as a hybrid with n-gram lookup, named
 `NAME+ngram`, unless --ngram is 0. With --peers, transformers on torch decodes the same prompts in turn, and with
 --llama-cpp that library (`peers.py`). Their rows have a `library`, and are never the best.
+`block_costs`: seconds of a block of 0, 1, .. k proposed tokens over those of none, by which lengths were chosen.
 `differences`: the first token of each greedy answer of ours that is not plain decoding's, and how far its logit, the
 largest, was above the second.
 `marks` are what makes a category say less than it seems to: fewer than 20 prompts, repeated ones, filler
@@ -44,6 +45,7 @@ from rich.table import Table
 import specjax
 from specjax.drafters.ngram import NGram
 from specjax.evaluation.target_distribution import TargetDistribution
+from specjax.interfaces import Calibration
 from specjax.metrics import DecodeStats
 from specjax.models.files import sha256
 from specjax.models.hf import LoadedModel
@@ -228,6 +230,12 @@ def differences(
     return found
 
 
+def block_costs(drafter: str, temperature: float, known: Calibration) -> dict[str, Any]:
+    """Measured seconds of a block at each draft length over those of a block without proposed tokens."""
+    over_plain = np.asarray(known.seconds) / known.seconds[0]
+    return {"drafter": drafter, "temperature": temperature, "over_plain": over_plain.round(3).tolist()}
+
+
 def with_best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows, and those of the best draft once more under that name."""
     whole = [r for r in rows if r["category"] == ALL and r["drafter"] != CONTROL and "library" not in r]
@@ -271,7 +279,7 @@ def decoders_of(args: argparse.Namespace, target: LoadedModel) -> dict[str, spec
     drafters: dict[str, Any] = {"ngram": NGram(args.ngram)} if args.ngram else {}
     for pair in args.drafts:
         name, _, path = pair.partition("=")
-        drafters[name] = specjax.load_drafter(path, target, args.k)
+        drafters[name] = specjax.load_drafter(path, target, args.k, quantize=args.quantize_draft)
         if args.ngram:
             drafters[f"{name}+ngram"] = specjax.Hybrid(drafters[name], max(args.k, args.ngram))
     made = {PLAIN: specjax.Decoder(target), CONTROL: specjax.Decoder(target)}
@@ -288,6 +296,7 @@ def main() -> None:
     parser.add_argument("--ngram", type=int, default=5)
     parser.add_argument("-k", type=int, default=3)
     parser.add_argument("--fixed", action="store_true")
+    parser.add_argument("--quantize-draft", choices=("int8",))
     parser.add_argument("--verifier", default="block")
     parser.add_argument("--limit", type=int, default=10)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -305,16 +314,17 @@ def main() -> None:
     chosen = {name: by_category(of_it, args.limit)[name] for name, of_it in everything.items()}
     left = [q for name, of_it in everything.items() for q in of_it if q not in chosen[name]]
     prompts = asked(target, [q for of_it in chosen.values() for q in of_it], args.new_tokens)
-    ours, rows, differ = decoders_of(args, target), [], []
+    ours, rows, differ, costs = decoders_of(args, target), [], [], []
     others: dict[str, Any] = {}
     if args.peers:
         others |= dict(transformers_of(Path(args.target), args.peer_draft, args.peers))
     if args.llama_cpp:
         others |= dict(llama_cpp_of(args.llama_cpp, target.eos_ids))
     for temperature in args.temperatures:
-        for decoder in ours.values() if left and not args.fixed else ():
+        for name, decoder in ours.items() if left and not args.fixed else ():
             asked_before = [tokens_of(target.tokenizer, left[0])]
-            decoder.calibrate(asked_before, seconds=CALIBRATION_SECONDS, temperature=temperature)
+            known = decoder.calibrate(asked_before, seconds=CALIBRATION_SECONDS, temperature=temperature)
+            costs += [] if known is None else [block_costs(name, temperature, known)]
         options = {"max_new_tokens": args.new_tokens, "temperature": temperature}
         rest = REST if others else 0.0
         answers = measured({**ours, **others}, prompts, args.repeats, options, rest)
@@ -324,13 +334,16 @@ def main() -> None:
             differ += differences(answers, prompts, distribution.greedy_margin)
     rows = with_best(rows)
     Console().print(table_of(rows))
+    for each in costs:
+        print("{drafter}, T = {temperature:g}: blocks of 0, 1, .. tokens take {over_plain} of one of 0".format(**each))
     for found in differ:
         print("{drafter}, {category}: token {position} is another one, at a margin of {margin:.2g}".format(**found))
     if args.results is not None:
-        names = ("new_tokens", "limit", "repeats", "k", "fixed", "ngram", "verifier")
+        names = ("new_tokens", "limit", "repeats", "k", "fixed", "ngram", "verifier", "quantize_draft")
         settings = {name: getattr(args, name) for name in names} | {"dtype": str(target.dtype)}
         sums = checksums(target, models_of(args))
-        record.write(args.results, {"rows": rows, "differences": differ, "sha256": sums, "settings": settings})
+        figures = {"rows": rows, "block_costs": costs, "differences": differ}
+        record.write(args.results, figures | {"sha256": sums, "settings": settings})
 
 
 if __name__ == "__main__":
