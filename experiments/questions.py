@@ -232,8 +232,8 @@ def differences(
 
 def block_costs(drafter: str, temperature: float, known: Calibration) -> dict[str, Any]:
     """Measured seconds of a block at each draft length over those of a block without proposed tokens."""
-    over_plain = np.asarray(known.seconds) / known.seconds[0]
-    return {"drafter": drafter, "temperature": temperature, "over_plain": over_plain.round(3).tolist()}
+    seconds = np.asarray(known.seconds, float)
+    return {"drafter": drafter, "temperature": temperature, "over_plain": (seconds / seconds[0]).round(3).tolist()}
 
 
 def with_best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

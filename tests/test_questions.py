@@ -7,12 +7,14 @@ import hashlib
 import io
 from pathlib import Path
 
+import numpy as np
 import pytest
 import questions
 from prompts import Question
 from questions import ALL, BEST, CONTROL, PLAIN, Answer, Prompt
 from rich.console import Console
 
+from specjax.interfaces import Calibration
 from specjax.metrics import DecodeStats
 
 
@@ -140,3 +142,9 @@ def test_what_makes_a_category_say_less_is_marked_in_its_rows():
     assert drawn.getvalue().count("fewer than 20 prompts, 1 repeated") == 2
     alone = {name: found for name, found in ANSWERS.items() if name != CONTROL}
     assert questions.marks_of(chosen, alone, [])["code"] == ["no control", "no end of sequence"]
+
+
+def test_what_blocks_cost_is_told_over_plain_decoding():
+    known = Calibration(np.array([0.01, 0.012, 0.0151], np.float32), np.array([0.5, 0.4], np.float32))
+    found = questions.block_costs("draft", 1.0, known)
+    assert found == {"drafter": "draft", "temperature": 1.0, "over_plain": [1.0, 1.2, 1.51]}
