@@ -15,7 +15,8 @@ decoding once more, which says what a ratio of one looks like here. `best`: the 
 over all prompts. `all`: the mean of the categories. Each draft also decodes as a hybrid with n-gram lookup, named
 `NAME+ngram`, unless --ngram is 0. With --peers, transformers on torch decodes the same prompts in turn, and with
 --llama-cpp that library (`peers.py`). Their rows have a `library`, and are never the best.
-`block_costs`: seconds of a block of 0, 1, .. k proposed tokens over those of none, by which lengths were chosen.
+`block_costs`: seconds of a block of 0, 1, .. k proposed tokens over those of none, by which lengths were chosen;
+of a hybrid those that its draft's model makes.
 `differences`: the first token of each greedy answer of ours that is not plain decoding's, and how far its logit, the
 largest, was above the second.
 `marks` are what makes a category say less than it seems to: fewer than 20 prompts, repeated ones, filler
