@@ -1,6 +1,7 @@
 """Other libraries' decoding of the same weights, in the form that `questions.py` asks. transformers on torch: plain,
 with prompt lookup, and assisted by a separate draft (`make parity-setup` installs torch). llama.cpp: plain and with
-prompt lookup, from GGUF files that `requantise.py` writes (`pip install llama-cpp-python` compiles it)."""
+prompt lookup, from GGUF files that `requantise.py` writes (`pip install llama-cpp-python` compiles it; where it stops
+with an illegal instruction, with `CMAKE_ARGS=-DGGML_NATIVE=OFF` and the wanted sets of instructions, as GGML_AVX512=ON)."""
 
 from __future__ import annotations
 
@@ -121,5 +122,7 @@ def llama_cpp_of(files: Sequence[Path], ends: Iterable[int]) -> Iterator[tuple[s
     settings = {"n_ctx": _CONTEXT, "n_threads": _CORES, "n_threads_batch": _CORES, "verbose": False}
     for file in files:
         for way, draft in (("", None), (", prompt lookup", lookup(num_pred_tokens=LOOKUP_TOKENS))):
-            model = library.Llama(model_path=str(file), draft_model=draft, **settings)
+            # With a draft the library keeps logits of every token, but makes room for them only if it is told to.
+            room = {"logits_all": draft is not None}
+            model = library.Llama(model_path=str(file), draft_model=draft, **room, **settings)
             yield f"llama.cpp {file.stem}{way}", LlamaCpp(model, frozenset(ends))

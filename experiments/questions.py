@@ -334,7 +334,7 @@ def main() -> None:
             distribution = TargetDistribution(target, {}, args.new_tokens)
             differ += differences(answers, prompts, distribution.greedy_margin)
     rows = with_best(rows)
-    Console(width=160).print(table_of(rows))  # as a file and a narrow terminal take it, too
+    Console(width=160).print(table_of(rows))  # of a file rich takes 80 columns, and cuts every word
     for each in costs:
         print("{drafter}, T = {temperature:g}: blocks of 0, 1, .. tokens take {over_plain} of one of 0".format(**each))
     for found in differ:
