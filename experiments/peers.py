@@ -1,7 +1,7 @@
 """Other libraries' decoding of the same weights, in the form that `questions.py` asks. transformers on torch: plain,
 with prompt lookup, and assisted by a separate draft (`make parity-setup` installs torch). llama.cpp: plain and with
 prompt lookup, from GGUF files that `requantise.py` writes (`pip install llama-cpp-python` compiles it; where it stops
-with an illegal instruction, with `CMAKE_ARGS=-DGGML_NATIVE=OFF` and the wanted sets of instructions, as GGML_AVX512=ON)."""
+with an illegal instruction, with `CMAKE_ARGS=-DGGML_NATIVE=OFF` and the instructions wanted, as GGML_AVX512=ON)."""
 
 from __future__ import annotations
 
