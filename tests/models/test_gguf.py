@@ -25,6 +25,7 @@ from specjax.models.gguf.header import read_header
 from specjax.models.gguf.tensors import Place, opened
 from specjax.models.gguf.tokenizer import SPLITS, Vocabulary, tokenizer_of
 from specjax.models.hf import abstract_model, load_model
+from specjax.models.rotary import LinearScaling
 from tests.models.directories import same_params
 from tests.models.gguf_files import add_tokenizer, finish, write_gguf
 from tests.models.variants import VARIANTS
@@ -146,6 +147,27 @@ def test_the_rotary_embedding_of_llama_3_comes_from_its_divisors(tmp_path):
         load_model(file)
 
 
+def test_a_factor_of_no_type_is_linear(tmp_path):
+    config, type_ = config_of("llama")
+    file, _ = write_gguf(tmp_path, config, type_, more=lambda w: w.add_rope_scaling_factor(4.0))
+    assert load_model(file).config.ropes[0].scaling == LinearScaling(4.0)
+    none = tmp_path / "none"
+    none.mkdir()
+    file, _ = write_gguf(none, config, type_, more=lambda w: w.add_rope_scaling_factor(1.0))
+    assert load_model(file).config == config
+
+
+def test_a_file_that_ends_before_its_divisors_is_cut_short(tmp_path):
+    """They are read with the settings, before any weight."""
+    config, type_ = config_of("llama", head_dim=64)
+    divisors = LlamaRope(64, 10_000.0).divisors(8.0)
+    file, _ = write_gguf(tmp_path, config, type_, more=lambda w: w.add_tensor("rope_freqs.weight", divisors))
+    start = read_header(file).tensors["rope_freqs.weight"].start
+    file.write_bytes(file.read_bytes()[: start + 8])
+    with pytest.raises(ModelError, match=r"is cut short: tensor rope_freqs\.weight ends at byte"):
+        load_model(file)
+
+
 @dataclasses.dataclass
 class LlamaRope:
     """What llama.cpp's converter makes of Llama 3's scaling (2407.21783)."""
@@ -177,6 +199,10 @@ REFUSED = {
         "tokenizer.ggml.model='t5' is not read",
     ),
     "a list of sizes": (lambda w: w.add_head_count([4, 2]), "head_count is [4, 2], expected one positive number"),
+    "a scaling of attention": (
+        lambda w: w.add_float32("llama.rope.scaling.attn_factor", 0.5),
+        "llama.rope.scaling.attn_factor=0.5 is not implemented without rope_factors_long",
+    ),
     "no heads": (lambda w: w.add_head_count(0), "llama.attention.head_count is 0, expected one positive number"),
     "a merge of unknown tokens": (
         lambda w: (
@@ -379,6 +405,26 @@ def test_token_ids_of_sentencepiece_are_those_of_the_same_tokenizer_json(archite
         assert ours(line)["input_ids"] == [1, *theirs.encode(line).ids], line
         assert ours.decode(ours(line)["input_ids"][1:]) == theirs.decode(theirs.encode(line).ids)
     assert Vocabulary(read_header(file)).eos_ids == (2, 3)
+
+
+def test_a_token_that_ends_turns_does_so_as_a_user_defined_one_too(tmp_path):
+    """As in many files of Gemma."""
+    config, type_ = config_of("qwen3")
+    kinds = {"<end_of_turn>": gguf.TokenType.USER_DEFINED, "<b>": gguf.TokenType.USER_DEFINED}
+
+    def more(writer):
+        tokens = ["<s>", "</s>", "<end_of_turn>", "<b>", *"abc"]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(tokens)
+        writer.add_token_types([kinds.get(t, gguf.TokenType.CONTROL if "s>" in t else 1) for t in tokens])
+        writer.add_token_merges([])
+        writer.add_eos_token_id(1)
+
+    file, _ = write_gguf(tmp_path, config, type_, more=more)
+    loaded = load_model(file)
+    assert loaded.eos_ids == (1, 2)
+    assert loaded.tokenizer.decode([4, 2, 3, 5], skip_special_tokens=True) == "a<b>b"
 
 
 def chatting(writer: gguf.GGUFWriter) -> None:

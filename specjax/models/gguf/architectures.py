@@ -221,14 +221,22 @@ def _scaling(values: Values) -> dict[str, Any] | None:
     if "rope_freqs.weight" in divisors:
         return _of_divisors(values, divisors["rope_freqs.weight"])
     factor, original = values.get("rope.scaling.factor"), values.get("rope.scaling.original_context_length")
+    attention = values.get("rope.scaling.attn_factor")
     if len(divisors) == 2:
         long, short = (divisors[name].astype(float).tolist() for name in ROPE_TENSORS[1:])
         found = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
         if original:
             found["original_max_position_embeddings"] = original
-        if attention := values.get("rope.scaling.attn_factor"):
+        if attention:
             found["attention_factor"] = attention
         return found
+    if attention not in (None, 0, 1):
+        raise ModelError(
+            f"{header.file}: {values.architecture}.rope.scaling.attn_factor={attention!r} is not implemented without "
+            "rope_factors_long and rope_factors_short"
+        )
+    if kind is None and factor not in (None, 0, 1):
+        kind = "linear"  # as llama.cpp reads a factor of no type
     if kind in (None, "none"):
         return None
     if kind == "linear":
@@ -239,7 +247,7 @@ def _scaling(values: Values) -> dict[str, Any] | None:
 
 
 def _of_divisors(values: Values, divisors: np.ndarray) -> dict[str, Any]:
-    """Llama 3's scaling, of which the file keeps only what it makes of each frequency."""
+    """Llama 3's scaling, of which a file keeps ``divisors`` alone: the number by which each frequency is divided."""
     factor = float(divisors.max())
     theta, size = values.get("rope.freq_base", 10_000.0), 2 * len(divisors)
     wavelengths = 2 * np.pi * theta ** (np.arange(0, size, 2) / size)

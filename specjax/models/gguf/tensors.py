@@ -60,6 +60,7 @@ class GGUFTensor:
 
     def _rows(self, rows: np.ndarray) -> np.ndarray:
         entry, kind = self.entry, kind_of(self.entry)
+        refuse_cut(entry)
         bytes_of_row = num_bytes(entry) // entry.shape[0]
         stored = np.memmap(entry.file, np.uint8, "r", entry.start, (entry.shape[0], bytes_of_row))
         found = np.asarray(stored[rows])
@@ -99,6 +100,16 @@ def num_bytes(entry: Entry) -> int:
     return math.prod(entry.shape) // values * size
 
 
+def refuse_cut(entry: Entry) -> None:
+    """Raise `ModelError` if the file ends before its tensor does."""
+    end, size = entry.start + num_bytes(entry), entry.file.stat().st_size
+    if end > size:
+        raise ModelError(
+            f"{entry.file}: is cut short: tensor {entry.name} ends at byte {end:,}, the file at {size:,}; "
+            "fetch it again"
+        )
+
+
 @contextlib.contextmanager
 def opened(header: Header, places: dict[str, Place], others: Collection[str] = ()) -> Iterator[StoredTensors]:
     """The tensors by their Hugging Face names. ``places``: where each lies. ``others``: names that are no weights. Any
@@ -112,11 +123,6 @@ def opened(header: Header, places: dict[str, Place], others: Collection[str] = (
     rest = {name: Place(name) for name in header.tensors.keys() - used - {*others}}
     found = {}
     for name, place in {**places, **rest}.items():
-        entry = header.tensors[place.name]
-        if (end := entry.start + num_bytes(entry)) > (size := entry.file.stat().st_size):
-            raise ModelError(
-                f"{entry.file}: is cut short: tensor {entry.name} ends at byte {end:,}, the file at {size:,}; "
-                "fetch it again"
-            )
-        found[name] = GGUFTensor(entry, place)
+        refuse_cut(header.tensors[place.name])
+        found[name] = GGUFTensor(header.tensors[place.name], place)
     yield StoredTensors(header.file, found)

@@ -85,12 +85,17 @@ class Vocabulary:
         number = self.get(f"ggml.{name}_token_id")
         return self.tokens[number] if number is not None and number < len(self.tokens) else None
 
+    @functools.cached_property
+    def types(self) -> list[int]:
+        """Type of each token. What ends a turn is special; files of Gemma call it user-defined."""
+        pairs = zip(self.tokens, self.get("ggml.token_type", []), strict=False)
+        return [_CONTROL if kind == _USER_DEFINED and token in _ENDS else kind for token, kind in pairs]
+
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end a text: those that the file names, and the special ones that chats end their turns with."""
         named = [self.get(f"ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        types = self.get("ggml.token_type", [])
-        found = [i for i, kind in enumerate(types) if kind == _CONTROL and self.tokens[i] in _ENDS]
+        found = [i for i, kind in enumerate(self.types) if kind == _CONTROL and self.tokens[i] in _ENDS]
         return tuple(dict.fromkeys([token for token in named if token is not None] + found))
 
 
@@ -128,11 +133,10 @@ def tokenizer_of(header: Header) -> Any:
 def _added(vocabulary: Vocabulary, kind: int) -> list[Any]:
     import tokenizers
 
-    types = vocabulary.get("ggml.token_type", [])
     special = kind == _CONTROL
     return [
         tokenizers.AddedToken(token, special=special, normalized=False)
-        for token, its in zip(vocabulary.tokens, types, strict=False)
+        for token, its in zip(vocabulary.tokens, vocabulary.types, strict=False)
         if its == kind
     ]
 
