@@ -51,7 +51,7 @@ class SelfChat:
     chats: Positive = 2_000
     """Number of chats to begin, in whole shards; the filters drop some of them. A directory with fewer is added to."""
     system: Name | None = None
-    """System message of every chat; None: none, or the template's own."""
+    """System message with which every chat begins; None: none, or the template's own."""
     openings: tuple[Name, ...] = OPENINGS
     """First words of questions, for kinds of text that the target would rarely begin by itself: other languages, code,
     arithmetic."""

@@ -21,41 +21,50 @@ _USER = "\ue000"
 _RUN = 8
 """Number of tokens of a run that is looked for elsewhere."""
 _KEPT_RUNS = 4
-"""One of so many runs of a chat is remembered, by its hash."""
+"""One of so many runs of a chat is remembered, by its hash, and at least one."""
 Message = Mapping[str, str]
+OWN_TEXT = "distill on text of your own with `specjax train` (data.kind=text, data.path)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
     """The places of a chat template at which a model goes on by itself. ``ends``: ids of tokens that end a user's
-    words; ``closing``: first line of the text with which a template without such a token goes on."""
+    words; ``closing``: first line of the text with which a template without such a token goes on; ``first``: messages
+    with which every chat begins."""
 
     tokenizer: Any
     ends: tuple[int, ...]
     closing: str
+    first: tuple[Message, ...] = ()
 
     @classmethod
-    def of(cls, tokenizer: Any) -> Turns:
-        """The places in the template of ``tokenizer``. Raises `DataError` without a template, or for one that writes no
-        user's words."""
+    def of(cls, tokenizer: Any, system: str | None = None) -> Turns:
+        """The places in the template of ``tokenizer``, in chats with a message ``system`` if there is one. Raises
+        `DataError` without a template, or for one that writes no user's words or refuses these messages."""
         if not getattr(tokenizer, "chat_template", None):
-            raise DataError("data.kind=self_chat: the target has no chat template; use a chat model, or give data.path")
-        _, behind = _around(tokenizer, [])
+            raise DataError(f"data.kind=self_chat: the target has no chat template; use a chat model, or {OWN_TEXT}")
+        first = () if system is None else ({"role": "system", "content": system},)
+        _, behind = _around(tokenizer, first)
         ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
-        special = set(tokenizer.all_special_ids)
         closing = next(iter(behind.strip().splitlines()), "")
-        return cls(tokenizer, tuple(ids[:1]) if ids and ids[0] in special else (), closing)
+        return cls(tokenizer, tuple(ids[:1]) if ids and ids[0] in special_ids(tokenizer) else (), closing, first)
 
     def before_question(self, messages: Sequence[Message], opening: str = "") -> list[int]:
         """Token ids of a chat up to where the next question begins, with the ``opening`` of that question."""
-        before, _ = _around(self.tokenizer, messages)
+        before, _ = _around(self.tokenizer, [*self.first, *messages])
         # A space behind the mark of a turn is the first character of the next token.
         text = before + opening if opening else before.rstrip(" ")
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def before_answer(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a chat up to where the next answer begins."""
-        return chat.render(self.tokenizer, messages, tokenize=True)
+        return chat.render(self.tokenizer, [*self.first, *messages], tokenize=True)
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids of all tokens that are marked as special; libraries list those alone that have a name, as bos and eos."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(tokenizer.all_special_ids) | {number for number, token in added.items() if token.special}
 
 
 def _around(tokenizer: Any, messages: Sequence[Message]) -> tuple[str, str]:
@@ -64,12 +73,14 @@ def _around(tokenizer: Any, messages: Sequence[Message]) -> tuple[str, str]:
         asked = chat.render(tokenizer, [*messages, {"role": "user", "content": _USER}], tokenize=False)
     except Exception as error:  # a template is a program: it may raise anything, and so may Jinja
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(f"data.kind=self_chat: the target's chat template fails ({reason}); mend it") from None
+        system = any(message["role"] == "system" for message in messages)
+        remedy = "leave data.self_chat.system out, or mend it" if system else "mend it"
+        raise DataError(f"data.kind=self_chat: the target's chat template fails ({reason}); {remedy}") from None
     before, found, behind = asked.rpartition(_USER)
     if not found:
         raise DataError(
             "data.kind=self_chat: the target's chat template does not write what a user says, so there is no place for "
-            "a question; mend the template, or give data.path"
+            f"a question; mend the template, or {OWN_TEXT}"
         )
     return before, behind
 
@@ -125,9 +136,10 @@ class NearDuplicates:
 
     def has(self, tokens: Sequence[int]) -> bool:
         """True if a chat is close to earlier ones; otherwise it is remembered."""
-        hashes = {hash(run) for run in _runs(tokens, _RUN)}
-        kept = {found for found in hashes if found % _KEPT_RUNS == 0}
-        if kept and len(kept & self._seen) > self._most * len(kept):
+        # A chat shorter than a run is compared as a whole.
+        hashes = {hash(run) for run in _runs(tokens, _RUN)} or {hash(tuple(tokens))}
+        kept = {found for found in hashes if found % _KEPT_RUNS == 0} or {min(hashes)}
+        if len(kept & self._seen) > self._most * len(kept):
             return True
         self._seen |= kept
         return False

@@ -41,9 +41,7 @@ def make_chats(config: RunConfig, out: Path | None, share: tuple[int, int], bars
     own = len(range(share[0], files.count, share[1]))
     with inputs.naming_inputs(config), bars("self-chat", own * files.settings.shard_size) as progress:
         missing = self_chat.write(files, share, progress)
-        if not missing:
-            self_chat.read(files)
-    facts = {} if missing else artifact.read_provenance(files.directory)
+        facts = {} if missing else self_chat.read(files)[1]
     return {**facts, "missing": missing, "directory": str(files.directory)}
 
 

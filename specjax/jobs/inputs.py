@@ -115,12 +115,12 @@ def _documents(run: Run, target: LoadedModel, bad: BadRecordPolicy, bars: Bars) 
     files = chat_files(run, target)
 
     def written() -> None:
-        with naming_inputs(config), bars("self-chat", files.settings.chats) as progress:
+        with naming_inputs(config), bars("self-chat", files.count * files.settings.shard_size) as progress:
             self_chat.write(files, progress=progress)
 
     on_main_process(written)
-    chats = self_chat.read(files)
-    note(f"{files.directory}: {summary(artifact.read_provenance(files.directory))}")
+    chats, facts = self_chat.read(files)
+    note(f"{files.directory}: {summary(facts)}")
     return [*chats, *_mixed(chats, own, config.data.mixed)]
 
 

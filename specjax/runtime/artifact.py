@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +18,7 @@ from typing import IO, Any
 
 from flax.traverse_util import flatten_dict
 
-from specjax.errors import TrainingError, unwritable
+from specjax.errors import DataError, TrainingError, unwritable
 from specjax.models.files import sha256, write_atomically, write_json
 from specjax.runtime.fingerprint import of_json
 from specjax.runtime.log import note
@@ -123,6 +124,16 @@ def write_provenance(directory: Path, facts: Mapping[str, Any]) -> None:
 def read_provenance(directory: Path) -> dict[str, Any]:
     """Inputs of a whole result, and the facts about it."""
     return json.loads((directory / PROVENANCE).read_text())
+
+
+def refuse_full_disk(directory: Path, size: float, what: str, remedy: str) -> None:
+    """Raise `DataError` if the disk of ``directory`` has no room for ``size`` bytes of ``what``."""
+    free = shutil.disk_usage(directory).free
+    if size > free:
+        raise DataError(
+            f"{directory}: {size / 1e6:,.1f} MB are wanted for {what}, and {free / 1e6:,.1f} MB are free on its disk; "
+            f"free some, or {remedy}"
+        )
 
 
 def _create(directory: Path, record: Mapping[str, Any]) -> None:

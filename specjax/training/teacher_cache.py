@@ -273,9 +273,11 @@ class TeacherCache:
                 f"teacher_gb is {self.most_bytes / 1e9:g}; raise it, train on fewer rows, or set teacher=online"
             )
         on_main_process(lambda: artifact.claim(directory, made_from))
+        starts = range(0, len(self.numbers), per_shard)
+        on_main_process(lambda: self._refuse_full_disk(directory, starts, size))
         shards = []
         try:
-            for number, start in enumerate(range(0, len(self.numbers), per_shard)):
+            for number, start in enumerate(starts):
                 file = directory / _name(number)
                 found = on_main_process(functools.partial(artifact.record_of, file))
                 if found is None:
@@ -297,6 +299,12 @@ class TeacherCache:
         _log.info("%s", summary(directory))
         digests = tuple(shard["sha256"] for shard in shards)
         return CachedRows(self.rows, self.numbers, directory, per_shard, digests, self.format)
+
+    def _refuse_full_disk(self, directory: Path, starts: Sequence[int], size: int) -> None:
+        """Raise `DataError` if the disk lacks room for the shards that are not there, of ``size`` bytes in all."""
+        missing = sum(not (directory / _name(number)).exists() for number in range(len(starts)))
+        remedy = "set distill.teacher_path to another disk, or distill.teacher=online"
+        artifact.refuse_full_disk(directory, size * missing / max(1, len(starts)), "the target's output", remedy)
 
     def _make(self, file: Path, start: int) -> dict[str, Any]:
         """Write the shard that begins with the ``start``-th number, whole or not at all, and return its record."""

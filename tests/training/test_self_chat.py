@@ -7,11 +7,14 @@ import copy
 import dataclasses
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from specjax.config import load_config
 from specjax.config.self_chat import SelfChat
@@ -123,6 +126,29 @@ def test_a_question_ends_with_a_special_token_or_where_the_template_goes_on(tiny
     assert (turns.ends, turns.closing) == ((tiny_tokenizer.eos_token_id,) if ends else (), closing)
 
 
+def test_every_token_that_is_marked_as_special_counts(tiny_tokenizer):
+    """Those without a name too, as the marks of turns in most chat models."""
+    tokenizer = with_template(tiny_tokenizer, TEMPLATE.replace("{{ eos_token }}", "<|turn|>"))
+    tokenizer.add_tokens([AddedToken("<|turn|>", special=True)])
+    turn = tokenizer.convert_tokens_to_ids("<|turn|>")
+    tokenizer._special_tokens_map.pop("additional_special_tokens", None)
+    assert turn in text.special_ids(tokenizer)
+    assert tokenizer.eos_token_id in text.special_ids(tokenizer)
+    assert Turns.of(tokenizer).ends == (turn,)
+
+
+def test_a_system_message_begins_every_chat(tiny_tokenizer):
+    tokenizer = with_template(tiny_tokenizer)
+    turns = Turns.of(tokenizer, "Be brief.")
+    begin, end = tokenizer.bos_token, tokenizer.eos_token
+    assert tokenizer.decode(turns.before_question([])) == f"{begin}[system] Be brief.{end}\n[user]"
+    asked = tokenizer.decode(turns.before_answer([{"role": "user", "content": "a"}]))
+    assert asked == f"{begin}[system] Be brief.{end}\n[user] a{end}\n[assistant] "
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
+    with pytest.raises(DataError, match=r"fails \(no system\); leave data.self_chat.system out"):
+        Turns.of(with_template(tiny_tokenizer, refusing), "Be brief.")
+
+
 # The choices, and the filters.
 
 
@@ -162,7 +188,86 @@ def test_a_chat_close_to_an_earlier_one_is_a_near_duplicate():
     assert seen.has(one)
 
 
+@pytest.mark.parametrize("length", [1, 3, 8, 9])
+def test_short_chats_that_say_the_same_are_near_duplicates(length):
+    seen = NearDuplicates(0.5)
+    assert not seen.has([*range(length)])
+    assert seen.has([*range(length)])
+    assert not seen.has([*range(100, 100 + length)])
+
+
 # Writing.
+
+
+@dataclasses.dataclass
+class Says:
+    """A tokenizer's words as what a target says: `generate_each` of a decoder without a model."""
+
+    tokenizer: Any
+    said: Sequence[tuple[str, str]]
+    """(text, finish reason) of each message in turn."""
+    asked: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def generate_each(self, requests, rows, most_tokens):
+        for number, request in enumerate(requests):
+            if request is None:
+                return
+            self.asked.append(request)
+            words, reason = self.said[number]
+            tokens = self.tokenizer(words, add_special_tokens=False)["input_ids"]
+            tokens = tokens if reason == "length" else [*tokens, self.tokenizer.eos_token_id]
+            yield number, SimpleNamespace(tokens=[tokens], finish_reasons=[reason], has_failed=None)
+
+
+def heard(target, directory, monkeypatch, said, **changes) -> tuple[list[dict[str, Any]], Says]:
+    """(records of chats in which the target says so, what it was asked)."""
+    says = Says(target.tokenizer, said)
+    monkeypatch.setattr(self_chat, "Decoder", lambda target: says)
+    monkeypatch.setattr(self_chat, "check_finite", lambda *_: None)
+    own = {"chats": 1, "shard_size": 1, "turns": 1, "openings": (), "rows": 1, **changes}
+    longest = own.pop("longest", LONGEST)
+    files = ChatFiles(directory / "chats", dataclasses.replace(SETTINGS, **own), target, longest, SEED)
+    self_chat.write(files)
+    return records(files), says
+
+
+def test_a_question_ends_where_the_template_goes_on_however_the_text_ends(target, tmp_path, monkeypatch):
+    """A template without a token behind the user's words: the target may go on with an answer and end it."""
+    template = TEMPLATE.replace(
+        "{{ eos_token }}\n", "{% if m.role == 'user' %} [/ask]\n{% else %}{{ eos_token }}{% endif %}"
+    )
+    own = dataclasses.replace(target, tokenizer=with_template(target.tokenizer, template))
+    assert (Turns.of(own.tokenizer).ends, Turns.of(own.tokenizer).closing) == ((), "[/ask]")
+    expected = [{"role": "user", "content": "Who asks?"}, {"role": "assistant", "content": "Me."}]
+    for number, reason in enumerate(("stop", "length")):
+        said = [("Who asks? [/ask]\n[assistant] It is me", reason), ("Me.", "stop")]
+        found, _ = heard(own, tmp_path / str(number), monkeypatch, said)
+        assert found == [{"messages": expected, "number": 0}]
+
+
+def test_a_system_message_stands_in_every_record(target, tmp_path, monkeypatch):
+    found, says = heard(target, tmp_path, monkeypatch, [("Who?", "stop"), ("Me.", "stop")], system="Be brief.")
+    roles = [message["role"] for message in found[0]["messages"]]
+    assert roles == ["system", "user", "assistant"]
+    for request in says.asked:
+        assert "[system] Be brief." in target.tokenizer.decode(request["prompt"])
+
+
+def test_a_question_that_leaves_no_room_for_an_answer_is_cut(target, tmp_path, monkeypatch):
+    """Text may have more tokens than the target wrote, and the template goes on behind it."""
+    question, behind = " ".join(map(str, range(30))), " behind" * 20
+    own = with_template(target.tokenizer, TEMPLATE.replace("{% if add", behind + "{% if add"))
+    own = dataclasses.replace(target, tokenizer=own)
+    prompt = len(Turns.of(own.tokenizer).before_answer([{"role": "user", "content": question.strip()}]))
+    said = [(question, "stop"), ("Me.", "stop")]
+    found, says = heard(own, tmp_path / "room", monkeypatch, said, longest=prompt + 1)
+    assert len(found) == 1
+    assert says.asked[1]["max_new_tokens"] == 1
+    monkeypatch.setattr(self_chat, "_LEAST_KEPT", 0.0)
+    found, says = heard(own, tmp_path / "none", monkeypatch, said, longest=prompt)
+    assert (found, len(says.asked)) == ([], 1)
+    facts = json.loads((tmp_path / "none" / "chats" / "chats-00000.json").read_text())
+    assert facts["dropped"] == {text.CUT: 1}
 
 
 def test_a_message_is_what_the_target_says_after_the_chat_so_far(target, whole):
@@ -222,7 +327,9 @@ def test_rows_shares_and_interruptions_change_no_chat(target, whole, tmp_path):
     assert left
     kept = killed.file(next(iter({0, 1, 2} - {*left}))) if len(left) < 3 else None
     stamp = kept and kept.stat().st_mtime_ns
-    self_chat.write(killed)
+    counts: list[int] = []
+    self_chat.write(killed, progress=lambda count, figures: counts.append(count))
+    assert counts == [*range(24 - 8 * len(left) + 1, 25)], "of those that were there too"
     assert contents(killed) == contents(whole)
     assert kept is None or kept.stat().st_mtime_ns == stamp
 
@@ -232,6 +339,10 @@ def test_a_data_set_grows_and_refuses_what_is_of_other_settings(target, whole, t
     shutil.copytree(whole.directory, grown.directory)
     assert self_chat.write(grown) == []
     assert contents(grown)[:3] == contents(whole)
+    self_chat.read(grown)
+    told = (grown.directory / "provenance.json").read_text()
+    assert len(self_chat.read(files_in(tmp_path, target))[0]) < len(self_chat.read(grown)[0])
+    assert (grown.directory / "provenance.json").read_text() == told, "of all shards, not of those that a run takes"
     other = files_in(tmp_path, target, dataclasses.replace(SETTINGS, answer_tokens=17))
     with pytest.raises(TrainingError, match=r"self_chat\.answer_tokens \(32 then, 17 now\)"):
         self_chat.write(other)

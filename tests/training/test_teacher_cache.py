@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import logging
 import os
+import shutil
 import threading
 import time
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from specjax.data.rows import Batches, ConcatenatedRows, take
-from specjax.errors import ConfigError, TrainingError
+from specjax.errors import ConfigError, DataError, TrainingError
 from specjax.interfaces import TopKLogits
 from specjax.runtime.artifact import read_provenance
 from specjax.runtime.log import read_log
@@ -256,6 +257,19 @@ def test_a_full_disk_leaves_the_finished_shards_and_no_half_one(whole, tmp_path,
     make(tmp_path)
     assert made == SHARDS[1:]
     assert shards(tmp_path) == shards(whole[0])
+
+
+def test_a_disk_without_room_is_told_before_anything_is_computed(whole, tmp_path, monkeypatch):
+    made = counting(monkeypatch)
+    full = shutil.disk_usage(tmp_path)._replace(free=1_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(
+        DataError, match=r"0\.0 MB are wanted for the target's output, and 0\.0 MB are free .*teacher_path"
+    ):
+        make(tmp_path)
+    assert made == []
+    shutil.copytree(whole[0] / "cache", tmp_path / "copied" / "cache")
+    make(tmp_path / "copied")
 
 
 def test_progress_counts_rows_batch_by_batch_and_what_is_there_at_once(tmp_path):

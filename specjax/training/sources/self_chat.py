@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -106,7 +105,7 @@ def write(files: ChatFiles, share: tuple[int, int] = (0, 1), progress: StepProgr
     """
     begun, of = share
     own = range(begun, files.count, of)
-    turns = Turns.of(files.target.tokenizer)
+    turns = Turns.of(files.target.tokenizer, files.settings.system)
     with artifact.in_turn(files.directory.with_name(f".{files.directory.name}.lock")):
         artifact.claim(files.directory, files.made_from)
     if files.missing(own):  # else another process may be adding to them
@@ -114,12 +113,14 @@ def write(files: ChatFiles, share: tuple[int, int] = (0, 1), progress: StepProgr
             missing = files.missing(own)
             if missing:
                 _check_room(files, len(missing))
-                _Writer(files, turns, missing, progress).run()
+                finished = (len(own) - len(missing)) * files.settings.shard_size
+                _Writer(files, turns, missing, finished, progress).run()
     return files.missing(range(files.count))
 
 
-def read(files: ChatFiles) -> list[Document]:
-    """The chats of a data set that is whole, near-duplicates left out. Writes its provenance."""
+def read(files: ChatFiles) -> tuple[list[Document], dict[str, Any]]:
+    """(the chats of a data set that is whole, near-duplicates left out; their counts). Writes the provenance of the
+    directory, unless that tells of more shards, which another run has asked for."""
     records, documents, duplicates = [], [], 0
     seen = text.NearDuplicates(files.settings.similar)
     for shard in range(files.count):
@@ -129,7 +130,7 @@ def read(files: ChatFiles) -> list[Document]:
         records.append(record)
         kept = files.file(shard) if record["kept"] else None
         for document in readers.read_json(kept, "self_chat", readers.BadRecordPolicy(), {}) if kept else ():
-            said = "\n".join(message["content"] for message in document.messages)
+            said = "\n".join(message["content"] for message in document.messages if message["role"] != "system")
             if seen.has(files.target.tokenizer(said, add_special_tokens=False)["input_ids"]):
                 duplicates += 1
             else:
@@ -141,26 +142,23 @@ def read(files: ChatFiles) -> list[Document]:
     totals = {name: sum(record[name] for record in records) for name in ("chats", "tokens", "seconds")}
     facts = {**totals, "kept": len(documents), "dropped": dict(sorted(dropped.items()))}
     _refuse_repetition(facts, files.directory)
-    artifact.write_provenance(files.directory, {**facts, "shards": records})
-    return documents
+    provenance = files.directory / artifact.PROVENANCE
+    if not provenance.exists() or len(artifact.read_provenance(files.directory)["shards"]) <= len(records):
+        artifact.write_provenance(files.directory, {**facts, "shards": records})
+    return documents, facts
 
 
 def _refuse_repetition(facts: dict[str, Any], where: Path) -> None:
     if facts["kept"] < _LEAST_KEPT * facts["chats"]:
         raise DataError(
             f"{where}: {text.summary(facts)}: the target does little but repeat itself or break off; raise "
-            "data.self_chat.question_temperature and answer_temperatures, or give chats of your own as data.path"
+            f"data.self_chat.question_temperature and answer_temperatures, or {text.OWN_TEXT}"
         )
 
 
 def _check_room(files: ChatFiles, shards: int) -> None:
-    wanted = shards * files.settings.shard_size * files.longest * _BYTES_A_TOKEN
-    free = shutil.disk_usage(files.directory).free
-    if wanted > free:
-        raise DataError(
-            f"{files.directory}: {wanted / 1e6:,.1f} MB are wanted for the chats, and {free / 1e6:,.1f} MB are free on "
-            "its disk; free some, or set data.self_chat.path to another disk"
-        )
+    size = shards * files.settings.shard_size * files.longest * _BYTES_A_TOKEN
+    artifact.refuse_full_disk(files.directory, size, "the chats", "set data.self_chat.path to another disk")
 
 
 @dataclasses.dataclass
@@ -182,19 +180,22 @@ class _Open:
 
 
 class _Writer:
-    """Writes shards: all chats go through one queue of rows, and a shard is written when its last chat has ended."""
+    """Writes shards: all chats go through one queue of rows, and a shard is written when its last chat has ended.
+    ``finished``: number of chats of this process's share that were there before."""
 
-    def __init__(self, files: ChatFiles, turns: Turns, shards: Sequence[int], progress: StepProgress | None):
+    def __init__(
+        self, files: ChatFiles, turns: Turns, shards: Sequence[int], finished: int, progress: StepProgress | None
+    ):
         self._files, self._turns, self._settings = files, turns, files.settings
         self._progress, self._tokenizer = progress, files.target.tokenizer
-        self._special = frozenset(self._tokenizer.all_special_ids)
+        self._special = text.special_ids(self._tokenizer)
         numbers = [number for shard in shards for number in files.numbers(shard)]
         self._waiting = collections.deque(_Open(n, text.plan_of(files.settings, n, files.seed)) for n in numbers)
         self._asked: list[_Open] = []  # by the number of the request
         self._left = {shard: len(files.numbers(shard)) for shard in shards}
         self._ended = collections.defaultdict[int, list[Chat]](list)
         self._counts, self._dropped = collections.Counter[str](), collections.Counter[str]()
-        self._count, self._tokens, self._began = 0, 0, time.perf_counter()
+        self._count, self._tokens, self._began = finished, 0, time.perf_counter()
         self._last = self._began
 
     def run(self) -> None:
@@ -254,20 +255,35 @@ class _Writer:
         tokens = tokens if cut else tokens[:-1]
         said = self._tokenizer.decode(tokens)
         if chat.asks:
-            if cut and self._turns.closing and not self._turns.ends:
+            if self._turns.closing and not self._turns.ends:
+                # The target may go on with the template, and end its answer before this is looked for.
                 said, closed, _ = said.partition(self._turns.closing)
-                cut = not closed
+                if closed:
+                    cut, tokens = False, self._tokenizer(said, add_special_tokens=False)["input_ids"]
             said = (chat.opening + said).strip()
-        fault = text.fault_of(said, tokens, self._special, self._settings) or (text.CUT if cut and chat.asks else None)
+        message = {"role": "user" if chat.asks else "assistant", "content": said}
+        fault = text.fault_of(said, tokens, self._special, self._settings)
+        if chat.asks and fault is None and (cut or not self._leaves_room([*chat.messages, message])):
+            fault = text.CUT
         chat.tokens += len(result.tokens[0])
         if fault is not None:
             whole = len(chat.messages) // 2 * 2
-            return Chat(chat.number, tuple(chat.messages[:whole]), chat.tokens, False, None if whole else fault)
-        chat.messages.append({"role": "user" if chat.asks else "assistant", "content": said})
+            return self._chat(chat, chat.messages[:whole], dropped=None if whole else fault)
+        chat.messages.append(message)
         if not chat.asks:
             return None  # an answer comes
         goes_on = not cut and len(chat.messages) < 2 * chat.plan.turns and self._has_room(chat)
-        return None if goes_on else Chat(chat.number, tuple(chat.messages), chat.tokens, cut)
+        return None if goes_on else self._chat(chat, chat.messages, cut)
+
+    def _chat(
+        self, chat: _Open, messages: Sequence[dict[str, str]], cut: bool = False, dropped: str | None = None
+    ) -> Chat:
+        first = [dict(message) for message in self._turns.first]
+        return Chat(chat.number, (*first, *messages), chat.tokens, cut, dropped)
+
+    def _leaves_room(self, messages: Sequence[dict[str, str]]) -> bool:
+        """True if an answer has room behind these messages, whose text may have more tokens than the target wrote."""
+        return len(self._turns.before_answer(messages)) < self._files.longest
 
     def _has_room(self, chat: _Open) -> bool:
         """True if the longest question and a short answer fit behind the chat."""
@@ -294,7 +310,8 @@ class _Writer:
         artifact.write(self._files.file(shard), text.to_bytes(chats), {**facts, **made_from})
         kept = next((found for found in chats if found.dropped is None), None)
         if kept is not None:
-            shown = "  ".join(f"{m['role']}: {_shortened(m['content'])}" for m in kept.messages[:2])
+            said = kept.messages[len(self._turns.first) :]
+            shown = "  ".join(f"{m['role']}: {_shortened(m['content'])}" for m in said[:2])
             note(f"{self._files.file(shard).name}: {text.summary(facts)}; one of them: {shown}")
 
 
