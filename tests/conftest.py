@@ -3,6 +3,8 @@ promotion, shape annotations enforced by beartype. Set before JAX and specjax ar
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import gc
 import importlib.metadata
@@ -158,6 +160,14 @@ def tiny_target(tiny_config, tiny_tokenizer) -> LoadedModel:
     """Random weights; no end-of-sequence id, so that generations have the length asked for."""
     model = Model(tiny_config)
     return LoadedModel(model, jax.jit(model.init)(jax.random.key(0)), tiny_tokenizer, name="tiny-target")
+
+
+@pytest.fixture(scope="session")
+def tiny_chat(tiny_target) -> LoadedModel:
+    """The random model with a chat template."""
+    tokenizer = copy.deepcopy(tiny_target.tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
+    return dataclasses.replace(tiny_target, tokenizer=tokenizer)
 
 
 @pytest.fixture(scope="session")

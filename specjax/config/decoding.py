@@ -44,6 +44,9 @@ class Bench:
     """Tokens of a prompt cut from plain text; a chat's prompt is all that comes before an answer, at most this many
     tokens. The default, ``new_tokens`` and a block of 8 just fill the smallest cache, so each point is one program."""
     new_tokens: Positive = 192
+    ignore_eos: bool = True
+    """True: every prompt gets all its ``new_tokens``. False: an answer ends where the target ends it, as a user's does;
+    behind that end a chat model repeats itself, and lookup looks better than it is."""
     batch_sizes: Annotated[tuple[Positive, ...], *Grid] = (1, 8)
     """Numbers of rows that the distilled draft and ``drafters`` decode at once."""
     temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *Grid] = (0.0, 1.0)
@@ -63,7 +66,8 @@ class Bench:
     price_per_hour: Annotated[float, Field(gt=0)] | None = None
     """Price of an hour of the machine, in any currency; adds the cost of a thousand tokens to every point."""
     repeats: Positive = 5
-    """Number of timed repetitions of plain decoding and of the trained draft at batch 1; all else is timed once."""
+    """Number of timed repetitions of plain decoding, the trained draft and its hybrid at batch 1; all else is timed
+    once."""
 
     @property
     def max_k(self) -> int:

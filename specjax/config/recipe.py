@@ -72,12 +72,13 @@ def recipe(
         "selection": {"prompts": 0},
         "eval": {"positions": 8_192},
         "bench": {
-            "prompts": 8,
+            "prompts": 12,
             "prompt_tokens": 127,
             "new_tokens": 128,
+            "ignore_eos": False,
             "batch_sizes": [1],
             "ks": [1, 3],  # a deep target takes long to compile for each
-            "repeats": 3,
+            "repeats": 1,  # more prompts say more than more turns
             "drafters": ["ngram", "hybrid"],
         },
         "verifier": "block",

@@ -3,7 +3,7 @@ of the same engine. It excludes warm-up and compilation, takes medians of repeat
 points of one batch size take turns at every batch of prompts, so that a slow spell of the machine affects them all.
 
 Metrics have the names of specjax.metrics. A speedup is the wall time of the autoregressive loop over the wall time of
-speculation, at equal emitted tokens, with end-of-sequence off.
+speculation, a token each: at equal emitted tokens, with end-of-sequence off, unless the config has it on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from specjax.models.vocabulary import unused_ids
 from specjax.runtime.compile_cache import count_compiles
 
 AUTOREGRESSIVE = "autoregressive"
-ADAPTIVE = "adaptive"
+HYBRID, ADAPTIVE = "hybrid", "adaptive"
 """Name of the points that decode the primary draft again, with lengths chosen by costs measured on tuning prompts."""
 _SHOWN_ROWS = 8
 """Number of rows whose draft lengths are reported, block by block."""
@@ -100,8 +100,8 @@ class Bench:
         self._target, self._drafters, self._settings = target, drafters, settings
         self._prompts, self._tuning_prompts = prompts, tuning_prompts
         self._verifier, self._seed = verifier, seed
-        # Every row uses its whole budget: the target's own end-of-sequence is off too.
-        self._sampling = {**sampling, "stop_token_ids": ()}
+        # Where every row uses its whole budget, other ends of a generation are off too.
+        self._sampling = {**sampling, **({"stop_token_ids": ()} if settings.ignore_eos else {})}
         self._distribution = TargetDistribution(target, self._sampling, settings.new_tokens)
         self.compile_seconds = 0.0
         self._primary = ""
@@ -184,7 +184,7 @@ class Bench:
         decoder, new = self.decoder(cell.drafter, cell.k), self._settings.new_tokens
         start = time.perf_counter()
         options = {"temperature": cell.temperature, **self._sampling}
-        result = decoder.generate(batch, max_new_tokens=new, seed=seed, ignore_eos=True, **options)
+        result = decoder.generate(batch, max_new_tokens=new, seed=seed, ignore_eos=self._settings.ignore_eos, **options)
         seconds = time.perf_counter() - start
         check_finite(result, f"drafter {cell.drafter!r}", f"target {self._target.name!r}")
         by_row = [(seconds / len(batch), stats) for stats in result.stats]
@@ -197,10 +197,10 @@ class Bench:
 
     def measure(self, primary: str, tick: Tick = _silent) -> dict:
         """Measure the whole grid once, and every draft at ``primary``'s best k and batch 1. At batch 1 the
-        autoregressive loop and ``primary``, at each k and with chosen lengths, run ``repeats`` times, and their
-        seconds are medians; in larger batches the autoregressive loop and chosen lengths do. Steps are timed between
-        the repeats. The larger batches come first, and their programs are freed: the programs of a whole grid would
-        take most of this process's memory."""
+        autoregressive loop, ``primary`` and its hybrid, at each k and with chosen lengths, run ``repeats`` times, and
+        their seconds are medians; in larger batches the autoregressive loop and chosen lengths do. Steps are timed
+        between the repeats. The larger batches come first, and their programs are freed: the programs of a whole grid
+        would take most of this process's memory."""
         self._primary = primary
         settings, cells = self._settings, self.cells(primary)
         runs: dict[Cell, list[Run]] = {cell: [] for cell in cells}
@@ -217,7 +217,7 @@ class Bench:
         self._compile(single or [c for t in settings.temperatures for c in self.cells_of([primary], 1, t)], tick)
         best, tunings = self.tune(primary, tick)
         pairs = [cell for t, k in best.items() for cell in (_plain(t), Cell(primary, k, 1, t))]
-        repeated = [cell for cell in single if cell.drafter in (AUTOREGRESSIVE, primary, ADAPTIVE)] or pairs
+        repeated = [cell for cell in single if cell.drafter in (AUTOREGRESSIVE, primary, HYBRID, ADAPTIVE)] or pairs
         beside = [Cell(name, k, 1, t) for t, k in best.items() for name in self._drafters if name != primary]
         beside = [cell for cell in beside if cell not in runs]
         self._compile(beside, tick)
@@ -231,7 +231,7 @@ class Bench:
         entries = {cell: self._entry(cell, runs) for cell in runs}
         for cell, run in tunings.items():
             if cell in entries:
-                entries[cell]["predicted_speedup"] = self._predict(cell, run.stats)
+                entries[cell]["predicted_speedup"] = self._predict(cell, run.stats, runs)
         headline = {
             t: self._headline(Cell(primary, k, 1, t), runs, tunings[Cell(primary, k, 1, t)]) for t, k in best.items()
         }
@@ -330,7 +330,8 @@ class Bench:
         for i, got in enumerate(run.tokens):
             prompt = i % len(self._prompts)
             want = reference.tokens[prompt]
-            at = next((j for j, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), None)
+            # Of two answers, one of which ends first, this one's last token is another.
+            at = next((j for j, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
             if at is not None:
                 margin = self._distribution.greedy_margin(self._prompts[prompt], want, at)
                 found.append({"prompt": prompt, "position": at, "margin": margin})
@@ -338,7 +339,6 @@ class Bench:
 
     def _headline(self, fast: Cell, runs: Mapping[Cell, list[Run]], tuning: Run) -> dict:
         plain = _plain(fast.temperature)
-        tokens = len(self._prompts) * self._settings.new_tokens
         grid = [cell for cell in runs if (cell.drafter, cell.batch_size) == (fast.drafter, 1) and cell.k > 0]
         same = [cell for cell in grid if cell.temperature == fast.temperature]
         top = max(same, key=lambda cell: _speedup(cell, runs))
@@ -347,22 +347,23 @@ class Bench:
             "speedup": _speedup(fast, runs),
             "top_k": top.k,
             "top_speedup": _speedup(top, runs),
-            "ar_tokens_per_s": tokens / _seconds(runs[plain]),
-            "spec_tokens_per_s": tokens / _seconds(runs[fast]),
+            "ar_tokens_per_s": _tokens(runs[plain]) / _seconds(runs[plain]),
+            "spec_tokens_per_s": _tokens(runs[fast]) / _seconds(runs[fast]),
             "costs": dataclasses.asdict(costs_lib.median(self.costs(fast))),
             "ar_costs": dataclasses.asdict(costs_lib.median(self.costs(plain))),
             "step_overhead": float(np.median([cost.overhead for cost in self.costs(fast)])),
             "step_overhead_apart": float(np.median([cost.overhead_apart for cost in self.costs(fast)])),
             "ar_overhead": float(np.median([cost.overhead for cost in self.costs(plain)])),
-            "speedup_predicted": self._predict(fast, tuning.stats),
-            "speedup_predicted_in_sample": self._predict(fast, runs[fast][0].stats),
+            "speedup_predicted": self._predict(fast, tuning.stats, runs),
+            "speedup_predicted_in_sample": self._predict(fast, runs[fast][0].stats, runs),
         }
 
-    def _predict(self, cell: Cell, stats: metrics.DecodeStats) -> float:
+    def _predict(self, cell: Cell, stats: metrics.DecodeStats, runs: Mapping[Cell, list[Run]]) -> float:
+        """Predicted speedup of answers as long as those of plain decoding are on average."""
         plain = _plain(cell.temperature)
         prefill = self._prefill_seconds(plain), self._prefill_seconds(cell)
         costs = self.costs(plain), self.costs(cell)
-        return predicted_speedup(prefill, costs, stats.acceptance_at, self._settings.new_tokens)
+        return predicted_speedup(prefill, costs, stats.acceptance_at, round(_tokens(runs[plain]) / len(self._prompts)))
 
     def costs(self, cell: Cell) -> list[costs_lib.StepCosts]:
         """Costs of the cell's step at batch 1, one entry for each turn of its `timer` so far."""
@@ -419,7 +420,7 @@ def num_ticks(settings: config_lib.Bench, drafters: int, prompts: int, tuning_pr
         compiled, once = ks + drafters, (1 + drafters) * prompts
     compiled += sum(points.values())
     once += sum(count * -(-prompts // size) for size, count in points.items())
-    timed = 1 + ks + settings.adaptive if 1 in sizes else 2
+    timed = 1 + ks * (1 + (HYBRID in settings.drafters)) + settings.adaptive if 1 in sizes else 2
     batches = sum(2 * -(-prompts // size) for size in sizes if size > 1 and settings.adaptive)
     tuned, repeated = ks * tuning_prompts, (timed * prompts + batches) * (settings.repeats - 1)
     return temperatures * (_COMPILE_TICKS * compiled + once + tuned + repeated)
@@ -475,6 +476,13 @@ def _seconds(runs: Sequence[Run]) -> float:
 
 
 def _speedup(cell: Cell, runs: Mapping[Cell, Sequence[Run]]) -> float:
-    """Speedup of a cell: ratio of median seconds over the turns in which plain decoding and the cell both took part."""
+    """Speedup of a cell: ratio of the median seconds a token of plain decoding to its own, over the turns in which both
+    took part."""
     plain = runs[Cell(AUTOREGRESSIVE, 0, cell.batch_size, cell.temperature)]
-    return _seconds(plain[: len(runs[cell])]) / _seconds(runs[cell])
+    seconds = _seconds(plain[: len(runs[cell])]) / _seconds(runs[cell])
+    return seconds * (_tokens(runs[cell]) / _tokens(plain))
+
+
+def _tokens(runs: Sequence[Run]) -> int:
+    """Number of new tokens of a run; its repeats have the same."""
+    return sum(map(len, runs[0].tokens))

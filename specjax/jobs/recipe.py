@@ -7,7 +7,9 @@ the same command goes on after an interruption, and `specjax run OUT/config.yaml
 
 from __future__ import annotations
 
+import itertools
 import json
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -38,11 +40,12 @@ from specjax.training.init.cached import cached_start
 from specjax.training.sources import self_chat
 
 FILE = "config.yaml"
+_ELSEWHERE = "give another --out, or remove its directory"
 _LEAST_STEPS = 50
 _HELD_OUT = 20
 """Fewest chats that are held out, of which the figures and the benchmark take their prompts."""
-_SECONDS_A_PROMPT = 450
-"""Seconds of the whole time for each prompt of the benchmark, which compiles and decodes for about a fifth of it."""
+_SECONDS_A_PROMPT = 300
+"""Seconds of the whole time for each prompt of the benchmark, which compiles and decodes for about a sixth of it."""
 _MOST_EPOCHS = 10
 """Most times that training reads the chats: more of them teach it little else than these chats."""
 
@@ -74,7 +77,7 @@ def distill_target(
             sections = _with_steps(sections, seconds, bars, console)
             _write(file, sections)
         else:
-            note(f"{file}: goes on as decided there")
+            note(f"{file}: goes on as decided there; --minutes and --chats are for a new job")
     return run(load_config(file))
 
 
@@ -98,10 +101,10 @@ def _known(file: Path, sections: dict[str, Any]) -> dict[str, Any] | None:
     found = yaml.safe_load(file.read_text())
     for name in ("target", "draft"):
         if found.get(name) != json.loads(json.dumps(sections[name])):
-            raise ConfigError(f"{file}: of another job ({name}: {found.get(name)}); give another --out")
+            raise ConfigError(f"{file}: of another job ({name}: {found.get(name)}); {_ELSEWHERE}")
     decided = {"self_chat": None, "held_out": None}
     if {**found["data"], **decided} != {**sections["data"], **decided}:
-        raise ConfigError(f"{file}: of another job (data: {found['data']}); give another --out")
+        raise ConfigError(f"{file}: of another job (data: {found['data']}); {_ELSEWHERE}")
     return found
 
 
@@ -127,12 +130,13 @@ def _with_chats(sections: dict[str, Any], seconds: float, bars: Bars, console: C
                 shown(count, figures)
 
         self_chat.write(files, progress=progress)
-    # From the first quarter on: before that, programs are compiled.
     early = size // 4
-    record = files.record(0)
-    assert record is not None  # it was written
-    took = (at[size] - at[early]) * size / (size - early) if early in at else record["seconds"]
-    shards = max(1, int(WRITING * seconds / took))
+    if early in at:  # before that, programs are compiled
+        took = (at[size] - at[early]) * size / (size - early)
+    else:  # all shards that were there say more than the first one
+        records = itertools.takewhile(lambda record: record is not None, map(files.record, itertools.count()))
+        took = statistics.fmean(record["seconds"] for record in records if record is not None)
+    shards = max(1, round(WRITING * seconds / took))
     chats = shards * size
     console.print(f"chats: {chats:,} in about {format_duration(shards * took)}, by the pace of the first {size}")
     data, own = sections["data"], {**sections["data"]["self_chat"], "chats": chats}

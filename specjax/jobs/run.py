@@ -34,7 +34,7 @@ from specjax.models.files import draft_of, resolve, write_json
 from specjax.report import record
 from specjax.report.figures import figures as check_figures
 from specjax.report.labels import format_duration
-from specjax.report.terminal import comparison_table, legend, render_pieces
+from specjax.report.terminal import comparison_table, legend, render_pieces, speedups
 from specjax.runtime import artifact, fingerprint, sinks
 from specjax.runtime.compile_cache import programs_kept
 from specjax.runtime.progress import Bars, StepProgress, console_bars
@@ -85,6 +85,8 @@ def run(config: RunConfig) -> dict[str, Any]:
         write_json(out / _RESULTS, results)
         where = report.build(out)
     console.print(comparison_table(results["comparison"]))
+    for line in speedups(results["decoding"], results["comparison"]):
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(f"report: {where / 'report.html'}")
     return summary
 

@@ -7,7 +7,7 @@ Everything is built from rich `Text`, never from markup, so that generated text 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from rich import box
@@ -27,7 +27,7 @@ from specjax.report.labels import (
     visible,
 )
 from specjax.report.palette import ORIGINS
-from specjax.report.results import Comparison, DecodingRow, Figure, before_and_after, fastest, ordered
+from specjax.report.results import COMPARED, Comparison, DecodingRow, Figure, before_and_after, fastest, ordered
 
 
 class PieceLike(Protocol):
@@ -109,6 +109,23 @@ def comparison_table(rows: Sequence[Any]) -> Table:
         title = f"{_short(visible(source))}, {format_temperature_short(temperature)}{prompts}"
         _add_rows(table, title, zip((drafter_name(row.drafter) for row in group), cells, strict=True))
     return table
+
+
+def speedups(decoding: Sequence[Any], comparison: Sequence[Any]) -> Iterator[str]:
+    """A line for each temperature: how many times as fast as plain decoding each drafter is at batch 1 and the draft
+    length of the comparison, the fastest first (rows as in `decoding_table` and `comparison_table`)."""
+    compared = [row for row in map(Comparison.model_validate, comparison) if row.k]
+    lengths = {row.temperature: row for row in compared if row.source == compared[-1].source}
+    for (batch_size, temperature), group in ordered(tuple(map(DecodingRow.model_validate, decoding))):
+        if batch_size > 1 or temperature not in lengths:
+            continue
+        k, prompts = lengths[temperature].k, lengths[temperature].prompts or 0
+        own = [row for row in group if row.speedup and row.drafter != COMPARED[0] and row.k in (k, None)]
+        own += [row for row in group if row.speedup and row.drafter == "adaptive" and row not in own]
+        own.sort(key=lambda row: row.speedup or 0.0, reverse=True)
+        listed = ", ".join(f"{drafter_name(row.drafter)} {row.speedup:.2f}" for row in own)
+        over = f"{format_temperature(temperature)}, k = {k}, {counted(prompts, 'prompt')}"
+        yield f"times plain decoding ({over}): {listed}"
 
 
 def decoding_table(rows: Sequence[Any]) -> Table:

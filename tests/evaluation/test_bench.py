@@ -187,6 +187,30 @@ def test_speedups_are_ratios_of_wall_times_at_the_same_batch_and_temperature(mon
     assert headline["spec_tokens_per_s"] == 36 / median["draft_after"]
 
 
+def test_answers_may_end_where_the_target_ends_them(monkeypatch):
+    """Speeds and predictions are then those of a token, and the greedy answers of all decoders end alike."""
+    target = prefix_model(0, scale=1.2, eos_ids=(2, 3))
+    drafters = {"draft_after": lambda k: DraftModel(DRAFT, k), "hybrid": lambda k: Hybrid(DraftModel(DRAFT, k), k)}
+    settings = dataclasses.replace(SETTINGS, batch_sizes=(1,), ignore_eos=False, drafters=("hybrid",))
+    bench = Bench(target, drafters, settings, PROMPTS, TUNING, Speculative(), {}, seed=0)
+    ticks: list[None] = []
+    found = bench.measure("draft_after", lambda: ticks.append(None))
+    assert len(ticks) == bench.num_ticks
+    rows = {(row["drafter"], row["temperature"]): row for row in found["decoding"]}
+    for temperature in (0.0, 1.0):
+        plain = rows[AUTOREGRESSIVE, temperature]
+        assert plain["tokens"] < 36
+        for name in drafters:
+            row = rows[name, temperature]
+            per_token = plain["seconds"] / plain["tokens"] * row["tokens"] / row["seconds"]
+            assert row["speedup"] == pytest.approx(per_token)
+            assert row["repeats"] == 2
+        headline = found["headline"][temperature]
+        assert headline["ar_tokens_per_s"] == pytest.approx(plain["tokens_per_s"])
+    assert {rows[name, 0.0]["tokens"] for name in drafters} == {rows[AUTOREGRESSIVE, 0.0]["tokens"]}
+    assert all(rows[name, 0.0]["identical"] for name in drafters)
+
+
 def test_greedy_rows_are_compared_and_sampled_ones_are_not(measured):
     for row in measured["decoding"]:
         assert row["identical"] is (True if row["temperature"] == 0 else None)

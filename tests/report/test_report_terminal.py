@@ -106,6 +106,23 @@ def test_one_prompt_is_no_prompts(results):
     assert "(1 prompt)" in plain(terminal.comparison_table(rows))
 
 
+def test_speedups_are_told_at_the_length_that_other_prompts_chose():
+    def row(drafter, k, speedup, temperature=0.0, batch_size=1):
+        return {"drafter": drafter, "k": k, "speedup": speedup, "temperature": temperature, "batch_size": batch_size}
+
+    decoding = [
+        *(row("autoregressive", None, 1.0), row("draft_after", 1, 1.4), row("draft_after", 3, 1.2)),
+        *(row("hybrid", 3, 1.25), row("adaptive", 7, 1.3), row("draft_after", 3, 9.0, batch_size=8)),
+        row("draft_after", 3, 9.0, temperature=1.0),
+    ]
+    compared = [{"source": name, "temperature": 0.0, "drafter": "draft_after", "k": 3, "prompts": 12} for name in "ab"]
+    assert [*terminal.speedups(decoding, compared)] == [
+        "times plain decoding (greedy, k = 3, 12 prompts): draft, adaptive length 1.30, n-gram lookup, else a draft "
+        "1.25, draft after distillation 1.20"
+    ]
+    assert [*terminal.speedups(decoding, [])] == []
+
+
 def test_text_is_shown_as_it_is_never_as_markup():
     text = "[bold red]x[/bold red] [link=file:///etc]y[/link] :smile: \\["
     assert terminal.render_pieces([Piece(text, "accepted")]).plain == text
