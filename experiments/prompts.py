@@ -23,10 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 import specjax
+from specjax.data.chat_template import render
 from specjax.errors import DataError
 
 FEWEST = 20
-"""Fewest prompts of a category that a figure should rest on."""
+"""Fewest questions of a category that a figure should rest on."""
 _TOPICS = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 CATEGORIES: dict[str, str] = dict.fromkeys(_TOPICS, "conversation")
 _FIELDS = {"turns": ("turns", "question", "prompt"), "category": ("category",), "id": ("question_id", "task_id")}
@@ -56,7 +57,7 @@ def read_questions(file: Path, columns: Mapping[str, str] | None = None) -> list
     `DataError` naming the line that is none."""
     found = []
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # JSON may hold other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file}: cannot be read ({error})") from None
     for number, line in enumerate(lines, 1):
@@ -88,18 +89,31 @@ def _question(line: str, where: str, name: str, number: int, columns: Mapping[st
     return Question(identity, CATEGORIES.get(category, category), turns)
 
 
-def by_category(questions: Iterable[Question], limit: int | None = None) -> dict[str, list[Question]]:
-    """The categories in alphabetical order, each with at most ``limit`` questions, spread over the file."""
+def columns_of(pairs: Iterable[str]) -> dict[str, str]:
+    """Our field -> the file's, from texts such as `turns=conversation`. Raises `DataError` for any other."""
+    found = {}
+    for pair in pairs:
+        ours, equals, theirs = pair.partition("=")
+        if not equals or not theirs or ours not in _FIELDS:
+            raise DataError(f"--columns {pair}: give OURS=THEIRS, where OURS is one of {', '.join(_FIELDS)}")
+        found[ours] = theirs
+    return found
+
+
+def by_category(questions: Iterable[Question], limit: int | None = None, offset: int = 0) -> dict[str, list[Question]]:
+    """The categories in alphabetical order, each with at most ``limit`` questions, spread over the file. ``offset``:
+    number of questions by which all of them are moved on, and around the end."""
     found: dict[str, list[Question]] = {}
     for question in questions:
         found.setdefault(question.category, []).append(question)
-    return {name: _spread(of_it, limit) for name, of_it in sorted(found.items())}
+    return {name: _spread(of_it, limit, offset) for name, of_it in sorted(found.items())}
 
 
-def _spread(questions: list[Question], limit: int | None) -> list[Question]:
+def _spread(questions: list[Question], limit: int | None, offset: int) -> list[Question]:
     if limit is None or len(questions) <= limit:
         return questions
-    return [questions[i * len(questions) // limit] for i in range(limit)]
+    count = len(questions)
+    return [questions[(i * count // limit + offset) % count] for i in range(limit)]
 
 
 def tokens_of(tokenizer: Any, question: Question, answers: Sequence[str] = ()) -> list[int]:
@@ -108,17 +122,22 @@ def tokens_of(tokenizer: Any, question: Question, answers: Sequence[str] = ()) -
     if not getattr(tokenizer, "chat_template", None):
         raise DataError("the target has no chat template, which questions need; use the chat version of the model")
     chat = question.chat(answers)
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    try:
+        text = render(tokenizer, chat, tokenize=False)
+    except Exception as error:  # a template is a program: it may raise anything, and so may Jinja
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(f"question {question.id}: the target's chat template fails ({reason})") from None
     if chat[-1]["content"].strip() not in text:
         raise DataError("the target's chat template leaves out the user's message")
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def doubts(questions: Sequence[Question]) -> list[str]:
-    """What makes figures of these questions say less than they seem to."""
+    """Reasons why figures of these questions say less than they seem to. Turns of a conversation are no further
+    questions."""
     found = []
     if len(questions) < FEWEST:
-        found.append(f"fewer than {FEWEST} prompts")
+        found.append(f"fewer than {FEWEST} questions")
     counted = collections.Counter(question.turns for question in questions)
     if repeated := sum(count - 1 for count in counted.values()):
         found.append(f"{repeated} repeated")
@@ -141,7 +160,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int)
     args = parser.parse_args()
     tokenizer = specjax.load_model(args.target).tokenizer
-    columns = dict(pair.split("=", 1) for pair in args.columns)
+    columns = columns_of(args.columns)
     table = Table("category", "questions", "turns", "tokens of a prompt, median", "most", "to be said", box=None)
     questions = [question for file in args.files for question in read_questions(file, columns)]
     for category, of_it in by_category(questions, args.limit).items():

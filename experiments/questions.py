@@ -1,15 +1,17 @@
 """Decoding with drafts over plain decoding, on questions that users bring, by category, in one run.
 
     python experiments/questions.py FILE ... --target MODEL [--drafts NAME=DIR ...] [--ngram 5] [-k 3] [--fixed]
-        [--quantize-draft int8] [--limit 10] [--new-tokens 128] [--temperatures 0 1] [--repeats 3]
+        [--quantize-draft int8] [--limit 10] [--offset 0] [--new-tokens 128] [--temperatures 0 1] [--repeats 3]
         [--peers float32 bfloat16] [--peer-draft DIR] [--llama-cpp FILE.gguf ...] [--results FILE]
 
 Each question is asked in the target's chat template (`prompts.py`); of several turns each is a prompt, after the
-target's own greedy answers. Lengths are chosen by costs and acceptance measured on a question that is not asked; with
---fixed every block proposes k tokens, which compares drafts and not their speed. All decoders take a prompt in turn;
-its time is the least of the repeats, of which the first one may compile. A speedup is plain decoding's seconds over
-those of the same number of tokens with the draft, summed over the prompts of a category, with a 95% interval over
-prompts (bootstrap); `speedup_after_first_token` leaves out the prompt, which no draft makes faster. `tokens_a_call`:
+target's own greedy answers. Of each category --limit questions are asked, spread over the file, --offset behind where
+they would begin: what was chosen on some questions is measured on others. Lengths are chosen by costs and acceptance
+measured on a question that is not asked; with --fixed every block proposes k tokens, which compares drafts and not
+their speed. All decoders take a prompt in turn, programs compiled before; its time is the least of the repeats. A
+speedup is plain decoding's seconds over those of the same number of tokens with the draft, summed over the prompts of a
+category, with a 95% interval over questions (bootstrap, within each category);
+`speedup_after_first_token` leaves out the prompt, which no draft makes faster. `tokens_a_call`:
 tokens of all prompts over all target calls; `tokens_a_call_mean`: the mean of the prompts' own. `control`: plain
 decoding once more, which says what a ratio of one looks like here. `best`: the draft with the largest greedy speedup
 over all prompts. `all`: the mean of the categories. Each draft also decodes as a hybrid with n-gram lookup, named
@@ -18,9 +20,12 @@ over all prompts. `all`: the mean of the categories. Each draft also decodes as 
 `block_costs`: seconds of a block of 0, 1, .. k proposed tokens over those of none, by which lengths were chosen;
 of a hybrid those that its draft's model makes.
 `differences`: the first token of each greedy answer of ours that is not plain decoding's, and how far its logit, the
-largest, was above the second.
-`marks` are what makes a category say less than it seems to: fewer than 20 prompts, repeated ones, filler
-(`prompts.py`), a target without an end of sequence, whose answers are all as long as they may be, and no control.
+largest, was above the second. `floor`: plain decoding behind the first token, greedy, as a share of what the measured
+bandwidth allows. `answers`: seconds, seconds up to the first token and number of tokens of each prompt; `questions`:
+their ids, a line a category, in the order in which they were asked.
+`marks` are what makes a category say less than it seems to: fewer than 20 questions, repeated ones, filler
+(`prompts.py`), a target without an end of sequence, whose answers are all as long as they may be, no control, and
+lengths that were not calibrated, because no question was left for it.
 """
 
 from __future__ import annotations
@@ -32,23 +37,24 @@ import itertools
 import operator
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from peers import REST, llama_cpp_of, transformers_of
-from prompts import Question, by_category, doubts, read_questions, tokens_of
+from prompts import Question, by_category, columns_of, doubts, read_questions, tokens_of
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import specjax
 from specjax.drafters.ngram import NGram
+from specjax.evaluation.bench import memory_floor_share
 from specjax.evaluation.target_distribution import TargetDistribution
 from specjax.interfaces import Calibration
 from specjax.metrics import DecodeStats
-from specjax.models.files import sha256
+from specjax.models.files import draft_of, resolve, sha256
 from specjax.models.hf import LoadedModel
 from specjax.report import record
 from specjax.runtime import fingerprint
@@ -62,8 +68,29 @@ _CONSOLE = Console(stderr=True)
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
+    """``question``: number of its question, which all turns of a conversation share."""
+
     category: str
     tokens: list[int]
+    question: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """The questions that are asked, by category, their prompts, and a question by which lengths are chosen, if one is
+    left."""
+
+    chosen: Mapping[str, Sequence[Question]]
+    prompts: Sequence[Prompt]
+    tuning: Question | None
+
+    @classmethod
+    def of(cls, target: LoadedModel, questions: Iterable[Question], limit: int, offset: int, new_tokens: int) -> Asked:
+        everything = by_category(questions)
+        chosen = {name: by_category(of_it, limit, offset)[name] for name, of_it in everything.items()}
+        left = [q for name, of_it in everything.items() for q in of_it if q not in chosen[name]]
+        prompts = asked(target, [q for of_it in chosen.values() for q in of_it], new_tokens)
+        return cls(chosen, prompts, left[0] if left else None)
 
 
 @dataclasses.dataclass
@@ -80,10 +107,10 @@ class Answer:
 def asked(target: LoadedModel, questions: Sequence[Question], new_tokens: int) -> list[Prompt]:
     """A prompt for every turn, after the target's own greedy answers to those before."""
     plain, found = specjax.Decoder(target), []
-    for question in questions:
+    for number, question in enumerate(questions):
         answers: list[str] = []
         while len(answers) < len(question.turns):
-            found.append(Prompt(question.category, tokens_of(target.tokenizer, question, answers)))
+            found.append(Prompt(question.category, tokens_of(target.tokenizer, question, answers), number))
             if len(answers) + 1 == len(question.turns):
                 break
             result = plain.generate([found[-1].tokens], max_new_tokens=new_tokens)
@@ -98,6 +125,9 @@ def measured(
     with ``rest`` seconds before each."""
     found: dict[str, list[Answer]] = {name: [] for name in decoders}
     for i, prompt in enumerate(track(prompts, "asking", console=_CONSOLE)):
+        for decoder in decoders.values():
+            if isinstance(decoder, specjax.Decoder):
+                decoder.compile([prompt.tokens], **options)
         for repeat in range(repeats):
             for name in [*decoders][:: -1 if repeat % 2 else 1]:
                 time.sleep(rest)
@@ -110,17 +140,22 @@ def measured(
     return found
 
 
-def speedup(plain: Sequence[Answer], drafted: Sequence[Answer]) -> tuple[float, np.ndarray]:
-    """(seconds a token of plain decoding over those with a draft; the same of drawn sets of as many prompts)."""
+def speedup(plain: Sequence[Answer], drafted: Sequence[Answer], questions: Sequence[int]) -> tuple[float, np.ndarray]:
+    """(seconds a token of plain decoding over those with a draft; the same of drawn sets of as many questions).
+    ``questions``: number of each answer's question; the same questions are drawn the same way for every draft."""
     counts = np.array(
         [(a.seconds, len(a.tokens), b.seconds, len(b.tokens)) for a, b in zip(plain, drafted, strict=True)]
     )
+    numbers, of_question = np.unique(questions, return_inverse=True)
+    sums = np.zeros((len(numbers), 4))
+    np.add.at(sums, of_question, counts)
 
     def ratio(sums: np.ndarray) -> Any:
         return sums[..., 0] / sums[..., 1] * sums[..., 3] / sums[..., 2]
 
-    drawn = np.random.default_rng(0).integers(0, len(counts), (5_000, len(counts)))
-    return float(ratio(counts.sum(axis=0))), ratio(counts[drawn].sum(axis=1))
+    # Categories are drawn independently of each other.
+    drawn = np.random.default_rng(numbers).integers(0, len(sums), (5_000, len(sums)))
+    return float(ratio(sums.sum(axis=0))), ratio(sums[drawn].sum(axis=1))
 
 
 def interval(drawn: np.ndarray) -> dict[str, float]:
@@ -129,8 +164,11 @@ def interval(drawn: np.ndarray) -> dict[str, float]:
     return {"low": float(low), "high": float(high)}
 
 
-def row(name: str, category: str, temperature: float, plain: list[Answer], drafted: list[Answer]) -> dict[str, Any]:
-    ratio, drawn = speedup(plain, drafted)
+def row(
+    name: str, category: str, temperature: float, plain: list[Answer], drafted: list[Answer], questions: Sequence[int]
+) -> dict[str, Any]:
+    """Figures of a drafter in a category."""
+    ratio, drawn = speedup(plain, drafted, questions)
     identical = sum(a.tokens == b.tokens for a, b in zip(plain, drafted, strict=True)) if temperature == 0 else None
     return {
         "drafter": name,
@@ -138,6 +176,7 @@ def row(name: str, category: str, temperature: float, plain: list[Answer], draft
         "temperature": temperature,
         "prompts": len(drafted),
         "tokens": sum(len(answer.tokens) for answer in drafted),
+        "tokens_per_s": sum(len(answer.tokens) for answer in drafted) / sum(answer.seconds for answer in drafted),
         **({} if drafted[0].stats else {"library": name.split()[0]}),
         **acceptance([answer.stats for answer in drafted if answer.stats is not None]),
         "speedup": ratio,
@@ -178,10 +217,15 @@ def acceptance(stats: Sequence[DecodeStats]) -> dict[str, Any]:
 
 
 def marks_of(
-    chosen: Mapping[str, Sequence[Question]], decoders: Collection[str], eos_ids: Collection[int]
+    chosen: Mapping[str, Sequence[Question]],
+    decoders: Collection[str],
+    eos_ids: Collection[int],
+    calibrated: bool = True,
 ) -> dict[str, list[str]]:
-    """What makes the figures of each category say less than they seem to."""
+    """Reasons why the figures of each category say less than they seem to. ``calibrated``: False if lengths should have
+    been chosen by costs, and were not."""
     of_all = [*([] if CONTROL in decoders else ["no control"]), *([] if eos_ids else ["no end of sequence"])]
+    of_all += [] if calibrated else ["lengths not calibrated"]
     return {category: [*doubts(questions), *of_all] for category, questions in chosen.items()}
 
 
@@ -203,11 +247,14 @@ def rows_of(
         for category in categories:
             of_it = [i for i, prompt in enumerate(prompts) if prompt.category == category]
             plain, drafted = ([answers[side][i] for i in of_it] for side in (PLAIN, name))
-            yield row(name, category, temperature, plain, drafted) | {"marks": list(marks.get(category, ()))}
-            ratios.append(speedup(plain, drafted))
-            afterwards.append(times(plain, drafted)["speedup_after_first_token"])
+            questions = [prompts[i].question for i in of_it]
+            found = row(name, category, temperature, plain, drafted, questions)
+            yield found | {"marks": list(marks.get(category, ()))}
+            ratios.append(speedup(plain, drafted, questions))
+            afterwards.append(found["speedup_after_first_token"])
         mean, drawn = (np.mean(each, axis=0) for each in zip(*ratios, strict=True))
-        whole = row(name, ALL, temperature, answers[PLAIN], answers[name])
+        questions = [prompt.question for prompt in prompts]
+        whole = row(name, ALL, temperature, answers[PLAIN], answers[name], questions)
         after = None if None in afterwards else float(np.mean(afterwards))
         means = {"speedup": float(mean), **interval(drawn), "speedup_after_first_token": after}
         yield whole | means | {"marks": of_all}
@@ -260,91 +307,158 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def checksums(target: LoadedModel, models: Mapping[str, Path]) -> dict[str, Any]:
-    """SHA-256 of the target's weights as they are loaded, and of the files of weights of each of ``models``, a
-    directory or a file."""
-    files = {name: [path] if path.is_file() else sorted(path.glob("*.safetensors")) for name, path in models.items()}
+def floor_of(target: LoadedModel, plain: Sequence[Answer]) -> dict[str, float]:
+    """Tokens a second of plain decoding behind the first token, and the share of the memory floor that they reach: one
+    read of all weights for a token, at the bandwidth of a plain sum, measured now."""
+    behind = sum(len(answer.tokens) - 1 for answer in plain)
+    speed = behind / sum(answer.seconds - (answer.first or 0.0) for answer in plain)
+    share, bandwidth = memory_floor_share(target, speed)
+    return {"tokens_per_s": speed, "share": share, "stream_gb_per_s": bandwidth}
+
+
+def by_prompt(answers: Mapping[str, Sequence[Answer]], temperature: float) -> Iterator[dict[str, Any]]:
+    """Times and lengths of all answers, a record a decoder."""
+    for name, of_it in answers.items():
+        yield {
+            "drafter": name,
+            "temperature": temperature,
+            "seconds": [round(answer.seconds, 4) for answer in of_it],
+            "first_token_s": [None if answer.first is None else round(answer.first, 4) for answer in of_it],
+            "tokens": [len(answer.tokens) for answer in of_it],
+        }
+
+
+def checksums(target: LoadedModel, models: Mapping[str, Any]) -> dict[str, Any]:
+    """SHA-256 of the target's weights as they are loaded, and of the files of weights of each of ``models``: a
+    directory, a hub id, a run or a file."""
+    places = {
+        name: Path(model) if Path(model).is_file() else resolve(draft_of(model)) for name, model in models.items()
+    }
+    files = {name: [at] if at.is_file() else sorted(at.glob("*.safetensors")) for name, at in places.items()}
     of_files = {name: {file.name: sha256(file) for file in found} for name, found in files.items()}
     return {PLAIN: fingerprint.of_model(target)[0], **of_files}
 
 
-def models_of(args: argparse.Namespace) -> dict[str, Path]:
-    """Directories and files of all weights that take part: the target's, the drafts', other libraries'."""
+def models_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Directories, hub ids and files of all weights that take part: the target's, the drafts', other libraries'."""
     drafts = (pair.partition("=")[::2] for pair in args.drafts)
-    named = {"target": Path(args.target), **{name: Path(path) for name, path in drafts}}
+    named = {"target": args.target, **dict(drafts)}
     named |= {} if args.peer_draft is None else {"transformers' draft": args.peer_draft}
     return named | {f"llama.cpp {file.stem}": file for file in args.llama_cpp}
 
 
-def decoders_of(args: argparse.Namespace, target: LoadedModel) -> dict[str, specjax.Decoder]:
-    drafters: dict[str, Any] = {"ngram": NGram(args.ngram)} if args.ngram else {}
-    for pair in args.drafts:
-        name, _, path = pair.partition("=")
-        drafters[name] = specjax.load_drafter(path, target, args.k, quantize=args.quantize_draft)
-        if args.ngram:
-            drafters[f"{name}+ngram"] = specjax.Hybrid(drafters[name], max(args.k, args.ngram))
+def with_controls(
+    target: LoadedModel, drafts: Mapping[str, Any], ngram: int, verifier: str = "block"
+) -> dict[str, specjax.Decoder]:
+    """Plain decoding twice, n-gram lookup of ``ngram`` tokens, and each draft alone and behind it; 0: no lookup."""
+    drafters: dict[str, Any] = {"ngram": NGram(ngram)} if ngram else {}
+    for name, draft in drafts.items():
+        drafters[name] = draft
+        if ngram:
+            drafters[f"{name}+ngram"] = specjax.Hybrid(draft, max(draft.k, ngram))
     made = {PLAIN: specjax.Decoder(target), CONTROL: specjax.Decoder(target)}
-    return made | {name: specjax.Decoder(target, drafter, args.verifier) for name, drafter in drafters.items()}
+    return made | {name: specjax.Decoder(target, drafter, verifier) for name, drafter in drafters.items()}
 
 
-def main() -> None:
+def figures_of(
+    target: LoadedModel,
+    asked: Asked,
+    decoders: Mapping[str, Any],
+    temperatures: Sequence[float],
+    repeats: int,
+    new_tokens: int,
+    fixed: bool = False,
+) -> dict[str, Any]:
+    """Everything that is measured, as it is stored (`rows`, `block_costs`, `differences`, `floor`, `answers`,
+    `questions`). ``decoders``: ours and other libraries'. ``fixed``: lengths are not chosen by costs."""
+    found: dict[str, list[Any]] = {name: [] for name in ("rows", "block_costs", "differences", "answers")}
+    ours = {name: decoder for name, decoder in decoders.items() if isinstance(decoder, specjax.Decoder)}
+    rest, floor = REST if len(ours) < len(decoders) else 0.0, {}
+    for temperature in temperatures:
+        tuning = [] if asked.tuning is None or fixed else [tokens_of(target.tokenizer, asked.tuning)]
+        for name, decoder in ours.items() if tuning else ():
+            known = decoder.calibrate(tuning, seconds=CALIBRATION_SECONDS, temperature=temperature)
+            found["block_costs"] += [] if known is None else [block_costs(name, temperature, known)]
+        options = {"max_new_tokens": new_tokens, "temperature": temperature}
+        answers = measured(decoders, asked.prompts, repeats, options, rest)
+        marks = marks_of(asked.chosen, answers, target.eos_ids, fixed or asked.tuning is not None)
+        found["rows"] += rows_of(answers, asked.prompts, temperature, marks)
+        found["answers"] += by_prompt(answers, temperature)
+        if temperature == 0:
+            distribution = TargetDistribution(target, {}, new_tokens)
+            found["differences"] += differences(answers, asked.prompts, distribution.greedy_margin)
+            floor = floor_of(target, answers[PLAIN])
+    ids = {name: [question.id for question in of_it] for name, of_it in asked.chosen.items()}
+    return {**found, "floor": floor, "questions": ids}
+
+
+def tell(found: Mapping[str, Any]) -> None:
+    """Print the table, and what else there is to say."""
+    Console(width=160).print(table_of(found["rows"]))  # of a file rich takes 80 columns, and cuts every word
+    for each in found["block_costs"]:
+        print("{drafter}, T = {temperature:g}: blocks of 0, 1, .. tokens take {over_plain} of one of 0".format(**each))
+    for each in found["differences"]:
+        print("{drafter}, {category}: token {position} is another one, at a margin of {margin:.2g}".format(**each))
+    if found["floor"]:
+        line = "plain decoding, greedy, behind the first token: {tokens_per_s:.0f} tokens/s, {share:.0%} of the floor"
+        print((line + " at {stream_gb_per_s:.1f} GB/s").format(**found["floor"]))
+
+
+def parsed() -> argparse.Namespace:
+    """Arguments of the command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--dtype")
-    parser.add_argument("--columns", nargs="+", default=[], metavar="OURS=THEIRS")
+    parser.add_argument("files", nargs="+", type=Path, help="JSONL files of questions")
+    parser.add_argument("--target", required=True, help="directory, hub id or GGUF file of a chat model")
+    parser.add_argument("--dtype", help="dtype of the target")
+    parser.add_argument("--columns", nargs="+", default=[], metavar="OURS=THEIRS", help="turns, category, id=FIELD")
     parser.add_argument("--drafts", nargs="+", default=[], metavar="NAME=DIR")
-    parser.add_argument("--ngram", type=int, default=5)
-    parser.add_argument("-k", type=int, default=3)
-    parser.add_argument("--fixed", action="store_true")
+    parser.add_argument("--ngram", type=int, default=5, help="longest block of n-gram lookup; 0: none")
+    parser.add_argument("-k", type=int, default=3, help="longest block of a draft")
+    parser.add_argument("--fixed", action="store_true", help="every block proposes k tokens")
     parser.add_argument("--quantize-draft", choices=("int8",))
     parser.add_argument("--verifier", default="block")
-    parser.add_argument("--limit", type=int, default=10)
+    parser.add_argument("--limit", type=int, default=10, help="most questions of a category")
+    parser.add_argument("--offset", type=int, default=0, help="questions to move on from where they would begin")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--peers", nargs="+", default=[], metavar="DTYPE")
-    parser.add_argument("--peer-draft", type=Path)
-    parser.add_argument("--llama-cpp", nargs="+", type=Path, default=[], metavar="FILE")
-    parser.add_argument("--results", type=Path)
+    parser.add_argument("--peers", nargs="+", default=[], metavar="DTYPE", help="transformers, in these dtypes")
+    parser.add_argument("--peer-draft", type=Path, help="separate draft that assists transformers")
+    parser.add_argument("--llama-cpp", nargs="+", type=Path, default=[], metavar="FILE", help="GGUF files")
+    parser.add_argument("--results", type=Path, help="JSON file to write")
     args = parser.parse_args()
+    if min(args.limit, args.new_tokens, args.repeats, args.k) < 1 or min(args.offset, args.ngram) < 0:
+        parser.error("--limit, --new-tokens, --repeats and -k are at least 1, --offset and --ngram at least 0")
+    if not args.ngram and not args.drafts:
+        parser.error("nothing to measure: give --drafts, or --ngram of at least 1")
+    if any("=" not in pair for pair in args.drafts):
+        parser.error(f"--drafts {' '.join(args.drafts)}: give NAME=DIR")
+    return args
+
+
+def main() -> None:
+    args = parsed()
+    columns = columns_of(args.columns)
     keep_programs()
     target = specjax.load_model(args.target, args.dtype)
-    columns = dict(pair.split("=", 1) for pair in args.columns)
-    everything = by_category([q for file in args.files for q in read_questions(file, columns)])
-    chosen = {name: by_category(of_it, args.limit)[name] for name, of_it in everything.items()}
-    left = [q for name, of_it in everything.items() for q in of_it if q not in chosen[name]]
-    prompts = asked(target, [q for of_it in chosen.values() for q in of_it], args.new_tokens)
-    ours, rows, differ, costs = decoders_of(args, target), [], [], []
-    others: dict[str, Any] = {}
+    questions = [q for file in args.files for q in read_questions(file, columns)]
+    asked_now = Asked.of(target, questions, args.limit, args.offset, args.new_tokens)
+    named = dict(pair.split("=", 1) for pair in args.drafts)
+    drafts = {n: specjax.load_drafter(at, target, args.k, quantize=args.quantize_draft) for n, at in named.items()}
+    decoders: dict[str, Any] = {**with_controls(target, drafts, args.ngram, args.verifier)}
     if args.peers:
-        others |= dict(transformers_of(Path(args.target), args.peer_draft, args.peers))
+        decoders |= dict(transformers_of(resolve(args.target), args.peer_draft, args.peers))
     if args.llama_cpp:
-        others |= dict(llama_cpp_of(args.llama_cpp, target.eos_ids))
-    for temperature in args.temperatures:
-        for name, decoder in ours.items() if left and not args.fixed else ():
-            asked_before = [tokens_of(target.tokenizer, left[0])]
-            known = decoder.calibrate(asked_before, seconds=CALIBRATION_SECONDS, temperature=temperature)
-            costs += [] if known is None else [block_costs(name, temperature, known)]
-        options = {"max_new_tokens": args.new_tokens, "temperature": temperature}
-        rest = REST if others else 0.0
-        answers = measured({**ours, **others}, prompts, args.repeats, options, rest)
-        rows += rows_of(answers, prompts, temperature, marks_of(chosen, answers, target.eos_ids))
-        if temperature == 0:
-            distribution = TargetDistribution(target, {}, args.new_tokens)
-            differ += differences(answers, prompts, distribution.greedy_margin)
-    rows = with_best(rows)
-    Console(width=160).print(table_of(rows))  # of a file rich takes 80 columns, and cuts every word
-    for each in costs:
-        print("{drafter}, T = {temperature:g}: blocks of 0, 1, .. tokens take {over_plain} of one of 0".format(**each))
-    for found in differ:
-        print("{drafter}, {category}: token {position} is another one, at a margin of {margin:.2g}".format(**found))
+        decoders |= dict(llama_cpp_of(args.llama_cpp, target.eos_ids))
+    found = figures_of(target, asked_now, decoders, args.temperatures, args.repeats, args.new_tokens, args.fixed)
+    found = {**found, "rows": with_best(found["rows"])}
+    tell(found)
     if args.results is not None:
-        names = ("new_tokens", "limit", "repeats", "k", "fixed", "ngram", "verifier", "quantize_draft")
+        names = ("new_tokens", "limit", "offset", "repeats", "k", "fixed", "ngram", "verifier", "quantize_draft")
         settings = {name: getattr(args, name) for name in names} | {"dtype": str(target.dtype)}
-        sums = checksums(target, models_of(args))
-        figures = {"rows": rows, "block_costs": costs, "differences": differ}
-        record.write(args.results, figures | {"sha256": sums, "settings": settings})
+        files = {file.name: sha256(file) for file in args.files}
+        sums = {**checksums(target, models_of(args)), "questions": files}
+        record.write(args.results, {**found, "sha256": sums, "settings": settings})
 
 
 if __name__ == "__main__":

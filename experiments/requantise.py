@@ -3,7 +3,7 @@
     python experiments/requantise.py MODEL.gguf OUT.gguf Q8_0
 
 The weights are first rounded to bfloat16, as `specjax export` and `make real` keep them. Vectors stay float32. Any type
-that the package `gguf` writes: F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1.
+that the package `gguf` writes, `TYPES`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 import gguf
 import ml_dtypes
 import numpy as np
+
+TYPES = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 
 
 def requantised(source: Path, out: Path, kind: gguf.GGMLQuantizationType) -> None:
@@ -36,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("kind", metavar="TYPE", choices=[kind.name for kind in gguf.GGMLQuantizationType])
+    parser.add_argument("kind", metavar="TYPE", choices=TYPES)
     args = parser.parse_args()
     requantised(args.model, args.out, gguf.GGMLQuantizationType[args.kind])
 

@@ -1,61 +1,96 @@
-"""The curve of `specjax distill` (experiments/distill_curve.py), from runs that are made up."""
+"""The curve of `specjax distill` (experiments/distill_curve.py), of jobs that are made up."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import distill_curve
+import pytest
+import questions
 import yaml
+from questions import ALL
+
+from specjax.drafters.draft_model import DraftModel
 
 
-def finished(run, minutes, speedups):
-    """The files of a run that are read. ``speedups``: (drafter, k, speedup) at batch 1, greedily."""
-    run.mkdir()
-    (run / "config.yaml").write_text(
-        yaml.safe_dump({"data": {"self_chat": {"chats": 128 * minutes}}, "distill": {"steps": 10 * minutes}})
-    )
-    points = [("autoregressive", None, 1.0), *speedups, ("draft_after", 9, 99.0)]
+def finish(run: Path, minutes: float = 15) -> None:
+    """The files of a job that are read."""
+    run.mkdir(parents=True)
+    sections = {"data": {"self_chat": {"chats": 128}}, "distill": {"steps": 10 * minutes}}
+    (run / "config.yaml").write_text(yaml.safe_dump(sections))
+    results = {"summary": {"alpha_after": 0.5}, "stage_seconds": {"decoding": 2.0}, "machine": {"cpu": "some"}}
+    (run / "results.json").write_text(json.dumps(results))
+
+
+def test_the_curve_has_a_point_a_job_and_is_replaced(tmp_path, monkeypatch):
+    drawn = []
+
+    def errorbar(self, at, speeds, ends, **options):
+        drawn.append((options["label"], at, speeds, ends))
+
+    monkeypatch.setattr("matplotlib.axes.Axes.errorbar", errorbar)
+    names = ["ngram", "control", "eagle3-15", "eagle3-15+ngram", "eagle3-7.5", "draft_model-15", "best"]
     rows = [
-        {"drafter": name, "k": k, "speedup": speed, "temperature": 0.0, "batch_size": 8 if k == 9 else 1}
-        for name, k, speed in points
+        {"drafter": name, "category": category, "temperature": 0.0, "speedup": s, "low": s - 0.25, "high": s + 0.5}
+        for s, name in enumerate(names, 1)
+        for category in ("code", ALL)
     ]
-    (run / "results.json").write_text(json.dumps({"decoding": rows, "summary": {"alpha_after": 0.5}}))
-    return [*distill_curve.rows_of(run, "eagle3", minutes)]
-
-
-def test_the_best_length_of_each_drafter_is_a_point(tmp_path):
-    rows = finished(tmp_path / "a", 15, [("draft_after", 1, 1.1), ("draft_after", 2, 1.05), ("hybrid", 3, 1.3)])
-    assert [(r["drafter"], r["k"], r["speedup"]) for r in rows] == [("draft_after", 1, 1.1), ("hybrid", 3, 1.3)]
-    assert {(r["kind"], r["minutes"], r["chats"], r["steps"], r["alpha"]) for r in rows} == {
-        ("eagle3", 15, 1920, 150, 0.5)
-    }
-
-
-def test_the_curve_is_drawn_and_replaced(tmp_path):
-    rows = [
-        row for i in (1, 2) for row in finished(tmp_path / str(i), i, [("draft_after", 1, 1.0 + i), ("hybrid", 2, 2.0)])
-    ]
-    for count in (2, 4):
-        distill_curve.draw(rows[:count], tmp_path / "curve.png")
+    for _ in range(2):
+        drawn.clear()
+        monkeypatch.setattr("matplotlib.axes.Axes.legend", lambda *_, **__: None)
+        distill_curve.draw(rows, tmp_path / "curve.png")
         assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert drawn == [
+        ("eagle3", [7.5, 15.0], [5, 3], [[0.25, 0.25], [0.5, 0.5]]),
+        ("eagle3, behind n-gram lookup", [15.0], [4], [[0.25], [0.5]]),
+        ("draft_model", [15.0], [6], [[0.25], [0.5]]),
+    ]
     assert [*tmp_path.glob(".curve*")] == []
 
 
-def test_a_job_that_stands_in_the_results_is_not_run_again(tmp_path, monkeypatch):
-    results, asked = tmp_path / "curve.json", []
-    results.write_text(json.dumps({"rows": finished(tmp_path / "a", 15, [("draft_after", 1, 1.1)])}))
+def test_finished_jobs_are_not_run_again_and_all_drafts_decode_in_one_run(tiny_chat, tiny_draft, tmp_path, monkeypatch):
+    made, decoded, file = [], [], tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps({"question": f"say {i}"}) + "\n" for i in range(4)))
+    finish(tmp_path / "eagle3-15")
 
     def job(target, run, minutes, kind, chats):
-        asked.append((kind, minutes))
-        shutil.rmtree(run, ignore_errors=True)
-        finished(Path(run), 15, [("draft_after", 1, 1.2)])
+        made.append((kind, minutes, chats))
+        finish(Path(run), minutes)
+
+    def figures(target, asked, decoders, temperatures, repeats, new_tokens):
+        decoded.append(([*decoders], [question.id for question in asked.chosen["arithmetic"]]))
+        names = [name for name in decoders if name != questions.PLAIN]
+        rows = [{"drafter": name, "category": ALL, "temperature": 0.0} for name in names]
+        return {"rows": [row | {"speedup": 1.5, "low": 1.0, "high": 2.0} for row in rows]}
 
     monkeypatch.setattr(distill_curve, "distill_target", job)
-    options = ["--out", str(tmp_path), "--kinds", "eagle3", "glide", "--minutes", "15", "--results", str(results)]
-    monkeypatch.setattr("sys.argv", ["distill_curve.py", "target", *options])
+    monkeypatch.setattr(distill_curve, "keep_programs", lambda: None)
+    monkeypatch.setattr(distill_curve.specjax, "load_model", lambda target: tiny_chat)
+    monkeypatch.setattr(distill_curve.specjax, "load_drafter", lambda run, target, k: DraftModel(tiny_draft, k))
+    for name, fake in {
+        "figures_of": figures,
+        "tell": lambda found: None,
+        "checksums": lambda _, models: models,
+    }.items():
+        monkeypatch.setattr(questions, name, fake)
+    results, figure = tmp_path / "curve.json", tmp_path / "curve.png"
+    options = ["--target", "x", "--out", str(tmp_path), "--kinds", "eagle3", "glide", "--minutes", "30", "15"]
+    options += ["--limit", "1", "--offset", "2", "--results", str(results), "--figure", str(figure)]
+    monkeypatch.setattr("sys.argv", ["distill_curve.py", str(file), *options])
+    monkeypatch.setattr(distill_curve.record, "write", lambda file, found: results.write_text(repr(found)))
     distill_curve.main()
-    assert asked == [("glide", 15.0)]
-    kept = json.loads(results.read_text())["rows"]
-    assert [(row["kind"], row["speedup"]) for row in kept] == [("eagle3", 1.1), ("glide", 1.2)]
+    chats = str(tmp_path / "self-chat")
+    assert made == [("glide", 15.0, chats), ("eagle3", 30.0, chats), ("glide", 30.0, chats)]
+    names = ["eagle3-15", "glide-15", "eagle3-30", "glide-30"]
+    both = [each for name in names for each in (name, f"{name}+ngram")]
+    assert decoded == [([questions.PLAIN, questions.CONTROL, "ngram", *both], ["3"])]
+    assert "'job': 'glide-30'" in results.read_text()
+    assert figure.exists()
+
+
+def test_questions_that_cannot_be_read_are_refused_before_hours_of_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(distill_curve, "distill_target", lambda *_, **__: pytest.fail("a job was run"))
+    monkeypatch.setattr("sys.argv", ["distill_curve.py", str(tmp_path / "no.jsonl"), "--target", "x", "--out", "y"])
+    with pytest.raises(distill_curve.specjax.SpecjaxError, match="cannot be read"):
+        distill_curve.main()

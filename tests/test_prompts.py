@@ -43,6 +43,12 @@ def test_any_file_is_read_by_named_columns(tmp_path):
     assert [question.category for question in prompts.read_questions(file, {"turns": "ask"})] == ["own", "own"]
 
 
+def test_a_line_may_hold_the_ends_of_lines_that_json_allows(tmp_path):
+    file = tmp_path / "own.jsonl"
+    file.write_text('{"question": "a\u2028b\x85c"}\n{"question": "d"}\n', encoding="utf-8")
+    assert [question.turns for question in prompts.read_questions(file)] == [("a\u2028b\x85c",), ("d",)]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -67,6 +73,7 @@ def test_a_category_is_thinned_evenly():
     assert [q.id for q in found["a"]] == ["0", "4", "8", "12", "16"]
     assert [q.id for q in found["b"]] == ["1", "5", "9", "13", "17"]
     assert len(prompts.by_category(questions)["a"]) == 10
+    assert [q.id for q in prompts.by_category(questions, 5, 3)["a"]] == ["6", "10", "14", "18", "2"]
 
 
 def text_of(tokens):
@@ -92,7 +99,7 @@ def test_a_prompt_is_the_chat_up_to_the_next_answer():
 def test_what_a_table_of_questions_has_to_say():
     different = [prompts.Question(str(i), "c", (f"text {i}",)) for i in range(20)]
     assert prompts.doubts(different) == []
-    assert prompts.doubts(different[:19]) == ["fewer than 20 prompts"]
+    assert prompts.doubts(different[:19]) == ["fewer than 20 questions"]
     assert prompts.doubts([*different, different[3], different[3]]) == ["2 repeated"]
     filler = prompts.Question("f", "c", ("the same words " * 20,))
     assert prompts.doubts([*different, filler]) == ["1 of filler"]

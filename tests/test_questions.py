@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from prompts import Question
 from questions import ALL, BEST, CONTROL, PLAIN, Answer, Prompt
 from rich.console import Console
 
+from specjax.errors import DataError
 from specjax.interfaces import Calibration
 from specjax.metrics import DecodeStats
 
@@ -24,7 +24,7 @@ def answer(seconds: float, tokens: int, blocks: int) -> Answer:
     return Answer(list(range(tokens)), stats, seconds, first=0.5)
 
 
-PROMPTS = [Prompt("code", [1]), Prompt("code", [2]), Prompt("prose", [3])]
+PROMPTS = [Prompt("code", [1], 0), Prompt("code", [2], 1), Prompt("prose", [3], 2)]
 ANSWERS = {
     PLAIN: [answer(2.0, 10, 10), answer(4.0, 20, 20), answer(2.0, 10, 10)],
     CONTROL: [answer(2.0, 10, 10), answer(4.0, 20, 20), answer(2.0, 10, 10)],
@@ -55,7 +55,7 @@ def test_the_time_up_to_the_first_token_is_told_apart():
 
 
 def test_a_speedup_is_that_of_equal_tokens():
-    ratio, _ = questions.speedup([answer(2.0, 10, 10)], [answer(2.0, 20, 20)])
+    ratio, _ = questions.speedup([answer(2.0, 10, 10)], [answer(2.0, 20, 20)], [0])
     assert ratio == 2.0
 
 
@@ -69,6 +69,67 @@ def test_the_interval_of_the_mean_is_that_of_its_categories():
     assert rows["code"]["low"] < rows["code"]["speedup"] < rows["code"]["high"]
     for end in ("low", "speedup", "high"):
         assert rows[ALL][end] == pytest.approx((rows["code"][end] + rows["prose"][end]) / 2)
+
+
+def test_categories_are_drawn_independently_and_turns_together():
+    """Alike categories of many questions: their mean varies by less than each of them does. Two turns that always take
+    the same time are one question, not two."""
+    each = 60
+    seconds = np.random.default_rng(1).uniform(1.0, 3.0, each)
+    names = ["a", "b", "c", "d"]
+    prompts = [Prompt(name, [1], each * i + j) for i, name in enumerate(names) for j in range(each)]
+    plain, drafted = [answer(2.0, 10, 10)] * len(prompts), [answer(s, 10, 5) for s in seconds] * 4
+    answers = {PLAIN: plain, CONTROL: plain, "draft": drafted}
+    rows = {r["category"]: r for r in questions.rows_of(answers, prompts, 0.0) if r["drafter"] == "draft"}
+    widths = {name: r["high"] - r["low"] for name, r in rows.items()}
+    assert widths[ALL] == pytest.approx(np.mean([widths[name] for name in names]) / 2, rel=0.2)
+    one, two = ([answer(s, 10, 5) for s in np.repeat(seconds, turns)] for turns in (1, 2))
+    of_turns = np.repeat(np.arange(each), 2)
+    _, alone = questions.speedup(plain[:each], one, range(each))
+    _, turns = questions.speedup(plain[: 2 * each], two, of_turns)
+    np.testing.assert_allclose(alone, turns)
+
+
+def test_questions_that_are_left_out_choose_the_lengths(tiny_chat):
+    every = [Question(str(i), "ab"[i % 2], (f"say {i}",)) for i in range(8)]
+    found = questions.Asked.of(tiny_chat, every, limit=2, offset=1, new_tokens=4)
+    assert {name: [q.id for q in of_it] for name, of_it in found.chosen.items()} == {"a": ["2", "6"], "b": ["3", "7"]}
+    assert [(p.category, p.question) for p in found.prompts] == [("a", 0), ("a", 1), ("b", 2), ("b", 3)]
+    assert found.tuning == every[0]
+    assert questions.Asked.of(tiny_chat, every, limit=4, offset=0, new_tokens=4).tuning is None
+
+
+def test_everything_that_is_measured_is_stored(tiny_chat, monkeypatch):
+    monkeypatch.setattr(questions, "CALIBRATION_SECONDS", 0.1)
+    every = [Question(str(i), "ab"[i % 2], (f"say {i}", "again")[: 1 + i // 2 % 2]) for i in range(8)]
+    found = questions.Asked.of(tiny_chat, every, limit=1, offset=1, new_tokens=4)
+    decoders = questions.with_controls(tiny_chat, {}, ngram=2)
+    assert [*decoders] == [PLAIN, CONTROL, "ngram"]
+    made = questions.figures_of(tiny_chat, found, decoders, [0.0, 1.0], repeats=1, new_tokens=4)
+    assert made["questions"] == {"a": ["2"], "b": ["3"]}
+    assert [(r["drafter"], r["temperature"]) for r in made["answers"]] == [(n, t) for t in (0.0, 1.0) for n in decoders]
+    assert {len(r["seconds"]) for r in made["answers"]} == {4}
+    assert made["floor"]["share"] > 0
+    assert made["differences"] == []
+    assert {r["category"] for r in made["rows"]} == {"a", "b", ALL}
+    assert all(r["tokens_per_s"] > 0 for r in made["rows"])
+    questions.tell(made | {"rows": questions.with_best(made["rows"])})
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--limit", "0"], "are at least 1"),
+        (["--ngram", "0"], "nothing to measure"),
+        (["--drafts", "models/x"], "give NAME=DIR"),
+        (["--columns", "turn=q"], "--columns turn=q: give OURS=THEIRS, where OURS is one of turns, category, id"),
+    ],
+)
+def test_options_that_cannot_be_are_told_before_anything_is_loaded(options, told, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["questions.py", "no.jsonl", "--target", "nowhere", *options])
+    with pytest.raises((SystemExit, DataError)) as refused:
+        questions.main()
+    assert told in capsys.readouterr().err + str(refused.value)
 
 
 def test_an_answer_that_differs_is_counted():
@@ -119,8 +180,9 @@ def test_results_name_the_weights_of_the_target_and_of_every_draft(tiny_target, 
     given = argparse.Namespace(
         target="models/x", drafts=[f"mine={tmp_path}"], peer_draft=tmp_path, llama_cpp=[tmp_path / "x.gguf"]
     )
+    (tmp_path / "config.json").write_text("{}")
     models = questions.models_of(given)
-    assert models.pop("target") == Path("models/x")
+    assert models.pop("target") == "models/x"
     sums = questions.checksums(tiny_target, models)
     expected = {f"{x}.safetensors": hashlib.sha256(x.encode()).hexdigest() for x in "ab"}
     assert sums["mine"] == sums["transformers' draft"] == expected
@@ -134,14 +196,15 @@ def test_what_makes_a_category_say_less_is_marked_in_its_rows():
         "prose": [Question("1", "prose", ("the same",)), Question("2", "prose", ("the same",))],
     }
     marks = questions.marks_of(chosen, ANSWERS, [2])
-    assert marks == {"code": [], "prose": ["fewer than 20 prompts", "1 repeated"]}
+    assert marks == {"code": [], "prose": ["fewer than 20 questions", "1 repeated"]}
     rows = [r for r in questions.rows_of(ANSWERS, PROMPTS, 0.0, marks) if r["drafter"] == "draft"]
     assert {r["category"]: r["marks"] for r in rows} == {**marks, ALL: marks["prose"]}
     drawn = io.StringIO()
     Console(file=drawn, width=300).print(questions.table_of(rows))
-    assert drawn.getvalue().count("fewer than 20 prompts, 1 repeated") == 2
+    assert drawn.getvalue().count("fewer than 20 questions, 1 repeated") == 2
     alone = {name: found for name, found in ANSWERS.items() if name != CONTROL}
     assert questions.marks_of(chosen, alone, [])["code"] == ["no control", "no end of sequence"]
+    assert questions.marks_of(chosen, ANSWERS, [2], calibrated=False)["code"] == ["lengths not calibrated"]
 
 
 def test_what_blocks_cost_is_told_over_plain_decoding():
