@@ -7,9 +7,9 @@
 Every job begins from nothing but the model, and takes what it is given: chats, training, figures, export. The target's
 chats are written once, as many as the longest job may have, and each job reads as many of them as its own time would
 have allowed at their pace; so a job takes less time here than it is given. Finished jobs are not run again: the same
-command goes on after an interruption, and with more kinds or minutes. Then all drafts decode the same questions in
-turn, each alone and behind n-gram lookup, as in `questions.py`, whose results these are; `jobs` has what each job was
-given and did.
+command goes on after an interruption, and with more kinds or minutes. Then the drafts of all finished jobs in --out,
+those of earlier calls too, decode the same questions in turn, each alone and behind n-gram lookup, as in
+`questions.py`, whose results these are; `jobs` has what each job was given and did.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -40,14 +40,17 @@ K, NGRAM = 3, 5
 _NAME = re.compile(r"(?P<kind>\w+)-(?P<minutes>[\d.]+)(?P<lookup>\+ngram)?")
 
 
-def finished(out: Path, kinds: Sequence[Kind], minutes: Sequence[float], target: str) -> Iterator[Path]:
-    """Directories of all jobs, those run that are not finished, the shortest first."""
+def run_jobs(out: Path, kinds: Sequence[Kind], minutes: Sequence[float], target: str) -> None:
+    """Run the jobs that are not finished, the shortest first."""
     for given in sorted(minutes):
         for kind in kinds:
             run = out / f"{kind}-{given:g}"
-            if not (run / "results.json").exists():
+            if not _is_finished(run):
                 distill_target(target, str(run), given, kind, chats=str(out / "self-chat"))
-            yield run
+
+
+def _is_finished(run: Path) -> bool:
+    return (run / "results.json").exists()
 
 
 def facts_of(run: Path) -> dict[str, Any]:
@@ -111,7 +114,8 @@ def main() -> None:
     args = parsed()
     keep_programs()
     asking = [question for file in args.files for question in read_questions(file)]  # refused before hours of training
-    runs = [*finished(args.out, args.kinds, args.minutes, args.target)]
+    run_jobs(args.out, args.kinds, args.minutes, args.target)
+    runs = [run for run in sorted(args.out.iterdir()) if _NAME.fullmatch(run.name) and _is_finished(run)]
     target = specjax.load_model(args.target)
     drafts = {run.name: specjax.load_drafter(run, target, K) for run in runs}
     asked = questions.Asked.of(target, asking, args.limit, args.offset, args.new_tokens)

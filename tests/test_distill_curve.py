@@ -53,6 +53,8 @@ def test_finished_jobs_are_not_run_again_and_all_drafts_decode_in_one_run(tiny_c
     made, decoded, file = [], [], tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps({"question": f"say {i}"}) + "\n" for i in range(4)))
     finish(tmp_path / "eagle3-15")
+    finish(tmp_path / "draft_model-60")  # of an earlier call
+    (tmp_path / "dspark-15").mkdir()  # which was interrupted
 
     def job(target, run, minutes, kind, chats):
         made.append((kind, minutes, chats))
@@ -82,7 +84,7 @@ def test_finished_jobs_are_not_run_again_and_all_drafts_decode_in_one_run(tiny_c
     distill_curve.main()
     chats = str(tmp_path / "self-chat")
     assert made == [("glide", 15.0, chats), ("eagle3", 30.0, chats), ("glide", 30.0, chats)]
-    names = ["eagle3-15", "glide-15", "eagle3-30", "glide-30"]
+    names = ["draft_model-60", "eagle3-15", "eagle3-30", "glide-15", "glide-30"]
     both = [each for name in names for each in (name, f"{name}+ngram")]
     assert decoded == [([questions.PLAIN, questions.CONTROL, "ngram", *both], ["3"])]
     assert "'job': 'glide-30'" in results.read_text()
