@@ -44,8 +44,8 @@ _ELSEWHERE = "give another --out, or remove its directory"
 _LEAST_STEPS = 50
 _HELD_OUT = 20
 """Fewest chats that are held out, of which the figures and the benchmark take their prompts."""
-_SECONDS_A_PROMPT = 300
-"""Seconds of the whole time for each prompt of the benchmark, which compiles and decodes for about a sixth of it."""
+_SECONDS_A_PROMPT = 450
+"""Seconds of the whole time for each prompt of the benchmark, which compiles and decodes for about a seventh of it."""
 _MOST_EPOCHS = 10
 """Most times that training reads the chats: more of them teach it little else than these chats."""
 
