@@ -27,6 +27,7 @@ import questions
 import yaml
 from matplotlib.figure import Figure
 from prompts import read_questions
+from question_figures import ALL
 
 import specjax
 from specjax.config.recipe import Kind
@@ -69,7 +70,7 @@ def facts_of(run: Path) -> dict[str, Any]:
 
 def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Greedy speedup over minutes with its interval, a colour a kind: dashed alone, solid behind n-gram lookup."""
-    whole = {r["drafter"]: r for r in rows if (r["category"], r["temperature"]) == (questions.ALL, 0.0)}
+    whole = {r["drafter"]: r for r in rows if (r["category"], r["temperature"]) == (ALL, 0.0)}
     found = {name: match for name in whole if (match := _NAME.fullmatch(name))}
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.subplots()

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import distill_curve
 import pytest
+import question_figures
 import questions
 import yaml
-from questions import ALL
+from question_figures import ALL
 
 from specjax.drafters.draft_model import DraftModel
 
@@ -62,7 +63,7 @@ def test_finished_jobs_are_not_run_again_and_all_drafts_decode_in_one_run(tiny_c
 
     def figures(target, asked, decoders, temperatures, repeats, new_tokens):
         decoded.append(([*decoders], [question.id for question in asked.chosen["arithmetic"]]))
-        names = [name for name in decoders if name != questions.PLAIN]
+        names = [name for name in decoders if name != question_figures.PLAIN]
         rows = [{"drafter": name, "category": ALL, "temperature": 0.0} for name in names]
         return {"rows": [row | {"speedup": 1.5, "low": 1.0, "high": 2.0} for row in rows]}
 
@@ -86,7 +87,7 @@ def test_finished_jobs_are_not_run_again_and_all_drafts_decode_in_one_run(tiny_c
     assert made == [("glide", 15.0, chats), ("eagle3", 30.0, chats), ("glide", 30.0, chats)]
     names = ["draft_model-60", "eagle3-15", "eagle3-30", "glide-15", "glide-30"]
     both = [each for name in names for each in (name, f"{name}+ngram")]
-    assert decoded == [([questions.PLAIN, questions.CONTROL, "ngram", *both], ["3"])]
+    assert decoded == [([question_figures.PLAIN, question_figures.CONTROL, "ngram", *both], ["3"])]
     assert "'job': 'glide-30'" in results.read_text()
     assert figure.exists()
 

@@ -8,9 +8,10 @@ import io
 
 import numpy as np
 import pytest
+import question_figures
 import questions
 from prompts import Question
-from questions import ALL, BEST, CONTROL, PLAIN, Answer, Prompt
+from question_figures import ALL, BEST, CONTROL, PLAIN, Answer, Prompt
 from rich.console import Console
 
 from specjax.errors import DataError
@@ -33,7 +34,7 @@ ANSWERS = {
 
 
 def test_figures_of_categories_and_of_all():
-    rows = {(r["drafter"], r["category"]): r for r in questions.rows_of(ANSWERS, PROMPTS, 0.0)}
+    rows = {(r["drafter"], r["category"]): r for r in question_figures.rows_of(ANSWERS, PROMPTS, 0.0)}
     code, prose, whole = (rows["draft", name] for name in ("code", "prose", ALL))
     assert code["tokens_a_call"] == 30 / 20
     assert code["tokens_a_call_mean"] == pytest.approx((2 + 4 / 3) / 2)
@@ -45,7 +46,7 @@ def test_figures_of_categories_and_of_all():
 
 
 def test_the_time_up_to_the_first_token_is_told_apart():
-    rows = {(r["drafter"], r["category"]): r for r in questions.rows_of(ANSWERS, PROMPTS, 0.0)}
+    rows = {(r["drafter"], r["category"]): r for r in question_figures.rows_of(ANSWERS, PROMPTS, 0.0)}
     code, prose, whole = (rows["draft", name] for name in ("code", "prose", ALL))
     assert {r["first_token_s"] for r in rows.values()} == {0.5}
     assert code["speedup_after_first_token"] == pytest.approx((6.0 - 1.0) / (3.0 - 1.0))
@@ -55,7 +56,7 @@ def test_the_time_up_to_the_first_token_is_told_apart():
 
 
 def test_a_speedup_is_that_of_equal_tokens():
-    ratio, _ = questions.speedup([answer(2.0, 10, 10)], [answer(2.0, 20, 20)], [0])
+    ratio, _ = question_figures.speedup([answer(2.0, 10, 10)], [answer(2.0, 20, 20)], [0])
     assert ratio == 2.0
 
 
@@ -63,7 +64,7 @@ def test_the_interval_of_the_mean_is_that_of_its_categories():
     uneven = [answer(0.5, 10, 5), answer(4.0, 20, 15), answer(4.0, 10, 10)]
     rows = {
         r["category"]: r
-        for r in questions.rows_of({**ANSWERS, "draft": uneven}, PROMPTS, 0.0)
+        for r in question_figures.rows_of({**ANSWERS, "draft": uneven}, PROMPTS, 0.0)
         if r["drafter"] == "draft"
     }
     assert rows["code"]["low"] < rows["code"]["speedup"] < rows["code"]["high"]
@@ -80,13 +81,13 @@ def test_categories_are_drawn_independently_and_turns_together():
     prompts = [Prompt(name, [1], each * i + j) for i, name in enumerate(names) for j in range(each)]
     plain, drafted = [answer(2.0, 10, 10)] * len(prompts), [answer(s, 10, 5) for s in seconds] * 4
     answers = {PLAIN: plain, CONTROL: plain, "draft": drafted}
-    rows = {r["category"]: r for r in questions.rows_of(answers, prompts, 0.0) if r["drafter"] == "draft"}
+    rows = {r["category"]: r for r in question_figures.rows_of(answers, prompts, 0.0) if r["drafter"] == "draft"}
     widths = {name: r["high"] - r["low"] for name, r in rows.items()}
     assert widths[ALL] == pytest.approx(np.mean([widths[name] for name in names]) / 2, rel=0.2)
     one, two = ([answer(s, 10, 5) for s in np.repeat(seconds, turns)] for turns in (1, 2))
     of_turns = np.repeat(np.arange(each), 2)
-    _, alone = questions.speedup(plain[:each], one, range(each))
-    _, turns = questions.speedup(plain[: 2 * each], two, of_turns)
+    _, alone = question_figures.speedup(plain[:each], one, range(each))
+    _, turns = question_figures.speedup(plain[: 2 * each], two, of_turns)
     np.testing.assert_allclose(alone, turns)
 
 
@@ -113,7 +114,7 @@ def test_everything_that_is_measured_is_stored(tiny_chat, monkeypatch):
     assert made["differences"] == []
     assert {r["category"] for r in made["rows"]} == {"a", "b", ALL}
     assert all(r["tokens_per_s"] > 0 for r in made["rows"])
-    questions.tell(made | {"rows": questions.with_best(made["rows"])})
+    questions.tell(made | {"rows": question_figures.with_best(made["rows"])})
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_options_that_cannot_be_are_told_before_anything_is_loaded(options, told
 def test_an_answer_that_differs_is_counted():
     other = answer(1.0, 10, 5)
     other.tokens[3] = 99
-    rows = list(questions.rows_of({**ANSWERS, "draft": [other, *ANSWERS["draft"][1:]]}, PROMPTS, 0.0))
+    rows = list(question_figures.rows_of({**ANSWERS, "draft": [other, *ANSWERS["draft"][1:]]}, PROMPTS, 0.0))
     assert {r["category"]: r["identical"] for r in rows if r["drafter"] == "draft"} == {"code": 1, "prose": 1, ALL: 2}
 
 
@@ -144,7 +145,7 @@ def test_an_answer_that_differs_is_told_with_the_margin_of_its_first_other_token
     other.tokens[3] = other.tokens[5] = 99
     theirs = Answer([99] * 10, None, 1.0)
     answers = {**ANSWERS, "draft": [other, shorter, ANSWERS["draft"][2]], "llama.cpp": [theirs] * 3}
-    found = questions.differences(answers, PROMPTS, lambda prompt, tokens, at: prompt[0] + tokens[at] / 100)
+    found = question_figures.differences(answers, PROMPTS, lambda prompt, tokens, at: prompt[0] + tokens[at] / 100)
     assert found == [
         {"drafter": "draft", "category": "code", "position": 3, "margin": 1.03},
         {"drafter": "draft", "category": "code", "position": 18, "margin": 2.18},
@@ -154,8 +155,8 @@ def test_an_answer_that_differs_is_told_with_the_margin_of_its_first_other_token
 def test_the_best_draft_is_the_fastest_greedy_one_and_not_the_control():
     slow = [answer(9.0, 10, 10), answer(9.0, 20, 20), answer(9.0, 10, 10)]
     answers = {PLAIN: ANSWERS[PLAIN], CONTROL: ANSWERS[CONTROL], "slow": slow, "draft": ANSWERS["draft"]}
-    rows = [*questions.rows_of(answers, PROMPTS, 0.0), *questions.rows_of(answers, PROMPTS, 1.0)]
-    best = [r for r in questions.with_best(rows) if r["drafter"] == BEST]
+    rows = [*question_figures.rows_of(answers, PROMPTS, 0.0), *question_figures.rows_of(answers, PROMPTS, 1.0)]
+    best = [r for r in question_figures.with_best(rows) if r["drafter"] == BEST]
     assert {r["of"] for r in best} == {"draft"}
     assert sorted((r["category"], r["temperature"]) for r in best) == [
         (name, t) for name in (ALL, "code", "prose") for t in (0.0, 1.0)
@@ -164,13 +165,13 @@ def test_the_best_draft_is_the_fastest_greedy_one_and_not_the_control():
 
 def test_another_library_has_a_speedup_and_is_never_the_best():
     fast = [Answer(a.tokens, None, a.seconds / 10) for a in ANSWERS[PLAIN]]
-    rows = questions.with_best([*questions.rows_of({**ANSWERS, "llama.cpp F16": fast}, PROMPTS, 0.0)])
+    rows = question_figures.with_best([*question_figures.rows_of({**ANSWERS, "llama.cpp F16": fast}, PROMPTS, 0.0)])
     theirs = next(r for r in rows if (r["drafter"], r["category"]) == ("llama.cpp F16", ALL))
     assert theirs["speedup"] == pytest.approx(10)
     assert (theirs["first_token_s"], theirs["speedup_after_first_token"]) == (None, None)
     assert (theirs["tokens_a_call"], theirs["identical"], theirs["library"]) == (None, 3, "llama.cpp")
     assert {r["of"] for r in rows if r["drafter"] == BEST} == {"draft"}
-    assert questions.table_of(rows).row_count == len(rows)
+    assert question_figures.table_of(rows).row_count == len(rows)
 
 
 def test_results_name_the_weights_of_the_target_and_of_every_draft(tiny_target, tmp_path):
@@ -195,19 +196,19 @@ def test_what_makes_a_category_say_less_is_marked_in_its_rows():
         "code": [Question(str(i), "code", (f"question {i}",)) for i in range(20)],
         "prose": [Question("1", "prose", ("the same",)), Question("2", "prose", ("the same",))],
     }
-    marks = questions.marks_of(chosen, ANSWERS, [2])
+    marks = question_figures.marks_of(chosen, ANSWERS, [2])
     assert marks == {"code": [], "prose": ["fewer than 20 questions", "1 repeated"]}
-    rows = [r for r in questions.rows_of(ANSWERS, PROMPTS, 0.0, marks) if r["drafter"] == "draft"]
+    rows = [r for r in question_figures.rows_of(ANSWERS, PROMPTS, 0.0, marks) if r["drafter"] == "draft"]
     assert {r["category"]: r["marks"] for r in rows} == {**marks, ALL: marks["prose"]}
     drawn = io.StringIO()
-    Console(file=drawn, width=300).print(questions.table_of(rows))
+    Console(file=drawn, width=300).print(question_figures.table_of(rows))
     assert drawn.getvalue().count("fewer than 20 questions, 1 repeated") == 2
     alone = {name: found for name, found in ANSWERS.items() if name != CONTROL}
-    assert questions.marks_of(chosen, alone, [])["code"] == ["no control", "no end of sequence"]
-    assert questions.marks_of(chosen, ANSWERS, [2], calibrated=False)["code"] == ["lengths not calibrated"]
+    assert question_figures.marks_of(chosen, alone, [])["code"] == ["no control", "no end of sequence"]
+    assert question_figures.marks_of(chosen, ANSWERS, [2], calibrated=False)["code"] == ["lengths not calibrated"]
 
 
 def test_what_blocks_cost_is_told_over_plain_decoding():
     known = Calibration(np.array([0.01, 0.012, 0.0151], np.float32), np.array([0.5, 0.4], np.float32))
-    found = questions.block_costs("draft", 1.0, known)
+    found = question_figures.block_costs("draft", 1.0, known)
     assert found == {"drafter": "draft", "temperature": 1.0, "over_plain": [1.0, 1.2, 1.51]}
